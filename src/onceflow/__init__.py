@@ -1,0 +1,76 @@
+"""Exactly-once Kafka pipelines for PySpark.
+
+Public names are imported when they are first used, so that ``import onceflow`` costs nothing and tools that
+only need errors or the command line never load Spark.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from onceflow._version import __version__
+
+if TYPE_CHECKING:
+    from onceflow.errors import (
+        AuthenticationFailedError,
+        BadRecordError,
+        BatchAbortedError,
+        BrokerUnreachableError,
+        BrokerUnsupportedError,
+        DataLossError,
+        DeadlineExceededError,
+        EnvironmentUnusableError,
+        FencedError,
+        OnceflowError,
+        OptionError,
+        PermissionDeniedError,
+        ProgressConflictError,
+        ProtocolError,
+        SchemaError,
+        TransactionTimeoutError,
+        UnknownTopicError,
+        UnsupportedQueryError,
+    )
+    from onceflow.flow import Flow
+    from onceflow.session import session
+
+__all__ = [
+    "AuthenticationFailedError",
+    "BadRecordError",
+    "BatchAbortedError",
+    "BrokerUnreachableError",
+    "BrokerUnsupportedError",
+    "DataLossError",
+    "DeadlineExceededError",
+    "EnvironmentUnusableError",
+    "FencedError",
+    "Flow",
+    "OnceflowError",
+    "OptionError",
+    "PermissionDeniedError",
+    "ProgressConflictError",
+    "ProtocolError",
+    "SchemaError",
+    "TransactionTimeoutError",
+    "UnknownTopicError",
+    "UnsupportedQueryError",
+    "__version__",
+    "session",
+]
+
+# Every other public name is an error.
+_HOMES = {"Flow": "onceflow.flow", "session": "onceflow.session"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOMES.get(name, "onceflow.errors")), name)
+    # Importing onceflow.session binds the *module* to the package's name `session`; put the function there.
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,192 @@
+"""What a local Kafka cluster consists of, and the server.properties of each node. Pure: no I/O."""
+
+from __future__ import annotations
+
+import base64
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from onceflow.errors import OptionError
+
+HOST = "127.0.0.1"
+CONTROLLER_LISTENER = "CONTROLLER"
+CLIENT_LISTENER = "PLAINTEXT"
+SECURITY_PROTOCOLS = ("PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL")
+# Internal topics have 50 partitions by default. Each costs files and time at start; a few show the same
+# behaviour.
+INTERNAL_PARTITIONS = 4
+
+
+@dataclass(frozen=True)
+class Node:
+    """One Kafka process: broker and controller in one."""
+
+    node_id: int
+    data_dir: Path
+    port: int
+    controller_port: int
+
+    @property
+    def properties_file(self) -> Path:
+        return self.data_dir / "server.properties"
+
+    @property
+    def log_file(self) -> Path:
+        return self.data_dir / "server.log"
+
+    @property
+    def pid_file(self) -> Path:
+        return self.data_dir / "pid.json"
+
+    @property
+    def kafka_data_dir(self) -> Path:
+        return self.data_dir / "data"
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Nodes that form one Kafka cluster.
+
+    Args:
+        cluster_id: Kafka's own id, 22 characters; see ``new_cluster_id``.
+        version: version of Apache Kafka.
+        nodes: all of them; each is a voter of the controller quorum.
+        properties: broker properties that win over the defaults here. ``{port}``, ``{controller_port}``,
+            ``{node_id}`` and ``{data_dir}`` in a value are replaced by those of the node.
+        client_listener: name of the listener that clients use; the first listener by default.
+    """
+
+    cluster_id: str
+    version: str
+    nodes: tuple[Node, ...]
+    properties: Mapping[str, str] = field(default_factory=dict)
+    client_listener: str | None = None
+
+    @property
+    def bootstrap_servers(self) -> str:
+        """Addresses of the client listener of every node."""
+        return ",".join(self._client_address(node) for node in self.nodes)
+
+    def _client_address(self, node: Node) -> str:
+        properties = server_properties(self, node)
+        listeners = parse_listeners(properties["listeners"])
+        controllers = _names(properties["controller.listener.names"])
+        for name, address in listeners:
+            if name == self.client_listener or (self.client_listener is None and name not in controllers):
+                return address
+        raise OptionError(
+            f"There is no listener {self.client_listener or 'for clients'} in {properties['listeners']}.",
+            next_step="Name one of the listeners as client_listener.",
+        )
+
+
+def new_cluster_id() -> str:
+    """A cluster id as Kafka makes them: a random UUID, base64 for URLs, without padding."""
+    while True:
+        text = base64.urlsafe_b64encode(uuid.uuid4().bytes).rstrip(b"=").decode()
+        # Kafka's tool takes an argument that begins with a dash for an option.
+        if not text.startswith("-"):
+            return text
+
+
+def server_properties(cluster: Cluster, node: Node) -> dict[str, str]:
+    """The whole server.properties of one node: defaults, and over them what the caller gave."""
+    given = {key: _fill(value, node) for key, value in cluster.properties.items()}
+    controllers = _names(given.get("controller.listener.names", CONTROLLER_LISTENER))
+    listeners = given.get("listeners", f"{CLIENT_LISTENER}://{HOST}:{node.port}")
+    names = [name for name, _ in parse_listeners(listeners)]
+    if not any(name in controllers for name in names):
+        listeners += f",{controllers[0]}://{HOST}:{node.controller_port}"
+    client_names = [name for name in names if name not in controllers]
+    if not client_names:
+        raise OptionError(
+            f"listeners={listeners} has only a controller listener.",
+            next_step="Add a listener for clients, for example PLAINTEXT://127.0.0.1:{port}.",
+        )
+    copies = min(3, len(cluster.nodes))
+    in_sync_min = max(1, copies - 1)
+    properties = {
+        "process.roles": "broker,controller",
+        "node.id": str(node.node_id),
+        "controller.quorum.voters": ",".join(
+            f"{n.node_id}@{HOST}:{n.controller_port}" for n in cluster.nodes
+        ),
+        "controller.listener.names": ",".join(controllers),
+        "listener.security.protocol.map": _protocol_map(names, controllers),
+        "inter.broker.listener.name": client_names[0],
+        "log.dirs": str(node.kafka_data_dir),
+        # A mistyped topic name has to fail; a topic made on the fly would have the wrong partition count.
+        "auto.create.topics.enable": "false",
+        "default.replication.factor": str(copies),
+        "min.insync.replicas": str(in_sync_min),
+        "offsets.topic.replication.factor": str(copies),
+        "offsets.topic.num.partitions": str(INTERNAL_PARTITIONS),
+        "transaction.state.log.replication.factor": str(copies),
+        "transaction.state.log.min.isr": str(in_sync_min),
+        "transaction.state.log.num.partitions": str(INTERNAL_PARTITIONS),
+        # Tests and demos have one consumer per group; waiting 3 s for a second one is lost time.
+        "group.initial.rebalance.delay.ms": "0",
+        # A killed broker comes back only when the session of its predecessor has run out; by default that is
+        # 9 s.
+        "broker.session.timeout.ms": "4000",
+        "broker.heartbeat.interval.ms": "800",
+        # Sized for a laptop beside a Spark driver.
+        "num.network.threads": "2",
+        "num.io.threads": "4",
+        "background.threads": "4",
+        "log.cleaner.dedupe.buffer.size": str(16 * 1024 * 1024),
+    }
+    if "security.inter.broker.protocol" in given:  # Kafka refuses to be given both
+        del properties["inter.broker.listener.name"]
+    return {**properties, **given, "listeners": listeners}
+
+
+def render_properties(properties: Mapping[str, str]) -> str:
+    """Text of a Java properties file with these entries."""
+    return "".join(f"{key}={_escape(value)}\n" for key, value in properties.items())
+
+
+def parse_listeners(text: str) -> list[tuple[str, str]]:
+    """``NAME://host:port,...`` as (name, host:port) pairs.
+
+    Raises:
+        OptionError: an entry has another form.
+    """
+    listeners = []
+    for entry in _names(text):
+        name, separator, address = entry.partition("://")
+        if not separator or not name or ":" not in address:
+            raise OptionError(
+                f"Listener {entry!r} is not of the form NAME://host:port.",
+                next_step="Write for example listeners=SASL_PLAINTEXT://127.0.0.1:{port}.",
+            )
+        listeners.append((name, address))
+    return listeners
+
+
+def _names(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def _protocol_map(names: list[str], controllers: list[str]) -> str:
+    # A listener named like a protocol speaks it. For any other name Kafka asks for the caller's own map: a
+    # guess of PLAINTEXT would quietly open a listener that was meant to be secure. The controller is on
+    # 127.0.0.1 only.
+    pairs = {name: name for name in names if name in SECURITY_PROTOCOLS}
+    for name in controllers:
+        pairs.setdefault(name, "PLAINTEXT")
+    return ",".join(f"{name}:{protocol}" for name, protocol in pairs.items())
+
+
+def _fill(value: str, node: Node) -> str:
+    # Not str.format: JAAS configurations and regular expressions may have braces of their own.
+    for name in ("port", "controller_port", "node_id", "data_dir"):
+        value = value.replace("{" + name + "}", str(getattr(node, name)))
+    return value
+
+
+def _escape(value: str) -> str:
+    escaped = value.replace("\\", "\\\\").replace("\n", "\\n").replace("\r", "\\r").replace("\t", "\\t")
+    return "\\" + escaped if escaped.startswith(" ") else escaped

@@ -1,0 +1,295 @@
+"""Kafka as a process: format its storage, start it, find it again, wait until it answers, stop it.
+
+A node is found again through its pid file, which holds the pid *and* when that process started: after a
+reboot or a crash the pid may belong to something else, and that must never be killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from onceflow.broker.config import Cluster, Node, render_properties, server_properties
+from onceflow.errors import BrokerUnreachableError, EnvironmentUnusableError
+from onceflow.jars import kafka_broker_classpath
+from onceflow.java import find_java
+
+POLL_S = 0.05
+FORMAT_TIMEOUT_S = 60
+LOG_TAIL_LINES = 15
+
+# Popen warns when it is collected while its process runs. A broker is meant to outlive whoever started it,
+# and must be reaped here if it ends while we still run.
+_children: dict[int, subprocess.Popen[bytes]] = {}
+
+
+@dataclass(frozen=True)
+class ProcessIdentity:
+    """A process that cannot be confused with a later one of the same pid."""
+
+    pid: int
+    started: str
+
+    def is_alive(self) -> bool:
+        """Whether this very process still runs; a zombie does not."""
+        child = _children.get(self.pid)
+        if child is not None and child.poll() is not None:
+            del _children[self.pid]
+        return _start_time(self.pid) == self.started
+
+    def send(self, signal_number: int) -> None:
+        """Send a signal to this very process; nothing when it is gone."""
+        if self.is_alive():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal_number)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether the process ended within this time."""
+        deadline = time.monotonic() + timeout_s
+        while self.is_alive():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(POLL_S)
+        return True
+
+
+def running(node: Node) -> ProcessIdentity | None:
+    """The process of this node, or None when it does not run."""
+    try:
+        fields = json.loads(node.pid_file.read_text())
+        identity = ProcessIdentity(int(fields["pid"]), str(fields["started"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return identity if identity.is_alive() else None
+
+
+def format_storage(cluster: Cluster, node: Node) -> None:
+    """Let Kafka's own tool lay out the data folder; nothing when it is laid out already."""
+    if (node.kafka_data_dir / "meta.properties").exists():
+        return
+    node.kafka_data_dir.mkdir(parents=True, exist_ok=True)
+    # This JVM lives for a second: compile fast rather than well. The broker's own JVM must not do this.
+    command = _java(cluster, heap="256m", flags=["-XX:TieredStopAtLevel=1", "-XX:+UseSerialGC"])
+    command += ["kafka.tools.StorageTool", "format", "--ignore-formatted", "-t", cluster.cluster_id]
+    command += ["-c", str(node.properties_file)]
+    try:
+        answer = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=FORMAT_TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise EnvironmentUnusableError(
+            f"Kafka's storage tool did not end within {FORMAT_TIMEOUT_S} s.",
+            next_step=f"See whether {node.data_dir} is on a disk that works, and try again.",
+        ) from None
+    if answer.returncode != 0:
+        lines = [line for line in (answer.stdout + answer.stderr).splitlines() if line.strip()]
+        raise EnvironmentUnusableError(
+            f"Kafka's storage tool could not lay out {node.kafka_data_dir}.",
+            detail="\n".join(lines[-LOG_TAIL_LINES:]),
+            next_step="See the detail; if the folder holds another cluster's data, choose another one.",
+        )
+
+
+def write_properties(cluster: Cluster, node: Node) -> None:
+    """Write the node's server.properties; only the owner may read it, it may hold passwords."""
+    node.data_dir.mkdir(parents=True, exist_ok=True)
+    text = render_properties(server_properties(cluster, node))
+    with open(os.open(node.properties_file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as handle:
+        handle.write(text)
+
+
+def spawn(cluster: Cluster, node: Node, *, heap: str, environment: Mapping[str, str]) -> ProcessIdentity:
+    """Start the node's process and remember it in the pid file. It may not be ready yet."""
+    if node.log_file.exists():
+        node.log_file.replace(node.log_file.with_suffix(".log.1"))
+    command = [*_java(cluster, heap=heap, flags=["-XX:+UseG1GC", "-Djava.awt.headless=true"])]
+    command += ["kafka.Kafka", str(node.properties_file)]
+    with node.log_file.open("wb") as log_handle:
+        child = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log_handle,
+            stderr=subprocess.STDOUT,
+            cwd=node.data_dir,
+            env={**os.environ, **environment},
+            # Its own session: Ctrl-C in the terminal that started it is not meant for the broker.
+            start_new_session=True,
+        )
+    _children[child.pid] = child
+    identity = ProcessIdentity(child.pid, _start_time(child.pid) or "")
+    scratch = node.pid_file.with_suffix(".tmp")
+    scratch.write_text(json.dumps({"pid": identity.pid, "started": identity.started}))
+    scratch.replace(node.pid_file)
+    return identity
+
+
+def stop(node: Node, *, timeout_s: float) -> bool:
+    """SIGTERM, and SIGKILL when that does not help in time. Whether there was anything to stop."""
+    identity = running(node)
+    if identity is not None:
+        identity.send(signal.SIGTERM)
+        if not identity.wait(timeout_s):
+            kill(node)
+    node.pid_file.unlink(missing_ok=True)
+    return identity is not None
+
+
+def kill(node: Node) -> bool:
+    """SIGKILL, as a crash does it: nothing is flushed or handed over. Whether there was anything to kill."""
+    identity = running(node)
+    if identity is not None:
+        identity.send(signal.SIGKILL)
+        identity.wait(timeout_s=10)
+    node.pid_file.unlink(missing_ok=True)
+    return identity is not None
+
+
+def wait_until_ready(
+    cluster: Cluster,
+    *,
+    client_options: Mapping[str, Any],
+    timeout_s: float,
+    still_running: Callable[[], bool],
+) -> None:
+    """Return when every node is in the cluster's metadata, as a client sees it.
+
+    Raises:
+        EnvironmentUnusableError: a process ended while we waited; the detail has the end of its log.
+        BrokerUnreachableError: no (complete) answer in time.
+    """
+    deadline = time.monotonic() + timeout_s
+    problem = "nothing listens"
+    with contextlib.ExitStack() as stack:
+        admin: Any = None
+        while time.monotonic() < deadline:
+            if not still_running():
+                raise EnvironmentUnusableError(
+                    "Kafka ended while it started.",
+                    detail=log_tail(cluster),
+                    next_step="See the log: " + ", ".join(str(node.log_file) for node in cluster.nodes),
+                )
+            # A plain connection first: it fails at once, where a Kafka client backs off and writes log lines.
+            if admin is None and not all(map(_accepts, cluster.bootstrap_servers.split(","))):
+                time.sleep(POLL_S)
+                continue
+            if admin is None:
+                admin = stack.enter_context(admin_client(cluster.bootstrap_servers, client_options))
+            problem = _metadata_problem(
+                admin, len(cluster.nodes), timeout_s=min(5, deadline - time.monotonic())
+            )
+            if not problem:
+                return
+            time.sleep(POLL_S)
+    raise BrokerUnreachableError(
+        f"Kafka at {cluster.bootstrap_servers} was not ready within {timeout_s:g} s.",
+        detail=f"{problem}\n{log_tail(cluster)}",
+        next_step="With listeners that need TLS or SASL, give client_options; else see the log: "
+        + ", ".join(str(node.log_file) for node in cluster.nodes),
+    )
+
+
+def answers(cluster: Cluster, *, client_options: Mapping[str, Any], timeout_s: float) -> bool:
+    """Whether the cluster answers a metadata request with all its nodes, now."""
+    if not all(map(_accepts, cluster.bootstrap_servers.split(","))):
+        return False
+    with admin_client(cluster.bootstrap_servers, client_options) as admin:
+        return not _metadata_problem(admin, len(cluster.nodes), timeout_s=timeout_s)
+
+
+@contextlib.contextmanager
+def admin_client(bootstrap_servers: str, client_options: Mapping[str, Any]) -> Iterator[Any]:
+    """A librdkafka admin client that says nothing on stderr."""
+    import logging
+
+    from confluent_kafka.admin import AdminClient  # slow to import, and most commands do not need it
+
+    quiet = logging.getLogger("onceflow.broker.librdkafka")
+    yield AdminClient(
+        {
+            "bootstrap.servers": bootstrap_servers,
+            "reconnect.backoff.ms": 20,
+            "reconnect.backoff.max.ms": 200,
+            "log_level": 0,
+            **client_options,
+        },
+        logger=quiet,
+    )
+
+
+def log_tail(cluster: Cluster) -> str:
+    """The last lines of the log of every node."""
+    tails = []
+    for node in cluster.nodes:
+        with contextlib.suppress(OSError):
+            tails += node.log_file.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
+    return "\n".join(tails)
+
+
+def _metadata_problem(admin: Any, node_count: int, *, timeout_s: float) -> str:
+    from confluent_kafka import KafkaException
+
+    try:
+        brokers = admin.list_topics(timeout=max(0.1, timeout_s)).brokers
+    except KafkaException as error:
+        return str(error.args[0])
+    return "" if len(brokers) >= node_count else f"{len(brokers)} of {node_count} nodes are in the cluster"
+
+
+def _accepts(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=1):
+            return True
+    except OSError:
+        return False
+
+
+def _java(cluster: Cluster, *, heap: str, flags: list[str]) -> list[str]:
+    classpath = os.pathsep.join(map(str, kafka_broker_classpath(cluster.version)))
+    return [
+        str(find_java()),
+        f"-Xmx{heap}",
+        *flags,
+        "-Dorg.slf4j.simpleLogger.showDateTime=true",
+        "-Dorg.slf4j.simpleLogger.dateTimeFormat=yyyy-MM-dd HH:mm:ss.SSS",
+        "-cp",
+        classpath,
+    ]
+
+
+def _start_time(pid: int) -> str | None:
+    """When a process started, in a form that is the same at every call; None when it does not run."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return None if Path("/proc/self/stat").exists() else _start_time_by_ps(pid)
+    except OSError:  # it ended while we read
+        return None
+    # The name in parentheses may itself have spaces and parentheses. After it: state (field 3) ... starttime
+    # (22).
+    fields = stat.rpartition(")")[2].split()
+    return None if fields[0] in "ZX" else fields[19]
+
+
+def _start_time_by_ps(pid: int) -> str | None:
+    # macOS has no /proc.
+    answer = subprocess.run(
+        ["ps", "-o", "stat=,lstart=", "-p", str(pid)], capture_output=True, text=True, check=False
+    )
+    state, _, started = answer.stdout.strip().partition(" ")
+    return started.strip() if started and not state.startswith("Z") else None

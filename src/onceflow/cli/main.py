@@ -1,0 +1,79 @@
+"""The command ``onceflow``: finds the group that was asked for, and turns errors into text and exit codes.
+
+Exit codes: 0 the thing asked for holds; 1 it does not, or an error; 2 wrong usage; 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+import click
+
+from onceflow._version import __version__
+from onceflow.errors import OnceflowError
+
+# Imported when asked for: importing all of them would cost every call the imports of Spark and Kafka clients.
+COMMANDS = {
+    "bench": "onceflow.cli.bench:bench",
+    "broker": "onceflow.cli.broker:broker",
+    "demo": "onceflow.cli.demo:demo",
+    "setup": "onceflow.cli.setup:setup",
+}
+
+# For `onceflow --help`, which must not import the commands only to learn their first lines.
+SUMMARIES = {
+    "bench": "Measure throughput and latency on this machine.",
+    "broker": "A real Apache Kafka on this machine.",
+    "demo": "Run an example service, with crashes, and check what came out.",
+    "setup": "Get the jars for Spark and for the local broker.",
+}
+
+
+class LazyGroup(click.Group):
+    """A group whose commands are imported when they are run."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        target = COMMANDS.get(cmd_name)
+        if target is None:
+            return None
+        module, _, attribute = target.partition(":")
+        command = getattr(importlib.import_module(module), attribute)
+        if not isinstance(command, click.Command):
+            raise TypeError(f"{target} is not a click command")
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, SUMMARIES[name]) for name in self.list_commands(ctx)])
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="onceflow", message="%(prog)s %(version)s")
+def cli() -> None:
+    """Exactly-once Kafka pipelines for PySpark."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Entry point; always ends with SystemExit."""
+    try:
+        # A command may return an exit code; without one it is a success.
+        result = cli.main(args=arguments, prog_name="onceflow", standalone_mode=False)
+    except OnceflowError as error:
+        click.echo(f"onceflow: {error}", err=True)
+        sys.exit(1)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except (KeyboardInterrupt, click.Abort):
+        click.echo("onceflow: interrupted", err=True)
+        sys.exit(130)
+    sys.exit(result if isinstance(result, int) else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,35 @@
+"""``onceflow setup``: everything that needs the network, once, so that nothing later does."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import click
+from rich.console import Console
+
+from onceflow import class_archive, jars
+from onceflow.java import find_java
+
+
+@click.command()
+def setup() -> None:
+    """Get the jars for Spark and for the local broker, and what makes Spark start faster, into the cache."""
+    console = Console(highlight=False)
+    find_java()
+    steps: list[tuple[str, Callable[[], list[Path]]]] = [
+        (f"Kafka connector for Spark {jars.installed_spark_version()}", jars.spark_connector_jars),
+        (f"Apache Kafka {jars.BROKER_VERSION}", jars.kafka_broker_classpath),
+    ]
+    for name, resolve in steps:
+        started = time.monotonic()
+        with console.status(f"{name}: downloading (once) ..."):
+            found = resolve()
+        console.print(f"{name}: {len(found)} jars, {time.monotonic() - started:.1f} s")
+    started = time.monotonic()
+    with console.status("archive of Spark's classes: making it (once) ..."):
+        archive = class_archive.make_archive()
+    made = f"{time.monotonic() - started:.1f} s" if archive else "not possible here, Spark starts slower"
+    console.print(f"archive of Spark's classes: {made}")
+    console.print(f"cache: {jars.cache_dir()}", soft_wrap=True)

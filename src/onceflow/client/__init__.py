@@ -1,0 +1,1 @@
+"""Sockets: everything that talks to a broker. Formats live in ``onceflow.wire``."""

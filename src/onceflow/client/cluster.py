@@ -1,0 +1,337 @@
+"""The cluster as the driver or one task sees it: brokers, leaders, coordinators, API versions.
+
+Connections, TLS, SASL and the message codec are kafka-python's (pinned to one minor version, see
+``produce.py`` for the one place that reaches below its public surface). This module adds what
+exactly-once needs: explicit API versions, one deadline per operation, errors that name a next step.
+
+A ``Cluster`` drives kafka-python's event loop on the caller's thread, under a lock. It must be created
+in the process that uses it: sockets do not survive Spark's forking of Python workers.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import kafka.errors as kafka_errors
+from kafka.net.manager import KafkaConnectionManager
+from kafka.net.selector import NetworkSelector
+from kafka.protocol.metadata import ApiVersionsRequest, FindCoordinatorRequest, MetadataRequest
+
+from onceflow.client.deadline import Deadline
+from onceflow.client.settings import ClientSettings
+from onceflow.errors import (
+    AuthenticationFailedError,
+    BrokerUnreachableError,
+    BrokerUnsupportedError,
+    OnceflowError,
+    UnknownTopicError,
+)
+from onceflow.wire import codes
+
+log = logging.getLogger("onceflow.client")
+# kafka-python logs every refused connection as an error; ours are retried, counted and reported once.
+logging.getLogger("kafka").setLevel(logging.CRITICAL)
+
+TRANSACTION, GROUP = 1, 0  # coordinator key types of FindCoordinator (KIP-699)
+_REQUEST_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True)
+class TopicInfo:
+    """What metadata says of one topic."""
+
+    name: str
+    topic_id: str
+    leaders: Mapping[int, int]  # partition -> node id, -1 while there is none
+    internal: bool = False
+
+    @property
+    def partitions(self) -> int:
+        return len(self.leaders)
+
+
+class ConnectionFailedError(Exception):
+    """Internal: the request may or may not have reached the broker. Callers decide what that means."""
+
+
+class Cluster:
+    """Connections to one Kafka cluster."""
+
+    def __init__(self, settings: ClientSettings) -> None:
+        self.settings = settings
+        self.lock = threading.RLock()
+        self.net = NetworkSelector(slow_task_threshold_secs=0)
+        config = settings.kafka_python()
+        self.manager = KafkaConnectionManager(self.net, **config)
+        self._topics: dict[str, TopicInfo] = {}
+        self._coordinators: dict[tuple[int, str], int] = {}
+        self._features: dict[str, int] | None = None
+        self._api_versions: dict[int, tuple[int, int]] = {}
+        self._bootstrapped = False
+
+    # ---- connections ---------------------------------------------------------------------------------
+
+    def connect(self, deadline: Deadline) -> None:
+        """Find the cluster through the bootstrap servers, and its finalized features."""
+        if self._bootstrapped:
+            return
+        with self.lock:
+            try:
+                self.manager.bootstrap(max(1, int(deadline.remaining * 1000)))
+            except (kafka_errors.SaslAuthenticationFailedError, kafka_errors.AuthorizationError) as error:
+                raise _authentication_failed(self.settings, error) from error
+            except kafka_errors.IncompatibleBrokerVersion as error:
+                raise BrokerUnsupportedError(
+                    "What answers at bootstrap_servers is not a Kafka broker of a known version",
+                    detail=str(error),
+                    next_step="give the address of a broker, not of a controller; onceflow needs Kafka 2.5 or later",
+                ) from error
+            except kafka_errors.KafkaError as error:
+                raise BrokerUnreachableError(
+                    f"No broker answered at {self.settings.bootstrap_servers} within {deadline.seconds:g} s",
+                    detail=_diagnose(self.settings),
+                    next_step="check bootstrap_servers and security.protocol, and that the broker is up "
+                    "(`onceflow broker status` for the local one)",
+                ) from error
+            self._bootstrapped = True
+            self._read_features(deadline)
+
+    def close(self) -> None:
+        with self.lock:
+            if not self.manager.closed:
+                self.manager.close()
+                self.net.close()
+
+    def _read_features(self, deadline: Deadline) -> None:
+        response = self.ask(
+            ApiVersionsRequest(version=3, client_software_name="onceflow", client_software_version="0"),
+            "ApiVersions",
+            deadline,
+        )
+        self._api_versions = {k.api_key: (k.min_version, k.max_version) for k in response.api_keys}
+        known = response.finalized_features_epoch >= 0
+        self._features = (
+            {f.name: f.max_version_level for f in response.finalized_features or []} if known else {}
+        )
+
+    @property
+    def transaction_version(self) -> int:
+        """2 when the cluster has finalized ``transaction.version`` 2 or later (KIP-890), else 1."""
+        if self._features is None:
+            raise RuntimeError("Cluster.connect has not been called")
+        return 2 if self._features.get("transaction.version", 0) >= 2 else 1
+
+    def version(self, request: Any, *, least: int, most: int) -> int:
+        """The version to send ``request`` with, between ``least`` and ``most``.
+
+        Raises:
+            BrokerUnsupportedError: the broker's range does not meet ours.
+        """
+        name, key = request.name.removesuffix("Request"), request.API_KEY
+        low, high = self._api_versions.get(key, (0, -1))
+        chosen = min(high, most)
+        if chosen < max(low, least):
+            offer = "does not offer it" if high < 0 else f"offers versions {low}-{high}"
+            raise BrokerUnsupportedError(
+                f"The broker cannot do {name} version {least}-{most}: it {offer}",
+                next_step="exactly-once needs a broker with transactions: Apache Kafka 2.5 or later",
+            )
+        return chosen
+
+    def exchange(self, request: Any, node: int, deadline: Deadline) -> Any:
+        """Send one request to one broker and return its response; no retry.
+
+        Raises:
+            ConnectionFailedError: no response; the broker may have seen the request or not.
+        """
+        timeout_s = deadline.capped(_REQUEST_TIMEOUT_S)
+
+        async def run() -> Any:
+            connection = self.manager.get_connection(node, timeout_ms=max(1, int(timeout_s * 1000)))
+            await connection
+            return await connection.send_request(request, request_timeout_ms=max(1, int(timeout_s * 1000)))
+
+        with self.lock:
+            try:
+                return self.net.run(run)
+            except (kafka_errors.SaslAuthenticationFailedError, kafka_errors.AuthorizationError) as error:
+                raise _authentication_failed(self.settings, error) from error
+            except kafka_errors.KafkaError as error:
+                raise ConnectionFailedError(f"broker {node}: {type(error).__name__}: {error}") from error
+            except (OSError, RuntimeError) as error:
+                raise ConnectionFailedError(f"broker {node}: {error}") from error
+
+    def ask(self, request: Any, api: str, deadline: Deadline) -> Any:
+        """Send a request that any broker can answer, and that can be repeated, until one does."""
+        self.connect(deadline)
+        attempt = 0
+        while True:
+            node = self.manager.least_loaded_node()
+            try:
+                if node is None:
+                    raise ConnectionFailedError("no broker is known")
+                return self.exchange(request, node, deadline)
+            except ConnectionFailedError as problem:
+                deadline.pause(attempt, f"{api}: {problem}")
+                attempt += 1
+
+    # ---- topics --------------------------------------------------------------------------------------
+
+    def topics(self, names: Iterable[str] | None, deadline: Deadline) -> dict[str, TopicInfo]:
+        """Metadata of the named topics (of all that are visible when None), fresh from a broker.
+
+        Raises:
+            UnknownTopicError: a topic does not exist or may not be described.
+        """
+        wanted = None if names is None else sorted(set(names))
+        attempt = 0
+        while True:
+            listed = (
+                None
+                if wanted is None
+                else [MetadataRequest.MetadataRequestTopic(name=name) for name in wanted]
+            )
+            request = MetadataRequest(topics=listed, allow_auto_topic_creation=False)
+            response = self.ask(request, "Metadata", deadline)
+            found: dict[str, TopicInfo] = {}
+            unsettled = ""
+            for topic in response.topics:
+                if topic.error_code in (0, 5):
+                    leaders = {p.partition_index: p.leader_id for p in topic.partitions}
+                    found[topic.name] = TopicInfo(topic.name, str(topic.topic_id), leaders, bool(topic.is_internal))
+                    if any(leader < 0 for leader in leaders.values()):
+                        unsettled = f"{topic.name} has partitions without a leader"
+                elif topic.error_code == 29:
+                    raise codes.error_for(29, api="Metadata", topic=topic.name)
+                elif topic.error_code == 3:
+                    if attempt >= 3:  # metadata of a topic just created may lag behind on this broker
+                        raise unknown_topic(topic.name)
+                    unsettled = f"{topic.name} is unknown"
+                elif topic.error_code == 17:
+                    raise unknown_topic(topic.name, "its name is not legal in Kafka")
+                else:
+                    unsettled = f"{topic.name}: {codes.describe(topic.error_code).name}"
+            self._topics.update(found)
+            if not unsettled:
+                return found
+            if wanted is None:
+                return found
+            deadline.pause(attempt + 3, unsettled)
+            attempt += 1
+
+    def topic(self, name: str, deadline: Deadline, *, fresh: bool = False) -> TopicInfo:
+        if fresh or name not in self._topics:
+            self.topics([name], deadline)
+        return self._topics[name]
+
+    def leader(self, topic: str, partition: int, deadline: Deadline, *, fresh: bool = False) -> int:
+        """Node id of the partition's leader; waits for one to be elected."""
+        attempt = 0
+        while True:
+            info = self.topic(topic, deadline, fresh=fresh or attempt > 0)
+            if partition not in info.leaders:
+                raise UnknownTopicError(
+                    f"Topic {topic} has no partition {partition}",
+                    topic=f"{topic}-{partition}",
+                    detail=f"it has {info.partitions} partitions",
+                    next_step="was the topic deleted and created again with fewer partitions?",
+                )
+            node = info.leaders[partition]
+            if node >= 0:
+                return node
+            deadline.pause(attempt, f"{topic}-{partition} has no leader")
+            attempt += 1
+
+    # ---- coordinators --------------------------------------------------------------------------------
+
+    def coordinator(self, kind: int, key: str, deadline: Deadline) -> int:
+        """Node id of the transaction (kind 1) or group (kind 0) coordinator of ``key``."""
+        self.connect(deadline)
+        known = self._coordinators.get((kind, key))
+        if known is not None:
+            return known
+        attempt = 0
+        while True:
+            version = self.version(FindCoordinatorRequest, least=1, most=4)
+            if version >= 4:
+                request = FindCoordinatorRequest(version=version, key_type=kind, coordinator_keys=[key])
+            else:
+                request = FindCoordinatorRequest(version=version, key_type=kind, key=key)
+            response = self.ask(request, "FindCoordinator", deadline)
+            answer = response.coordinators[0] if version >= 4 else response
+            if answer.error_code == 0:
+                node = int(answer.node_id)
+                self._coordinators[kind, key] = node
+                return node
+            verdict = codes.describe(answer.error_code).verdict
+            if not verdict.retriable:
+                raise codes.error_for(answer.error_code, api="FindCoordinator", detail=f"key {key}")
+            deadline.pause(attempt + 2, f"FindCoordinator: {codes.describe(answer.error_code).name}")
+            attempt += 1
+
+    def forget_coordinator(self, kind: int, key: str) -> None:
+        self._coordinators.pop((kind, key), None)
+
+    def ask_coordinator(self, request: Any, kind: int, key: str, deadline: Deadline) -> Any:
+        """One exchange with a coordinator; a lost connection also forgets who it was.
+
+        Raises:
+            ConnectionFailedError: see ``exchange``.
+        """
+        node = self.coordinator(kind, key, deadline)
+        try:
+            return self.exchange(request, node, deadline)
+        except ConnectionFailedError:
+            self.forget_coordinator(kind, key)
+            self.refresh_brokers(deadline)
+            raise
+
+    def refresh_brokers(self, deadline: Deadline) -> None:
+        """Learn brokers that have joined since (a new coordinator may be one of them)."""
+
+        async def run() -> None:
+            await self.manager.cluster.refresh_metadata()
+
+        with self.lock:
+            try:
+                self.net.run(run)
+            except (kafka_errors.KafkaError, OSError, RuntimeError) as error:
+                log.debug("metadata refresh failed: %s", error)
+
+
+def unknown_topic(name: str, why: str = "") -> UnknownTopicError:
+    return UnknownTopicError(
+        f"Topic {name!r} does not exist" + (f": {why}" if why else ""),
+        topic=name,
+        next_step="create it first (onceflow creates no output topics), or check the name and the DESCRIBE permission",
+    )
+
+
+def _authentication_failed(settings: ClientSettings, error: Exception) -> OnceflowError:
+    return AuthenticationFailedError(
+        f"The broker at {settings.bootstrap_servers} refused the credentials",
+        detail=str(error),
+        next_step="check sasl.mechanism, user name and password, and that the user exists on the broker",
+    )
+
+
+def _diagnose(settings: ClientSettings) -> str:
+    """Why a bootstrap failed, as far as a plain connection can tell."""
+    lines = []
+    for server in settings.kafka_python()["bootstrap_servers"]:
+        host, _, port = server.rpartition(":")
+        try:
+            with socket.create_connection((host.strip("[]"), int(port)), timeout=2):
+                protocol = settings.options.get("security.protocol", "PLAINTEXT")
+                lines.append(
+                    f"{server} accepts connections but did not complete the Kafka handshake as {protocol} "
+                    "(TLS or SASL expected by one side only, an untrusted certificate, or not a broker)"
+                )
+        except (OSError, ValueError) as error:
+            lines.append(f"{server}: {error}")
+    return "; ".join(lines)

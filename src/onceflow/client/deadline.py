@@ -1,0 +1,72 @@
+"""One deadline bounds one operation, however many requests and retries it takes (invariant I8)."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+
+from onceflow.errors import DeadlineExceededError
+
+
+class Deadline:
+    """A point in time after which an operation gives up.
+
+    Args:
+        seconds: how long from now.
+        what: what is being waited for, for the error's text.
+        clock: monotonic clock in seconds (injectable for tests).
+        sleep: how to wait (injectable for tests).
+        rng: source of the jitter (injectable, so that a seed reproduces a run).
+    """
+
+    def __init__(
+        self,
+        seconds: float,
+        what: str,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+        rng: random.Random | None = None,
+    ) -> None:
+        self.seconds = seconds
+        self.what = what
+        self._clock = clock
+        self._sleep = sleep
+        self._rng = rng or random.Random()
+        self._end = clock() + seconds
+
+    @property
+    def remaining(self) -> float:
+        """Seconds left, never negative."""
+        return max(0.0, self._end - self._clock())
+
+    @property
+    def expired(self) -> bool:
+        return self.remaining <= 0.0
+
+    def capped(self, seconds: float) -> float:
+        """``seconds``, or what is left when that is less."""
+        return min(seconds, self.remaining)
+
+    def backoff_s(self, attempt: int, *, first_s: float = 0.005, most_s: float = 0.5) -> float:
+        """Exponential wait with full jitter for the ``attempt``-th retry (0-based), in seconds.
+
+        Starts small: the common retry is a collision of two enrolments that ends within milliseconds.
+        """
+        ceiling = min(most_s, first_s * (2 ** min(attempt, 16)))
+        return self._rng.uniform(ceiling / 2, ceiling)
+
+    def pause(self, attempt: int, last_problem: str) -> None:
+        """Wait before retry ``attempt``; raise when the deadline has passed."""
+        if self.expired:
+            raise self.error(last_problem)
+        self._sleep(self.capped(self.backoff_s(attempt)))
+
+    def error(self, last_problem: str = "") -> DeadlineExceededError:
+        return DeadlineExceededError(
+            f"Gave up after {self.seconds:g} s: {self.what}",
+            detail=last_problem,
+            next_step="see that the brokers are up and reachable; the batch is retried from committed progress "
+            "when the flow is started again",
+        )

@@ -1,0 +1,127 @@
+"""Offsets: where partitions begin and end, and what a consumer group has committed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from kafka.protocol.consumer import ListOffsetsRequest, OffsetFetchRequest
+
+from onceflow.client.cluster import GROUP, Cluster, ConnectionFailedError
+from onceflow.client.deadline import Deadline
+from onceflow.wire import codes
+
+EARLIEST, LATEST = -2, -1
+_NO_ERROR = 0
+
+
+def list_offsets(
+    cluster: Cluster,
+    partitions: Mapping[str, list[int]],
+    timestamp: int,
+    deadline: Deadline,
+    *,
+    committed: bool = True,
+) -> dict[str, dict[int, int]]:
+    """Offset of each partition at ``timestamp`` (``EARLIEST``, ``LATEST`` or epoch milliseconds).
+
+    Args:
+        committed: LATEST is the last stable offset; otherwise the high watermark.
+    """
+    cluster.connect(deadline)
+    version = cluster.version(ListOffsetsRequest, least=2, most=6)
+    missing = {(topic, p) for topic, numbers in partitions.items() for p in numbers}
+    found: dict[str, dict[int, int]] = {topic: {} for topic in partitions}
+    attempt = 0
+    while missing:
+        problem = ""
+        by_node: dict[int, dict[str, list[int]]] = {}
+        for topic, partition in sorted(missing):
+            node = cluster.leader(topic, partition, deadline, fresh=attempt > 0)
+            by_node.setdefault(node, {}).setdefault(topic, []).append(partition)
+        for node, wanted in by_node.items():
+            request = _list_offsets_request(version, wanted, timestamp, committed)
+            try:
+                response = cluster.exchange(request, node, deadline)
+            except ConnectionFailedError as lost:
+                problem = str(lost)
+                continue
+            for topic in response.topics:
+                for answer in topic.partitions:
+                    if answer.error_code == _NO_ERROR:
+                        found[topic.name][answer.partition_index] = int(answer.offset)
+                        missing.discard((topic.name, answer.partition_index))
+                        continue
+                    row = codes.describe(int(answer.error_code))
+                    if not row.verdict.retriable:
+                        raise codes.error_for(row.code, api="ListOffsets", topic=topic.name)
+                    problem = f"{topic.name}-{answer.partition_index}: {row.name}"
+        if missing:
+            deadline.pause(attempt + 1, f"ListOffsets: {problem}")
+            attempt += 1
+    return found
+
+
+def _list_offsets_request(
+    version: int, wanted: Mapping[str, list[int]], timestamp: int, committed: bool
+) -> Any:
+    topic_type = ListOffsetsRequest.ListOffsetsTopic
+    return ListOffsetsRequest(
+        version=version,
+        replica_id=-1,
+        isolation_level=1 if committed else 0,
+        topics=[
+            topic_type(
+                name=topic,
+                partitions=[
+                    topic_type.ListOffsetsPartition(partition_index=p, current_leader_epoch=-1, timestamp=timestamp)
+                    for p in numbers
+                ],
+            )
+            for topic, numbers in wanted.items()
+        ],
+    )
+
+
+def fetch_committed(
+    cluster: Cluster, group: str, partitions: Mapping[str, list[int]], deadline: Deadline
+) -> dict[str, dict[int, tuple[int, str]]]:
+    """Committed (offset, metadata) of a group; waits while a transaction on them is undecided (KIP-447).
+
+    Partitions the group has no offset for are left out.
+    """
+    cluster.connect(deadline)
+    version = cluster.version(OffsetFetchRequest, least=7, most=7)
+    request = OffsetFetchRequest(
+        version=version,
+        group_id=group,
+        topics=[
+            OffsetFetchRequest.OffsetFetchRequestTopic(name=topic, partition_indexes=sorted(numbers))
+            for topic, numbers in sorted(partitions.items())
+        ],
+        require_stable=True,
+    )
+    attempt = 0
+    while True:
+        try:
+            response = cluster.ask_coordinator(request, GROUP, group, deadline)
+        except ConnectionFailedError as lost:
+            problem = str(lost)
+        else:
+            answers = [(t.name, p) for t in response.topics for p in t.partitions]
+            code = int(response.error_code) or next((int(p.error_code) for _, p in answers if p.error_code), 0)
+            row = codes.describe(code)
+            if code == _NO_ERROR:
+                found: dict[str, dict[int, tuple[int, str]]] = {}
+                for topic, part in answers:
+                    if part.committed_offset >= 0:
+                        value = (int(part.committed_offset), part.metadata or "")
+                        found.setdefault(topic, {})[part.partition_index] = value
+                return found
+            if not row.verdict.retriable:
+                raise codes.error_for(code, api="OffsetFetch", detail=f"group {group}")
+            if row.verdict is codes.Verdict.RETRY_AFTER_COORDINATOR:
+                cluster.forget_coordinator(GROUP, group)
+            problem = row.name
+        deadline.pause(attempt, f"OffsetFetch of group {group}: {problem}")
+        attempt += 1

@@ -1,0 +1,331 @@
+"""Produces encoded batches to partition leaders, in sequence, and waits for every acknowledgement.
+
+Rules (KAFKA.md of the protocol, tested in tests/integration/test_produce.py):
+
+- The first batch of a partition travels alone until it is acknowledged: it enrols the partition in the
+  transaction, and enrolments of several tasks collide at the coordinator (error 19 or 51). The very same
+  bytes are sent again until one succeeds.
+- Afterwards at most ``MAX_IN_FLIGHT`` batches of a partition are under way: the broker remembers five,
+  and recognises a repeated batch only among those.
+- After any failure of a partition nothing more is sent to it until all that was under way has come
+  back; then everything unacknowledged is sent again, in order, the same bytes, one at a time.
+- Memory is bounded: ``send`` waits while more than ``max_unacked_bytes`` are unacknowledged.
+"""
+
+from __future__ import annotations
+
+import collections
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import kafka.errors as kafka_errors
+from kafka.protocol.producer import ProduceRequest
+
+from onceflow.client.cluster import Cluster, unknown_topic
+from onceflow.client.deadline import Deadline
+from onceflow.wire import codes
+from onceflow.wire.batches import EncodedBatch
+from onceflow.wire.produce import LEAST_VERSION, MOST_VERSION, encode_produce
+
+MAX_IN_FLIGHT = 4
+_MAX_REQUEST_BYTES = 8_000_000
+_REPLICAS_TIMEOUT_MS = 30_000
+_DUPLICATE_SEQUENCE = 46  # the broker has this batch already: an acknowledgement that got lost
+
+
+class _Frame:
+    """A Produce request in the shape kafka-python's connection takes: see ``_transmit``."""
+
+    def __init__(self, version: int, topics: Any, transactional_id: str | None) -> None:
+        self.API_VERSION = version
+        self.API_KEY = ProduceRequest.API_KEY
+        self._topics = topics
+        self._transactional_id = transactional_id
+        self._inner = ProduceRequest(version=version, acks=-1)  # names the response's class and version
+        self.rest: list[Any] = []
+
+    def with_header(self, correlation_id: int, client_id: str) -> None:
+        self._inner.with_header(correlation_id=correlation_id, client_id=client_id)
+        first, *self.rest = encode_produce(
+            self._topics,
+            transactional_id=self._transactional_id,
+            timeout_ms=_REPLICAS_TIMEOUT_MS,
+            version=self.API_VERSION,
+            correlation_id=correlation_id,
+            client_id=client_id,
+        )
+        self._first = first
+
+    @property
+    def header(self) -> Any:
+        return self._inner.header
+
+    def encode(self, **_: Any) -> bytes:
+        return bytes(self._first)
+
+    def expect_response(self) -> bool:
+        return True
+
+
+@dataclass
+class Acknowledged:
+    """What the broker has of one partition, as far as this producer wrote it."""
+
+    base_offset: int = -1
+    count: int = 0
+    nbytes: int = 0
+
+
+@dataclass
+class _Partition:
+    topic: str
+    partition: int
+    queue: collections.deque[EncodedBatch] = field(default_factory=collections.deque)  # unacknowledged, in order
+    under_way: int = 0  # how many of them, from the left, are sent and unanswered
+    enrolled: bool = False
+    recovering: bool = False  # a failure happened: resend in order, one at a time
+    attempt: int = 0
+    not_before: float = 0.0
+    stale_leader: bool = False
+    done: Acknowledged = field(default_factory=Acknowledged)
+
+    @property
+    def window(self) -> int:
+        return MAX_IN_FLIGHT if self.enrolled and not self.recovering else 1
+
+    def sendable(self, now: float) -> bool:
+        if self.recovering and self.under_way:
+            return False
+        return self.under_way < min(self.window, len(self.queue)) and now >= self.not_before
+
+
+class Producer:
+    """Writes batches under one producer id and epoch. Not thread-safe: one task, or the driver, owns it.
+
+    Args:
+        transactional_id: None for a producer without transactions.
+        deadline: bounds everything this producer does.
+        max_unacked_bytes: bound on memory; ``send`` waits above it.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        *,
+        transactional_id: str | None,
+        deadline: Deadline,
+        max_unacked_bytes: int = 12_000_000,
+    ) -> None:
+        cluster.connect(deadline)
+        self._cluster = cluster
+        self._transactional_id = transactional_id
+        self._deadline = deadline
+        self._max_unacked_bytes = max_unacked_bytes
+        self._partitions: dict[tuple[str, int], _Partition] = {}
+        self._unacked_bytes = 0
+        self._failure: BaseException | None = None
+        self._answer = _Signal()
+        # Version 12 enrols partitions; only a cluster with transaction version 2 lets it (KIP-890).
+        # Never mix version 12 with EndTxn below 5: a late batch would then open a new transaction.
+        most = MOST_VERSION if cluster.transaction_version >= 2 or transactional_id is None else 11
+        self._version = cluster.version(ProduceRequest, least=LEAST_VERSION, most=most)
+
+    def send(self, topic: str, partition: int, batch: EncodedBatch) -> None:
+        """Queue one batch (and push bytes); waits while too much is unacknowledged."""
+        slot = self._partitions.get((topic, partition))
+        if slot is None:
+            slot = self._partitions[topic, partition] = _Partition(topic, partition)
+        slot.queue.append(batch)
+        self._unacked_bytes += batch.nbytes
+        self._pump(wait=False)
+        while self._unacked_bytes > self._max_unacked_bytes:
+            self._pump(wait=True)
+
+    def flush(self) -> dict[tuple[str, int], Acknowledged]:
+        """Wait until everything sent is acknowledged by all in-sync replicas."""
+        while any(slot.queue for slot in self._partitions.values()):
+            self._pump(wait=True)
+        return {key: slot.done for key, slot in self._partitions.items()}
+
+    # ---- one turn ------------------------------------------------------------------------------------
+
+    def _pump(self, *, wait: bool) -> None:
+        """Send what can be sent, then let the event loop run once."""
+        with self._cluster.lock:
+            now = time.monotonic()
+            self._submit(now)
+            self._run_loop(0.05 if wait else 0.0)
+        if self._failure is not None:
+            raise self._failure
+        if self._deadline.expired:
+            stuck = next((s for s in self._partitions.values() if s.queue), None)
+            where = f"{stuck.topic}-{stuck.partition}" if stuck else "-"
+            raise self._deadline.error(f"unacknowledged batches for {where}")
+
+    def _run_loop(self, timeout_s: float) -> None:
+        net = self._cluster.net
+        self._answer.is_done = False
+        if timeout_s == 0.0:
+            net.poll(timeout_ms=0)
+            return
+        if not any(slot.under_way for slot in self._partitions.values()):
+            soonest = min((s.not_before for s in self._partitions.values() if s.queue), default=0.0)
+            timeout_s = min(timeout_s, max(0.001, soonest - time.monotonic()))
+        net.poll(timeout_ms=max(1, int(timeout_s * 1000)), future=self._answer)
+
+    def _submit(self, now: float) -> None:
+        by_node: dict[int, list[_Partition]] = {}
+        for slot in self._partitions.values():
+            while slot.sendable(now):
+                node = self._leader(slot)
+                if node is None:
+                    break
+                by_node.setdefault(node, []).append(slot)
+                break
+        for node, slots in by_node.items():
+            self._submit_to(node, slots, now)
+
+    def _leader(self, slot: _Partition) -> int | None:
+        fresh, slot.stale_leader = slot.stale_leader, False
+        return self._cluster.leader(slot.topic, slot.partition, self._deadline, fresh=fresh)
+
+    def _submit_to(self, node: int, slots: list[_Partition], now: float) -> None:
+        try:
+            connection = self._cluster.manager.get_connection(node)
+        except (kafka_errors.SaslAuthenticationFailedError, kafka_errors.AuthorizationError) as error:
+            self._failure = error
+            return
+        except kafka_errors.KafkaError:
+            for slot in slots:
+                slot.not_before = now + self._deadline.backoff_s(slot.attempt)
+                slot.attempt += 1
+                slot.stale_leader = True
+            return
+        if not _ready(connection):
+            if connection.initializing:
+                connection.init_future.add_both(self._answer.set)
+            return
+        more = True
+        while more and _ready(connection):
+            chosen: list[tuple[_Partition, EncodedBatch]] = []
+            size = 0
+            more = False
+            for slot in slots:
+                if not slot.sendable(now):
+                    continue
+                batch = slot.queue[slot.under_way]
+                if chosen and size + batch.nbytes > _MAX_REQUEST_BYTES:
+                    more = True
+                    continue
+                chosen.append((slot, batch))
+                size += batch.nbytes
+                slot.under_way += 1
+            if not chosen:
+                return
+            self._transmit(connection, chosen)
+            more = more or any(slot.sendable(now) for slot in slots)
+
+    def _transmit(self, connection: Any, chosen: list[tuple[_Partition, EncodedBatch]]) -> None:
+        """Write one request without copying record sections.
+
+        kafka-python encodes a request to one byte string. ``_Frame.encode`` gives it the first piece,
+        and the remaining buffers are appended to the same transport before the event loop runs, so that
+        they follow it directly. Holds only on a connection that is ready (``_ready``): otherwise the
+        first piece would be buffered elsewhere.
+        """
+        topics: dict[str, list[tuple[int, EncodedBatch]]] = {}
+        for slot, batch in chosen:
+            topics.setdefault(slot.topic, []).append((slot.partition, batch))
+        frame = _Frame(self._version, list(topics.items()), self._transactional_id)
+        try:
+            future = connection.send_request(
+                frame, request_timeout_ms=int(self._deadline.capped(30.0) * 1000) + 1
+            )
+            if not future.is_done:
+                connection.transport.writelines(frame.rest)
+        except (RuntimeError, AttributeError) as error:  # the transport closed under us
+            self._lost(chosen, str(error))
+            return
+        future.add_callback(lambda response: self._answered(chosen, response))
+        future.add_errback(lambda error: self._lost(chosen, f"{type(error).__name__}: {error}"))
+
+    # ---- answers (called from the event loop) ----------------------------------------------------------
+
+    def _answered(self, chosen: list[tuple[_Partition, EncodedBatch]], response: Any) -> None:
+        answers = {
+            (topic.name, part.index): part for topic in response.responses for part in topic.partition_responses
+        }
+        for slot, batch in chosen:
+            slot.under_way -= 1
+            answer = answers.get((slot.topic, slot.partition))
+            if answer is None:
+                self._retry(slot, "the response does not mention the partition")
+            elif answer.error_code in (0, _DUPLICATE_SEQUENCE):
+                self._acknowledge(slot, batch, answer)
+            else:
+                self._refused(slot, answer)
+        self._answer.set()
+
+    def _acknowledge(self, slot: _Partition, batch: EncodedBatch, answer: Any) -> None:
+        if not slot.queue or slot.queue[0] is not batch:
+            # An earlier batch failed and this one, behind it, was taken: the broker forbids it (45).
+            self._fail(codes.error_for(45, api="Produce", topic=f"{slot.topic}-{slot.partition}"))
+            return
+        slot.queue.popleft()
+        slot.enrolled = True
+        slot.recovering = False
+        slot.attempt = 0
+        self._unacked_bytes -= batch.nbytes
+        if slot.done.count == 0:
+            slot.done.base_offset = int(answer.base_offset)
+        slot.done.count += batch.count
+        slot.done.nbytes += batch.nbytes
+
+    def _refused(self, slot: _Partition, answer: Any) -> None:
+        code = int(answer.error_code)
+        row = codes.describe(code)
+        if row.verdict.retriable or (code == 45 and slot.recovering):
+            # 45 behind a failed batch only says that the failed one is missing: it goes first next time.
+            self._retry(slot, row.name, stale_leader=row.verdict is not codes.Verdict.RETRY)
+            if code == 3 and slot.attempt > 12:
+                self._fail(unknown_topic(slot.topic))
+            return
+        message = getattr(answer, "error_message", None) or ""
+        self._fail(codes.error_for(code, api="Produce", topic=f"{slot.topic}-{slot.partition}", detail=message))
+
+    def _lost(self, chosen: list[tuple[_Partition, EncodedBatch]], problem: str) -> None:
+        for slot, _ in chosen:
+            slot.under_way -= 1
+            self._retry(slot, problem, stale_leader=True)
+        self._answer.set()
+
+    def _retry(self, slot: _Partition, problem: str, *, stale_leader: bool = False) -> None:
+        slot.recovering = True
+        slot.stale_leader = slot.stale_leader or stale_leader
+        slot.not_before = time.monotonic() + self._deadline.backoff_s(slot.attempt)
+        slot.attempt += 1
+
+    def _fail(self, error: BaseException) -> None:
+        if self._failure is None:
+            self._failure = error
+
+
+class _Signal:
+    """What ``NetworkSelector.poll(future=...)`` waits for: done as soon as any answer has come."""
+
+    def __init__(self) -> None:
+        self.is_done = False
+
+    def set(self, _: object = None) -> None:
+        self.is_done = True
+
+
+def _ready(connection: Any) -> bool:
+    """Whether a request would go straight to the socket (not buffered behind a handshake or a pause)."""
+    return (
+        connection.connected
+        and not connection.initializing
+        and not connection.paused
+        and not connection._reauth.is_reauthenticating
+    )

@@ -1,0 +1,94 @@
+"""Topics: create the ones onceflow owns, read the settings that bound what may be written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from kafka.protocol.admin import CreateTopicsRequest, DescribeConfigsRequest
+
+from onceflow.client.cluster import Cluster, ConnectionFailedError
+from onceflow.client.deadline import Deadline
+from onceflow.wire import codes
+
+_TOPIC_RESOURCE = 2
+_TOPIC_ALREADY_EXISTS = 36
+DEFAULT_MAX_MESSAGE_BYTES = 1_048_588  # Kafka's default of max.message.bytes
+
+
+def create_topic(
+    cluster: Cluster,
+    name: str,
+    *,
+    partitions: int,
+    configs: Mapping[str, str],
+    deadline: Deadline,
+    replication: int = -1,
+) -> bool:
+    """Create a topic on the controller. Returns False when it existed already.
+
+    Args:
+        replication: -1 leaves it to the broker's ``default.replication.factor`` (KIP-464).
+
+    Raises:
+        PermissionDeniedError: this principal may not CREATE it.
+    """
+    cluster.connect(deadline)
+    request = CreateTopicsRequest(
+        version=cluster.version(CreateTopicsRequest, least=4, most=5),
+        topics=[
+            CreateTopicsRequest.CreatableTopic(
+                name=name,
+                num_partitions=partitions,
+                replication_factor=replication,
+                assignments=[],
+                configs=[
+                    CreateTopicsRequest.CreatableTopic.CreatableTopicConfig(name=key, value=value)
+                    for key, value in sorted(configs.items())
+                ],
+            )
+        ],
+        timeout_ms=30_000,
+        validate_only=False,
+    )
+    attempt = 0
+    while True:
+        # In KRaft any broker forwards the request to the active controller (KIP-590).
+        response = cluster.ask(request, "CreateTopics", deadline)
+        answer = response.topics[0]
+        code = int(answer.error_code)
+        if code in (0, _TOPIC_ALREADY_EXISTS):
+            return code == 0
+        row = codes.describe(code)
+        if not row.verdict.retriable:
+            raise codes.error_for(code, api="CreateTopics", topic=name, detail=answer.error_message or "")
+        deadline.pause(attempt, f"CreateTopics {name}: {row.name}")
+        attempt += 1
+
+
+def max_message_bytes(cluster: Cluster, names: Iterable[str], deadline: Deadline) -> dict[str, int]:
+    """``max.message.bytes`` of each topic; Kafka's default where this principal may not read it.
+
+    DESCRIBE_CONFIGS is a privilege of its own, and no reason to stop: a batch above the true limit is
+    refused by the broker (MESSAGE_TOO_LARGE), with a clear error.
+    """
+    cluster.connect(deadline)
+    wanted = sorted(set(names))
+    request = DescribeConfigsRequest(
+        version=cluster.version(DescribeConfigsRequest, least=1, most=4),
+        resources=[
+            DescribeConfigsRequest.DescribeConfigsResource(
+                resource_type=_TOPIC_RESOURCE, resource_name=name, configuration_keys=["max.message.bytes"]
+            )
+            for name in wanted
+        ],
+    )
+    try:
+        response = cluster.ask(request, "DescribeConfigs", deadline)
+    except ConnectionFailedError:
+        return dict.fromkeys(wanted, DEFAULT_MAX_MESSAGE_BYTES)
+    limits = dict.fromkeys(wanted, DEFAULT_MAX_MESSAGE_BYTES)
+    for result in response.results:
+        for config in result.configs or []:
+            if result.error_code == 0 and config.name == "max.message.bytes" and config.value:
+                limits[result.resource_name] = int(config.value)
+    return limits

@@ -1,0 +1,375 @@
+"""``Flow``: read topics, write topics, exactly once. The one place that wires the rest together."""
+
+from __future__ import annotations
+
+import logging
+import re
+import shutil
+import tempfile
+import threading
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from pyspark.sql import DataFrame, SparkSession
+
+from onceflow import hooks, recovery
+from onceflow.client import offsets as kafka_offsets
+from onceflow.client.cluster import Cluster
+from onceflow.client.deadline import Deadline
+from onceflow.client.settings import ClientSettings
+from onceflow.client.transactions import Outcome, Transactions
+from onceflow.errors import FencedError, OnceflowError, OptionError, UnsupportedQueryError
+from onceflow.query import FlowQuery
+from onceflow.sink import progress_log, queries
+from onceflow.sink.batch import BatchSink, SinkOptions, load_targets, write_progress
+from onceflow.sink.ownership import check_columns
+from onceflow.wire.compression import compression_code
+from onceflow.wire.names import Names
+from onceflow.wire.progress import Progress
+
+log = logging.getLogger("onceflow")
+
+PARTITIONERS = ("key", "source", "spread")
+GUARANTEES = ("exactly_once", "at_least_once", "at_most_once")
+# Bounds a batch after downtime: at a modest 10,000 records a second it takes a third of the default
+# transaction timeout. Raise it for throughput, lower it for large records.
+DEFAULT_RECORDS_PER_BATCH = 200_000
+_START_SECONDS = 60.0
+_DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(milliseconds?|ms|seconds?|s|minutes?|min)?\s*")
+_UNIT_SECONDS = {"m": 60.0, "s": 1.0}
+
+
+class Flow:
+    """One service: a name, its sources, one output. The name is its identity in Kafka.
+
+    The transactional id is ``onceflow.<name>``, the consumer group ``<name>``: two drivers with one name
+    are two copies of one flow, and the one that started last wins.
+
+    Args:
+        name: letters, digits, ``. _ -``; at most 200.
+        spark: a classic (not Connect) session with the Kafka connector, for example ``onceflow.session()``.
+        bootstrap_servers: ``host:port``, several separated by commas.
+        options: connection options by their Java names (``security.protocol``, ``sasl.jaas.config``, ...), with
+            or without Spark's ``kafka.`` prefix. They go to Spark's reader and to onceflow's own connections.
+        transactional_id_prefix, group_id_prefix: for prefixed ACLs.
+
+    Raises:
+        OptionError: a bad name or option.
+        UnsupportedQueryError: Spark Connect, or a session with speculation.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        spark: SparkSession,
+        *,
+        bootstrap_servers: str,
+        options: Mapping[str, str] | None = None,
+        transactional_id_prefix: str = "",
+        group_id_prefix: str = "",
+    ) -> None:
+        self._names = Names(name, transactional_id_prefix, group_id_prefix)
+        self._settings = ClientSettings(bootstrap_servers, options or {})
+        queries.check_session(spark, name)
+        self._spark = spark
+        self._cluster: Cluster | None = None
+        self._transactions: Transactions | None = None
+        self._progress: Progress | None = None
+        self._committed: Progress | None = None
+        self._sources: dict[str, recovery.SourceTopic] = {}
+        self._lock = threading.RLock()
+        self._running: FlowQuery | None = None
+        self._fresh = False  # whether progress was read after the last InitProducerId
+
+    @property
+    def name(self) -> str:
+        return self._names.flow
+
+    # ---- reading -------------------------------------------------------------------------------------
+
+    def read(
+        self,
+        topic: str,
+        *,
+        starting_offsets: recovery.StartingOffsets = "earliest",
+        max_records_per_batch: int | None = DEFAULT_RECORDS_PER_BATCH,
+        fail_on_data_loss: bool = True,
+        include_headers: bool = False,
+        options: Mapping[str, str] | None = None,
+    ) -> DataFrame:
+        """A streaming DataFrame of one topic, read_committed, that continues where progress ends.
+
+        The first call takes the flow over: an older driver of the same name is fenced, what it left open
+        is aborted. Offsets do not move any more after that (I6).
+
+        Args:
+            starting_offsets: where a flow that never ran starts: ``earliest``, ``latest`` or an offset for
+                every partition. Pinned at the first start, ignored ever after.
+            max_records_per_batch: bound of one transaction; None for no bound.
+            fail_on_data_loss: whether expired source records stop the flow (True) or are logged and skipped.
+            include_headers: adds the ``headers`` column.
+            options: further options of Spark's Kafka source, for example ``minPartitions``.
+
+        Returns:
+            Spark's Kafka columns: key, value, topic, partition, offset, timestamp, timestampType[, headers].
+
+        Raises:
+            UnknownTopicError, PermissionDeniedError, BrokerUnreachableError, BrokerUnsupportedError,
+            DataLossError, ProgressConflictError: see ``docs/guarantees.md``, "What stops a start".
+        """
+        if not isinstance(topic, str) or not topic:
+            raise OptionError(f"{topic!r} is not the name of a topic", flow=self.name, next_step="give one topic name")
+        if max_records_per_batch is not None and max_records_per_batch < 1:
+            raise OptionError(
+                "max_records_per_batch must be at least 1, or None", flow=self.name, next_step="leave it at its default"
+            )
+        extra = queries.reader_options(options or {}, self.name)
+        with self._lock:
+            if self._running is not None and self._running.isActive:
+                raise OptionError(
+                    "The flow is running; its sources cannot be changed",
+                    flow=self.name,
+                    next_step="call read before write(...).start(), or stop the query first",
+                )
+            try:
+                start = self._start_of(topic, starting_offsets, fail_on_data_loss)
+            except OnceflowError as error:
+                raise error.located(flow=self.name, topic=topic) from error
+        reader = self._spark.readStream.format("kafka").options(**self._settings.spark_reader()).options(**extra)
+        reader = (
+            reader.option("subscribe", topic)
+            .option("startingOffsets", queries.starting_offsets_json(topic, start.offsets))
+            .option("kafka.isolation.level", "read_committed")
+            .option("failOnDataLoss", str(fail_on_data_loss).lower())
+            .option("includeHeaders", str(include_headers).lower())
+            .option(queries.MARK, self.name)
+        )
+        if max_records_per_batch is not None:
+            reader = reader.option("maxOffsetsPerTrigger", str(max_records_per_batch))
+        return reader.load()
+
+    def _start_of(
+        self, topic: str, starting_offsets: recovery.StartingOffsets, fail_on_data_loss: bool
+    ) -> recovery.Start:
+        deadline = Deadline(_START_SECONDS, f"starting flow {self.name}")
+        if self._cluster is None:
+            self._cluster = Cluster(self._settings)
+            self._cluster.connect(deadline)
+        source = self._look_at(topic, deadline)
+        self._sources[topic] = source
+        self._take_over(deadline)
+        start = recovery.plan(
+            source,
+            self._committed,
+            starting_offsets=starting_offsets,
+            fail_on_data_loss=fail_on_data_loss,
+            flow=self.name,
+        )
+        for remark in start.remarks:
+            log.warning("flow %s: %s", self.name, remark)
+        if start.pin:
+            self._pin(topic, start.offsets, deadline)
+        return start
+
+    def _look_at(self, topic: str, deadline: Deadline) -> recovery.SourceTopic:
+        cluster = self._connected()
+        info = cluster.topics([topic], deadline)[topic]
+        span = {topic: sorted(info.leaders)}
+        earliest = kafka_offsets.list_offsets(cluster, span, kafka_offsets.EARLIEST, deadline)[topic]
+        latest = kafka_offsets.list_offsets(cluster, span, kafka_offsets.LATEST, deadline)[topic]
+        return recovery.SourceTopic(topic, info.topic_id, earliest, latest)
+
+    def _take_over(self, deadline: Deadline) -> None:
+        """Step ``init``: fence before reading progress, so that what is read cannot change any more."""
+        if self._fresh:
+            return
+        cluster = self._connected()
+        progress_log.ensure_topic(cluster, deadline)
+        if self._transactions is None:
+            self._transactions = Transactions(cluster, self._names.transactional_id)
+        self._transactions.init(deadline)
+        spans = {name: sorted(source.earliest) for name, source in self._sources.items()}
+        self._committed = progress_log.read_progress(cluster, self.name, self._names.group_id, spans, deadline)
+        self._fresh = True
+        hooks.at("init", where="driver", flow=self.name)
+
+    def _pin(self, topic: str, offsets: dict[int, int], deadline: Deadline) -> None:
+        """Commit where a topic is read from, before anything of it is read."""
+        source = self._sources[topic]
+        before = self._committed
+        progress = Progress(
+            flow=self.name,
+            batch_id=0 if before is None else before.batch_id,
+            offsets={**({} if before is None else before.offsets), topic: offsets},
+            topic_ids={**({} if before is None else before.topic_ids), topic: source.topic_id},
+            time_ms=progress_log.now_ms(),
+        )
+        if before is not None:
+            progress = replace(before, offsets=progress.offsets, topic_ids=progress.topic_ids, time_ms=progress.time_ms)
+        transactions = self._initialised()
+        identity = transactions.begin(deadline)
+        write_progress(self._connected(), transactions, self._names, progress, identity, deadline)
+        if transactions.end(deadline, commit=True) is not Outcome.COMMITTED:
+            raise FencedError(
+                f"A newer driver of flow {self.name!r} has taken over while this one was starting",
+                flow=self.name,
+                next_step="stop one of the two: a flow has one driver",
+            )
+        self._committed = progress
+
+    # ---- writing -------------------------------------------------------------------------------------
+
+    def write(
+        self,
+        df: DataFrame,
+        *,
+        topic: str | None = None,
+        trigger: str | None = None,
+        guarantee: str = "exactly_once",
+        partitioner: str = "key",
+        checkpoint: str | None = None,
+        transaction_timeout: str = "60 seconds",
+        compression: str = "none",
+        once: bool = False,
+    ) -> FlowWriter:
+        """Prepare to write a streaming DataFrame; ``.start()`` runs it.
+
+        Args:
+            df: made from ``Flow.read`` of this flow, with the columns of Spark's own Kafka sink (key, value, topic,
+                partition, headers) and optionally timestamp. Other columns are ignored.
+            topic: output topic for all rows; without it every row names its own in the ``topic`` column.
+            trigger: how often a batch (and so a transaction) starts, for example ``"100 milliseconds"``; None: as
+                soon as the last one is done.
+            guarantee: ``exactly_once``. (The weaker ones come with a later version.)
+            partitioner: ``key`` places rows as the Java client does; ``source`` keeps the partition a row was read
+                from, without a shuffle; ``spread`` fills partitions without a shuffle or order of keys.
+            checkpoint: for queries with Spark-native state. (Comes with a later version.)
+            transaction_timeout: the broker aborts a batch open for longer; at most its
+                ``transaction.max.timeout.ms`` (15 minutes by default).
+            compression: none, gzip, snappy, lz4 or zstd.
+            once: process what is there now, in bounded batches, then stop (Spark's availableNow).
+
+        Raises:
+            OptionError, SchemaError, UnsupportedQueryError, UnknownTopicError: nothing has been written.
+        """
+        if guarantee not in GUARANTEES:
+            raise OptionError(f"guarantee={guarantee!r} is unknown", flow=self.name, next_step='use "exactly_once"')
+        if guarantee != "exactly_once" or checkpoint is not None:
+            given = "checkpoint=" if checkpoint is not None else f"guarantee={guarantee!r}"
+            raise OptionError(
+                f"{given} is not supported by this version of onceflow",
+                flow=self.name,
+                next_step='use guarantee="exactly_once" without checkpoint; see CHANGELOG.md for what exists',
+            )
+        if partitioner not in PARTITIONERS:
+            raise OptionError(
+                f"partitioner={partitioner!r} is unknown",
+                flow=self.name,
+                next_step=f"use one of {', '.join(PARTITIONERS)}",
+            )
+        compression_code(compression)
+        timeout_s = duration_s(transaction_timeout, "transaction_timeout", self.name)
+        if trigger is not None:
+            duration_s(trigger, "trigger", self.name)
+            if once:
+                raise OptionError("trigger and once exclude each other", flow=self.name, next_step="give one of them")
+        queries.check_plan(df, self.name)
+        ignored = check_columns(df.schema, topic=topic, flow=self.name).ignored
+        if ignored:
+            log.info("flow %s: columns not written: %s", self.name, ", ".join(ignored))
+        options = SinkOptions(topic, partitioner, compression, timeout_s)
+        return FlowWriter(self, df, options, trigger, once)
+
+    def _start(self, df: DataFrame, options: SinkOptions, trigger: str | None, once: bool) -> FlowQuery:
+        with self._lock:
+            if self._running is not None and self._running.isActive:
+                raise OptionError(
+                    "The flow has a running write already",
+                    flow=self.name,
+                    next_step="one flow writes one query (it may feed many topics through a topic column); "
+                    "use another Flow for another query",
+                )
+            if not self._fresh or self._committed is None:
+                raise UnsupportedQueryError(
+                    "The DataFrame was read before an earlier run of this flow; its offsets are out of date",
+                    flow=self.name,
+                    next_step="call Flow.read again before starting the flow again",
+                )
+            queries.check_session(self._spark, self.name)
+            deadline = Deadline(_START_SECONDS, f"starting flow {self.name}")
+            try:
+                load_targets(self._connected(), options.topic, deadline)
+                transactions = self._initialised()
+                transactions.timeout_ms = int(options.transaction_timeout_s * 1000)
+                transactions.renew(deadline)
+            except OnceflowError as error:
+                raise error.located(flow=self.name) from error
+            scratch = Path(tempfile.mkdtemp(prefix=f"onceflow-{self.name}-"))
+            sink = BatchSink(
+                names=self._names,
+                settings=self._settings,
+                cluster=self._connected(),
+                transactions=transactions,
+                progress=self._committed,
+                options=options,
+                checkpoint=scratch,
+                source_starts={name: dict(source.earliest) for name, source in self._sources.items()},
+                source_partitions={name: len(source.earliest) for name, source in self._sources.items()},
+            )
+            writer = (
+                df.writeStream.queryName(self.name).foreachBatch(sink).option("checkpointLocation", scratch.as_uri())
+            )
+            if once:
+                writer = writer.trigger(availableNow=True)
+            elif trigger is not None:
+                writer = writer.trigger(processingTime=trigger)
+            self._fresh = False
+
+            def stopped() -> None:
+                shutil.rmtree(scratch, ignore_errors=True)
+
+            self._running = FlowQuery(writer.start(), sink, stopped)
+            return self._running
+
+    def _connected(self) -> Cluster:
+        if self._cluster is None:
+            raise OptionError("Nothing was read yet", flow=self.name, next_step="call Flow.read first")
+        return self._cluster
+
+    def _initialised(self) -> Transactions:
+        if self._transactions is None:
+            raise OptionError("Nothing was read yet", flow=self.name, next_step="call Flow.read first")
+        return self._transactions
+
+
+class FlowWriter:
+    """A write that is checked and not started yet."""
+
+    def __init__(self, flow: Flow, df: DataFrame, options: SinkOptions, trigger: str | None, once: bool) -> None:
+        self._flow = flow
+        self._arguments: tuple[Any, ...] = (df, options, trigger, once)
+
+    def start(self) -> FlowQuery:
+        """Start the query.
+
+        Raises:
+            OnceflowError: the flow runs already, the output topic is missing, a newer driver has taken over.
+        """
+        return self._flow._start(*self._arguments)
+
+
+def duration_s(text: str, name: str, flow: str) -> float:
+    """``"100 milliseconds"``, ``"2 seconds"``, ``"1 minute"`` or a number of seconds, as seconds."""
+    match = _DURATION.fullmatch(str(text))
+    if match is None:
+        raise OptionError(
+            f"{name}={text!r} is not a duration", flow=flow, next_step='for example "100 milliseconds" or "60 seconds"'
+        )
+    unit = match[2] or "s"
+    factor = 0.001 if unit.startswith(("ms", "milli")) else _UNIT_SECONDS[unit[0]]
+    seconds = float(match[1]) * factor
+    if name != "trigger" and seconds < 1:
+        raise OptionError(f"{name}={text!r} is too short", flow=flow, next_step="use at least 1 second")
+    return seconds

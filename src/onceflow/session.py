@@ -1,0 +1,243 @@
+"""A SparkSession that can read and write Kafka, with settings that make small micro-batches fast.
+
+What the user set always wins: in ``config``, in spark-defaults.conf, in PYSPARK_SUBMIT_ARGS, or in a JVM
+that runs already. Class paths can only be set before that JVM starts; when it runs without the connector,
+that is an error.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shlex
+import sys
+import types
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from onceflow import class_archive, jars
+from onceflow.errors import EnvironmentUnusableError
+from onceflow.java import find_java
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+log = logging.getLogger(__name__)
+
+CONNECTOR_CLASS = "org.apache.spark.sql.kafka010.KafkaSourceProvider"
+LOCAL_FS_CLASS = "com.globalmentor.apache.hadoop.fs.BareLocalFileSystem"
+
+DEFAULTS: Mapping[str, str] = {
+    "spark.log.level": "WARN",
+    # The progress bar writes over the output of the program; the UI costs start-up time and a port.
+    "spark.ui.showConsoleProgress": "false",
+    "spark.ui.enabled": "false",
+    # Shorter Python tasks: no TCP between JVM and worker, no watchdog thread in the worker.
+    "spark.python.unix.domain.socket.enabled": "true",
+    "spark.python.worker.tracebackDumpIntervalSeconds": "0",
+    "spark.sql.execution.arrow.pyspark.enabled": "true",
+    # For queries with Spark's own state. The default store keeps all of it on the JVM's heap, and without the
+    # changelog every commit uploads whole files.
+    "spark.sql.streaming.stateStore.providerClass": (
+        "org.apache.spark.sql.execution.streaming.state.RocksDBStateStoreProvider"
+    ),
+    "spark.sql.streaming.stateStore.rocksdb.changelogCheckpointing.enabled": "true",
+}
+
+# The host name of a laptop may not resolve, or resolve to an address that a VPN takes away.
+LOCAL_DEFAULTS: Mapping[str, str] = {
+    "spark.driver.host": "127.0.0.1",
+    "spark.driver.bindAddress": "127.0.0.1",
+}
+
+# Hadoop's local file system starts a `chmod` process for every file of a checkpoint: 50 ms each. This one
+# does not. Only with a local master: executors elsewhere would need the class on their own class path.
+LOCAL_FS: Mapping[str, str] = {
+    "spark.hadoop.fs.file.impl": LOCAL_FS_CLASS,
+    "spark.sql.streaming.checkpointFileManagerClass": (
+        "org.apache.spark.sql.execution.streaming.checkpointing.FileSystemBasedCheckpointFileManager"
+    ),
+}
+
+# spark-submit arguments that are settings under another name.
+_SUBMIT_FLAGS = {
+    "--master": "spark.master",
+    "--name": "spark.app.name",
+    "--jars": "spark.jars",
+    "--packages": "spark.jars.packages",
+    "--driver-class-path": "spark.driver.extraClassPath",
+    "--driver-java-options": "spark.driver.extraJavaOptions",
+    "--driver-memory": "spark.driver.memory",
+}
+
+
+def session(
+    app_name: str = "onceflow", master: str | None = None, config: Mapping[str, str] | None = None
+) -> SparkSession:
+    """The SparkSession to use with onceflow; the active one when there is one.
+
+    Args:
+        app_name: name of the application.
+        master: Spark master; by default what is configured, else ``local[*]``.
+        config: settings of your own; they win over those set here.
+
+    Raises:
+        EnvironmentUnusableError: no Java 17, a jar that cannot be resolved, or a Spark that runs already
+            without the Kafka connector.
+    """
+    find_java()
+    from pyspark import SparkContext
+    from pyspark.sql import SparkSession
+
+    given = {key: str(value) for key, value in (config or {}).items()}
+    if SparkContext._active_spark_context is not None:
+        _require_connector(SparkContext._jvm)
+        # getOrCreate hands back the active session and applies to it only what is given here.
+        return _get_or_create(SparkSession, given)
+
+    if SparkContext._gateway is None and "PYSPARK_GATEWAY_PORT" not in os.environ:
+        user = {**_file_settings(), **submit_settings(os.environ.get("PYSPARK_SUBMIT_ARGS", "")), **given}
+        class_path_open = True
+    else:
+        SparkContext._ensure_initialized()
+        _require_connector(SparkContext._jvm)
+        user = {**_jvm_settings(SparkContext._jvm), **given}
+        class_path_open = False
+    if master is not None:
+        user["spark.master"] = master
+    user.setdefault("spark.master", "local[*]")
+    user.setdefault("spark.app.name", app_name)
+    if "spark.pyspark.python" not in user:
+        # Workers must be this Python: another one lacks our package, and Spark refuses another minor version.
+        os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
+
+    has_local_fs = class_path_open or _has_class(SparkContext._jvm, LOCAL_FS_CLASS)
+    settings = {**defaults_for(user["spark.master"], local_fs=has_local_fs), **user}
+    if class_path_open:
+        settings.update(_class_paths(user, jars.spark_connector_jars()))
+    return _get_or_create(SparkSession, settings)
+
+
+def defaults_for(master: str, *, local_fs: bool = True) -> dict[str, str]:
+    """The settings this module brings for a master, without class paths."""
+    settings = dict(DEFAULTS)
+    cores = local_cores(master)
+    if cores is not None:
+        settings.update(LOCAL_DEFAULTS)
+        # 200 is for a cluster; here every partition of a shuffle is one more task on the same few cores.
+        settings["spark.sql.shuffle.partitions"] = str(cores)
+        if local_fs:
+            settings.update(LOCAL_FS)
+    return settings
+
+
+def local_cores(master: str) -> int | None:
+    """How many tasks a local master runs at a time; None when the master is not local."""
+    match = re.fullmatch(r"local(?:\[(\*|\d+)(?:,\s*\d+)?\])?", master)
+    if match is None:
+        return None
+    if match[1] == "*":
+        return os.cpu_count() or 1
+    return int(match[1] or 1)
+
+
+def submit_settings(arguments: str) -> dict[str, str]:
+    """The settings in a PYSPARK_SUBMIT_ARGS, under their names as properties."""
+    settings: dict[str, str] = {}
+    words = iter(shlex.split(arguments))
+    for word in words:
+        flag, equals, value = word.partition("=")
+        if flag not in ("--conf", "-c", *_SUBMIT_FLAGS):
+            continue
+        if not equals:
+            value = next(words, "")
+        if flag in _SUBMIT_FLAGS:
+            settings[_SUBMIT_FLAGS[flag]] = value
+        else:
+            key, _, value = value.partition("=")
+            settings[key] = value
+    return settings
+
+
+def parse_defaults(text: str) -> dict[str, str]:
+    """The settings of a spark-defaults.conf: key and value separated by space, ``=`` or ``:``."""
+    settings = {}
+    for line in text.splitlines():
+        match = re.match(r"\s*(spark\.[^\s=:]+)(?:\s*[=:]\s*|\s+)(.*?)\s*$", line)
+        if match:
+            settings[match[1]] = match[2]
+    return settings
+
+
+def _file_settings() -> dict[str, str]:
+    from pyspark.find_spark_home import _find_spark_home
+
+    folder = os.environ.get("SPARK_CONF_DIR") or Path(_find_spark_home(), "conf")
+    try:
+        return parse_defaults(Path(folder, "spark-defaults.conf").read_text())
+    except OSError:
+        return {}
+
+
+def _jvm_settings(jvm: Any) -> dict[str, str]:
+    return {pair._1(): pair._2() for pair in jvm.org.apache.spark.SparkConf().getAll()}
+
+
+def _class_paths(user: Mapping[str, str], connector: list[Path]) -> dict[str, str]:
+    """spark.jars, the driver's class path and JVM options: the user's entries first, then ours."""
+    paths = {}
+    brings_own = re.search(
+        r"spark-sql-kafka", user.get("spark.jars", "") + user.get("spark.jars.packages", "")
+    )
+    if not brings_own:
+        paths["spark.jars"] = ",".join(filter(None, [user.get("spark.jars"), *map(str, connector)]))
+    if local_cores(user["spark.master"]) is not None:
+        # spark.jars come too late for the file system: Spark opens it while it reads them.
+        bare = [str(jar) for jar in connector if jar.name.startswith("hadoop-bare-naked-local-fs")]
+        ours = [user.get("spark.driver.extraClassPath"), *bare]
+        paths["spark.driver.extraClassPath"] = os.pathsep.join(filter(None, ours))
+        options = class_archive.with_archive(user.get("spark.driver.extraJavaOptions", ""))
+        if options:
+            paths["spark.driver.extraJavaOptions"] = options
+    return paths
+
+
+def _get_or_create(spark_session: type[SparkSession], settings: Mapping[str, str]) -> SparkSession:
+    builder = spark_session.Builder()  # SparkSession.builder would do, but says less about being a new one
+    for key, value in settings.items():
+        builder = builder.config(key, value)
+    spark: SparkSession = builder.getOrCreate()
+    return spark
+
+
+def _require_connector(jvm: Any) -> None:
+    if not _has_class(jvm, CONNECTOR_CLASS):
+        connector = ",".join(map(str, jars.spark_connector_coordinates(jars.installed_spark_version())[:1]))
+        raise EnvironmentUnusableError(
+            "Spark runs already, without its Kafka connector, and a running JVM keeps its class path.",
+            next_step="Make the session with onceflow.session() before anything else starts Spark, or start "
+            f"Spark with --packages {connector}",
+        )
+
+
+def _has_class(jvm: Any, name: str) -> bool:
+    from py4j.protocol import Py4JJavaError
+
+    loader = jvm.java.lang.Thread.currentThread().getContextClassLoader()
+    try:
+        jvm.java.lang.Class.forName(name, False, loader)
+    except Py4JJavaError:
+        return False
+    return True
+
+
+class _CallableModule(types.ModuleType):
+    # `onceflow.session` names this module once it has been imported, and the function before; both must be
+    # callable.
+    def __call__(self, *args: Any, **kwargs: Any) -> SparkSession:
+        return session(*args, **kwargs)
+
+
+sys.modules[__name__].__class__ = _CallableModule

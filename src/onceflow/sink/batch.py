@@ -1,0 +1,416 @@
+"""One micro-batch is one Kafka transaction: the steps of a batch, in order.
+
+    plan -> begin -> write -> audit -> progress -> end      (init comes before, settle with the next batch)
+
+``BatchSink`` is what foreachBatch calls. ``_attempt`` is the commit, written as its numbered steps; everything
+before ``end`` can fail, is aborted and is run again under a new epoch; after ``end`` nothing can be undone.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import json
+import logging
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from py4j.protocol import Py4JError
+from pyspark.errors import PySparkException
+from pyspark.sql import DataFrame
+
+from onceflow import hooks
+from onceflow.client.cluster import Cluster, TopicInfo
+from onceflow.client.deadline import Deadline
+from onceflow.client.produce import Producer
+from onceflow.client.settings import ClientSettings
+from onceflow.client.topics import max_message_bytes
+from onceflow.client.transactions import Outcome, Transactions
+from onceflow.errors import (
+    BatchAbortedError,
+    BrokerUnreachableError,
+    DeadlineExceededError,
+    FencedError,
+    OnceflowError,
+    TransactionTimeoutError,
+)
+from onceflow.sink import jvm, progress_log, reports
+from onceflow.sink.audit import Audit, audit
+from onceflow.sink.offsets import SourceRange, check_contiguous, read_range
+from onceflow.sink.ownership import Columns, Prepared, check_columns, prepare
+from onceflow.sink.tasks import Target, TaskPlace, WriteOrder, WriteTask, write_rows
+from onceflow.wire import progress as records
+from onceflow.wire.batches import BatchHeader, encode_single
+from onceflow.wire.names import Names
+from onceflow.wire.progress import PROGRESS_TOPIC, Progress
+
+log = logging.getLogger("onceflow.sink")
+
+# A rerun may help: the next attempt has a new epoch and a new clock.
+_WORTH_A_RERUN = (
+    BatchAbortedError,
+    TransactionTimeoutError,
+    DeadlineExceededError,
+    BrokerUnreachableError,
+    FencedError,  # as tasks see a timeout; ``_abort`` has found out that nobody else owns the id
+)
+_METADATA_AGE_S_MAX = 30.0
+_END_SECONDS = 120.0
+# Below this a batch is written by the driver through Arrow, without Python tasks (docs/internals.md).
+_DRIVER_ROWS_MAX = 4_000
+_DRIVER_BYTES_MAX = 8_000_000
+_TASK_BYTES = 16_000_000
+_GUESSED_ROW_BYTES = 1_000
+
+
+@dataclass(frozen=True)
+class SinkOptions:
+    """Choices of ``Flow.write`` that the sink needs."""
+
+    topic: str | None
+    partitioner: str
+    compression: str
+    transaction_timeout_s: float
+    attempts_most: int = 4
+
+
+@dataclass
+class BatchSummary:
+    """What one committed batch was, for people and benchmarks: seconds per step, sizes, attempts."""
+
+    batch: int
+    rows_most: int
+    path: str = ""
+    attempts: int = 0
+    records: int = 0
+    nbytes: int = 0
+    rss_kib_most: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+class BatchSink:
+    """Writes the batches of one query. Called by Spark on one thread.
+
+    Args:
+        progress: committed progress as read after ``init``; the sink keeps it current.
+        checkpoint: folder of the query's scratch checkpoint (Spark's offset log is read from there).
+        source_starts: where partitions that progress does not know may start.
+    """
+
+    def __init__(
+        self,
+        *,
+        names: Names,
+        settings: ClientSettings,
+        cluster: Cluster,
+        transactions: Transactions,
+        progress: Progress,
+        options: SinkOptions,
+        checkpoint: Path,
+        source_starts: dict[str, dict[int, int]],
+        source_partitions: dict[str, int],
+    ) -> None:
+        self._names = names
+        self._settings = settings
+        self._cluster = cluster
+        self._transactions = transactions
+        self._options = options
+        self._checkpoint = checkpoint
+        self._source_starts = source_starts
+        self._source_partitions = source_partitions
+        self._targets: dict[str, Target] = {}
+        self._targets_at = float("-inf")
+        self._columns: Columns | None = None
+        self._row_bytes: float | None = None
+        self._unsettled: int | None = None
+        self._undecided = False
+        self.progress = progress
+        self.failure: BaseException | None = None
+        self.stopping = False
+        self.history: collections.deque[BatchSummary] = collections.deque(maxlen=200)
+
+    # ---- called by Spark -----------------------------------------------------------------------------
+
+    def __call__(self, df: DataFrame, spark_batch_id: int) -> None:
+        batch = self.progress.batch_id + 1
+        try:
+            self._run(df, spark_batch_id, batch)
+        except OnceflowError as error:
+            self.failure = error.located(flow=self._names.flow, batch=batch)
+            log.error("%s", self.failure)
+            raise self.failure from error
+        except BaseException as error:
+            self.failure = error
+            raise
+
+    def _run(self, df: DataFrame, spark_batch_id: int, batch: int) -> None:
+        self._settle()
+        summary = BatchSummary(batch, 0)
+        with self._timed(summary, "plan"):
+            source = self._plan(df, spark_batch_id, batch)
+        summary.rows_most = source.rows_most
+        last: BaseException | None = None
+        for attempt in range(self._options.attempts_most):
+            summary.attempts = attempt + 1
+            try:
+                self._attempt(df, batch, source, summary)
+            except (OnceflowError, PySparkException, Py4JError) as problem:
+                if self._undecided:
+                    raise
+                self._abort(problem, batch)
+                if isinstance(problem, OnceflowError) and not isinstance(problem, _WORTH_A_RERUN):
+                    raise
+                if self.stopping or _cancelled(problem):
+                    raise
+                last = problem
+                log.warning(
+                    "flow %s: batch %d aborted (attempt %d of %d): %s",
+                    self._names.flow,
+                    batch,
+                    attempt + 1,
+                    self._options.attempts_most,
+                    jvm.first_line(problem),
+                )
+            except Exception as problem:  # not ours and not Spark's: no rerun, but no open transaction either
+                if not self._undecided:
+                    self._abort(problem, batch)
+                raise
+            else:
+                self.history.append(summary)
+                hooks.at("end", where="driver", flow=self._names.flow, batch=batch)
+                return
+        raise self._given_up(last, batch)
+
+    def _attempt(self, df: DataFrame, batch: int, source: SourceRange, summary: BatchSummary) -> None:
+        """One transaction, from its first epoch to its end."""
+        flow = self._names.flow
+        with self._timed(summary, "begin"):
+            identity = self._begin(df, batch)
+        hooks.at("begin", where="driver", flow=flow, batch=batch)
+        started = time.monotonic()
+        with self._timed(summary, "write"):
+            prepared, written = self._write(df, batch, identity, source, summary)
+        hooks.at("write", where="driver", flow=flow, batch=batch)
+        with self._timed(summary, "audit"):
+            checked = audit(written, tasks=None if prepared is None else prepared.tasks, flow=flow, batch=batch)
+        hooks.at("audit", where="driver", flow=flow, batch=batch)
+        with self._timed(summary, "progress"):
+            progress = self._progress(batch, source, identity)
+        hooks.at("progress", where="driver", flow=flow, batch=batch)
+        with self._timed(summary, "end"):
+            self._end(progress, started)
+        self._adopt(progress, checked, summary)
+
+    # ---- the steps -----------------------------------------------------------------------------------
+
+    def _settle(self) -> None:
+        """The previous batch is committed, and Spark has logged it: whoever keeps local state may apply it."""
+        if self._unsettled is not None:
+            hooks.at("settle", where="driver", flow=self._names.flow, batch=self._unsettled)
+            self._unsettled = None
+
+    def _plan(self, df: DataFrame, spark_batch_id: int, batch: int) -> SourceRange:
+        """The source range of the batch; it must start where progress ends (I2)."""
+        source = read_range(self._checkpoint, spark_batch_id)
+        check_contiguous(
+            source.start, _plain(self.progress.offsets), self._source_starts, flow=self._names.flow, batch=batch
+        )
+        if self._columns is None:
+            self._columns = check_columns(df.schema, topic=self._options.topic, flow=self._names.flow)
+        self._refresh_targets()
+        hooks.at("plan", where="driver", flow=self._names.flow, batch=batch)
+        return source
+
+    def _begin(self, df: DataFrame, batch: int) -> BatchHeader:
+        """A fresh epoch for this attempt (I3), where the tasks of this thread's jobs can read it."""
+        identity = self._transactions.begin(self._deadline("beginning the transaction"))
+        described = {"batch": batch, "producer_id": identity.producer_id, "producer_epoch": identity.producer_epoch}
+        df.sparkSession.sparkContext.setLocalProperty("onceflow.transaction", json.dumps(described))
+        return identity
+
+    def _write(
+        self, df: DataFrame, batch: int, identity: BatchHeader, source: SourceRange, summary: BatchSummary
+    ) -> tuple[Prepared | None, list[reports.Report]]:
+        """Produce every row under the identity and collect what was acknowledged."""
+        expected_bytes = source.rows_most * (self._row_bytes or _GUESSED_ROW_BYTES)
+        on_driver = (
+            source.rows_most <= _DRIVER_ROWS_MAX and expected_bytes <= _DRIVER_BYTES_MAX and summary.attempts == 1
+        )
+        cores = df.sparkSession.sparkContext.defaultParallelism
+        prepared = prepare(
+            df,
+            self._columns or check_columns(df.schema, topic=self._options.topic, flow=self._names.flow),
+            partitioner=self._options.partitioner,
+            topic=self._options.topic,
+            targets=self._targets,
+            source=self._source_partitions,
+            tasks_most=max(1, min(cores, round(expected_bytes / _TASK_BYTES + 0.5))),
+            on_driver=on_driver,
+        )
+        order = WriteOrder(
+            flow=self._names.flow,
+            batch=batch,
+            settings=self._settings,
+            transactional_id=self._transactions.transactional_id,
+            identity=identity,
+            compression=self._options.compression,
+            topic=self._options.topic,
+            targets=self._targets,
+            spread=prepared.spread,
+            tasks=prepared.tasks,
+            deadline_s=self._options.transaction_timeout_s,
+        )
+        summary.path = "driver" if on_driver else f"{prepared.tasks} tasks"
+        if on_driver:
+            rows = prepared.df.toArrow().to_batches()
+            return None, write_rows(order, TaskPlace("driver", -1, 0), rows, self._cluster)
+        collected = prepared.df.mapInArrow(WriteTask(order), reports.SPARK_SCHEMA).collect()
+        return prepared, reports.from_rows(collected)
+
+    def _progress(self, batch: int, source: SourceRange, identity: BatchHeader) -> Progress:
+        """Progress record and source offsets, in the same transaction."""
+        deadline = self._deadline("writing progress")
+        progress = replace(
+            self.progress,
+            batch_id=batch,
+            offsets={**_plain(self.progress.offsets), **source.end},
+            time_ms=progress_log.now_ms(),
+        )
+        write_progress(self._cluster, self._transactions, self._names, progress, identity, deadline)
+        return progress
+
+    def _end(self, progress: Progress, started: float) -> None:
+        """EndTxn decides the batch. Only a known outcome leads anywhere."""
+        try:
+            outcome = self._transactions.end(
+                Deadline(_END_SECONDS, f"learning how batch {progress.batch_id} ended"), commit=True
+            )
+        except DeadlineExceededError as error:
+            self._undecided = True
+            raise DeadlineExceededError(
+                "The outcome of the commit is not known: the coordinator does not answer",
+                detail=error.detail,
+                next_step="start the flow again when the brokers are back: it then finds out, and goes on exactly there",
+            ) from error
+        open_s = time.monotonic() - started
+        if outcome is Outcome.ABORTED:
+            raise self._timed_out(open_s)
+        if outcome is Outcome.FENCED:
+            self._undecided = True
+            raise self._fenced(f"while batch {progress.batch_id} was being committed")
+
+    def _adopt(self, progress: Progress, checked: Audit, summary: BatchSummary) -> None:
+        self.progress = progress
+        self._unsettled = progress.batch_id
+        summary.records, summary.nbytes = checked.records, checked.nbytes
+        summary.rss_kib_most = checked.rss_kib_most
+        if checked.records:
+            self._row_bytes = checked.nbytes / checked.records
+
+    # ---- when it goes wrong --------------------------------------------------------------------------
+
+    def _abort(self, problem: BaseException, batch: int) -> None:
+        """Nothing of the attempt becomes visible; late writes of it meet a newer epoch.
+
+        Raises:
+            FencedError: it turns out that a newer driver owns the flow.
+        """
+        try:
+            self._transactions.abort(self._deadline(f"aborting batch {batch}"))
+        except FencedError as error:
+            raise self._fenced(f"while batch {batch} was being written") from error
+        except OnceflowError as error:
+            log.warning("flow %s: abort of batch %d failed, too: %s", self._names.flow, batch, error.what)
+            raise problem from error
+
+    def _fenced(self, when: str) -> FencedError:
+        return FencedError(
+            f"A newer driver of flow {self._names.flow!r} has taken over, {when}",
+            flow=self._names.flow,
+            detail=f"transactional id {self._transactions.transactional_id}",
+            next_step="stop one of the two: a flow has one driver; nothing was lost or doubled",
+        )
+
+    def _timed_out(self, open_s: float) -> TransactionTimeoutError:
+        limit = self._options.transaction_timeout_s
+        return TransactionTimeoutError(
+            f"The broker had ended the transaction: it was open for {open_s:.1f} s, its timeout is {limit:g} s",
+            next_step="nothing is lost, the batch runs again; if it repeats, lower max_records_per_batch of Flow.read "
+            "or raise transaction_timeout of Flow.write (broker limit: transaction.max.timeout.ms)",
+        )
+
+    def _given_up(self, last: BaseException | None, batch: int) -> OnceflowError:
+        if isinstance(last, TransactionTimeoutError):
+            return last
+        return BatchAbortedError(
+            f"Batch {batch} was aborted {self._options.attempts_most} times; nothing of it is visible",
+            flow=self._names.flow,
+            batch=batch,
+            detail="" if last is None else jvm.first_line(last),
+            next_step="mend the cause and start the flow again: it continues at this batch",
+        )
+
+    # ---- helpers -------------------------------------------------------------------------------------
+
+    def _deadline(self, what: str) -> Deadline:
+        return Deadline(self._options.transaction_timeout_s, f"{what} (flow {self._names.flow})")
+
+    def _refresh_targets(self) -> None:
+        """Partition counts and size limits of the output topics; all tasks of a batch see the same."""
+        if time.monotonic() - self._targets_at < _METADATA_AGE_S_MAX:
+            return
+        self._targets = load_targets(self._cluster, self._options.topic, self._deadline("reading topic metadata"))
+        self._targets_at = time.monotonic()
+
+    @contextlib.contextmanager
+    def _timed(self, summary: BatchSummary, step: str) -> Iterator[None]:
+        started = time.monotonic()
+        try:
+            yield
+        finally:
+            summary.seconds[step] = summary.seconds.get(step, 0.0) + time.monotonic() - started
+
+
+def write_progress(
+    cluster: Cluster,
+    transactions: Transactions,
+    names: Names,
+    progress: Progress,
+    identity: BatchHeader,
+    deadline: Deadline,
+) -> None:
+    """Step ``progress``: the record, then the group offsets that point to it."""
+    partition = progress_log.partition_of(names.flow)
+    if not transactions.version_2:
+        transactions.add_partitions({PROGRESS_TOPIC: [partition]}, deadline)
+    key, value = records.encode(progress)
+    producer = Producer(cluster, transactional_id=transactions.transactional_id, deadline=deadline)
+    batch = encode_single(key, value, timestamp_ms=progress.time_ms, identity=identity, base_sequence=0)
+    producer.send(PROGRESS_TOPIC, partition, batch)
+    written = producer.flush()[PROGRESS_TOPIC, partition]
+    metadata = progress_log.hint(partition, written.base_offset)
+    transactions.commit_offsets(names.group_id, progress.offsets, deadline, metadata=metadata)
+
+
+def load_targets(cluster: Cluster, topic: str | None, deadline: Deadline) -> dict[str, Target]:
+    """The output topic, or with a topic column every topic there is (internal ones left out)."""
+    found: dict[str, TopicInfo] = cluster.topics(None if topic is None else [topic], deadline)
+    names = [name for name, info in found.items() if topic is not None or not (info.internal or name.startswith("__"))]
+    if not names:
+        return {}
+    limits = max_message_bytes(cluster, names, deadline)
+    return {name: Target(found[name].partitions, limits[name]) for name in names}
+
+
+def _plain(offsets: Any) -> dict[str, dict[int, int]]:
+    return {topic: dict(partitions) for topic, partitions in offsets.items()}
+
+
+def _cancelled(problem: BaseException) -> bool:
+    """Whether Spark itself stopped the job (the query is being stopped)."""
+    text = str(problem)
+    return "cancelled" in text or "InterruptedException" in text
+

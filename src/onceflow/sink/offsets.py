@@ -1,0 +1,138 @@
+"""Spark's own offset log of a query: which source range a batch was planned for.
+
+Inside foreachBatch(N) the file ``offsets/N`` of the checkpoint is written already (SPARK: MicroBatchExecution
+writes it before the batch runs). It holds the end offsets; the start is ``offsets/(N-1)``, and for the first
+batch the initial offsets that the Kafka source stores under ``sources/<index>/0``.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from onceflow.errors import ProgressConflictError
+
+TopicOffsets = dict[str, dict[int, int]]
+
+
+@dataclass(frozen=True)
+class SourceRange:
+    """Start and end offsets of one batch, per topic and partition."""
+
+    start: TopicOffsets
+    end: TopicOffsets
+
+    @property
+    def rows_most(self) -> int:
+        """Upper bound of the records in the range (markers and aborted records count, too)."""
+        return sum(
+            end - self.start.get(topic, {}).get(partition, end)
+            for topic, partitions in self.end.items()
+            for partition, end in partitions.items()
+        )
+
+
+def read_range(checkpoint: Path, batch_id: int) -> SourceRange:
+    """The range of batch ``batch_id`` (Spark's number) of the query with this checkpoint.
+
+    Raises:
+        ProgressConflictError: the offset log is missing or holds something that is no Kafka source.
+    """
+    end = _offsets_of(checkpoint / "offsets" / str(batch_id))
+    if batch_id > 0:
+        return SourceRange(_offsets_of(checkpoint / "offsets" / str(batch_id - 1)), end)
+    start: TopicOffsets = {}
+    for folder in sorted((checkpoint / "sources").iterdir()):
+        initial = folder / "0"
+        if initial.exists():
+            # Spark writes a zero byte first, for readers of version 1.0 of the format.
+            lines = initial.read_bytes().lstrip(b"\0").decode().splitlines()
+            _merge(start, _parse(lines[-1], initial), initial)
+    return SourceRange(start, end)
+
+
+def _offsets_of(path: Path) -> TopicOffsets:
+    try:
+        lines = path.read_text().splitlines()
+    except OSError as error:
+        raise ProgressConflictError(
+            "Spark's offset log of this query cannot be read",
+            detail=f"{path}: {error}",
+            next_step="was the scratch folder deleted while the query ran? Start the flow again: progress is in Kafka",
+        ) from error
+    merged: TopicOffsets = {}
+    for line in lines[2:]:  # version, metadata, then one line per source
+        if line != "-":  # a source that has no offset yet
+            _merge(merged, _parse(line, path), path)
+    return merged
+
+
+def _parse(line: str, path: Path) -> TopicOffsets:
+    try:
+        raw = json.loads(line)
+        return {
+            str(topic): {int(partition): int(offset) for partition, offset in partitions.items()}
+            for topic, partitions in raw.items()
+        }
+    except (ValueError, AttributeError, TypeError) as error:
+        raise ProgressConflictError(
+            "A source of this query is not a Kafka source",
+            detail=f"{path.name} holds {line[:100]!r}",
+            next_step="read every stream with Flow.read: only Kafka sources have progress that Kafka can hold",
+        ) from error
+
+
+def _merge(into: TopicOffsets, more: TopicOffsets, path: Path) -> None:
+    for topic, partitions in more.items():
+        if topic in into:
+            raise ProgressConflictError(
+                f"Topic {topic!r} is read twice in one query",
+                topic=topic,
+                detail=str(path.name),
+                next_step="call Flow.read once and use the DataFrame twice, or use one flow for each",
+            )
+        into[topic] = partitions
+
+
+def check_contiguous(
+    planned: TopicOffsets, committed: TopicOffsets, new_partitions_start: TopicOffsets, *, flow: str, batch: int
+) -> None:
+    """Invariant I2: a batch starts exactly where committed progress ends.
+
+    Args:
+        planned: start offsets of the batch.
+        committed: end offsets of the last committed batch.
+        new_partitions_start: where partitions unknown to progress may start (their earliest offset).
+
+    Raises:
+        ProgressConflictError: a gap or an overlap; nothing has been written.
+    """
+    for topic, partitions in committed.items():
+        for partition, expected in partitions.items():
+            got = planned.get(topic, {}).get(partition)
+            if got != expected:
+                kind = "is missing" if got is None else ("overlaps" if got < expected else "leaves a gap")
+                raise ProgressConflictError(
+                    f"The batch does not continue committed progress: {topic}-{partition} {kind}",
+                    flow=flow,
+                    batch=batch,
+                    topic=f"{topic}-{partition}",
+                    detail=f"progress ends at {expected}, the batch starts at {got}",
+                    next_step="start the flow again; if this repeats, the source topic was changed under it "
+                    "(`onceflow reset` starts over deliberately)",
+                )
+    for topic, partitions in planned.items():
+        for partition, got in partitions.items():
+            if partition in committed.get(topic, {}):
+                continue
+            allowed = new_partitions_start.get(topic, {}).get(partition)
+            if allowed is not None and got != allowed:
+                raise ProgressConflictError(
+                    f"New partition {topic}-{partition} does not start at its beginning",
+                    flow=flow,
+                    batch=batch,
+                    topic=f"{topic}-{partition}",
+                    detail=f"its log starts at {allowed}, the batch starts at {got}",
+                    next_step="start the flow again: new partitions are then planned from their earliest offset",
+                )

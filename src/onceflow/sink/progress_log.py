@@ -1,0 +1,160 @@
+"""The flow's progress in Kafka: a compacted topic with one record per flow (the truth), and the committed
+offsets of an ordinary consumer group (for people's lag tools).
+
+The offset commit carries where the progress record stands (``onceflow:<partition>:<offset>``), so a start
+reads a few records instead of the topic. It is only a hint: without it the partition is read from its start.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from collections.abc import Mapping
+
+from onceflow.client import offsets as kafka_offsets
+from onceflow.client.cluster import Cluster, TopicInfo
+from onceflow.client.deadline import Deadline
+from onceflow.client.log_reader import LogRecord, read_log
+from onceflow.client.topics import create_topic
+from onceflow.errors import OnceflowError, PermissionDeniedError, ProgressConflictError, UnknownTopicError
+from onceflow.wire import progress as records
+from onceflow.wire.progress import PROGRESS_TOPIC, Progress, progress_partition
+
+log = logging.getLogger("onceflow.progress")
+
+# A flow's record lives in a partition that must never change, so the partitioner counts to this number
+# whatever the topic's partition count becomes.
+PROGRESS_PARTITIONS = 8
+# Small segments: only closed ones are compacted, and a start without hint reads what is not compacted.
+_CONFIGS = {
+    "cleanup.policy": "compact",
+    "segment.bytes": str(16 * 1024 * 1024),
+    "min.cleanable.dirty.ratio": "0.1",
+}
+_HINT = re.compile(r"onceflow:(\d+):(\d+)")
+
+
+def partition_of(flow: str) -> int:
+    """Partition of the progress topic that holds this flow's record."""
+    return progress_partition(flow, PROGRESS_PARTITIONS)
+
+
+def hint(partition: int, offset: int) -> str:
+    """Metadata of the offset commit: where the progress record of the same transaction is."""
+    return f"onceflow:{partition}:{offset}"
+
+
+def ensure_topic(cluster: Cluster, deadline: Deadline) -> TopicInfo:
+    """The progress topic, created when it is missing.
+
+    Raises:
+        PermissionDeniedError: it is missing and this principal may not create it.
+        ProgressConflictError: somebody made it with fewer partitions or without compaction.
+    """
+    try:
+        info = cluster.topics([PROGRESS_TOPIC], deadline)[PROGRESS_TOPIC]
+    except UnknownTopicError:
+        try:
+            if create_topic(
+                cluster, PROGRESS_TOPIC, partitions=PROGRESS_PARTITIONS, configs=_CONFIGS, deadline=deadline
+            ):
+                log.info("created the progress topic %s", PROGRESS_TOPIC)
+        except PermissionDeniedError as error:
+            raise PermissionDeniedError(
+                f"The progress topic {PROGRESS_TOPIC} does not exist, and this principal may not create it",
+                topic=PROGRESS_TOPIC,
+                detail=error.detail,
+                next_step=f"create it once: {PROGRESS_PARTITIONS} partitions, cleanup.policy=compact; "
+                "or grant CREATE on it",
+            ) from error
+        info = _created(cluster, deadline)
+    if info.partitions < PROGRESS_PARTITIONS:
+        raise ProgressConflictError(
+            f"The progress topic {PROGRESS_TOPIC} has {info.partitions} partitions, needed are {PROGRESS_PARTITIONS}",
+            topic=PROGRESS_TOPIC,
+            next_step=f"add partitions: kafka-topics.sh --alter --topic {PROGRESS_TOPIC} "
+            f"--partitions {PROGRESS_PARTITIONS} (a flow's partition does not depend on the count)",
+        )
+    return info
+
+
+def _created(cluster: Cluster, deadline: Deadline) -> TopicInfo:
+    """Metadata of the topic just created: brokers learn of it a little later."""
+    attempt = 0
+    while True:
+        try:
+            return cluster.topics([PROGRESS_TOPIC], deadline)[PROGRESS_TOPIC]
+        except UnknownTopicError as error:
+            deadline.pause(attempt, error.what)
+            attempt += 1
+
+
+def read_progress(
+    cluster: Cluster, flow: str, group: str, source_topics: Mapping[str, list[int]], deadline: Deadline
+) -> Progress | None:
+    """The last committed progress of a flow, or None when it never committed.
+
+    Call it after InitProducerId of the flow's transactional id: then every transaction of the flow is
+    decided, and other flows' open transactions are not waited for.
+    """
+    partition = partition_of(flow)
+    span = {PROGRESS_TOPIC: [partition]}
+    begin = kafka_offsets.list_offsets(cluster, span, kafka_offsets.EARLIEST, deadline)[PROGRESS_TOPIC][partition]
+    end = kafka_offsets.list_offsets(cluster, span, kafka_offsets.LATEST, deadline, committed=False)[PROGRESS_TOPIC][
+        partition
+    ]
+    hinted = _hinted_offset(cluster, group, source_topics, partition, deadline)
+    if hinted is not None and begin <= hinted < end:
+        found = _latest(cluster, flow, partition, hinted, end, deadline)
+        if found is not None:
+            return found
+    return _latest(cluster, flow, partition, begin, end, deadline)
+
+
+def _hinted_offset(
+    cluster: Cluster, group: str, source_topics: Mapping[str, list[int]], partition: int, deadline: Deadline
+) -> int | None:
+    try:
+        committed = kafka_offsets.fetch_committed(cluster, group, source_topics, deadline)
+    except PermissionDeniedError as error:
+        raise error.located(topic=None) from error
+    hints = [
+        int(match[2])
+        for by_partition in committed.values()
+        for _, metadata in by_partition.values()
+        if (match := _HINT.fullmatch(metadata)) and int(match[1]) == partition
+    ]
+    return min(hints) if hints else None
+
+
+def _latest(cluster: Cluster, flow: str, partition: int, start: int, end: int, deadline: Deadline) -> Progress | None:
+    key = flow.encode()
+    committed: LogRecord | None = None
+    undecided: dict[int, LogRecord] = {}
+    for item in read_log(cluster, PROGRESS_TOPIC, partition, start, end, deadline):
+        if isinstance(item, LogRecord):
+            if item.key != key:
+                continue
+            if item.producer_id < 0:
+                committed = item  # written by hand or by a tool, outside a transaction
+            else:
+                undecided[item.producer_id] = item
+        elif (record := undecided.pop(item.producer_id, None)) is not None and item.committed:
+            committed = record
+    # Compaction may have dropped the marker of a committed record (never that of an aborted one, which
+    # goes together with its records): all transactions of the flow are decided here.
+    for record in undecided.values():
+        if committed is None or record.offset > committed.offset:
+            committed = record
+    if committed is None or committed.value is None:  # a tombstone: the flow was reset
+        return None
+    try:
+        return records.decode(committed.key, committed.value)
+    except OnceflowError as error:
+        raise error.located(flow=flow, topic=f"{PROGRESS_TOPIC}-{partition}") from error
+
+
+def now_ms() -> int:
+    """Wall clock, epoch milliseconds."""
+    return int(time.time() * 1000)

@@ -1,0 +1,148 @@
+"""What a query and a session must be like before onceflow runs them: checked before anything is written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pyspark.sql import DataFrame, SparkSession
+
+from onceflow.errors import OptionError, UnsupportedQueryError
+
+#: An option on the source that says which flow read it; Spark's Kafka source ignores what it does not know.
+MARK = "onceflow.flow"
+
+# Logical operators that keep state between micro-batches when their input is a stream
+# (Spark: UnsupportedOperationChecker, and the stateful operators of IncrementalExecution).
+_STATEFUL = {
+    "Aggregate": "an aggregation",
+    "Deduplicate": "dropDuplicates",
+    "DeduplicateWithinWatermark": "dropDuplicatesWithinWatermark",
+    "Distinct": "distinct",
+    "FlatMapGroupsWithState": "flatMapGroupsWithState",
+    "FlatMapGroupsInPandasWithState": "applyInPandasWithState",
+    "TransformWithState": "transformWithState",
+    "TransformWithStateInPySpark": "transformWithState",
+    "TransformWithStateInPandas": "transformWithStateInPandas",
+    "GlobalLimit": "limit",
+    "Limit": "limit",
+    "Tail": "tail",
+}
+_READER_OWNED = {
+    "subscribe": "give the topic to Flow.read",
+    "subscribepattern": "Flow.read takes one topic; call it once for each",
+    "assign": "Flow.read takes whole topics",
+    "startingoffsets": "use starting_offsets of Flow.read",
+    "startingtimestamp": "use starting_offsets of Flow.read",
+    "startingoffsetsbytimestamp": "use starting_offsets of Flow.read",
+    "failondataloss": "use fail_on_data_loss of Flow.read",
+    "includeheaders": "use include_headers of Flow.read",
+    "maxoffsetspertrigger": "use max_records_per_batch of Flow.read",
+    "kafka.isolation.level": "sources are always read with read_committed",
+}
+_READER_KNOWN = {
+    "minpartitions",
+    "maxrecordsperpartition",
+    "minoffsetspertrigger",
+    "maxtriggerdelay",
+    "groupidprefix",
+    "kafkaconsumer.polltimeoutms",
+    "fetchoffset.numretries",
+    "fetchoffset.retryintervalms",
+}
+
+
+def reader_options(options: Mapping[str, str], flow: str) -> dict[str, str]:
+    """Options for Spark's Kafka source that a user may set.
+
+    Raises:
+        OptionError: unknown, or decided by onceflow.
+    """
+    for name in options:
+        lower = name.lower()
+        if lower in _READER_OWNED:
+            raise OptionError(
+                f"option {name!r} of Flow.read is set by onceflow itself", flow=flow, next_step=_READER_OWNED[lower]
+            )
+        if lower not in _READER_KNOWN:
+            raise OptionError(
+                f"unknown option {name!r} of Flow.read",
+                flow=flow,
+                next_step=f"known: {', '.join(sorted(_READER_KNOWN))}; connection options belong to Flow(options=...)",
+            )
+    return {name: str(value) for name, value in options.items()}
+
+
+def starting_offsets_json(topic: str, offsets: Mapping[int, int]) -> str:
+    return json.dumps({topic: {str(partition): offset for partition, offset in sorted(offsets.items())}})
+
+
+def check_session(spark: SparkSession, flow: str) -> None:
+    """Refuse what would break a guarantee whatever the query is."""
+    if not hasattr(spark, "_jsparkSession"):
+        raise UnsupportedQueryError(
+            "Spark Connect is not supported: foreachBatch runs in another process there",
+            flow=flow,
+            next_step='use a classic session: onceflow.session(master="...")',
+        )
+    if str(spark.conf.get("spark.speculation", "false")).lower() == "true":
+        raise UnsupportedQueryError(
+            "spark.speculation is on: two attempts of a task would write under one producer epoch",
+            flow=flow,
+            next_step="set spark.speculation=false for sessions that run flows",
+        )
+
+
+def check_plan(df: DataFrame, flow: str) -> None:
+    """Refuse queries that cannot be continued from progress in Kafka alone.
+
+    Raises:
+        UnsupportedQueryError: not a stream, a foreign source, or Spark-native state without a checkpoint.
+    """
+    if not isinstance(df, DataFrame):
+        raise UnsupportedQueryError(
+            f"Flow.write takes a DataFrame, not {type(df).__name__}", flow=flow, next_step="give a streaming DataFrame"
+        )
+    if not df.isStreaming:
+        raise UnsupportedQueryError(
+            "The DataFrame is not a stream", flow=flow, next_step="make it from Flow.read of this flow"
+        )
+    for node in _nodes(df._jdf.queryExecution().analyzed()):
+        if not node.isStreaming():
+            continue
+        kind = str(node.getClass().getSimpleName())
+        if kind in ("StreamingRelationV2", "StreamingRelation", "StreamingExecutionRelation"):
+            _check_source(node, kind, flow)
+        what = _STATEFUL.get(kind)
+        if kind == "Join" and node.left().isStreaming() and node.right().isStreaming():
+            what = "a join of two streams"
+        if what is not None:
+            raise UnsupportedQueryError(
+                f"The query keeps state in Spark ({what}), which needs a checkpoint",
+                flow=flow,
+                next_step="give checkpoint=..., or keep the state in Kafka; without either it would start empty "
+                "after every restart",
+            )
+
+
+def _check_source(node: Any, kind: str, flow: str) -> None:
+    marked = None
+    if kind == "StreamingRelationV2":
+        marked = node.extraOptions().get(MARK)
+    if marked != flow:
+        of_other = f"flow {marked!r}" if marked else "spark.readStream"
+        raise UnsupportedQueryError(
+            f"The query reads a stream that was made by {of_other}",
+            flow=flow,
+            next_step="read every stream of the query with Flow.read of the flow that writes it",
+        )
+
+
+def _nodes(plan: Any) -> Iterator[Any]:
+    waiting = [plan]
+    while waiting:
+        node = waiting.pop()
+        yield node
+        children = node.children()
+        waiting.extend(children.apply(i) for i in range(children.size()))

@@ -1,0 +1,288 @@
+"""What runs where the rows are: partition, encode, produce, wait for every acknowledgement, report.
+
+``WriteTask`` is pickled into ``mapInArrow``; the driver calls the same code for a batch that is too small to
+be worth Python tasks. Batches of rows are streamed: memory is bounded by one Arrow batch and the
+producer's unacknowledged bytes, whatever the size of the micro-batch.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from onceflow import hooks
+from onceflow.client.cluster import Cluster
+from onceflow.client.deadline import Deadline
+from onceflow.client.produce import Acknowledged, Producer
+from onceflow.client.settings import ClientSettings
+from onceflow.client.topics import max_message_bytes
+from onceflow.client.transactions import Transactions
+from onceflow.errors import BadRecordError, BatchAbortedError, OnceflowError
+from onceflow.sink import reports
+from onceflow.wire.batches import BatchHeader, encode_batches, next_sequence
+from onceflow.wire.partitioners import group_by_partition, key_partitions
+
+PARTITION, STAGE_ATTEMPT = "__onceflow_partition", "__onceflow_stage_attempt"
+
+
+@dataclass(frozen=True)
+class Target:
+    """An output topic as the driver saw it when the batch began; every task uses the same numbers."""
+
+    partitions: int
+    max_message_bytes: int
+
+
+@dataclass(frozen=True)
+class WriteOrder:
+    """All a task needs to write its rows. Holds secrets (``settings``): it travels with the task's code only.
+
+    Args:
+        topic: the one output topic; None when rows name theirs in a ``topic`` column.
+        spread: rows have no partition: a task fills the partitions it owns, ``p % tasks == task``.
+    """
+
+    flow: str
+    batch: int
+    settings: ClientSettings
+    transactional_id: str
+    identity: BatchHeader
+    compression: str
+    topic: str | None
+    targets: Mapping[str, Target]
+    spread: bool
+    tasks: int
+    deadline_s: float
+
+
+@dataclass(frozen=True)
+class TaskPlace:
+    """Where code runs: Spark's numbers for the task, or the driver."""
+
+    where: str
+    task: int
+    attempt: int
+
+
+class WriteTask:
+    """The function given to ``mapInArrow``."""
+
+    def __init__(self, order: WriteOrder) -> None:
+        self.order = order
+
+    def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        from pyspark import TaskContext
+
+        context = TaskContext.get()
+        if context is None:
+            raise RuntimeError("WriteTask was called outside a Spark task")
+        place = TaskPlace("task", context.partitionId(), context.attemptNumber())
+        yield reports.to_arrow(write_rows(self.order, place, batches, worker_cluster(self.order.settings)))
+
+
+def write_rows(
+    order: WriteOrder, place: TaskPlace, batches: Iterable[pa.RecordBatch], cluster: Cluster
+) -> list[reports.Report]:
+    """Write rows and report. Errors of ours are reported, not raised, so that the driver gets them typed."""
+    started = time.monotonic()
+    writer = RowWriter(order, place, cluster)
+    error: OnceflowError | None = None
+    acknowledged: Mapping[tuple[str, int], Acknowledged] = {}
+    try:
+        if place.attempt > 0:
+            raise extra_attempt(f"task {place.task} is at attempt {place.attempt}", order)
+        for batch in batches:
+            writer.write(batch)
+        acknowledged = writer.finish()
+        hooks.at("write", where=place.where, flow=order.flow, batch=order.batch, task=place.task)
+    except OnceflowError as problem:
+        error = problem
+    seconds = time.monotonic() - started
+    rss_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+    def report(topic: str | None, partition: int, done: Acknowledged) -> reports.Report:
+        return reports.Report(
+            task=place.task,
+            attempt=place.attempt,
+            stage_attempt=writer.stage_attempt,
+            topic=topic,
+            partition=partition,
+            base_offset=done.base_offset,
+            count=done.count,
+            nbytes=done.nbytes,
+            rows=writer.rows,
+            seconds=seconds,
+            rss_kib=rss_kib,
+            error=error,
+        )
+
+    written = [report(topic, partition, done) for (topic, partition), done in acknowledged.items()]
+    return written or [report(None, -1, Acknowledged())]
+
+
+def extra_attempt(what: str, order: WriteOrder) -> BatchAbortedError:
+    """An earlier attempt may have written under this epoch; writing again would be dropped silently (I3)."""
+    return BatchAbortedError(
+        f"Extra attempt: {what}; nothing may be written twice under one epoch",
+        flow=order.flow,
+        batch=order.batch,
+        next_step="none: the batch is aborted and run again under a new epoch",
+    )
+
+
+class RowWriter:
+    """Routes Arrow rows to (topic, partition), encodes them and hands them to the producer."""
+
+    def __init__(self, order: WriteOrder, place: TaskPlace, cluster: Cluster) -> None:
+        self._order = order
+        self._place = place
+        self._cluster = cluster
+        self._deadline = Deadline(order.deadline_s, f"writing batch {order.batch} of flow {order.flow}")
+        self._targets = dict(order.targets)
+        self._producer: Producer | None = None
+        self._sequences: dict[tuple[str, int], int] = {}
+        self._turns: dict[str, int] = {}
+        self.rows = 0
+        self.stage_attempt = 0
+
+    def write(self, batch: pa.RecordBatch) -> None:
+        """Send one Arrow batch of rows (columns as ``ownership.py`` selects them)."""
+        if batch.num_rows == 0:
+            return
+        if self.rows == 0 and STAGE_ATTEMPT in batch.schema.names:
+            self.stage_attempt = batch.column(STAGE_ATTEMPT)[0].as_py()
+            if self.stage_attempt > 0:
+                raise extra_attempt(f"the stage is at attempt {self.stage_attempt}", self._order)
+        self.rows += batch.num_rows
+        for topic, rows in self._by_topic(batch):
+            self._write_topic(topic, rows)
+
+    def finish(self) -> Mapping[tuple[str, int], Acknowledged]:
+        """Wait for every acknowledgement; what is where, per (topic, partition)."""
+        return {} if self._producer is None else self._producer.flush()
+
+    # ---- routing -------------------------------------------------------------------------------------
+
+    def _by_topic(self, batch: pa.RecordBatch) -> Iterator[tuple[str, pa.RecordBatch]]:
+        if self._order.topic is not None:
+            yield self._order.topic, batch
+            return
+        column = batch.column("topic")
+        if column.null_count:
+            raise BadRecordError(
+                f"{column.null_count} rows have a null topic",
+                flow=self._order.flow,
+                batch=self._order.batch,
+                next_step="give every row a topic, or use the topic= argument of Flow.write",
+            )
+        names = column.dictionary_encode()
+        codes = names.indices.to_numpy(zero_copy_only=False)
+        for code, indices in group_by_partition(codes, len(names.dictionary)):
+            name = names.dictionary[code].as_py()
+            yield name, batch if len(indices) == batch.num_rows else batch.take(pa.array(indices))
+
+    def _write_topic(self, topic: str, rows: pa.RecordBatch) -> None:
+        target = self._target(topic)
+        if self._order.spread:
+            self._encode(topic, self._next_owned(topic, target), rows, target)
+            return
+        partitions = self._partitions(topic, rows, target)
+        low, high = int(partitions.min()), int(partitions.max())
+        if low < 0 or high >= target.partitions:
+            raise BadRecordError(
+                f"A row asks for partition {low if low < 0 else high} of topic {topic}",
+                flow=self._order.flow,
+                batch=self._order.batch,
+                topic=topic,
+                detail=f"the topic has partitions 0 to {target.partitions - 1}",
+                next_step="mend the partition column, or drop it to partition by key",
+            )
+        if low == high:
+            self._encode(topic, low, rows, target)
+            return
+        for partition, indices in group_by_partition(partitions, target.partitions):
+            self._encode(topic, partition, rows.take(pa.array(indices)), target)
+
+    def _partitions(self, topic: str, rows: pa.RecordBatch, target: Target) -> Any:
+        column = rows.column(PARTITION)
+        if not column.null_count:
+            return column.to_numpy(zero_copy_only=False)
+        # The driver did not know this topic when it planned; all its rows are in this task then.
+        given = pc.fill_null(column, -1).to_numpy(zero_copy_only=False)
+        unknown = np.asarray(pc.is_null(column))
+        keys = rows.column("key") if "key" in rows.schema.names else pa.nulls(rows.num_rows, pa.binary())
+        hashed = key_partitions(keys, target.partitions)
+        hashed = np.where(hashed < 0, self._next_owned(topic, target, owned_all=True), hashed)
+        return np.where(unknown, hashed, given)
+
+    def _next_owned(self, topic: str, target: Target, *, owned_all: bool = False) -> int:
+        step = 1 if owned_all or self._place.task < 0 else self._order.tasks
+        first = 0 if step == 1 else self._place.task
+        owned = range(first, target.partitions, step)
+        turn = self._turns.get(topic, self._order.batch)
+        self._turns[topic] = turn + 1
+        return owned[turn % len(owned)]
+
+    def _target(self, topic: str) -> Target:
+        if topic not in self._targets:
+            info = self._cluster.topic(topic, self._deadline, fresh=True)
+            limit = max_message_bytes(self._cluster, [topic], self._deadline)[topic]
+            self._targets[topic] = Target(info.partitions, limit)
+        return self._targets[topic]
+
+    # ---- writing -------------------------------------------------------------------------------------
+
+    def _encode(self, topic: str, partition: int, rows: pa.RecordBatch, target: Target) -> None:
+        if self._producer is None:
+            self._producer = Producer(
+                self._cluster, transactional_id=self._order.transactional_id, deadline=self._deadline
+            )
+        if (topic, partition) not in self._sequences and self._cluster.transaction_version < 2:
+            # Version 1 of the protocol: a partition is enrolled before it is written to.
+            transactions = Transactions(self._cluster, self._order.transactional_id, identity=self._order.identity)
+            transactions.add_partitions({topic: [partition]}, self._deadline)
+        names = rows.schema.names
+        sequence = self._sequences.get((topic, partition), 0)
+        try:
+            for encoded in encode_batches(
+                rows.column("key") if "key" in names else None,
+                rows.column("value") if "value" in names else None,
+                rows.column("headers") if "headers" in names else None,
+                rows.column("timestamp") if "timestamp" in names else None,
+                identity=self._order.identity,
+                base_sequence=sequence,
+                compression=self._order.compression,
+                max_batch_bytes=target.max_message_bytes,
+                default_timestamp_ms=int(time.time() * 1000),
+            ):
+                self._producer.send(topic, partition, encoded)
+                sequence = next_sequence(sequence, encoded.count)
+        except OnceflowError as error:
+            raise error.located(
+                flow=self._order.flow, topic=f"{topic}-{partition}", batch=self._order.batch
+            ) from error
+        self._sequences[topic, partition] = sequence
+
+
+# Python workers are reused from batch to batch: keep the connection. Not across a fork, and per thread of
+# control only one task runs in a worker at a time.
+_clusters: dict[tuple[int, str], Cluster] = {}
+_clusters_lock = threading.Lock()
+
+
+def worker_cluster(settings: ClientSettings) -> Cluster:
+    """The connection of this worker process to the cluster of ``settings``."""
+    key = (os.getpid(), repr((settings.bootstrap_servers, sorted(settings.options.items()))))
+    with _clusters_lock:
+        if key not in _clusters:
+            _clusters[key] = Cluster(settings)
+        return _clusters[key]

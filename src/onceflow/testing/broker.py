@@ -1,0 +1,49 @@
+"""The broker that tests use, and topics on it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from onceflow.broker.local import LocalBroker
+from onceflow.broker.process import admin_client
+from onceflow.errors import BrokerUnreachableError
+
+TOPIC_TIMEOUT_S = 30
+
+
+@contextlib.contextmanager
+def running_broker(data_dir: Path) -> Iterator[str]:
+    """Bootstrap servers of a broker: ``$ONCEFLOW_TEST_BOOTSTRAP`` when set, else a new one in this folder."""
+    given = os.environ.get("ONCEFLOW_TEST_BOOTSTRAP")
+    if given:
+        yield given
+        return
+    with LocalBroker(data_dir) as broker:
+        yield broker.bootstrap_servers
+
+
+def create_topic(
+    bootstrap_servers: str, name: str, partitions: int = 4, configs: Mapping[str, str] | None = None
+) -> None:
+    """Create a topic and return when every partition has a leader.
+
+    Raises:
+        BrokerUnreachableError: the broker did not create it in time; the detail has its answer.
+    """
+    from confluent_kafka import KafkaException
+    from confluent_kafka.cimpl import NewTopic
+
+    with admin_client(bootstrap_servers, {}) as admin:
+        topic = NewTopic(name, num_partitions=partitions, config=dict(configs or {}))
+        try:
+            admin.create_topics([topic], operation_timeout=TOPIC_TIMEOUT_S)[name].result(TOPIC_TIMEOUT_S)
+        except (KafkaException, TimeoutError) as error:
+            raise BrokerUnreachableError(
+                f"Topic {name} could not be created at {bootstrap_servers}.",
+                topic=name,
+                detail=str(error),
+                next_step="See whether the broker runs and whether the topic configuration is valid.",
+            ) from error

@@ -1,0 +1,86 @@
+"""Fault injection by step name: kill, raise or pause exactly there. Off unless ``ONCEFLOW_FAULTS`` is set.
+
+The variable holds JSON, one rule or a list of rules::
+
+    {"step": "progress", "action": "kill", "batch": 3}
+
+``step`` is one of ``onceflow.hooks.STEPS``. ``where`` is ``driver`` (default) or ``task``. Further fields narrow a
+rule: ``flow``, ``batch``, ``task``, ``batch_from`` (that batch or any later one). ``action`` is ``kill`` (SIGKILL to the own
+process), ``exit``, ``raise`` or ``pause`` (``seconds``, default 3600). A rule fires ``times`` times (default 1) per ``once_file``: the
+marker file makes it fire once over restarts, too, and tells a test that it has fired.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from onceflow.hooks import STEPS, VARIABLE
+
+_fired: dict[str, int] = {}
+ACTIONS = ("kill", "exit", "raise", "pause")
+
+
+class InjectedFaultError(RuntimeError):
+    """What the action ``raise`` raises: deliberately none of onceflow's own errors."""
+
+
+def fault(step: str, action: str, **fields: Any) -> str:
+    """The variable's value for one rule; checks it."""
+    rule = {"step": step, "action": action, **fields}
+    _check(rule)
+    return json.dumps([rule])
+
+
+def trip(text: str, *, step: str, where: str, flow: str, batch: int | None, task: int | None) -> None:
+    """Called by ``onceflow.hooks`` at every step while the variable is set."""
+    rules = json.loads(text)
+    for rule in rules if isinstance(rules, list) else [rules]:
+        _check(rule)
+        if _matches(rule, step=step, where=where, flow=flow, batch=batch, task=task) and _first_times(rule):
+            _act(rule, f"{step} ({where}, flow {flow}, batch {batch})")
+
+
+def _check(rule: Mapping[str, Any]) -> None:
+    if rule.get("step") not in STEPS:
+        raise ValueError(f"{VARIABLE}: unknown step {rule.get('step')!r}, known: {', '.join(STEPS)}")
+    if rule.get("action") not in ACTIONS:
+        raise ValueError(f"{VARIABLE}: unknown action {rule.get('action')!r}, known: {', '.join(ACTIONS)}")
+
+
+def _matches(rule: Mapping[str, Any], **facts: Any) -> bool:
+    if facts["step"] != rule["step"] or facts["where"] != rule.get("where", "driver"):
+        return False
+    if "batch_from" in rule and (facts["batch"] is None or facts["batch"] < rule["batch_from"]):
+        return False
+    return all(rule[name] == facts[name] for name in ("flow", "batch", "task") if name in rule)
+
+
+def _first_times(rule: Mapping[str, Any]) -> bool:
+    once_file = rule.get("once_file")
+    if once_file:
+        try:
+            Path(once_file).open("x").close()
+        except FileExistsError:
+            return False
+        return True
+    key = json.dumps(rule, sort_keys=True)
+    _fired[key] = _fired.get(key, 0) + 1
+    return _fired[key] <= int(rule.get("times", 1))
+
+
+def _act(rule: Mapping[str, Any], place: str) -> None:
+    action = rule["action"]
+    if action == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif action == "exit":
+        os._exit(70)
+    elif action == "raise":
+        raise InjectedFaultError(f"injected at {place}")
+    else:
+        time.sleep(float(rule.get("seconds", 3600)))

@@ -1,0 +1,1 @@
+"""Pure Kafka formats: no sockets, no Spark. Imports nothing of onceflow but errors."""

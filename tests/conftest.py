@@ -1,0 +1,1 @@
+"""The fixtures come from onceflow.testing.plugin, which pytest loads by its entry point."""

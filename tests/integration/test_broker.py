@@ -1,0 +1,170 @@
+"""The local Kafka as a process: start, find again, crash, come back, stop; by API and by command."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from confluent_kafka import Consumer, Producer
+
+from onceflow.broker import LocalBroker
+from onceflow.broker.process import ProcessIdentity
+from onceflow.errors import EnvironmentUnusableError, OptionError
+from onceflow.testing.broker import create_topic
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.fixture
+def broker(tmp_path: Path) -> Iterator[LocalBroker]:
+    local = LocalBroker(tmp_path / "broker", heap="512m")
+    yield local
+    local.stop()
+
+
+def produce(bootstrap_servers: str, topic: str, value: bytes) -> None:
+    producer = Producer({"bootstrap.servers": bootstrap_servers, "log_level": 0})
+    producer.produce(topic, value)
+    assert producer.flush(30) == 0
+
+
+def first_value(bootstrap_servers: str, topic: str) -> bytes | None:
+    consumer = Consumer(
+        {
+            "bootstrap.servers": bootstrap_servers,
+            "group.id": "reader",
+            "auto.offset.reset": "earliest",
+            "log_level": 0,
+        }
+    )
+    try:
+        consumer.subscribe([topic])
+        message = consumer.poll(30)
+        value = message.value() if message is not None and message.error() is None else None
+        return value if isinstance(value, bytes) else None
+    finally:
+        consumer.close()
+
+
+def test_a_killed_broker_comes_back_with_its_data_and_ports(broker: LocalBroker) -> None:
+    assert broker.start() is True
+    assert broker.start() is False
+    before = broker.status()
+    assert (before.running, before.ready) == (True, True)
+    create_topic(broker.bootstrap_servers, "kept", partitions=1)
+    produce(broker.bootstrap_servers, "kept", b"precious")
+
+    assert broker.kill() is True
+    assert broker.status().running is False
+    assert broker.kill() is False
+
+    again = LocalBroker(broker.data_dir, heap="512m")
+    assert again.start() is True
+    assert again.bootstrap_servers == before.bootstrap_servers
+    assert again.status().pids != before.pids
+    assert first_value(again.bootstrap_servers, "kept") == b"precious"
+
+    assert again.stop() is True
+    assert again.stop() is False
+    assert broker.status().ready is False
+
+
+def test_a_process_that_only_has_the_pid_of_the_broker_is_left_alone(broker: LocalBroker) -> None:
+    broker.start()
+    node = broker.cluster.nodes[0]
+    broker.stop()
+    stranger = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        node.pid_file.write_text(json.dumps({"pid": stranger.pid, "started": "1"}))
+        assert broker.status().running is False
+        assert broker.stop() is False
+        assert broker.kill() is False
+        assert stranger.poll() is None
+    finally:
+        stranger.communicate(b"\n", timeout=30)
+
+
+def test_an_unusable_property_is_reported_with_the_log(tmp_path: Path) -> None:
+    broker = LocalBroker(tmp_path / "broker", heap="512m", properties={"num.io.threads": "none"})
+    with pytest.raises(EnvironmentUnusableError) as caught:
+        broker.start()
+    assert "num.io.threads" in caught.value.detail
+    assert broker.status().running is False
+
+
+def test_a_folder_keeps_its_version(broker: LocalBroker) -> None:
+    broker.start()
+    broker.stop()
+    with pytest.raises(OptionError, match=r"not 3\.9\.2"):
+        LocalBroker(broker.data_dir, version="3.9.2").start()
+
+
+def test_a_context_manager_stops_what_it_started(tmp_path: Path) -> None:
+    with LocalBroker(
+        tmp_path / "broker",
+        heap="512m",
+        properties={
+            "listeners": "INSIDE://127.0.0.1:{port},OUTSIDE://127.0.0.1:0",
+            "listener.security.protocol.map": "INSIDE:PLAINTEXT,OUTSIDE:PLAINTEXT,CONTROLLER:PLAINTEXT",
+        },
+        client_listener="INSIDE",
+    ) as broker:
+        assert broker.bootstrap_servers == f"127.0.0.1:{broker.cluster.nodes[0].port}"
+        assert broker.status().ready
+    assert broker.status().running is False
+
+
+def test_commands(tmp_path: Path) -> None:
+    data_dir = tmp_path / "broker"
+
+    def command(name: str, *arguments: str) -> tuple[int, dict[str, Any]]:
+        answer = subprocess.run(
+            [sys.executable, "-m", "onceflow.cli.main", "broker", name]
+            + ["--data-dir", str(data_dir), "--json", *arguments],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert answer.stderr == ""
+        return answer.returncode, json.loads(answer.stdout)
+
+    code, fields = command("status")
+    assert (code, fields["running"]) == (1, False)
+    try:
+        code, fields = command("start", "--heap", "512m")
+        assert (code, fields["started"], fields["ready"]) == (0, True, True)
+        pid = fields["pids"][0]
+        code, fields = command("start")
+        assert (code, fields["started"], fields["pids"]) == (0, False, [pid])
+        code, fields = command("status")
+        assert (code, fields["ready"], fields["version"]) == (0, True, "4.3.1")
+    finally:
+        code, fields = command("stop")
+    assert (code, fields["stopped"], fields["running"]) == (0, True, False)
+    code, fields = command("stop")
+    assert (code, fields["stopped"]) == (0, False)
+
+
+def test_identities_of_processes_tell_generations_apart() -> None:
+    import os
+
+    from onceflow.broker import process
+
+    started = process._start_time(os.getpid())
+    assert started is not None
+    assert ProcessIdentity(os.getpid(), started).is_alive()
+    assert not ProcessIdentity(os.getpid(), "1").is_alive()
+
+
+def test_fixtures_share_a_broker_and_make_topics(onceflow_broker: str, make_topic: Any) -> None:
+    first, second = make_topic("orders", partitions=2, cleanup_policy="compact"), make_topic("orders")
+    assert first != second
+    produce(onceflow_broker, second, b"hello")
+    assert first_value(onceflow_broker, second) == b"hello"

@@ -1,0 +1,148 @@
+"""The SparkSession: the connector works, our settings apply, and the user's settings win."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from onceflow import session as session_module
+from onceflow.session import LOCAL_FS_CLASS, defaults_for, local_cores, parse_defaults, submit_settings
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+pytestmark = pytest.mark.integration
+
+
+def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Class paths and defaults belong to a JVM, and there is one per Python process: hence another one."""
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, **environment},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+
+
+def test_the_connector_is_there_and_our_settings_apply(onceflow_spark: SparkSession) -> None:
+    frame = (
+        onceflow_spark.readStream.format("kafka")
+        .option("kafka.bootstrap.servers", "127.0.0.1:9")
+        .option("subscribe", "deposits")
+        .load()
+    )
+    assert frame.isStreaming
+    assert "offset" in frame.columns
+    assert onceflow_spark.conf.get("spark.sql.shuffle.partitions") == "2"
+    assert onceflow_spark.conf.get("spark.hadoop.fs.file.impl") == LOCAL_FS_CLASS
+    # An active session is handed back, not replaced.
+    assert session_module(app_name="another").sparkContext is onceflow_spark.sparkContext
+
+
+def test_records_come_out_of_a_real_topic(
+    onceflow_spark: SparkSession, onceflow_broker: str, make_topic: object
+) -> None:
+    assert callable(make_topic)
+    topic = make_topic("session", partitions=1)
+    rows = onceflow_spark.createDataFrame([("a", "1"), ("b", "2")], "key string, value string")
+    kafka = {"kafka.bootstrap.servers": onceflow_broker}
+    rows.write.format("kafka").options(**kafka, topic=topic).save()
+    found = onceflow_spark.read.format("kafka").options(**kafka, subscribe=topic).load()
+    assert sorted(bytes(row.value) for row in found.collect()) == [b"1", b"2"]
+
+
+def test_the_settings_of_the_user_win(tmp_path: Path) -> None:
+    (tmp_path / "spark-defaults.conf").write_text(
+        "# mine\nspark.sql.shuffle.partitions 7\nspark.ui.showConsoleProgress=true\nspark.app.name filed\n"
+    )
+    answer = run_python(
+        "import onceflow\n"
+        "spark = onceflow.session(master='local[1]', config={'spark.sql.session.timeZone': 'Asia/Tokyo'})\n"
+        "names = ['spark.sql.shuffle.partitions', 'spark.sql.session.timeZone', 'spark.app.name',\n"
+        "         'spark.sql.execution.arrow.pyspark.enabled', 'spark.ui.showConsoleProgress',\n"
+        "         'spark.master', 'spark.python.unix.domain.socket.enabled']\n"
+        "print(*[spark.conf.get(name) for name in names])",
+        SPARK_CONF_DIR=str(tmp_path),
+        PYSPARK_SUBMIT_ARGS="--conf spark.sql.execution.arrow.pyspark.enabled=false pyspark-shell",
+    )
+    assert answer.stdout.split() == ["7", "Asia/Tokyo", "filed", "false", "true", "local[1]", "true"], (
+        answer.stderr
+    )
+
+
+def test_spark_that_runs_without_the_connector_is_refused() -> None:
+    answer = run_python(
+        "from pyspark.sql import SparkSession\n"
+        "SparkSession.builder.master('local[1]').config('spark.ui.enabled', 'false').getOrCreate()\n"
+        "import onceflow\n"
+        "try:\n"
+        "    onceflow.session()\n"
+        "except onceflow.EnvironmentUnusableError as error:\n"
+        "    print(error)"
+    )
+    assert "without its Kafka connector" in answer.stdout, answer.stderr
+    assert "next step" in answer.stdout
+
+
+def test_without_java_it_says_so_before_spark_does(tmp_path: Path) -> None:
+    answer = run_python(
+        "import onceflow\n"
+        "try:\n"
+        "    onceflow.session()\n"
+        "except onceflow.EnvironmentUnusableError as error:\n"
+        "    print(error)",
+        JAVA_HOME=str(tmp_path),
+    )
+    assert "has no bin/java" in answer.stdout, answer.stderr
+
+
+def test_importing_the_package_loads_neither_spark_nor_arrow() -> None:
+    answer = run_python(
+        "import sys, onceflow, onceflow.cli.main, onceflow.testing, onceflow.testing.plugin\n"
+        "print(sorted({'pyspark', 'pyarrow', 'kafka', 'confluent_kafka', 'numpy'} & set(sys.modules)))"
+    )
+    assert answer.stdout.strip() == "[]", answer.stderr
+
+
+def test_session_is_callable_however_it_was_imported() -> None:
+    import onceflow
+
+    assert callable(onceflow.session)
+    assert callable(session_module)
+
+
+@pytest.mark.parametrize(
+    "master,cores",
+    [("local", 1), ("local[3]", 3), ("local[2,4]", 2), ("local-cluster[2,1,1024]", None), ("yarn", None)],
+)
+def test_local_cores(master: str, cores: int | None) -> None:
+    assert local_cores(master) == cores
+
+
+def test_a_cluster_gets_no_setting_that_only_fits_one_machine() -> None:
+    settings = defaults_for("yarn")
+    assert "spark.driver.host" not in settings
+    assert "spark.hadoop.fs.file.impl" not in settings
+    assert "spark.sql.shuffle.partitions" not in settings
+
+
+def test_settings_are_found_where_spark_takes_them_from() -> None:
+    assert submit_settings("--master yarn --conf a.b=c=d -c e=f --jars=x.jar --verbose app.py") == {
+        "spark.master": "yarn",
+        "a.b": "c=d",
+        "e": "f",
+        "spark.jars": "x.jar",
+    }
+    assert parse_defaults("# no\nspark.a  1 2 \nspark.b=c\nspark.d: e\nother x\n") == {
+        "spark.a": "1 2",
+        "spark.b": "c",
+        "spark.d": "e",
+    }

@@ -1,0 +1,61 @@
+"""Errors cross processes with all they know, and say what to do next."""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+
+import pytest
+
+from onceflow import errors
+from onceflow.errors import OnceflowError
+
+CLASSES = [
+    kind for kind in vars(errors).values() if inspect.isclass(kind) and issubclass(kind, OnceflowError)
+]
+
+
+def make(kind: type[OnceflowError]) -> OnceflowError:
+    return kind(
+        "it broke", next_step="mend it.", flow="orders", topic="out-3", batch=7, detail="offset 5, not 4"
+    )
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+@pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
+def test_pickles_with_every_field(kind: type[OnceflowError], protocol: int) -> None:
+    error = make(kind)
+    copy = pickle.loads(pickle.dumps(error, protocol))
+    assert type(copy) is kind
+    assert (copy.what, copy.fields()) == (error.what, error.fields())
+    assert str(copy) == str(error)
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_text_holds_all(kind: type[OnceflowError]) -> None:
+    assert str(make(kind)) == (
+        "it broke [flow=orders, topic=out-3, batch=7]\n  detail: offset 5, not 4\n  next step: mend it."
+    )
+
+
+def test_text_leaves_out_what_is_not_known() -> None:
+    assert str(OnceflowError("it broke")) == "it broke"
+    assert str(OnceflowError("it broke", batch=0)) == "it broke [batch=0]"
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_located_fills_only_what_is_missing(kind: type[OnceflowError]) -> None:
+    error = kind("it broke", next_step="mend it.", topic="out-3", detail="d")
+    placed = error.located(flow="orders", topic="other", batch=0)
+    assert type(placed) is kind
+    assert (placed.flow, placed.topic, placed.batch) == ("orders", "out-3", 0)
+    assert (placed.what, placed.next_step, placed.detail) == ("it broke", "mend it.", "d")
+    assert (error.flow, error.batch) == (None, None)
+    again = placed.located(flow="payments", batch=9)
+    assert (again.flow, again.batch) == ("orders", 0)
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_every_class_says_what_it_is_for(kind: type[OnceflowError]) -> None:
+    assert kind.__doc__
+    assert kind.__doc__.splitlines()[0].endswith((".", ":", ","))

@@ -1,0 +1,160 @@
+"""Jars: the cache, fallbacks and where they come from. Ivy itself is replaced by one that writes files."""
+
+from __future__ import annotations
+
+import subprocess
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from onceflow import jars
+from onceflow.errors import EnvironmentUnusableError
+from onceflow.jars import Coordinate
+
+
+class FakeIvy:
+    """A repository that has some coordinates, and counts how often it was asked."""
+
+    def __init__(self, *has: str) -> None:
+        self.has = set(has)
+        self.calls = 0
+
+    def __call__(
+        self, jars_dir: Path, scratch: Path, coordinates: Sequence[Coordinate], *, transitive: bool
+    ) -> subprocess.CompletedProcess[str]:
+        self.calls += 1
+        missing = [c for c in coordinates if str(c) not in self.has]
+        lines = [f":: {c.organisation}#{c.module};{c.revision}: not found" for c in missing]
+        if not missing:
+            jars_dir.mkdir()
+            for c in coordinates:
+                (jars_dir / f"{c.module}-{c.revision}.jar").write_bytes(b"jar")
+        return subprocess.CompletedProcess([], 1 if missing else 0, "\n".join(lines))
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setenv("ONCEFLOW_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("ONCEFLOW_MAVEN_REPO", raising=False)
+    return tmp_path / "cache"
+
+
+def use(monkeypatch: pytest.MonkeyPatch, ivy: Any) -> Any:
+    monkeypatch.setattr(jars, "_run_ivy", ivy)
+    return ivy
+
+
+def test_a_second_call_needs_no_repository(monkeypatch: pytest.MonkeyPatch) -> None:
+    ivy = use(monkeypatch, FakeIvy("g:a:1"))
+    first = jars.resolve([Coordinate("g", "a", "1")], transitive=False)
+    ivy.has.clear()
+    assert jars.resolve([Coordinate("g", "a", "1")], transitive=False) == first
+    assert [jar.name for jar in first] == ["a-1.jar"]
+    assert ivy.calls == 1
+
+
+def test_a_set_that_lost_a_jar_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    ivy = use(monkeypatch, FakeIvy("g:a:1", "g:b:1"))
+    wanted = [Coordinate("g", "a", "1"), Coordinate("g", "b", "1")]
+    jars.resolve(wanted, transitive=False)[0].unlink()
+    assert all(jar.is_file() for jar in jars.resolve(wanted, transitive=False))
+    assert ivy.calls == 2
+
+
+def test_a_fallback_revision_is_taken_only_for_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    use(monkeypatch, FakeIvy("g:a:2", "g:b:1"))
+    found = jars.resolve(
+        [Coordinate("g", "a", "2", ("1",)), Coordinate("g", "b", "2", ("1",))], transitive=False
+    )
+    assert [jar.name for jar in found] == ["a-2.jar", "b-1.jar"]
+
+
+def test_what_cannot_be_resolved_is_named_and_nothing_is_cached(
+    monkeypatch: pytest.MonkeyPatch, cache: Path
+) -> None:
+    use(monkeypatch, FakeIvy("g:a:1"))
+    with pytest.raises(EnvironmentUnusableError, match="g:b:1") as caught:
+        jars.resolve([Coordinate("g", "a", "1"), Coordinate("g", "b", "1")], transitive=False)
+    assert "onceflow setup" in caught.value.next_step
+    assert [path.name for path in (cache / "jars").iterdir() if path.is_dir()] == []
+
+
+def test_errors_do_not_show_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any, **__: Any) -> subprocess.CompletedProcess[str]:
+        return subprocess.CompletedProcess(
+            [], 1, "Server access error at url https://me:secret@mirror.test/maven"
+        )
+
+    use(monkeypatch, broken)
+    with pytest.raises(EnvironmentUnusableError) as caught:
+        jars.resolve([Coordinate("g", "a", "1")], transitive=False)
+    assert "access error" in str(caught.value)
+    assert "secret" not in str(caught.value)
+
+
+def test_threads_that_want_the_same_jars_download_them_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    ivy = use(monkeypatch, FakeIvy("g:a:1"))
+    results: list[list[Path]] = []
+    threads = [
+        threading.Thread(
+            target=lambda: results.append(jars.resolve([Coordinate("g", "a", "1")], transitive=False))
+        )
+        for _ in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert len(results) == 8
+    assert all(result == results[0] for result in results)
+    assert ivy.calls == 1
+
+
+def test_keys_differ_by_coordinates_and_transitivity() -> None:
+    one = [Coordinate("g", "a", "1")]
+    keys = {
+        jars.cache_key(one, transitive=True),
+        jars.cache_key(one, transitive=False),
+        jars.cache_key([*one, Coordinate("g", "b", "1")], transitive=False),
+    }
+    assert len(keys) == 3
+
+
+def test_the_connector_falls_back_only_where_another_version_is_known_to_work() -> None:
+    by_module = {c.module: c for c in jars.spark_connector_coordinates("4.2.0")}
+    assert by_module["spark-sql-kafka-0-10_2.13"].fallbacks == ()
+    assert by_module["spark-token-provider-kafka-0-10_2.13"].fallbacks == ("4.0.0",)
+    assert by_module["kafka-clients"].fallbacks == ()
+
+
+SETTINGS = """<settings xmlns="http://maven.apache.org/SETTINGS/1.2.0"><mirrors>
+  <mirror><id>other</id><url>http://localhost/other</url><mirrorOf>snapshots</mirrorOf></mirror>
+  <mirror><id>all</id><url>http://localhost/all</url><mirrorOf>%s</mirrorOf></mirror>
+</mirrors></settings>"""
+
+
+@pytest.mark.parametrize("mirrored", ["*", "central", "external:*", "snapshots, central"])
+def test_a_maven_mirror_is_used(tmp_path: Path, mirrored: str) -> None:
+    settings = tmp_path / "home" / ".m2" / "settings.xml"
+    settings.parent.mkdir(parents=True)
+    settings.write_text(SETTINGS % mirrored)
+    assert jars.repository_root() == "http://localhost/all/"
+
+
+def test_the_environment_variable_wins_over_the_mirror(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("ONCEFLOW_MAVEN_REPO", "file:///srv/maven")
+    assert jars.repository_root() == "file:///srv/maven/"
+    assert 'root="file:///srv/maven/"' in jars.ivy_settings("file:///srv/maven/")
+
+
+def test_without_a_mirror_ivy_decides(tmp_path: Path) -> None:
+    assert jars.repository_root() is None
+    broken = tmp_path / "settings.xml"
+    broken.write_text("<settings>")
+    assert jars.maven_mirror(broken) is None
