@@ -35,8 +35,8 @@ archive, checkpoint = sys.argv[1:]
 flag = "-XX:ArchiveClassesAtExit=" + archive
 spark = onceflow.session("onceflow-setup", "local[2]", {"spark.driver.extraJavaOptions": flag})
 spark.range(4).repartition(2).mapInArrow(lambda batches: batches, "id long").toArrow()
-kafka = spark.readStream.format("kafka").option("kafka.bootstrap.servers", "127.0.0.1:9").option("subscribe", "t")
-kafka.load().selectExpr("key", "value").schema
+options = {"kafka.bootstrap.servers": "127.0.0.1:9", "subscribe": "t"}
+spark.readStream.format("kafka").options(**options).load().selectExpr("key", "value").schema
 rate = spark.readStream.format("rate-micro-batch").option("rowsPerBatch", 4).load()
 def write(frame, batch):
     frame.selectExpr("cast(value as string) as value").toArrow()
@@ -67,9 +67,7 @@ def java_flags() -> list[str]:
     """JVM flags that use the archive; none when there is no archive."""
     path = archive_path()
     # An archive that does not fit is a reason to be slower, not to print warnings among the user's output.
-    return (
-        [f"-XX:SharedArchiveFile={path}", "-Xlog:disable", "-Xlog:all=error:stderr"] if path.exists() else []
-    )
+    return [f"-XX:SharedArchiveFile={path}", "-Xlog:disable", "-Xlog:all=error:stderr"] if path.exists() else []
 
 
 def with_archive(options: str) -> str:

@@ -62,9 +62,7 @@ class OnceflowError(Exception):
             "detail": self.detail,
         }
 
-    def located(
-        self, *, flow: str | None = None, topic: str | None = None, batch: int | None = None
-    ) -> OnceflowError:
+    def located(self, *, flow: str | None = None, topic: str | None = None, batch: int | None = None) -> OnceflowError:
         """The same error, with the places that were not known where it was raised filled in."""
         fields = self.fields()
         for name, value in (("flow", flow), ("topic", topic), ("batch", batch)):

@@ -119,7 +119,7 @@ class Flow:
             UnknownTopicError, PermissionDeniedError, BrokerUnreachableError, BrokerUnsupportedError,
             DataLossError, ProgressConflictError: see ``docs/guarantees.md``, "What stops a start".
         """
-        if not isinstance(topic, str) or not topic:
+        if not topic or not str(topic).strip():
             raise OptionError(f"{topic!r} is not the name of a topic", flow=self.name, next_step="give one topic name")
         if max_records_per_batch is not None and max_records_per_batch < 1:
             raise OptionError(
@@ -232,6 +232,7 @@ class Flow:
         checkpoint: str | None = None,
         transaction_timeout: str = "60 seconds",
         compression: str = "none",
+        small_batch_rows: int = 4_000,
         once: bool = False,
     ) -> FlowWriter:
         """Prepare to write a streaming DataFrame; ``.start()`` runs it.
@@ -249,6 +250,8 @@ class Flow:
             transaction_timeout: the broker aborts a batch open for longer; at most its
                 ``transaction.max.timeout.ms`` (15 minutes by default).
             compression: none, gzip, snappy, lz4 or zstd.
+            small_batch_rows: a batch that cannot have more rows is written by the driver itself, through Arrow: no
+                Python task, no shuffle, much less latency. 0: always by tasks.
             once: process what is there now, in bounded batches, then stop (Spark's availableNow).
 
         Raises:
@@ -279,7 +282,7 @@ class Flow:
         ignored = check_columns(df.schema, topic=topic, flow=self.name).ignored
         if ignored:
             log.info("flow %s: columns not written: %s", self.name, ", ".join(ignored))
-        options = SinkOptions(topic, partitioner, compression, timeout_s)
+        options = SinkOptions(topic, partitioner, compression, timeout_s, small_batch_rows)
         return FlowWriter(self, df, options, trigger, once)
 
     def _start(self, df: DataFrame, options: SinkOptions, trigger: str | None, once: bool) -> FlowQuery:

@@ -14,6 +14,19 @@ VARIABLE = "ONCEFLOW_FAULTS"
 STEPS = ("init", "plan", "begin", "write", "audit", "progress", "end", "settle")
 
 
+def configured() -> str | None:
+    """The rules of this process, to be carried to its tasks."""
+    return os.environ.get(VARIABLE)
+
+
+def configure(rules: str | None) -> None:
+    """Take over the driver's rules in a task: Python workers are reused and keep an older environment."""
+    if rules:
+        os.environ[VARIABLE] = rules
+    else:
+        os.environ.pop(VARIABLE, None)
+
+
 def at(step: str, *, where: str, flow: str, batch: int | None = None, task: int | None = None) -> None:
     """Announce that ``step`` has just been done. No-op unless faults are configured."""
     rules = os.environ.get(VARIABLE)

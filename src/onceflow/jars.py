@@ -62,9 +62,7 @@ def spark_connector_coordinates(spark_version: str) -> list[Coordinate]:
     """What Spark needs beyond its own jars to read Kafka, and to write checkpoints without forking."""
     return [
         # A patch release of Spark may come out without its connector; that of 4.2.0 works with every 4.2.
-        Coordinate(
-            "org.apache.spark", "spark-sql-kafka-0-10_2.13", spark_version, _unless(spark_version, "4.2.0")
-        ),
+        Coordinate("org.apache.spark", "spark-sql-kafka-0-10_2.13", spark_version, _unless(spark_version, "4.2.0")),
         # Not published under every Spark version. 4.0.0 works with connector 4.2.0, for source and sink.
         Coordinate(
             "org.apache.spark",
@@ -294,8 +292,8 @@ def _ivy_jar() -> Path:
 
 
 _NEXT_STEP = (
-    "See whether this machine reaches a Maven repository. Behind a mirror, set ONCEFLOW_MAVEN_REPO to its URL "
-    "(or use ~/.m2/settings.xml); behind a proxy, set JAVA_TOOL_OPTIONS=-Dhttps.proxyHost=...; then "
+    "See whether this machine reaches a Maven repository. Behind a mirror, set ONCEFLOW_MAVEN_REPO to its "
+    "URL (or use ~/.m2/settings.xml); behind a proxy, set JAVA_TOOL_OPTIONS=-Dhttps.proxyHost=...; then "
     "run `onceflow setup`."
 )
 
@@ -304,11 +302,9 @@ def _unresolved(
     wanted: Sequence[Coordinate], missing: set[tuple[str, str, str]], output: str
 ) -> EnvironmentUnusableError:
     names = [":".join(module) for module in sorted(missing)] or [str(c) for c in wanted]
-    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    lines = [line.strip(": \t") for line in output.splitlines() if line.strip(": \t")]
     errors = [
-        line
-        for line in lines
-        if re.search(r"error|exception|failed|refused|unknown host", line, re.IGNORECASE)
+        line for line in lines if re.search(r"error at|exception|failed|refused|unknown host", line, re.IGNORECASE)
     ]
     # Addresses are cut: a repository URL may carry a password.
     detail = re.sub(r"\w+://\S+", "<url>", "; ".join(dict.fromkeys(errors or lines[-3:])))[:600]

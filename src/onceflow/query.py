@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from pyspark.errors import StreamingQueryException
-from pyspark.sql.streaming import StreamingQuery
+from pyspark.sql.streaming.query import StreamingQuery
 
 from onceflow.errors import OnceflowError
 from onceflow.sink.batch import BatchSink, BatchSummary
@@ -23,7 +23,7 @@ class FlowQuery(StreamingQuery):
         self._sink = sink
         self._on_stop = on_stop
 
-    def awaitTermination(self, timeout: float | None = None) -> bool | None:  # type: ignore[override]
+    def awaitTermination(self, timeout: float | None = None) -> bool | None:
         """Wait for the query to stop. ``timeout`` in seconds; True when it has stopped.
 
         Raises:

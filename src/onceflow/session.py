@@ -188,9 +188,7 @@ def _jvm_settings(jvm: Any) -> dict[str, str]:
 def _class_paths(user: Mapping[str, str], connector: list[Path]) -> dict[str, str]:
     """spark.jars, the driver's class path and JVM options: the user's entries first, then ours."""
     paths = {}
-    brings_own = re.search(
-        r"spark-sql-kafka", user.get("spark.jars", "") + user.get("spark.jars.packages", "")
-    )
+    brings_own = re.search(r"spark-sql-kafka", user.get("spark.jars", "") + user.get("spark.jars.packages", ""))
     if not brings_own:
         paths["spark.jars"] = ",".join(filter(None, [user.get("spark.jars"), *map(str, connector)]))
     if local_cores(user["spark.master"]) is not None:

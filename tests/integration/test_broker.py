@@ -123,9 +123,9 @@ def test_commands(tmp_path: Path) -> None:
     data_dir = tmp_path / "broker"
 
     def command(name: str, *arguments: str) -> tuple[int, dict[str, Any]]:
+        options = ["--data-dir", str(data_dir), "--json", *arguments]
         answer = subprocess.run(
-            [sys.executable, "-m", "onceflow.cli.main", "broker", name]
-            + ["--data-dir", str(data_dir), "--json", *arguments],
+            [sys.executable, "-m", "onceflow.cli.main", "broker", name, *options],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from onceflow import session as session_module
+from onceflow.class_archive import archive_path, with_archive
 from onceflow.session import LOCAL_FS_CLASS, defaults_for, local_cores, parse_defaults, submit_settings
 
 if TYPE_CHECKING:
@@ -73,9 +74,7 @@ def test_the_settings_of_the_user_win(tmp_path: Path) -> None:
         SPARK_CONF_DIR=str(tmp_path),
         PYSPARK_SUBMIT_ARGS="--conf spark.sql.execution.arrow.pyspark.enabled=false pyspark-shell",
     )
-    assert answer.stdout.split() == ["7", "Asia/Tokyo", "filed", "false", "true", "local[1]", "true"], (
-        answer.stderr
-    )
+    assert answer.stdout.split() == ["7", "Asia/Tokyo", "filed", "false", "true", "local[1]", "true"], answer.stderr
 
 
 def test_spark_that_runs_without_the_connector_is_refused() -> None:
@@ -146,3 +145,29 @@ def test_settings_are_found_where_spark_takes_them_from() -> None:
         "spark.b": "c",
         "spark.d": "e",
     }
+
+
+def test_options_of_the_jvm_are_kept_and_an_archive_is_only_used_when_it_exists(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("ONCEFLOW_CACHE", str(tmp_path))
+    assert with_archive("-Xss4m") == "-Xss4m"
+    archive = archive_path()
+    archive.parent.mkdir()
+    archive.touch()
+    assert with_archive("-Xss4m").startswith(f"-Xss4m -XX:SharedArchiveFile={archive} ")
+    assert with_archive("-Xshare:off") == "-Xshare:off"
+
+
+def test_an_archive_that_does_not_fit_is_ignored_in_silence(tmp_path: Path) -> None:
+    archive = tmp_path / "wrong.jsa"
+    archive.write_bytes(b"not an archive")
+    answer = run_python(
+        "from pathlib import Path\n"
+        "import onceflow\n"
+        "from onceflow import class_archive\n"
+        "class_archive.archive_path = lambda: Path(ARCHIVE)\n"
+        "print(onceflow.session(master='local[1]').range(3).count())".replace("ARCHIVE", repr(str(archive)))
+    )
+    assert answer.stdout.strip() == "3", answer.stderr
+    assert "shared" not in answer.stderr.lower()

@@ -67,15 +67,11 @@ def test_a_set_that_lost_a_jar_is_made_again(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_fallback_revision_is_taken_only_for_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     use(monkeypatch, FakeIvy("g:a:2", "g:b:1"))
-    found = jars.resolve(
-        [Coordinate("g", "a", "2", ("1",)), Coordinate("g", "b", "2", ("1",))], transitive=False
-    )
+    found = jars.resolve([Coordinate("g", "a", "2", ("1",)), Coordinate("g", "b", "2", ("1",))], transitive=False)
     assert [jar.name for jar in found] == ["a-2.jar", "b-1.jar"]
 
 
-def test_what_cannot_be_resolved_is_named_and_nothing_is_cached(
-    monkeypatch: pytest.MonkeyPatch, cache: Path
-) -> None:
+def test_what_cannot_be_resolved_is_named_and_nothing_is_cached(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
     use(monkeypatch, FakeIvy("g:a:1"))
     with pytest.raises(EnvironmentUnusableError, match="g:b:1") as caught:
         jars.resolve([Coordinate("g", "a", "1"), Coordinate("g", "b", "1")], transitive=False)
@@ -85,9 +81,7 @@ def test_what_cannot_be_resolved_is_named_and_nothing_is_cached(
 
 def test_errors_do_not_show_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any, **__: Any) -> subprocess.CompletedProcess[str]:
-        return subprocess.CompletedProcess(
-            [], 1, "Server access error at url https://me:secret@mirror.test/maven"
-        )
+        return subprocess.CompletedProcess([], 1, "Server access error at url https://me:secret@mirror.test/maven")
 
     use(monkeypatch, broken)
     with pytest.raises(EnvironmentUnusableError) as caught:
@@ -100,9 +94,7 @@ def test_threads_that_want_the_same_jars_download_them_once(monkeypatch: pytest.
     ivy = use(monkeypatch, FakeIvy("g:a:1"))
     results: list[list[Path]] = []
     threads = [
-        threading.Thread(
-            target=lambda: results.append(jars.resolve([Coordinate("g", "a", "1")], transitive=False))
-        )
+        threading.Thread(target=lambda: results.append(jars.resolve([Coordinate("g", "a", "1")], transitive=False)))
         for _ in range(8)
     ]
     for thread in threads:
@@ -145,9 +137,7 @@ def test_a_maven_mirror_is_used(tmp_path: Path, mirrored: str) -> None:
     assert jars.repository_root() == "http://localhost/all/"
 
 
-def test_the_environment_variable_wins_over_the_mirror(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_environment_variable_wins_over_the_mirror(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("ONCEFLOW_MAVEN_REPO", "file:///srv/maven")
     assert jars.repository_root() == "file:///srv/maven/"
     assert 'root="file:///srv/maven/"' in jars.ivy_settings("file:///srv/maven/")

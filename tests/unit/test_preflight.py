@@ -111,9 +111,7 @@ def test_java_home_wins_over_path(machine: Machine) -> None:
 
 def test_options_that_java_reports_first_are_skipped(machine: Machine) -> None:
     machine.python()
-    machine.script(
-        "java", "echo 'Picked up JAVA_TOOL_OPTIONS: -Xmx1g' >&2; echo 'openjdk version \"21\"' >&2"
-    )
+    machine.script("java", "echo 'Picked up JAVA_TOOL_OPTIONS: -Xmx1g' >&2; echo 'openjdk version \"21\"' >&2")
     assert machine.run().returncode == 0
 
 

@@ -110,9 +110,7 @@ def server_properties(cluster: Cluster, node: Node) -> dict[str, str]:
     properties = {
         "process.roles": "broker,controller",
         "node.id": str(node.node_id),
-        "controller.quorum.voters": ",".join(
-            f"{n.node_id}@{HOST}:{n.controller_port}" for n in cluster.nodes
-        ),
+        "controller.quorum.voters": ",".join(f"{n.node_id}@{HOST}:{n.controller_port}" for n in cluster.nodes),
         "controller.listener.names": ",".join(controllers),
         "listener.security.protocol.map": _protocol_map(names, controllers),
         "inter.broker.listener.name": client_names[0],

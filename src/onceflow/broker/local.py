@@ -197,8 +197,7 @@ class LocalBroker:
         is_running = all(found)
         return Status(
             running=is_running,
-            ready=is_running
-            and process.answers(cluster, client_options=self._client_options, timeout_s=timeout_s),
+            ready=is_running and process.answers(cluster, client_options=self._client_options, timeout_s=timeout_s),
             data_dir=self.data_dir,
             bootstrap_servers=cluster.bootstrap_servers,
             version=cluster.version,
@@ -232,11 +231,7 @@ class LocalBroker:
         return self._cluster(
             new_cluster_id(),
             self._version or BROKER_VERSION,
-            (
-                Node(
-                    1, self.data_dir / "node-1", self._port or port, self._controller_port or controller_port
-                ),
-            ),
+            (Node(1, self.data_dir / "node-1", self._port or port, self._controller_port or controller_port),),
         )
 
     def _cluster(self, cluster_id: str, version: str, nodes: tuple[Node, ...]) -> Cluster:

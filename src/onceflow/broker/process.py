@@ -189,9 +189,7 @@ def wait_until_ready(
                 continue
             if admin is None:
                 admin = stack.enter_context(admin_client(cluster.bootstrap_servers, client_options))
-            problem = _metadata_problem(
-                admin, len(cluster.nodes), timeout_s=min(5, deadline - time.monotonic())
-            )
+            problem = _metadata_problem(admin, len(cluster.nodes), timeout_s=min(5, deadline - time.monotonic()))
             if not problem:
                 return
             time.sleep(POLL_S)
@@ -288,8 +286,6 @@ def _start_time(pid: int) -> str | None:
 
 def _start_time_by_ps(pid: int) -> str | None:
     # macOS has no /proc.
-    answer = subprocess.run(
-        ["ps", "-o", "stat=,lstart=", "-p", str(pid)], capture_output=True, text=True, check=False
-    )
+    answer = subprocess.run(["ps", "-o", "stat=,lstart=", "-p", str(pid)], capture_output=True, text=True, check=False)
     state, _, started = answer.stdout.strip().partition(" ")
     return started.strip() if started and not state.startswith("Z") else None

@@ -26,9 +26,7 @@ def broker() -> None:
 
 @broker.command()
 @_data_dir
-@click.option(
-    "--port", type=click.IntRange(1, 65535), help="For clients.  [default: the last one, or a free one]"
-)
+@click.option("--port", type=click.IntRange(1, 65535), help="For clients.  [default: the last one, or a free one]")
 @click.option("--version", help="Of Apache Kafka.  [default: the last one, or 4.3.1]")
 @click.option("--heap", default="1g", show_default=True, help="Of its JVM.")
 @_json

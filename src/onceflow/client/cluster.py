@@ -115,9 +115,7 @@ class Cluster:
         )
         self._api_versions = {k.api_key: (k.min_version, k.max_version) for k in response.api_keys}
         known = response.finalized_features_epoch >= 0
-        self._features = (
-            {f.name: f.max_version_level for f in response.finalized_features or []} if known else {}
-        )
+        self._features = {f.name: f.max_version_level for f in response.finalized_features or []} if known else {}
 
     @property
     def transaction_version(self) -> int:
@@ -191,11 +189,7 @@ class Cluster:
         wanted = None if names is None else sorted(set(names))
         attempt = 0
         while True:
-            listed = (
-                None
-                if wanted is None
-                else [MetadataRequest.MetadataRequestTopic(name=name) for name in wanted]
-            )
+            listed = None if wanted is None else [MetadataRequest.MetadataRequestTopic(name=name) for name in wanted]
             request = MetadataRequest(topics=listed, allow_auto_topic_creation=False)
             response = self.ask(request, "Metadata", deadline)
             found: dict[str, TopicInfo] = {}

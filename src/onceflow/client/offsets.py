@@ -62,9 +62,7 @@ def list_offsets(
     return found
 
 
-def _list_offsets_request(
-    version: int, wanted: Mapping[str, list[int]], timestamp: int, committed: bool
-) -> Any:
+def _list_offsets_request(version: int, wanted: Mapping[str, list[int]], timestamp: int, committed: bool) -> Any:
     topic_type = ListOffsetsRequest.ListOffsetsTopic
     return ListOffsetsRequest(
         version=version,

@@ -239,9 +239,7 @@ class Producer:
             topics.setdefault(slot.topic, []).append((slot.partition, batch))
         frame = _Frame(self._version, list(topics.items()), self._transactional_id)
         try:
-            future = connection.send_request(
-                frame, request_timeout_ms=int(self._deadline.capped(30.0) * 1000) + 1
-            )
+            future = connection.send_request(frame, request_timeout_ms=int(self._deadline.capped(30.0) * 1000) + 1)
             if not future.is_done:
                 connection.transport.writelines(frame.rest)
         except (RuntimeError, AttributeError) as error:  # the transport closed under us
@@ -253,9 +251,7 @@ class Producer:
     # ---- answers (called from the event loop) ----------------------------------------------------------
 
     def _answered(self, chosen: list[tuple[_Partition, EncodedBatch]], response: Any) -> None:
-        answers = {
-            (topic.name, part.index): part for topic in response.responses for part in topic.partition_responses
-        }
+        answers = {(topic.name, part.index): part for topic in response.responses for part in topic.partition_responses}
         for slot, batch in chosen:
             slot.under_way -= 1
             answer = answers.get((slot.topic, slot.partition))

@@ -130,7 +130,7 @@ class ClientSettings:
         return out
 
 
-def _normalised(options: Mapping[str, str]) -> dict[str, str]:
+def _normalised(options: Mapping[str, object]) -> dict[str, str]:
     known = set(_PLAIN) | set(_MILLISECONDS) | _SPECIAL | _READER_ONLY
     out: dict[str, str] = {}
     for given, value in options.items():
@@ -141,7 +141,7 @@ def _normalised(options: Mapping[str, str]) -> dict[str, str]:
             close = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean {close[0]!r}?" if close else f"known options: {', '.join(sorted(known))}"
             raise OptionError(f"unknown option {given!r}", next_step=hint)
-        if not isinstance(value, (str, int, float, bool)):
+        if not isinstance(value, (str, int, float)):
             raise OptionError(
                 f"option {given!r} has a value of type {type(value).__name__}", next_step="give a string or a number"
             )
@@ -217,7 +217,7 @@ def _tls(options: Mapping[str, str]) -> dict[str, Any]:
             if options.get(f"{store}.type", "JKS").upper() != "PEM":
                 raise OptionError(
                     f"{store}.location is read by Python too, which knows no Java key stores",
-                    next_step=f"convert it to a PEM file and set {store}.type to PEM (the Java client reads it as well)",
+                    next_step=f"convert it to a PEM file and set {store}.type to PEM (the Java client reads it, too)",
                 )
             out[argument] = location
         elif pem_name in options:

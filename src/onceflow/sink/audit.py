@@ -49,7 +49,7 @@ def audit(reports: Sequence[Report], *, tasks: int | None, flow: str, batch: int
                 flow=flow,
                 batch=batch,
                 topic=f"{report.topic}-{report.partition}",
-                detail=f"tasks {owners[place]} and {report.task}; their sequence numbers would hide each other's records",
+                detail=f"tasks {owners[place]} and {report.task}; their sequence numbers hide each other's records",
                 next_step="nothing was committed; report this, with the query's plan (df.explain())",
             )
         owners[place] = report.task
@@ -57,7 +57,9 @@ def audit(reports: Sequence[Report], *, tasks: int | None, flow: str, batch: int
         partitions.setdefault(report.topic, []).append(report.partition)
     for task, rows in per_task_rows.items():
         if per_task_count.get(task, 0) != rows:
-            raise _aborted(f"task {task} received {rows} rows and got {per_task_count.get(task, 0)} acknowledged", flow, batch)
+            raise _aborted(
+                f"task {task} received {rows} rows and got {per_task_count.get(task, 0)} acknowledged", flow, batch
+            )
     return Audit(
         records=sum(r.count for r in reports),
         nbytes=sum(r.nbytes for r in reports),

@@ -59,8 +59,7 @@ _WORTH_A_RERUN = (
 )
 _METADATA_AGE_S_MAX = 30.0
 _END_SECONDS = 120.0
-# Below this a batch is written by the driver through Arrow, without Python tasks (docs/internals.md).
-_DRIVER_ROWS_MAX = 4_000
+# Above this a batch is not written by the driver, however few its rows.
 _DRIVER_BYTES_MAX = 8_000_000
 _TASK_BYTES = 16_000_000
 _GUESSED_ROW_BYTES = 1_000
@@ -74,6 +73,7 @@ class SinkOptions:
     partitioner: str
     compression: str
     transaction_timeout_s: float
+    small_batch_rows: int = 4_000
     attempts_most: int = 4
 
 
@@ -237,7 +237,9 @@ class BatchSink:
         """Produce every row under the identity and collect what was acknowledged."""
         expected_bytes = source.rows_most * (self._row_bytes or _GUESSED_ROW_BYTES)
         on_driver = (
-            source.rows_most <= _DRIVER_ROWS_MAX and expected_bytes <= _DRIVER_BYTES_MAX and summary.attempts == 1
+            source.rows_most <= self._options.small_batch_rows
+            and expected_bytes <= _DRIVER_BYTES_MAX
+            and summary.attempts == 1
         )
         cores = df.sparkSession.sparkContext.defaultParallelism
         prepared = prepare(
@@ -262,6 +264,7 @@ class BatchSink:
             spread=prepared.spread,
             tasks=prepared.tasks,
             deadline_s=self._options.transaction_timeout_s,
+            faults=hooks.configured(),
         )
         summary.path = "driver" if on_driver else f"{prepared.tasks} tasks"
         if on_driver:
@@ -293,7 +296,7 @@ class BatchSink:
             raise DeadlineExceededError(
                 "The outcome of the commit is not known: the coordinator does not answer",
                 detail=error.detail,
-                next_step="start the flow again when the brokers are back: it then finds out, and goes on exactly there",
+                next_step="start the flow again when the brokers are back: it finds out, and goes on exactly there",
             ) from error
         open_s = time.monotonic() - started
         if outcome is Outcome.ABORTED:
@@ -413,4 +416,3 @@ def _cancelled(problem: BaseException) -> bool:
     """Whether Spark itself stopped the job (the query is being stopped)."""
     text = str(problem)
     return "cancelled" in text or "InterruptedException" in text
-

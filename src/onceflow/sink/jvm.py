@@ -49,7 +49,7 @@ def _static_invoke(spark: SparkSession, class_name: str, data_type: Any, method:
 
 def _integer_type(spark: SparkSession) -> Any:
     types: Any = spark._jvm.org.apache.spark.sql.types  # type: ignore[union-attr]
-    return getattr(getattr(types, "IntegerType$"), "MODULE$")  # noqa: B009
+    return getattr(getattr(types, "IntegerType$"), "MODULE$")
 
 
 def murmur2(spark: SparkSession, key: Column) -> Column:
@@ -95,13 +95,15 @@ def source_partitions(df: DataFrame) -> list[tuple[str, int]]:
         rdd = dependencies.head().rdd()
     found: list[tuple[str, int]] = []
     for partition in rdd.partitions():
-        inputs = partition.inputPartitions()
-        if inputs.size() != 1:
-            raise _not_source_partitioned("a task reads several inputs")
-        offset_range = inputs.head().offsetRange()
+        inputs = partition.inputPartition()
+        if inputs.isEmpty():
+            raise _not_source_partitioned("a task reads nothing")
+        offset_range = inputs.get().offsetRange()
         found.append((str(offset_range.topic()), int(offset_range.partition())))
     if len(set(found)) != len(found):
-        raise _not_source_partitioned("a source partition is split over tasks (minPartitions or maxRecordsPerPartition)")
+        raise _not_source_partitioned(
+            "a source partition is split over tasks (minPartitions or maxRecordsPerPartition)"
+        )
     return found
 
 

@@ -62,6 +62,7 @@ class WriteOrder:
     spread: bool
     tasks: int
     deadline_s: float
+    faults: str | None = None  # rules of the driver's environment (tests only), see onceflow.hooks
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,7 @@ class WriteTask:
         context = TaskContext.get()
         if context is None:
             raise RuntimeError("WriteTask was called outside a Spark task")
+        hooks.configure(self.order.faults)
         place = TaskPlace("task", context.partitionId(), context.attemptNumber())
         yield reports.to_arrow(write_rows(self.order, place, batches, worker_cluster(self.order.settings)))
 
@@ -103,7 +105,8 @@ def write_rows(
         for batch in batches:
             writer.write(batch)
         acknowledged = writer.finish()
-        hooks.at("write", where=place.where, flow=order.flow, batch=order.batch, task=place.task)
+        if place.where == "task":  # the driver announces the step itself
+            hooks.at("write", where="task", flow=order.flow, batch=order.batch, task=place.task)
     except OnceflowError as problem:
         error = problem
     seconds = time.monotonic() - started
@@ -267,9 +270,7 @@ class RowWriter:
                 self._producer.send(topic, partition, encoded)
                 sequence = next_sequence(sequence, encoded.count)
         except OnceflowError as error:
-            raise error.located(
-                flow=self._order.flow, topic=f"{topic}-{partition}", batch=self._order.batch
-            ) from error
+            raise error.located(flow=self._order.flow, topic=f"{topic}-{partition}", batch=self._order.batch) from error
         self._sequences[topic, partition] = sequence
 
 

@@ -4,10 +4,11 @@ The variable holds JSON, one rule or a list of rules::
 
     {"step": "progress", "action": "kill", "batch": 3}
 
-``step`` is one of ``onceflow.hooks.STEPS``. ``where`` is ``driver`` (default) or ``task``. Further fields narrow a
-rule: ``flow``, ``batch``, ``task``, ``batch_from`` (that batch or any later one). ``action`` is ``kill`` (SIGKILL to the own
-process), ``exit``, ``raise`` or ``pause`` (``seconds``, default 3600). A rule fires ``times`` times (default 1) per ``once_file``: the
-marker file makes it fire once over restarts, too, and tells a test that it has fired.
+``step`` is one of ``onceflow.hooks.STEPS``. ``where`` is ``driver`` (default) or ``task``. Further fields narrow
+a rule: ``flow``, ``batch``, ``task``, ``batch_from`` (that batch or any later one). ``action`` is ``kill`` (SIGKILL
+to the own process), ``kill-workers`` (SIGKILL to the Python workers of this driver), ``exit``, ``raise`` or ``pause`` (``seconds``, default 3600). A rule fires ``times`` times
+(default 1) in a process; with ``once_file`` it fires once over all processes and restarts: the file is created
+then, and tells a test that it has fired.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import Any
 from onceflow.hooks import STEPS, VARIABLE
 
 _fired: dict[str, int] = {}
-ACTIONS = ("kill", "exit", "raise", "pause")
+ACTIONS = ("kill", "kill-workers", "exit", "raise", "pause")
 
 
 class InjectedFaultError(RuntimeError):
@@ -78,9 +79,39 @@ def _act(rule: Mapping[str, Any], place: str) -> None:
     action = rule["action"]
     if action == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
+    elif action == "kill-workers":
+        for pid in python_workers(os.getpid()):
+            os.kill(pid, signal.SIGKILL)
     elif action == "exit":
         os._exit(70)
     elif action == "raise":
         raise InjectedFaultError(f"injected at {place}")
     else:
         time.sleep(float(rule.get("seconds", 3600)))
+
+
+def python_workers(driver_pid: int) -> list[int]:
+    """Processes below ``driver_pid`` that run Spark's Python worker code (Linux: from /proc)."""
+    parents: dict[int, int] = {}
+    workers: set[int] = set()
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            stat = (folder / "stat").read_text()
+            command = (folder / "cmdline").read_bytes()
+        except OSError:
+            continue  # it has ended meanwhile
+        pid = int(folder.name)
+        parents[pid] = int(stat.rsplit(")", 1)[1].split()[1])
+        if b"pyspark.daemon" in command or b"pyspark.worker" in command:
+            workers.add(pid)
+    # The daemon forks the workers and looks like them; only those below another one are workers.
+    below = {pid for pid in workers if parents.get(pid) in workers}
+    return sorted(pid for pid in below if _descends(pid, driver_pid, parents))
+
+
+def _descends(pid: int, ancestor: int, parents: Mapping[int, int]) -> bool:
+    while pid in parents and pid > 1:
+        if pid == ancestor:
+            return True
+        pid = parents[pid]
+    return False

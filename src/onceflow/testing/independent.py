@@ -1,0 +1,149 @@
+"""An independent look at topics: confluent-kafka (librdkafka), read_committed, not one line of our own reader."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from confluent_kafka import Consumer, ConsumerGroupTopicPartitions, Producer, TopicPartition
+from confluent_kafka.admin import AdminClient
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One record as a consumer sees it."""
+
+    topic: str
+    partition: int
+    offset: int
+    key: bytes | None
+    value: bytes | None
+    headers: tuple[tuple[str, bytes | None], ...]
+    timestamp_ms: int
+
+
+def read_topic(
+    bootstrap_servers: str,
+    topic: str,
+    *,
+    isolation: str = "read_committed",
+    seconds: float = 60.0,
+    options: Mapping[str, str] | None = None,
+) -> list[Seen]:
+    """Every record of a topic up to its end as of now (last stable offset, for read_committed).
+
+    Raises:
+        TimeoutError: the end was not reached in time.
+    """
+    consumer = Consumer(
+        {
+            "bootstrap.servers": bootstrap_servers,
+            "group.id": "onceflow-independent",
+            "isolation.level": isolation,
+            "enable.auto.commit": False,
+            "enable.partition.eof": False,
+            "auto.offset.reset": "error",
+            **(options or {}),
+        }
+    )
+    try:
+        partitions = sorted(consumer.list_topics(topic, timeout=seconds).topics[topic].partitions)
+        # For a read_committed consumer the high end of get_watermark_offsets is the last stable offset.
+        spans = {p: consumer.get_watermark_offsets(TopicPartition(topic, p), timeout=seconds) for p in partitions}
+        consumer.assign([TopicPartition(topic, p, low) for p, (low, _) in spans.items()])
+        waiting = {p for p, (low, high) in spans.items() if low < high}
+        records: list[Seen] = []
+        end = time.monotonic() + seconds
+        while waiting:
+            if time.monotonic() > end:
+                raise TimeoutError(f"{topic}: partitions {sorted(waiting)} were not read to their end in {seconds} s")
+            for message in consumer.consume(10_000, 0.1):
+                if message.error() is not None:
+                    raise RuntimeError(f"{topic}: {message.error()}")
+                if message.offset() < spans[message.partition()][1]:
+                    records.append(_seen(message))
+            # The position moves over control records and aborted data, too.
+            for place in consumer.position([TopicPartition(topic, p) for p in waiting]):
+                if place.offset >= spans[place.partition][1]:
+                    waiting.discard(place.partition)
+        return records
+    finally:
+        consumer.close()
+
+
+def _seen(message: Any) -> Seen:
+    return Seen(
+        topic=message.topic(),
+        partition=message.partition(),
+        offset=message.offset(),
+        key=message.key(),
+        value=message.value(),
+        headers=tuple(message.headers() or ()),
+        timestamp_ms=message.timestamp()[1],
+    )
+
+
+def fill(
+    bootstrap_servers: str,
+    topic: str,
+    records: Iterable[tuple[bytes | None, bytes | None]],
+    *,
+    options: Mapping[str, str] | None = None,
+) -> int:
+    """Produce (key, value) pairs with the Java client's partitioner; returns how many."""
+    producer = Producer(
+        {
+            "bootstrap.servers": bootstrap_servers,
+            "enable.idempotence": True,
+            "partitioner": "murmur2_random",
+            "linger.ms": 20,
+            "queue.buffering.max.messages": 1_000_000,
+            **(options or {}),
+        }
+    )
+    count = 0
+    for key, value in records:
+        while True:
+            try:
+                producer.produce(topic, value, key)
+                break
+            except BufferError:
+                producer.poll(0.05)
+        count += 1
+    left = producer.flush(60)
+    if left:
+        raise TimeoutError(f"{left} records were not delivered to {topic}")
+    return count
+
+
+def committed_offsets(
+    bootstrap_servers: str, group: str, *, options: Mapping[str, str] | None = None
+) -> dict[tuple[str, int], int]:
+    """What a group tool shows: committed offset per (topic, partition)."""
+    admin = AdminClient({"bootstrap.servers": bootstrap_servers, **(options or {})})
+    futures = admin.list_consumer_group_offsets([ConsumerGroupTopicPartitions(group)])
+    result = futures[group].result(timeout=30)
+    return {(p.topic, p.partition): p.offset for p in result.topic_partitions if p.offset >= 0}
+
+
+def end_offsets(
+    bootstrap_servers: str, topic: str, *, options: Mapping[str, str] | None = None
+) -> dict[tuple[str, int], int]:
+    """Last stable offset of every partition."""
+    consumer = Consumer(
+        {
+            "bootstrap.servers": bootstrap_servers,
+            "group.id": "onceflow-independent",
+            "isolation.level": "read_committed",
+            **(options or {}),
+        }
+    )
+    try:
+        partitions = sorted(consumer.list_topics(topic, timeout=30).topics[topic].partitions)
+        return {
+            (topic, p): consumer.get_watermark_offsets(TopicPartition(topic, p), timeout=30)[1] for p in partitions
+        }
+    finally:
+        consumer.close()

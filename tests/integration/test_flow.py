@@ -1,0 +1,213 @@
+"""The sink end to end on a real broker and a real Spark: what comes out is what went in, once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from onceflow.testing import independent
+from onceflow.wire import progress as records
+from onceflow.wire.progress import PROGRESS_TOPIC
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.mark.parametrize("partitioner", ["key", "source"])
+@pytest.mark.parametrize("small_batch_rows", [0, 4000])
+def test_copies_exactly_once(make_pipe: Any, partitioner: str, small_batch_rows: int) -> None:
+    pipe = make_pipe()
+    pipe.fill(2500)
+    query = pipe.run(partitioner=partitioner, small_batch_rows=small_batch_rows)
+    pipe.check()
+    paths = {batch.path for batch in query.batches}
+    assert paths == ({"driver"} if small_batch_rows else {"1 tasks"} if partitioner == "key" else {"4 tasks"})
+    assert sum(batch.records for batch in query.batches) == 2500
+
+
+@pytest.mark.parametrize("small_batch_rows", [0, 4000])
+def test_spread_uses_every_partition(make_pipe: Any, small_batch_rows: int) -> None:
+    pipe = make_pipe(partitions=3, target_partitions=5)
+    pipe.fill(6000)
+    pipe.run(partitioner="spread", small_batch_rows=small_batch_rows)
+    seen = independent.read_topic(pipe.bootstrap, pipe.target)
+    assert sorted(s.value for s in seen) == sorted(value for _, value in pipe.sent)
+    assert {s.partition for s in seen} == set(range(5))
+
+
+def test_restart_continues_where_progress_ends(make_pipe: Any) -> None:
+    pipe = make_pipe()
+    pipe.fill(1500)
+    first = pipe.run()
+    pipe.fill(1500)
+    second = pipe.run()
+    pipe.check()
+    assert [b.batch for b in first.batches + second.batches] == list(
+        range(1, 1 + len(first.batches) + len(second.batches))
+    )
+
+
+def test_progress_record_is_the_truth(make_pipe: Any) -> None:
+    pipe = make_pipe()
+    pipe.fill(1200)
+    query = pipe.run()
+    ours = [s for s in independent.read_topic(pipe.bootstrap, PROGRESS_TOPIC) if s.key == pipe.flow.encode()]
+    assert ours[-1].value is not None
+    last = records.decode(ours[-1].key, ours[-1].value)
+    ends = independent.end_offsets(pipe.bootstrap, pipe.source)
+    assert {(pipe.source, p): o for p, o in last.offsets[pipe.source].items()} == ends
+    assert last.batch_id == query.batches[-1].batch
+
+
+def test_group_offsets_show_zero_lag(make_pipe: Any) -> None:
+    pipe = make_pipe()
+    pipe.fill(500)
+    pipe.run()
+    assert independent.committed_offsets(pipe.bootstrap, pipe.flow) == independent.end_offsets(
+        pipe.bootstrap, pipe.source
+    )
+
+
+@pytest.mark.parametrize("small_batch_rows", [0, 4000])
+def test_many_topics_headers_and_timestamps_in_one_transaction(
+    make_pipe: Any, make_topic: Any, small_batch_rows: int
+) -> None:
+    from pyspark.sql import functions as F
+
+    pipe = make_pipe()
+    odd, even = make_topic("odd", 2), make_topic("even", 3)
+    pipe.fill(900)
+    flow = pipe.open()
+    df = flow.read(pipe.source)
+    number = F.col("value").cast("string").cast("long")
+    out = df.select(
+        "key",
+        "value",
+        F.when(number % 2 == 0, even).otherwise(odd).alias("topic"),
+        F.array(F.struct(F.lit("origin").alias("key"), F.col("topic").cast("binary").alias("value"))).alias("headers"),
+        F.timestamp_millis(number + 1_000_000).alias("timestamp"),
+    )
+    query = flow.write(out, small_batch_rows=small_batch_rows).start()
+    query.processAllAvailable()
+    query.stop()
+    for topic, rest in ((even, 0), (odd, 1)):
+        seen = independent.read_topic(pipe.bootstrap, topic)
+        expected = [(k, v) for k, v in pipe.sent if int(v) % 2 == rest]
+        assert sorted((s.key, s.value) for s in seen) == sorted(expected)
+        assert all(s.headers == (("origin", pipe.source.encode()),) for s in seen)
+        assert all(s.timestamp_ms == int(s.value or b"") + 1_000_000 for s in seen)
+
+
+@pytest.mark.parametrize("small_batch_rows", [0, 4000])
+def test_explicit_partition_column_and_null_keys(make_pipe: Any, small_batch_rows: int) -> None:
+    from pyspark.sql import functions as F
+
+    pipe = make_pipe(target_partitions=3)
+    pipe.fill(600)
+    flow = pipe.open()
+    number = F.col("value").cast("string").cast("int")
+    out = flow.read(pipe.source).select(
+        F.when(number % 3 == 0, None).otherwise(F.col("key")).alias("key"),
+        "value",
+        F.when(number % 2 == 0, number % 3).cast("int").alias("partition"),
+    )
+    query = flow.write(out, topic=pipe.target, small_batch_rows=small_batch_rows).start()
+    query.processAllAvailable()
+    query.stop()
+    seen = independent.read_topic(pipe.bootstrap, pipe.target)
+    assert sorted(int(s.value or b"") for s in seen) == list(range(600))
+    for record in seen:
+        value = int(record.value or b"")
+        assert (record.key is None) == (value % 3 == 0)
+        if value % 2 == 0:
+            assert record.partition == value % 3
+
+
+@pytest.mark.parametrize("compression", ["gzip", "snappy", "lz4", "zstd"])
+def test_compressed_batches_are_read_by_librdkafka(make_pipe: Any, compression: str) -> None:
+    pipe = make_pipe()
+    pipe.fill(700)
+    pipe.run(compression=compression)
+    pipe.check()
+
+
+def test_large_batches_are_split_below_the_topic_limit(make_pipe: Any, make_topic: Any) -> None:
+    pipe = make_pipe()
+    pipe.target = make_topic("narrow", 4, max_message_bytes=20_000)
+    pipe.fill(3000)
+    pipe.run(small_batch_rows=0)
+    pipe.check()
+
+
+def test_new_source_partitions_are_read_from_their_start(make_pipe: Any) -> None:
+    from confluent_kafka.admin import AdminClient, NewPartitions
+
+    pipe = make_pipe(partitions=2)
+    pipe.fill(300)
+    pipe.run(partitioner="key")
+    admin = AdminClient({"bootstrap.servers": pipe.bootstrap})
+    for future in admin.create_partitions([NewPartitions(pipe.source, 4)]).values():
+        future.result(30)
+    # Keys move with the partition count, so only the set of records is compared.
+    extra = [(None, f"extra-{n}".encode()) for n in range(200)]
+    independent.fill(pipe.bootstrap, pipe.source, extra)
+    pipe.sent += extra
+    pipe.run(partitioner="key")
+    seen = independent.read_topic(pipe.bootstrap, pipe.target)
+    assert sorted(s.value or b"" for s in seen) == sorted(v or b"" for _, v in pipe.sent)
+
+
+def test_latest_is_pinned_at_the_first_start(make_pipe: Any) -> None:
+    pipe = make_pipe()
+    pipe.fill(100)
+    flow = pipe.open()
+    flow.read(pipe.source, starting_offsets="latest")  # pins, then "crashes" before it wrote anything
+    before = list(pipe.sent)
+    pipe.fill(100)
+    pipe.run(read={"starting_offsets": "latest"})
+    seen = independent.read_topic(pipe.bootstrap, pipe.target)
+    assert sorted(s.value or b"" for s in seen) == sorted(v or b"" for _, v in pipe.sent[len(before) :])
+
+
+def test_aborted_and_undecided_source_records_are_not_read(make_pipe: Any) -> None:
+    from confluent_kafka import Producer
+
+    pipe = make_pipe()
+    producer = Producer({"bootstrap.servers": pipe.bootstrap, "transactional.id": f"t-{pipe.source}"})
+    producer.init_transactions(30)
+    producer.begin_transaction()
+    for n in range(50):
+        producer.produce(pipe.source, f"aborted-{n}", f"k{n}")
+    producer.abort_transaction(30)
+    producer.begin_transaction()
+    for n in range(50):
+        producer.produce(pipe.source, f"good-{n}", f"k{n}")
+    producer.commit_transaction(30)
+    pipe.run()
+    seen = independent.read_topic(pipe.bootstrap, pipe.target)
+    assert {s.value for s in seen} == {f"good-{n}".encode() for n in range(50)}
+    assert len(seen) == 50
+
+
+def test_an_empty_result_moves_progress(make_pipe: Any) -> None:
+    pipe = make_pipe()
+    pipe.fill(200)
+    flow = pipe.open()
+    query = flow.write(flow.read(pipe.source).where("false").select("key", "value"), topic=pipe.target).start()
+    query.processAllAvailable()
+    query.stop()
+    assert independent.read_topic(pipe.bootstrap, pipe.target) == []
+    assert independent.committed_offsets(pipe.bootstrap, pipe.flow) == independent.end_offsets(
+        pipe.bootstrap, pipe.source
+    )
+
+
+def test_chain_of_flows(make_pipe: Any, make_topic: Any) -> None:
+    first = make_pipe()
+    first.fill(1000)
+    first.run()
+    second = make_pipe()
+    second.source, second.sent, second.flow = first.target, first.sent, first.flow + "-second"
+    second.run()
+    seen = independent.read_topic(second.bootstrap, second.target)
+    assert sorted((s.key or b"", s.value or b"") for s in seen) == sorted((k or b"", v or b"") for k, v in first.sent)
