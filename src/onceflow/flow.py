@@ -76,7 +76,6 @@ class Flow:
         self._spark = spark
         self._cluster: Cluster | None = None
         self._transactions: Transactions | None = None
-        self._progress: Progress | None = None
         self._committed: Progress | None = None
         self._sources: dict[str, recovery.SourceTopic] = {}
         self._lock = threading.RLock()
@@ -321,9 +320,9 @@ class Flow:
                 source_starts={name: dict(source.earliest) for name, source in self._sources.items()},
                 source_partitions={name: len(source.earliest) for name, source in self._sources.items()},
             )
-            writer = (
-                df.writeStream.queryName(self.name).foreachBatch(sink).option("checkpointLocation", scratch.as_uri())
-            )
+            writer = df.writeStream.foreachBatch(sink).option("checkpointLocation", scratch.as_uri())
+            if all(query.name != self.name for query in self._spark.streams.active):
+                writer = writer.queryName(self.name)  # else an older driver of this flow is in this session
             if once:
                 writer = writer.trigger(availableNow=True)
             elif trigger is not None:
@@ -332,9 +331,28 @@ class Flow:
 
             def stopped() -> None:
                 shutil.rmtree(scratch, ignore_errors=True)
+                self.close()
 
             self._running = FlowQuery(writer.start(), sink, stopped)
             return self._running
+
+    def close(self) -> None:
+        """Stop the running query, if there is one, and close the connections. The flow can be read again."""
+        with self._lock:
+            if self._running is not None and self._running.isActive:
+                self._running.stop()
+                return  # stopping calls back
+            if self._cluster is not None:
+                self._cluster.close()
+            self._cluster = self._transactions = self._committed = None
+            self._sources = {}
+            self._fresh = False
+
+    def __enter__(self) -> Flow:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def _connected(self) -> Cluster:
         if self._cluster is None:

@@ -33,6 +33,7 @@ class FlowQuery(StreamingQuery):
         try:
             return super().awaitTermination(timeout)  # type: ignore[arg-type]
         except StreamingQueryException as error:
+            self._on_stop()
             raise self._reason(error) from error
 
     def processAllAvailable(self) -> None:
@@ -40,6 +41,7 @@ class FlowQuery(StreamingQuery):
         try:
             super().processAllAvailable()
         except StreamingQueryException as error:
+            self._on_stop()
             raise self._reason(error) from error
 
     def stop(self) -> None:

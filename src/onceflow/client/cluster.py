@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import socket
 import threading
+import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -73,6 +74,8 @@ class Cluster:
         self._features: dict[str, int] | None = None
         self._api_versions: dict[int, tuple[int, int]] = {}
         self._bootstrapped = False
+        # Whoever drops a Cluster without closing it (a failed start) must not leak sockets.
+        self._finalizer = weakref.finalize(self, _close, self.manager, self.net)
 
     # ---- connections ---------------------------------------------------------------------------------
 
@@ -103,9 +106,7 @@ class Cluster:
 
     def close(self) -> None:
         with self.lock:
-            if not self.manager.closed:
-                self.manager.close()
-                self.net.close()
+            self._finalizer()
 
     def _read_features(self, deadline: Deadline) -> None:
         response = self.ask(
@@ -296,6 +297,12 @@ class Cluster:
                 self.net.run(run)
             except (kafka_errors.KafkaError, OSError, RuntimeError) as error:
                 log.debug("metadata refresh failed: %s", error)
+
+
+def _close(manager: Any, net: Any) -> None:
+    if not manager.closed:
+        manager.close()
+        net.close()
 
 
 def unknown_topic(name: str, why: str = "") -> UnknownTopicError:

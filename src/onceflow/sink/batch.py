@@ -59,6 +59,8 @@ _WORTH_A_RERUN = (
 )
 _METADATA_AGE_S_MAX = 30.0
 _END_SECONDS = 120.0
+# Connecting and finding a leader may take longer than a short transaction timeout; the broker enforces that one.
+_PATIENCE_S_LEAST = 30.0
 # Above this a batch is not written by the driver, however few its rows.
 _DRIVER_BYTES_MAX = 8_000_000
 _TASK_BYTES = 16_000_000
@@ -127,6 +129,7 @@ class BatchSink:
         self._row_bytes: float | None = None
         self._unsettled: int | None = None
         self._undecided = False
+        self._begun_at = 0.0
         self.progress = progress
         self.failure: BaseException | None = None
         self.stopping = False
@@ -165,6 +168,8 @@ class BatchSink:
                     raise
                 if self.stopping or _cancelled(problem):
                     raise
+                if isinstance(problem, FencedError):  # tasks met a newer epoch, and nobody else owns the id
+                    problem = self._timed_out(time.monotonic() - self._begun_at)
                 last = problem
                 log.warning(
                     "flow %s: batch %d aborted (attempt %d of %d): %s",
@@ -190,7 +195,7 @@ class BatchSink:
         with self._timed(summary, "begin"):
             identity = self._begin(df, batch)
         hooks.at("begin", where="driver", flow=flow, batch=batch)
-        started = time.monotonic()
+        self._begun_at = time.monotonic()
         with self._timed(summary, "write"):
             prepared, written = self._write(df, batch, identity, source, summary)
         hooks.at("write", where="driver", flow=flow, batch=batch)
@@ -201,7 +206,7 @@ class BatchSink:
             progress = self._progress(batch, source, identity)
         hooks.at("progress", where="driver", flow=flow, batch=batch)
         with self._timed(summary, "end"):
-            self._end(progress, started)
+            self._end(progress)
         self._adopt(progress, checked, summary)
 
     # ---- the steps -----------------------------------------------------------------------------------
@@ -263,7 +268,7 @@ class BatchSink:
             targets=self._targets,
             spread=prepared.spread,
             tasks=prepared.tasks,
-            deadline_s=self._options.transaction_timeout_s,
+            deadline_s=max(self._options.transaction_timeout_s, _PATIENCE_S_LEAST),
             faults=hooks.configured(),
         )
         summary.path = "driver" if on_driver else f"{prepared.tasks} tasks"
@@ -285,7 +290,7 @@ class BatchSink:
         write_progress(self._cluster, self._transactions, self._names, progress, identity, deadline)
         return progress
 
-    def _end(self, progress: Progress, started: float) -> None:
+    def _end(self, progress: Progress) -> None:
         """EndTxn decides the batch. Only a known outcome leads anywhere."""
         try:
             outcome = self._transactions.end(
@@ -298,9 +303,8 @@ class BatchSink:
                 detail=error.detail,
                 next_step="start the flow again when the brokers are back: it finds out, and goes on exactly there",
             ) from error
-        open_s = time.monotonic() - started
         if outcome is Outcome.ABORTED:
-            raise self._timed_out(open_s)
+            raise self._timed_out(time.monotonic() - self._begun_at)
         if outcome is Outcome.FENCED:
             self._undecided = True
             raise self._fenced(f"while batch {progress.batch_id} was being committed")
@@ -359,7 +363,9 @@ class BatchSink:
     # ---- helpers -------------------------------------------------------------------------------------
 
     def _deadline(self, what: str) -> Deadline:
-        return Deadline(self._options.transaction_timeout_s, f"{what} (flow {self._names.flow})")
+        return Deadline(
+            max(self._options.transaction_timeout_s, _PATIENCE_S_LEAST), f"{what} (flow {self._names.flow})"
+        )
 
     def _refresh_targets(self) -> None:
         """Partition counts and size limits of the output topics; all tasks of a batch see the same."""

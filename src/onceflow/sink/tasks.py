@@ -87,6 +87,7 @@ class WriteTask:
         if context is None:
             raise RuntimeError("WriteTask was called outside a Spark task")
         hooks.configure(self.order.faults)
+        hooks.at("begin", where="task", flow=self.order.flow, batch=self.order.batch, task=context.partitionId())
         place = TaskPlace("task", context.partitionId(), context.attemptNumber())
         yield reports.to_arrow(write_rows(self.order, place, batches, worker_cluster(self.order.settings)))
 

@@ -21,7 +21,9 @@ def running_broker(data_dir: Path) -> Iterator[str]:
     if given:
         yield given
         return
-    with LocalBroker(data_dir) as broker:
+    # The broker looks for timed-out transactions every 10 s; a test that waits for one should not.
+    properties = {"transaction.abort.timed.out.transaction.cleanup.interval.ms": "500"}
+    with LocalBroker(data_dir, properties=properties) as broker:
         yield broker.bootstrap_servers
 
 

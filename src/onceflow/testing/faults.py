@@ -4,11 +4,12 @@ The variable holds JSON, one rule or a list of rules::
 
     {"step": "progress", "action": "kill", "batch": 3}
 
-``step`` is one of ``onceflow.hooks.STEPS``. ``where`` is ``driver`` (default) or ``task``. Further fields narrow
-a rule: ``flow``, ``batch``, ``task``, ``batch_from`` (that batch or any later one). ``action`` is ``kill`` (SIGKILL
-to the own process), ``kill-workers`` (SIGKILL to the Python workers of this driver), ``exit``, ``raise`` or ``pause`` (``seconds``, default 3600). A rule fires ``times`` times
-(default 1) in a process; with ``once_file`` it fires once over all processes and restarts: the file is created
-then, and tells a test that it has fired.
+``step`` is one of ``onceflow.hooks.STEPS``. ``where`` is ``driver`` (default) or ``task`` (which announces ``begin``
+and ``write``). Further fields narrow a rule: ``flow``, ``batch``, ``task``, ``batch_from`` (that batch or any later one).
+Actions: ``kill`` (SIGKILL to the own process), ``kill-workers`` (SIGKILL to the Python workers of this driver),
+``orphan`` (in a task: SIGKILL to its executor, the worker goes on after ``seconds``), ``exit``, ``raise``, ``pause``
+(``seconds``). A rule fires ``times`` times (default 1) in a process; with ``once_file`` it fires once over all
+processes and restarts: the file is created then, and tells a test that it has fired.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import Any
 from onceflow.hooks import STEPS, VARIABLE
 
 _fired: dict[str, int] = {}
-ACTIONS = ("kill", "kill-workers", "exit", "raise", "pause")
+ACTIONS = ("kill", "kill-workers", "orphan", "exit", "raise", "pause")
 
 
 class InjectedFaultError(RuntimeError):
@@ -82,6 +83,12 @@ def _act(rule: Mapping[str, Any], place: str) -> None:
     elif action == "kill-workers":
         for pid in python_workers(os.getpid()):
             os.kill(pid, signal.SIGKILL)
+    elif action == "orphan":
+        daemon = os.getppid()
+        executor = _parent_of(daemon)
+        os.kill(daemon, signal.SIGKILL)  # it would take its workers along when its executor dies
+        os.kill(executor, signal.SIGKILL)
+        time.sleep(float(rule.get("seconds", 10)))
     elif action == "exit":
         os._exit(70)
     elif action == "raise":
@@ -107,6 +114,10 @@ def python_workers(driver_pid: int) -> list[int]:
     # The daemon forks the workers and looks like them; only those below another one are workers.
     below = {pid for pid in workers if parents.get(pid) in workers}
     return sorted(pid for pid in below if _descends(pid, driver_pid, parents))
+
+
+def _parent_of(pid: int) -> int:
+    return int((Path("/proc") / str(pid) / "stat").read_text().rsplit(")", 1)[1].split()[1])
 
 
 def _descends(pid: int, ancestor: int, parents: Mapping[int, int]) -> bool:

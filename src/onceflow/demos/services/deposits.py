@@ -35,7 +35,10 @@ def validate(deposits: DataFrame, suffix: str = "") -> DataFrame:
     checked = deposits.withColumn("deposit", parsed).withColumn("cause", F.expr(CAUSE))
     why = {"cause": "cause", "origin-topic": "topic", "origin-partition": "partition", "origin-offset": "offset"}
     headers = F.array(
-        *[F.struct(F.lit(k).alias("key"), F.col(c).cast("string").cast("binary").alias("value")) for k, c in why.items()]
+        *[
+            F.struct(F.lit(k).alias("key"), F.col(c).cast("string").cast("binary").alias("value"))
+            for k, c in why.items()
+        ]
     )
     valid = F.col("cause").isNull()
     return checked.select(

@@ -1,0 +1,1 @@
+"""Demos: real services, run with crashes, and an audit of what came out. ``onceflow demo NAME``."""

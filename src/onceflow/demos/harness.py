@@ -1,0 +1,275 @@
+"""Runs services as processes, kills their drivers at named steps, and starts them again.
+
+A kill is planned, not timed: the process gets a fault (``ONCEFLOW_FAULTS``) that sends it SIGKILL right after a step
+of a batch. A marker file tells a planned death from any other, which ends the demo: a service that stops
+by itself is a finding, not something to hide behind a restart.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import IO
+
+from onceflow.client.deadline import Deadline
+from onceflow.errors import DeadlineExceededError, OnceflowError
+from onceflow.hooks import STEPS, VARIABLE
+from onceflow.testing.faults import fault
+
+# A service that is just starting stops when it has started.
+STOP_S = 60.0
+TIDY_UP_S = 5.0
+_POLL_S = 0.1
+_LOG_TAIL_LINES = 15
+# Spark makes Unix sockets in java.io.tmpdir; with 45 characters more, their paths must stay below about 100.
+_SOCKET_FOLDER_LENGTH_MAX = 55
+
+
+class ServiceFailedError(OnceflowError):
+    """A service of a demo stopped by itself."""
+
+
+@dataclass(frozen=True)
+class Kill:
+    """A planned SIGKILL: right after ``step``, in a batch at least ``batches`` after the last committed one."""
+
+    step: str
+    batches: int
+
+
+@dataclass
+class Death:
+    """A kill that happened; ``back_s`` is how long it took until the next batch was committed."""
+
+    step: str
+    batch: int
+    at: float
+    back_s: float | None = None
+    told: bool = False
+
+
+def plan_kills(count: int, *, batches: int, rng: random.Random) -> list[Kill]:
+    """Kills at different steps, spread over a run of at least this many batches so that all of them happen."""
+    steps = rng.sample(STEPS, count) if count <= len(STEPS) else rng.choices(STEPS, k=count)
+    # A kill at `settle` needs one batch more: that step belongs to the next one.
+    apart = max(1, batches // (count + 1) - 1)
+    return [Kill(step, rng.randint(1, apart)) for step in steps]
+
+
+class Service:
+    """One flow in a process of its own, over all its deaths.
+
+    The process prints one JSON line per committed batch, with ``batch`` and ``records``; all else goes to its log.
+
+    Args:
+        flow: the flow's name in Kafka.
+        command: argument list of the process.
+        kills: in this order; each restart gets the next one.
+        folder: for its log and the markers of faults.
+    """
+
+    def __init__(self, flow: str, command: Sequence[str], kills: Sequence[Kill], folder: Path) -> None:
+        self.flow = flow
+        self.deaths: list[Death] = []
+        self.batch = 0
+        self.planned = len(kills)
+        self.log_file = folder / f"{flow}.log"
+        self._command = list(command)
+        self._kills = list(kills)
+        self._folder = folder
+        self._child: subprocess.Popen[str] | None = None
+        self._reader: threading.Thread | None = None
+        self._marker = folder / "none"
+
+    def start(self) -> None:
+        """Start the process, with the next fault if there is one left."""
+        environment = {name: value for name, value in os.environ.items() if name != VARIABLE}
+        # What a killed process leaves in temporary folders goes when the demo's own folder does.
+        environment |= {"TMPDIR": str(self._folder), "SPARK_LOCAL_DIRS": str(self._folder)}
+        if len(str(self._folder)) <= _SOCKET_FOLDER_LENGTH_MAX:
+            options = [environment.get("JAVA_TOOL_OPTIONS", ""), f"-Djava.io.tmpdir={self._folder}"]
+            environment["JAVA_TOOL_OPTIONS"] = " ".join(options).strip()
+        if self._kills:
+            kill = self._kills[0]
+            self._marker = self._folder / f"{self.flow}.kill-{len(self.deaths) + 1}"
+            where = {} if kill.step == "init" else {"batch_from": self.batch + kill.batches}
+            environment[VARIABLE] = fault(kill.step, "kill", flow=self.flow, once_file=str(self._marker), **where)
+        with self.log_file.open("a") as log:
+            self._child = subprocess.Popen(
+                self._command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                errors="replace",
+                env=environment,
+                cwd=self._folder,
+                # Its own group: Ctrl-C is for the demo, which stops its services in order; and what a dead driver
+                # leaves behind (its JVM) can be ended with it.
+                start_new_session=True,
+            )
+        self._reader = threading.Thread(target=self._read, args=(self._child.stdout,), daemon=True)
+        self._reader.start()
+
+    def check(self) -> None:
+        """Start again what a planned kill has ended.
+
+        Raises:
+            ServiceFailedError: it ended in another way.
+        """
+        if self._child is None or self._child.poll() is None:
+            return
+        code = self._child.returncode
+        self.destroy()
+        if not self._died_as_planned(code):
+            raise self._failed(f"stopped by itself, with exit code {code}")
+        self.start()
+
+    def terminate(self) -> None:
+        """Ask the process to stop (SIGTERM)."""
+        if self._child is not None and self._child.poll() is None:
+            self._child.terminate()
+
+    def wait(self, timeout_s: float) -> None:
+        """Return when it has stopped after ``terminate``.
+
+        Raises:
+            ServiceFailedError: it did not within this time, or with an error.
+        """
+        if self._child is None:
+            return
+        try:
+            code = self._child.wait(max(0.0, timeout_s))
+        except subprocess.TimeoutExpired:
+            raise self._failed("did not stop after SIGTERM") from None
+        self.destroy()
+        # A process that was just starting had no handler for SIGTERM yet.
+        if code not in (0, -signal.SIGTERM) and not self._died_as_planned(code):
+            raise self._failed(f"stopped after SIGTERM with exit code {code}")
+
+    def destroy(self) -> None:
+        """SIGKILL for the driver and whatever it started, if any of it still runs."""
+        child, self._child = self._child, None
+        if child is None:
+            return
+        try:
+            os.killpg(child.pid, signal.SIGKILL)
+        except (ProcessLookupError, PermissionError):  # all gone (macOS says it the other way)
+            pass
+        child.wait()
+        if self._reader is not None:
+            self._reader.join(2.0)  # what it said before it died counts
+
+    def log_tail(self) -> str:
+        """The end of its log."""
+        try:
+            return "\n".join(self.log_file.read_text(errors="replace").splitlines()[-_LOG_TAIL_LINES:])
+        except OSError:
+            return ""
+
+    def _died_as_planned(self, code: int) -> bool:
+        if code != -signal.SIGKILL or not self._kills or not self._marker.exists():
+            return False
+        self.deaths.append(Death(self._kills.pop(0).step, self.batch, time.monotonic()))
+        return True
+
+    def _failed(self, how: str) -> ServiceFailedError:
+        return ServiceFailedError(
+            f"The service {how}", flow=self.flow, detail=self.log_tail(), next_step=f"see its log: {self.log_file}"
+        )
+
+    def _read(self, lines: IO[str] | None) -> None:
+        if lines is None:
+            return
+        with lines:
+            for line in lines:
+                try:
+                    batch = int(json.loads(line)["batch"])
+                except (ValueError, KeyError, TypeError):
+                    with self.log_file.open("a") as log:
+                        log.write(line)
+                    continue
+                self.batch = max(self.batch, batch)
+                for death in self.deaths:
+                    if death.back_s is None:
+                        death.back_s = time.monotonic() - death.at
+
+
+class Supervisor:
+    """Keeps services running; a context manager that leaves no process behind."""
+
+    def __init__(self, services: Sequence[Service]) -> None:
+        self.services = list(services)
+
+    def __enter__(self) -> Supervisor:
+        try:
+            for service in self.services:
+                service.start()
+        except BaseException:
+            self._destroy()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is not None:  # interrupted or failed: let them tidy up, but not for long
+                for service in self.services:
+                    service.terminate()
+                end = time.monotonic() + TIDY_UP_S
+                for service in self.services:
+                    with contextlib.suppress(ServiceFailedError):
+                        service.wait(end - time.monotonic())
+        finally:
+            self._destroy()
+
+    @property
+    def kills(self) -> int:
+        return sum(len(service.deaths) for service in self.services)
+
+    def run(self, done: Callable[[], bool], deadline: Deadline) -> None:
+        """Restart what is killed until ``done()``, which is asked about ten times a second.
+
+        Raises:
+            ServiceFailedError: a service stopped by itself.
+            DeadlineExceededError: it took too long; the detail has the ends of the logs.
+        """
+        while True:
+            for service in self.services:
+                service.check()
+            if done():
+                return
+            if deadline.expired:
+                raise DeadlineExceededError(
+                    f"The services were not done within {deadline.seconds:g} s",
+                    detail="\n".join(f"{s.flow}, batch {s.batch}:\n{s.log_tail()}" for s in self.services),
+                    next_step="on a slow machine allow more time or fewer records; else see the logs",
+                )
+            time.sleep(_POLL_S)
+
+    def stop(self) -> None:
+        """End all services in order (SIGTERM).
+
+        Raises:
+            ServiceFailedError: one did not stop in time, or with an error.
+        """
+        for service in self.services:
+            service.terminate()
+        end = time.monotonic() + STOP_S
+        for service in self.services:
+            service.wait(end - time.monotonic())
+
+    def _destroy(self) -> None:
+        for service in self.services:
+            service.destroy()

@@ -1,0 +1,96 @@
+"""Reads topics and group offsets with librdkafka: a client that shares no code with onceflow or Spark."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, TopicPartition
+
+from onceflow.client.deadline import Deadline
+from onceflow.demos.audit import Message
+from onceflow.errors import BrokerUnreachableError
+
+_CHUNK = 10_000
+_CALL_S = 5.0
+_quiet = logging.getLogger("onceflow.demos.librdkafka")
+
+
+def read_topic(
+    bootstrap_servers: str, topic: str, deadline: Deadline, *, isolation: str = "read_committed"
+) -> Iterator[Message]:
+    """All records of a topic, from the beginning to the end it has now, in offset order per partition.
+
+    Raises:
+        BrokerUnreachableError: a consumer error, or the end was not reached before the deadline.
+    """
+    consumer = _consumer(bootstrap_servers, "onceflow-demo-audit", isolation)
+    try:
+        metadata = consumer.list_topics(topic, timeout=_CALL_S).topics[topic]
+        unread = set(metadata.partitions)
+        consumer.assign([TopicPartition(topic, partition, OFFSET_BEGINNING) for partition in unread])
+        while unread:
+            if deadline.expired:
+                raise _unreadable(topic, f"partitions {sorted(unread)} were not read to their end")
+            for message in consumer.consume(_CHUNK, timeout=0.2):
+                error = message.error()
+                if error is None:
+                    headers = tuple((name, value) for name, value in message.headers() or ())
+                    yield Message(message.partition(), message.offset(), message.key(), message.value(), headers)
+                elif error.code() == KafkaError._PARTITION_EOF:
+                    unread.discard(message.partition())
+                elif not error.retriable():
+                    raise _unreadable(topic, str(error))
+    finally:
+        consumer.close()
+
+
+class GroupLag:
+    """How far a consumer group is through a topic.
+
+    Args:
+        group: whose committed offsets are looked at; nothing is consumed.
+    """
+
+    def __init__(self, bootstrap_servers: str, group: str, topic: str, partitions: int) -> None:
+        # With read_committed the offset fetch would block while an offset commit is pending in a transaction.
+        self._consumer = _consumer(bootstrap_servers, group, "read_uncommitted")
+        self._span = [TopicPartition(topic, partition) for partition in range(partitions)]
+
+    def read(self) -> tuple[int, int]:
+        """(committed, end): sums of the group's offsets and of the log end offsets, over all partitions.
+
+        Raises:
+            KafkaException: the broker did not answer.
+        """
+        committed = self._consumer.committed(self._span, timeout=_CALL_S)
+        ends = [self._consumer.get_watermark_offsets(place, timeout=_CALL_S)[1] for place in self._span]
+        return sum(max(0, place.offset) for place in committed), sum(ends)
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._consumer.close()
+
+
+def _consumer(bootstrap_servers: str, group: str, isolation: str) -> Any:
+    options = {
+        "bootstrap.servers": bootstrap_servers,
+        "group.id": group,
+        "isolation.level": isolation,
+        "enable.auto.commit": False,
+        "enable.partition.eof": True,
+        # An audit must not jump over records that it cannot find.
+        "auto.offset.reset": "error",
+        "log_level": 0,
+    }
+    return Consumer(options, logger=_quiet)
+
+
+def _unreadable(topic: str, detail: str) -> BrokerUnreachableError:
+    return BrokerUnreachableError(
+        f"Topic {topic} could not be read to its end",
+        topic=topic,
+        detail=detail,
+        next_step="see whether the broker still runs and has memory and disk; then run the demo again",
+    )

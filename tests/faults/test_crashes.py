@@ -1,0 +1,162 @@
+"""Every step x {driver SIGKILL, Python workers SIGKILLed, exception}: invariants I1, I2 and I5 hold.
+
+Before recovery the topics are looked at as the crash left them: what a read_committed consumer sees is exactly
+what the progress record says (I1). After recovery everything is there once (I5), in contiguous batches (I2).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import pytest
+from pyspark.errors import StreamingQueryException
+
+from onceflow import hooks
+from onceflow.sink import progress_log
+from onceflow.testing import faults, independent
+from onceflow.wire import progress as records
+from onceflow.wire.progress import PROGRESS_TOPIC, Progress
+
+pytestmark = [pytest.mark.integration, pytest.mark.faults]
+
+# The batch a step is reached in: batch 2 is neither the first of a start nor the last.
+BATCH = 2
+
+
+def rule_of(step: str, action: str, **fields: Any) -> str:
+    if step != "init":
+        fields.setdefault("batch", BATCH)
+    return faults.fault(step, action, **fields)
+
+
+def committed_progress(pipe: Any) -> list[Progress]:
+    found = []
+    for seen in independent.read_topic(pipe.bootstrap, PROGRESS_TOPIC):
+        if seen.key == pipe.flow.encode() and seen.value is not None:
+            assert seen.partition == progress_log.partition_of(pipe.flow)
+            found.append(records.decode(seen.key, seen.value))
+    return found
+
+
+def check_visible_iff_progress(pipe: Any) -> None:
+    """I1, on whatever state the crash left: records visible = records covered by progress."""
+    history = committed_progress(pipe)
+    covered = sum(history[-1].offsets[pipe.source].values()) if history else 0
+    assert len(independent.read_topic(pipe.bootstrap, pipe.target)) == covered
+
+
+def check_contiguous(pipe: Any) -> None:
+    """I2: batch numbers without gap, offsets that only grow."""
+    history = committed_progress(pipe)
+    batches = [p.batch_id for p in history]
+    assert batches == list(range(len(batches)))
+    for before, after in zip(history, history[1:], strict=False):
+        for partition, offset in before.offsets[pipe.source].items():
+            assert after.offsets[pipe.source][partition] >= offset
+
+
+def check_recovered(pipe: Any) -> None:
+    pipe.check()
+    check_contiguous(pipe)
+
+
+def end_group(process: Any) -> None:
+    """The driver's JVM and workers are left behind by SIGKILL; they were started by this test."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    process.stdout.close()
+
+
+@pytest.mark.parametrize("step", hooks.STEPS)
+def test_driver_killed(make_pipe: Any, step: str) -> None:
+    pipe = make_pipe()
+    pipe.fill(3000)
+    # Odd and even steps take the two write paths in turn.
+    rows = 0 if hooks.STEPS.index(step) % 2 else 4000
+    process = pipe.driver(rule_of(step, "kill"), write={"small_batch_rows": rows})
+    try:
+        output = process.communicate(timeout=120)[0]
+        assert process.returncode == -signal.SIGKILL, output
+        check_visible_iff_progress(pipe)
+        pipe.fill(500)
+        pipe.run(small_batch_rows=rows)
+    finally:
+        end_group(process)
+    check_recovered(pipe)
+
+
+@pytest.mark.parametrize("step", hooks.STEPS)
+def test_exception(make_pipe: Any, inject: Any, step: str) -> None:
+    pipe = make_pipe()
+    pipe.fill(3000)
+    os.environ[hooks.VARIABLE] = rule_of(step, "raise")
+    faults._fired.clear()
+    with pytest.raises((StreamingQueryException, faults.InjectedFaultError), match="injected at"):
+        pipe.run(small_batch_rows=0 if hooks.STEPS.index(step) % 2 == 0 else 4000)
+    check_visible_iff_progress(pipe)
+    pipe.run()
+    check_recovered(pipe)
+
+
+@pytest.mark.parametrize("step", hooks.STEPS)
+def test_python_workers_killed(make_pipe: Any, inject: Any, step: str) -> None:
+    """Workers are idle at most steps: the next job starts new ones, and nobody notices."""
+    pipe = make_pipe()
+    pipe.fill(3000)
+    inject(step, "kill-workers", **({} if step == "init" else {"batch": BATCH}))
+    query = pipe.run(small_batch_rows=0)
+    check_recovered(pipe)
+    assert [b.attempts for b in query.batches] == [1] * len(query.batches)
+
+
+@pytest.mark.parametrize("action", ["kill", "raise"])
+def test_task_dies_after_producing(make_pipe: Any, inject: Any, action: str) -> None:
+    """I3: all of a task's records are acknowledged, then its worker dies: the whole batch runs again."""
+    pipe = make_pipe()
+    pipe.fill(3000)
+    once = pipe.tmp_path / "fired"
+    inject("write", action, where="task", batch=BATCH, task=0, once_file=str(once))
+    query = pipe.run(small_batch_rows=0, partitioner="source")
+    assert once.exists()
+    assert {b.batch: b.attempts for b in query.batches}[BATCH] == 2
+    check_recovered(pipe)
+    # The first attempt's records are in the log, aborted: a reader that ignores transactions sees them.
+    everything = independent.read_topic(pipe.bootstrap, pipe.target, isolation="read_uncommitted")
+    assert len(everything) > len(pipe.sent)
+
+
+def test_a_batch_that_always_fails_is_given_up_clearly(make_pipe: Any, inject: Any) -> None:
+    from onceflow import BatchAbortedError
+
+    pipe = make_pipe()
+    pipe.fill(1500)
+    inject("write", "raise", where="task", batch=BATCH, task=0, times=1000)
+    flow = pipe.open()
+    df = flow.read(pipe.source, max_records_per_batch=1000).select("key", "value")
+    query = flow.write(df, topic=pipe.target, small_batch_rows=0, partitioner="source").start()
+    with pytest.raises(BatchAbortedError, match=r"aborted 4 times(.|\n)*injected at write(.|\n)*next step"):
+        query.awaitTermination(120)
+    check_visible_iff_progress(pipe)
+    os.environ.pop(hooks.VARIABLE)
+    pipe.run()
+    check_recovered(pipe)
+
+
+def test_many_restarts_of_one_driver(make_pipe: Any) -> None:
+    """Killed again and again at changing steps, always with fresh scratch folders."""
+    pipe = make_pipe()
+    pipe.fill(2500)
+    for step in ("progress", "end"):
+        process = pipe.driver(faults.fault(step, "kill"))
+        try:
+            process.communicate(timeout=120)
+            assert process.returncode == -signal.SIGKILL
+        finally:
+            end_group(process)
+        check_visible_iff_progress(pipe)
+    pipe.run()
+    check_recovered(pipe)

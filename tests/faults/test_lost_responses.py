@@ -1,0 +1,96 @@
+"""EndTxn whose answer is lost: the right verdict both when it was applied and when it was not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from onceflow.testing import independent
+from onceflow.testing.broker import create_topic
+from onceflow.testing.proxy import END_TXN, Proxy, proxied_broker
+
+pytestmark = [pytest.mark.integration, pytest.mark.faults]
+
+PRODUCE, FIND_COORDINATOR, INIT_PRODUCER_ID, TXN_OFFSET_COMMIT = 0, 10, 22, 28
+
+
+@pytest.fixture(scope="module")
+def proxied(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str, Proxy]]:
+    with proxied_broker(tmp_path_factory.mktemp("proxied")) as found:
+        yield found
+
+
+@pytest.fixture
+def proxied_pipe(proxied: tuple[str, str, Proxy], make_pipe: Callable[..., Any]) -> Any:
+    direct, _, _ = proxied
+    pipe = make_pipe()  # for unique names; the topics are made on the other broker
+    for topic in (pipe.source, pipe.target):
+        create_topic(direct, topic, 4)
+    return replace(pipe, bootstrap=direct)
+
+
+@pytest.mark.parametrize("times", [1, 3])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_end_txn(proxied: tuple[str, str, Proxy], proxied_pipe: Any, when: str, times: int) -> None:
+    _, through, proxy = proxied
+    pipe = proxied_pipe
+    pipe.fill(1000)
+    from onceflow import Flow
+
+    flow = Flow(pipe.flow, pipe.spark, bootstrap_servers=through)
+    df = flow.read(pipe.source, max_records_per_batch=400).select("key", "value")
+    proxy.cut(END_TXN, when, times)
+    query = flow.write(df, topic=pipe.target).start()
+    try:
+        query.processAllAvailable()
+    finally:
+        query.stop()
+    assert proxy.cuts == times
+    # Decided as it was: no batch was run twice because its outcome was misread.
+    assert [b.attempts for b in query.batches] == [1] * len(query.batches)
+    pipe.check()
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("api_key", [PRODUCE, FIND_COORDINATOR, INIT_PRODUCER_ID, TXN_OFFSET_COMMIT])
+def test_other_requests(proxied: tuple[str, str, Proxy], proxied_pipe: Any, api_key: int, when: str) -> None:
+    """A lost Produce or TxnOffsetCommit is sent again, the same bytes; the broker recognises what it has."""
+    _, through, proxy = proxied
+    pipe = proxied_pipe
+    pipe.fill(1000)
+    from onceflow import Flow
+
+    flow = Flow(pipe.flow, pipe.spark, bootstrap_servers=through)
+    proxy.cut(api_key, when)
+    df = flow.read(pipe.source, max_records_per_batch=400).select("key", "value")
+    query = flow.write(df, topic=pipe.target).start()
+    try:
+        query.processAllAvailable()
+    finally:
+        query.stop()
+    assert proxy.cuts == 1
+    pipe.check()
+
+
+def test_fenced_while_the_answer_was_lost(proxied: tuple[str, str, Proxy], proxied_pipe: Any) -> None:
+    """The commit was applied, the answer lost, and somebody else took over meanwhile: progress decides."""
+    from onceflow.client.cluster import Cluster
+    from onceflow.client.deadline import Deadline
+    from onceflow.client.settings import ClientSettings
+    from onceflow.client.transactions import Outcome, Transactions
+
+    direct, _, _ = proxied
+    cluster = Cluster(ClientSettings(direct))
+    deadline = Deadline(30, "test")
+    older = Transactions(cluster, f"onceflow.{proxied_pipe.flow}")
+    older.init(deadline)
+    older.begin(deadline)
+    older.commit_offsets(proxied_pipe.flow, {proxied_pipe.source: {0: 0}}, deadline)
+    newer = Transactions(cluster, f"onceflow.{proxied_pipe.flow}")
+    newer.init(deadline)
+    assert older.end(deadline, commit=True) is Outcome.FENCED
+    cluster.close()
+    assert independent.committed_offsets(direct, proxied_pipe.flow) == {}

@@ -1,0 +1,183 @@
+"""Who may write: one driver of a flow (I6), one attempt of a batch (I3), one task per partition (I4)."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import pytest
+
+from onceflow import BatchAbortedError, FencedError, ProgressConflictError, TransactionTimeoutError, hooks
+from onceflow.testing import faults, independent
+
+pytestmark = [pytest.mark.integration, pytest.mark.faults]
+
+
+def wait_until(condition: Any, what: str, seconds: float = 60.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"waited {seconds} s in vain: {what}"
+        time.sleep(0.05)
+
+
+def start(pipe: Any, **write: Any) -> Any:
+    flow = pipe.open()
+    df = flow.read(pipe.source, max_records_per_batch=1000).select("key", "value")
+    return flow.write(df, topic=pipe.target, **write).start()
+
+
+@pytest.mark.parametrize("small_batch_rows", [0, 4000])
+def test_the_older_of_two_drivers_is_fenced(make_pipe: Any, small_batch_rows: int) -> None:
+    pipe = make_pipe()
+    pipe.fill(500)
+    older = start(pipe, small_batch_rows=small_batch_rows)
+    older.processAllAvailable()
+    newer = start(pipe)  # reads progress after it has fenced the older one
+    try:
+        pipe.fill(500)
+        with pytest.raises(FencedError, match=rf"newer driver of flow '{pipe.flow}'(.|\n)*next step"):
+            older.awaitTermination(60)
+        newer.processAllAvailable()
+    finally:
+        newer.stop()
+    pipe.check()
+
+
+def test_a_driver_fenced_in_mid_batch(make_pipe: Any) -> None:
+    """The older driver sleeps (a long garbage collection) between its writes and its commit."""
+    pipe = make_pipe()
+    pipe.fill(1500)
+    ready = pipe.tmp_path / "paused"
+    rule = faults.fault("audit", "pause", batch=1, seconds=15, once_file=str(ready))
+    process = pipe.driver(rule)
+    try:
+        wait_until(ready.exists, "the older driver reaches its pause")
+        pipe.run()
+        pipe.fill(200)
+        output = process.communicate(timeout=90)[0]
+        assert process.returncode != 0
+        assert "FencedError" in output
+    finally:
+        try:
+            os.killpg(process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        process.stdout.close()
+    pipe.run()
+    pipe.check()
+
+
+def test_a_second_write_of_one_flow_is_refused(make_pipe: Any) -> None:
+    from onceflow import OptionError
+
+    pipe = make_pipe()
+    flow = pipe.open()
+    df = flow.read(pipe.source).select("key", "value")
+    query = flow.write(df, topic=pipe.target).start()
+    try:
+        with pytest.raises(OptionError, match="has a running write already"):
+            flow.write(df, topic=pipe.target).start()
+    finally:
+        query.stop()
+
+
+def test_two_tasks_on_one_partition_are_refused_before_commit(make_pipe: Any, monkeypatch: Any) -> None:
+    """I4. The planner is made to send every row to partition 0 from two tasks."""
+    from pyspark.sql import functions as F
+
+    from onceflow.sink import batch, ownership
+    from onceflow.sink.tasks import PARTITION
+
+    def broken(df: Any, columns: Any, **_: Any) -> Any:
+        rows = df.select("key", "value", F.lit(0).alias(PARTITION)).repartition(2)
+        return ownership.Prepared(rows, 2, spread=False)
+
+    pipe = make_pipe()
+    pipe.fill(400)
+    monkeypatch.setattr(batch, "prepare", broken)
+    query = start(pipe, small_batch_rows=0)
+    with pytest.raises(ProgressConflictError, match="Two tasks wrote to"):
+        query.awaitTermination(60)
+    assert independent.read_topic(pipe.bootstrap, pipe.target) == []
+    monkeypatch.undo()
+    pipe.run()
+    pipe.check()
+
+
+@pytest.mark.parametrize("step, action", [("write", "raise"), ("begin", "orphan")])
+def test_extra_attempts_of_a_task(make_pipe: Any, step: str, action: str) -> None:
+    """I3. Spark retries a task that failed after producing; or one whose executor is gone while the task
+    itself is only slow: it wakes up and writes while the second attempt runs, and after.
+
+    Needs executors, so a local-cluster. (Speculation would do the same, but a flow refuses it, and Spark
+    starts no speculative copy on the same host.)
+    """
+    pipe = make_pipe()
+    pipe.fill(2000)
+    once = pipe.tmp_path / "fired"
+    rule = faults.fault(step, action, where="task", task=0, seconds=8, once_file=str(once))
+    process = pipe.driver(
+        rule,
+        master="local-cluster[2,1,600]",
+        spark={"spark.executor.memory": "600m"},
+        write={"small_batch_rows": 0, "partitioner": "source"},
+    )
+    try:
+        output = process.communicate(timeout=150)[0]
+    finally:
+        try:
+            os.killpg(process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        process.stdout.close()
+    assert process.returncode == 0, output
+    assert once.exists()
+    assert "Extra attempt: task 0 is at attempt 1" in output
+    pipe.check()
+
+
+def test_speculation_is_refused(make_pipe: Any) -> None:
+    from onceflow import UnsupportedQueryError
+
+    pipe = make_pipe()
+    spark = pipe.spark
+
+    class Speculating:
+        """The session, as one with speculation on would answer."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(spark, name)
+
+        class conf:  # noqa: N801
+            @staticmethod
+            def get(name: str, default: str | None = None) -> str | None:
+                return "true" if name == "spark.speculation" else default
+
+    from onceflow import Flow
+
+    with pytest.raises(UnsupportedQueryError, match="spark.speculation is on"):
+        Flow(pipe.flow, Speculating(), bootstrap_servers=pipe.bootstrap)  # type: ignore[arg-type]
+
+
+def test_a_transaction_that_timed_out_is_run_again(make_pipe: Any, inject: Any) -> None:
+    """The broker aborts in mid-batch; the batch runs again under a new epoch, nothing is lost."""
+    pipe = make_pipe()
+    pipe.fill(1500)
+    inject("audit", "pause", batch=1, seconds=4)
+    query = pipe.run(transaction_timeout="2 seconds")
+    assert {b.batch: b.attempts for b in query.batches}[1] == 2
+    pipe.check()
+
+
+def test_a_transaction_that_always_times_out_says_what_to_do(make_pipe: Any, inject: Any) -> None:
+    pipe = make_pipe()
+    pipe.fill(500)
+    inject("audit", "pause", seconds=3, times=1000)
+    query = start(pipe, transaction_timeout="1 second")
+    with pytest.raises((TransactionTimeoutError, BatchAbortedError), match=r"(?s)max_records_per_batch"):
+        query.awaitTermination(120)
+    os.environ.pop(hooks.VARIABLE)
+    pipe.run()
+    pipe.check()
