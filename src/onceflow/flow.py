@@ -155,7 +155,8 @@ class Flow:
         deadline = Deadline(_START_SECONDS, f"starting flow {self.name}")
         if self._cluster is None:
             self._cluster = Cluster(self._settings)
-            self._cluster.connect(deadline)
+            self._transactions = Transactions(self._cluster, self._names.transactional_id)
+            self._transactions.check_supported(deadline)
         source = self._look_at(topic, deadline)
         self._sources[topic] = source
         self._take_over(deadline)
@@ -186,9 +187,7 @@ class Flow:
             return
         cluster = self._connected()
         progress_log.ensure_topic(cluster, deadline)
-        if self._transactions is None:
-            self._transactions = Transactions(cluster, self._names.transactional_id)
-        self._transactions.init(deadline)
+        self._initialised().init(deadline)
         spans = {name: sorted(source.earliest) for name, source in self._sources.items()}
         self._committed = progress_log.read_progress(cluster, self.name, self._names.group_id, spans, deadline)
         self._fresh = True

@@ -212,6 +212,8 @@ class Cluster:
                 else:
                     unsettled = f"{topic.name}: {codes.describe(topic.error_code).name}"
             self._topics.update(found)
+            if wanted is not None and not unsettled and len(found) < len(wanted):
+                unsettled = "the response does not mention every topic asked for"
             if not unsettled:
                 return found
             if wanted is None:

@@ -76,6 +76,12 @@ class Transactions:
         """Whether the cluster has transaction version 2."""
         return self._cluster.transaction_version >= 2
 
+    def check_supported(self, deadline: Deadline) -> None:
+        """Raises ``BrokerUnsupportedError`` when the broker has no transactions, before anything else is asked."""
+        self._cluster.connect(deadline)
+        self._cluster.version(InitProducerIdRequest, least=3, most=5)
+        self._cluster.version(TxnOffsetCommitRequest, least=3, most=5)
+
     # ---- identity ------------------------------------------------------------------------------------
 
     def init(self, deadline: Deadline) -> BatchHeader:

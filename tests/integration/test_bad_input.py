@@ -1,0 +1,395 @@
+"""Bad input of every kind: one clear error with a next step, and nothing written."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+import onceflow
+from onceflow.testing import independent
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.fixture
+def pipe(make_pipe: Callable[..., Any]) -> Any:
+    pipe = make_pipe()
+    pipe.fill(300)
+    return pipe
+
+
+def select(pipe: Any, *columns: Any) -> tuple[Any, Any]:
+    flow = pipe.open()
+    return flow, flow.read(pipe.source).select(*columns)
+
+
+def run_to_error(flow: Any, df: Any, kind: type[onceflow.OnceflowError], **write: Any) -> str:
+    """The query must stop with this error, name the flow and the batch, and say what to do next."""
+    query = flow.write(df, **write).start()
+    with pytest.raises(kind) as caught:
+        query.awaitTermination(90)
+    error = caught.value
+    assert error.flow == flow.name
+    assert error.batch == 1
+    assert error.next_step
+    return str(error)
+
+
+def check_nothing_written(pipe: Any) -> None:
+    assert independent.read_topic(pipe.bootstrap, pipe.target) == []
+
+
+# ---- found before anything runs ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "columns, words",
+    [
+        (["key"], "column 'value' is missing"),
+        (["value", "CAST(offset AS BIGINT) AS key"], "column 'key' is bigint"),
+        (["named_struct('a', 1) AS value"], "column 'value' is struct"),
+        (["value", "CAST(1 AS BIGINT) AS partition"], "column 'partition' is bigint"),
+        (["value", "1 AS topic"], "column 'topic' is int"),
+        (["value", "map('a', 'b') AS headers"], "column 'headers' is map"),
+        (["value", "'2024' AS timestamp"], "column 'timestamp' is string"),
+        (["value", "value"], "is there twice"),
+    ],
+)
+def test_wrong_columns(pipe: Any, columns: list[str], words: str) -> None:
+    flow = pipe.open()
+    df = flow.read(pipe.source).selectExpr(*columns)
+    with pytest.raises(onceflow.SchemaError, match=words) as caught:
+        flow.write(df, topic=pipe.target)
+    assert "the sink takes value" in caught.value.next_step
+    flow.close()
+
+
+def test_no_topic_at_all(pipe: Any) -> None:
+    flow, df = select(pipe, "key", "value")
+    with pytest.raises(onceflow.SchemaError, match="neither a topic= argument nor a 'topic' column"):
+        flow.write(df)
+    flow.close()
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        ({"guarantee": "exactly-once"}, "guarantee='exactly-once' is unknown"),
+        ({"partitioner": "random"}, "partitioner='random' is unknown"),
+        ({"compression": "brotli"}, "brotli"),
+        ({"trigger": "often"}, "trigger='often' is not a duration"),
+        ({"transaction_timeout": "soon"}, "transaction_timeout='soon' is not a duration"),
+        ({"transaction_timeout": "10 ms"}, "is too short"),
+    ],
+)
+def test_wrong_arguments(pipe: Any, arguments: dict[str, str], words: str) -> None:
+    flow, df = select(pipe, "key", "value")
+    with pytest.raises(onceflow.OptionError, match=words) as caught:
+        flow.write(df, topic=pipe.target, **arguments)
+    assert caught.value.next_step
+    flow.close()
+
+
+def test_transaction_timeout_above_the_brokers_limit(pipe: Any) -> None:
+    flow, df = select(pipe, "key", "value")
+    with pytest.raises(onceflow.OptionError, match=r"(?s)timeout.*next step"):
+        flow.write(df, topic=pipe.target, transaction_timeout="60 minutes").start()
+    flow.close()
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"security.protcol": "SSL"}, "did you mean 'security.protocol'"),
+        ({"kafka.acks": "1"}, "is set by onceflow itself"),
+        ({"transactional.id": "mine"}, "is set by onceflow itself"),
+        ({"security.protocol": "SSLv3"}, "unknown value"),
+        ({"security.protocol": "SASL_SSL"}, "sasl.mechanism"),
+        ({"request.timeout.ms": "soon"}, "whole number of milliseconds"),
+    ],
+)
+def test_unknown_options(pipe: Any, options: dict[str, str], words: str) -> None:
+    with pytest.raises(onceflow.OptionError, match=words):
+        onceflow.Flow(pipe.flow, pipe.spark, bootstrap_servers=pipe.bootstrap, options=options)
+
+
+@pytest.mark.parametrize("name", ["", "a b", "x" * 201, "ümlaut"])
+def test_unusable_flow_names(pipe: Any, name: str) -> None:
+    with pytest.raises(onceflow.OptionError):
+        onceflow.Flow(name, pipe.spark, bootstrap_servers=pipe.bootstrap)
+
+
+def test_unknown_reader_option(pipe: Any) -> None:
+    flow = pipe.open()
+    with pytest.raises(onceflow.OptionError, match="unknown option 'maxOffsetPerTrigger'"):
+        flow.read(pipe.source, options={"maxOffsetPerTrigger": "5"})
+    with pytest.raises(onceflow.OptionError, match="starting_offsets"):
+        flow.read(pipe.source, options={"startingOffsets": "latest"})
+    flow.close()
+
+
+def test_stateful_query_without_checkpoint(pipe: Any) -> None:
+    flow = pipe.open()
+    source = flow.read(pipe.source)
+    stateful = {
+        "aggregation": source.groupBy("key").count().selectExpr("key", "CAST(count AS STRING) AS value"),
+        "dropDuplicates": source.dropDuplicates(["key"]).select("key", "value"),
+        "dropDuplicatesWithinWatermark": source.withWatermark("timestamp", "1 minute")
+        .dropDuplicatesWithinWatermark(["key"])
+        .select("key", "value"),
+        "a join of two streams": source.alias("a").join(source.alias("b"), "key").select("key", "a.value"),
+        "limit": source.limit(5).select("key", "value"),
+    }
+    for what, df in stateful.items():
+        with pytest.raises(onceflow.UnsupportedQueryError, match=f"(?s){what}.*checkpoint"):
+            flow.write(df, topic=pipe.target)
+    static = pipe.spark.createDataFrame([("key-1", "x")], "k string, other string")
+    joined = source.join(static.groupBy("k").count(), source["key"].cast("string") == static["k"])
+    flow.write(joined.select("key", "value"), topic=pipe.target)  # a static aggregation keeps no state
+    flow.close()
+
+
+def test_streams_of_others_and_no_streams(pipe: Any) -> None:
+    flow = pipe.open()
+    flow.read(pipe.source)
+    foreign = (
+        pipe.spark.readStream.format("kafka")
+        .option("kafka.bootstrap.servers", pipe.bootstrap)
+        .option("subscribe", pipe.source)
+        .load()
+    )
+    with pytest.raises(onceflow.UnsupportedQueryError, match="made by spark.readStream"):
+        flow.write(foreign.select("key", "value"), topic=pipe.target)
+    rate = pipe.spark.readStream.format("rate").load().selectExpr("CAST(value AS STRING) AS value")
+    with pytest.raises(onceflow.UnsupportedQueryError, match="made by spark.readStream"):
+        flow.write(rate, topic=pipe.target)
+    with pytest.raises(onceflow.UnsupportedQueryError, match="is not a stream"):
+        flow.write(pipe.spark.createDataFrame([("a",)], "value string"), topic=pipe.target)
+    flow.close()
+
+
+def test_unknown_source_and_output_topic(pipe: Any) -> None:
+    flow = pipe.open()
+    with pytest.raises(onceflow.UnknownTopicError, match="'no-such-topic' does not exist"):
+        flow.read("no-such-topic")
+    df = flow.read(pipe.source).select("key", "value")
+    with pytest.raises(onceflow.UnknownTopicError, match="'nor-this' does not exist"):
+        flow.write(df, topic="nor-this").start()
+    flow.close()
+
+
+def test_no_broker(pipe: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr("onceflow.flow._START_SECONDS", 3.0)
+    with socket.create_server(("127.0.0.1", 0)) as unused:
+        port = unused.getsockname()[1]
+    flow = onceflow.Flow(pipe.flow, pipe.spark, bootstrap_servers=f"127.0.0.1:{port}")
+    with pytest.raises(onceflow.BrokerUnreachableError, match=rf"(?s)127.0.0.1:{port} within 3 s.*refused.*next step"):
+        flow.read(pipe.source)
+
+
+@pytest.fixture
+def broker_without_transactions() -> Iterator[int]:
+    """Answers as a broker before Kafka 0.11: no InitProducerId among its APIs. (No such broker resolves.)"""
+    from kafka.protocol.metadata import ApiVersionsResponse, MetadataResponse
+
+    server = socket.create_server(("127.0.0.1", 0))
+    port = server.getsockname()[1]
+    done = threading.Event()
+
+    def answer(api_key: int, version: int) -> bytes | None:
+        if api_key == 18:
+            apis = [(0, 0, 2), (1, 0, 3), (2, 0, 1), (3, 0, 4), (10, 0, 1), (18, 0, 0)]
+            rows = [ApiVersionsResponse.ApiVersion(api_key=k, min_version=a, max_version=b) for k, a, b in apis]
+            error = 0 if version == 0 else 35
+            return ApiVersionsResponse[0](error_code=error, api_keys=rows).encode(version=0)
+        if api_key == 3:
+            broker = MetadataResponse.MetadataResponseBroker(node_id=1, host="127.0.0.1", port=port, rack=None)
+            return MetadataResponse[version](
+                throttle_time_ms=0, brokers=[broker], cluster_id="old", controller_id=1, topics=[]
+            ).encode(version=version)
+        return None
+
+    def serve(link: socket.socket) -> None:
+        with link, link.makefile("rb") as stream:
+            while len(size := stream.read(4)) == 4:
+                frame = stream.read(struct.unpack(">i", size)[0])
+                api_key, version, correlation = struct.unpack_from(">hhi", frame)
+                body = answer(api_key, version)
+                if body is None:
+                    return
+                link.sendall(struct.pack(">ii", len(body) + 4, correlation) + body)
+
+    def accept() -> None:
+        while not done.is_set():
+            try:
+                link, _ = server.accept()
+            except OSError:
+                return
+            threading.Thread(target=serve, args=(link,), daemon=True).start()
+
+    thread = threading.Thread(target=accept, daemon=True)
+    thread.start()
+    yield port
+    done.set()
+    socket.create_connection(("127.0.0.1", port)).close()  # wakes accept
+    thread.join(5)
+    server.close()
+
+
+def test_broker_without_transactions(pipe: Any, broker_without_transactions: int, monkeypatch: Any) -> None:
+    monkeypatch.setattr("onceflow.flow._START_SECONDS", 5.0)
+    servers = f"127.0.0.1:{broker_without_transactions}"
+    flow = onceflow.Flow(pipe.flow, pipe.spark, bootstrap_servers=servers)
+    with pytest.raises(onceflow.BrokerUnsupportedError, match=r"(?s)transactions.*2\.5 or later"):
+        flow.read(pipe.source)
+
+
+# ---- found in the rows ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("small_batch_rows", [0, 4000])
+def test_null_topic(pipe: Any, small_batch_rows: int) -> None:
+    flow = pipe.open()
+    df = flow.read(pipe.source).selectExpr(
+        "key", "value", f"IF(value = '000000007', CAST(NULL AS STRING), '{pipe.target}') AS topic"
+    )
+    text = run_to_error(flow, df, onceflow.BadRecordError, small_batch_rows=small_batch_rows)
+    assert "1 rows have a null topic" in text
+    check_nothing_written(pipe)
+
+
+@pytest.mark.parametrize("small_batch_rows", [0, 4000])
+def test_unknown_topic_in_a_column(pipe: Any, small_batch_rows: int) -> None:
+    flow = pipe.open()
+    df = flow.read(pipe.source).selectExpr(
+        "key", "value", f"IF(value = '000000007', 'never-made', '{pipe.target}') AS topic"
+    )
+    text = run_to_error(flow, df, onceflow.UnknownTopicError, small_batch_rows=small_batch_rows)
+    assert "'never-made' does not exist" in text
+    check_nothing_written(pipe)
+
+
+@pytest.mark.parametrize("small_batch_rows", [0, 4000])
+@pytest.mark.parametrize("partition", [-1, 4, 2**31 - 1])
+def test_partition_out_of_range(pipe: Any, partition: int, small_batch_rows: int) -> None:
+    flow = pipe.open()
+    df = flow.read(pipe.source).selectExpr("key", "value", f"IF(value = '000000007', {partition}, 1) AS partition")
+    text = run_to_error(
+        flow, df, onceflow.BadRecordError, topic=pipe.target, small_batch_rows=small_batch_rows
+    )
+    assert f"asks for partition {partition} " in text
+    assert "partitions 0 to 3" in text
+    check_nothing_written(pipe)
+
+
+@pytest.mark.parametrize("small_batch_rows", [0, 4000])
+def test_record_larger_than_the_broker_allows(pipe: Any, small_batch_rows: int) -> None:
+    flow = pipe.open()
+    df = flow.read(pipe.source).selectExpr("key", "IF(value = '000000007', repeat('x', 2000000), value) AS value")
+    text = run_to_error(
+        flow, df, onceflow.BadRecordError, topic=pipe.target, small_batch_rows=small_batch_rows
+    )
+    assert "1048588" in text
+    assert pipe.target in text
+    check_nothing_written(pipe)
+
+
+def test_null_header_key(pipe: Any) -> None:
+    flow = pipe.open()
+    df = flow.read(pipe.source).selectExpr(
+        "key", "value", "array(named_struct('key', CAST(NULL AS STRING), 'value', value)) AS headers"
+    )
+    text = run_to_error(flow, df, onceflow.BadRecordError, topic=pipe.target)
+    assert "header" in text
+    check_nothing_written(pipe)
+
+
+def test_source_partitioner_needs_the_same_partitions(make_pipe: Any) -> None:
+    pipe = make_pipe(partitions=4, target_partitions=3)
+    pipe.fill(50)
+    flow, df = select(pipe, "key", "value")
+    text = run_to_error(flow, df, onceflow.OptionError, topic=pipe.target, partitioner="source")
+    assert "has 3" in text
+    flow, df = select(pipe, "key", "value")
+    text = run_to_error(flow, df.repartition(2), onceflow.OptionError, topic=pipe.target, partitioner="source")
+    assert "keeps every source partition in one task" in text
+    check_nothing_written(pipe)
+
+
+def test_user_code_that_raises(pipe: Any) -> None:
+    from pyspark.sql import functions as F
+
+    parse = F.udf(lambda value: str(1 // (int(value) - 7)), "string")
+    flow = pipe.open()
+    df = flow.read(pipe.source).select("key", parse("value").alias("value"))
+    text = run_to_error(flow, df, onceflow.BatchAbortedError, topic=pipe.target)
+    assert "ZeroDivisionError" in text
+    check_nothing_written(pipe)
+
+
+# ---- sources that are not what they were ----------------------------------------------------------------
+
+
+def test_expired_source_records(make_pipe: Any) -> None:
+    from confluent_kafka import TopicPartition
+    from confluent_kafka.admin import AdminClient
+
+    pipe = make_pipe(partitions=1)
+    pipe.fill(100)
+    pipe.run()
+    pipe.fill(100)
+    admin = AdminClient({"bootstrap.servers": pipe.bootstrap})
+    for future in admin.delete_records([TopicPartition(pipe.source, 0, 150)]).values():
+        future.result(30)
+    flow = pipe.open()
+    with pytest.raises(onceflow.DataLossError, match=r"(?s)offsets 100 to 149 have expired.*fail_on_data_loss=False"):
+        flow.read(pipe.source)
+    flow.close()
+    pipe.run(read={"fail_on_data_loss": False})
+    seen = independent.read_topic(pipe.bootstrap, pipe.target)
+    expected = [v for _, v in pipe.sent[:100] + pipe.sent[150:]]
+    assert sorted(s.value or b"" for s in seen) == sorted(v or b"" for v in expected)
+
+
+def test_source_topic_created_again(make_pipe: Any) -> None:
+    from confluent_kafka.admin import AdminClient
+
+    from onceflow.testing.broker import create_topic
+
+    pipe = make_pipe(partitions=2)
+    pipe.fill(50)
+    pipe.run()
+    admin = AdminClient({"bootstrap.servers": pipe.bootstrap})
+    for future in admin.delete_topics([pipe.source]).values():
+        future.result(30)
+    create_topic(pipe.bootstrap, pipe.source, 2)
+    independent.fill(pipe.bootstrap, pipe.source, [(None, b"new")] * 10)
+    flow = pipe.open()
+    with pytest.raises(onceflow.ProgressConflictError, match="deleted and created again"):
+        flow.read(pipe.source)
+    flow.close()
+
+
+def test_progress_of_a_newer_version(make_pipe: Any) -> None:
+    """A progress record this version cannot read stops the flow: it must not start from the beginning."""
+    from confluent_kafka import Producer
+
+    from onceflow.sink import progress_log
+    from onceflow.wire.progress import PROGRESS_TOPIC
+
+    pipe = make_pipe()
+    pipe.fill(50)
+    pipe.run()
+    producer = Producer({"bootstrap.servers": pipe.bootstrap})
+    value = b'{"format": 99, "flow": "%s"}' % pipe.flow.encode()
+    producer.produce(PROGRESS_TOPIC, value, pipe.flow, progress_log.partition_of(pipe.flow))
+    assert producer.flush(30) == 0
+    flow = pipe.open()
+    with pytest.raises(onceflow.ProgressConflictError, match="newer onceflow"):
+        flow.read(pipe.source)
+    flow.close()
