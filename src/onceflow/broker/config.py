@@ -56,6 +56,8 @@ class Cluster:
         properties: broker properties that win over the defaults here. ``{port}``, ``{controller_port}``,
             ``{node_id}`` and ``{data_dir}`` in a value are replaced by those of the node.
         client_listener: name of the listener that clients use; the first listener by default.
+        features: feature levels to lay the storage out with, for example ``{"transaction.version": 1}``; the
+            newest by default. They matter once, when the data folder is made.
     """
 
     cluster_id: str
@@ -63,6 +65,7 @@ class Cluster:
     nodes: tuple[Node, ...]
     properties: Mapping[str, str] = field(default_factory=dict)
     client_listener: str | None = None
+    features: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def bootstrap_servers(self) -> str:

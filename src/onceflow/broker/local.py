@@ -98,6 +98,7 @@ class LocalBroker:
         client_options: librdkafka options for the health check, when listeners need TLS or SASL.
         client_listener: name of the listener ``bootstrap_servers`` points to; the first one by default.
         environment: environment variables added for the process, for example JAVA_TOOL_OPTIONS.
+        features: feature levels of a new cluster, see ``broker.config.Cluster``.
 
     As a context manager it is started and, at the end, stopped. Without, it runs on until ``stop``.
     """
@@ -114,6 +115,7 @@ class LocalBroker:
         client_options: Mapping[str, Any] | None = None,
         client_listener: str | None = None,
         environment: Mapping[str, str] | None = None,
+        features: Mapping[str, int] | None = None,
     ) -> None:
         self.data_dir = Path(data_dir).expanduser().absolute() if data_dir else default_data_dir().absolute()
         self._port = port
@@ -124,6 +126,7 @@ class LocalBroker:
         self._client_options = dict(client_options or {})
         self._client_listener = client_listener
         self._environment = dict(environment or {})
+        self._features = dict(features or {})
 
     @property
     def bootstrap_servers(self) -> str:
@@ -235,7 +238,7 @@ class LocalBroker:
         )
 
     def _cluster(self, cluster_id: str, version: str, nodes: tuple[Node, ...]) -> Cluster:
-        return Cluster(cluster_id, version, nodes, self._properties, self._client_listener)
+        return Cluster(cluster_id, version, nodes, self._properties, self._client_listener, self._features)
 
     def _with_wanted_ports(self, cluster: Cluster) -> Cluster:
         """Given ports win over remembered ones; a stopped broker may move."""

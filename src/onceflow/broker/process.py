@@ -81,6 +81,8 @@ def format_storage(cluster: Cluster, node: Node) -> None:
     command = _java(cluster, heap="256m", flags=["-XX:TieredStopAtLevel=1", "-XX:+UseSerialGC"])
     command += ["kafka.tools.StorageTool", "format", "--ignore-formatted", "-t", cluster.cluster_id]
     command += ["-c", str(node.properties_file)]
+    for name, level in sorted(cluster.features.items()):
+        command += ["--feature", f"{name}={level}"]
     try:
         answer = subprocess.run(
             command,

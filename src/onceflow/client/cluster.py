@@ -29,6 +29,7 @@ from onceflow.errors import (
     AuthenticationFailedError,
     BrokerUnreachableError,
     BrokerUnsupportedError,
+    DeadlineExceededError,
     OnceflowError,
     UnknownTopicError,
 )
@@ -84,9 +85,32 @@ class Cluster:
         if self._bootstrapped:
             return
         with self.lock:
+            self._knock(deadline)
             try:
                 self.manager.bootstrap(max(1, int(deadline.remaining * 1000)))
+            except kafka_errors.KafkaError as error:
+                raise self._unreachable(deadline, str(error)) from error
+            self._bootstrapped = True
+            self._read_features(deadline)
+
+    def _knock(self, deadline: Deadline) -> None:
+        """Connect to any bootstrap server. kafka-python's own loop would repeat a refused password in silence."""
+        brokers = self.manager.cluster.bootstrap_brokers()
+        attempt = 0
+        while True:
+            node = brokers[attempt % len(brokers)].node_id
+
+            async def run(node: Any = node) -> None:
+                await self.manager.get_connection(
+                    node, timeout_ms=max(1, int(deadline.remaining * 1000)), refresh_metadata_on_err=False
+                )
+
+            try:
+                self.net.run(run)
+                return
             except (kafka_errors.SaslAuthenticationFailedError, kafka_errors.AuthorizationError) as error:
+                raise _authentication_failed(self.settings, error) from error
+            except kafka_errors.UnsupportedSaslMechanismError as error:
                 raise _authentication_failed(self.settings, error) from error
             except kafka_errors.IncompatibleBrokerVersion as error:
                 raise BrokerUnsupportedError(
@@ -94,15 +118,21 @@ class Cluster:
                     detail=str(error),
                     next_step="give the address of a broker, not of a controller; onceflow needs Kafka 2.5 or later",
                 ) from error
-            except kafka_errors.KafkaError as error:
-                raise BrokerUnreachableError(
-                    f"No broker answered at {self.settings.bootstrap_servers} within {deadline.seconds:g} s",
-                    detail=_diagnose(self.settings),
-                    next_step="check bootstrap_servers and security.protocol, and that the broker is up "
-                    "(`onceflow broker status` for the local one)",
-                ) from error
-            self._bootstrapped = True
-            self._read_features(deadline)
+            except (kafka_errors.KafkaError, OSError) as error:
+                problem = str(error)
+            try:
+                deadline.pause(attempt + 3, problem)
+            except DeadlineExceededError as error:
+                raise self._unreachable(deadline, problem) from error
+            attempt += 1
+
+    def _unreachable(self, deadline: Deadline, problem: str) -> BrokerUnreachableError:
+        return BrokerUnreachableError(
+            f"No broker answered at {self.settings.bootstrap_servers} within {deadline.seconds:g} s",
+            detail=f"{_diagnose(self.settings)}; last problem: {problem}",
+            next_step="check bootstrap_servers and security.protocol, and that the broker is up "
+            "(`onceflow broker status` for the local one)",
+        )
 
     def close(self) -> None:
         with self.lock:
@@ -303,6 +333,9 @@ class Cluster:
 
 def _close(manager: Any, net: Any) -> None:
     if not manager.closed:
+        for connection in list(manager._conns.values()):
+            if connection.transport is not None:
+                connection.transport.abort()  # ``close`` would wait for a flush that no loop runs any more
         manager.close()
         net.close()
 

@@ -92,7 +92,7 @@ class Transactions:
         return self._init_producer_id(-1, -1, deadline)
 
     def renew(self, deadline: Deadline) -> BatchHeader:
-        """A fresh epoch for the same owner; aborts what is open.
+        """A fresh epoch for the same owner. Nothing may be open.
 
         Raises:
             FencedError: somebody else has taken over.
@@ -249,13 +249,11 @@ class Transactions:
         Raises:
             FencedError: somebody else owns the transactional id.
         """
-        if self.version_2:
-            # Abort is accepted in an empty transaction too, and after a timeout; all three bump the epoch.
-            if self.end(deadline, commit=False) is Outcome.FENCED:
-                raise self._error(90, "EndTxn")
-            if not self._used:
-                return
-        self.renew(deadline)
+        # Not by InitProducerId alone: repeated while it aborts (CONCURRENT_TRANSACTIONS), it would fence itself.
+        if self.end(deadline, commit=False) is Outcome.FENCED:
+            raise self._error(90, "EndTxn")
+        if self._used:  # version 1, or there was nothing to abort: the epoch has not moved
+            self.renew(deadline)
 
     # ---- shared --------------------------------------------------------------------------------------
 

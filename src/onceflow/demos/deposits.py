@@ -130,16 +130,16 @@ class Deposits:
 
     Args:
         folder: for the broker, the logs and whatever killed processes leave behind.
+        deadline: of the whole run.
     """
 
-    def __init__(self, choices: Choices, bootstrap_servers: str, folder: Path) -> None:
+    def __init__(self, choices: Choices, bootstrap_servers: str, folder: Path, deadline: Deadline) -> None:
         self._choices = choices
         self._servers = bootstrap_servers
+        self._deadline = deadline
         # Names are new in every run: on a shared cluster, an earlier run has left its progress there.
         suffix = f"-{uuid.uuid4().hex[:6]}"
         self.topics = {name: name + suffix for name in PARTITIONS}
-        self._deadline = Deadline(choices.timeout_s, "the demo deposits")
-        self._started = time.monotonic()
         rng = random.Random(f"kills-{choices.seed}")
         batches = BATCHES_PER_LIFE * (choices.kills + 1)
         command = [sys.executable, str(SERVICE)]
@@ -231,7 +231,6 @@ class Deposits:
         return findings, hidden
 
     def _report(self, findings: list[Findings], hidden: dict[str, int]) -> dict[str, Any]:
-        seconds = time.monotonic() - self._started
         kills = sum(len(service.deaths) for service in self._services)
         wrong = [example for finding in findings for example in finding.examples]
         missed = 2 * self._choices.kills - kills
@@ -251,7 +250,7 @@ class Deposits:
             "duplicated": duplicated,
             "wrong": sum(others),
             "kills": kills,
-            "seconds": round(seconds, 1),
+            "seconds": round(self._deadline.seconds - self._deadline.remaining, 1),
             "seed": self._choices.seed,
             "verdict": "failed" if wrong or any(counts) else "passed",
         }
@@ -270,14 +269,16 @@ def run(choices: Choices) -> dict[str, Any]:
             f"{choices.records} records are too few for {choices.kills} kills per flow",
             next_step=f"use at least --records {least}, or fewer --kills",
         )
+    deadline = Deadline(choices.timeout_s, "the demo deposits")
     folder = Path(tempfile.mkdtemp(prefix="onceflow-demo-"))
     keep = False
     try:
         with contextlib.ExitStack() as stack:
             servers = choices.bootstrap_servers
             if servers is None:
+                sys.stderr.write("starting a broker\n")
                 servers = stack.enter_context(LocalBroker(folder / "broker", heap="512m")).bootstrap_servers
-            demo = Deposits(choices, servers, folder)
+            demo = Deposits(choices, servers, folder, deadline)
             result = demo.run()
             keep = result["verdict"] != "passed"
             if choices.bootstrap_servers is not None and not keep:

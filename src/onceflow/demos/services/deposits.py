@@ -17,7 +17,7 @@ from pyspark.sql import functions as F
 import onceflow
 
 # Everything as text first: a number that is none is then a cause of rejection, not a null.
-DEPOSIT = "id string, account string, amount string, currency string, broken string"
+DEPOSIT = "id string, account string, amount string, currency string"
 CAUSE = """
     CASE WHEN deposit IS NULL OR deposit.broken IS NOT NULL THEN 'not JSON'
          WHEN deposit.id IS NULL OR deposit.account IS NULL OR deposit.amount IS NULL OR deposit.currency IS NULL
@@ -27,32 +27,33 @@ CAUSE = """
          WHEN try_cast(deposit.amount AS bigint) > 1000000 THEN 'amount too large'
          WHEN deposit.currency NOT IN ('EUR', 'GBP', 'USD') THEN 'unknown currency'
     END"""
+HEADERS = """
+    array(struct('cause' AS key, binary(cause) AS value),
+          struct('origin-topic' AS key, binary(topic) AS value),
+          struct('origin-partition' AS key, binary(string(partition)) AS value),
+          struct('origin-offset' AS key, binary(string(offset)) AS value))"""
 
 
 def validate(deposits: DataFrame, suffix: str = "") -> DataFrame:
     """Every row to one of two topics. One transaction covers both, so none is in both or in neither."""
-    parsed = F.from_json(F.col("value").cast("string"), DEPOSIT, {"columnNameOfCorruptRecord": "broken"})
+    kept = {"columnNameOfCorruptRecord": "broken"}
+    parsed = F.from_json(F.col("value").cast("string"), f"{DEPOSIT}, broken string", kept)
     checked = deposits.withColumn("deposit", parsed).withColumn("cause", F.expr(CAUSE))
-    why = {"cause": "cause", "origin-topic": "topic", "origin-partition": "partition", "origin-offset": "offset"}
-    headers = F.array(
-        *[
-            F.struct(F.lit(k).alias("key"), F.col(c).cast("string").cast("binary").alias("value"))
-            for k, c in why.items()
-        ]
-    )
     valid = F.col("cause").isNull()
     return checked.select(
         F.when(valid, f"validated{suffix}").otherwise(f"rejected{suffix}").alias("topic"),
         "key",
         "value",
-        F.when(~valid, headers).alias("headers"),
+        F.when(~valid, F.expr(HEADERS)).alias("headers"),
     )
 
 
 def settle(validated: DataFrame) -> DataFrame:
     """Half a percent of the amount is the fee. Amounts are whole cents."""
-    deposit = F.from_json(F.col("value").cast("string"), "id string, account string, amount bigint, currency string")
-    settled = F.struct("deposit.*", F.expr("deposit.amount div 200").alias("fee"), F.lit(True).alias("settled"))
+    deposit = F.from_json(F.col("value").cast("string"), DEPOSIT)
+    settled = F.expr("""named_struct(
+        'id', deposit.id, 'account', deposit.account, 'amount', bigint(deposit.amount), 'currency', deposit.currency,
+        'fee', bigint(deposit.amount) div 200, 'settled', true)""")
     return validated.withColumn("deposit", deposit).select("key", F.to_json(settled).alias("value"))
 
 
