@@ -24,7 +24,7 @@ from onceflow.errors import FencedError, OnceflowError, OptionError, Unsupported
 from onceflow.query import FlowQuery
 from onceflow.sink import progress_log, queries
 from onceflow.sink.batch import BatchSink, SinkOptions, load_targets, write_progress
-from onceflow.sink.ownership import check_columns
+from onceflow.sink.ownership import Columns, check_columns
 from onceflow.wire.compression import compression_code
 from onceflow.wire.names import Names
 from onceflow.wire.progress import Progress
@@ -277,13 +277,15 @@ class Flow:
             if once:
                 raise OptionError("trigger and once exclude each other", flow=self.name, next_step="give one of them")
         queries.check_plan(df, self.name)
-        ignored = check_columns(df.schema, topic=topic, flow=self.name).ignored
-        if ignored:
-            log.info("flow %s: columns not written: %s", self.name, ", ".join(ignored))
+        columns = check_columns(df.schema, topic=topic, flow=self.name)
+        if columns.ignored:
+            log.info("flow %s: columns not written: %s", self.name, ", ".join(columns.ignored))
         options = SinkOptions(topic, partitioner, compression, timeout_s, small_batch_rows)
-        return FlowWriter(self, df, options, trigger, once)
+        return FlowWriter(self, df, options, columns, trigger, once)
 
-    def _start(self, df: DataFrame, options: SinkOptions, trigger: str | None, once: bool) -> FlowQuery:
+    def _start(
+        self, df: DataFrame, options: SinkOptions, columns: Columns, trigger: str | None, once: bool
+    ) -> FlowQuery:
         with self._lock:
             if self._running is not None and self._running.isActive:
                 raise OptionError(
@@ -315,6 +317,8 @@ class Flow:
                 transactions=transactions,
                 progress=self._committed,
                 options=options,
+                columns=columns,
+                cores=self._spark.sparkContext.defaultParallelism,
                 checkpoint=scratch,
                 source_starts={name: dict(source.earliest) for name, source in self._sources.items()},
                 source_partitions={name: len(source.earliest) for name, source in self._sources.items()},
@@ -367,9 +371,11 @@ class Flow:
 class FlowWriter:
     """A write that is checked and not started yet."""
 
-    def __init__(self, flow: Flow, df: DataFrame, options: SinkOptions, trigger: str | None, once: bool) -> None:
+    def __init__(
+        self, flow: Flow, df: DataFrame, options: SinkOptions, columns: Columns, trigger: str | None, once: bool
+    ) -> None:
         self._flow = flow
-        self._arguments: tuple[Any, ...] = (df, options, trigger, once)
+        self._arguments: tuple[Any, ...] = (df, options, columns, trigger, once)
 
     def start(self) -> FlowQuery:
         """Start the query.

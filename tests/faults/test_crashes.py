@@ -6,6 +6,7 @@ what the progress record says (I1). After recovery everything is there once (I5)
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 from typing import Any
@@ -52,7 +53,7 @@ def check_contiguous(pipe: Any) -> None:
     history = committed_progress(pipe)
     batches = [p.batch_id for p in history]
     assert batches == list(range(len(batches)))
-    for before, after in zip(history, history[1:], strict=False):
+    for before, after in itertools.pairwise(history):
         for partition, offset in before.offsets[pipe.source].items():
             assert after.offsets[pipe.source][partition] >= offset
 

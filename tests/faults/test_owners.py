@@ -88,11 +88,11 @@ def test_two_tasks_on_one_partition_are_refused_before_commit(make_pipe: Any, mo
     from pyspark.sql import functions as F
 
     from onceflow.sink import batch, ownership
-    from onceflow.sink.tasks import PARTITION
+    from onceflow.sink.tasks import Routing
 
     def broken(df: Any, columns: Any, **_: Any) -> Any:
-        rows = df.select("key", "value", F.lit(0).alias(PARTITION)).repartition(2)
-        return ownership.Prepared(rows, 2, spread=False)
+        rows = df.select("key", "value", F.lit(0).alias("partition")).repartition(2)
+        return ownership.Prepared(rows, Routing("key", 2, hash_key=False), shuffled=True)
 
     pipe = make_pipe()
     pipe.fill(400)
@@ -150,14 +150,14 @@ def test_speculation_is_refused(make_pipe: Any) -> None:
         def __getattr__(self, name: str) -> Any:
             return getattr(spark, name)
 
-        class conf:  # noqa: N801
+        class conf:
             @staticmethod
             def get(name: str, default: str | None = None) -> str | None:
                 return "true" if name == "spark.speculation" else default
 
     from onceflow import Flow
 
-    with pytest.raises(UnsupportedQueryError, match="spark.speculation is on"):
+    with pytest.raises(UnsupportedQueryError, match=r"spark\.speculation is on"):
         Flow(pipe.flow, Speculating(), bootstrap_servers=pipe.bootstrap)  # type: ignore[arg-type]
 
 

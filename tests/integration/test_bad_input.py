@@ -163,10 +163,10 @@ def test_streams_of_others_and_no_streams(pipe: Any) -> None:
         .option("subscribe", pipe.source)
         .load()
     )
-    with pytest.raises(onceflow.UnsupportedQueryError, match="made by spark.readStream"):
+    with pytest.raises(onceflow.UnsupportedQueryError, match=r"made by spark\.readStream"):
         flow.write(foreign.select("key", "value"), topic=pipe.target)
     rate = pipe.spark.readStream.format("rate").load().selectExpr("CAST(value AS STRING) AS value")
-    with pytest.raises(onceflow.UnsupportedQueryError, match="made by spark.readStream"):
+    with pytest.raises(onceflow.UnsupportedQueryError, match=r"made by spark\.readStream"):
         flow.write(rate, topic=pipe.target)
     with pytest.raises(onceflow.UnsupportedQueryError, match="is not a stream"):
         flow.write(pipe.spark.createDataFrame([("a",)], "value string"), topic=pipe.target)

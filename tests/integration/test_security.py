@@ -155,7 +155,7 @@ def test_least_privileges_over_tls(secure: Secure, pipe: Any, small_batch_rows: 
 @pytest.mark.parametrize("missing", ["source", "target", "progress-write", "transactional-id", "group"])
 def test_each_missing_privilege_is_named(secure: Secure, pipe: Any, missing: str) -> None:
     acls = needed(pipe)
-    kind, name, operation = acls.pop(missing)
+    _, name, _ = acls.pop(missing)
     grant(secure, [*acls.values(), (ResourceType.TOPIC, PROGRESS_TOPIC, AclOperation.CREATE)])
     with pytest.raises((onceflow.PermissionDeniedError, onceflow.UnknownTopicError)) as caught:
         run(secure, pipe)

@@ -63,6 +63,15 @@ _READER_ONLY = {
     "ssl.truststore.password",
     "ssl.keystore.password",
 }
+# Spark's consumer asks for the log's ends after every poll, on the connection that a fetch of the next records is
+# under way on, and a broker answers one request of a connection after the other. At the end of the log that fetch
+# is parked for fetch.max.wait.ms: 500 ms by default, in every batch that reads to the end. Nobody polls while no batch
+# runs, so a short wait costs nothing. Larger polls need fewer of those questions.
+_READER_DEFAULTS = {
+    "kafka.fetch.max.wait.ms": "10",
+    "kafka.max.poll.records": "5000",
+    "kafka.max.partition.fetch.bytes": str(4 * 1024 * 1024),
+}
 # What onceflow itself decides; setting them would break a guarantee.
 _OWNED = {
     "transactional.id": "it is built from the flow's name (see transactional_id_prefix)",
@@ -120,7 +129,7 @@ class ClientSettings:
 
     def spark_reader(self) -> dict[str, str]:
         """Options of Spark's Kafka source."""
-        out = {"kafka.bootstrap.servers": self.bootstrap_servers}
+        out = {"kafka.bootstrap.servers": self.bootstrap_servers, **_READER_DEFAULTS}
         for name, value in self.options.items():
             if name in ("sasl.username", "sasl.password"):
                 continue

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from onceflow.errors import BatchAbortedError, OnceflowError, ProgressConflictError
@@ -19,11 +19,14 @@ class Audit:
     rss_kib_most: int
 
 
-def audit(reports: Sequence[Report], *, tasks: int | None, flow: str, batch: int) -> Audit:
+def audit(
+    reports: Sequence[Report], *, tasks: int | None, stage_attempts: Mapping[int, int], flow: str, batch: int
+) -> Audit:
     """Check the reports of one attempt-set.
 
     Args:
         tasks: how many tasks the job had; None when the driver wrote.
+        stage_attempts: attempt number that each stage reached, for stages that could be attempted again.
 
     Raises:
         OnceflowError: a task's own error, as it was raised there.
@@ -33,7 +36,7 @@ def audit(reports: Sequence[Report], *, tasks: int | None, flow: str, batch: int
     for report in reports:
         if report.error is not None:
             raise report.error.located(flow=flow, batch=batch)
-    _check_attempts(reports, tasks, flow, batch)
+    _check_attempts(reports, tasks, stage_attempts, flow, batch)
     owners: dict[tuple[str, int], int] = {}
     per_task_rows: dict[int, int] = {}
     per_task_count: dict[int, int] = {}
@@ -68,12 +71,15 @@ def audit(reports: Sequence[Report], *, tasks: int | None, flow: str, batch: int
     )
 
 
-def _check_attempts(reports: Sequence[Report], tasks: int | None, flow: str, batch: int) -> None:
+def _check_attempts(
+    reports: Sequence[Report], tasks: int | None, stage_attempts: Mapping[int, int], flow: str, batch: int
+) -> None:
     for report in reports:
-        if report.attempt or report.stage_attempt:
-            raise _aborted(
-                f"task {report.task} is attempt {report.attempt} in stage attempt {report.stage_attempt}", flow, batch
-            )
+        if report.attempt:
+            raise _aborted(f"task {report.task} is attempt {report.attempt}", flow, batch)
+    for stage, attempt in stage_attempts.items():
+        if attempt:
+            raise _aborted(f"stage {stage} is attempt {attempt}: shuffle files were lost", flow, batch)
     if tasks is None:
         return
     seen = {report.task for report in reports}

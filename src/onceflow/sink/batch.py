@@ -40,7 +40,7 @@ from onceflow.errors import (
 from onceflow.sink import jvm, progress_log, reports
 from onceflow.sink.audit import Audit, audit
 from onceflow.sink.offsets import SourceRange, check_contiguous, read_range
-from onceflow.sink.ownership import Columns, Prepared, check_columns, prepare
+from onceflow.sink.ownership import Columns, Prepared, prepare
 from onceflow.sink.tasks import Target, TaskPlace, WriteOrder, WriteTask, write_rows
 from onceflow.wire import progress as records
 from onceflow.wire.batches import BatchHeader, encode_single
@@ -98,6 +98,7 @@ class BatchSink:
 
     Args:
         progress: committed progress as read after ``init``; the sink keeps it current.
+        columns: what the rows have, checked. cores: how many tasks Spark runs at once.
         checkpoint: folder of the query's scratch checkpoint (Spark's offset log is read from there).
         source_starts: where partitions that progress does not know may start.
     """
@@ -111,6 +112,8 @@ class BatchSink:
         transactions: Transactions,
         progress: Progress,
         options: SinkOptions,
+        columns: Columns,
+        cores: int,
         checkpoint: Path,
         source_starts: dict[str, dict[int, int]],
         source_partitions: dict[str, int],
@@ -125,7 +128,8 @@ class BatchSink:
         self._source_partitions = source_partitions
         self._targets: dict[str, Target] = {}
         self._targets_at = float("-inf")
-        self._columns: Columns | None = None
+        self._columns = columns
+        self._cores = cores
         self._row_bytes: float | None = None
         self._unsettled: int | None = None
         self._undecided = False
@@ -200,7 +204,7 @@ class BatchSink:
             prepared, written = self._write(df, batch, identity, source, summary)
         hooks.at("write", where="driver", flow=flow, batch=batch)
         with self._timed(summary, "audit"):
-            checked = audit(written, tasks=None if prepared is None else prepared.tasks, flow=flow, batch=batch)
+            checked = self._audit(df, prepared, written, batch)
         hooks.at("audit", where="driver", flow=flow, batch=batch)
         with self._timed(summary, "progress"):
             progress = self._progress(batch, source, identity)
@@ -223,8 +227,6 @@ class BatchSink:
         check_contiguous(
             source.start, _plain(self.progress.offsets), self._source_starts, flow=self._names.flow, batch=batch
         )
-        if self._columns is None:
-            self._columns = check_columns(df.schema, topic=self._options.topic, flow=self._names.flow)
         self._refresh_targets()
         hooks.at("plan", where="driver", flow=self._names.flow, batch=batch)
         return source
@@ -246,15 +248,14 @@ class BatchSink:
             and expected_bytes <= _DRIVER_BYTES_MAX
             and summary.attempts == 1
         )
-        cores = df.sparkSession.sparkContext.defaultParallelism
         prepared = prepare(
             df,
-            self._columns or check_columns(df.schema, topic=self._options.topic, flow=self._names.flow),
+            self._columns,
             partitioner=self._options.partitioner,
             topic=self._options.topic,
             targets=self._targets,
             source=self._source_partitions,
-            tasks_most=max(1, min(cores, round(expected_bytes / _TASK_BYTES + 0.5))),
+            tasks_most=max(1, min(self._cores, round(expected_bytes / _TASK_BYTES + 0.5))),
             on_driver=on_driver,
         )
         order = WriteOrder(
@@ -266,17 +267,24 @@ class BatchSink:
             compression=self._options.compression,
             topic=self._options.topic,
             targets=self._targets,
-            spread=prepared.spread,
-            tasks=prepared.tasks,
+            routing=prepared.routing,
             deadline_s=max(self._options.transaction_timeout_s, _PATIENCE_S_LEAST),
             faults=hooks.configured(),
         )
-        summary.path = "driver" if on_driver else f"{prepared.tasks} tasks"
+        summary.path = "driver" if on_driver else f"{prepared.routing.tasks} tasks"
         if on_driver:
             rows = prepared.df.toArrow().to_batches()
             return None, write_rows(order, TaskPlace("driver", -1, 0), rows, self._cluster)
         collected = prepared.df.mapInArrow(WriteTask(order), reports.SPARK_SCHEMA).collect()
         return prepared, reports.from_rows(collected)
+
+    def _audit(self, df: DataFrame, prepared: Prepared | None, written: list[reports.Report], batch: int) -> Audit:
+        """One writer per partition, one attempt of every task and stage, all rows acknowledged (I3, I4)."""
+        attempts: dict[int, int] = {}
+        if prepared is not None and prepared.shuffled:
+            attempts = jvm.stage_attempts(df.sparkSession, {report.stage for report in written})
+        tasks = None if prepared is None else prepared.routing.tasks
+        return audit(written, tasks=tasks, stage_attempts=attempts, flow=self._names.flow, batch=batch)
 
     def _progress(self, batch: int, source: SourceRange, identity: BatchHeader) -> Progress:
         """Progress record and source offsets, in the same transaction."""

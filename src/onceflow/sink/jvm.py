@@ -1,19 +1,19 @@
 """The few things asked of Spark's JVM beyond PySpark's own API, all in one place.
 
-Expressions: Catalyst can call a public Java method in generated code (``StaticInvoke``, ``Invoke``; the same
+Expressions: Catalyst can call a public Java method in generated code (``StaticInvoke``, one of the
 expressions Spark's encoders use). So the partition of a key is computed by Kafka's own
-``Utils.murmur2`` at JVM speed, without a round trip through Python, and a task learns the attempt number
-of its stage, which Python's TaskContext does not have.
+``Utils.murmur2`` at JVM speed, without a round trip through Python.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from py4j.protocol import Py4JError
 from pyspark.sql import Column, DataFrame, SparkSession
 
-from onceflow.errors import EnvironmentUnusableError, OptionError
+from onceflow.errors import BatchAbortedError, EnvironmentUnusableError, OptionError
 
 _MURMUR2_CLASS = "org.apache.kafka.common.utils.Utils"
 
@@ -66,17 +66,47 @@ def murmur2(spark: SparkSession, key: Column) -> Column:
     return _column(call, spark)
 
 
-def stage_attempt(spark: SparkSession) -> Column:
-    """``TaskContext.stageAttemptNumber`` of the task that evaluates the column."""
-    jvm: Any = spark._jvm
-    context_class = "org.apache.spark.TaskContext"
-    runtime_class = jvm.org.apache.spark.util.Utils.classForName(context_class, True, False)
-    object_type = jvm.org.apache.spark.sql.types.ObjectType(runtime_class)
-    context = _static_invoke(spark, context_class, object_type, "get")
-    invoke = jvm.org.apache.spark.sql.catalyst.expressions.objects.Invoke(
-        context, "stageAttemptNumber", _integer_type(spark), _sequence(spark), _sequence(spark), True, True, True
-    )
-    return _column(invoke, spark)
+def has_shuffle(df: DataFrame) -> bool:
+    """Whether tasks of a batch read shuffle files: only then can Spark attempt a whole stage again."""
+    waiting = [df._jdf.queryExecution().toRdd()]
+    seen: set[int] = set()
+    while waiting:
+        rdd = waiting.pop()
+        if int(rdd.id()) in seen:
+            continue
+        seen.add(int(rdd.id()))
+        dependencies = rdd.dependencies()
+        for i in range(dependencies.size()):
+            dependency = dependencies.apply(i)
+            if "Shuffle" in str(dependency.getClass().getSimpleName()):
+                return True
+            waiting.append(dependency.rdd())
+    return False
+
+
+def stage_attempts(spark: SparkSession, stages: Iterable[int], timeout_s: float = 20.0) -> dict[int, int]:
+    """Attempt number each stage has reached, after Spark has told its listeners everything.
+
+    Python's TaskContext does not know the attempt of its stage, and attempt numbers of tasks start at 0 again
+    in it. Spark's status store does, a little later: hence the wait for the listener bus.
+
+    Raises:
+        BatchAbortedError: it cannot be found out.
+    """
+    tracker: Any = spark.sparkContext._jsc.statusTracker()
+    found: dict[int, int] = {}
+    try:
+        spark.sparkContext._jsc.sc().listenerBus().waitUntilEmpty(int(timeout_s * 1000))
+        for stage in stages:
+            found[stage] = int(tracker.getStageInfo(stage).currentAttemptId())
+    except Py4JError as error:
+        raise BatchAbortedError(
+            "It cannot be told whether Spark attempted a stage twice",
+            detail=first_line(error),
+            next_step="none: the batch is run again under a new epoch; if it repeats, see what listeners the "
+            "session has (they must keep up within 20 s) and spark.ui.retainedStages",
+        ) from error
+    return found
 
 
 def source_partitions(df: DataFrame) -> list[tuple[str, int]]:

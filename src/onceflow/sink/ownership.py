@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from pyspark.sql import Column, DataFrame, SparkSession
+from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
 from onceflow.errors import OptionError, SchemaError
 from onceflow.sink import jvm
-from onceflow.sink.tasks import PARTITION, STAGE_ATTEMPT, Target
+from onceflow.sink.tasks import Routing, Target
 
 _EXPECTED = (
     "the sink takes value (string or binary), and optionally key (string or binary), topic (string), partition (int), "
@@ -27,15 +27,22 @@ TOPICS_IN_PLAN_MAX = 200
 
 @dataclass(frozen=True)
 class Columns:
-    """Which of the sink's columns a DataFrame has, checked."""
+    """Which of the sink's columns a DataFrame has, checked.
+
+    Args:
+        taken: columns to select, in the order the DataFrame has them.
+        cast: those of them that are strings and must be cast to binary.
+        ignored: columns the sink does not know.
+        whole: whether these are all columns there are.
+    """
 
     key: bool
-    value: bool
-    headers: bool
-    timestamp: bool
     topic: bool
     partition: bool
+    taken: tuple[str, ...]
+    cast: tuple[str, ...]
     ignored: tuple[str, ...]
+    whole: bool
 
 
 def check_columns(schema: T.StructType, *, topic: str | None, flow: str) -> Columns:
@@ -60,14 +67,16 @@ def check_columns(schema: T.StructType, *, topic: str | None, flow: str) -> Colu
     if "headers" in types:
         _check_headers(types["headers"], flow)
     used = set(_TYPES) | {"headers"}
+    if topic is not None:
+        used.discard("topic")
     return Columns(
         key="key" in types,
-        value=True,
-        headers="headers" in types,
-        timestamp="timestamp" in types,
         topic=topic is None,
         partition="partition" in types,
-        ignored=tuple(name for name in types if name not in used),
+        taken=tuple(name for name in types if name in used),
+        cast=tuple(name for name in ("key", "value") if isinstance(types.get(name), T.StringType)),
+        ignored=tuple(name for name in types if name not in used and name != "topic"),
+        whole=all(name in used for name in types),
     )
 
 
@@ -105,13 +114,13 @@ class Prepared:
     """A DataFrame ready for ``mapInArrow(WriteTask)``.
 
     Args:
-        tasks: how many tasks the job will have.
-        spread: rows carry no partition, see ``WriteOrder.spread``.
+        routing: how a task finds the partition of a row, see ``tasks.Routing``.
+        shuffled: whether a lost shuffle file could make Spark attempt the write stage again.
     """
 
     df: DataFrame
-    tasks: int
-    spread: bool
+    routing: Routing
+    shuffled: bool
 
 
 def prepare(
@@ -121,11 +130,14 @@ def prepare(
     partitioner: str,
     topic: str | None,
     targets: Mapping[str, Target],
-    source: Mapping[str, int] | None,
+    source: Mapping[str, int],
     tasks_most: int,
     on_driver: bool,
 ) -> Prepared:
     """Select the columns tasks take, and bring every row to the task that owns its partition.
+
+    No column is added on the way: every projection copies the values once more. So a task computes the
+    partitions again that the shuffle was done by (``tasks.RowWriter``), from the same topic and key.
 
     Args:
         partitioner: ``key``, ``source`` or ``spread``; a ``partition`` column goes before ``key``.
@@ -134,74 +146,70 @@ def prepare(
         tasks_most: how many write tasks a batch of this size is worth.
         on_driver: the driver will write: nothing is moved between tasks.
     """
-    spark = df.sparkSession
-    selected = [_binary("value").alias("value")]
-    if columns.key:
-        selected.append(_binary("key").alias("key"))
-    if columns.headers:
-        selected.append(F.col("headers"))
-    if columns.timestamp:
-        selected.append(F.unix_millis("timestamp").alias("timestamp"))
-    if columns.topic:
-        selected.append(F.col("topic"))
-    by_key = columns.topic or (partitioner == "key" and (columns.key or columns.partition))
-    if partitioner == "source":
-        tasks = _task_partitions(df, topic, targets, source)
-        mapping = F.array(*[F.lit(p) for p in tasks]) if tasks else F.array(F.lit(0))
-        where = F.element_at(mapping, F.spark_partition_id() + 1)
-        return Prepared(df.select(*selected, where.alias(PARTITION)), len(tasks), spread=False)
     if columns.partition and partitioner == "spread":
         raise OptionError(
             'partitioner="spread" and a partition column contradict each other',
             next_step='drop the column, or use partitioner="key", which follows it',
         )
-    if not by_key and topic is not None:
-        return _spread(df.select(*selected), topic, targets, tasks_most, on_driver)
+    selected = _selected(df, columns)
     hash_key = columns.key and partitioner == "key"
-    count = _partition_count(topic, targets)
-    partition = _partition(spark, columns, hash_key, count)
-    keyed = df.select(*selected, partition.alias(PARTITION))
+    if partitioner == "source":
+        partitions = tuple(_task_partitions(df, topic, targets, source))
+        if not on_driver:
+            return Prepared(selected, Routing("source", len(partitions), False, partitions), shuffled=False)
+        mapping = F.array(*[F.lit(p) for p in partitions or (0,)])
+        where = F.element_at(mapping, F.spark_partition_id() + 1).alias("partition")
+        return Prepared(selected.withColumn("partition", where), Routing("key", 1, False), shuffled=False)
     if on_driver:
-        return Prepared(keyed, 1, spread=False)
-    widest = max((t.partitions for t in targets.values()), default=1)
-    tasks_wanted = max(1, min(tasks_most, widest if topic is not None else tasks_most))
-    if tasks_wanted == 1:
-        moved = keyed.coalesce(1)
-    else:
-        moved = keyed.repartitionById(tasks_wanted, _group(columns, count, tasks_wanted))
-    return Prepared(moved.withColumn(STAGE_ATTEMPT, jvm.stage_attempt(spark)), tasks_wanted, spread=False)
+        return Prepared(selected, Routing("key", 1, hash_key), shuffled=False)
+    by_key = topic is None or hash_key or columns.partition
+    if not by_key and topic is not None:
+        return _spread(selected, targets[topic], tasks_most)
+    most = tasks_most if topic is None else min(tasks_most, targets[topic].partitions)
+    if most == 1:
+        return Prepared(selected.coalesce(1), Routing("key", 1, hash_key), jvm.has_shuffle(df))
+    group = _group(df, columns, hash_key, topic, targets, most)
+    return Prepared(selected.repartitionById(most, group), Routing("key", most, hash_key), shuffled=True)
 
 
-def _binary(name: str) -> Column:
-    return F.col(name).cast("binary")
+def _selected(df: DataFrame, columns: Columns) -> DataFrame:
+    """The sink's columns, in the order they have; the DataFrame itself when it has just these, as they must be."""
+    if columns.whole and not columns.cast and "timestamp" not in columns.taken:
+        return df
+    wanted: list[Column] = []
+    for name in columns.taken:
+        if name in columns.cast:
+            wanted.append(F.col(name).cast("binary").alias(name))
+        elif name == "timestamp":
+            wanted.append(F.unix_millis("timestamp").alias("timestamp"))
+        else:
+            wanted.append(F.col(name))
+    return df.select(*wanted)
 
 
-def _spread(df: DataFrame, topic: str, targets: Mapping[str, Target], tasks_most: int, on_driver: bool) -> Prepared:
+def _spread(df: DataFrame, target: Target, tasks_most: int) -> Prepared:
     """No shuffle: a task keeps its rows and spreads them over the partitions it owns."""
-    if on_driver:
-        return Prepared(df, 1, spread=True)
     present = int(df._jdf.queryExecution().toRdd().getNumPartitions())
-    tasks = max(1, min(present, tasks_most, targets[topic].partitions))
+    tasks = max(1, min(present, tasks_most, target.partitions))
     moved = df.coalesce(tasks) if tasks < present else df
-    return Prepared(moved.withColumn(STAGE_ATTEMPT, jvm.stage_attempt(df.sparkSession)), tasks, spread=True)
+    return Prepared(moved, Routing("key", tasks, False), jvm.has_shuffle(df))
 
 
 def _task_partitions(
-    df: DataFrame, topic: str | None, targets: Mapping[str, Target], source: Mapping[str, int] | None
+    df: DataFrame, topic: str | None, targets: Mapping[str, Target], source: Mapping[str, int]
 ) -> list[int]:
     """Output partition of each task when it is the source's: checks that both have the same partitions."""
     if topic is None:
         raise OptionError(
             'partitioner="source" writes to one topic', next_step="use the topic= argument instead of a topic column"
         )
-    found = jvm.source_partitions(df)
-    if len({name for name, _ in found}) > 1 or len(source or {}) > 1:
+    if len(source) > 1:
         raise OptionError(
             'partitioner="source" needs one source topic',
-            detail=f"this query reads {', '.join(sorted(source or {}))}",
+            detail=f"this query reads {', '.join(sorted(source))}",
             next_step='use partitioner="key"',
         )
-    for name, count in (source or {}).items():
+    for name, count in source.items():
         if count != targets[topic].partitions:
             raise OptionError(
                 f'partitioner="source" needs as many partitions in {topic} as in {name}',
@@ -209,35 +217,33 @@ def _task_partitions(
                 detail=f"{topic} has {targets[topic].partitions}, {name} has {count}",
                 next_step='use partitioner="key", or give the topics the same partition count',
             )
-    return [partition for _, partition in found]
+    return [partition for _, partition in jvm.source_partitions(df)]
+
+
+def _group(
+    df: DataFrame, columns: Columns, hash_key: bool, topic: str | None, targets: Mapping[str, Target], tasks: int
+) -> Column:
+    """The task that owns a row's (topic, partition); ``tasks.owner_of`` is the same function in Python."""
+    count = _partition_count(topic, targets)
+    # Without a key any partition will do; runs of 1024 rows make for large batches.
+    partition = (F.shiftright(F.monotonically_increasing_id(), 10) % count).cast("int")
+    if hash_key:
+        hashed = jvm.murmur2(df.sparkSession, F.col("key").cast("binary")).bitwiseAND(F.lit(0x7FFFFFFF))
+        partition = F.when(F.col("key").isNull(), partition).otherwise(hashed % count)
+    if columns.partition:
+        partition = F.coalesce(F.col("partition"), partition)
+    if topic is not None:
+        return F.pmod(partition, F.lit(tasks)).cast("int")
+    # Rows of a topic whose count is not known here go to one task as a whole, which finds it out.
+    partition = F.when(count.isNull(), F.lit(0)).otherwise(partition)
+    return F.pmod(F.crc32("topic") + partition, F.lit(tasks)).cast("int")
 
 
 def _partition_count(topic: str | None, targets: Mapping[str, Target]) -> Column:
-    """Partition count of the row's topic; null where it is not known here (the task finds it out)."""
+    """Partition count of the row's topic; null where it is not known here."""
     if topic is not None:
         return F.lit(targets[topic].partitions)
     if 0 < len(targets) <= TOPICS_IN_PLAN_MAX:
         pairs = [F.lit(x) for name, t in sorted(targets.items()) for x in (name, t.partitions)]
         return F.element_at(F.create_map(*pairs), F.col("topic"))
     return F.lit(None).cast("int")
-
-
-def _partition(spark: SparkSession, columns: Columns, hash_key: bool, count: Column) -> Column:
-    """The row's partition; null where the count is null and no partition is given."""
-    # Without a key any partition will do; runs of 1024 rows make for large batches.
-    anywhere = (F.shiftright(F.monotonically_increasing_id(), 10) % count).cast("int")
-    if hash_key:
-        hashed = jvm.murmur2(spark, _binary("key")).bitwiseAND(F.lit(0x7FFFFFFF))
-        chosen = F.when(F.col("key").isNull(), anywhere).otherwise(hashed % count)
-    else:
-        chosen = anywhere
-    return F.coalesce(F.col("partition"), chosen) if columns.partition else chosen
-
-
-def _group(columns: Columns, count: Column, tasks: int) -> Column:
-    """The task that owns a row's (topic, partition): a function of just these two."""
-    if not columns.topic:
-        return F.pmod(F.col(PARTITION), F.lit(tasks)).cast("int")
-    # A topic of unknown count goes to one task as a whole.
-    partition = F.when(count.isNull(), F.lit(0)).otherwise(F.col(PARTITION))
-    return F.pmod(F.pmod(F.hash("topic"), F.lit(tasks)) + partition, F.lit(tasks)).cast("int")

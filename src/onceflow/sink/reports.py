@@ -16,14 +16,14 @@ from onceflow.errors import OnceflowError
 
 #: Spark's name of the schema (what ``mapInArrow`` declares) and Arrow's; the same columns.
 SPARK_SCHEMA = (
-    "task int, attempt int, stage_attempt int, topic string, partition int, base_offset long, count long, "
+    "task int, attempt int, stage int, topic string, partition int, base_offset long, count long, "
     "nbytes long, rows long, seconds double, rss_kib long, error binary"
 )
 ARROW_SCHEMA = pa.schema(
     [
         ("task", pa.int32()),
         ("attempt", pa.int32()),
-        ("stage_attempt", pa.int32()),
+        ("stage", pa.int32()),
         ("topic", pa.string()),
         ("partition", pa.int32()),
         ("base_offset", pa.int64()),
@@ -44,7 +44,7 @@ class Report:
     Args:
         task: partition number of the task in its job; -1 when the driver wrote.
         attempt: Spark's attempt number of the task (0: the first).
-        stage_attempt: Spark's attempt number of the stage.
+        stage: Spark's stage id; -1 when the driver wrote.
         topic, partition: what was written; topic is None in a row that only says the task ran.
         base_offset: offset of the first record written to the partition.
         count: records acknowledged there. nbytes: their encoded size.
@@ -55,7 +55,7 @@ class Report:
 
     task: int
     attempt: int
-    stage_attempt: int
+    stage: int
     topic: str | None
     partition: int
     base_offset: int

@@ -11,13 +11,13 @@ import os
 import resource
 import threading
 import time
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from onceflow import hooks
 from onceflow.client.cluster import Cluster
@@ -26,12 +26,37 @@ from onceflow.client.produce import Acknowledged, Producer
 from onceflow.client.settings import ClientSettings
 from onceflow.client.topics import max_message_bytes
 from onceflow.client.transactions import Transactions
-from onceflow.errors import BadRecordError, BatchAbortedError, OnceflowError
+from onceflow.errors import BadRecordError, BatchAbortedError, OnceflowError, ProtocolError
 from onceflow.sink import reports
 from onceflow.wire.batches import BatchHeader, encode_batches, next_sequence
 from onceflow.wire.partitioners import group_by_partition, key_partitions
 
-PARTITION, STAGE_ATTEMPT = "__onceflow_partition", "__onceflow_stage_attempt"
+
+def owner_of(topic: str | None, partition: int, tasks: int) -> int:
+    """The task that writes a partition; ``ownership._group`` is the same function in Spark SQL.
+
+    Args:
+        topic: None when all rows go to one topic.
+    """
+    return ((0 if topic is None else zlib.crc32(topic.encode())) + partition) % tasks
+
+
+@dataclass(frozen=True)
+class Routing:
+    """How a task finds the partition of a row.
+
+    Args:
+        kind: ``key``: by partition column, then by key, then any partition the task owns;
+            ``source``: the whole task writes to one partition.
+        tasks: how many tasks the job has.
+        hash_key: whether keys decide.
+        task_partitions: for ``source``, partition of each task.
+    """
+
+    kind: str
+    tasks: int
+    hash_key: bool
+    task_partitions: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -48,7 +73,6 @@ class WriteOrder:
 
     Args:
         topic: the one output topic; None when rows name theirs in a ``topic`` column.
-        spread: rows have no partition: a task fills the partitions it owns, ``p % tasks == task``.
     """
 
     flow: str
@@ -59,8 +83,7 @@ class WriteOrder:
     compression: str
     topic: str | None
     targets: Mapping[str, Target]
-    spread: bool
-    tasks: int
+    routing: Routing
     deadline_s: float
     faults: str | None = None  # rules of the driver's environment (tests only), see onceflow.hooks
 
@@ -72,6 +95,7 @@ class TaskPlace:
     where: str
     task: int
     attempt: int
+    stage: int = -1
 
 
 class WriteTask:
@@ -88,7 +112,7 @@ class WriteTask:
             raise RuntimeError("WriteTask was called outside a Spark task")
         hooks.configure(self.order.faults)
         hooks.at("begin", where="task", flow=self.order.flow, batch=self.order.batch, task=context.partitionId())
-        place = TaskPlace("task", context.partitionId(), context.attemptNumber())
+        place = TaskPlace("task", context.partitionId(), context.attemptNumber(), context.stageId())
         yield reports.to_arrow(write_rows(self.order, place, batches, worker_cluster(self.order.settings)))
 
 
@@ -117,7 +141,7 @@ def write_rows(
         return reports.Report(
             task=place.task,
             attempt=place.attempt,
-            stage_attempt=writer.stage_attempt,
+            stage=place.stage,
             topic=topic,
             partition=partition,
             base_offset=done.base_offset,
@@ -155,17 +179,13 @@ class RowWriter:
         self._producer: Producer | None = None
         self._sequences: dict[tuple[str, int], int] = {}
         self._turns: dict[str, int] = {}
+        self._owned: dict[str, list[int]] = {}
         self.rows = 0
-        self.stage_attempt = 0
 
     def write(self, batch: pa.RecordBatch) -> None:
         """Send one Arrow batch of rows (columns as ``ownership.py`` selects them)."""
         if batch.num_rows == 0:
             return
-        if self.rows == 0 and STAGE_ATTEMPT in batch.schema.names:
-            self.stage_attempt = batch.column(STAGE_ATTEMPT)[0].as_py()
-            if self.stage_attempt > 0:
-                raise extra_attempt(f"the stage is at attempt {self.stage_attempt}", self._order)
         self.rows += batch.num_rows
         for topic, rows in self._by_topic(batch):
             self._write_topic(topic, rows)
@@ -196,42 +216,63 @@ class RowWriter:
 
     def _write_topic(self, topic: str, rows: pa.RecordBatch) -> None:
         target = self._target(topic)
-        if self._order.spread:
+        routing = self._order.routing
+        if routing.kind == "source":
+            self._encode(topic, routing.task_partitions[self._place.task], rows, target)
+            return
+        names = rows.schema.names
+        given = rows.column("partition") if "partition" in names else None
+        hashed = key_partitions(rows.column("key"), target.partitions) if routing.hash_key else None
+        if given is None and hashed is None:
             self._encode(topic, self._next_owned(topic, target), rows, target)
             return
-        partitions = self._partitions(topic, rows, target)
+        partitions = hashed if hashed is not None else np.full(rows.num_rows, -1, np.int32)
+        if partitions.min() < 0:  # a null key (murmur2 gives no negative partition)
+            partitions = np.where(partitions < 0, np.int32(self._next_owned(topic, target)), partitions)
+        if given is not None:
+            partitions = self._as_given(topic, target, given, partitions)
         low, high = int(partitions.min()), int(partitions.max())
-        if low < 0 or high >= target.partitions:
-            raise BadRecordError(
-                f"A row asks for partition {low if low < 0 else high} of topic {topic}",
-                flow=self._order.flow,
-                batch=self._order.batch,
-                topic=topic,
-                detail=f"the topic has partitions 0 to {target.partitions - 1}",
-                next_step="mend the partition column, or drop it to partition by key",
-            )
         if low == high:
             self._encode(topic, low, rows, target)
             return
         for partition, indices in group_by_partition(partitions, target.partitions):
             self._encode(topic, partition, rows.take(pa.array(indices)), target)
 
-    def _partitions(self, topic: str, rows: pa.RecordBatch, target: Target) -> Any:
-        column = rows.column(PARTITION)
-        if not column.null_count:
-            return column.to_numpy(zero_copy_only=False)
-        # The driver did not know this topic when it planned; all its rows are in this task then.
-        given = pc.fill_null(column, -1).to_numpy(zero_copy_only=False)
-        unknown = np.asarray(pc.is_null(column))
-        keys = rows.column("key") if "key" in rows.schema.names else pa.nulls(rows.num_rows, pa.binary())
-        hashed = key_partitions(keys, target.partitions)
-        hashed = np.where(hashed < 0, self._next_owned(topic, target, owned_all=True), hashed)
-        return np.where(unknown, hashed, given)
+    def _as_given(self, topic: str, target: Target, given: pa.Array, otherwise: Any) -> Any:
+        """The partition column where it is not null."""
+        chosen = given.fill_null(-1).to_numpy(zero_copy_only=False)
+        wrong = np.asarray(given.is_valid()) & ((chosen < 0) | (chosen >= target.partitions))
+        if wrong.any():
+            raise BadRecordError(
+                f"A row asks for partition {int(chosen[wrong][0])} of topic {topic}",
+                flow=self._order.flow,
+                batch=self._order.batch,
+                topic=topic,
+                detail=f"{int(wrong.sum())} rows of an Arrow batch; the topic has partitions 0 to "
+                f"{target.partitions - 1}",
+                next_step="mend the partition column, or drop it to partition by key",
+            )
+        return np.where(np.asarray(given.is_valid()), chosen, otherwise)
 
-    def _next_owned(self, topic: str, target: Target, *, owned_all: bool = False) -> int:
-        step = 1 if owned_all or self._place.task < 0 else self._order.tasks
-        first = 0 if step == 1 else self._place.task
-        owned = range(first, target.partitions, step)
+    def _next_owned(self, topic: str, target: Target) -> int:
+        """Any partition this task owns, another one for each Arrow batch."""
+        owned = self._owned.get(topic)
+        if owned is None:
+            tasks, task = self._order.routing.tasks, max(0, self._place.task)
+            name = None if self._order.topic is not None else topic
+            # A topic the driver did not know is in one task as a whole.
+            known = topic in self._order.targets
+            everything = range(target.partitions)
+            owned = [p for p in everything if not known or owner_of(name, p, tasks) == task]
+            self._owned[topic] = owned
+        if not owned:
+            raise ProtocolError(
+                f"Task {self._place.task} received rows of {topic} and owns no partition of it",
+                flow=self._order.flow,
+                batch=self._order.batch,
+                topic=topic,
+                next_step="report this with the query's plan (df.explain())",
+            )
         turn = self._turns.get(topic, self._order.batch)
         self._turns[topic] = turn + 1
         return owned[turn % len(owned)]

@@ -5,7 +5,7 @@ The variable holds JSON, one rule or a list of rules::
     {"step": "progress", "action": "kill", "batch": 3}
 
 ``step`` is one of ``onceflow.hooks.STEPS``. ``where`` is ``driver`` (default) or ``task`` (which announces ``begin``
-and ``write``). Further fields narrow a rule: ``flow``, ``batch``, ``task``, ``batch_from`` (that batch or any later one).
+and ``write``). Further fields narrow a rule: ``flow``, ``batch``, ``task``, ``batch_from`` (that batch or a later one).
 Actions: ``kill`` (SIGKILL to the own process), ``kill-workers`` (SIGKILL to the Python workers of this driver),
 ``orphan`` (in a task: SIGKILL to its executor, the worker goes on after ``seconds``), ``exit``, ``raise``, ``pause``
 (``seconds``). A rule fires ``times`` times (default 1) in a process; with ``once_file`` it fires once over all

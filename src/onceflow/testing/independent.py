@@ -62,7 +62,7 @@ def read_topic(
             for message in consumer.consume(10_000, 0.1):
                 if message.error() is not None:
                     raise RuntimeError(f"{topic}: {message.error()}")
-                if message.offset() < spans[message.partition()][1]:
+                if int(message.offset() or 0) < spans[int(message.partition() or 0)][1]:
                     records.append(_seen(message))
             # The position moves over control records and aborted data, too.
             for place in consumer.position([TopicPartition(topic, p) for p in waiting]):

@@ -1,0 +1,64 @@
+"""``onceflow bench``: throughput and latency on this machine, as a table and as JSON lines in a file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+
+@click.group(invoke_without_command=True)
+@click.pass_context
+def bench(context: click.Context) -> None:
+    """Measure throughput and latency on this machine.
+
+    Without a name, measures the sink.
+    """
+    if context.invoked_subcommand is None:
+        context.invoke(sink)
+
+
+@bench.command()
+@click.option("--records", type=click.IntRange(min=1000), default=500_000, show_default=True, help="Of 1 KiB each.")
+@click.option("--records-per-batch", type=click.IntRange(min=100), default=100_000, show_default=True)
+@click.option("--rounds", type=click.IntRange(1, 20), default=3, show_default=True, help="Turns of each contender.")
+@click.option("--small-batches", type=click.IntRange(min=6), default=60, show_default=True, help="Of 400 rows each.")
+@click.option(
+    "--output",
+    type=click.Path(dir_okay=False, path_type=Path),
+    default=Path("bench-results.jsonl"),
+    show_default=True,
+    help="JSON lines are added to this file.",
+)
+def sink(records: int, records_per_batch: int, rounds: int, small_batches: int, output: Path) -> None:
+    """Throughput against Spark's own Kafka sink, small batches, time to the first commit."""
+    from rich.console import Console
+
+    from onceflow.bench.sink import Choices, run
+
+    errors = Console(stderr=True)
+    results = []
+    for result in run(Choices(records, records_per_batch, rounds, small_batches), lambda text: errors.print(text)):
+        results.append(result)
+        with output.open("a") as handle:
+            handle.write(json.dumps(result) + "\n")
+    _print(results)
+    click.echo(json.dumps(results[-1]))
+
+
+def _print(results: list[dict[str, Any]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    for name in dict.fromkeys(result["bench"] for result in results):
+        rows = [result for result in results if result["bench"] == name]
+        columns = [key for key in rows[0] if key != "bench"]
+        table = Table(title=name)
+        for column in columns:
+            table.add_column(column, justify="right", overflow="fold")
+        for row in rows:
+            table.add_row(*[f"{row[c]:,}" if isinstance(row[c], int) else str(row[c]) for c in columns])
+        console.print(table)

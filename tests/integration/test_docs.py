@@ -1,0 +1,235 @@
+"""README and docs say what is true: examples run, links lead somewhere, commands, targets and options exist."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+
+import onceflow
+from onceflow.testing import independent
+
+pytestmark = pytest.mark.integration
+
+ROOT = Path(__file__).parents[2]
+README = ROOT / "README.md"
+OPERATIONS = ROOT / "docs" / "operations.md"
+PAGES = [README, ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+LINE_LENGTH_MAX = 140
+
+per_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+
+
+def blocks(page: Path, language: str, containing: str = "") -> list[str]:
+    found = re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+    return [block for block in found if containing in block]
+
+
+def only(found: list[str]) -> str:
+    assert len(found) == 1
+    return found[0]
+
+
+def prose(page: Path) -> str:
+    """The page without its code blocks."""
+    return re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+def run_python(code: str) -> str:
+    answer = subprocess.run(
+        [sys.executable, "-c", code],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    return answer.stdout
+
+
+def execute(code: str) -> dict[str, Any]:
+    """Run code of a page in this process; the names it defines."""
+    names: dict[str, Any] = {}
+    exec(code, names)  # noqa: S102
+    return names
+
+
+# ---- examples --------------------------------------------------------------------------------------------
+
+
+def test_the_example_of_the_readme_and_the_reset_of_the_operations_page(
+    onceflow_broker: str, make_topic: Callable[..., str]
+) -> None:
+    deposits, validated = make_topic("deposits"), make_topic("validated", 3)
+    flow = f"flow-{deposits}"
+    sent = [(f"account-{n % 7}".encode(), f"deposit {n}".encode()) for n in range(500)]
+    independent.fill(onceflow_broker, deposits, [*sent, (b"account-1", b"")])
+
+    def adapted(code: str) -> str:
+        # A broker that other runs use too needs other names; the master leaves a core to the broker.
+        names = {
+            '"localhost:9092"': repr(onceflow_broker),
+            '"deposits"': repr(deposits),
+            'topic="validated"': f"topic={validated!r}",
+            '"validated-deposits"': repr(flow),
+            "onceflow.session(": "onceflow.session(master='local[1]', app_name=",
+        }
+        for name, other in names.items():
+            code = code.replace(name, other)
+        return code
+
+    example = adapted(only(blocks(README, "python")))
+    assert all(name in example for name in (onceflow_broker, deposits, validated, flow)), example
+    output = run_python(example)
+    assert output == "batch 1: 500 records in one transaction\n"
+    seen = independent.read_topic(onceflow_broker, validated)
+    assert sorted((s.key, s.value) for s in seen) == sorted((key, value.upper()) for key, value in sent)
+    ends = independent.end_offsets(onceflow_broker, deposits)
+    assert independent.committed_offsets(onceflow_broker, flow) == ends
+
+    assert progress_of(onceflow_broker, flow, deposits) is not None
+    execute(adapted(only(blocks(OPERATIONS, "python", "value=None"))))
+    assert progress_of(onceflow_broker, flow, deposits) is None
+
+
+def progress_of(bootstrap_servers: str, flow: str, source: str) -> Any:
+    """As a start of the flow would read it, with the hint of its group."""
+    from onceflow.client.cluster import Cluster
+    from onceflow.client.deadline import Deadline
+    from onceflow.client.settings import ClientSettings
+    from onceflow.sink.progress_log import read_progress
+
+    cluster = Cluster(ClientSettings(bootstrap_servers))
+    try:
+        deadline = Deadline(30, "test")
+        cluster.connect(deadline)
+        return read_progress(cluster, flow, flow, {source: [0, 1, 2, 3]}, deadline)
+    finally:
+        cluster.close()
+
+
+def test_the_example_test_of_the_operations_page() -> None:
+    """Its imports and fixtures exist. (Running it takes as long as the tests in tests/faults that do the same.)"""
+    from onceflow.testing import plugin
+
+    names = execute(only(blocks(OPERATIONS, "python", "def test_")))
+    (test,) = [value for name, value in names.items() if name.startswith("test_")]
+    for name in inspect.signature(test).parameters:
+        assert hasattr(plugin, name) or name in ("tmp_path", "monkeypatch"), name
+
+
+@per_page
+def test_python_blocks_are_python(page: Path) -> None:
+    for block in blocks(page, "python"):
+        ast.parse(block)
+
+
+# ---- links -----------------------------------------------------------------------------------------------
+
+
+def links(page: Path) -> Iterator[tuple[str, str]]:
+    """(text, target) of every link, inline or by reference."""
+    text = prose(page)
+    targets = dict(re.findall(r"^\[([^\]]+)\]: (\S+)$", text, re.MULTILINE))
+    for words, target, label in re.findall(r"\[([^\]\n]+)\](?:\(([^)\s]+)\)|\[([^\]\n]+)\])", text):
+        if not target:
+            assert label in targets, f"{page.name}: [{words}][{label}] has no target"
+            target = targets[label]
+        yield words, target
+
+
+def anchors(page: Path) -> set[str]:
+    """Of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", prose(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@per_page
+def test_links_lead_somewhere(page: Path) -> None:
+    for words, target in links(page):
+        if re.match(r"https?://", target):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        assert file.exists(), f"{page.name}: {target} does not exist"
+        if anchor:
+            assert anchor in anchors(file), f"{page.name}: {target} has no such heading"
+        function = re.fullmatch(r"`(\w+)`", words)
+        if function and file.suffix == ".py":
+            found = re.search(rf"^def {function[1]}\(", file.read_text(), re.MULTILINE)
+            assert found, f"{page.name}: {function[1]} is not in {target}"
+
+
+@per_page
+def test_lines_are_not_too_long(page: Path) -> None:
+    long = [n for n, line in enumerate(page.read_text().splitlines(), 1) if len(line) > LINE_LENGTH_MAX]
+    assert not long, f"{page.name}: lines {long} are longer than {LINE_LENGTH_MAX}"
+
+
+# ---- commands and targets --------------------------------------------------------------------------------
+
+
+def shell_lines(page: Path) -> list[str]:
+    """Inline code and the lines of shell blocks, without comments."""
+    lines = [line for block in blocks(page, "sh") for line in block.splitlines()]
+    lines += re.findall(r"`([^`\n]+)`", prose(page))
+    return [line.partition(" # ")[0].strip() for line in lines]
+
+
+@per_page
+def test_commands_exist(page: Path) -> None:
+    from onceflow.cli.main import cli
+
+    for line in shell_lines(page):
+        words = shlex.split(line) if re.match(r"(\.venv/bin/)?onceflow ", line) else []
+        command: click.Command = cli
+        for word in words[1:]:
+            if word.startswith("--"):
+                known = {option for parameter in command.params for option in parameter.opts}
+                assert word in known, f"{page.name}: {line}: no option {word}"
+            elif isinstance(command, click.Group):
+                found = command.get_command(click.Context(command), word)
+                assert found is not None, f"{page.name}: {line}: no command {word}"
+                command = found
+
+
+@per_page
+def test_make_targets_exist(page: Path) -> None:
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for line in shell_lines(page):
+        if match := re.fullmatch(r"make ([a-z]+)", line):
+            assert match[1] in targets, f"{page.name}: there is no target {match[1]}"
+
+
+# ---- options ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["read", "write"])
+def test_options_are_those_of_the_code(method: str) -> None:
+    section = re.search(rf"^### Flow\.{method}\n(.*?)(?=^#|\Z)", README.read_text(), re.MULTILINE | re.DOTALL)
+    assert section is not None
+    documented = re.findall(r"^\| `(\w+)` \| (?:`([^`]*)`)? *\|", section[1], re.MULTILINE)
+    parameters = dict(inspect.signature(getattr(onceflow.Flow, method)).parameters)
+    del parameters["self"]
+    assert [name for name, _ in documented] == list(parameters)
+    for name, default in documented:
+        actual = parameters[name].default
+        assert default if actual is not inspect.Parameter.empty else not default, name
+        if default:
+            assert ast.literal_eval(default) == actual, name
+
+
+def test_errors_that_docs_name_exist() -> None:
+    for page in PAGES:
+        for name in re.findall(r"`([A-Z]\w+Error)`", prose(page)):
+            assert name in onceflow.__all__, f"{page.name}: {name}"
