@@ -682,7 +682,8 @@ def test_nothing_is_written_to_a_connection_that_is_not_ready(world: World, stat
         producer.send("out", 0, one)
     for _ in range(5):
         producer._pump(wait=True)
-    assert not connection.raw
+    assert connection.correlation_id == 0, "a request was given to it"
+    assert not world.arrived
     connection.connected, connection.initializing, connection._reauth.is_reauthenticating = True, False, False
     connection.paused.clear()
     producer.flush()
