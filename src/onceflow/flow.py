@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import shutil
 import tempfile
@@ -16,11 +17,17 @@ from pyspark.sql import DataFrame, SparkSession
 
 from onceflow import hooks, recovery
 from onceflow.client import offsets as kafka_offsets
-from onceflow.client.cluster import Cluster
+from onceflow.client.cluster import Cluster, TopicInfo
 from onceflow.client.deadline import Deadline
 from onceflow.client.settings import ClientSettings
 from onceflow.client.transactions import Outcome, Transactions
-from onceflow.errors import FencedError, OnceflowError, OptionError, UnsupportedQueryError
+from onceflow.errors import (
+    FencedError,
+    OnceflowError,
+    OptionError,
+    TransactionTimeoutError,
+    UnsupportedQueryError,
+)
 from onceflow.query import FlowQuery
 from onceflow.sink import progress_log, queries
 from onceflow.sink.batch import BatchSink, SinkOptions, load_targets, write_progress
@@ -135,6 +142,7 @@ class Flow:
             try:
                 start = self._start_of(topic, starting_offsets, fail_on_data_loss)
             except OnceflowError as error:
+                self._fresh = False  # whatever was open is aborted by the next take-over
                 raise error.located(flow=self.name, topic=topic) from error
         reader = self._spark.readStream.format("kafka").options(**self._settings.spark_reader()).options(**extra)
         reader = (
@@ -157,9 +165,10 @@ class Flow:
             self._cluster = Cluster(self._settings)
             self._transactions = Transactions(self._cluster, self._names.transactional_id)
             self._transactions.check_supported(deadline)
-        source = self._look_at(topic, deadline)
-        self._sources[topic] = source
-        self._take_over(deadline)
+        info = self._connected().topics([topic], deadline)[topic]
+        self._take_over(topic, sorted(info.leaders), deadline)
+        # Looked at after the take-over: an older driver cannot move progress past these offsets any more.
+        source = self._sources[topic] = self._look_at(info, deadline)
         start = recovery.plan(
             source,
             self._committed,
@@ -173,23 +182,23 @@ class Flow:
             self._pin(topic, start.offsets, deadline)
         return start
 
-    def _look_at(self, topic: str, deadline: Deadline) -> recovery.SourceTopic:
+    def _look_at(self, info: TopicInfo, deadline: Deadline) -> recovery.SourceTopic:
         cluster = self._connected()
-        info = cluster.topics([topic], deadline)[topic]
-        span = {topic: sorted(info.leaders)}
-        earliest = kafka_offsets.list_offsets(cluster, span, kafka_offsets.EARLIEST, deadline)[topic]
-        latest = kafka_offsets.list_offsets(cluster, span, kafka_offsets.LATEST, deadline)[topic]
-        return recovery.SourceTopic(topic, info.topic_id, earliest, latest)
+        span = {info.name: sorted(info.leaders)}
+        earliest = kafka_offsets.list_offsets(cluster, span, kafka_offsets.EARLIEST, deadline)[info.name]
+        latest = kafka_offsets.list_offsets(cluster, span, kafka_offsets.LATEST, deadline)[info.name]
+        return recovery.SourceTopic(info.name, info.topic_id, earliest, latest)
 
-    def _take_over(self, deadline: Deadline) -> None:
+    def _take_over(self, topic: str, partitions: list[int], deadline: Deadline) -> None:
         """Step ``init``: fence before reading progress, so that what is read cannot change any more."""
         if self._fresh:
             return
         cluster = self._connected()
         progress_log.ensure_topic(cluster, deadline)
         self._initialised().init(deadline)
-        spans = {name: sorted(source.earliest) for name, source in self._sources.items()}
-        self._committed = progress_log.read_progress(cluster, self.name, self._names.group_id, spans, deadline)
+        self._committed = progress_log.read_progress(
+            cluster, self._names.progress_key, self._names.group_id, {topic: partitions}, deadline
+        )
         self._fresh = True
         hooks.at("init", where="driver", flow=self.name)
 
@@ -198,7 +207,7 @@ class Flow:
         source = self._sources[topic]
         before = self._committed
         progress = Progress(
-            flow=self.name,
+            flow=self._names.progress_key,
             batch_id=0 if before is None else before.batch_id,
             offsets={**({} if before is None else before.offsets), topic: offsets},
             topic_ids={**({} if before is None else before.topic_ids), topic: source.topic_id},
@@ -209,11 +218,18 @@ class Flow:
         transactions = self._initialised()
         identity = transactions.begin(deadline)
         write_progress(self._connected(), transactions, self._names, progress, identity, deadline)
-        if transactions.end(deadline, commit=True) is not Outcome.COMMITTED:
+        outcome = transactions.end(deadline, commit=True)
+        if outcome is Outcome.FENCED:
             raise FencedError(
                 f"A newer driver of flow {self.name!r} has taken over while this one was starting",
                 flow=self.name,
                 next_step="stop one of the two: a flow has one driver",
+            )
+        if outcome is Outcome.ABORTED:
+            raise TransactionTimeoutError(
+                "The broker ended the transaction that fixes where the flow starts",
+                flow=self.name,
+                next_step="try again",
             )
         self._committed = progress
 
@@ -273,10 +289,14 @@ class Flow:
         compression_code(compression)
         timeout_s = duration_s(transaction_timeout, "transaction_timeout", self.name)
         if trigger is not None:
-            duration_s(trigger, "trigger", self.name)
+            # In the words Spark knows: it takes fewer units than we do.
+            trigger = f"{round(duration_s(trigger, 'trigger', self.name) * 1000)} milliseconds"
             if once:
                 raise OptionError("trigger and once exclude each other", flow=self.name, next_step="give one of them")
         queries.check_plan(df, self.name)
+        if topic is not None and (topic in self._sources or topic.startswith("__")):
+            what = "is a source of this flow" if topic in self._sources else "is an internal topic"
+            raise OptionError(f"The output topic {topic!r} {what}", flow=self.name, next_step="write to another topic")
         columns = check_columns(df.schema, topic=topic, flow=self.name)
         if columns.ignored:
             log.info("flow %s: columns not written: %s", self.name, ", ".join(columns.ignored))
@@ -309,7 +329,7 @@ class Flow:
                 transactions.renew(deadline)
             except OnceflowError as error:
                 raise error.located(flow=self.name) from error
-            scratch = Path(tempfile.mkdtemp(prefix=f"onceflow-{self.name}-"))
+            scratch = scratch_folder(self.name)
             sink = BatchSink(
                 names=self._names,
                 settings=self._settings,
@@ -334,9 +354,13 @@ class Flow:
 
             def stopped() -> None:
                 shutil.rmtree(scratch, ignore_errors=True)
-                self.close()
+                self._release()
 
-            self._running = FlowQuery(writer.start(), sink, stopped)
+            try:
+                self._running = FlowQuery(writer.start(), sink, stopped)
+            except BaseException:
+                stopped()
+                raise
             return self._running
 
     def close(self) -> None:
@@ -344,7 +368,10 @@ class Flow:
         with self._lock:
             if self._running is not None and self._running.isActive:
                 self._running.stop()
-                return  # stopping calls back
+            self._release()
+
+    def _release(self) -> None:
+        with self._lock:
             if self._cluster is not None:
                 self._cluster.close()
             self._cluster = self._transactions = self._committed = None
@@ -384,6 +411,19 @@ class FlowWriter:
             OnceflowError: the flow runs already, the output topic is missing, a newer driver has taken over.
         """
         return self._flow._start(*self._arguments)
+
+
+def scratch_folder(flow: str) -> Path:
+    """A new folder for Spark's checkpoint of this run; those of killed drivers of the flow are removed.
+
+    The name ends with the driver's process id. Spark decides nothing from the folder, so losing it is harmless.
+    """
+    parent = Path(tempfile.gettempdir())
+    for old in parent.glob(f"onceflow-{flow}-pid*"):
+        match = re.fullmatch(rf"onceflow-{re.escape(flow)}-pid(\d+)-\w+", old.name)
+        if match and not Path(f"/proc/{match[1]}").exists() and Path("/proc").exists():
+            shutil.rmtree(old, ignore_errors=True)
+    return Path(tempfile.mkdtemp(prefix=f"onceflow-{flow}-pid{os.getpid()}-"))
 
 
 def duration_s(text: str, name: str, flow: str) -> float:

@@ -10,7 +10,7 @@ import os
 
 VARIABLE = "ONCEFLOW_FAULTS"
 
-#: The steps of a batch, in order (docs/internals.md). Code, logs, tests and faults use these names.
+#: The steps of a batch, in order (docs/architecture.md). Code, logs, tests and faults use these names.
 STEPS = ("init", "plan", "begin", "write", "audit", "progress", "end", "settle")
 
 

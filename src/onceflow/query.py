@@ -31,7 +31,10 @@ class FlowQuery(StreamingQuery):
             StreamingQueryException: why Spark did.
         """
         try:
-            return super().awaitTermination(timeout)  # type: ignore[arg-type]
+            ended = super().awaitTermination(timeout)  # type: ignore[arg-type]
+            if not self.isActive:
+                self._on_stop()
+            return ended
         except StreamingQueryException as error:
             self._on_stop()
             raise self._reason(error) from error

@@ -245,7 +245,7 @@ def test_broker_without_transactions(pipe: Any, broker_without_transactions: int
     monkeypatch.setattr("onceflow.flow._START_SECONDS", 5.0)
     servers = f"127.0.0.1:{broker_without_transactions}"
     flow = onceflow.Flow(pipe.flow, pipe.spark, bootstrap_servers=servers)
-    with pytest.raises(onceflow.BrokerUnsupportedError, match=r"(?s)transactions.*2\.5 or later"):
+    with pytest.raises(onceflow.BrokerUnsupportedError, match=r"(?s)transactions.*2\.8 or later"):
         flow.read(pipe.source)
 
 

@@ -108,6 +108,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
 
 
 ORDER = WriteOrder(
+    transaction_version=2,
     flow="orders",
     batch=8,
     settings=ClientSettings("h:9092"),

@@ -109,14 +109,14 @@ class Cluster:
                 self.net.run(run)
                 return
             except (kafka_errors.SaslAuthenticationFailedError, kafka_errors.AuthorizationError) as error:
-                raise _authentication_failed(self.settings, error) from error
+                raise authentication_failed(self.settings, error) from error
             except kafka_errors.UnsupportedSaslMechanismError as error:
-                raise _authentication_failed(self.settings, error) from error
+                raise authentication_failed(self.settings, error) from error
             except kafka_errors.IncompatibleBrokerVersion as error:
                 raise BrokerUnsupportedError(
                     "What answers at bootstrap_servers is not a Kafka broker of a known version",
                     detail=str(error),
-                    next_step="give the address of a broker, not of a controller; onceflow needs Kafka 2.5 or later",
+                    next_step="give the address of a broker, not of a controller; onceflow needs Kafka 2.8 or later",
                 ) from error
             except (kafka_errors.KafkaError, OSError) as error:
                 problem = str(error)
@@ -168,7 +168,7 @@ class Cluster:
             offer = "does not offer it" if high < 0 else f"offers versions {low}-{high}"
             raise BrokerUnsupportedError(
                 f"The broker cannot do {name} version {least}-{most}: it {offer}",
-                next_step="exactly-once needs a broker with transactions: Apache Kafka 2.5 or later",
+                next_step="exactly-once needs a broker with transactions: Apache Kafka 2.8 or later",
             )
         return chosen
 
@@ -189,7 +189,7 @@ class Cluster:
             try:
                 return self.net.run(run)
             except (kafka_errors.SaslAuthenticationFailedError, kafka_errors.AuthorizationError) as error:
-                raise _authentication_failed(self.settings, error) from error
+                raise authentication_failed(self.settings, error) from error
             except kafka_errors.KafkaError as error:
                 raise ConnectionFailedError(f"broker {node}: {type(error).__name__}: {error}") from error
             except (OSError, RuntimeError) as error:
@@ -301,6 +301,10 @@ class Cluster:
             deadline.pause(attempt + 2, f"FindCoordinator: {codes.describe(answer.error_code).name}")
             attempt += 1
 
+    def broker_count(self) -> int:
+        """Brokers of the cluster, as of the last metadata."""
+        return max(1, len(self.manager.cluster.brokers()))
+
     def forget_coordinator(self, kind: int, key: str) -> None:
         self._coordinators.pop((kind, key), None)
 
@@ -348,7 +352,7 @@ def unknown_topic(name: str, why: str = "") -> UnknownTopicError:
     )
 
 
-def _authentication_failed(settings: ClientSettings, error: Exception) -> OnceflowError:
+def authentication_failed(settings: ClientSettings, error: Exception) -> OnceflowError:
     return AuthenticationFailedError(
         f"The broker at {settings.bootstrap_servers} refused the credentials",
         detail=str(error),

@@ -1,14 +1,15 @@
 """Produces encoded batches to partition leaders, in sequence, and waits for every acknowledgement.
 
-Rules (KAFKA.md of the protocol, tested in tests/integration/test_produce.py):
+Rules (tested in tests/unit/test_producer_state.py):
 
 - The first batch of a partition travels alone until it is acknowledged: it enrols the partition in the
   transaction, and enrolments of several tasks collide at the coordinator (error 19 or 51). The very same
   bytes are sent again until one succeeds.
 - Afterwards at most ``MAX_IN_FLIGHT`` batches of a partition are under way: the broker remembers five,
-  and recognises a repeated batch only among those.
+  and recognises a repeated batch only among those (it answers as it did the first time; an error 46 would
+  mean that somebody else wrote under this epoch, and aborts).
 - After any failure of a partition nothing more is sent to it until all that was under way has come
-  back; then everything unacknowledged is sent again, in order, the same bytes, one at a time.
+  back; then everything unacknowledged is sent again, in order, the same bytes, the first one alone.
 - Memory is bounded: ``send`` waits while more than ``max_unacked_bytes`` are unacknowledged.
 """
 
@@ -22,7 +23,7 @@ from typing import Any
 import kafka.errors as kafka_errors
 from kafka.protocol.producer import ProduceRequest
 
-from onceflow.client.cluster import Cluster, unknown_topic
+from onceflow.client.cluster import Cluster, authentication_failed, unknown_topic
 from onceflow.client.deadline import Deadline
 from onceflow.wire import codes
 from onceflow.wire.batches import EncodedBatch
@@ -31,7 +32,6 @@ from onceflow.wire.produce import LEAST_VERSION, MOST_VERSION, encode_produce
 MAX_IN_FLIGHT = 4
 _MAX_REQUEST_BYTES = 8_000_000
 _REPLICAS_TIMEOUT_MS = 30_000
-_DUPLICATE_SEQUENCE = 46  # the broker has this batch already: an acknowledgement that got lost
 
 
 class _Frame:
@@ -107,6 +107,7 @@ class Producer:
         transactional_id: None for a producer without transactions.
         deadline: bounds everything this producer does.
         max_unacked_bytes: bound on memory; ``send`` waits above it.
+        transaction_version: of the driver, for a task; the cluster's own by default.
     """
 
     def __init__(
@@ -116,6 +117,7 @@ class Producer:
         transactional_id: str | None,
         deadline: Deadline,
         max_unacked_bytes: int = 12_000_000,
+        transaction_version: int | None = None,
     ) -> None:
         cluster.connect(deadline)
         self._cluster = cluster
@@ -128,7 +130,8 @@ class Producer:
         self._answer = _Signal()
         # Version 12 enrols partitions; only a cluster with transaction version 2 lets it (KIP-890).
         # Never mix version 12 with EndTxn below 5: a late batch would then open a new transaction.
-        most = MOST_VERSION if cluster.transaction_version >= 2 or transactional_id is None else 11
+        version = cluster.transaction_version if transaction_version is None else transaction_version
+        most = MOST_VERSION if version >= 2 or transactional_id is None else 11
         self._version = cluster.version(ProduceRequest, least=LEAST_VERSION, most=most)
 
     def send(self, topic: str, partition: int, batch: EncodedBatch) -> None:
@@ -144,6 +147,8 @@ class Producer:
 
     def flush(self) -> dict[tuple[str, int], Acknowledged]:
         """Wait until everything sent is acknowledged by all in-sync replicas."""
+        if self._failure is not None:
+            raise self._failure
         while any(slot.queue for slot in self._partitions.values()):
             self._pump(wait=True)
         return {key: slot.done for key, slot in self._partitions.items()}
@@ -152,6 +157,8 @@ class Producer:
 
     def _pump(self, *, wait: bool) -> None:
         """Send what can be sent, then let the event loop run once."""
+        if self._failure is not None:
+            raise self._failure
         with self._cluster.lock:
             now = time.monotonic()
             self._submit(now)
@@ -194,7 +201,7 @@ class Producer:
         try:
             connection = self._cluster.manager.get_connection(node)
         except (kafka_errors.SaslAuthenticationFailedError, kafka_errors.AuthorizationError) as error:
-            self._failure = error
+            self._failure = authentication_failed(self._cluster.settings, error)
             return
         except kafka_errors.KafkaError:
             for slot in slots:
@@ -257,16 +264,17 @@ class Producer:
             answer = answers.get((slot.topic, slot.partition))
             if answer is None:
                 self._retry(slot, "the response does not mention the partition")
-            elif answer.error_code in (0, _DUPLICATE_SEQUENCE):
+            elif answer.error_code == 0:
                 self._acknowledge(slot, batch, answer)
             else:
-                self._refused(slot, answer)
+                self._refused(slot, batch, answer)
         self._answer.set()
 
     def _acknowledge(self, slot: _Partition, batch: EncodedBatch, answer: Any) -> None:
         if not slot.queue or slot.queue[0] is not batch:
-            # An earlier batch failed and this one, behind it, was taken: the broker forbids it (45).
-            self._fail(codes.error_for(45, api="Produce", topic=f"{slot.topic}-{slot.partition}"))
+            # The one before it was appended, too, but not acknowledged yet (7, 20, or a slow old leader): both
+            # are sent again in order, and recognised.
+            self._retry(slot, "acknowledged before an earlier batch")
             return
         slot.queue.popleft()
         slot.enrolled = True
@@ -278,10 +286,10 @@ class Producer:
         slot.done.count += batch.count
         slot.done.nbytes += batch.nbytes
 
-    def _refused(self, slot: _Partition, answer: Any) -> None:
+    def _refused(self, slot: _Partition, batch: EncodedBatch, answer: Any) -> None:
         code = int(answer.error_code)
         row = codes.describe(code)
-        if row.verdict.retriable or (code == 45 and slot.recovering):
+        if row.verdict.retriable or (code == 45 and slot.queue[0] is not batch):
             # 45 behind a failed batch only says that the failed one is missing: it goes first next time.
             self._retry(slot, row.name, stale_leader=row.verdict is not codes.Verdict.RETRY)
             if code == 3 and slot.attempt > 12:

@@ -37,13 +37,10 @@ _SPECIAL = {
     "sasl.jaas.config",
     "ssl.truststore.location",
     "ssl.truststore.type",
-    "ssl.truststore.certificates",
     "ssl.keystore.location",
     "ssl.keystore.type",
     "ssl.endpoint.identification.algorithm",
     "ssl.ca.location",
-    "ssl.certificate.location",
-    "ssl.key.location",
     "default.api.timeout.ms",
 }
 # Meant for Spark's reader alone; passed on to it and not used by our own connections.
@@ -80,7 +77,7 @@ _OWNED = {
     "isolation.level": "sources are always read with read_committed",
     "group.id": "it is built from the flow's name (see group_id_prefix)",
     "enable.auto.commit": "offsets are committed in the transaction",
-    "auto.offset.reset": "use startingOffsets of Flow.read",
+    "auto.offset.reset": "use starting_offsets of Flow.read",
     "key.serializer": "rows are binary already",
     "value.serializer": "rows are binary already",
     "transaction.timeout.ms": "use transaction_timeout of Flow.write",
@@ -88,7 +85,10 @@ _OWNED = {
     "bootstrap.servers": "use the bootstrap_servers argument",
 }
 
-_JAAS_FIELD = re.compile(r"(\w+)\s*=\s*\"((?:[^\"\\]|\\.)*)\"")
+# Java's tokenizer takes double quotes, single quotes and plain words; a backslash quotes the next character.
+_JAAS_FIELD = re.compile(
+    r"""(\w+)\s*=\s*(?:"(?P<double>(?:[^"\\]|\\.)*)"|'(?P<single>(?:[^'\\]|\\.)*)'|(?P<word>[^\s;"']+))"""
+)
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class ClientSettings:
     options: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if not self.bootstrap_servers or not str(self.bootstrap_servers).strip():
+        if not str(self.bootstrap_servers or "").strip(" ,"):
             raise OptionError(
                 "bootstrap_servers is empty", next_step='give for example bootstrap_servers="localhost:9092"'
             )
@@ -131,9 +131,10 @@ class ClientSettings:
         """Options of Spark's Kafka source."""
         out = {"kafka.bootstrap.servers": self.bootstrap_servers, **_READER_DEFAULTS}
         for name, value in self.options.items():
-            if name in ("sasl.username", "sasl.password"):
-                continue
-            out[f"kafka.{name}"] = value
+            if name == "ssl.ca.location":  # librdkafka's name; the Java client reads PEM files as trust stores
+                out["kafka.ssl.truststore.type"], out["kafka.ssl.truststore.location"] = "PEM", value
+            elif name not in ("sasl.username", "sasl.password"):
+                out[f"kafka.{name}"] = value
         if "sasl.username" in self.options and "sasl.jaas.config" not in self.options:
             out["kafka.sasl.jaas.config"] = _jaas(self.options)
         return out
@@ -143,7 +144,7 @@ def _normalised(options: Mapping[str, object]) -> dict[str, str]:
     known = set(_PLAIN) | set(_MILLISECONDS) | _SPECIAL | _READER_ONLY
     out: dict[str, str] = {}
     for given, value in options.items():
-        name = given.removeprefix("kafka.")
+        name = str(given).removeprefix("kafka.")
         if name in _OWNED:
             raise OptionError(f"option {given!r} is set by onceflow itself", next_step=_OWNED[name])
         if name not in known:
@@ -186,7 +187,7 @@ def _sasl(options: Mapping[str, str]) -> dict[str, Any]:
     if mechanism not in ("PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512"):
         return {}
     jaas = options.get("sasl.jaas.config")
-    fields = dict(_JAAS_FIELD.findall(jaas)) if jaas else {}
+    fields = _jaas_fields(jaas or "")
     username = fields.get("username", options.get("sasl.username"))
     password = fields.get("password", options.get("sasl.password"))
     if username is None or password is None:
@@ -195,6 +196,14 @@ def _sasl(options: Mapping[str, str]) -> dict[str, Any]:
             next_step="give 'sasl.jaas.config' as for the Java client, or 'sasl.username' and 'sasl.password'",
         )
     return {"sasl_plain_username": username, "sasl_plain_password": password}
+
+
+def _jaas_fields(text: str) -> dict[str, str]:
+    fields = {}
+    for match in _JAAS_FIELD.finditer(text):
+        quoted = match["double"] if match["double"] is not None else match["single"]
+        fields[match[1]] = match["word"] if quoted is None else re.sub(r"\\(.)", r"\1", quoted)
+    return fields
 
 
 def _jaas(options: Mapping[str, str]) -> str:
@@ -217,21 +226,17 @@ def _tls(options: Mapping[str, str]) -> dict[str, Any]:
     out: dict[str, Any] = {}
     if options.get("ssl.endpoint.identification.algorithm", "https") == "":
         out["ssl_check_hostname"] = False
-    for store, pem_name, argument in (
-        ("ssl.truststore", "ssl.ca.location", "ssl_cafile"),
-        ("ssl.keystore", "ssl.certificate.location", "ssl_certfile"),
-    ):
+    for store, argument in (("ssl.truststore", "ssl_cafile"), ("ssl.keystore", "ssl_certfile")):
         location = options.get(f"{store}.location")
-        if location is not None:
-            if options.get(f"{store}.type", "JKS").upper() != "PEM":
-                raise OptionError(
-                    f"{store}.location is read by Python too, which knows no Java key stores",
-                    next_step=f"convert it to a PEM file and set {store}.type to PEM (the Java client reads it, too)",
-                )
-            out[argument] = location
-        elif pem_name in options:
-            out[argument] = options[pem_name]
-    # A PEM key store holds certificate and key in one file, which Python's ssl reads as such.
-    if "ssl.key.location" in options:
-        out["ssl_keyfile"] = options["ssl.key.location"]
+        if location is None:
+            continue
+        if options.get(f"{store}.type", "JKS").upper() != "PEM":
+            raise OptionError(
+                f"{store}.location is read by Python too, which knows no Java key stores",
+                next_step=f"convert it to a PEM file and set {store}.type to PEM (the Java client reads it, too)",
+            )
+        # A PEM key store holds certificate and key in one file, which Python's ssl reads as such.
+        out[argument] = location
+    if "ssl.ca.location" in options:
+        out["ssl_cafile"] = options["ssl.ca.location"]
     return out

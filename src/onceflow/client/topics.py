@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from kafka.protocol.admin import CreateTopicsRequest, DescribeConfigsRequest
 
-from onceflow.client.cluster import Cluster, ConnectionFailedError
+from onceflow.client.cluster import Cluster
 from onceflow.client.deadline import Deadline
 from onceflow.wire import codes
 
@@ -71,24 +71,33 @@ def max_message_bytes(cluster: Cluster, names: Iterable[str], deadline: Deadline
     DESCRIBE_CONFIGS is a privilege of its own, and no reason to stop: a batch above the true limit is
     refused by the broker (MESSAGE_TOO_LARGE), with a clear error.
     """
+    limits: dict[str, int] = {}
+    for name, value in _configs(cluster, names, "max.message.bytes", deadline).items():
+        limits[name] = DEFAULT_MAX_MESSAGE_BYTES if value is None else int(value)
+    return limits
+
+
+def topic_config(cluster: Cluster, name: str, key: str, deadline: Deadline) -> str | None:
+    """One setting of a topic; None where this principal may not read it."""
+    return _configs(cluster, [name], key, deadline)[name]
+
+
+def _configs(cluster: Cluster, names: Iterable[str], key: str, deadline: Deadline) -> dict[str, str | None]:
     cluster.connect(deadline)
     wanted = sorted(set(names))
     request = DescribeConfigsRequest(
         version=cluster.version(DescribeConfigsRequest, least=1, most=4),
         resources=[
             DescribeConfigsRequest.DescribeConfigsResource(
-                resource_type=_TOPIC_RESOURCE, resource_name=name, configuration_keys=["max.message.bytes"]
+                resource_type=_TOPIC_RESOURCE, resource_name=name, configuration_keys=[key]
             )
             for name in wanted
         ],
     )
-    try:
-        response = cluster.ask(request, "DescribeConfigs", deadline)
-    except ConnectionFailedError:
-        return dict.fromkeys(wanted, DEFAULT_MAX_MESSAGE_BYTES)
-    limits = dict.fromkeys(wanted, DEFAULT_MAX_MESSAGE_BYTES)
+    response = cluster.ask(request, "DescribeConfigs", deadline)
+    values: dict[str, str | None] = dict.fromkeys(wanted)
     for result in response.results:
         for config in result.configs or []:
-            if result.error_code == 0 and config.name == "max.message.bytes" and config.value:
-                limits[result.resource_name] = int(config.value)
-    return limits
+            if result.error_code == 0 and config.name == key:
+                values[result.resource_name] = config.value
+    return values

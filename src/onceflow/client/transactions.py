@@ -19,6 +19,7 @@ from kafka.protocol.producer import (
     AddPartitionsToTxnRequest,
     EndTxnRequest,
     InitProducerIdRequest,
+    ProduceRequest,
     TxnOffsetCommitRequest,
 )
 
@@ -26,6 +27,7 @@ from onceflow.client.cluster import GROUP, TRANSACTION, Cluster, ConnectionFaile
 from onceflow.client.deadline import Deadline
 from onceflow.wire import codes
 from onceflow.wire.batches import BatchHeader
+from onceflow.wire.produce import LEAST_VERSION, MOST_VERSION
 
 log = logging.getLogger("onceflow.client")
 
@@ -81,6 +83,7 @@ class Transactions:
         self._cluster.connect(deadline)
         self._cluster.version(InitProducerIdRequest, least=3, most=5)
         self._cluster.version(TxnOffsetCommitRequest, least=3, most=5)
+        self._cluster.version(ProduceRequest, least=LEAST_VERSION, most=MOST_VERSION)
 
     # ---- identity ------------------------------------------------------------------------------------
 

@@ -130,7 +130,8 @@ class BatchSink:
         self._targets_at = float("-inf")
         self._columns = columns
         self._cores = cores
-        self._row_bytes: float | None = None
+        self._row_bytes: float | None = None  # of the last batches; unknown at first
+        self._rows_out = 1.0  # rows written for one read, at most so far: a query may explode rows
         self._unsettled: int | None = None
         self._undecided = False
         self._begun_at = 0.0
@@ -145,10 +146,17 @@ class BatchSink:
         batch = self.progress.batch_id + 1
         try:
             self._run(df, spark_batch_id, batch)
+        # The traceback goes to Spark, which parses it with a regular expression that overflows the stack on long
+        # ones (a cause with a Java stack trace in its text): so causes are logged, not chained.
         except OnceflowError as error:
             self.failure = error.located(flow=self._names.flow, batch=batch)
             log.error("%s", self.failure)
-            raise self.failure from error
+            log.debug("the batch failed here", exc_info=error)
+            raise self.failure from None
+        except (PySparkException, Py4JError) as error:
+            self.failure = self._stopped(error, batch)
+            log.debug("the batch failed here", exc_info=error)
+            raise self.failure from None
         except BaseException as error:
             self.failure = error
             raise
@@ -242,9 +250,10 @@ class BatchSink:
         self, df: DataFrame, batch: int, identity: BatchHeader, source: SourceRange, summary: BatchSummary
     ) -> tuple[Prepared | None, list[reports.Report]]:
         """Produce every row under the identity and collect what was acknowledged."""
-        expected_bytes = source.rows_most * (self._row_bytes or _GUESSED_ROW_BYTES)
+        expected_rows = source.rows_most * self._rows_out
+        expected_bytes = expected_rows * (self._row_bytes or _GUESSED_ROW_BYTES)
         on_driver = (
-            source.rows_most <= self._options.small_batch_rows
+            expected_rows <= self._options.small_batch_rows
             and expected_bytes <= _DRIVER_BYTES_MAX
             and summary.attempts == 1
         )
@@ -268,6 +277,7 @@ class BatchSink:
             topic=self._options.topic,
             targets=self._targets,
             routing=prepared.routing,
+            transaction_version=self._cluster.transaction_version,
             deadline_s=max(self._options.transaction_timeout_s, _PATIENCE_S_LEAST),
             faults=hooks.configured(),
         )
@@ -284,6 +294,10 @@ class BatchSink:
         if prepared is not None and prepared.shuffled:
             attempts = jvm.stage_attempts(df.sparkSession, {report.stage for report in written})
         tasks = None if prepared is None else prepared.routing.tasks
+        if prepared is not None and any(isinstance(report.error, BatchAbortedError) for report in written):
+            # A second attempt refused to write. Why the first one failed is what the user has to know.
+            why = jvm.failed_task_message(df.sparkSession, {report.stage for report in written})
+            written = [report.explained(why) for report in written]
         return audit(written, tasks=tasks, stage_attempts=attempts, flow=self._names.flow, batch=batch)
 
     def _progress(self, batch: int, source: SourceRange, identity: BatchHeader) -> Progress:
@@ -324,6 +338,7 @@ class BatchSink:
         summary.rss_kib_most = checked.rss_kib_most
         if checked.records:
             self._row_bytes = checked.nbytes / checked.records
+            self._rows_out = max(self._rows_out, checked.records / max(1, summary.rows_most))
 
     # ---- when it goes wrong --------------------------------------------------------------------------
 
@@ -355,6 +370,16 @@ class BatchSink:
             f"The broker had ended the transaction: it was open for {open_s:.1f} s, its timeout is {limit:g} s",
             next_step="nothing is lost, the batch runs again; if it repeats, lower max_records_per_batch of Flow.read "
             "or raise transaction_timeout of Flow.write (broker limit: transaction.max.timeout.ms)",
+        )
+
+    def _stopped(self, problem: BaseException, batch: int) -> BatchAbortedError:
+        what = "the query is being stopped" if self.stopping or _cancelled(problem) else "Spark failed"
+        return BatchAbortedError(
+            f"Batch {batch} was aborted: {what}; nothing of it is visible",
+            flow=self._names.flow,
+            batch=batch,
+            detail=jvm.first_line(problem),
+            next_step="start the flow again: it continues at this batch",
         )
 
     def _given_up(self, last: BaseException | None, batch: int) -> OnceflowError:
@@ -400,7 +425,7 @@ def write_progress(
     deadline: Deadline,
 ) -> None:
     """Step ``progress``: the record, then the group offsets that point to it."""
-    partition = progress_log.partition_of(names.flow)
+    partition = progress_log.partition_of(progress.flow)
     if not transactions.version_2:
         transactions.add_partitions({PROGRESS_TOPIC: [partition]}, deadline)
     key, value = records.encode(progress)

@@ -98,8 +98,11 @@ def stage_attempts(spark: SparkSession, stages: Iterable[int], timeout_s: float 
     try:
         spark.sparkContext._jsc.sc().listenerBus().waitUntilEmpty(int(timeout_s * 1000))
         for stage in stages:
-            found[stage] = int(tracker.getStageInfo(stage).currentAttemptId())
-    except Py4JError as error:
+            info = tracker.getStageInfo(stage)
+            if info is None:
+                raise LookupError(f"Spark's status store has forgotten stage {stage}")
+            found[stage] = int(info.currentAttemptId())
+    except (Py4JError, LookupError) as error:
         raise BatchAbortedError(
             "It cannot be told whether Spark attempted a stage twice",
             detail=first_line(error),
@@ -107,6 +110,22 @@ def stage_attempts(spark: SparkSession, stages: Iterable[int], timeout_s: float 
             "session has (they must keep up within 20 s) and spark.ui.retainedStages",
         ) from error
     return found
+
+
+def failed_task_message(spark: SparkSession, stages: Iterable[int]) -> str:
+    """Why a task of these stages failed, as Spark's status store has it; empty when it does not tell."""
+    try:
+        spark.sparkContext._jsc.sc().listenerBus().waitUntilEmpty(5_000)
+        store: Any = spark.sparkContext._jsc.sc().statusStore()
+        for stage in stages:
+            tasks = store.taskList(stage, 0, 10_000)
+            for i in range(tasks.size()):
+                message = tasks.apply(i).errorMessage()
+                if message.isDefined():
+                    return f"the first attempt failed: {blamed_line(str(message.get()))}"
+    except Py4JError:
+        pass  # only an explanation: the batch is aborted in any case
+    return ""
 
 
 def source_partitions(df: DataFrame) -> list[tuple[str, int]]:
@@ -149,6 +168,11 @@ def first_line(error: BaseException) -> str:
     """A short text of a Spark job's failure: the last line of a Python traceback, else the first line."""
     java = getattr(error, "java_exception", None)
     text = str(java.getMessage()) if java is not None and java.getMessage() else str(error)
+    return blamed_line(text) or type(error).__name__
+
+
+def blamed_line(text: str) -> str:
+    """The line of a traceback that says what happened."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     blamed = [line for line in lines if line.split(":")[0].endswith(("Error", "Exception"))]
-    return (blamed or lines or [type(error).__name__])[-1 if blamed else 0][:500]
+    return (blamed or lines or [""])[-1 if blamed else 0][:500]

@@ -14,6 +14,7 @@ from pathlib import Path
 from onceflow.errors import ProgressConflictError
 
 TopicOffsets = dict[str, dict[int, int]]
+_VERSION = "v1"
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class SourceRange:
     def rows_most(self) -> int:
         """Upper bound of the records in the range (markers and aborted records count, too)."""
         return sum(
-            end - self.start.get(topic, {}).get(partition, end)
+            end - self.start.get(topic, {}).get(partition, 0)  # 0: a partition that was added while running
             for topic, partitions in self.end.items()
             for partition, end in partitions.items()
         )
@@ -43,29 +44,47 @@ def read_range(checkpoint: Path, batch_id: int) -> SourceRange:
     if batch_id > 0:
         return SourceRange(_offsets_of(checkpoint / "offsets" / str(batch_id - 1)), end)
     start: TopicOffsets = {}
-    for folder in sorted((checkpoint / "sources").iterdir()):
+    sources = checkpoint / "sources"
+    for folder in sorted(sources.iterdir()) if sources.is_dir() else ():
         initial = folder / "0"
         if initial.exists():
             # Spark writes a zero byte first, for readers of version 1.0 of the format.
-            lines = initial.read_bytes().lstrip(b"\0").decode().splitlines()
-            _merge(start, _parse(lines[-1], initial), initial)
+            lines = _text(initial).lstrip("\0").splitlines()
+            if len(lines) != 2 or lines[0] != _VERSION:
+                raise _unreadable(initial, f"it holds {lines[:1]} and {len(lines)} lines")
+            _merge(start, _parse(lines[1], initial), initial)
+    lost = sorted(set(start) - set(end))
+    if lost:
+        raise _unreadable(checkpoint / "offsets" / str(batch_id), f"it says nothing of {', '.join(lost)}")
     return SourceRange(start, end)
 
 
 def _offsets_of(path: Path) -> TopicOffsets:
-    try:
-        lines = path.read_text().splitlines()
-    except OSError as error:
-        raise ProgressConflictError(
-            "Spark's offset log of this query cannot be read",
-            detail=f"{path}: {error}",
-            next_step="was the scratch folder deleted while the query ran? Start the flow again: progress is in Kafka",
-        ) from error
+    lines = _text(path).splitlines()
+    if len(lines) < 3 or lines[0] != _VERSION:
+        # A cut or foreign file must not read as "no sources": the batch would be written without moving progress.
+        raise _unreadable(path, f"it begins with {lines[:1]} and has {len(lines)} lines")
     merged: TopicOffsets = {}
     for line in lines[2:]:  # version, metadata, then one line per source
         if line != "-":  # a source that has no offset yet
             _merge(merged, _parse(line, path), path)
     return merged
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise _unreadable(path, str(error)) from error
+
+
+def _unreadable(path: Path, why: str) -> ProgressConflictError:
+    return ProgressConflictError(
+        "Spark's offset log of this query cannot be read",
+        detail=f"{path}: {why}",
+        next_step="was the scratch folder deleted while the query ran, or spark.sql.streaming.offsetLog.formatVersion "
+        "set? Start the flow again: progress is in Kafka",
+    )
 
 
 def _parse(line: str, path: Path) -> TopicOffsets:
@@ -100,6 +119,8 @@ def check_contiguous(
 ) -> None:
     """Invariant I2: a batch starts exactly where committed progress ends.
 
+    Topics of progress that the query does not read (any more) keep their offsets, and are no part of the check.
+
     Args:
         planned: start offsets of the batch.
         committed: end offsets of the last committed batch.
@@ -108,9 +129,17 @@ def check_contiguous(
     Raises:
         ProgressConflictError: a gap or an overlap; nothing has been written.
     """
-    for topic, partitions in committed.items():
-        for partition, expected in partitions.items():
-            got = planned.get(topic, {}).get(partition)
+    for topic in planned:
+        if topic not in committed:
+            raise ProgressConflictError(
+                f"Topic {topic} is read but has no committed start",
+                flow=flow,
+                batch=batch,
+                topic=topic,
+                next_step="read every stream of the query with Flow.read of the flow that writes it",
+            )
+        for partition, expected in committed[topic].items():
+            got = planned[topic].get(partition)
             if got != expected:
                 kind = "is missing" if got is None else ("overlaps" if got < expected else "leaves a gap")
                 raise ProgressConflictError(

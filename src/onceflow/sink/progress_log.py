@@ -16,7 +16,7 @@ from onceflow.client import offsets as kafka_offsets
 from onceflow.client.cluster import Cluster, TopicInfo
 from onceflow.client.deadline import Deadline
 from onceflow.client.log_reader import LogRecord, read_log
-from onceflow.client.topics import create_topic
+from onceflow.client.topics import create_topic, topic_config
 from onceflow.errors import OnceflowError, PermissionDeniedError, ProgressConflictError, UnknownTopicError
 from onceflow.wire import progress as records
 from onceflow.wire.progress import PROGRESS_TOPIC, Progress, progress_partition
@@ -31,7 +31,10 @@ _CONFIGS = {
     "cleanup.policy": "compact",
     "segment.bytes": str(16 * 1024 * 1024),
     "min.cleanable.dirty.ratio": "0.1",
+    # As onceflow writes it (not compressed), whatever the broker's default is: it is read with few codecs.
+    "compression.type": "producer",
 }
+_COPIES_MOST = 3
 _HINT = re.compile(r"onceflow:(\d+):(\d+)")
 
 
@@ -56,8 +59,16 @@ def ensure_topic(cluster: Cluster, deadline: Deadline) -> TopicInfo:
         info = cluster.topics([PROGRESS_TOPIC], deadline)[PROGRESS_TOPIC]
     except UnknownTopicError:
         try:
+            # The broker's default is often one copy. This topic is the flow's memory.
+            copies = min(_COPIES_MOST, cluster.broker_count())
+            configs = {**_CONFIGS, "min.insync.replicas": str(max(1, copies - 1))}
             if create_topic(
-                cluster, PROGRESS_TOPIC, partitions=PROGRESS_PARTITIONS, configs=_CONFIGS, deadline=deadline
+                cluster,
+                PROGRESS_TOPIC,
+                partitions=PROGRESS_PARTITIONS,
+                configs=configs,
+                deadline=deadline,
+                replication=copies,
             ):
                 log.info("created the progress topic %s", PROGRESS_TOPIC)
         except PermissionDeniedError as error:
@@ -75,6 +86,16 @@ def ensure_topic(cluster: Cluster, deadline: Deadline) -> TopicInfo:
             topic=PROGRESS_TOPIC,
             next_step=f"add partitions: kafka-topics.sh --alter --topic {PROGRESS_TOPIC} "
             f"--partitions {PROGRESS_PARTITIONS} (a flow's partition does not depend on the count)",
+        )
+    policy = topic_config(cluster, PROGRESS_TOPIC, "cleanup.policy", deadline)
+    if policy is None:
+        log.warning("may not read the settings of %s: see that its cleanup.policy is compact", PROGRESS_TOPIC)
+    elif policy != "compact":
+        raise ProgressConflictError(
+            f"The progress topic {PROGRESS_TOPIC} has cleanup.policy={policy}: progress of an idle flow would expire",
+            topic=PROGRESS_TOPIC,
+            next_step=f"kafka-configs.sh --alter --entity-type topics --entity-name {PROGRESS_TOPIC} "
+            "--add-config cleanup.policy=compact",
         )
     return info
 
@@ -105,11 +126,28 @@ def read_progress(
         partition
     ]
     hinted = _hinted_offset(cluster, group, source_topics, partition, deadline)
+    latest = None
     if hinted is not None and begin <= hinted < end:
-        found = _latest(cluster, flow, partition, hinted, end, deadline)
-        if found is not None:
-            return found
-    return _latest(cluster, flow, partition, begin, end, deadline)
+        latest = _latest(cluster, flow, partition, hinted, end, deadline)
+    if latest is None:
+        latest = _latest(cluster, flow, partition, begin, end, deadline)
+    if latest is None:
+        if hinted is not None:
+            raise ProgressConflictError(
+                "The flow has committed offsets, but its progress record is gone",
+                flow=flow,
+                topic=f"{PROGRESS_TOPIC}-{partition}",
+                detail=f"group {group} points to offset {hinted}; the log holds {begin} to {end}",
+                next_step="was the progress topic deleted, or not compacted? To start over on purpose: "
+                f"`onceflow reset {flow}`",
+            )
+        return None
+    if latest.value is None:  # a tombstone: the flow was reset
+        return None
+    try:
+        return records.decode(latest.key, latest.value)
+    except OnceflowError as error:
+        raise error.located(flow=flow, topic=f"{PROGRESS_TOPIC}-{partition}") from error
 
 
 def _hinted_offset(
@@ -128,7 +166,8 @@ def _hinted_offset(
     return min(hints) if hints else None
 
 
-def _latest(cluster: Cluster, flow: str, partition: int, start: int, end: int, deadline: Deadline) -> Progress | None:
+def _latest(cluster: Cluster, flow: str, partition: int, start: int, end: int, deadline: Deadline) -> LogRecord | None:
+    """The last committed record (or tombstone) of a flow in ``[start, end)``."""
     key = flow.encode()
     committed: LogRecord | None = None
     undecided: dict[int, LogRecord] = {}
@@ -147,12 +186,7 @@ def _latest(cluster: Cluster, flow: str, partition: int, start: int, end: int, d
     for record in undecided.values():
         if committed is None or record.offset > committed.offset:
             committed = record
-    if committed is None or committed.value is None:  # a tombstone: the flow was reset
-        return None
-    try:
-        return records.decode(committed.key, committed.value)
-    except OnceflowError as error:
-        raise error.located(flow=flow, topic=f"{PROGRESS_TOPIC}-{partition}") from error
+    return committed
 
 
 def now_ms() -> int:

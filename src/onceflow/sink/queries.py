@@ -20,6 +20,8 @@ _STATEFUL = {
     "Deduplicate": "dropDuplicates",
     "DeduplicateWithinWatermark": "dropDuplicatesWithinWatermark",
     "Distinct": "distinct",
+    "Except": "subtract",
+    "Intersect": "intersect",
     "FlatMapGroupsWithState": "flatMapGroupsWithState",
     "FlatMapGroupsInPandasWithState": "applyInPandasWithState",
     "TransformWithState": "transformWithState",
@@ -121,8 +123,8 @@ def check_plan(df: DataFrame, flow: str) -> None:
             raise UnsupportedQueryError(
                 f"The query keeps state in Spark ({what}), which needs a checkpoint",
                 flow=flow,
-                next_step="give checkpoint=..., or keep the state in Kafka; without either it would start empty "
-                "after every restart",
+                next_step="a later version runs such queries with checkpoint=...; until then keep to queries without "
+                "state: it would start empty after every restart",
             )
 
 

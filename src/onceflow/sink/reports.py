@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import pyarrow as pa
@@ -65,6 +65,14 @@ class Report:
     seconds: float
     rss_kib: int
     error: OnceflowError | None = None
+
+    def explained(self, why: str) -> Report:
+        """The same report, its error's detail completed."""
+        if self.error is None or not why:
+            return self
+        fields = self.error.fields()
+        fields["detail"] = f"{fields['detail']}; {why}" if fields["detail"] else why
+        return replace(self, error=type(self.error)(self.error.what, **fields))
 
 
 def to_arrow(reports: Iterable[Report]) -> pa.RecordBatch:

@@ -73,6 +73,7 @@ class WriteOrder:
 
     Args:
         topic: the one output topic; None when rows name theirs in a ``topic`` column.
+        transaction_version: as the driver sees it; tasks must not mix protocols with the driver's EndTxn.
     """
 
     flow: str
@@ -84,6 +85,7 @@ class WriteOrder:
     topic: str | None
     targets: Mapping[str, Target]
     routing: Routing
+    transaction_version: int
     deadline_s: float
     faults: str | None = None  # rules of the driver's environment (tests only), see onceflow.hooks
 
@@ -227,10 +229,10 @@ class RowWriter:
             self._encode(topic, self._next_owned(topic, target), rows, target)
             return
         partitions = hashed if hashed is not None else np.full(rows.num_rows, -1, np.int32)
-        if partitions.min() < 0:  # a null key (murmur2 gives no negative partition)
-            partitions = np.where(partitions < 0, np.int32(self._next_owned(topic, target)), partitions)
         if given is not None:
             partitions = self._as_given(topic, target, given, partitions)
+        if partitions.min() < 0:  # no partition given, and no key (murmur2 gives no negative partition)
+            partitions = np.where(partitions < 0, np.int32(self._next_owned(topic, target)), partitions)
         low, high = int(partitions.min()), int(partitions.max())
         if low == high:
             self._encode(topic, low, rows, target)
@@ -289,9 +291,12 @@ class RowWriter:
     def _encode(self, topic: str, partition: int, rows: pa.RecordBatch, target: Target) -> None:
         if self._producer is None:
             self._producer = Producer(
-                self._cluster, transactional_id=self._order.transactional_id, deadline=self._deadline
+                self._cluster,
+                transactional_id=self._order.transactional_id,
+                deadline=self._deadline,
+                transaction_version=self._order.transaction_version,
             )
-        if (topic, partition) not in self._sequences and self._cluster.transaction_version < 2:
+        if (topic, partition) not in self._sequences and self._order.transaction_version < 2:
             # Version 1 of the protocol: a partition is enrolled before it is written to.
             transactions = Transactions(self._cluster, self._order.transactional_id, identity=self._order.identity)
             transactions.add_partitions({topic: [partition]}, self._deadline)

@@ -142,8 +142,6 @@ def end_offsets(
     )
     try:
         partitions = sorted(consumer.list_topics(topic, timeout=30).topics[topic].partitions)
-        return {
-            (topic, p): consumer.get_watermark_offsets(TopicPartition(topic, p), timeout=30)[1] for p in partitions
-        }
+        return {(topic, p): consumer.get_watermark_offsets(TopicPartition(topic, p), timeout=30)[1] for p in partitions}
     finally:
         consumer.close()

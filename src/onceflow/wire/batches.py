@@ -202,9 +202,7 @@ def _finish(
     return EncodedBatch(before + after, memoryview(body).cast("B"), count)
 
 
-def _records(
-    columns: Columns, times: npt.NDArray[np.int64] | int, start: int, stop: int
-) -> tuple[Any, int, int]:
+def _records(columns: Columns, times: npt.NDArray[np.int64] | int, start: int, stop: int) -> tuple[Any, int, int]:
     """The records section of rows start..stop, the first timestamp and the highest."""
     count = stop - start
     stamps: Field = 0
@@ -270,10 +268,7 @@ def _number_bytes_max(times: npt.NDArray[np.int64] | int, count: int) -> int:
     """Bytes of length, attributes, timestamp delta and offset delta that no record of this call exceeds."""
     spread = 0 if isinstance(times, int) or not count else int(times.max()) - int(times.min())
     return (
-        varints.VARINT_BYTES_MAX
-        + 1
-        + varints.width(varints.zigzag(-spread - 1))
-        + varints.width(varints.zigzag(count))
+        varints.VARINT_BYTES_MAX + 1 + varints.width(varints.zigzag(-spread - 1)) + varints.width(varints.zigzag(count))
     )
 
 

@@ -81,12 +81,10 @@ class ErrorCode:
 _OK, _RETRY, _ABORT, _FATAL = Verdict.OK, Verdict.RETRY, Verdict.ABORT, Verdict.FATAL
 _METADATA, _COORDINATOR = Verdict.RETRY_AFTER_METADATA, Verdict.RETRY_AFTER_COORDINATOR
 
-_LEADER = "check that the brokers are up and every partition has a leader (`onceflow doctor`)."
-_RERUN = (
-    "nothing of this attempt is visible and the batch is run again; if it repeats, read the broker's log."
-)
+_LEADER = "check that the brokers are up and every partition has a leader."
+_RERUN = "nothing of this attempt is visible and the batch is run again; if it repeats, read the broker's log."
 _BROKER_LOG = "look into the broker's log at this time."
-_VERSION = "use a broker of version 3.9 or later (`onceflow doctor` lists what it supports)."
+_VERSION = "use a broker of version 2.8 or later."
 _OTHER_GROUP = "stop the consumer that uses this group id, or give the flow another group id prefix."
 _BUG = "report this to onceflow with the broker's version and log."
 _CREDENTIALS = "check the sasl.* and ssl.* options against what the broker's listener expects."
@@ -246,7 +244,7 @@ _ROWS: tuple[tuple[int, str, Verdict, type[OnceflowError], str, str], ...] = (
       "default).")),
     (51, "CONCURRENT_TRANSACTIONS", _RETRY, DeadlineExceededError,
      "the previous transaction of this transactional id is still being ended",
-     "look for a hanging transaction (`onceflow transactions list`)."),
+     "look for a hanging transaction (kafka-transactions.sh list)."),
     (52, "TRANSACTION_COORDINATOR_FENCED", _COORDINATOR, BrokerUnreachableError,
      "the transaction coordinator has been replaced",
      _LEADER),
@@ -309,7 +307,7 @@ _ROWS: tuple[tuple[int, str, Verdict, type[OnceflowError], str, str], ...] = (
      "check that every record for a compacted topic has a key."),
     (88, "UNSTABLE_OFFSET_COMMIT", _RETRY, DeadlineExceededError,
      "a transaction that commits these offsets is still open",
-     "look for a hanging transaction (`onceflow transactions list`)."),
+     "look for a hanging transaction (kafka-transactions.sh list)."),
     (89, "THROTTLING_QUOTA_EXCEEDED", _RETRY, DeadlineExceededError,
      "the quota of this principal is used up",
      "slow down, or raise the quota."),

@@ -29,9 +29,7 @@ class Payload:
         kind = array.type
         if pa.types.is_string(kind):
             array = array.cast(pa.binary())
-        elif not (
-            pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_large_string(kind)
-        ):
+        elif not (pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_large_string(kind)):
             array = _as_binary(array)
         self.array = array
         self.large = pa.types.is_large_binary(array.type) or pa.types.is_large_string(array.type)

@@ -37,9 +37,7 @@ def compression_code(name: str) -> int:
     try:
         return CODES[name]
     except KeyError:
-        raise OptionError(
-            f"unknown compression {name!r}", next_step=f"use one of: {', '.join(CODES)}."
-        ) from None
+        raise OptionError(f"unknown compression {name!r}", next_step=f"use one of: {', '.join(CODES)}.") from None
 
 
 def compress(name: str, data: Any) -> Any:

@@ -35,11 +35,7 @@ def validate_flow_name(flow: object) -> str:
 
 def validate_prefix(prefix: object) -> str:
     """The prefix itself (may be empty), or `OptionError`."""
-    if (
-        not isinstance(prefix, str)
-        or (prefix and not _LEGAL.fullmatch(prefix))
-        or len(prefix) > PREFIX_LENGTH_MAX
-    ):
+    if not isinstance(prefix, str) or (prefix and not _LEGAL.fullmatch(prefix)) or len(prefix) > PREFIX_LENGTH_MAX:
         raise OptionError(
             f"{prefix!r} cannot be a prefix of transactional and group ids",
             next_step=f"use letters, digits, '.', '_' and '-', at most {PREFIX_LENGTH_MAX} characters.",
@@ -70,6 +66,11 @@ class Names:
     def transactional_id(self) -> str:
         """What InitProducerId is called with; whoever initialises it last owns the flow."""
         return f"{self.transactional_id_prefix}{_MARK}{self.flow}"
+
+    @property
+    def progress_key(self) -> str:
+        """Key of the progress record: flows that do not fence each other must not share one."""
+        return f"{self.transactional_id_prefix}{self.flow}"
 
     @property
     def group_id(self) -> str:
