@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -136,6 +136,5 @@ def inject(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 
 @pytest.fixture(autouse=True)
-def _no_faults_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _no_faults_left(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(hooks.VARIABLE, raising=False)
-    yield

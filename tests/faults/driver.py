@@ -7,6 +7,7 @@ import logging
 import sys
 
 import onceflow
+from onceflow.sink import batch
 
 
 def main() -> None:
@@ -17,6 +18,8 @@ def main() -> None:
         master=given.get("master", "local[2]"),
         config={"spark.driver.memory": "700m", **given.get("spark", {})},
     )
+    # Small data is to be written by as many tasks as large data would be.
+    batch._TASK_BYTES = given.get("task_bytes", batch._TASK_BYTES)
     flow = onceflow.Flow(given["flow"], spark, bootstrap_servers=given["bootstrap"])
     source = flow.read(given["source"], max_records_per_batch=given.get("records_per_batch", 1000))
     write = given.get("write", {})

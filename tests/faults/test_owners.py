@@ -138,6 +138,35 @@ def test_extra_attempts_of_a_task(make_pipe: Any, step: str, action: str) -> Non
     pipe.check()
 
 
+def test_extra_attempt_of_a_stage(make_pipe: Any) -> None:
+    """I3. Shuffle files are lost while the write stage runs: Spark attempts the rest of the stage again, with task
+    attempts counted from 0 anew. Four tasks on two cores: the first two finish, the last two find the files gone.
+    """
+    pipe = make_pipe()
+    pipe.fill(2000)
+    once = pipe.tmp_path / "fired"
+    local = pipe.tmp_path / "spark-local"
+    rule = faults.fault("begin", "lose-shuffle", where="task", task=0, batch=2, folder=str(local), once_file=str(once))
+    process = pipe.driver(
+        rule,
+        spark={"spark.local.dir": str(local), "spark.default.parallelism": "4"},
+        task_bytes=1,
+        write={"small_batch_rows": 0},
+    )
+    try:
+        output = process.communicate(timeout=120)[0]
+    finally:
+        try:
+            os.killpg(process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        process.stdout.close()
+    assert process.returncode == 0, output
+    assert once.exists()
+    assert "shuffle files were lost" in output, output
+    pipe.check()
+
+
 def test_speculation_is_refused(make_pipe: Any) -> None:
     from onceflow import UnsupportedQueryError
 

@@ -279,9 +279,7 @@ def test_unknown_topic_in_a_column(pipe: Any, small_batch_rows: int) -> None:
 def test_partition_out_of_range(pipe: Any, partition: int, small_batch_rows: int) -> None:
     flow = pipe.open()
     df = flow.read(pipe.source).selectExpr("key", "value", f"IF(value = '000000007', {partition}, 1) AS partition")
-    text = run_to_error(
-        flow, df, onceflow.BadRecordError, topic=pipe.target, small_batch_rows=small_batch_rows
-    )
+    text = run_to_error(flow, df, onceflow.BadRecordError, topic=pipe.target, small_batch_rows=small_batch_rows)
     assert f"asks for partition {partition} " in text
     assert "partitions 0 to 3" in text
     check_nothing_written(pipe)
@@ -291,9 +289,7 @@ def test_partition_out_of_range(pipe: Any, partition: int, small_batch_rows: int
 def test_record_larger_than_the_broker_allows(pipe: Any, small_batch_rows: int) -> None:
     flow = pipe.open()
     df = flow.read(pipe.source).selectExpr("key", "IF(value = '000000007', repeat('x', 2000000), value) AS value")
-    text = run_to_error(
-        flow, df, onceflow.BadRecordError, topic=pipe.target, small_batch_rows=small_batch_rows
-    )
+    text = run_to_error(flow, df, onceflow.BadRecordError, topic=pipe.target, small_batch_rows=small_batch_rows)
     assert "1048588" in text
     assert pipe.target in text
     check_nothing_written(pipe)

@@ -10,15 +10,11 @@ import pytest
 from onceflow import errors
 from onceflow.errors import OnceflowError
 
-CLASSES = [
-    kind for kind in vars(errors).values() if inspect.isclass(kind) and issubclass(kind, OnceflowError)
-]
+CLASSES = [kind for kind in vars(errors).values() if inspect.isclass(kind) and issubclass(kind, OnceflowError)]
 
 
 def make(kind: type[OnceflowError]) -> OnceflowError:
-    return kind(
-        "it broke", next_step="mend it.", flow="orders", topic="out-3", batch=7, detail="offset 5, not 4"
-    )
+    return kind("it broke", next_step="mend it.", flow="orders", topic="out-3", batch=7, detail="offset 5, not 4")
 
 
 @pytest.mark.parametrize("kind", CLASSES)

@@ -98,9 +98,7 @@ def test_single_records(
 ) -> None:
     golden = expected(length=length, after_crc=ONE_RECORD, records=records)
     assert whole(encode(key, value, headers)).hex() == golden.hex()
-    single = encode_single(
-        key, value, headers or (), timestamp_ms=DEFAULT_MS, identity=IDENTITY, base_sequence=3
-    )
+    single = encode_single(key, value, headers or (), timestamp_ms=DEFAULT_MS, identity=IDENTITY, base_sequence=3)
     assert whole(single).hex() == golden.hex()
 
 

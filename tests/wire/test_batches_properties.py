@@ -27,9 +27,7 @@ READABLE = [
     *(name for name in CODES if name != "none" and getattr(codec, f"has_{name}", lambda: False)()),
 ]
 
-payloads = st.one_of(
-    st.none(), st.binary(max_size=12), st.integers(60, 300).map(lambda size: bytes(range(256)) * 2)
-)
+payloads = st.one_of(st.none(), st.binary(max_size=12), st.integers(60, 300).map(lambda size: bytes(range(256)) * 2))
 texts = st.one_of(st.none(), st.text(max_size=12))
 header_lists = st.one_of(
     st.none(),
@@ -121,9 +119,7 @@ def test_round_trip(
         if compression == "none":
             assert len(one.body) <= int(bound[start : start + one.count].sum())
         start += one.count
-        for offset, (record, row) in enumerate(
-            zip(records, itertools.islice(expected, one.count), strict=True)
-        ):
+        for offset, (record, row) in enumerate(zip(records, itertools.islice(expected, one.count), strict=True)):
             key, value, header_list, stamp = row
             assert record.offset == offset
             assert record.key == (None if key is None else key.encode())
@@ -141,9 +137,7 @@ def test_round_trip(
     key_size=st.integers(0, 70),
     limit=st.integers(500, 20_000),
 )
-def test_bound_is_on_what_is_there_before_compression(
-    count: int, size: int, key_size: int, limit: int
-) -> None:
+def test_bound_is_on_what_is_there_before_compression(count: int, size: int, key_size: int, limit: int) -> None:
     arguments: Any = {
         "identity": IDENTITY,
         "base_sequence": 0,
@@ -168,9 +162,7 @@ def encode(*columns: Any, **changed: Any) -> list[EncodedBatch]:
 
 
 def test_a_record_may_be_exactly_as_large_as_the_limit() -> None:
-    fits = pa.array(
-        [b"x", b"v" * (1000 - 61 - 2 - 4 - 2 - 1)]
-    )  # length, 3 numbers and key length, value length, tail
+    fits = pa.array([b"x", b"v" * (1000 - 61 - 2 - 4 - 2 - 1)])  # length, 3 numbers and key length, value length, tail
     encoded = encode(None, fits, None, None)
     assert [batch.nbytes for batch in encoded] == [61 + 8, 1000]
     too_large = pa.array([b"x", fits[1].as_py() + b"v"])

@@ -88,8 +88,7 @@ def plain_rows(count: int, random_: random.Random) -> list[Row]:
 def make_cases() -> dict[str, Case]:
     random_ = random.Random(20)
     cases = {
-        f"mixed-{name}": encode_rows(plain_rows(400, random_), compression=name, target=20_000)
-        for name in COMPRESSIONS
+        f"mixed-{name}": encode_rows(plain_rows(400, random_), compression=name, target=20_000) for name in COMPRESSIONS
     }
     # Several blocks of every framing, and a middle that cannot be compressed (stored lz4 blocks).
     noise = random_.randbytes(150_000)

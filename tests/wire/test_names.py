@@ -28,6 +28,13 @@ def test_ids_without_prefix() -> None:
     assert (names.transactional_id, names.group_id) == ("onceflow.orders", "orders")
 
 
+@pytest.mark.parametrize("prefix", ["", "team."])
+def test_progress_key(prefix: str) -> None:
+    """Two prefixes make two flows that do not fence each other: they must not share progress. Groups do not matter."""
+    names = Names("orders", transactional_id_prefix=prefix, group_id_prefix="g.")
+    assert names.progress_key == f"{prefix}orders"
+
+
 @settings(max_examples=100, deadline=None, derandomize="CI" in os.environ)
 @given(flow=flows, first=prefixes, second=prefixes)
 def test_round_trip(flow: str, first: str, second: str) -> None:

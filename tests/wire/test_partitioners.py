@@ -54,10 +54,7 @@ def test_strings_hash_as_their_utf8() -> None:
     words = ["", "a", "größe", "日本語", None]
     as_bytes = [None if word is None else word.encode() for word in words]
     for kind in (pa.string(), pa.large_string()):
-        assert (
-            key_partitions(pa.array(words, kind), 12).tolist()
-            == key_partitions(pa.array(as_bytes), 12).tolist()
-        )
+        assert key_partitions(pa.array(words, kind), 12).tolist() == key_partitions(pa.array(as_bytes), 12).tolist()
 
 
 def test_one_long_key_among_short_ones() -> None:

@@ -39,9 +39,7 @@ def test_golden_bytes() -> None:
 
 
 names = st.text(st.characters(codec="utf-8"), min_size=1, max_size=8)
-offsets = st.dictionaries(
-    names, st.dictionaries(st.integers(0, 9999), st.integers(0, 2**62), max_size=4), max_size=3
-)
+offsets = st.dictionaries(names, st.dictionaries(st.integers(0, 9999), st.integers(0, 2**62), max_size=4), max_size=3)
 
 
 @settings(max_examples=80, deadline=None, derandomize="CI" in os.environ)

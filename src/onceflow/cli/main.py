@@ -19,6 +19,7 @@ COMMANDS = {
     "bench": "onceflow.cli.bench:bench",
     "broker": "onceflow.cli.broker:broker",
     "demo": "onceflow.cli.demo:demo",
+    "reset": "onceflow.cli.reset:reset",
     "setup": "onceflow.cli.setup:setup",
 }
 
@@ -27,6 +28,7 @@ SUMMARIES = {
     "bench": "Measure throughput and latency on this machine.",
     "broker": "A real Apache Kafka on this machine.",
     "demo": "Run an example service, with crashes, and check what came out.",
+    "reset": "Let a flow start over: forget its progress.",
     "setup": "Get the jars for Spark and for the local broker.",
 }
 

@@ -278,7 +278,7 @@ class Producer:
             return
         slot.queue.popleft()
         slot.enrolled = True
-        slot.recovering = False
+        slot.recovering = slot.recovering and slot.under_way > 0
         slot.attempt = 0
         self._unacked_bytes -= batch.nbytes
         if slot.done.count == 0:

@@ -238,5 +238,9 @@ def _tls(options: Mapping[str, str]) -> dict[str, Any]:
         # A PEM key store holds certificate and key in one file, which Python's ssl reads as such.
         out[argument] = location
     if "ssl.ca.location" in options:
+        if "ssl_cafile" in out:
+            raise OptionError(
+                "ssl.ca.location and ssl.truststore.location are both given", next_step="they mean the same: give one"
+            )
         out["ssl_cafile"] = options["ssl.ca.location"]
     return out

@@ -189,7 +189,7 @@ class BatchSink:
                     batch,
                     attempt + 1,
                     self._options.attempts_most,
-                    jvm.first_line(problem),
+                    _in_short(problem),
                 )
             except Exception as problem:  # not ours and not Spark's: no rerun, but no open transaction either
                 if not self._undecided:
@@ -389,7 +389,7 @@ class BatchSink:
             f"Batch {batch} was aborted {self._options.attempts_most} times; nothing of it is visible",
             flow=self._names.flow,
             batch=batch,
-            detail="" if last is None else jvm.first_line(last),
+            detail="" if last is None else _in_short(last),
             next_step="mend the cause and start the flow again: it continues at this batch",
         )
 
@@ -449,6 +449,12 @@ def load_targets(cluster: Cluster, topic: str | None, deadline: Deadline) -> dic
 
 def _plain(offsets: Any) -> dict[str, dict[int, int]]:
     return {topic: dict(partitions) for topic, partitions in offsets.items()}
+
+
+def _in_short(problem: BaseException) -> str:
+    if isinstance(problem, OnceflowError):
+        return f"{problem.what} ({problem.detail})" if problem.detail else problem.what
+    return jvm.first_line(problem)
 
 
 def _cancelled(problem: BaseException) -> bool:

@@ -41,8 +41,16 @@ def read_range(checkpoint: Path, batch_id: int) -> SourceRange:
         ProgressConflictError: the offset log is missing or holds something that is no Kafka source.
     """
     end = _offsets_of(checkpoint / "offsets" / str(batch_id))
-    if batch_id > 0:
-        return SourceRange(_offsets_of(checkpoint / "offsets" / str(batch_id - 1)), end)
+    start = _offsets_of(checkpoint / "offsets" / str(batch_id - 1)) if batch_id > 0 else _initial(checkpoint)
+    if set(start) != set(end):
+        # A Kafka source has offsets from its first batch on; one without a start would be read from anywhere.
+        differ = ", ".join(sorted(set(start) ^ set(end)))
+        raise _unreadable(checkpoint / "offsets" / str(batch_id), f"start and end disagree about {differ}")
+    return SourceRange(start, end)
+
+
+def _initial(checkpoint: Path) -> TopicOffsets:
+    """Where the sources of the first batch start."""
     start: TopicOffsets = {}
     sources = checkpoint / "sources"
     for folder in sorted(sources.iterdir()) if sources.is_dir() else ():
@@ -53,10 +61,7 @@ def read_range(checkpoint: Path, batch_id: int) -> SourceRange:
             if len(lines) != 2 or lines[0] != _VERSION:
                 raise _unreadable(initial, f"it holds {lines[:1]} and {len(lines)} lines")
             _merge(start, _parse(lines[1], initial), initial)
-    lost = sorted(set(start) - set(end))
-    if lost:
-        raise _unreadable(checkpoint / "offsets" / str(batch_id), f"it says nothing of {', '.join(lost)}")
-    return SourceRange(start, end)
+    return start
 
 
 def _offsets_of(path: Path) -> TopicOffsets:

@@ -112,12 +112,22 @@ def _created(cluster: Cluster, deadline: Deadline) -> TopicInfo:
 
 
 def read_progress(
-    cluster: Cluster, flow: str, group: str, source_topics: Mapping[str, list[int]], deadline: Deadline
+    cluster: Cluster,
+    flow: str,
+    group: str,
+    source_topics: Mapping[str, list[int]],
+    deadline: Deadline,
+    *,
+    missing_is_fine: bool = False,
 ) -> Progress | None:
     """The last committed progress of a flow, or None when it never committed.
 
     Call it after InitProducerId of the flow's transactional id: then every transaction of the flow is
     decided, and other flows' open transactions are not waited for.
+
+    Args:
+        flow: key of the record (``Names.progress_key``).
+        missing_is_fine: do not mind group offsets that point to a record which is gone.
     """
     partition = partition_of(flow)
     span = {PROGRESS_TOPIC: [partition]}
@@ -132,7 +142,7 @@ def read_progress(
     if latest is None:
         latest = _latest(cluster, flow, partition, begin, end, deadline)
     if latest is None:
-        if hinted is not None:
+        if hinted is not None and not missing_is_fine:
             raise ProgressConflictError(
                 "The flow has committed offsets, but its progress record is gone",
                 flow=flow,

@@ -7,7 +7,8 @@ The variable holds JSON, one rule or a list of rules::
 ``step`` is one of ``onceflow.hooks.STEPS``. ``where`` is ``driver`` (default) or ``task`` (which announces ``begin``
 and ``write``). Further fields narrow a rule: ``flow``, ``batch``, ``task``, ``batch_from`` (that batch or a later one).
 Actions: ``kill`` (SIGKILL to the own process), ``kill-workers`` (SIGKILL to the Python workers of this driver),
-``orphan`` (in a task: SIGKILL to its executor, the worker goes on after ``seconds``), ``exit``, ``raise``, ``pause``
+``orphan`` (in a task: SIGKILL to its executor, the worker goes on after ``seconds``), ``lose-shuffle``
+(delete Spark's shuffle files below ``folder``), ``exit``, ``raise``, ``pause``
 (``seconds``). A rule fires ``times`` times (default 1) in a process; with ``once_file`` it fires once over all
 processes and restarts: the file is created then, and tells a test that it has fired.
 """
@@ -25,7 +26,7 @@ from typing import Any
 from onceflow.hooks import STEPS, VARIABLE
 
 _fired: dict[str, int] = {}
-ACTIONS = ("kill", "kill-workers", "orphan", "exit", "raise", "pause")
+ACTIONS = ("kill", "kill-workers", "orphan", "lose-shuffle", "exit", "raise", "pause")
 
 
 class InjectedFaultError(RuntimeError):
@@ -89,6 +90,9 @@ def _act(rule: Mapping[str, Any], place: str) -> None:
         os.kill(daemon, signal.SIGKILL)  # it would take its workers along when its executor dies
         os.kill(executor, signal.SIGKILL)
         time.sleep(float(rule.get("seconds", 10)))
+    elif action == "lose-shuffle":
+        for file in Path(rule["folder"]).rglob("shuffle_*.data"):
+            file.unlink(missing_ok=True)
     elif action == "exit":
         os._exit(70)
     elif action == "raise":

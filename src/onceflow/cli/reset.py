@@ -1,0 +1,54 @@
+"""``onceflow reset``: let a flow start over."""
+
+from __future__ import annotations
+
+import json
+
+import click
+
+
+@click.command()
+@click.argument("flow")
+@click.option("--bootstrap-servers", required=True, help="host:port, several separated by commas.")
+@click.option("--option", "options", multiple=True, metavar="NAME=VALUE", help="Connection option, by its Java name.")
+@click.option("--transactional-id-prefix", default="", help="As given to Flow.")
+@click.option("--group-id-prefix", default="", help="As given to Flow.")
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@click.option("--json", "as_json", is_flag=True, help="Print what was forgotten as JSON.")
+def reset(
+    flow: str,
+    bootstrap_servers: str,
+    options: tuple[str, ...],
+    transactional_id_prefix: str,
+    group_id_prefix: str,
+    yes: bool,
+    as_json: bool,
+) -> None:
+    """Forget what FLOW has committed: its next start reads from starting_offsets again.
+
+    A running driver of the flow is fenced. What the flow has written stays, and is written a second time when
+    the same records are read again.
+    """
+    from onceflow import reset as resetting
+    from onceflow.client.settings import ClientSettings
+    from onceflow.wire.names import Names
+
+    names = Names(flow, transactional_id_prefix, group_id_prefix)
+    settings = ClientSettings(bootstrap_servers, dict(_pair(option) for option in options))
+    if not yes:
+        click.confirm(f"Forget the progress of flow {flow!r}? What it has written stays.", abort=True, err=True)
+    before = resetting.reset(settings, names, [])
+    if as_json:
+        found = None if before is None else {"batch_id": before.batch_id, "offsets": before.offsets}
+        click.echo(json.dumps({"flow": flow, "forgotten": found}))
+    elif before is None:
+        click.echo(f"Flow {flow} had no progress.")
+    else:
+        click.echo(f"Flow {flow} was at batch {before.batch_id}; its next start begins anew.")
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, separator, value = text.partition("=")
+    if not separator:
+        raise click.UsageError(f"--option {text!r} is not of the form NAME=VALUE")
+    return name, value

@@ -1,0 +1,96 @@
+"""Make a flow start over: its progress record becomes a tombstone, its consumer group is deleted."""
+
+from __future__ import annotations
+
+from kafka.protocol.admin import DeleteGroupsRequest
+
+from onceflow.client.cluster import GROUP, Cluster, ConnectionFailedError
+from onceflow.client.deadline import Deadline
+from onceflow.client.produce import Producer
+from onceflow.client.settings import ClientSettings
+from onceflow.client.transactions import Outcome, Transactions
+from onceflow.errors import FencedError, TransactionTimeoutError
+from onceflow.sink import progress_log
+from onceflow.wire import codes
+from onceflow.wire.batches import encode_single
+from onceflow.wire.names import Names
+from onceflow.wire.progress import PROGRESS_TOPIC, Progress
+
+_SECONDS = 60.0
+_GROUP_ID_NOT_FOUND = 69
+
+
+def reset(settings: ClientSettings, names: Names, source_topics: list[str]) -> Progress | None:
+    """Forget what the flow has committed; a running driver of it is fenced.
+
+    Args:
+        source_topics: topics it reads, to find its progress faster; may be empty.
+
+    Returns:
+        The progress that was, or None when there was none.
+
+    Raises:
+        PermissionDeniedError, BrokerUnreachableError, UnknownTopicError: nothing has changed.
+        FencedError: a driver of the flow started meanwhile.
+    """
+    deadline = Deadline(_SECONDS, f"resetting flow {names.flow}")
+    cluster = Cluster(settings)
+    try:
+        transactions = Transactions(cluster, names.transactional_id)
+        transactions.check_supported(deadline)
+        progress_log.ensure_topic(cluster, deadline)
+        transactions.init(deadline)
+        spans = {name: sorted(cluster.topic(name, deadline).leaders) for name in source_topics}
+        before = progress_log.read_progress(
+            cluster, names.progress_key, names.group_id, spans, deadline, missing_is_fine=True
+        )
+        _write_tombstone(cluster, transactions, names, deadline)
+        _delete_group(cluster, names.group_id, deadline)
+        return before
+    finally:
+        cluster.close()
+
+
+def _write_tombstone(cluster: Cluster, transactions: Transactions, names: Names, deadline: Deadline) -> None:
+    partition = progress_log.partition_of(names.progress_key)
+    identity = transactions.begin(deadline)
+    if not transactions.version_2:
+        transactions.add_partitions({PROGRESS_TOPIC: [partition]}, deadline)
+    producer = Producer(cluster, transactional_id=transactions.transactional_id, deadline=deadline)
+    key, now = names.progress_key.encode(), progress_log.now_ms()
+    tombstone = encode_single(key, None, timestamp_ms=now, identity=identity, base_sequence=0)
+    producer.send(PROGRESS_TOPIC, partition, tombstone)
+    producer.flush()
+    outcome = transactions.end(deadline, commit=True)
+    if outcome is Outcome.FENCED:
+        raise FencedError(
+            f"A driver of flow {names.flow!r} has started while it was being reset",
+            flow=names.flow,
+            next_step="stop the driver, then reset again",
+        )
+    if outcome is Outcome.ABORTED:
+        raise TransactionTimeoutError("The broker ended the transaction", flow=names.flow, next_step="try again")
+
+
+def _delete_group(cluster: Cluster, group: str, deadline: Deadline) -> None:
+    """Its offsets point to the old record; without one they would look like lost progress."""
+    attempt = 0
+    while True:
+        request = DeleteGroupsRequest(
+            version=cluster.version(DeleteGroupsRequest, least=0, most=2), groups_names=[group]
+        )
+        try:
+            code = int(cluster.ask_coordinator(request, GROUP, group, deadline).results[0].error_code)
+        except ConnectionFailedError as lost:
+            problem = str(lost)
+        else:
+            if code in (0, _GROUP_ID_NOT_FOUND):
+                return
+            row = codes.describe(code)
+            if not row.verdict.retriable:
+                raise codes.error_for(code, api="DeleteGroups", detail=f"group {group}")
+            if row.verdict is codes.Verdict.RETRY_AFTER_COORDINATOR:
+                cluster.forget_coordinator(GROUP, group)
+            problem = row.name
+        deadline.pause(attempt, f"DeleteGroups {group}: {problem}")
+        attempt += 1
