@@ -217,7 +217,7 @@ class Flow:
             progress = replace(before, offsets=progress.offsets, topic_ids=progress.topic_ids, time_ms=progress.time_ms)
         transactions = self._initialised()
         identity = transactions.begin(deadline)
-        write_progress(self._connected(), transactions, self._names, progress, identity, deadline)
+        write_progress(self._connected(), transactions, self._names, progress, {topic: offsets}, identity, deadline)
         outcome = transactions.end(deadline, commit=True)
         if outcome is Outcome.FENCED:
             raise FencedError(

@@ -115,5 +115,8 @@ def test_a_source_can_be_dropped_and_taken_up_again(make_pipe: Any, make_topic: 
     pipe.fill(100)
     run([pipe.source])
     assert len(independent.read_topic(pipe.bootstrap, pipe.target)) == 250
+    # Its group offsets stay as they were; they are not committed with the others any more.
+    committed = independent.committed_offsets(pipe.bootstrap, pipe.flow)
+    assert sum(offset for (topic, _), offset in committed.items() if topic == second) == 50
     run([second, pipe.source])
     assert len(independent.read_topic(pipe.bootstrap, pipe.target)) == 300

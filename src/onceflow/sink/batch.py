@@ -30,6 +30,7 @@ from onceflow.client.settings import ClientSettings
 from onceflow.client.topics import max_message_bytes
 from onceflow.client.transactions import Outcome, Transactions
 from onceflow.errors import (
+    AuthenticationFailedError,
     BatchAbortedError,
     BrokerUnreachableError,
     DeadlineExceededError,
@@ -45,7 +46,7 @@ from onceflow.sink.tasks import Target, TaskPlace, WriteOrder, WriteTask, write_
 from onceflow.wire import progress as records
 from onceflow.wire.batches import BatchHeader, encode_single
 from onceflow.wire.names import Names
-from onceflow.wire.progress import PROGRESS_TOPIC, Progress
+from onceflow.wire.progress import PROGRESS_TOPIC, Offsets, Progress
 
 log = logging.getLogger("onceflow.sink")
 
@@ -312,7 +313,7 @@ class BatchSink:
             offsets={**_plain(self.progress.offsets), **source.end},
             time_ms=progress_log.now_ms(),
         )
-        write_progress(self._cluster, self._transactions, self._names, progress, identity, deadline)
+        write_progress(self._cluster, self._transactions, self._names, progress, source.end, identity, deadline)
         return progress
 
     def _end(self, progress: Progress) -> None:
@@ -321,11 +322,11 @@ class BatchSink:
             outcome = self._transactions.end(
                 Deadline(_END_SECONDS, f"learning how batch {progress.batch_id} ended"), commit=True
             )
-        except DeadlineExceededError as error:
+        except (DeadlineExceededError, BrokerUnreachableError, AuthenticationFailedError) as error:
             self._undecided = True
             raise DeadlineExceededError(
                 "The outcome of the commit is not known: the coordinator does not answer",
-                detail=error.detail,
+                detail=f"{error.what}; {error.detail}",
                 next_step="start the flow again when the brokers are back: it finds out, and goes on exactly there",
             ) from error
         if outcome is Outcome.ABORTED:
@@ -424,10 +425,16 @@ def write_progress(
     transactions: Transactions,
     names: Names,
     progress: Progress,
+    offsets: Offsets,
     identity: BatchHeader,
     deadline: Deadline,
 ) -> None:
-    """Step ``progress``: the record, then the group offsets that point to it."""
+    """Step ``progress``: the record, then the group offsets that point to it.
+
+    Args:
+        offsets: those to commit to the group: of the topics that are read. Progress may know others, which the
+            query does not read any more and which may be gone.
+    """
     partition = progress_log.partition_of(progress.flow)
     if not transactions.version_2:
         transactions.add_partitions({PROGRESS_TOPIC: [partition]}, deadline)
@@ -437,7 +444,7 @@ def write_progress(
     producer.send(PROGRESS_TOPIC, partition, batch)
     written = producer.flush()[PROGRESS_TOPIC, partition]
     metadata = progress_log.hint(partition, written.base_offset)
-    transactions.commit_offsets(names.group_id, progress.offsets, deadline, metadata=metadata)
+    transactions.commit_offsets(names.group_id, offsets, deadline, metadata=metadata)
 
 
 def load_targets(cluster: Cluster, topic: str | None, deadline: Deadline) -> dict[str, Target]:
