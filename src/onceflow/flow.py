@@ -20,18 +20,18 @@ from onceflow.client import offsets as kafka_offsets
 from onceflow.client.cluster import Cluster, TopicInfo
 from onceflow.client.deadline import Deadline
 from onceflow.client.settings import ClientSettings
-from onceflow.client.transactions import Outcome, Transactions
+from onceflow.client.transactions import Transactions
 from onceflow.errors import (
-    FencedError,
     OnceflowError,
     OptionError,
-    TransactionTimeoutError,
     UnsupportedQueryError,
 )
 from onceflow.query import FlowQuery
 from onceflow.sink import progress_log, queries
-from onceflow.sink.batch import BatchSink, SinkOptions, load_targets, write_progress
+from onceflow.sink.batch import BatchSink
+from onceflow.sink.options import SinkOptions
 from onceflow.sink.ownership import Columns, check_columns
+from onceflow.sink.targets import load_targets
 from onceflow.wire.compression import compression_code
 from onceflow.wire.names import Names
 from onceflow.wire.progress import Progress
@@ -216,21 +216,9 @@ class Flow:
         if before is not None:
             progress = replace(before, offsets=progress.offsets, topic_ids=progress.topic_ids, time_ms=progress.time_ms)
         transactions = self._initialised()
-        identity = transactions.begin(deadline)
-        write_progress(self._connected(), transactions, self._names, progress, {topic: offsets}, identity, deadline)
-        outcome = transactions.end(deadline, commit=True)
-        if outcome is Outcome.FENCED:
-            raise FencedError(
-                f"A newer driver of flow {self.name!r} has taken over while this one was starting",
-                flow=self.name,
-                next_step="stop one of the two: a flow has one driver",
-            )
-        if outcome is Outcome.ABORTED:
-            raise TransactionTimeoutError(
-                "The broker ended the transaction that fixes where the flow starts",
-                flow=self.name,
-                next_step="try again",
-            )
+        transactions.begin(deadline)
+        progress_log.write_progress(self._connected(), transactions, self._names, progress, {topic: offsets}, deadline)
+        transactions.commit(deadline, flow=self.name, doing="starting")
         self._committed = progress
 
     # ---- writing -------------------------------------------------------------------------------------

@@ -8,7 +8,8 @@ from pyspark.errors import StreamingQueryException
 from pyspark.sql.streaming.query import StreamingQuery
 
 from onceflow.errors import OnceflowError
-from onceflow.sink.batch import BatchSink, BatchSummary
+from onceflow.sink.batch import BatchSink
+from onceflow.sink.options import BatchSummary
 
 
 class FlowQuery(StreamingQuery):

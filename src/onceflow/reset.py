@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from kafka.protocol.admin import DeleteGroupsRequest
 
-from onceflow.client.cluster import GROUP, Cluster, ConnectionFailedError
+from onceflow.client.cluster import GROUP, Cluster
+from onceflow.client.coordinators import repeat
 from onceflow.client.deadline import Deadline
 from onceflow.client.produce import Producer
 from onceflow.client.settings import ClientSettings
-from onceflow.client.transactions import Outcome, Transactions
-from onceflow.errors import FencedError, TransactionTimeoutError
+from onceflow.client.transactions import Transactions
 from onceflow.sink import progress_log
 from onceflow.wire import codes
 from onceflow.wire.batches import encode_single
@@ -61,36 +63,16 @@ def _write_tombstone(cluster: Cluster, transactions: Transactions, names: Names,
     tombstone = encode_single(key, None, timestamp_ms=now, identity=identity, base_sequence=0)
     producer.send(PROGRESS_TOPIC, partition, tombstone)
     producer.flush()
-    outcome = transactions.end(deadline, commit=True)
-    if outcome is Outcome.FENCED:
-        raise FencedError(
-            f"A driver of flow {names.flow!r} has started while it was being reset",
-            flow=names.flow,
-            next_step="stop the driver, then reset again",
-        )
-    if outcome is Outcome.ABORTED:
-        raise TransactionTimeoutError("The broker ended the transaction", flow=names.flow, next_step="try again")
+    transactions.commit(deadline, flow=names.flow, doing="being reset")
 
 
 def _delete_group(cluster: Cluster, group: str, deadline: Deadline) -> None:
     """Its offsets point to the old record; without one they would look like lost progress."""
-    attempt = 0
-    while True:
-        request = DeleteGroupsRequest(
-            version=cluster.version(DeleteGroupsRequest, least=0, most=2), groups_names=[group]
-        )
-        try:
-            code = int(cluster.ask_coordinator(request, GROUP, group, deadline).results[0].error_code)
-        except ConnectionFailedError as lost:
-            problem = str(lost)
-        else:
-            if code in (0, _GROUP_ID_NOT_FOUND):
-                return
-            row = codes.describe(code)
-            if not row.verdict.retriable:
-                raise codes.error_for(code, api="DeleteGroups", detail=f"group {group}")
-            if row.verdict is codes.Verdict.RETRY_AFTER_COORDINATOR:
-                cluster.forget_coordinator(GROUP, group)
-            problem = row.name
-        deadline.pause(attempt, f"DeleteGroups {group}: {problem}")
-        attempt += 1
+    request = DeleteGroupsRequest(version=cluster.version(DeleteGroupsRequest, least=0, most=2), groups_names=[group])
+
+    def code_of(response: Any) -> int:
+        return int(response.results[0].error_code)
+
+    code = code_of(repeat(cluster, request, "DeleteGroups", GROUP, group, deadline, code_of=code_of))
+    if code not in (0, _GROUP_ID_NOT_FOUND):
+        raise codes.error_for(code, api="DeleteGroups", detail=f"group {group}")

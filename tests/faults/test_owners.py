@@ -22,6 +22,24 @@ def wait_until(condition: Any, what: str, seconds: float = 60.0) -> None:
         time.sleep(0.05)
 
 
+def end_group(process: Any) -> None:
+    """A driver leaves its JVM and workers behind when it is killed; this test has started them."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    process.stdout.close()
+
+
+def finish(process: Any, seconds: float) -> str:
+    """What a driver printed until it ended by itself."""
+    try:
+        output: str = process.communicate(timeout=seconds)[0]
+    finally:
+        end_group(process)
+    return output
+
+
 def start(pipe: Any, **write: Any) -> Any:
     flow = pipe.open()
     df = flow.read(pipe.source, max_records_per_batch=1000).select("key", "value")
@@ -60,11 +78,7 @@ def test_a_driver_fenced_in_mid_batch(make_pipe: Any) -> None:
         assert process.returncode != 0
         assert "FencedError" in output
     finally:
-        try:
-            os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
-        process.stdout.close()
+        end_group(process)
     pipe.run()
     pipe.check()
 
@@ -124,14 +138,7 @@ def test_extra_attempts_of_a_task(make_pipe: Any, step: str, action: str) -> Non
         spark={"spark.executor.memory": "600m"},
         write={"small_batch_rows": 0, "partitioner": "source"},
     )
-    try:
-        output = process.communicate(timeout=150)[0]
-    finally:
-        try:
-            os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
-        process.stdout.close()
+    output = finish(process, 150)
     assert process.returncode == 0, output
     assert once.exists()
     assert "Extra attempt: task 0 is at attempt 1" in output
@@ -153,14 +160,7 @@ def test_extra_attempt_of_a_stage(make_pipe: Any) -> None:
         task_bytes=1,
         write={"small_batch_rows": 0},
     )
-    try:
-        output = process.communicate(timeout=120)[0]
-    finally:
-        try:
-            os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
-        process.stdout.close()
+    output = finish(process, 120)
     assert process.returncode == 0, output
     assert once.exists()
     assert "shuffle files were lost" in output, output

@@ -123,7 +123,7 @@ def test_the_connector_falls_back_only_where_another_version_is_known_to_work() 
     assert by_module["kafka-clients"].fallbacks == ()
 
 
-SETTINGS = """<settings xmlns="http://maven.apache.org/SETTINGS/1.2.0"><mirrors>
+SETTINGS = """<settings xmlns="urn:example:settings"><mirrors>
   <mirror><id>other</id><url>http://localhost/other</url><mirrorOf>snapshots</mirrorOf></mirror>
   <mirror><id>all</id><url>http://localhost/all</url><mirrorOf>%s</mirrorOf></mirror>
 </mirrors></settings>"""

@@ -8,6 +8,7 @@ from typing import Any
 from kafka.protocol.consumer import ListOffsetsRequest, OffsetFetchRequest
 
 from onceflow.client.cluster import GROUP, Cluster, ConnectionFailedError
+from onceflow.client.coordinators import repeat
 from onceflow.client.deadline import Deadline
 from onceflow.wire import codes
 
@@ -99,27 +100,18 @@ def fetch_committed(
         ],
         require_stable=True,
     )
-    attempt = 0
-    while True:
-        try:
-            response = cluster.ask_coordinator(request, GROUP, group, deadline)
-        except ConnectionFailedError as lost:
-            problem = str(lost)
-        else:
-            answers = [(t.name, p) for t in response.topics for p in t.partitions]
-            code = int(response.error_code) or next((int(p.error_code) for _, p in answers if p.error_code), 0)
-            row = codes.describe(code)
-            if code == _NO_ERROR:
-                found: dict[str, dict[int, tuple[int, str]]] = {}
-                for topic, part in answers:
-                    if part.committed_offset >= 0:
-                        value = (int(part.committed_offset), part.metadata or "")
-                        found.setdefault(topic, {})[part.partition_index] = value
-                return found
-            if not row.verdict.retriable:
-                raise codes.error_for(code, api="OffsetFetch", detail=f"group {group}")
-            if row.verdict is codes.Verdict.RETRY_AFTER_COORDINATOR:
-                cluster.forget_coordinator(GROUP, group)
-            problem = row.name
-        deadline.pause(attempt, f"OffsetFetch of group {group}: {problem}")
-        attempt += 1
+    response = repeat(cluster, request, "OffsetFetch", GROUP, group, deadline, code_of=_first_code)
+    if _first_code(response):
+        raise codes.error_for(_first_code(response), api="OffsetFetch", detail=f"group {group}")
+    found: dict[str, dict[int, tuple[int, str]]] = {}
+    for topic in response.topics:
+        for part in topic.partitions:
+            if part.committed_offset >= 0:
+                value = (int(part.committed_offset), part.metadata or "")
+                found.setdefault(topic.name, {})[part.partition_index] = value
+    return found
+
+
+def _first_code(response: Any) -> int:
+    partitions = (p for t in response.topics for p in t.partitions)
+    return int(response.error_code) or next((int(p.error_code) for p in partitions if p.error_code), 0)

@@ -9,7 +9,6 @@ an aborted attempt could enter the next transaction (KAFKA-17754).
 from __future__ import annotations
 
 import enum
-import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -23,16 +22,17 @@ from kafka.protocol.producer import (
     TxnOffsetCommitRequest,
 )
 
-from onceflow.client.cluster import GROUP, TRANSACTION, Cluster, ConnectionFailedError
+from onceflow.client.cluster import GROUP, TRANSACTION, Cluster
+from onceflow.client.coordinators import repeat
 from onceflow.client.deadline import Deadline
+from onceflow.errors import FencedError, TransactionTimeoutError
 from onceflow.wire import codes
 from onceflow.wire.batches import BatchHeader
 from onceflow.wire.produce import LEAST_VERSION, MOST_VERSION
 
-log = logging.getLogger("onceflow.client")
-
 _FENCED_CODES = (47, 90)
 _INVALID_TXN_STATE = 48
+_TRANSACTIONAL_ID_NOT_FOUND = 105
 
 
 class Outcome(enum.Enum):
@@ -119,7 +119,7 @@ class Transactions:
             producer_id=producer_id,
             producer_epoch=epoch,
         )
-        response = self._repeat(request, "InitProducerId", TRANSACTION, self.transactional_id, deadline)
+        response = repeat(self._cluster, request, "InitProducerId", TRANSACTION, self.transactional_id, deadline)
         if response.error_code:
             raise self._error(response.error_code, "InitProducerId")
         self._identity = BatchHeader(int(response.producer_id), int(response.producer_epoch))
@@ -148,8 +148,8 @@ class Transactions:
             # OPERATION_NOT_ATTEMPTED (55) only says that another partition of the request is at fault.
             return next((c for c in found if c not in (0, 55)), next((c for c in found if c), 0))
 
-        response = self._repeat(
-            request, "AddPartitionsToTxn", TRANSACTION, self.transactional_id, deadline, code_of=code_of
+        response = repeat(
+            self._cluster, request, "AddPartitionsToTxn", TRANSACTION, self.transactional_id, deadline, code_of=code_of
         )
         if code_of(response):
             raise self._error(code_of(response), "AddPartitionsToTxn")
@@ -198,7 +198,7 @@ class Transactions:
         def code_of(response: Any) -> int:
             return next((p.error_code for t in response.topics for p in t.partitions if p.error_code), 0)
 
-        response = self._repeat(request, "TxnOffsetCommit", GROUP, group, deadline, code_of=code_of)
+        response = repeat(self._cluster, request, "TxnOffsetCommit", GROUP, group, deadline, code_of=code_of)
         if code_of(response):
             raise self._error(code_of(response), "TxnOffsetCommit", detail=f"group {group}")
 
@@ -210,7 +210,7 @@ class Transactions:
             producer_epoch=self.identity.producer_epoch,
             group_id=group,
         )
-        response = self._repeat(request, "AddOffsetsToTxn", TRANSACTION, self.transactional_id, deadline)
+        response = repeat(self._cluster, request, "AddOffsetsToTxn", TRANSACTION, self.transactional_id, deadline)
         if response.error_code:
             raise self._error(response.error_code, "AddOffsetsToTxn", detail=f"group {group}")
 
@@ -233,7 +233,7 @@ class Transactions:
             producer_epoch=self.identity.producer_epoch,
             committed=commit,
         )
-        response = self._repeat(request, "EndTxn", TRANSACTION, self.transactional_id, deadline)
+        response = repeat(self._cluster, request, "EndTxn", TRANSACTION, self.transactional_id, deadline)
         code = int(response.error_code)
         if code == 0:
             if self.version_2:
@@ -245,6 +245,28 @@ class Transactions:
         if code in _FENCED_CODES:
             return Outcome.FENCED
         raise self._error(code, "EndTxn")
+
+    def commit(self, deadline: Deadline, *, flow: str, doing: str) -> None:
+        """Commit a transaction that is not a batch's: one outcome is good, the others are errors.
+
+        Args:
+            doing: what the flow was doing, for the error: "while this one was ...".
+
+        Raises:
+            FencedError: a driver of the flow has started meanwhile.
+            TransactionTimeoutError: the broker ended the transaction before.
+        """
+        outcome = self.end(deadline, commit=True)
+        if outcome is Outcome.FENCED:
+            raise FencedError(
+                f"A newer driver of flow {flow!r} has taken over while this one was {doing}",
+                flow=flow,
+                next_step="a flow has one driver: stop the other one, or leave it to it",
+            )
+        if outcome is Outcome.ABORTED:
+            raise TransactionTimeoutError(
+                f"The broker ended the transaction while the flow was {doing}", flow=flow, next_step="try again"
+            )
 
     def abort(self, deadline: Deadline) -> None:
         """Abort what is open and take a fresh epoch, so that late writes of this attempt are refused.
@@ -259,34 +281,6 @@ class Transactions:
             self.renew(deadline)
 
     # ---- shared --------------------------------------------------------------------------------------
-
-    def _repeat(
-        self,
-        request: Any,
-        api: str,
-        kind: int,
-        key: str,
-        deadline: Deadline,
-        *,
-        code_of: Any = lambda response: response.error_code,
-    ) -> Any:
-        """Send to the coordinator until the answer is no request to try again."""
-        attempt = 0
-        while True:
-            try:
-                response = self._cluster.ask_coordinator(request, kind, key, deadline)
-            except ConnectionFailedError as lost:
-                problem = str(lost)
-            else:
-                row = codes.describe(int(code_of(response)))
-                if not row.verdict.retriable:
-                    return response
-                if row.verdict is codes.Verdict.RETRY_AFTER_COORDINATOR:
-                    self._cluster.forget_coordinator(kind, key)
-                problem = row.name
-            log.debug("%s of %s: %s, trying again", api, self.transactional_id, problem)
-            deadline.pause(attempt, f"{api}: {problem}")
-            attempt += 1
 
     def _error(self, code: int, api: str, detail: str = "") -> Exception:
         return codes.error_for(code, api=api, detail=detail or f"transactional id {self.transactional_id}")
@@ -303,27 +297,25 @@ def describe_transaction(cluster: Cluster, transactional_id: str, deadline: Dead
     request = DescribeTransactionsRequest(
         version=cluster.version(DescribeTransactionsRequest, least=0, most=0), transactional_ids=[transactional_id]
     )
-    attempt = 0
-    while True:
-        try:
-            response = cluster.ask_coordinator(request, TRANSACTION, transactional_id, deadline)
-            state = response.transaction_states[0]
-            row = codes.describe(int(state.error_code))
-            if state.error_code == 105:  # TRANSACTIONAL_ID_NOT_FOUND
-                return {"state": "Dead", "producer_id": -1, "producer_epoch": -1, "partitions": {}}
-            if state.error_code == 0:
-                return {
-                    "state": state.transaction_state,
-                    "producer_id": int(state.producer_id),
-                    "producer_epoch": int(state.producer_epoch),
-                    "timeout_ms": int(state.transaction_timeout_ms),
-                    "started_ms": int(state.transaction_start_time_ms),
-                    "partitions": {t.topic: sorted(t.partitions) for t in state.topics},
-                }
-            if not row.verdict.retriable:
-                raise codes.error_for(int(state.error_code), api="DescribeTransactions")
-            problem = row.name
-        except ConnectionFailedError as lost:
-            problem = str(lost)
-        deadline.pause(attempt, f"DescribeTransactions: {problem}")
-        attempt += 1
+    response = repeat(
+        cluster,
+        request,
+        "DescribeTransactions",
+        TRANSACTION,
+        transactional_id,
+        deadline,
+        code_of=lambda response: int(response.transaction_states[0].error_code),
+    )
+    state = response.transaction_states[0]
+    if state.error_code == _TRANSACTIONAL_ID_NOT_FOUND:
+        return {"state": "Dead", "producer_id": -1, "producer_epoch": -1, "partitions": {}}
+    if state.error_code:
+        raise codes.error_for(int(state.error_code), api="DescribeTransactions")
+    return {
+        "state": state.transaction_state,
+        "producer_id": int(state.producer_id),
+        "producer_epoch": int(state.producer_epoch),
+        "timeout_ms": int(state.transaction_timeout_ms),
+        "started_ms": int(state.transaction_start_time_ms),
+        "partitions": {t.topic: sorted(t.partitions) for t in state.topics},
+    }

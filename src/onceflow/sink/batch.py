@@ -14,7 +14,7 @@ import json
 import logging
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +23,9 @@ from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame
 
 from onceflow import hooks
-from onceflow.client.cluster import Cluster, TopicInfo
+from onceflow.client.cluster import Cluster
 from onceflow.client.deadline import Deadline
-from onceflow.client.produce import Producer
 from onceflow.client.settings import ClientSettings
-from onceflow.client.topics import max_message_bytes
 from onceflow.client.transactions import Outcome, Transactions
 from onceflow.errors import (
     AuthenticationFailedError,
@@ -41,12 +39,13 @@ from onceflow.errors import (
 from onceflow.sink import jvm, progress_log, reports
 from onceflow.sink.audit import Audit, audit
 from onceflow.sink.offsets import SourceRange, check_contiguous, read_range
+from onceflow.sink.options import BatchSummary, SinkOptions
 from onceflow.sink.ownership import Columns, Prepared, prepare
+from onceflow.sink.targets import load_targets
 from onceflow.sink.tasks import Target, TaskPlace, WriteOrder, WriteTask, write_rows
-from onceflow.wire import progress as records
-from onceflow.wire.batches import BatchHeader, encode_single
+from onceflow.wire.batches import BatchHeader
 from onceflow.wire.names import Names
-from onceflow.wire.progress import PROGRESS_TOPIC, Offsets, Progress
+from onceflow.wire.progress import Progress
 
 log = logging.getLogger("onceflow.sink")
 
@@ -67,32 +66,6 @@ _DRIVER_BYTES_MAX = 8_000_000
 _TASK_BYTES = 16_000_000
 _GUESSED_ROW_BYTES = 1_000
 _ARROW_BYTES = "spark.sql.execution.arrow.maxBytesPerBatch"
-
-
-@dataclass(frozen=True)
-class SinkOptions:
-    """Choices of ``Flow.write`` that the sink needs."""
-
-    topic: str | None
-    partitioner: str
-    compression: str
-    transaction_timeout_s: float
-    small_batch_rows: int = 4_000
-    attempts_most: int = 4
-
-
-@dataclass
-class BatchSummary:
-    """What one committed batch was, for people and benchmarks: seconds per step, sizes, attempts."""
-
-    batch: int
-    rows_most: int
-    path: str = ""
-    attempts: int = 0
-    records: int = 0
-    nbytes: int = 0
-    rss_kib_most: int = 0
-    seconds: dict[str, float] = field(default_factory=dict)
 
 
 class BatchSink:
@@ -219,7 +192,7 @@ class BatchSink:
             checked = self._audit(df, prepared, written, batch)
         hooks.at("audit", where="driver", flow=flow, batch=batch)
         with self._timed(summary, "progress"):
-            progress = self._progress(batch, source, identity)
+            progress = self._progress(batch, source)
         hooks.at("progress", where="driver", flow=flow, batch=batch)
         with self._timed(summary, "end"):
             self._end(progress)
@@ -304,7 +277,7 @@ class BatchSink:
             written = [report.explained(why) for report in written]
         return audit(written, tasks=tasks, stage_attempts=attempts, flow=self._names.flow, batch=batch)
 
-    def _progress(self, batch: int, source: SourceRange, identity: BatchHeader) -> Progress:
+    def _progress(self, batch: int, source: SourceRange) -> Progress:
         """Progress record and source offsets, in the same transaction."""
         deadline = self._deadline("writing progress")
         progress = replace(
@@ -313,7 +286,7 @@ class BatchSink:
             offsets={**_plain(self.progress.offsets), **source.end},
             time_ms=progress_log.now_ms(),
         )
-        write_progress(self._cluster, self._transactions, self._names, progress, source.end, identity, deadline)
+        progress_log.write_progress(self._cluster, self._transactions, self._names, progress, source.end, deadline)
         return progress
 
     def _end(self, progress: Progress) -> None:
@@ -418,43 +391,6 @@ class BatchSink:
             yield
         finally:
             summary.seconds[step] = summary.seconds.get(step, 0.0) + time.monotonic() - started
-
-
-def write_progress(
-    cluster: Cluster,
-    transactions: Transactions,
-    names: Names,
-    progress: Progress,
-    offsets: Offsets,
-    identity: BatchHeader,
-    deadline: Deadline,
-) -> None:
-    """Step ``progress``: the record, then the group offsets that point to it.
-
-    Args:
-        offsets: those to commit to the group: of the topics that are read. Progress may know others, which the
-            query does not read any more and which may be gone.
-    """
-    partition = progress_log.partition_of(progress.flow)
-    if not transactions.version_2:
-        transactions.add_partitions({PROGRESS_TOPIC: [partition]}, deadline)
-    key, value = records.encode(progress)
-    producer = Producer(cluster, transactional_id=transactions.transactional_id, deadline=deadline)
-    batch = encode_single(key, value, timestamp_ms=progress.time_ms, identity=identity, base_sequence=0)
-    producer.send(PROGRESS_TOPIC, partition, batch)
-    written = producer.flush()[PROGRESS_TOPIC, partition]
-    metadata = progress_log.hint(partition, written.base_offset)
-    transactions.commit_offsets(names.group_id, offsets, deadline, metadata=metadata)
-
-
-def load_targets(cluster: Cluster, topic: str | None, deadline: Deadline) -> dict[str, Target]:
-    """The output topic, or with a topic column every topic there is (internal ones left out)."""
-    found: dict[str, TopicInfo] = cluster.topics(None if topic is None else [topic], deadline)
-    names = [name for name, info in found.items() if topic is not None or not (info.internal or name.startswith("__"))]
-    if not names:
-        return {}
-    limits = max_message_bytes(cluster, names, deadline)
-    return {name: Target(found[name].partitions, limits[name]) for name in names}
 
 
 def _plain(offsets: Any) -> dict[str, dict[int, int]]:

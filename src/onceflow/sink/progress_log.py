@@ -16,10 +16,14 @@ from onceflow.client import offsets as kafka_offsets
 from onceflow.client.cluster import Cluster, TopicInfo
 from onceflow.client.deadline import Deadline
 from onceflow.client.log_reader import LogRecord, read_log
+from onceflow.client.produce import Producer
 from onceflow.client.topics import create_topic, topic_config
+from onceflow.client.transactions import Transactions
 from onceflow.errors import OnceflowError, PermissionDeniedError, ProgressConflictError, UnknownTopicError
 from onceflow.wire import progress as records
-from onceflow.wire.progress import PROGRESS_TOPIC, Progress, progress_partition
+from onceflow.wire.batches import encode_single
+from onceflow.wire.names import Names
+from onceflow.wire.progress import PROGRESS_TOPIC, Offsets, Progress, progress_partition
 
 log = logging.getLogger("onceflow.progress")
 
@@ -197,6 +201,32 @@ def _latest(cluster: Cluster, flow: str, partition: int, start: int, end: int, d
         if committed is None or record.offset > committed.offset:
             committed = record
     return committed
+
+
+def write_progress(
+    cluster: Cluster,
+    transactions: Transactions,
+    names: Names,
+    progress: Progress,
+    offsets: Offsets,
+    deadline: Deadline,
+) -> None:
+    """Step ``progress``: the record, then the group offsets that point to it.
+
+    Args:
+        offsets: those to commit to the group: of the topics that are read. Progress may know others, which the
+            query does not read any more and which may be gone.
+    """
+    partition = partition_of(progress.flow)
+    if not transactions.version_2:
+        transactions.add_partitions({PROGRESS_TOPIC: [partition]}, deadline)
+    key, value = records.encode(progress)
+    producer = Producer(cluster, transactional_id=transactions.transactional_id, deadline=deadline)
+    batch = encode_single(key, value, timestamp_ms=progress.time_ms, identity=transactions.identity, base_sequence=0)
+    producer.send(PROGRESS_TOPIC, partition, batch)
+    written = producer.flush()[PROGRESS_TOPIC, partition]
+    metadata = hint(partition, written.base_offset)
+    transactions.commit_offsets(names.group_id, offsets, deadline, metadata=metadata)
 
 
 def now_ms() -> int:

@@ -1,0 +1,31 @@
+"""What a sink is told when it is made, and what it tells of each batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class SinkOptions:
+    """Choices of ``Flow.write`` that the sink needs."""
+
+    topic: str | None
+    partitioner: str
+    compression: str
+    transaction_timeout_s: float
+    small_batch_rows: int = 4_000
+    attempts_most: int = 4
+
+
+@dataclass
+class BatchSummary:
+    """What one committed batch was, for people and benchmarks: seconds per step, sizes, attempts."""
+
+    batch: int
+    rows_most: int
+    path: str = ""
+    attempts: int = 0
+    records: int = 0
+    nbytes: int = 0
+    rss_kib_most: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)

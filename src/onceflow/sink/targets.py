@@ -1,0 +1,18 @@
+"""Output topics as the driver sees them: partition counts and size limits that all tasks of a batch share."""
+
+from __future__ import annotations
+
+from onceflow.client.cluster import Cluster, TopicInfo
+from onceflow.client.deadline import Deadline
+from onceflow.client.topics import max_message_bytes
+from onceflow.sink.tasks import Target
+
+
+def load_targets(cluster: Cluster, topic: str | None, deadline: Deadline) -> dict[str, Target]:
+    """The output topic, or with a topic column every topic there is (internal ones left out)."""
+    found: dict[str, TopicInfo] = cluster.topics(None if topic is None else [topic], deadline)
+    names = [name for name, info in found.items() if topic is not None or not (info.internal or name.startswith("__"))]
+    if not names:
+        return {}
+    limits = max_message_bytes(cluster, names, deadline)
+    return {name: Target(found[name].partitions, limits[name]) for name in names}
