@@ -94,8 +94,7 @@ def test_driver_killed(make_pipe: Any, step: str) -> None:
 def test_exception(make_pipe: Any, inject: Any, step: str) -> None:
     pipe = make_pipe()
     pipe.fill(3000)
-    os.environ[hooks.VARIABLE] = rule_of(step, "raise")
-    faults._fired.clear()
+    inject(step, "raise", **({} if step == "init" else {"batch": BATCH}))
     with pytest.raises((StreamingQueryException, faults.InjectedFaultError), match="injected at"):
         pipe.run(small_batch_rows=0 if hooks.STEPS.index(step) % 2 == 0 else 4000)
     check_visible_iff_progress(pipe)

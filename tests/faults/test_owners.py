@@ -110,12 +110,12 @@ def test_two_tasks_on_one_partition_are_refused_before_commit(make_pipe: Any, mo
 
     pipe = make_pipe()
     pipe.fill(400)
-    monkeypatch.setattr(batch, "prepare", broken)
-    query = start(pipe, small_batch_rows=0)
-    with pytest.raises(ProgressConflictError, match="Two tasks wrote to"):
-        query.awaitTermination(60)
+    with monkeypatch.context() as patched:
+        patched.setattr(batch, "prepare", broken)
+        query = start(pipe, small_batch_rows=0)
+        with pytest.raises(ProgressConflictError, match="Two tasks wrote to"):
+            query.awaitTermination(60)
     assert independent.read_topic(pipe.bootstrap, pipe.target) == []
-    monkeypatch.undo()
     pipe.run()
     pipe.check()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -248,9 +249,11 @@ def test_an_injected_fault_is_none_of_our_errors() -> None:
     assert not issubclass(InjectedFaultError, OnceflowError)
 
 
-def test_workers_of_this_process() -> None:
-    """Nothing here runs Spark: no process may be taken for a worker of the tests."""
-    assert faults.python_workers(os.getpid()) == []
+def test_workers_of_a_process_without_spark() -> None:
+    """No process may be taken for a worker of one that runs none (this one may, in a run of all tests)."""
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as idle:
+        assert faults.python_workers(idle.pid) == []
+        idle.communicate(b"\n", timeout=20)
 
 
 def test_descent_ends_on_any_table() -> None:

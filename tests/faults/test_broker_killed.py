@@ -1,0 +1,51 @@
+"""The broker is killed and comes back while a flow runs: nothing is lost or doubled, and no hand is needed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from onceflow.broker.local import LocalBroker
+from onceflow.testing.broker import create_topic
+
+pytestmark = [pytest.mark.integration, pytest.mark.faults]
+
+
+@pytest.fixture
+def own_broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalBroker]:
+    with LocalBroker(tmp_path_factory.mktemp("mortal")) as broker:
+        yield broker
+
+
+@pytest.mark.parametrize("step", ["begin", "audit", "progress"])
+def test_broker_killed_in_mid_batch(
+    own_broker: LocalBroker, make_pipe: Callable[..., Any], inject: Callable[..., None], step: str
+) -> None:
+    pipe = replace(make_pipe(), bootstrap=own_broker.bootstrap_servers)
+    for topic in (pipe.source, pipe.target):
+        create_topic(pipe.bootstrap, topic, 4)
+    pipe.fill(2000)
+    paused = pipe.tmp_path / "paused"
+    # The driver waits at the step, long enough for the broker to be killed there.
+    inject(step, "pause", batch=2, seconds=3, once_file=str(paused))
+    flow = pipe.open()
+    df = flow.read(pipe.source, max_records_per_batch=1000).select("key", "value")
+    query = flow.write(df, topic=pipe.target, small_batch_rows=0 if step == "begin" else 4000).start()
+    try:
+        end = time.monotonic() + 60
+        while not paused.exists():
+            assert query.isActive
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        own_broker.kill()
+        own_broker.start()
+        query.processAllAvailable()
+        pipe.fill(300)
+        query.processAllAvailable()
+    finally:
+        query.stop()
+    pipe.check()
