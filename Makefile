@@ -32,7 +32,7 @@ test: setup ## all tests
 	$(PYTEST)
 
 fast: setup ## the tests that need neither broker nor Spark
-	$(PYTEST) tests/unit tests/wire tests/model
+	$(PYTEST) tests/unit tests/wire $(wildcard tests/model)
 
 check: lint test ## what has to hold before a change is merged: format, lint, types, tests
 

@@ -211,3 +211,22 @@ def test_chain_of_flows(make_pipe: Any, make_topic: Any) -> None:
     second.run()
     seen = independent.read_topic(second.bootstrap, second.target)
     assert sorted((s.key or b"", s.value or b"") for s in seen) == sorted((k or b"", v or b"") for k, v in first.sent)
+
+
+def test_an_output_topic_that_was_created_again_is_written_on(make_pipe: Any) -> None:
+    from confluent_kafka.admin import AdminClient
+
+    from onceflow.testing.broker import create_topic
+
+    pipe = make_pipe()
+    pipe.fill(200)
+    pipe.run()
+    admin = AdminClient({"bootstrap.servers": pipe.bootstrap})
+    for future in admin.delete_topics([pipe.target]).values():
+        future.result(30)
+    create_topic(pipe.bootstrap, pipe.target, 6)
+    before = list(pipe.sent)
+    pipe.fill(200)
+    pipe.run()
+    seen = independent.read_topic(pipe.bootstrap, pipe.target)
+    assert sorted(s.value or b"" for s in seen) == sorted(v or b"" for _, v in pipe.sent[len(before) :])
