@@ -82,7 +82,7 @@ class Pipe:
 
     def check(self) -> list[independent.Seen]:
         """Exactly once: every record once, in order of its key, in the partition of its key; progress agrees."""
-        seen = independent.read_topic(self.bootstrap, self.target)
+        seen = independent.read_topic(self.bootstrap, self.target, decided=True)
         assert_same_records(seen, self.sent)
         assert_key_order(seen, self.sent)
         ends = independent.end_offsets(self.bootstrap, self.source)

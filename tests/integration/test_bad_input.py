@@ -41,7 +41,7 @@ def run_to_error(flow: Any, df: Any, kind: type[onceflow.OnceflowError], **write
 
 
 def check_nothing_written(pipe: Any) -> None:
-    assert independent.read_topic(pipe.bootstrap, pipe.target) == []
+    assert independent.read_topic(pipe.bootstrap, pipe.target, decided=True) == []
 
 
 # ---- found before anything runs ------------------------------------------------------------------------
@@ -351,7 +351,7 @@ def test_expired_source_records(make_pipe: Any) -> None:
         flow.read(pipe.source)
     flow.close()
     pipe.run(read={"fail_on_data_loss": False})
-    seen = independent.read_topic(pipe.bootstrap, pipe.target)
+    seen = independent.read_topic(pipe.bootstrap, pipe.target, decided=True)
     expected = [v for _, v in pipe.sent[:100] + pipe.sent[150:]]
     assert sorted(s.value or b"" for s in seen) == sorted(v or b"" for v in expected)
 

@@ -94,7 +94,7 @@ def test_the_example_of_the_readme_and_the_reset_of_the_operations_page(
     assert all(name in example for name in (onceflow_broker, deposits, validated, flow)), example
     output = run_python(example)
     assert output == "batch 1: 500 records in one transaction\n"
-    seen = independent.read_topic(onceflow_broker, validated)
+    seen = independent.read_topic(onceflow_broker, validated, decided=True)
     assert sorted((s.key, s.value) for s in seen) == sorted((key, value.upper()) for key, value in sent)
     ends = independent.end_offsets(onceflow_broker, deposits)
     assert independent.committed_offsets(onceflow_broker, flow) == ends

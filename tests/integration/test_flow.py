@@ -30,7 +30,7 @@ def test_spread_uses_every_partition(make_pipe: Any, small_batch_rows: int) -> N
     pipe = make_pipe(partitions=3, target_partitions=5)
     pipe.fill(6000)
     pipe.run(partitioner="spread", small_batch_rows=small_batch_rows)
-    seen = independent.read_topic(pipe.bootstrap, pipe.target)
+    seen = independent.read_topic(pipe.bootstrap, pipe.target, decided=True)
     assert sorted(s.value for s in seen) == sorted(value for _, value in pipe.sent)
     assert {s.partition for s in seen} == set(range(5))
 
@@ -51,7 +51,9 @@ def test_progress_record_is_the_truth(make_pipe: Any) -> None:
     pipe = make_pipe()
     pipe.fill(1200)
     query = pipe.run()
-    ours = [s for s in independent.read_topic(pipe.bootstrap, PROGRESS_TOPIC) if s.key == pipe.flow.encode()]
+    ours = [
+        s for s in independent.read_topic(pipe.bootstrap, PROGRESS_TOPIC, decided=True) if s.key == pipe.flow.encode()
+    ]
     assert ours[-1].value is not None
     last = records.decode(ours[-1].key, ours[-1].value)
     ends = independent.end_offsets(pipe.bootstrap, pipe.source)
@@ -91,7 +93,7 @@ def test_many_topics_headers_and_timestamps_in_one_transaction(
     query.processAllAvailable()
     query.stop()
     for topic, rest in ((even, 0), (odd, 1)):
-        seen = independent.read_topic(pipe.bootstrap, topic)
+        seen = independent.read_topic(pipe.bootstrap, topic, decided=True)
         expected = [(k, v) for k, v in pipe.sent if int(v) % 2 == rest]
         assert sorted((s.key, s.value) for s in seen) == sorted(expected)
         assert all(s.headers == (("origin", pipe.source.encode()),) for s in seen)
@@ -114,7 +116,7 @@ def test_explicit_partition_column_and_null_keys(make_pipe: Any, small_batch_row
     query = flow.write(out, topic=pipe.target, small_batch_rows=small_batch_rows).start()
     query.processAllAvailable()
     query.stop()
-    seen = independent.read_topic(pipe.bootstrap, pipe.target)
+    seen = independent.read_topic(pipe.bootstrap, pipe.target, decided=True)
     assert sorted(int(s.value or b"") for s in seen) == list(range(600))
     for record in seen:
         value = int(record.value or b"")
@@ -153,7 +155,7 @@ def test_new_source_partitions_are_read_from_their_start(make_pipe: Any) -> None
     independent.fill(pipe.bootstrap, pipe.source, extra)
     pipe.sent += extra
     pipe.run(partitioner="key")
-    seen = independent.read_topic(pipe.bootstrap, pipe.target)
+    seen = independent.read_topic(pipe.bootstrap, pipe.target, decided=True)
     assert sorted(s.value or b"" for s in seen) == sorted(v or b"" for _, v in pipe.sent)
 
 
@@ -165,7 +167,7 @@ def test_latest_is_pinned_at_the_first_start(make_pipe: Any) -> None:
     before = list(pipe.sent)
     pipe.fill(100)
     pipe.run(read={"starting_offsets": "latest"})
-    seen = independent.read_topic(pipe.bootstrap, pipe.target)
+    seen = independent.read_topic(pipe.bootstrap, pipe.target, decided=True)
     assert sorted(s.value or b"" for s in seen) == sorted(v or b"" for _, v in pipe.sent[len(before) :])
 
 
@@ -184,7 +186,7 @@ def test_aborted_and_undecided_source_records_are_not_read(make_pipe: Any) -> No
         producer.produce(pipe.source, f"good-{n}", f"k{n}")
     producer.commit_transaction(30)
     pipe.run()
-    seen = independent.read_topic(pipe.bootstrap, pipe.target)
+    seen = independent.read_topic(pipe.bootstrap, pipe.target, decided=True)
     assert {s.value for s in seen} == {f"good-{n}".encode() for n in range(50)}
     assert len(seen) == 50
 
@@ -196,7 +198,7 @@ def test_an_empty_result_moves_progress(make_pipe: Any) -> None:
     query = flow.write(flow.read(pipe.source).where("false").select("key", "value"), topic=pipe.target).start()
     query.processAllAvailable()
     query.stop()
-    assert independent.read_topic(pipe.bootstrap, pipe.target) == []
+    assert independent.read_topic(pipe.bootstrap, pipe.target, decided=True) == []
     assert independent.committed_offsets(pipe.bootstrap, pipe.flow) == independent.end_offsets(
         pipe.bootstrap, pipe.source
     )
@@ -209,7 +211,7 @@ def test_chain_of_flows(make_pipe: Any, make_topic: Any) -> None:
     second = make_pipe()
     second.source, second.sent, second.flow = first.target, first.sent, first.flow + "-second"
     second.run()
-    seen = independent.read_topic(second.bootstrap, second.target)
+    seen = independent.read_topic(second.bootstrap, second.target, decided=True)
     assert sorted((s.key or b"", s.value or b"") for s in seen) == sorted((k or b"", v or b"") for k, v in first.sent)
 
 
@@ -228,5 +230,5 @@ def test_an_output_topic_that_was_created_again_is_written_on(make_pipe: Any) ->
     before = list(pipe.sent)
     pipe.fill(200)
     pipe.run()
-    seen = independent.read_topic(pipe.bootstrap, pipe.target)
+    seen = independent.read_topic(pipe.bootstrap, pipe.target, decided=True)
     assert sorted(s.value or b"" for s in seen) == sorted(v or b"" for _, v in pipe.sent[len(before) :])

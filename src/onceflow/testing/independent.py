@@ -29,10 +29,16 @@ def read_topic(
     topic: str,
     *,
     isolation: str = "read_committed",
+    decided: bool = False,
     seconds: float = 60.0,
     options: Mapping[str, str] | None = None,
 ) -> list[Seen]:
-    """Every record of a topic up to its end as of now (last stable offset, for read_committed).
+    """Every record of a topic up to its end as of now.
+
+    Args:
+        decided: the end is the high watermark, and open transactions in front of it are waited for. A commit is
+            decided a little before its markers are in every partition; a reader that wants to see it has to
+            wait. Otherwise the end is, for read_committed, the last stable offset: what is visible this moment.
 
     Raises:
         TimeoutError: the end was not reached in time.
@@ -52,6 +58,9 @@ def read_topic(
         partitions = sorted(consumer.list_topics(topic, timeout=seconds).topics[topic].partitions)
         # For a read_committed consumer the high end of get_watermark_offsets is the last stable offset.
         spans = {p: consumer.get_watermark_offsets(TopicPartition(topic, p), timeout=seconds) for p in partitions}
+        if decided:
+            highs = _high_watermarks(bootstrap_servers, topic, partitions, seconds, options or {})
+            spans = {p: (low, highs[p]) for p, (low, _) in spans.items()}
         consumer.assign([TopicPartition(topic, p, low) for p, (low, _) in spans.items()])
         waiting = {p for p, (low, high) in spans.items() if low < high}
         records: list[Seen] = []
@@ -69,6 +78,23 @@ def read_topic(
                 if place.offset >= spans[place.partition][1]:
                     waiting.discard(place.partition)
         return records
+    finally:
+        consumer.close()
+
+
+def _high_watermarks(
+    bootstrap_servers: str, topic: str, partitions: list[int], seconds: float, options: Mapping[str, str]
+) -> dict[int, int]:
+    consumer = Consumer(
+        {
+            "bootstrap.servers": bootstrap_servers,
+            "group.id": "onceflow-independent",
+            "isolation.level": "read_uncommitted",
+            **options,
+        }
+    )
+    try:
+        return {p: consumer.get_watermark_offsets(TopicPartition(topic, p), timeout=seconds)[1] for p in partitions}
     finally:
         consumer.close()
 
