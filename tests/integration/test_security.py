@@ -152,7 +152,9 @@ def test_least_privileges_over_tls(secure: Secure, pipe: Any, small_batch_rows: 
     pipe.check()
 
 
-@pytest.mark.parametrize("missing", ["source", "target", "progress-write", "transactional-id", "group"])
+@pytest.mark.parametrize(
+    "missing", ["source", "target", "progress-read", "progress-write", "transactional-id", "group"]
+)
 def test_each_missing_privilege_is_named(secure: Secure, pipe: Any, missing: str) -> None:
     acls = needed(pipe)
     _, name, _ = acls.pop(missing)
