@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from collections import Counter
@@ -58,8 +60,6 @@ class Pipe:
 
     def driver(self, rule: str | None = None, **options: Any) -> subprocess.Popen[str]:
         """The same flow as a process of its own (``tests/faults/driver.py``)."""
-        import os
-
         environment = {key: value for key, value in os.environ.items() if key != hooks.VARIABLE}
         if rule is not None:
             environment[hooks.VARIABLE] = rule
@@ -79,6 +79,15 @@ class Pipe:
             text=True,
             start_new_session=True,
         )
+
+    def end_driver(self, process: subprocess.Popen[str]) -> None:
+        """End the JVM and the workers that a killed driver leaves behind; ``driver`` has started them."""
+        try:
+            os.killpg(process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        if process.stdout is not None:
+            process.stdout.close()
 
     def check(self) -> list[independent.Seen]:
         """Exactly once: every record once, in order of its key, in the partition of its key; progress agrees."""

@@ -63,15 +63,6 @@ def check_recovered(pipe: Any) -> None:
     check_contiguous(pipe)
 
 
-def end_group(process: Any) -> None:
-    """The driver's JVM and workers are left behind by SIGKILL; they were started by this test."""
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
-    process.stdout.close()
-
-
 @pytest.mark.parametrize("step", hooks.STEPS)
 def test_driver_killed(make_pipe: Any, step: str) -> None:
     pipe = make_pipe()
@@ -86,7 +77,7 @@ def test_driver_killed(make_pipe: Any, step: str) -> None:
         pipe.fill(500)
         pipe.run(small_batch_rows=rows)
     finally:
-        end_group(process)
+        pipe.end_driver(process)
     check_recovered(pipe)
 
 
@@ -156,7 +147,7 @@ def test_many_restarts_of_one_driver(make_pipe: Any) -> None:
             process.communicate(timeout=120)
             assert process.returncode == -signal.SIGKILL
         finally:
-            end_group(process)
+            pipe.end_driver(process)
         check_visible_iff_progress(pipe)
     pipe.run()
     check_recovered(pipe)

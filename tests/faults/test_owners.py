@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import time
 from typing import Any
 
@@ -22,21 +21,12 @@ def wait_until(condition: Any, what: str, seconds: float = 60.0) -> None:
         time.sleep(0.05)
 
 
-def end_group(process: Any) -> None:
-    """A driver leaves its JVM and workers behind when it is killed; this test has started them."""
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
-    process.stdout.close()
-
-
-def finish(process: Any, seconds: float) -> str:
+def finish(pipe: Any, process: Any, seconds: float) -> str:
     """What a driver printed until it ended by itself."""
     try:
         output: str = process.communicate(timeout=seconds)[0]
     finally:
-        end_group(process)
+        pipe.end_driver(process)
     return output
 
 
@@ -78,7 +68,7 @@ def test_a_driver_fenced_in_mid_batch(make_pipe: Any) -> None:
         assert process.returncode != 0
         assert "FencedError" in output
     finally:
-        end_group(process)
+        pipe.end_driver(process)
     pipe.run()
     pipe.check()
 
@@ -138,7 +128,7 @@ def test_extra_attempts_of_a_task(make_pipe: Any, step: str, action: str) -> Non
         spark={"spark.executor.memory": "600m"},
         write={"small_batch_rows": 0, "partitioner": "source"},
     )
-    output = finish(process, 150)
+    output = finish(pipe, process, 150)
     assert process.returncode == 0, output
     assert once.exists()
     assert "Extra attempt: task 0 is at attempt 1" in output
@@ -160,7 +150,7 @@ def test_extra_attempt_of_a_stage(make_pipe: Any) -> None:
         task_bytes=1,
         write={"small_batch_rows": 0},
     )
-    output = finish(process, 120)
+    output = finish(pipe, process, 120)
     assert process.returncode == 0, output
     assert once.exists()
     assert "shuffle files were lost" in output, output

@@ -43,24 +43,14 @@ def read_topic(
     Raises:
         TimeoutError: the end was not reached in time.
     """
-    consumer = Consumer(
-        {
-            "bootstrap.servers": bootstrap_servers,
-            "group.id": "onceflow-independent",
-            "isolation.level": isolation,
-            "enable.auto.commit": False,
-            "enable.partition.eof": False,
-            "auto.offset.reset": "error",
-            **(options or {}),
-        }
-    )
+    consumer = _consumer(bootstrap_servers, isolation, options)
     try:
         partitions = sorted(consumer.list_topics(topic, timeout=seconds).topics[topic].partitions)
         # For a read_committed consumer the high end of get_watermark_offsets is the last stable offset.
         spans = {p: consumer.get_watermark_offsets(TopicPartition(topic, p), timeout=seconds) for p in partitions}
         if decided:
-            highs = _high_watermarks(bootstrap_servers, topic, partitions, seconds, options or {})
-            spans = {p: (low, highs[p]) for p, (low, _) in spans.items()}
+            highs = end_offsets(bootstrap_servers, topic, isolation="read_uncommitted", options=options)
+            spans = {p: (low, highs[topic, p]) for p, (low, _) in spans.items()}
         consumer.assign([TopicPartition(topic, p, low) for p, (low, _) in spans.items()])
         waiting = {p for p, (low, high) in spans.items() if low < high}
         records: list[Seen] = []
@@ -82,21 +72,18 @@ def read_topic(
         consumer.close()
 
 
-def _high_watermarks(
-    bootstrap_servers: str, topic: str, partitions: list[int], seconds: float, options: Mapping[str, str]
-) -> dict[int, int]:
-    consumer = Consumer(
+def _consumer(bootstrap_servers: str, isolation: str, options: Mapping[str, str] | None) -> Consumer:
+    return Consumer(
         {
             "bootstrap.servers": bootstrap_servers,
             "group.id": "onceflow-independent",
-            "isolation.level": "read_uncommitted",
-            **options,
+            "isolation.level": isolation,
+            "enable.auto.commit": False,
+            "enable.partition.eof": False,
+            "auto.offset.reset": "error",
+            **(options or {}),
         }
     )
-    try:
-        return {p: consumer.get_watermark_offsets(TopicPartition(topic, p), timeout=seconds)[1] for p in partitions}
-    finally:
-        consumer.close()
 
 
 def _seen(message: Any) -> Seen:
@@ -155,17 +142,14 @@ def committed_offsets(
 
 
 def end_offsets(
-    bootstrap_servers: str, topic: str, *, options: Mapping[str, str] | None = None
+    bootstrap_servers: str,
+    topic: str,
+    *,
+    isolation: str = "read_committed",
+    options: Mapping[str, str] | None = None,
 ) -> dict[tuple[str, int], int]:
-    """Last stable offset of every partition."""
-    consumer = Consumer(
-        {
-            "bootstrap.servers": bootstrap_servers,
-            "group.id": "onceflow-independent",
-            "isolation.level": "read_committed",
-            **(options or {}),
-        }
-    )
+    """Where every partition ends: its last stable offset, or for read_uncommitted its high watermark."""
+    consumer = _consumer(bootstrap_servers, isolation, options)
     try:
         partitions = sorted(consumer.list_topics(topic, timeout=30).topics[topic].partitions)
         return {(topic, p): consumer.get_watermark_offsets(TopicPartition(topic, p), timeout=30)[1] for p in partitions}
