@@ -22,6 +22,7 @@ from confluent_kafka.admin import (
 import onceflow
 from onceflow import java
 from onceflow.broker.local import LocalBroker, free_ports
+from onceflow.sink.progress_log import partition_of
 from onceflow.testing import independent
 from onceflow.testing.broker import create_topic
 from onceflow.wire.progress import PROGRESS_TOPIC
@@ -168,8 +169,24 @@ def test_each_missing_privilege_is_named(secure: Secure, pipe: Any, missing: str
     assert independent.read_topic(secure.internal, pipe.target) == []
 
 
+def test_missing_read_shows_at_the_first_start(secure: Secure, pipe: Any) -> None:
+    """The flow's partition of the progress topic is empty, so there is nothing to read yet."""
+    ends = independent.end_offsets(secure.internal, PROGRESS_TOPIC)
+    flows = (f"{pipe.flow}-{number}" for number in range(1000))
+    fresh = replace(
+        pipe,
+        flow=next(name for name in flows if not ends[PROGRESS_TOPIC, partition_of(f"onceflow.{name}")]),
+    )
+    acls = needed(fresh)
+    acls.pop("progress-read")
+    grant(secure, list(acls.values()))
+    with pytest.raises(onceflow.PermissionDeniedError, match=PROGRESS_TOPIC):
+        run(secure, fresh)
+    assert independent.read_topic(secure.internal, fresh.target) == []
+
+
 def test_wrong_password(secure: Secure, pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("onceflow.flow._START_SECONDS", 10.0)
+    monkeypatch.setattr("onceflow.flow._START_SECONDS", 30.0)
     options = secure.options(password="guessed-password")
     flow = onceflow.Flow(pipe.flow, pipe.spark, bootstrap_servers=secure.servers, options=options)
     with pytest.raises(onceflow.AuthenticationFailedError, match="refused the credentials") as caught:

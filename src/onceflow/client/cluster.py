@@ -40,6 +40,7 @@ log = logging.getLogger("onceflow.client")
 logging.getLogger("kafka").setLevel(logging.CRITICAL)
 
 TRANSACTION, GROUP = 1, 0  # coordinator key types of FindCoordinator (KIP-699)
+_KNOCK_S_LEAST = 2.0
 _REQUEST_TIMEOUT_S = 30.0
 
 
@@ -97,13 +98,14 @@ class Cluster:
         """Connect to any bootstrap server. kafka-python's own loop would repeat a refused password in silence."""
         brokers = self.manager.cluster.bootstrap_brokers()
         attempt = 0
+        # One connection that hangs in its handshake must not use up all the time there is.
+        patience_s = max(_KNOCK_S_LEAST, deadline.seconds / 4)
         while True:
             node = brokers[attempt % len(brokers)].node_id
 
             async def run(node: Any = node) -> None:
-                await self.manager.get_connection(
-                    node, timeout_ms=max(1, int(deadline.remaining * 1000)), refresh_metadata_on_err=False
-                )
+                timeout_ms = max(1, int(deadline.capped(patience_s) * 1000))
+                await self.manager.get_connection(node, timeout_ms=timeout_ms, refresh_metadata_on_err=False)
 
             try:
                 self.net.run(run)
