@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kafka.partitioner.default import murmur2
 
 from onceflow.errors import ProgressConflictError, ProtocolError
-from onceflow.wire.progress import PROGRESS_FORMAT, Progress, decode, encode, progress_partition
+from onceflow.wire.progress import PROGRESS_FORMAT, Progress, TableProgress, decode, encode, progress_partition
 
 PROGRESS = Progress(
     flow="orders",
@@ -38,6 +38,28 @@ def test_golden_bytes() -> None:
     assert decode(b"orders", GOLDEN) == PROGRESS
 
 
+def test_golden_bytes_of_a_flow_with_state() -> None:
+    progress = Progress(
+        flow="orders",
+        batch_id=3,
+        offsets={"a": {0: 9}},
+        topic_ids={},
+        changelogs={"balances": {0: 4}},
+        time_ms=5,
+        tables={"balances": TableProgress(2, 77), "other": TableProgress()},
+        producer_id=11,
+        producer_epoch=6,
+    )
+    golden = (
+        b'{"batch_id":3,"changelogs":{"balances":{"0":4}},"checkpoint_query_id":null,"flow":"orders","format":1,'
+        b'"offsets":{"a":{"0":9}},"producer_epoch":6,"producer_id":11,'
+        b'"tables":{"balances":{"version":2,"watermark_ms":77},"other":{"version":0,"watermark_ms":null}},'
+        b'"time_ms":5,"topic_ids":{},"watermark_ms":null}'
+    )
+    assert encode(progress) == (b"orders", golden)
+    assert decode(b"orders", golden) == progress
+
+
 names = st.text(st.characters(codec="utf-8"), min_size=1, max_size=8)
 offsets = st.dictionaries(names, st.dictionaries(st.integers(0, 9999), st.integers(0, 2**62), max_size=4), max_size=3)
 
@@ -54,6 +76,9 @@ offsets = st.dictionaries(names, st.dictionaries(st.integers(0, 9999), st.intege
         checkpoint_query_id=st.one_of(st.none(), names),
         watermark_ms=st.one_of(st.none(), st.integers(-(2**40), 2**60)),
         time_ms=st.integers(0, 2**60),
+        tables=st.dictionaries(
+            names, st.builds(TableProgress, st.integers(0, 99), st.one_of(st.none(), st.integers(0, 2**60))), max_size=2
+        ),
     )
 )
 def test_round_trip(progress: Progress) -> None:
@@ -111,6 +136,9 @@ def test_record_of_another_flow() -> None:
         {"topic_ids": None},
         {"checkpoint_query_id": 4},
         {"watermark_ms": "x"},
+        {"tables": []},
+        {"tables": {"a": 1}},
+        {"producer_id": "x"},
         {"time_ms": None},
     ],
 )

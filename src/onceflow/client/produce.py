@@ -75,6 +75,7 @@ class Acknowledged:
     base_offset: int = -1
     count: int = 0
     nbytes: int = 0
+    end_offset: int = field(default=-1, compare=False)  # the one after the last record; somebody else's records may be in between
 
 
 @dataclass
@@ -285,6 +286,7 @@ class Producer:
             slot.done.base_offset = int(answer.base_offset)
         slot.done.count += batch.count
         slot.done.nbytes += batch.nbytes
+        slot.done.end_offset = int(answer.base_offset) + batch.count
 
     def _refused(self, slot: _Partition, batch: EncodedBatch, answer: Any) -> None:
         code = int(answer.error_code)

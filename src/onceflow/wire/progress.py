@@ -26,6 +26,19 @@ Offsets = Mapping[str, Mapping[int, int]]
 
 
 @dataclass(frozen=True)
+class TableProgress:
+    """What a flow has committed about one of its tables, beside the end offsets.
+
+    Args:
+        version: of the processor's state.
+        watermark_ms: event-time watermark that the next batch sees, epoch milliseconds.
+    """
+
+    version: int = 0
+    watermark_ms: int | None = None
+
+
+@dataclass(frozen=True)
 class Progress:
     """State of a flow after its last committed batch.
 
@@ -37,6 +50,9 @@ class Progress:
         changelogs: end offsets of the table topics, as ``offsets``.
         checkpoint_query_id: id in Spark's checkpoint, if the query keeps one.
         watermark_ms: event-time watermark handed to the next batch, epoch milliseconds.
+        tables: name of the table topic to what else is known of it.
+        producer_id, producer_epoch: the transaction that wrote this record: tells a store whether the changes
+            it holds back are committed. -1: unknown.
         time_ms: when the record was made, epoch milliseconds.
         format: version of this record's format.
     """
@@ -49,6 +65,9 @@ class Progress:
     changelogs: Offsets = field(default_factory=dict)
     checkpoint_query_id: str | None = None
     watermark_ms: int | None = None
+    tables: Mapping[str, TableProgress] = field(default_factory=dict)
+    producer_id: int = -1
+    producer_epoch: int = -1
     format: int = PROGRESS_FORMAT
 
 
@@ -70,6 +89,13 @@ def encode(progress: Progress) -> tuple[bytes, bytes]:
         "topic_ids": dict(progress.topic_ids),
         "watermark_ms": None if progress.watermark_ms is None else int(progress.watermark_ms),
     }
+    if progress.producer_id >= 0:
+        content |= {"producer_id": int(progress.producer_id), "producer_epoch": int(progress.producer_epoch)}
+    if progress.tables:
+        content["tables"] = {
+            name: {"version": int(table.version), "watermark_ms": table.watermark_ms}
+            for name, table in progress.tables.items()
+        }
     value = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     return progress.flow.encode(), value.encode()
 
@@ -117,6 +143,9 @@ def decode(key: bytes | None, value: bytes) -> Progress:
         changelogs=_offsets(content, name, "changelogs") if "changelogs" in content else {},
         checkpoint_query_id=None if query_id is None else _take(content, name, "checkpoint_query_id", str),
         watermark_ms=None if watermark_ms is None else _take(content, name, "watermark_ms", int),
+        tables=_tables(content, name) if "tables" in content else {},
+        producer_id=_take(content, name, "producer_id", int) if "producer_id" in content else -1,
+        producer_epoch=_take(content, name, "producer_epoch", int) if "producer_epoch" in content else -1,
         time_ms=_take(content, name, "time_ms", int),
         format=version,
     )
@@ -168,6 +197,19 @@ def _topic_ids(content: dict[str, Any], flow: str) -> dict[str, str]:
         if not isinstance(topic_id, str):
             _garbage(flow, f"topic_ids of {topic} is {_short(topic_id)}")
     return dict(ids)
+
+
+def _tables(content: dict[str, Any], flow: str) -> dict[str, TableProgress]:
+    result: dict[str, TableProgress] = {}
+    for topic, table in _take(content, flow, "tables", dict).items():
+        if not isinstance(table, dict):
+            _garbage(flow, f"tables of {topic} is {_short(table)}")
+        watermark_ms = table.get("watermark_ms")
+        result[topic] = TableProgress(
+            version=_take(table, flow, "version", int),
+            watermark_ms=None if watermark_ms is None else _take(table, flow, "watermark_ms", int),
+        )
+    return result
 
 
 def _short(value: Any) -> str:

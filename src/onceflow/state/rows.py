@@ -1,0 +1,194 @@
+"""Rows of state: how they are named and packed in the local store and in the topics.
+
+A store holds rows of one table partition under keys that begin with a letter:
+
+========  ==============================================  =====================  =======================
+letter    rest of the row key                             row                    in Kafka
+========  ==============================================  =====================  =======================
+``v``     the user's key as it is                         the key's value        table topic: key, value
+``m``     escaped user key, escaped name, entry key       an entry of a map      internal topic, as it is
+``t``     escaped user key, timer's name                  when it is due         internal topic, as it is
+``T``     clock, time, escaped user key, timer's name     empty                  nowhere: an index of ``t``
+``X``     time, row key                                   empty                  nowhere: an index of expiry
+========  ==============================================  =====================  =======================
+
+Escaped means that a zero byte becomes ``00 01`` and the end is ``00 00``: the order of the bytes is kept, and what
+follows cannot be taken for a part of it. Index rows follow from the others (`with_index`), so they are made
+again wherever rows are applied.
+
+A row is a byte of flags, what the flags announce, and the payload. ``v`` rows leave flags and their fields in
+the record's headers, so that the table topic is an ordinary table for other readers.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
+
+VALUE, MAP, TIMER, TIMER_INDEX, EXPIRY_INDEX = b"v", b"m", b"t", b"T", b"X"
+
+#: LMDB's limit is 511 bytes for a key; index rows need 40 of them.
+KEY_BYTES_MAX = 470
+
+EXPIRES_HEADER = "onceflow.expires"
+VERSION_HEADER = "onceflow.version"
+
+_HAS_EXPIRY, _HAS_VERSION = 1, 2
+_TIME = struct.Struct(">Q")
+_VERSION = struct.Struct(">I")
+_SIGN = 1 << 63
+
+Changes = Iterable[tuple[bytes, bytes | None]]
+"""Row keys and rows; None deletes."""
+
+
+class Row(NamedTuple):
+    """A row taken apart.
+
+    Args:
+        payload: the user's bytes.
+        expires_ms: epoch milliseconds after which it counts as deleted; None: never.
+        version: of the processor that wrote it; 0 when none was declared.
+    """
+
+    payload: bytes
+    expires_ms: int | None = None
+    version: int = 0
+
+
+def pack(payload: bytes, expires_ms: int | None = None, version: int = 0) -> bytes:
+    """A row from its parts."""
+    if expires_ms is None and not version:
+        return b"\0" + payload
+    flags = (_HAS_EXPIRY if expires_ms is not None else 0) | (_HAS_VERSION if version else 0)
+    expiry = time_bytes(expires_ms) if expires_ms is not None else b""
+    return bytes((flags,)) + expiry + (_VERSION.pack(version) if version else b"") + payload
+
+
+def unpack(row: bytes) -> Row:
+    """The parts of a row."""
+    flags = row[0]
+    if not flags:
+        return Row(row[1:])
+    expires_ms, version, at = None, 0, 1
+    if flags & _HAS_EXPIRY:
+        expires_ms, at = time_of(row[at : at + 8]), at + 8
+    if flags & _HAS_VERSION:
+        version, at = _VERSION.unpack_from(row, at)[0], at + 4
+    return Row(row[at:], expires_ms, version)
+
+
+def expiry_of(row: bytes) -> int | None:
+    """When a row expires, without taking the rest apart."""
+    return time_of(row[1:9]) if row[0] & _HAS_EXPIRY else None
+
+
+def time_bytes(ms: int) -> bytes:
+    """A signed time in eight bytes whose order is the order of times."""
+    return _TIME.pack((ms + _SIGN) & 0xFFFF_FFFF_FFFF_FFFF)
+
+
+def time_of(raw: bytes) -> int:
+    return int(_TIME.unpack(raw)[0]) - _SIGN
+
+
+def escape(part: bytes) -> bytes:
+    """A part of a composite key, with its end."""
+    return part.replace(b"\0", b"\0\1") + b"\0\0"
+
+
+def split(raw: bytes) -> tuple[bytes, bytes]:
+    """The first escaped part, and what follows it."""
+    end = raw.find(b"\0\0")
+    # A zero of the part is followed by 01, so the first pair of zeros is the end (01 cannot be its second).
+    return raw[:end].replace(b"\0\1", b"\0"), raw[end + 2 :]
+
+
+def value_key(key: bytes) -> bytes:
+    return VALUE + key
+
+
+def map_key(key: bytes, name: bytes, entry: bytes = b"") -> bytes:
+    """Row key of an entry; without an entry, what all row keys of the map begin with."""
+    return MAP + escape(key) + escape(name) + entry
+
+
+def map_parts(row_key: bytes) -> tuple[bytes, bytes, bytes]:
+    """User key, name of the map and entry key of an ``m`` row."""
+    key, rest = split(row_key[1:])
+    name, entry = split(rest)
+    return key, name, entry
+
+
+def timer_key(key: bytes, name: bytes) -> bytes:
+    return TIMER + escape(key) + name
+
+
+def timer_parts(row_key: bytes) -> tuple[bytes, bytes]:
+    """User key and timer's name of a ``t`` row."""
+    return split(row_key[1:])
+
+
+def timer_payload(clock: bytes, at_ms: int) -> bytes:
+    """What a ``t`` row says. Clock: ``e`` for event time, ``p`` for processing time."""
+    return clock + time_bytes(at_ms)
+
+
+def timer_index(clock: bytes, at_ms: int, key: bytes, name: bytes) -> bytes:
+    return TIMER_INDEX + clock + time_bytes(at_ms) + escape(key) + name
+
+
+def timer_index_parts(row_key: bytes) -> tuple[bytes, int, bytes, bytes]:
+    """Clock, time, user key and name of a ``T`` row."""
+    key, name = split(row_key[10:])
+    return row_key[1:2], time_of(row_key[2:10]), key, name
+
+
+def expiry_index(at_ms: int, row_key: bytes) -> bytes:
+    return EXPIRY_INDEX + time_bytes(at_ms) + row_key
+
+
+def expiry_index_parts(row_key: bytes) -> tuple[int, bytes]:
+    """Time and row key of an ``X`` row."""
+    return time_of(row_key[1:9]), row_key[9:]
+
+
+def after(prefix: bytes) -> bytes | None:
+    """The least key above all keys with this prefix; None when there is none."""
+    stripped = prefix.rstrip(b"\xff")
+    return stripped[:-1] + bytes((stripped[-1] + 1,)) if stripped else None
+
+
+def is_internal(row_key: bytes) -> bool:
+    """Whether the row belongs to the internal topic (else to the table topic)."""
+    return row_key[:1] != VALUE
+
+
+def with_index(changes: Changes, old_row: Callable[[bytes], bytes | None]) -> Iterator[tuple[bytes, bytes | None]]:
+    """The changes, and those of the index rows that follow from them.
+
+    Args:
+        changes: of ``v``, ``m`` and ``t`` rows, each row key once.
+        old_row: the row as it is before the changes.
+    """
+    for row_key, row in changes:
+        old = old_row(row_key)
+        kind = row_key[:1]
+        if kind == TIMER:
+            key, name = timer_parts(row_key)
+            if old is not None:
+                payload = unpack(old).payload
+                yield timer_index(payload[:1], time_of(payload[1:9]), key, name), None
+            if row is not None:
+                payload = unpack(row).payload
+                yield timer_index(payload[:1], time_of(payload[1:9]), key, name), b""
+        else:
+            before = expiry_of(old) if old is not None else None
+            after_ms = expiry_of(row) if row is not None else None
+            if before != after_ms:
+                if before is not None:
+                    yield expiry_index(before, row_key), None
+                if after_ms is not None:
+                    yield expiry_index(after_ms, row_key), b""
+        yield row_key, row
