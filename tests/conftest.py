@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
@@ -19,6 +20,7 @@ from onceflow import hooks
 from onceflow.testing import faults, independent
 
 DRIVER = Path(__file__).parent / "faults" / "driver.py"
+STATE_DRIVER = DRIVER.with_name("state_driver.py")
 
 
 @dataclass
@@ -99,6 +101,121 @@ class Pipe:
         return seen
 
 
+@dataclass
+class StatePipe:
+    """One flow with a process step (``tests/faults/ledger.py``), and what must be in its output and its state."""
+
+    bootstrap: str
+    source: str
+    target: str
+    table: str
+    flow: str
+    spark: Any
+    tmp_path: Path
+    ledger: Any
+    sent: list[tuple[bytes, bytes]] = field(default_factory=list)
+
+    @property
+    def state_dir(self) -> Path:
+        return self.tmp_path / "state"
+
+    @property
+    def folder(self) -> Path:
+        """Where the local stores of the table are, a folder for each partition."""
+        return self.state_dir / self.flow / self.table
+
+    def fill(self, count: int) -> None:
+        more = self.ledger.inputs(len(self.sent), count)
+        independent.fill(self.bootstrap, self.source, more)
+        self.sent += more
+
+    def start(
+        self, *, read: dict[str, Any] | None = None, process: dict[str, Any] | None = None, inside: bool = False, **write: Any
+    ) -> Any:
+        """The running query. ``inside``: the step is a part of the query instead of written as it is."""
+        from onceflow import Flow
+
+        flow = Flow(self.flow, self.spark, bootstrap_servers=self.bootstrap)
+        try:
+            source = flow.read(self.source, **{"max_records_per_batch": 1000, **(read or {})})
+            options = {"processor": self.ledger.Ledger(), "table": self.table, "state_dir": self.state_dir}
+            output = flow.process(source, **{**options, **(process or {})})
+            if inside:
+                output = output.where("value is not null")
+            return flow.write(output, topic=self.target, **write).start()
+        except BaseException:
+            flow.close()
+            raise
+
+    def run(self, **options: Any) -> Any:
+        """Start the flow in this process, let it write everything there is, stop it."""
+        query = self.start(**options)
+        try:
+            query.processAllAvailable()
+        finally:
+            query.stop()
+        return query
+
+    def driver(self, rule: str | None = None, **options: Any) -> subprocess.Popen[str]:
+        """The same flow as a process of its own (``tests/faults/state_driver.py``)."""
+        environment = {key: value for key, value in os.environ.items() if key != hooks.VARIABLE}
+        if rule is not None:
+            environment[hooks.VARIABLE] = rule
+        arguments = {
+            "bootstrap": self.bootstrap,
+            "flow": self.flow,
+            "source": self.source,
+            "target": self.target,
+            "table": self.table,
+            "state_dir": str(self.state_dir),
+            **options,
+        }
+        return subprocess.Popen(
+            [sys.executable, str(STATE_DRIVER), json.dumps(arguments)],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+
+    end_driver = Pipe.end_driver
+
+    def table_rows(self) -> dict[bytes, Any]:
+        """The table topic as any reader sees it: last value per key, decoded."""
+        rows: dict[bytes, Any] = {}
+        for seen in independent.read_topic(self.bootstrap, self.table, decided=True):
+            assert seen.key is not None
+            if seen.value is None:
+                rows.pop(seen.key, None)
+            else:
+                rows[seen.key] = json.loads(seen.value)
+        return rows
+
+    def check(self, *, local: bool = True) -> None:
+        """Outputs once each and right; state in the topic = state in the local store = state by an independent fold."""
+        outputs, sums, digits = self.ledger.expected(self.sent)
+        seen = [json.loads(s.value or b"") for s in independent.read_topic(self.bootstrap, self.target, decided=True)]
+        numbers = Counter(value["n"] for value in seen)
+        assert not set(outputs) - set(numbers), f"lost: {sorted(set(outputs) - set(numbers))[:5]}"
+        assert numbers.most_common(1)[0][1] == 1, f"doubled: {numbers.most_common(3)}"
+        assert {value["n"]: value for value in seen} == outputs
+        assert self.table_rows() == sums
+        ends = independent.end_offsets(self.bootstrap, self.source)
+        assert independent.committed_offsets(self.bootstrap, self.flow) == ends
+        if local:
+            from onceflow import LocalTable
+
+            stored = {key: json.loads(value) for key, value in LocalTable(self.folder).range()}
+            assert stored == sums
+            maps = {
+                (key, entry.decode()): json.loads(value)
+                for key, entry, value in LocalTable(self.folder).map_entries("digits")
+            }
+            assert maps == digits
+
+
 def assert_same_records(seen: list[independent.Seen], sent: list[tuple[bytes | None, bytes | None]]) -> None:
     got, expected = Counter((s.key, s.value) for s in seen), Counter(sent)
     lost, doubled = expected - got, got - expected
@@ -129,6 +246,33 @@ def make_pipe(
         source = make_topic("in", partitions)
         target = make_topic("out", target_partitions or partitions)
         return Pipe(onceflow_broker, source, target, f"flow-{source}", onceflow_spark, tmp_path)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def ledger() -> Any:
+    """The module ``tests/faults/ledger.py``."""
+    sys.path.insert(0, str(DRIVER.parent))
+    try:
+        module = importlib.import_module("ledger")
+    finally:
+        sys.path.remove(str(DRIVER.parent))
+    module.use()
+    return module
+
+
+@pytest.fixture
+def make_state_pipe(
+    onceflow_broker: str, onceflow_spark: Any, make_topic: Callable[..., str], tmp_path: Path, ledger: Any
+) -> Callable[..., StatePipe]:
+    """``make_state_pipe(partitions=4, target_partitions=None)``: an empty source and target, no table yet."""
+
+    def make(partitions: int = 4, target_partitions: int | None = None) -> StatePipe:
+        source = make_topic("in", partitions)
+        target = make_topic("out", target_partitions or partitions)
+        table = source.replace("in-", "table-", 1)
+        return StatePipe(onceflow_broker, source, target, table, f"flow-{source}", onceflow_spark, tmp_path, ledger)
 
     return make
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         OnceflowError,
         OptionError,
         PermissionDeniedError,
+        ProcessorError,
         ProgressConflictError,
         ProtocolError,
         SchemaError,
@@ -34,6 +35,10 @@ if TYPE_CHECKING:
     )
     from onceflow.flow import Flow
     from onceflow.session import session
+    from onceflow.state import serdes
+    from onceflow.state.local_table import LocalTable
+    from onceflow.state.processor import ColumnProcessor, Processor
+    from onceflow.state.record import Record
 
 __all__ = [
     "AuthenticationFailedError",
@@ -41,31 +46,46 @@ __all__ = [
     "BatchAbortedError",
     "BrokerUnreachableError",
     "BrokerUnsupportedError",
+    "ColumnProcessor",
     "DataLossError",
     "DeadlineExceededError",
     "EnvironmentUnusableError",
     "FencedError",
     "Flow",
+    "LocalTable",
     "OnceflowError",
     "OptionError",
     "PermissionDeniedError",
+    "Processor",
+    "ProcessorError",
     "ProgressConflictError",
     "ProtocolError",
+    "Record",
     "SchemaError",
     "TransactionTimeoutError",
     "UnknownTopicError",
     "UnsupportedQueryError",
     "__version__",
+    "serdes",
     "session",
 ]
 
 # Every other public name is an error.
-_HOMES = {"Flow": "onceflow.flow", "session": "onceflow.session"}
+_HOMES = {
+    "ColumnProcessor": "onceflow.state.processor",
+    "Flow": "onceflow.flow",
+    "LocalTable": "onceflow.state.local",
+    "Processor": "onceflow.state.processor",
+    "Record": "onceflow.state.record",
+    "session": "onceflow.session",
+}
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name == "serdes":
+        return importlib.import_module("onceflow.state.serdes")
     value = getattr(importlib.import_module(_HOMES.get(name, "onceflow.errors")), name)
     # Importing onceflow.session binds the *module* to the package's name `session`; put the function there.
     globals()[name] = value

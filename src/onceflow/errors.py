@@ -144,3 +144,7 @@ class DataLossError(OnceflowError):
 
 class ProtocolError(OnceflowError):
     """The broker answered something the protocol does not allow, or an unknown error code."""
+
+
+class ProcessorError(OnceflowError):
+    """User code of a processor, or one of its serdes, failed; or its state cannot be read by this version of it."""

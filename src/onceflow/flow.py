@@ -15,7 +15,7 @@ from typing import Any
 
 from pyspark.sql import DataFrame, SparkSession
 
-from onceflow import hooks, recovery
+from onceflow import hooks, process, recovery
 from onceflow.client import offsets as kafka_offsets
 from onceflow.client.cluster import Cluster, TopicInfo
 from onceflow.client.deadline import Deadline
@@ -26,12 +26,24 @@ from onceflow.errors import (
     OptionError,
     UnsupportedQueryError,
 )
+from onceflow.process import Step, StepOptions
 from onceflow.query import FlowQuery
 from onceflow.sink import progress_log, queries
 from onceflow.sink.batch import BatchSink
 from onceflow.sink.options import SinkOptions
 from onceflow.sink.ownership import Columns, check_columns
+from onceflow.sink.state_step import Collected, StateStep, state_columns, streamed_step, with_default_topic
+from onceflow.sink.state_tasks import StateOrder
 from onceflow.sink.targets import load_targets
+from onceflow.sink.tasks import Routing, Target, WriteOrder
+from onceflow.state.durations import duration_ms
+from onceflow.state.local import Commit
+from onceflow.state.processor import ColumnProcessor, Processor
+from onceflow.state.spec import Moment, ProcessSpec
+from onceflow.state.store import Store
+from onceflow.state.table_state import TableState
+from onceflow.state.topics import TableTopics
+from onceflow.wire.batches import BatchHeader
 from onceflow.wire.compression import compression_code
 from onceflow.wire.names import Names
 from onceflow.wire.progress import Progress
@@ -85,6 +97,7 @@ class Flow:
         self._transactions: Transactions | None = None
         self._committed: Progress | None = None
         self._sources: dict[str, recovery.SourceTopic] = {}
+        self._steps: dict[str, Step] = {}
         self._lock = threading.RLock()
         self._running: FlowQuery | None = None
         self._fresh = False  # whether progress was read after the last InitProducerId
@@ -215,9 +228,142 @@ class Flow:
         )
         if before is not None:
             progress = replace(before, offsets=progress.offsets, topic_ids=progress.topic_ids, time_ms=progress.time_ms)
+        self._commit_progress(progress, deadline)
+
+    # ---- state -----------------------------------------------------------------------------------------
+
+    def process(
+        self,
+        df: DataFrame,
+        processor: Processor | ColumnProcessor,
+        *,
+        table: str,
+        partitions: int | None = None,
+        on_error: str = "fail",
+        dead_letter_topic: str | None = None,
+        late_topic: str | None = None,
+        retention: str | None = None,
+        single_key: bool = False,
+        store: str | type[Store] = "lmdb",
+        state_dir: str | Path | None = None,
+        adopt_existing: bool = False,
+        idle_timeout: str = "30 seconds",
+    ) -> DataFrame:
+        """Run user code with state over a stream; the state is the compacted topic ``table``.
+
+        Rows are brought to the partition of the table that Kafka's default partitioner gives their key. What user
+        code changes is written to the topic in the batch's transaction; a local store is its cache. Write the
+        DataFrame this returns with ``Flow.write``: written as it is, outputs take no extra step.
+
+        Args:
+            df: made from ``Flow.read``, with key and value (string or binary); partition, offset, timestamp, topic and
+                headers are handed on to the processor where they are there.
+            processor: an instance; it is pickled and sent to the tasks.
+            table: name of the table topic; created when missing, with a companion ``<table>-internal``.
+            partitions: of a table that does not exist yet; by default as many as the source has.
+            on_error: what a record does that user code raises for: ``fail`` stops the flow at it, ``dead-letter`` sends it
+                to ``dead_letter_topic`` with the cause in its headers, in the same transaction.
+            late_topic: where records go that are later than the processor's ``allowed_lateness``.
+            retention: rows that were not written for this long are deleted (``"7 days"``); wins over the processor's ttl.
+            single_key: keep the whole state of a partition in one record. For small state: every batch writes all of it.
+            store: ``lmdb``, ``memory``, ``rocksdb`` (an extra), or a class of your own.
+            state_dir: folder of the local stores; by default ``$ONCEFLOW_STATE_DIR`` or ``~/.local/state/onceflow``.
+            adopt_existing: take over the rows of a table topic that the flow has no progress of.
+            idle_timeout: event time does not wait for a source partition that was silent for this long.
+
+        Returns:
+            A streaming DataFrame of what the processor yields: key, value, topic, headers, timestamp.
+
+        Raises:
+            OptionError, SchemaError: wrong arguments or columns.
+            ProgressConflictError: the table topic is not what progress says, or the state has another version.
+            PermissionDeniedError: a topic is missing and may not be created.
+        """
+        options = StepOptions(
+            table, partitions, on_error, dead_letter_topic, late_topic, retention, single_key, store, state_dir,
+            adopt_existing, idle_timeout,
+        )  # fmt: skip
+        with self._lock:
+            checked = process.check_options(
+                options, processor, flow=self.name, sources=self._sources, tables=self._steps
+            )
+            if not self._fresh or self._committed is None:
+                raise OptionError("Nothing was read yet", flow=self.name, next_step="call Flow.read first")
+            queries.check_plan(df, self.name)
+            one_topic = next(iter(self._sources)) if len(self._sources) == 1 else None
+            rows = state_columns(df, self.name, one_topic=one_topic is not None)
+            deadline = Deadline(_START_SECONDS, f"preparing table {table} of flow {self.name}")
+            try:
+                topics = self._ensure_table(options, checked, deadline)
+            except OnceflowError as error:
+                raise error.located(flow=self.name, topic=table) from error
+            spec = process.make_spec(
+                options,
+                checked,
+                topics,
+                flow=self.name,
+                flow_key=self._names.progress_key,
+                source_topic=one_topic,
+            )
+            collected = self._spark.sparkContext.accumulator([], Collected())
+            output = streamed_step(rows, self._order_of(spec), collected, self._spark.sparkContext.defaultParallelism)
+            lateness = checked.allowed_lateness if isinstance(checked, Processor) else None
+            self._steps[table] = Step(
+                spec=spec,
+                input=rows,
+                output=output,
+                collected=collected,
+                lateness_ms=None if lateness is None else duration_ms(lateness),
+                idle_s=duration_s(idle_timeout, "idle_timeout", self.name),
+            )
+            return output
+
+    def _ensure_table(
+        self, options: StepOptions, processor: Processor | ColumnProcessor, deadline: Deadline
+    ) -> TableTopics:
+        """The table's topics; progress knows of them before anything is written to them."""
+        before = self._committed
+        if before is None:
+            raise OptionError("Nothing was read yet", flow=self.name, next_step="call Flow.read first")
+        known = before.tables.get(options.table)
+        if known is not None:
+            process.check_migration(processor, known.version, table=options.table, flow=self.name)
+        counts = {name: len(source.earliest) for name, source in self._sources.items()}
+        topics, progress = process.ensure_table(
+            self._connected(), options, before, counts, processor.version, deadline
+        )
+        if progress is not before:
+            self._commit_progress(progress, deadline)
+        return topics
+
+    def _order_of(self, spec: ProcessSpec) -> StateOrder:
+        """What the tasks of a step inside the query know before it runs."""
+        nothing = Commit(-1, -1, -1)
+        write = WriteOrder(
+            flow=self.name,
+            batch=-1,
+            settings=self._settings,
+            transactional_id=self._names.transactional_id,
+            identity=BatchHeader(-1, -1),
+            compression="none",
+            topic=None,
+            targets={
+                name: Target(spec.topics.partitions, spec.topics.max_message_bytes) for name in spec.topics.ids
+            },
+            routing=Routing("key", 1, False),
+            transaction_version=self._connected().transaction_version,
+            deadline_s=_START_SECONDS,
+        )
+        moment = Moment(-1, nothing, 0, None, {}, {}, {})
+        return StateOrder(spec, moment, write, together=False, topic=None, modulus=1)
+
+    def _commit_progress(self, progress: Progress, deadline: Deadline) -> None:
+        """Commit what a start has decided, in a transaction of its own."""
         transactions = self._initialised()
         transactions.begin(deadline)
-        progress_log.write_progress(self._connected(), transactions, self._names, progress, {topic: offsets}, deadline)
+        # The group gets offsets of topics that are read; progress may know others, which may be gone.
+        read = {topic: dict(offsets) for topic, offsets in progress.offsets.items() if topic in self._sources}
+        progress_log.write_progress(self._connected(), transactions, self._names, progress, read, deadline)
         transactions.commit(deadline, flow=self.name, doing="starting")
         self._committed = progress
 
@@ -282,6 +428,12 @@ class Flow:
             if once:
                 raise OptionError("trigger and once exclude each other", flow=self.name, next_step="give one of them")
         queries.check_plan(df, self.name)
+        tables = {name for step in self._steps.values() for name in step.spec.topics.ids}
+        if topic in tables:
+            raise OptionError(
+                f"The output topic {topic!r} belongs to a table of this flow", flow=self.name,
+                next_step="state is written by itself; give outputs a topic of their own",
+            )  # fmt: skip
         if topic is not None and (topic in self._sources or topic.startswith("__")):
             what = "is a source of this flow" if topic in self._sources else "is an internal topic"
             raise OptionError(f"The output topic {topic!r} {what}", flow=self.name, next_step="write to another topic")
@@ -311,14 +463,27 @@ class Flow:
             queries.check_session(self._spark, self.name)
             deadline = Deadline(_START_SECONDS, f"starting flow {self.name}")
             try:
-                load_targets(self._connected(), options.topic, deadline)
+                load_targets(self._connected(), options.topic, deadline, more=self._letter_topics())
                 transactions = self._initialised()
                 transactions.timeout_ms = int(options.transaction_timeout_s * 1000)
                 transactions.renew(deadline)
             except OnceflowError as error:
                 raise error.located(flow=self.name) from error
+            steps = process.steps_in(df, self._steps, self.name)
+            whole = next((step for step in steps if step.output is df), None)
+            inside = [step for step in steps if step is not whole]
+            if whole is not None:
+                df = whole.input
+            elif inside and options.topic is not None and columns.has_topic:
+                # Dead letters, late records and records that name their topic keep it.
+                df, options = with_default_topic(df, options.topic), replace(options, topic=None)
+                columns = check_columns(df.schema, topic=None, flow=self.name)
+            if not once and any(step.has_timers for step in steps):
+                df = process.with_clock(df, self.name)
+            state = self._state_step(whole, inside, options) if steps else None
             scratch = scratch_folder(self.name)
             sink = BatchSink(
+                state=state,
                 names=self._names,
                 settings=self._settings,
                 cluster=self._connected(),
@@ -341,6 +506,8 @@ class Flow:
             self._fresh = False
 
             def stopped() -> None:
+                if state is not None:
+                    state.settle()
                 shutil.rmtree(scratch, ignore_errors=True)
                 self._release()
 
@@ -350,6 +517,34 @@ class Flow:
                 stopped()
                 raise
             return self._running
+
+    def _letter_topics(self) -> set[str]:
+        """Topics of late and dead letters: their absence is better told at the start."""
+        specs = [step.spec for step in self._steps.values()]
+        return {name for spec in specs for name in (spec.late_topic, spec.dead_letter_topic) if name is not None}
+
+    def _state_step(self, whole: Step | None, inside: list[Step], options: SinkOptions) -> StateStep:
+        progress = self._committed
+        if progress is None:
+            raise OptionError("Nothing was read yet", flow=self.name, next_step="call Flow.read first")
+        places = [(name, partition) for name, source in self._sources.items() for partition in source.earliest]
+
+        def table(step: Step) -> TableState:
+            return TableState(
+                step.spec, progress, source_partitions=places, lateness_ms=step.lateness_ms, idle_s=step.idle_s
+            )
+
+        context = self._spark.sparkContext
+        return StateStep(
+            together=None if whole is None else table(whole),
+            streamed=[(table(step), step.collected) for step in inside],
+            topic=options.topic,
+            cores=context.defaultParallelism,
+            local=str(context.master).startswith("local") and "cluster" not in str(context.master),
+            small_batch_rows=options.small_batch_rows,
+            source_partitions={name: len(source.earliest) for name, source in self._sources.items()},
+            collected=context.accumulator([], Collected()),
+        )
 
     def close(self) -> None:
         """Stop the running query, if there is one, and close the connections. The flow can be read again."""
@@ -364,6 +559,7 @@ class Flow:
                 self._cluster.close()
             self._cluster = self._transactions = self._committed = None
             self._sources = {}
+            self._steps = {}
             self._fresh = False
 
     def __enter__(self) -> Flow:

@@ -1,16 +1,24 @@
-"""`onceflow demo deposits` as people run it: two flows, each killed once, everything accounted for."""
+"""`onceflow demo` as people run it: every flow killed, everything accounted for."""
 
 from __future__ import annotations
 
 import json
+import random
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from onceflow.client.deadline import Deadline
+from onceflow.demos.balances import Balances
+from onceflow.demos.chain import Choices
+from onceflow.demos.display import Display
+from onceflow.testing import independent
 
-@pytest.mark.integration
-@pytest.mark.faults
+pytestmark = [pytest.mark.integration, pytest.mark.faults]
+
+
 def test_deposits_survive_kills() -> None:
     command = [sys.executable, "-m", "onceflow.cli.main", "demo", "deposits", "--records", "20000", "--kills", "1"]
     answer = subprocess.run(command, capture_output=True, text=True, timeout=170, check=False)
@@ -26,3 +34,39 @@ def test_deposits_survive_kills() -> None:
     assert result["verdict"] == "passed"
     assert "seed" in answer.stderr
     assert "SIGKILL after step" in answer.stderr
+
+
+def test_balances_survive_kills_and_lost_state(
+    onceflow_broker: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    seed = random.SystemRandom().randrange(1_000_000)
+    chain = Balances(Choices(5_000, seed, 1), onceflow_broker, tmp_path, Deadline(160, "the demo balances"))
+    result = chain.run()
+    assert result["verdict"] == "passed", (seed, result, capfd.readouterr())
+    assert result["in"] == 5_000
+    assert result["statements"] == result["settled"] == result["validated"]
+    assert result["validated"] + result["rejected"] == 5_000
+    assert (result["lost"], result["duplicated"], result["wrong"], result["wrong_balances"]) == (0, 0, 0, 0)
+    assert result["accounts"] > 1000
+    assert result["kills"] == 3
+    assert result["state_deleted"] == 1
+    assert result["restores"] >= 1
+    told = capfd.readouterr().err
+    assert f"seed {seed}" in told
+    assert "local state deleted" in told
+
+    # One cent more on one account, by hand: the audit must not pass any more.
+    in_topic, in_store = chain.audit_balances()
+    assert in_topic.holds
+    assert in_store.holds
+    rows = independent.read_topic(onceflow_broker, chain.table, decided=True)
+    last = {row.key: json.loads(row.value or b"") for row in rows}
+    key = sorted(key for key in last if key is not None)[17]
+    wrong = {"balance": last[key]["balance"] + 1, "count": last[key]["count"]}
+    independent.fill(onceflow_broker, chain.table, [(key, json.dumps(wrong).encode())])
+    with Display({}) as display:
+        audit = chain.audit(display)
+    result = chain.report(audit)
+    assert result["verdict"] == "failed"
+    assert result["wrong_balances"] > 0
+    assert any(key.decode() in problem and str(wrong["balance"]) in problem for problem in audit.problems)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,18 +35,76 @@ def bench(context: click.Context) -> None:
 )
 def sink(records: int, records_per_batch: int, rounds: int, small_batches: int, output: Path) -> None:
     """Throughput against Spark's own Kafka sink, small batches, time to the first commit."""
-    from rich.console import Console
-
     from onceflow.bench.sink import Choices, run
+
+    _run(run, Choices(records, records_per_batch, rounds, small_batches), output)
+
+
+@bench.command()
+@click.option("--records", type=click.IntRange(min=10_000), default=500_000, show_default=True)
+@click.option("--accounts", type=click.IntRange(min=1), default=10_000, show_default=True, help="Keys of the records.")
+@click.option("--rounds", type=click.IntRange(1, 20), default=3, show_default=True, help="Turns of each variant.")
+@click.option(
+    "--often",
+    type=click.IntRange(min=100),
+    default=4_000,
+    show_default=True,
+    help="Records in a batch of the variants that commit as often as they can.",
+)
+@click.option(
+    "--spark-records-per-batch",
+    type=click.IntRange(min=1000),
+    default=100_000,
+    show_default=True,
+    help="Of transformWithState.",
+)
+@click.option("--keys", type=click.IntRange(min=1000), default=1_000_000, show_default=True, help="In restored state.")
+@click.option("--large", is_flag=True, help="Also a table of --large-keys keys: several minutes, some GB of disk.")
+@click.option("--large-keys", type=click.IntRange(min=1000), default=5_000_000, show_default=True)
+@click.option(
+    "--output",
+    type=click.Path(dir_okay=False, path_type=Path),
+    default=Path("bench-results.jsonl"),
+    show_default=True,
+    help="JSON lines are added to this file.",
+)
+def state(
+    records: int,
+    accounts: int,
+    rounds: int,
+    often: int,
+    spark_records_per_batch: int,
+    keys: int,
+    large: bool,
+    large_keys: int,
+    output: Path,
+) -> None:
+    """Balances by processors against transformWithState, restore of lost state, memory with a large table.
+
+    Exit code 1 when the outputs or the state of a run were wrong.
+    """
+    from onceflow.bench.state import Choices, run
+
+    choices = Choices(records, accounts, rounds, often, spark_records_per_batch, keys, large_keys if large else 0)
+    results = _run(run, choices, output)
+    if any(result.get("correct", "yes") != "yes" for result in results):
+        raise SystemExit(1)
+
+
+def _run(
+    run: Callable[[Any, Callable[[str], None]], Iterator[dict[str, Any]]], choices: Any, output: Path
+) -> list[dict[str, Any]]:
+    from rich.console import Console
 
     errors = Console(stderr=True)
     results = []
-    for result in run(Choices(records, records_per_batch, rounds, small_batches), lambda text: errors.print(text)):
+    for result in run(choices, lambda text: errors.print(text)):
         results.append(result)
         with output.open("a") as handle:
             handle.write(json.dumps(result) + "\n")
     _print(results)
     click.echo(json.dumps(results[-1]))
+    return results
 
 
 def _print(results: list[dict[str, Any]]) -> None:

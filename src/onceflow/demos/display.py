@@ -11,6 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from onceflow.demos.audit import KINDS, Findings
+from onceflow.demos.balances_data import BalanceFindings
 from onceflow.demos.harness import Service
 
 _PLAIN_EVERY_S = 5.0
@@ -78,13 +79,25 @@ def topics_table(findings: Sequence[Findings], hidden: Mapping[str, int]) -> Tab
     return table
 
 
+def balances_table(findings: Sequence[BalanceFindings]) -> Table:
+    """One row per place that has the balances."""
+    table = Table(title="Balances: the sum of each account's valid deposits", caption="sums in cents")
+    table.add_column("place")
+    for name in ("accounts", "found", "wrong", "sum of all", "must be"):
+        table.add_column(name, justify="right")
+    for finding in findings:
+        numbers = (finding.expected, finding.found, finding.wrong, finding.total, finding.expected_total)
+        table.add_row(finding.place, *(f"{number:,}" for number in numbers))
+    return table
+
+
 def services_table(services: Sequence[Service]) -> Table:
     """One row per flow: its batches, where its driver was killed, and how soon it went on."""
     table = Table(title="Flows: SIGKILL to the driver right after these steps")
     for name in ("flow", "batches", "killed after step (last batch)", "next batch committed after"):
         table.add_column(name)
     for service in services:
-        kills = ", ".join(f"{death.step} ({death.batch})" for death in service.deaths)
+        kills = ", ".join(f"{d.step} ({d.batch}{', state deleted' if d.lost_state else ''})" for d in service.deaths)
         back = ", ".join(f"{d.back_s:.1f} s" if d.back_s is not None else "-" for d in service.deaths)
         table.add_row(service.flow, str(service.batch), kills, back)
     return table

@@ -11,12 +11,14 @@ import contextlib
 import json
 import os
 import random
+import re
+import shutil
 import signal
 import subprocess
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import IO
@@ -31,6 +33,7 @@ STOP_S = 60.0
 TIDY_UP_S = 5.0
 _POLL_S = 0.1
 _LOG_TAIL_LINES = 15
+_DELETE_ATTEMPTS = 50
 # Spark makes Unix sockets in java.io.tmpdir; with 45 characters more, their paths must stay below about 100.
 _SOCKET_FOLDER_LENGTH_MAX = 55
 
@@ -41,10 +44,15 @@ class ServiceFailedError(OnceflowError):
 
 @dataclass(frozen=True)
 class Kill:
-    """A planned SIGKILL: right after ``step``, in a batch at least ``batches`` after the last committed one."""
+    """A planned SIGKILL: right after ``step``, in a batch at least ``batches`` after the last committed one.
+
+    Args:
+        loses_state: whether the service's local state is deleted before the next start.
+    """
 
     step: str
     batches: int
+    loses_state: bool = False
 
 
 @dataclass
@@ -55,6 +63,7 @@ class Death:
     batch: int
     at: float
     back_s: float | None = None
+    lost_state: bool = False
     told: bool = False
 
 
@@ -64,6 +73,30 @@ def plan_kills(count: int, *, batches: int, rng: random.Random) -> list[Kill]:
     # A kill at `settle` needs one batch more: that step belongs to the next one.
     apart = max(1, batches // (count + 1) - 1)
     return [Kill(step, rng.randint(1, apart)) for step in steps]
+
+
+def plan_losses(kills: Sequence[Kill], *, rng: random.Random) -> list[Kill]:
+    """The same number of kills for a service with local state, at least one of which also costs it that state.
+
+    The first comes when something has been committed, so that there is something to lose. After the last loss
+    no kill comes before the flow has committed a batch, and so has told that it read its state back.
+    """
+    if not kills:
+        return []
+    planned = list(kills)
+    if planned[0].step == "init":
+        later = next((n for n, kill in enumerate(planned) if kill.step != "init"), None)
+        if later is None:
+            planned[0] = replace(planned[0], step=rng.choice(STEPS[1:]))
+        else:
+            planned[0], planned[later] = planned[later], planned[0]
+    planned[0] = replace(planned[0], batches=max(2, planned[0].batches))
+    lost = {n for n in range(len(planned)) if rng.random() < 0.5} or {rng.randrange(len(planned))}
+    # The last committed batch that a service told of may be one behind, so the next but two is surely not the first.
+    return [
+        replace(kill, loses_state=n in lost, batches=max(3, kill.batches) if n > max(lost) else kill.batches)
+        for n, kill in enumerate(planned)
+    ]
 
 
 class Service:
@@ -76,20 +109,26 @@ class Service:
         command: argument list of the process.
         kills: in this order; each restart gets the next one.
         folder: for its log and the markers of faults.
+        state: its local state, which some kills cost it.
     """
 
-    def __init__(self, flow: str, command: Sequence[str], kills: Sequence[Kill], folder: Path) -> None:
+    def __init__(
+        self, flow: str, command: Sequence[str], kills: Sequence[Kill], folder: Path, *, state: Path | None = None
+    ) -> None:
         self.flow = flow
         self.deaths: list[Death] = []
         self.batch = 0
         self.planned = len(kills)
+        self.planned_losses = sum(kill.loses_state for kill in kills)
         self.log_file = folder / f"{flow}.log"
         self._command = list(command)
         self._kills = list(kills)
         self._folder = folder
+        self._state = state
         self._child: subprocess.Popen[str] | None = None
         self._reader: threading.Thread | None = None
         self._marker = folder / "none"
+        self._kill = Kill("none", 0)
 
     def start(self) -> None:
         """Start the process, with the next fault if there is one left."""
@@ -122,7 +161,7 @@ class Service:
         self._reader.start()
 
     def check(self) -> None:
-        """Start again what a planned kill has ended.
+        """Start again what a planned kill has ended, without its local state if that is planned.
 
         Raises:
             ServiceFailedError: it ended in another way.
@@ -133,6 +172,8 @@ class Service:
         self.destroy()
         if not self._died_as_planned(code):
             raise self._failed(f"stopped by itself, with exit code {code}")
+        if self._kill.loses_state and self._state is not None:
+            self.deaths[-1].lost_state = _delete(self._state)
         self.start()
 
     def terminate(self) -> None:
@@ -170,6 +211,14 @@ class Service:
         if self._reader is not None:
             self._reader.join(2.0)  # what it said before it died counts
 
+    def log_lines(self, pattern: str) -> list[re.Match[str]]:
+        """Lines of its log, over all its lives, in which the pattern is found."""
+        try:
+            with self.log_file.open(errors="replace") as lines:
+                return [found for found in map(re.compile(pattern).search, lines) if found is not None]
+        except OSError:
+            return []
+
     def log_tail(self) -> str:
         """The end of its log."""
         try:
@@ -180,7 +229,8 @@ class Service:
     def _died_as_planned(self, code: int) -> bool:
         if code != -signal.SIGKILL or not self._kills or not self._marker.exists():
             return False
-        self.deaths.append(Death(self._kills.pop(0).step, self.batch, time.monotonic()))
+        self._kill = self._kills.pop(0)
+        self.deaths.append(Death(self._kill.step, self.batch, time.monotonic()))
         return True
 
     def _failed(self, how: str) -> ServiceFailedError:
@@ -203,6 +253,27 @@ class Service:
                 for death in self.deaths:
                     if death.back_s is None:
                         death.back_s = time.monotonic() - death.at
+
+
+def _delete(folder: Path) -> bool:
+    """Delete a folder with all that is in it; whether there was anything.
+
+    Python workers of a dead driver end when they find out, a moment later; one may still be writing.
+    """
+    existed = folder.is_dir() and any(folder.iterdir())
+    for attempt in range(_DELETE_ATTEMPTS):
+        try:
+            shutil.rmtree(folder)
+        except FileNotFoundError:
+            if not folder.exists():
+                break
+        except OSError:
+            if attempt == _DELETE_ATTEMPTS - 1:
+                raise
+        else:
+            break
+        time.sleep(_POLL_S)
+    return existed
 
 
 class Supervisor:

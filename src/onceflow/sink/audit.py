@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from onceflow.errors import BatchAbortedError, OnceflowError, ProgressConflictError
 from onceflow.sink.reports import Report
@@ -17,6 +17,7 @@ class Audit:
     nbytes: int
     partitions: dict[str, list[int]]
     rss_kib_most: int
+    counts: dict[str, int] = field(default_factory=dict)  # records per topic
 
 
 def audit(
@@ -63,11 +64,49 @@ def audit(
             raise _aborted(
                 f"task {task} received {rows} rows and got {per_task_count.get(task, 0)} acknowledged", flow, batch
             )
+    counts: dict[str, int] = {}
+    for report in reports:
+        if report.topic is not None:
+            counts[report.topic] = counts.get(report.topic, 0) + report.count
     return Audit(
+        counts=counts,
         records=sum(r.count for r in reports),
         nbytes=sum(r.nbytes for r in reports),
         partitions={topic: sorted(numbers) for topic, numbers in partitions.items()},
         rss_kib_most=max((r.rss_kib for r in reports), default=0),
+    )
+
+
+def together(
+    audits: Sequence[Audit], tables: Container[str], *, flow: str, batch: int
+) -> Audit:
+    """What all stages of a batch wrote.
+
+    Args:
+        tables: topics whose records are state, and no part of the counts.
+
+    Raises:
+        ProgressConflictError: two stages wrote to one partition.
+    """
+    partitions: dict[str, list[int]] = {}
+    for checked in audits:
+        for topic, numbers in checked.partitions.items():
+            both = set(partitions.get(topic, ())) & set(numbers)
+            if both:
+                raise ProgressConflictError(
+                    f"Two stages wrote to {topic}-{min(both)} in one transaction",
+                    flow=flow,
+                    batch=batch,
+                    topic=f"{topic}-{min(both)}",
+                    next_step="nothing was committed; is a table topic also an output of the query? Otherwise report "
+                    "this, with the query's plan (df.explain())",
+                )
+            partitions[topic] = sorted([*partitions.get(topic, ()), *numbers])
+    return Audit(
+        records=sum(count for checked in audits for topic, count in checked.counts.items() if topic not in tables),
+        nbytes=sum(checked.nbytes for checked in audits),
+        partitions=partitions,
+        rss_kib_most=max((checked.rss_kib_most for checked in audits), default=0),
     )
 
 

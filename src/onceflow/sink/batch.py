@@ -37,12 +37,13 @@ from onceflow.errors import (
     TransactionTimeoutError,
 )
 from onceflow.sink import jvm, progress_log, reports
-from onceflow.sink.audit import Audit, audit
+from onceflow.sink.audit import Audit, audit, together
 from onceflow.sink.offsets import SourceRange, check_contiguous, read_range
 from onceflow.sink.options import BatchSummary, SinkOptions
-from onceflow.sink.ownership import Columns, Prepared, prepare
+from onceflow.sink.ownership import Columns, prepare
+from onceflow.sink.state_step import Part, StateStep
 from onceflow.sink.targets import load_targets
-from onceflow.sink.tasks import Target, TaskPlace, WriteOrder, WriteTask, write_rows
+from onceflow.sink.tasks import Routing, Target, TaskPlace, WriteOrder, WriteTask, write_rows
 from onceflow.wire.batches import BatchHeader
 from onceflow.wire.names import Names
 from onceflow.wire.progress import Progress
@@ -76,6 +77,7 @@ class BatchSink:
         columns: what the rows have, checked. cores: how many tasks Spark runs at once.
         checkpoint: folder of the query's scratch checkpoint (Spark's offset log is read from there).
         source_starts: where partitions that progress does not know may start.
+        state: the process steps of the query, if it has any.
     """
 
     def __init__(
@@ -92,8 +94,10 @@ class BatchSink:
         checkpoint: Path,
         source_starts: dict[str, dict[int, int]],
         source_partitions: dict[str, int],
+        state: StateStep | None = None,
     ) -> None:
         self._names = names
+        self._state = state
         self._settings = settings
         self._cluster = cluster
         self._transactions = transactions
@@ -143,12 +147,14 @@ class BatchSink:
         summary = BatchSummary(batch, 0)
         with self._timed(summary, "plan"):
             source = self._plan(df, spark_batch_id, batch)
+        if self._state is not None and not source.rows_most and not self._state.due(progress_log.now_ms()):
+            return  # woken up by the clock, and nothing is due
         summary.rows_most = source.rows_most
         last: BaseException | None = None
         for attempt in range(self._options.attempts_most):
             summary.attempts = attempt + 1
             try:
-                self._attempt(df, batch, source, summary)
+                committed = self._attempt(df, batch, source, summary)
             except (OnceflowError, PySparkException, Py4JError) as problem:
                 if self._undecided:
                     raise
@@ -160,6 +166,8 @@ class BatchSink:
                 if isinstance(problem, FencedError):  # tasks met a newer epoch, and nobody else owns the id
                     problem = self._timed_out(time.monotonic() - self._begun_at)
                 last = problem
+                if self._state is not None:
+                    self._state.failed(problem)
                 log.warning(
                     "flow %s: batch %d aborted (attempt %d of %d): %s",
                     self._names.flow,
@@ -173,23 +181,28 @@ class BatchSink:
                     self._abort(problem, batch)
                 raise
             else:
+                if not committed:
+                    return
                 self.history.append(summary)
                 hooks.at("end", where="driver", flow=self._names.flow, batch=batch)
                 return
         raise self._given_up(last, batch)
 
-    def _attempt(self, df: DataFrame, batch: int, source: SourceRange, summary: BatchSummary) -> None:
-        """One transaction, from its first epoch to its end."""
+    def _attempt(self, df: DataFrame, batch: int, source: SourceRange, summary: BatchSummary) -> bool:
+        """One transaction, from its first epoch to its end. False: there was nothing to commit."""
         flow = self._names.flow
         with self._timed(summary, "begin"):
             identity = self._begin(df, batch)
         hooks.at("begin", where="driver", flow=flow, batch=batch)
         self._begun_at = time.monotonic()
         with self._timed(summary, "write"):
-            prepared, written = self._write(df, batch, identity, source, summary)
+            parts = self._write(df, batch, identity, source, summary)
         hooks.at("write", where="driver", flow=flow, batch=batch)
         with self._timed(summary, "audit"):
-            checked = self._audit(df, prepared, written, batch)
+            checked = self._audit(df, parts, batch)
+        if self._state is not None and not source.rows_most and not checked.partitions:
+            self._state.looked_at()
+            return False  # timers were looked at; nothing was sent under this epoch
         hooks.at("audit", where="driver", flow=flow, batch=batch)
         with self._timed(summary, "progress"):
             progress = self._progress(batch, source)
@@ -197,6 +210,7 @@ class BatchSink:
         with self._timed(summary, "end"):
             self._end(progress)
         self._adopt(progress, checked, summary)
+        return True
 
     # ---- the steps -----------------------------------------------------------------------------------
 
@@ -221,12 +235,41 @@ class BatchSink:
         identity = self._transactions.begin(self._deadline("beginning the transaction"))
         described = {"batch": batch, "producer_id": identity.producer_id, "producer_epoch": identity.producer_epoch}
         df.sparkSession.sparkContext.setLocalProperty("onceflow.transaction", json.dumps(described))
+        if self._state is not None:
+            self._state.begin(df, batch, identity, progress_log.now_ms(), self._task_seconds)
         return identity
 
     def _write(
         self, df: DataFrame, batch: int, identity: BatchHeader, source: SourceRange, summary: BatchSummary
-    ) -> tuple[Prepared | None, list[reports.Report]]:
+    ) -> list[Part]:
         """Produce every row under the identity and collect what was acknowledged."""
+
+        def order(routing: Routing) -> WriteOrder:
+            return WriteOrder(
+                flow=self._names.flow,
+                batch=batch,
+                settings=self._settings,
+                transactional_id=self._transactions.transactional_id,
+                identity=identity,
+                compression=self._options.compression,
+                topic=self._options.topic,
+                targets=self._targets,
+                routing=routing,
+                transaction_version=self._cluster.transaction_version,
+                deadline_s=self._task_seconds,
+                faults=hooks.configured(),
+            )
+
+        if self._state is not None and self._state.writes:
+            summary.path, parts = self._state.write(
+                df,
+                rows_most=source.rows_most,
+                order=order,
+                cluster=self._cluster,
+                targets=lambda: load_targets(self._cluster, None, self._deadline("reading topic metadata")),
+                first_attempt=summary.attempts == 1,
+            )
+            return parts
         expected_rows = source.rows_most * self._rows_out
         expected_bytes = expected_rows * (self._row_bytes or _GUESSED_ROW_BYTES)
         on_driver = (
@@ -243,39 +286,35 @@ class BatchSink:
             source=self._source_partitions,
             tasks_most=max(1, min(self._cores, round(expected_bytes / _TASK_BYTES + 0.5))),
             on_driver=on_driver,
-        )
-        order = WriteOrder(
-            flow=self._names.flow,
-            batch=batch,
-            settings=self._settings,
-            transactional_id=self._transactions.transactional_id,
-            identity=identity,
-            compression=self._options.compression,
-            topic=self._options.topic,
-            targets=self._targets,
-            routing=prepared.routing,
-            transaction_version=self._cluster.transaction_version,
-            deadline_s=max(self._options.transaction_timeout_s, _PATIENCE_S_LEAST),
-            faults=hooks.configured(),
+            keep_tasks=self._state is not None,
         )
         summary.path = "driver" if on_driver else f"{prepared.routing.tasks} tasks"
         if on_driver:
             rows = prepared.df.toArrow().to_batches()
-            return None, write_rows(order, TaskPlace("driver", -1, 0), rows, self._cluster)
-        collected = prepared.df.mapInArrow(WriteTask(order), reports.SPARK_SCHEMA).collect()
-        return prepared, reports.from_rows(collected)
+            written = write_rows(order(prepared.routing), TaskPlace("driver", -1, 0), rows, self._cluster)
+            parts = [Part(written, None, False)]
+        else:
+            collected = prepared.df.mapInArrow(WriteTask(order(prepared.routing)), reports.SPARK_SCHEMA).collect()
+            parts = [Part(reports.from_rows(collected), prepared.routing.tasks, prepared.shuffled)]
+        return parts if self._state is None else parts + self._state.gather()
 
-    def _audit(self, df: DataFrame, prepared: Prepared | None, written: list[reports.Report], batch: int) -> Audit:
+    def _audit(self, df: DataFrame, parts: list[Part], batch: int) -> Audit:
         """One writer per partition, one attempt of every task and stage, all rows acknowledged (I3, I4)."""
-        attempts: dict[int, int] = {}
-        if prepared is not None and prepared.shuffled:
-            attempts = jvm.stage_attempts(df.sparkSession, {report.stage for report in written})
-        tasks = None if prepared is None else prepared.routing.tasks
-        if prepared is not None and any(isinstance(report.error, BatchAbortedError) for report in written):
+        checked = [self._audit_part(df, part, batch) for part in parts]
+        if self._state is not None:
+            self._state.audit()
+        tables = set() if self._state is None else self._state.topics
+        return together(checked, tables, flow=self._names.flow, batch=batch)
+
+    def _audit_part(self, df: DataFrame, part: Part, batch: int) -> Audit:
+        written = part.reports
+        stages = {report.stage for report in written}
+        attempts = jvm.stage_attempts(df.sparkSession, stages) if part.shuffled else {}
+        if part.tasks is not None and any(isinstance(report.error, BatchAbortedError) for report in written):
             # A second attempt refused to write. Why the first one failed is what the user has to know.
-            why = jvm.failed_task_message(df.sparkSession, {report.stage for report in written})
+            why = jvm.failed_task_message(df.sparkSession, stages)
             written = [report.explained(why) for report in written]
-        return audit(written, tasks=tasks, stage_attempts=attempts, flow=self._names.flow, batch=batch)
+        return audit(written, tasks=part.tasks, stage_attempts=attempts, flow=self._names.flow, batch=batch)
 
     def _progress(self, batch: int, source: SourceRange) -> Progress:
         """Progress record and source offsets, in the same transaction."""
@@ -286,6 +325,8 @@ class BatchSink:
             offsets={**_plain(self.progress.offsets), **source.end},
             time_ms=progress_log.now_ms(),
         )
+        if self._state is not None:
+            progress = self._state.progress(progress, self._transactions.identity)
         progress_log.write_progress(self._cluster, self._transactions, self._names, progress, source.end, deadline)
         return progress
 
@@ -311,6 +352,8 @@ class BatchSink:
     def _adopt(self, progress: Progress, checked: Audit, summary: BatchSummary) -> None:
         self.progress = progress
         self._unsettled = progress.batch_id
+        if self._state is not None:
+            self._state.adopt()
         summary.records, summary.nbytes = checked.records, checked.nbytes
         summary.rss_kib_most = checked.rss_kib_most
         if checked.records:
@@ -381,8 +424,15 @@ class BatchSink:
         """Partition counts and size limits of the output topics; all tasks of a batch see the same."""
         if time.monotonic() - self._targets_at < _METADATA_AGE_S_MAX:
             return
-        self._targets = load_targets(self._cluster, self._options.topic, self._deadline("reading topic metadata"))
+        more = () if self._state is None else self._state.written_topics
+        deadline = self._deadline("reading topic metadata")
+        self._targets = load_targets(self._cluster, self._options.topic, deadline, more=more)
         self._targets_at = time.monotonic()
+
+    @property
+    def _task_seconds(self) -> float:
+        """How long a task may take over its rows."""
+        return max(self._options.transaction_timeout_s, _PATIENCE_S_LEAST)
 
     @contextlib.contextmanager
     def _timed(self, summary: BatchSummary, step: str) -> Iterator[None]:

@@ -33,6 +33,7 @@ class Columns:
         taken: columns to select, in the order the DataFrame has them.
         cast: those of them that are strings and must be cast to binary.
         ignored: columns the sink does not know.
+        has_topic: whether there is a topic column, taken or not.
         whole: whether these are all columns there are.
     """
 
@@ -43,6 +44,7 @@ class Columns:
     cast: tuple[str, ...]
     ignored: tuple[str, ...]
     whole: bool
+    has_topic: bool = False
 
 
 def check_columns(schema: T.StructType, *, topic: str | None, flow: str) -> Columns:
@@ -77,6 +79,7 @@ def check_columns(schema: T.StructType, *, topic: str | None, flow: str) -> Colu
         cast=tuple(name for name in ("key", "value") if isinstance(types.get(name), T.StringType)),
         ignored=tuple(name for name in types if name not in used and name != "topic"),
         whole=all(name in used for name in types),
+        has_topic="topic" in types,
     )
 
 
@@ -133,6 +136,7 @@ def prepare(
     source: Mapping[str, int],
     tasks_most: int,
     on_driver: bool,
+    keep_tasks: bool = False,
 ) -> Prepared:
     """Select the columns tasks take, and bring every row to the task that owns its partition.
 
@@ -145,6 +149,8 @@ def prepare(
         source: partition count of every source topic, for ``source``.
         tasks_most: how many write tasks a batch of this size is worth.
         on_driver: the driver will write: nothing is moved between tasks.
+        keep_tasks: rows come from tasks that must not be merged with others (a process step knows its partitions
+            by its task): so a shuffle takes the place of a coalesce.
     """
     if columns.partition and partitioner == "spread":
         raise OptionError(
@@ -164,10 +170,10 @@ def prepare(
         return Prepared(selected, Routing("key", 1, hash_key), shuffled=False)
     by_key = topic is None or hash_key or columns.partition
     if not by_key and topic is not None:
-        return _spread(selected, targets[topic], tasks_most)
+        return _spread(selected, targets[topic], tasks_most, keep_tasks)
     most = tasks_most if topic is None else min(tasks_most, targets[topic].partitions)
     if most == 1:
-        return Prepared(selected.coalesce(1), Routing("key", 1, hash_key), jvm.has_shuffle(df))
+        return Prepared(_fewer(selected, 1, keep_tasks), Routing("key", 1, hash_key), keep_tasks or jvm.has_shuffle(df))
     group = _group(df, columns, hash_key, topic, targets, most)
     return Prepared(selected.repartitionById(most, group), Routing("key", most, hash_key), shuffled=True)
 
@@ -187,12 +193,16 @@ def _selected(df: DataFrame, columns: Columns) -> DataFrame:
     return df.select(*wanted)
 
 
-def _spread(df: DataFrame, target: Target, tasks_most: int) -> Prepared:
+def _fewer(df: DataFrame, tasks: int, keep_tasks: bool) -> DataFrame:
+    return df.repartition(tasks) if keep_tasks else df.coalesce(tasks)
+
+
+def _spread(df: DataFrame, target: Target, tasks_most: int, keep_tasks: bool) -> Prepared:
     """No shuffle: a task keeps its rows and spreads them over the partitions it owns."""
     present = int(df._jdf.queryExecution().toRdd().getNumPartitions())
     tasks = max(1, min(present, tasks_most, target.partitions))
-    moved = df.coalesce(tasks) if tasks < present else df
-    return Prepared(moved, Routing("key", tasks, False), jvm.has_shuffle(df))
+    moved = _fewer(df, tasks, keep_tasks) if tasks < present else df
+    return Prepared(moved, Routing("key", tasks, False), keep_tasks or jvm.has_shuffle(df))
 
 
 def _task_partitions(

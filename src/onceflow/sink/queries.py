@@ -110,7 +110,7 @@ def check_plan(df: DataFrame, flow: str) -> None:
         raise UnsupportedQueryError(
             "The DataFrame is not a stream", flow=flow, next_step="make it from Flow.read of this flow"
         )
-    for node in _nodes(df._jdf.queryExecution().analyzed()):
+    for node in nodes(df._jdf.queryExecution().analyzed()):
         if not node.isStreaming():
             continue
         kind = str(node.getClass().getSimpleName())
@@ -141,7 +141,7 @@ def _check_source(node: Any, kind: str, flow: str) -> None:
         )
 
 
-def _nodes(plan: Any) -> Iterator[Any]:
+def nodes(plan: Any) -> Iterator[Any]:
     waiting = [plan]
     while waiting:
         node = waiting.pop()

@@ -85,9 +85,13 @@ def to_arrow(reports: Iterable[Report]) -> pa.RecordBatch:
 
 def from_rows(rows: Iterable[Any]) -> list[Report]:
     """From what ``DataFrame.collect`` returns."""
+    return from_dicts(row.asDict() for row in rows)
+
+
+def from_dicts(rows: Iterable[dict[str, Any]]) -> list[Report]:
+    """From rows taken apart."""
     out = []
-    for row in rows:
-        fields = row.asDict()
+    for fields in rows:
         error = fields.pop("error")
         out.append(Report(**fields, error=None if error is None else pickle.loads(error)))
     return out

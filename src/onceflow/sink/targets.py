@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from onceflow.client.cluster import Cluster, TopicInfo
 from onceflow.client.deadline import Deadline
 from onceflow.client.topics import max_message_bytes
 from onceflow.sink.tasks import Target
 
 
-def load_targets(cluster: Cluster, topic: str | None, deadline: Deadline) -> dict[str, Target]:
-    """The output topic, or with a topic column every topic there is (internal ones left out)."""
-    found: dict[str, TopicInfo] = cluster.topics(None if topic is None else [topic], deadline)
+def load_targets(
+    cluster: Cluster, topic: str | None, deadline: Deadline, *, more: Iterable[str] = ()
+) -> dict[str, Target]:
+    """The output topic, or with a topic column every topic there is (internal ones left out).
+
+    Args:
+        more: topics that are written to, too, whatever the rows say.
+
+    Raises:
+        UnknownTopicError: one that was named does not exist.
+    """
+    named = [*more] if topic is None else [topic, *more]
+    found: dict[str, TopicInfo] = cluster.topics(None if topic is None else named, deadline)
+    if topic is None and named:
+        found.update(cluster.topics(named, deadline))
     names = [name for name, info in found.items() if topic is not None or not (info.internal or name.startswith("__"))]
     if not names:
         return {}

@@ -136,7 +136,18 @@ def write_rows(
             hooks.at("write", where="task", flow=order.flow, batch=order.batch, task=place.task)
     except OnceflowError as problem:
         error = problem
-    seconds = time.monotonic() - started
+    return reports_of(place, acknowledged, rows=writer.rows, seconds=time.monotonic() - started, error=error)
+
+
+def reports_of(
+    place: TaskPlace,
+    acknowledged: Mapping[tuple[str, int], Acknowledged],
+    *,
+    rows: int,
+    seconds: float,
+    error: OnceflowError | None,
+) -> list[reports.Report]:
+    """One report per partition that was written, or one that only says that the task ran."""
     rss_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
     def report(topic: str | None, partition: int, done: Acknowledged) -> reports.Report:
@@ -149,7 +160,7 @@ def write_rows(
             base_offset=done.base_offset,
             count=done.count,
             nbytes=done.nbytes,
-            rows=writer.rows,
+            rows=rows,
             seconds=seconds,
             rss_kib=rss_kib,
             error=error,
@@ -192,6 +203,12 @@ class RowWriter:
         for topic, rows in self._by_topic(batch):
             self._write_topic(topic, rows)
 
+    def write_to(self, topic: str, partition: int, batch: pa.RecordBatch) -> None:
+        """Send rows to a partition that the caller has chosen; it must be the only one to do so."""
+        if batch.num_rows:
+            self.rows += batch.num_rows
+            self._encode(topic, partition, batch, self.target(topic))
+
     def finish(self) -> Mapping[tuple[str, int], Acknowledged]:
         """Wait for every acknowledgement; what is where, per (topic, partition)."""
         return {} if self._producer is None else self._producer.flush()
@@ -217,7 +234,7 @@ class RowWriter:
             yield name, batch if len(indices) == batch.num_rows else batch.take(pa.array(indices))
 
     def _write_topic(self, topic: str, rows: pa.RecordBatch) -> None:
-        target = self._target(topic)
+        target = self.target(topic)
         routing = self._order.routing
         if routing.kind == "source":
             self._encode(topic, routing.task_partitions[self._place.task], rows, target)
@@ -279,7 +296,12 @@ class RowWriter:
         self._turns[topic] = turn + 1
         return owned[turn % len(owned)]
 
-    def _target(self, topic: str) -> Target:
+    def target(self, topic: str) -> Target:
+        """A topic's partitions and limit: what the driver saw, or what the cluster says of one it did not know.
+
+        Raises:
+            UnknownTopicError: there is no such topic.
+        """
         if topic not in self._targets:
             info = self._cluster.topic(topic, self._deadline, fresh=True)
             limit = max_message_bytes(self._cluster, [topic], self._deadline)[topic]

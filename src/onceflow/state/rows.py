@@ -22,13 +22,21 @@ the record's headers, so that the table topic is an ordinary table for other rea
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 VALUE, MAP, TIMER, TIMER_INDEX, EXPIRY_INDEX = b"v", b"m", b"t", b"T", b"X"
 
-#: LMDB's limit is 511 bytes for a key; index rows need 40 of them.
+#: LMDB's limit for a key.
+STORE_KEY_BYTES_MAX = 511
+
+#: Index rows are nine bytes longer than their row (another letter, a time; a timer's letter becomes its clock).
+#: Row keys of ``m`` and ``t`` are to be held against this one: escaping makes them longer than their parts.
+ROW_KEY_BYTES_MAX = STORE_KEY_BYTES_MAX - 9
+
+#: Of a user's key; leaves room for names and entry keys.
 KEY_BYTES_MAX = 470
 
 EXPIRES_HEADER = "onceflow.expires"
@@ -38,6 +46,8 @@ _HAS_EXPIRY, _HAS_VERSION = 1, 2
 _TIME = struct.Struct(">Q")
 _VERSION = struct.Struct(">I")
 _SIGN = 1 << 63
+_NUMBER = re.compile(rb"-?[0-9]{1,18}")
+_VERSION_MAX = (1 << 32) - 1
 
 Changes = Iterable[tuple[bytes, bytes | None]]
 """Row keys and rows; None deletes."""
@@ -77,6 +87,29 @@ def unpack(row: bytes) -> Row:
     if flags & _HAS_VERSION:
         version, at = _VERSION.unpack_from(row, at)[0], at + 4
     return Row(row[at:], expires_ms, version)
+
+
+def record_headers(row: Row) -> list[tuple[str, bytes]]:
+    """What a ``v`` row's flags announce, as headers of its record: decimal numbers, for people's eyes, too."""
+    found = []
+    if row.expires_ms is not None:
+        found.append((EXPIRES_HEADER, str(row.expires_ms).encode()))
+    if row.version:
+        found.append((VERSION_HEADER, str(row.version).encode()))
+    return found
+
+
+def from_record(value: bytes, headers: Iterable[tuple[str, bytes | None]] = ()) -> bytes:
+    """The ``v`` row of a record of the table topic; headers of others, or that make no sense, are ignored."""
+    expires_ms, version = None, 0
+    for name, raw in headers:
+        if name in (EXPIRES_HEADER, VERSION_HEADER) and raw is not None and _NUMBER.fullmatch(raw):
+            if name == EXPIRES_HEADER:
+                expires_ms = int(raw)
+            else:
+                version = int(raw)
+    # A restore must not stop at what somebody else wrote, so what cannot be packed counts as no number.
+    return pack(value, expires_ms, version if 0 <= version <= _VERSION_MAX else 0)
 
 
 def expiry_of(row: bytes) -> int | None:

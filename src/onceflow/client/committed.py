@@ -1,0 +1,291 @@
+"""Reads the committed records of one partition, fast: to restore state from a changelog.
+
+Fetch with ``isolation_level=1`` returns nothing behind the last stable offset, but everything in front of it:
+records of aborted transactions and markers, too, with a list of the aborted ones (KIP-98). What is left after
+those are dropped is what a read_committed consumer sees.
+
+The end is given: who restores knows from committed progress up to where records are decided. So the reader
+does not follow a log that grows, and somebody else's open transaction in front of the end is worth a wait, not in
+front of anything else.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from kafka.protocol.consumer import FetchRequest
+
+from onceflow.client.cluster import Cluster, ConnectionFailedError
+from onceflow.client.deadline import Deadline
+from onceflow.client.offsets import EARLIEST, LATEST, list_offsets
+from onceflow.errors import DataLossError, DeadlineExceededError, OnceflowError
+from onceflow.wire import codes
+from onceflow.wire.decode import ABORT, DecodedBatch, HeaderList, Payloads, RawBatch, split_batches
+
+FETCH_BYTES = 8_000_000
+_FETCH_BYTES_LEAST = 250_000
+_CHUNK_BYTES = 16_000_000  # once decompressed; a response that holds more becomes several chunks
+_WAIT_MS = 500
+_GRACE_S = 2.0  # for an answer under way when the deadline passes: it tells what was waited for
+_READ_COMMITTED = 1
+_OFFSET_OUT_OF_RANGE = 1
+
+
+@dataclass(slots=True)
+class Chunk:
+    """Consecutive committed records; row ``i`` of each list belongs to the same record.
+
+    Args:
+        keys, values: payloads; None for null.
+        headers: by row, only of records that have any. Records may share one list: do not change it.
+        next_offset: where reading goes on; everything committed in front of it has been returned.
+    """
+
+    keys: Payloads = field(default_factory=list)
+    values: Payloads = field(default_factory=list)
+    headers: dict[int, HeaderList] = field(default_factory=dict)
+    next_offset: int = 0
+
+    def add(self, batch: DecodedBatch, start: int, end: int) -> None:
+        """Append the records of a batch whose offsets are in ``[start, end)``."""
+        low, high = np.searchsorted(batch.offsets, (start, end)).tolist()
+        shift = len(self.keys) - low
+        whole = high - low == len(batch.keys)
+        self.keys += batch.keys if whole else batch.keys[low:high]
+        self.values += batch.values if whole else batch.values[low:high]
+        for row, listed in batch.headers.items():
+            if low <= row < high:
+                self.headers[row + shift] = listed
+
+
+class CommittedReader:
+    """Committed records of partitions, read to an end that is known to be decided or about to be.
+
+    Not thread-safe beyond what ``Cluster`` is; several reads may be under way in turn.
+
+    Args:
+        cluster: connections of this process.
+        deadline_seconds: how long a read may go without a single record, marker or batch more. A long read is
+            no error, a stuck one is.
+        fetch_bytes: size of a fetch, which bounds memory. One batch that is larger comes in whole.
+    """
+
+    def __init__(self, cluster: Cluster, deadline_seconds: float = 60.0, *, fetch_bytes: int = FETCH_BYTES) -> None:
+        self._cluster = cluster
+        self._seconds = deadline_seconds
+        self._fetch_bytes = fetch_bytes
+
+    def read(self, topic: str, partition: int, start: int, end: int) -> Iterator[Chunk]:
+        """Committed records with offsets in ``[start, end)``, in order; from the log's start when that is later.
+
+        A chunk may be without records (nothing but aborted ones, or removed by compaction). The last one has
+        ``next_offset == end``; with ``start >= end`` there is none.
+
+        Raises:
+            DeadlineExceededError: no progress in ``deadline_seconds``: an open transaction holds the last stable
+                offset back, or no leader answers.
+            DataLossError: the log ends in front of ``start`` or ``end``.
+            ProtocolError: a batch is damaged or of an old format.
+            OnceflowError: what else the broker refuses.
+        """
+        return _Read(self._cluster, topic, partition, start, end, self._seconds, self._fetch_bytes).chunks()
+
+
+class _Read:
+    """One call of ``read``."""
+
+    def __init__(
+        self, cluster: Cluster, topic: str, partition: int, start: int, end: int, seconds: float, fetch_bytes: int
+    ) -> None:
+        self.cluster = cluster
+        self.topic = topic
+        self.partition = partition
+        self.position = start
+        self.end = end
+        self.seconds = seconds
+        self.fetch_bytes_most = self.fetch_bytes = fetch_bytes
+        self.name = f"{topic}-{partition}"
+        self.stable = self.high = -1  # last stable offset and high watermark, as of the last answer
+        self.attempt = 0  # since the last answer that was none
+        self.deadline = self._fresh_deadline()
+
+    def _fresh_deadline(self) -> Deadline:
+        return Deadline(self.seconds, f"reading committed records of {self.name} at offset {self.position}")
+
+    def chunks(self) -> Iterator[Chunk]:
+        told = self.end if self.position >= self.end else -1  # the caller has heard of everything in front of it
+        self.deadline = self._fresh_deadline()  # the first chunk may be asked for long after the call
+        try:
+            while self.position < self.end:
+                for chunk in self._step():
+                    self.position = told = chunk.next_offset
+                    yield chunk
+        except OnceflowError as error:
+            raise error.located(topic=self.name) from error
+        if told < self.end:
+            yield Chunk(next_offset=self.end)
+
+    def _step(self) -> Iterator[Chunk]:
+        """Fetch once, and move the position or wait a little."""
+        before = self.position
+        problem, answer = self._fetch(fresh_leader=self.attempt > 0)
+        if answer is not None:
+            # Consumers may take their time with a chunk: only what happens in here counts against the deadline.
+            yield from self._chunks_of(answer)
+        if self.position > before:
+            self.deadline, self.attempt = self._fresh_deadline(), 0
+        elif answer is None:
+            self.deadline.pause(self.attempt, f"Fetch {self.name}: {problem}")
+            self.attempt += 1
+        elif self.stable >= self.end and not answer.records:
+            # The broker has looked from here to the last stable offset: compaction has left nothing.
+            self.position = self.end
+        elif self.deadline.expired:
+            raise self._held_back()
+        else:
+            self.deadline.pause(0, f"Fetch {self.name}: no progress, the last stable offset is {self.stable}")
+
+    # ---- one request ---------------------------------------------------------------------------------
+
+    def _fetch(self, *, fresh_leader: bool) -> tuple[str, Any]:
+        """A problem that may pass, or the partition's part of the response."""
+        self.cluster.connect(self.deadline)
+        node = self.cluster.leader(self.topic, self.partition, self.deadline, fresh=fresh_leader)
+        # Whether there is something to wait for is not known before the first answer.
+        wait_ms = int(self.deadline.capped(_WAIT_MS / 1000) * 1000) if 0 <= self.stable < self.end else 0
+        try:
+            patience = Deadline(self.deadline.remaining + _GRACE_S, self.deadline.what)
+            response = self.cluster.exchange(self._request(wait_ms), node, patience)
+        except ConnectionFailedError as lost:
+            # A slow line may not get a large answer through before the request times out.
+            self.fetch_bytes = max(self.fetch_bytes // 4, min(_FETCH_BYTES_LEAST, self.fetch_bytes_most))
+            return str(lost), None
+        if response.error_code:
+            return self._refused(int(response.error_code)), None
+        if not response.responses:
+            return "the broker throttles this client", None  # it answers with no partition at all
+        answer = response.responses[0].partitions[0]
+        if answer.error_code:
+            return self._refused(int(answer.error_code)), None
+        self.fetch_bytes = min(2 * self.fetch_bytes, self.fetch_bytes_most)
+        self.stable, self.high = int(answer.last_stable_offset), int(answer.high_watermark)
+        return "", answer
+
+    def _refused(self, code: int) -> str:
+        """What to wait for; raises when waiting cannot help."""
+        row = codes.describe(code)
+        if code == _OFFSET_OUT_OF_RANGE:
+            return self._out_of_range()
+        # A read can always be repeated, even when it is unknown what went wrong.
+        if row.verdict.retriable or row.verdict is codes.Verdict.UNKNOWN_OUTCOME:
+            return row.name
+        raise codes.error_for(code, api="Fetch", topic=self.name, detail=f"at offset {self.position}")
+
+    def _out_of_range(self) -> str:
+        """Go on at the log's start, when the records in front of it were deleted."""
+        place = {self.topic: [self.partition]}
+        first = list_offsets(self.cluster, place, EARLIEST, self.deadline)[self.topic][self.partition]
+        if self.position < first:
+            self.position = min(first, self.end)
+            return f"the log starts at {first}"
+        last = list_offsets(self.cluster, place, LATEST, self.deadline, committed=False)[self.topic][self.partition]
+        if self.position <= last:
+            return f"offset {self.position} is in the log now"  # moved to another leader meanwhile
+        raise self._too_short(last)
+
+    def _request(self, wait_ms: int) -> Any:
+        topic_type = FetchRequest.FetchTopic
+        partition = topic_type.FetchPartition(
+            partition=self.partition,
+            current_leader_epoch=-1,
+            fetch_offset=self.position,
+            log_start_offset=-1,
+            partition_max_bytes=self.fetch_bytes,
+        )
+        return FetchRequest(
+            version=self.cluster.version(FetchRequest, least=11, most=11),
+            replica_id=-1,
+            max_wait_ms=wait_ms,
+            min_bytes=1,
+            max_bytes=self.fetch_bytes,
+            isolation_level=_READ_COMMITTED,
+            session_id=0,
+            session_epoch=-1,
+            topics=[topic_type(topic=self.topic, partitions=[partition])],
+            forgotten_topics_data=[],
+            rack_id="",
+        )
+
+    # ---- one answer ----------------------------------------------------------------------------------
+
+    def _chunks_of(self, answer: Any) -> Iterator[Chunk]:
+        """The committed records of one answer, decompressed as far as memory allows at a time."""
+        aborted = Aborted((int(a.first_offset), int(a.producer_id)) for a in answer.aborted_transactions or ())
+        chunk = Chunk(next_offset=self.position)
+        size = 0
+        for raw in split_batches(answer.records or b""):
+            if raw.base_offset >= self.end:
+                chunk.next_offset = self.end
+                break
+            if aborted.keeps(raw):
+                batch = raw.decode()
+                chunk.add(batch, self.position, self.end)
+                size += batch.nbytes
+            # A compacted batch may hold nothing at its end; its last offset still counts.
+            chunk.next_offset = max(chunk.next_offset, min(raw.last_offset + 1, self.end))
+            if size >= _CHUNK_BYTES:
+                yield chunk
+                chunk, size = Chunk(next_offset=chunk.next_offset), 0
+        if chunk.next_offset > self.position:
+            yield chunk
+
+    # ---- what went wrong -----------------------------------------------------------------------------
+
+    def _held_back(self) -> Exception:
+        if self.high < self.end:
+            return self._too_short(self.high)
+        return DeadlineExceededError(
+            f"Committed records up to offset {self.end} are waited for, and an open transaction is in front of them: "
+            f"no progress in {self.seconds:g} s",
+            topic=self.name,
+            detail=f"the last stable offset is {self.stable}, the log ends at {self.high}; read up to {self.position}",
+            next_step="find who wrote to this partition and has not finished: kafka-transactions.sh describe-producers "
+            f"--topic {self.topic} --partition {self.partition} lists open transactions (CurrentTransactionStartOffset "
+            f"{self.stable}); end that producer, or abort its transaction with kafka-transactions.sh abort",
+        )
+
+    def _too_short(self, last: int) -> DataLossError:
+        return DataLossError(
+            f"The log ends at offset {last}, in front of records that were committed",
+            topic=self.name,
+            detail=f"reading from {self.position} to {self.end}",
+            next_step="find out whether the topic was deleted and created again, or records were lost in an unclean "
+            "leader election",
+        )
+
+
+class Aborted:
+    """Which batches of one Fetch response belong to aborted transactions.
+
+    Args:
+        transactions: (first offset, producer id) of each, as in the response, in any order.
+    """
+
+    def __init__(self, transactions: Any) -> None:
+        self._ahead: list[tuple[int, int]] = list(transactions)
+        heapq.heapify(self._ahead)
+        self._open: set[int] = set()  # producers in whose aborted transaction we are
+
+    def keeps(self, batch: RawBatch) -> bool:
+        """Whether the batch holds committed records; must be asked for every batch, in order."""
+        while self._ahead and self._ahead[0][0] <= batch.last_offset:
+            self._open.add(heapq.heappop(self._ahead)[1])
+        if batch.control:
+            if batch.producer_id in self._open and batch.decode().marker == ABORT:
+                self._open.discard(batch.producer_id)
+            return False
+        return not (batch.transactional and batch.producer_id in self._open)

@@ -1,0 +1,258 @@
+"""``Flow.process``: what is checked and made before a step with state can run."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from pyspark.sql import DataFrame
+from pyspark.sql import functions as F
+
+from onceflow.client.cluster import Cluster
+from onceflow.client.deadline import Deadline
+from onceflow.errors import OptionError, ProgressConflictError, UnsupportedQueryError
+from onceflow.sink import queries
+from onceflow.sink.state_step import STEP_NAME
+from onceflow.state.durations import duration_ms
+from onceflow.state.local import default_state_dir
+from onceflow.state.processor import ColumnProcessor, Processor
+from onceflow.state.spec import ProcessSpec
+from onceflow.state.store import Store
+from onceflow.state.topics import TableTopics, check_known, committed_ends, ensure_topics
+from onceflow.wire.progress import Progress, TableProgress
+
+log = logging.getLogger("onceflow.state")
+
+ON_ERROR = ("fail", "dead-letter")
+STORES = ("lmdb", "memory", "rocksdb")
+
+
+@dataclass(frozen=True)
+class Step:
+    """One ``Flow.process`` of a flow.
+
+    Args:
+        input: the rows it takes, columns selected. output: the DataFrame the user was given.
+        collected: accumulator of the reports of its tasks, when it runs inside the query.
+    """
+
+    spec: ProcessSpec
+    input: DataFrame
+    output: DataFrame
+    collected: Any
+    lateness_ms: int | None
+    idle_s: float
+
+    @property
+    def has_timers(self) -> bool:
+        """Whether it must be woken up when there is no data."""
+        processor = self.spec.processor
+        return isinstance(processor, Processor) and type(processor).on_timer is not Processor.on_timer
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """Arguments of ``Flow.process``, as given."""
+
+    table: str
+    partitions: int | None
+    on_error: str
+    dead_letter_topic: str | None
+    late_topic: str | None
+    retention: str | None
+    single_key: bool
+    store: str | type[Store]
+    state_dir: str | Path | None
+    adopt_existing: bool
+    idle_timeout: str
+
+
+def check_options(
+    options: StepOptions, processor: object, *, flow: str, sources: Iterable[str], tables: Iterable[str]
+) -> Processor | ColumnProcessor:
+    """What can be told without asking Kafka.
+
+    Raises:
+        OptionError: see its text.
+    """
+    if not isinstance(processor, Processor | ColumnProcessor):
+        raise OptionError(
+            f"Flow.process takes a Processor, not {processor!r}",
+            flow=flow,
+            next_step="give an instance of your subclass: Balance(), not Balance",
+        )
+    table = options.table
+    if not table or table in sources or table.startswith("__"):
+        what = "is read by this flow" if table in sources else "cannot be a table topic"
+        raise OptionError(f"table={table!r} {what}", flow=flow, next_step="give the table a topic name of its own")
+    if table in tables:
+        raise OptionError(
+            f"table={table!r} has a step already", flow=flow, next_step="one step of one flow owns a table"
+        )
+    if options.on_error not in ON_ERROR:
+        raise OptionError(
+            f"on_error={options.on_error!r} is unknown", flow=flow, next_step=f"use one of {', '.join(ON_ERROR)}"
+        )
+    if (options.on_error == "dead-letter") != (options.dead_letter_topic is not None):
+        raise OptionError(
+            'on_error="dead-letter" and dead_letter_topic= go together',
+            flow=flow,
+            next_step="give both, or neither: then a record that cannot be processed stops the flow",
+        )
+    late = isinstance(processor, Processor) and processor.allowed_lateness is not None
+    if late != (options.late_topic is not None):
+        raise OptionError(
+            "allowed_lateness of the processor and late_topic= go together",
+            flow=flow,
+            next_step="give both (late records go to the topic, they never vanish), or neither (none is late)",
+        )
+    if options.partitions is not None and options.partitions < 1:
+        raise OptionError(f"partitions={options.partitions} is too few", flow=flow, next_step="give at least 1")
+    if isinstance(options.store, str) and options.store not in STORES:
+        raise OptionError(f"store={options.store!r} is unknown", flow=flow, next_step=f"use one of {STORES}")
+    return processor
+
+
+def store_class(store: str | type[Store]) -> type[Store]:
+    """The local store by its name; classes pass."""
+    if not isinstance(store, str):
+        return store
+    if store == "memory":
+        from onceflow.state.memory_store import MemoryStore
+
+        return MemoryStore
+    if store == "rocksdb":
+        from onceflow.state.rocksdb_store import RocksdbStore
+
+        return RocksdbStore
+    from onceflow.state.lmdb_store import LmdbStore
+
+    return LmdbStore
+
+
+def ensure_table(
+    cluster: Cluster, options: StepOptions, progress: Progress, sources: Mapping[str, int], version: int, deadline: Deadline
+) -> tuple[TableTopics, Progress]:
+    """The table's topics, and progress that knows them.
+
+    Args:
+        sources: partition count of every source topic.
+        version: of the processor's state.
+
+    Returns:
+        The topics, and progress: the same object when it knew them already, else one to be committed first.
+    """
+    table = options.table
+    topics = ensure_topics(cluster, table, options.partitions or max(sources.values()), deadline)
+    if table in progress.changelogs:
+        check_known(topics, progress.changelogs, progress.topic_ids)
+        _check_version(table, progress.tables.get(table, TableProgress()).version, version)
+        return topics, progress
+    if options.partitions is not None and topics.partitions != options.partitions:
+        raise ProgressConflictError(
+            f"Table topic {table} has {topics.partitions} partitions, partitions={options.partitions} was asked for",
+            topic=table,
+            next_step="leave partitions= out, or give the table another name",
+        )
+    ends = committed_ends(cluster, topics, deadline)
+    if any(end for by_partition in ends.values() for end in by_partition.values()) and not options.adopt_existing:
+        raise ProgressConflictError(
+            f"Table topic {table} holds records already, and the flow has no progress of them",
+            topic=table,
+            detail="they may be the state of another flow, or of this one before it was reset",
+            next_step="delete the topics "
+            f"{topics.table} and {topics.internal} to start empty, or give adopt_existing=True to take the rows over",
+        )
+    return topics, replace(
+        progress,
+        changelogs={**progress.changelogs, **ends},
+        topic_ids={**progress.topic_ids, **topics.ids},
+        tables={**progress.tables, table: TableProgress(version)},
+    )
+
+
+def check_migration(processor: Processor | ColumnProcessor, known: int, *, table: str, flow: str) -> None:
+    """Whether the processor can read what another version of it has written.
+
+    Raises:
+        ProgressConflictError: it cannot.
+    """
+    if processor.version > known and not callable(getattr(processor, "migrate", None)):
+        raise ProgressConflictError(
+            f"The state of table {table} has version {known}, the processor {processor.version} and no migrate()",
+            flow=flow,
+            topic=table,
+            next_step="add `def migrate(self, value, from_version)` to the processor, or keep its version",
+        )
+
+
+def _check_version(table: str, known: int, version: int) -> None:
+    if version < known:
+        raise ProgressConflictError(
+            f"The state of table {table} was written by version {known} of the processor, this is version {version}",
+            topic=table,
+            next_step="run the newer processor; state is not migrated backwards",
+        )
+
+
+def make_spec(
+    options: StepOptions,
+    processor: Processor | ColumnProcessor,
+    topics: TableTopics,
+    *,
+    flow: str,
+    flow_key: str,
+    source_topic: str | None,
+) -> ProcessSpec:
+    """What the step's tasks are told."""
+    ttl = options.retention if options.retention is not None else processor.ttl
+    return ProcessSpec(
+        flow=flow,
+        flow_key=flow_key,
+        processor=processor,
+        topics=topics,
+        store=store_class(options.store),
+        state_dir=Path(options.state_dir) if options.state_dir is not None else default_state_dir(),
+        on_error=options.on_error,
+        dead_letter_topic=options.dead_letter_topic,
+        late_topic=options.late_topic,
+        default_ttl_ms=None if ttl is None else duration_ms(ttl),
+        single_key=options.single_key,
+        source_topic=source_topic,
+    )
+
+
+def steps_in(df: DataFrame, steps: Mapping[str, Step], flow: str) -> list[Step]:
+    """The process steps that are part of a query's plan."""
+    found = []
+    for node in queries.nodes(df._jdf.queryExecution().analyzed()):
+        if node.getClass().getSimpleName() != "MapInArrow":
+            continue
+        name = str(node.functionExpr().name())
+        if not name.startswith(STEP_NAME):
+            continue
+        step = steps.get(name.removeprefix(STEP_NAME))
+        if step is None or step in found:
+            raise UnsupportedQueryError(
+                f"The query has the process step of table {name.removeprefix(STEP_NAME)!r} "
+                + ("of another run or flow" if step is None else "twice: its state would be written twice"),
+                flow=flow,
+                next_step="call Flow.read and Flow.process again for this run, and use every step once",
+            )
+        found.append(step)
+    return found
+
+
+def with_clock(df: DataFrame, flow: str) -> DataFrame:
+    """The same rows, woken up every second without data, too: timers must fire.
+
+    Spark's ``rate`` source has news every second; the filter keeps its rows out, and the optimizer the rest.
+    """
+    ticks = df.sparkSession.readStream.format("rate").option("rowsPerSecond", "1").option(queries.MARK, flow).load()
+    nothing = ticks.where(F.lit(False)).select(
+        *[F.lit(None).cast(field.dataType).alias(field.name) for field in df.schema.fields]
+    )
+    return df.unionByName(nothing)

@@ -1,0 +1,207 @@
+"""``Engine``: runs a ``Processor`` over one partition's part of a batch."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from itertools import chain, repeat
+from operator import index
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from onceflow.state import inbox, timers
+from onceflow.state.base import BaseEngine, shown
+from onceflow.state.handle import State
+from onceflow.state.outbox import Outbox
+from onceflow.state.processor import Processor
+from onceflow.state.record import Record
+
+# So few that they are gone before the garbage collector promotes them: with a whole Arrow batch at a time, a quarter of
+# the time goes into full collections.
+_RECORDS_AT_ONCE = 1000
+
+
+class Engine(BaseEngine):
+    """See `BaseEngine`.
+
+    A call of process() that fails is taken back, and its records are processed one by one to find which of them is bad.
+    """
+
+    processor: Processor
+
+    def __init__(self, processor: Processor, *arguments: Any, **options: Any) -> None:
+        super().__init__(processor, *arguments, **options)
+        self._outbox = Outbox(processor.key.encode, processor.output.encode)
+        self._own_event_time = type(processor).event_time is not Processor.event_time
+
+    def start(self) -> None:
+        """Open the processor, delete rows whose time is over, fire timers that are due.
+
+        Raises:
+            ProcessorError: open() or on_timer() failed.
+        """
+        super().start()
+        on_timer, decode = self.processor.on_timer, self.processor.key.decode
+        for raw_key, timer in timers.due(self._overlay, self.now_ms, self.watermark_ms):
+            try:
+                key = decode(raw_key)
+                records = on_timer(key, timer, State(self._scope, raw_key))
+                if records is not None:
+                    self._outbox.extend(records, key, raw_key)
+            except Exception as error:
+                if self._scope.fatal is None:
+                    where = f"timer {timer.name!r} ({timer.clock} time {timer.at_ms}), key {shown(raw_key)}"
+                    raise self._failed("a timer could not be handled", error, detail=where) from error
+            if self._scope.fatal is not None:
+                raise self._located(self._scope.fatal)
+            self.counts["timers_fired"] += 1
+
+    def _feed(self, batch: pa.RecordBatch) -> None:
+        if self.uses_event_time and not self._own_event_time and "timestamp" in batch.schema.names:
+            in_time = self._see_times(batch, batch.column("timestamp"))
+            if in_time is not None:
+                batch = batch.filter(pa.array(in_time))
+                if not batch.num_rows:
+                    return
+        raw_keys, ends, batch = inbox.by_key(batch)
+        first = 0  # key of the part
+        while first < len(raw_keys):
+            start = ends[first - 1] if first else 0
+            last = bisect_left(ends, start + _RECORDS_AT_ONCE, first, len(ends) - 1)
+            part = batch.slice(start, ends[last] - start)
+            self._feed_keys(part, raw_keys[first : last + 1], [end - start for end in ends[first : last + 1]])
+            first = last + 1
+
+    def _feed_keys(self, batch: pa.RecordBatch, raw_keys: list[bytes], ends: list[int]) -> None:
+        """Process records key by key.
+
+        Args:
+            batch: sorted by key.
+            raw_keys: the keys.
+            ends: where the records of each key end.
+        """
+        keys, bad_keys = _decoded(raw_keys, self.processor.key.decode)
+        values, bad = _decoded(batch.column("value").to_pylist(), self.processor.value.decode)
+        counts = [end - start for start, end in zip([0, *ends], ends, strict=False)]
+        of_records = chain.from_iterable(map(repeat, keys, counts))
+        records = list(map(Record, of_records, values, *inbox.metadata(batch, self._source_topic)))
+        for at, error in bad_keys.items():
+            bad.update(dict.fromkeys(range(ends[at] - counts[at], ends[at]), error))
+        in_time = self._event_times(batch, records, bad) if self.uses_event_time and self._own_event_time else None
+        where: Sequence[int] = range(len(records))
+        if bad or in_time is not None:
+            for i, error in sorted(bad.items()):
+                self._reject(self._raw(batch.slice(i, 1))[0], error)
+            keep = np.ones(len(records), dtype=bool) if in_time is None else in_time
+            keep[list(bad)] = False
+            where = np.flatnonzero(keep).tolist()
+            records = [records[i] for i in where]
+            ends = np.cumsum(keep)[np.array(ends) - 1].tolist()
+        self._process(batch, keys, raw_keys, records, ends, where)
+
+    def _process(
+        self,
+        batch: pa.RecordBatch,
+        keys: Sequence[Any],
+        raw_keys: Sequence[bytes],
+        records: list[Record],
+        ends: list[int],
+        where: Sequence[int],
+    ) -> None:
+        """Call process() key by key.
+
+        Args:
+            records: key by key; those of key k end at ends[k].
+            where: index of each of the records in the batch.
+        """
+        scope, overlay, outbox = self._scope, self._overlay, self._outbox
+        process, savepoint, extend = self.processor.process, overlay.savepoint, outbox.extend
+        start = 0
+        for key, raw_key, end in zip(keys, raw_keys, ends, strict=True):
+            if end == start:
+                continue
+            savepoint()
+            mark = outbox.mark()
+            try:
+                result = process(key, records[start:end], State(scope, raw_key))
+                if result is not None:
+                    extend(result, key, raw_key)
+            except Exception as error:
+                overlay.roll_back()
+                outbox.truncate(mark)
+                self._find_culprit(batch, raw_key, list(where[start:end]), error)
+            start = end
+
+    def _find_culprit(self, batch: pa.RecordBatch, raw_key: bytes, where: list[int], first: Exception) -> None:
+        """Process the records of a call that failed one by one; each that fails is rejected.
+
+        Raises:
+            ProcessorError: one failed and on_error is ``fail``; or the state itself cannot be read.
+        """
+        part = batch.take(pa.array(where))
+        raw = self._raw(part)
+        if len(raw) == 1 or self._scope.fatal is not None:
+            self._reject(raw[0], first)
+            return
+        overlay, outbox, processor = self._overlay, self._outbox, self.processor
+        for record in raw:
+            overlay.savepoint()
+            mark = outbox.mark()
+            try:
+                # Decoded again: the call that failed may have changed the values.
+                key = processor.key.decode(raw_key)
+                value = None if record.value is None else processor.value.decode(record.value)
+                again = Record(
+                    key, value, record.topic, record.headers, record.timestamp_ms, record.partition, record.offset
+                )
+                result = processor.process(key, [again], State(self._scope, raw_key))
+                if result is not None:
+                    outbox.extend(result, key, raw_key)
+            except Exception as error:
+                overlay.roll_back()
+                outbox.truncate(mark)
+                self._reject(record, error)
+        if self._dead_letter_topic is None:
+            offsets = [record.offset for record in raw if record.offset is not None]
+            span = f"offsets {offsets[0]} to {offsets[-1]}, " if offsets else ""
+            detail = f"{span}key {shown(raw_key)}; each record alone succeeds"
+            raise self._failed("records of one key could not be processed together", first, raw[0], detail) from first
+
+    def _event_times(self, batch: pa.RecordBatch, records: list[Record], bad: dict[int, Exception]) -> Any:
+        """Which records are in time by the processor's own event_time(); None: all. Where it fails is added to bad."""
+        times: list[int | None] = []
+        for i, record in enumerate(records):
+            at_ms = None
+            if i not in bad:
+                try:
+                    at_ms = self.processor.event_time(record)
+                    at_ms = None if at_ms is None else index(at_ms)
+                    if at_ms is not None and not -(1 << 63) <= at_ms < 1 << 63:
+                        raise ValueError(f"event time {at_ms} is not in milliseconds")
+                except Exception as error:
+                    bad[i], at_ms = error, None
+            times.append(at_ms)
+        return self._see_times(batch, pa.array(times, pa.int64()))
+
+
+def _decoded(raws: Sequence[bytes | None], decode: Callable[[bytes], Any]) -> tuple[list[Any], dict[int, Exception]]:
+    """Decoded values, and errors by index where that fails. None stays None."""
+    try:
+        if None not in raws:
+            return list(map(decode, raws)), {}  # type: ignore[arg-type]
+        return [None if raw is None else decode(raw) for raw in raws], {}
+    except Exception:
+        pass
+    values: list[Any] = []
+    bad: dict[int, Exception] = {}
+    for i, raw in enumerate(raws):
+        value = None
+        if raw is not None:
+            try:
+                value = decode(raw)
+            except Exception as error:
+                bad[i] = error
+        values.append(value)
+    return values, bad

@@ -1,0 +1,179 @@
+"""Records on their way out: checked and encoded one by one or as tables, handed over as Arrow batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from onceflow.state.inbox import binary, milliseconds
+from onceflow.state.record import Header, Record
+from onceflow.state.serdes import BYTES
+
+SCHEMA = pa.schema(
+    [
+        ("key", pa.binary()),
+        ("value", pa.binary()),
+        ("topic", pa.string()),
+        ("headers", pa.list_(pa.struct([("key", pa.string()), ("value", pa.binary())]))),
+        ("timestamp", pa.int64()),
+    ]
+)
+"""Of outputs; topic null: the default output topic, timestamp null: the time of writing, in epoch milliseconds."""
+
+
+class Outbox:
+    """What a batch writes so far.
+
+    Args:
+        encode_key, encode_value: for keys and values that are not bytes.
+    """
+
+    def __init__(self, encode_key: Any = BYTES.encode, encode_value: Any = BYTES.encode) -> None:
+        self._encode_key = encode_key
+        self._encode_value = encode_value
+        self._keys: list[bytes | None] = []
+        self._values: list[bytes | None] = []
+        # By index, because most records have none of them: topic, headers, timestamp.
+        self._extras: dict[int, tuple[str | None, list[Header], int | None]] = {}
+        self._batches: list[pa.RecordBatch] = []
+
+    def mark(self) -> int:
+        """To truncate to; not across take()."""
+        return len(self._keys)
+
+    def truncate(self, mark: int) -> None:
+        """Forget the records since the mark."""
+        del self._keys[mark:], self._values[mark:]
+        for at in [at for at in self._extras if at >= mark]:
+            del self._extras[at]
+
+    def extend(self, records: Iterable[Record], key: Any = None, raw_key: bytes | None = None) -> None:
+        """Take what user code returned.
+
+        Args:
+            records: as returned; a generator runs in here.
+            key: the key they were made for,
+            raw_key: and its bytes, which spares encoding it again.
+
+        Raises:
+            TypeError, ValueError: not records, or not such as can be written; and whatever a generator or serde raises.
+        """
+        if isinstance(records, Record):
+            raise TypeError("expected records, got one Record: yield it, or return a list")
+        keys, values = self._keys, self._values
+        encode_value = self._encode_value
+        for record in records:
+            if type(record) is not Record and not isinstance(record, Record):
+                raise TypeError(f"expected Records, got {type(record).__name__}: {record!r:.200}")
+            out_key = record.key
+            if out_key is not None and type(out_key) is not bytes:
+                if out_key is key and type(key) is str:  # any other may have been changed in place
+                    out_key = raw_key
+                else:
+                    out_key = _checked(self._encode_key(out_key), "key")
+            value = record.value
+            if value is not None and type(value) is not bytes:
+                value = encode_value(value)
+                if type(value) is not bytes:
+                    _checked(value, "value")
+            if record.topic is not None or record.timestamp_ms is not None or record.headers:
+                self._extras[len(keys)] = _extras(record)
+            keys.append(out_key)
+            values.append(value)
+
+    def add_batch(self, batch: pa.RecordBatch) -> None:
+        """Take records that are columns already, of `SCHEMA`."""
+        if batch.num_rows:
+            self._batches.append(batch)
+
+    def take(self) -> pa.RecordBatch | None:
+        """What has come since the last call, in `SCHEMA`; None: nothing."""
+        count = len(self._keys)
+        if count:
+            topics: Any = pa.nulls(count, SCHEMA.field("topic").type)
+            headers: Any = pa.nulls(count, SCHEMA.field("headers").type)
+            times: Any = pa.nulls(count, SCHEMA.field("timestamp").type)
+            if self._extras:
+                listed = [self._extras.get(i, (None, None, None)) for i in range(count)]
+                topics = pa.array([each[0] for each in listed], topics.type)
+                times = pa.array([each[2] for each in listed], times.type)
+                if any(each[1] for each in self._extras.values()):
+                    headers = pa.array([each[1] or None for each in listed], headers.type)
+            columns = [pa.array(self._keys, pa.binary()), pa.array(self._values, pa.binary()), topics, headers, times]
+            self._batches.append(pa.RecordBatch.from_arrays(columns, schema=SCHEMA))
+            self._keys.clear()
+            self._values.clear()
+            self._extras.clear()
+        batches, self._batches = self._batches, []
+        if len(batches) < 2:
+            return batches[0] if batches else None
+        return pa.Table.from_batches(batches).combine_chunks().to_batches()[0]
+
+
+def output_batch(table: pa.Table) -> pa.RecordBatch:
+    """A table that a column processor returned, in `SCHEMA`.
+
+    Raises:
+        ValueError: missing or unknown columns.
+        SchemaError, pa.ArrowInvalid: columns of unusable types.
+    """
+    names = table.column_names
+    unknown = set(names) - {"key", "value", "topic", "headers", "timestamp_ms"}
+    if unknown or "value" not in names:
+        raise ValueError(
+            f"outputs have the columns {names}: key and value are needed, topic, headers and timestamp_ms possible"
+        )
+    columns = []
+    for field in SCHEMA:
+        name = "timestamp_ms" if field.name == "timestamp" else field.name
+        if name not in names:
+            columns.append(pa.nulls(table.num_rows, field.type))
+            continue
+        column = one_chunk(table[name])
+        if name in ("key", "value"):
+            column = binary(column, name)
+        elif name == "timestamp_ms":
+            column = milliseconds(column)
+        elif column.type != field.type:
+            column = column.cast(field.type)
+        columns.append(column)
+    return pa.RecordBatch.from_arrays(columns, schema=SCHEMA)
+
+
+def one_chunk(column: Any) -> Any:
+    """An array of a column."""
+    if isinstance(column, pa.ChunkedArray):
+        return column.chunk(0) if column.num_chunks == 1 else pc.cast(column, column.type).combine_chunks()
+    return column
+
+
+def _checked(raw: Any, what: str) -> Any:
+    if type(raw) is not bytes:
+        raise TypeError(f"the serde of the {what} returned {type(raw).__name__}, not bytes")
+    return raw
+
+
+def _extras(record: Record) -> tuple[str | None, list[Header], int | None]:
+    # A record that was read and is passed on goes to the default topic, not back to where it came from.
+    topic = record.topic if record.offset is None else None
+    if topic is not None and not isinstance(topic, str):
+        raise TypeError(f"a record's topic is text or None, got {topic!r:.200}")
+    at_ms: Any = record.timestamp_ms
+    if at_ms is not None and (
+        isinstance(at_ms, bool) or not isinstance(at_ms, int) or not -(1 << 63) <= at_ms < 1 << 63
+    ):
+        raise TypeError(f"a record's timestamp_ms is a 64-bit integer or None, got {at_ms!r:.200}")
+    headers: list[Header] = []
+    given: Any = record.headers
+    for name, content in given.items() if isinstance(given, Mapping) else (given or ()):
+        if not isinstance(name, str):
+            raise TypeError(f"a header's name is text, got {name!r:.200}")
+        if isinstance(content, str):
+            content = content.encode()
+        elif content is not None and not isinstance(content, bytes):
+            raise TypeError(f"header {name} is bytes or None, got {content!r:.200}")
+        headers.append((name, content))
+    return topic, headers, at_ms

@@ -1,0 +1,281 @@
+"""One task's part of a batch of ``Flow.process``: open stores, run user code, write the changelog.
+
+Knows neither Spark nor who its outputs go to. Kafka first, then local: what changed is written to the topics in
+the batch's transaction, and left in the store as pending, to be applied when the batch is known to be committed.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import pyarrow as pa
+
+from onceflow.client.produce import Acknowledged
+from onceflow.errors import OnceflowError
+from onceflow.state import rows
+from onceflow.state.columns import ColumnEngine
+from onceflow.state.engine import Engine
+from onceflow.state.local import Opened, Source, open_partition, partition_folder, set_pending, snapshot
+from onceflow.state.processor import ColumnProcessor
+from onceflow.state.spec import Moment, ProcessSpec, StateReport
+from onceflow.wire.partitioners import group_by_partition, key_partitions
+
+log = logging.getLogger("onceflow.state")
+
+SNAPSHOT_KEY = b"onceflow.state"
+_HEADERS = pa.list_(pa.struct([("key", pa.string()), ("value", pa.binary())]))
+_LONG_RESTORE_S = 5.0
+
+
+class ChangelogWriter(Protocol):
+    """Writes rows to one partition in the batch's transaction (``sink.tasks.RowWriter``)."""
+
+    def write_to(self, topic: str, partition: int, batch: pa.RecordBatch) -> None: ...
+
+
+@dataclass
+class _Open:
+    opened: Opened
+    engine: Engine | ColumnEngine
+    changes: list[tuple[bytes, bytes | None]]
+
+
+class StateRun:
+    """The partitions of one table that one task touches in one attempt of a batch.
+
+    Args:
+        source: reads the changelog. changelog: writes it.
+        emit: takes what user code yielded, and the partition of the table it came from.
+        opened: told of every partition whose store has been brought up to date.
+    """
+
+    def __init__(
+        self,
+        spec: ProcessSpec,
+        moment: Moment,
+        *,
+        source: Source,
+        changelog: ChangelogWriter,
+        emit: Callable[[pa.RecordBatch, int], None],
+        opened: Callable[[int], None] | None = None,
+    ) -> None:
+        self._spec = spec
+        self._moment = moment
+        self._source = source
+        self._changelog = changelog
+        self._emit = emit
+        self._opened = opened
+        self._open: dict[int, _Open] = {}
+        self._host = socket.gethostname()
+
+    def open(self, partitions: Iterable[int]) -> None:
+        """Bring the stores of these partitions up to date, expire rows and fire timers there."""
+        for partition in partitions:
+            self._engine(partition)
+
+    def feed(self, batch: pa.RecordBatch, *, null_keys_to: int) -> None:
+        """Rows in arrival order, of any partitions.
+
+        Args:
+            null_keys_to: which partition's engine gets rows without a key (bad records all of them).
+        """
+        count = self._spec.topics.partitions
+        placed = key_partitions(batch.column("key"), count)
+        if placed.size and int(placed.min()) < 0:
+            placed = np.where(placed < 0, np.int32(null_keys_to), placed)
+        self.feed_placed(batch, placed)
+
+    def feed_placed(self, batch: pa.RecordBatch, placed: Any) -> None:
+        """Rows with the partition of each."""
+        if not batch.num_rows:
+            return
+        low, high = int(placed.min()), int(placed.max())
+        if low == high:
+            self._feed(low, batch)
+            return
+        for partition, indices in group_by_partition(placed, self._spec.topics.partitions):
+            self._feed(partition, batch.take(pa.array(indices)))
+
+    def finish(self) -> None:
+        """Write the changes of all partitions to the topics."""
+        for partition, run in self._open.items():
+            run.engine.finish()
+            self._drain(partition, run.engine)
+            run.changes = run.engine.changes()
+            if run.changes:
+                self._write(partition, run)
+
+    def leave_pending(self, acknowledged: Mapping[tuple[str, int], Acknowledged]) -> list[StateReport]:
+        """After every acknowledgement: leave the changes in the stores, and tell what was done."""
+        return [self._left(partition, run, acknowledged) for partition, run in sorted(self._open.items())]
+
+    def close(self) -> None:
+        """Close the stores. After an error, too."""
+        for run in self._open.values():
+            run.opened.store.close()
+        self._open = {}
+
+    # ---- inside --------------------------------------------------------------------------------------
+
+    def _engine(self, partition: int) -> Engine | ColumnEngine:
+        known = self._open.get(partition)
+        if known is not None:
+            return known.engine
+        spec, moment = self._spec, self._moment
+        opened = open_partition(
+            partition_folder(spec.state_dir, spec.flow_key, spec.table, partition),
+            spec.store,
+            moment.goal(spec, partition),
+            self._source,
+            verify=(self._host, partition) not in moment.verified,
+            single_key=spec.single_key,
+            tombstone_age_ms=spec.topics.tombstone_ms // 2,
+            now_ms=int(time.time() * 1000),
+            progress=_Progress(f"{spec.table}-{partition}"),
+        )
+        kind = ColumnEngine if isinstance(spec.processor, ColumnProcessor) else Engine
+        engine = kind(
+            spec.processor,  # type: ignore[arg-type]  # each engine takes its own kind
+            opened.store,
+            flow=spec.flow,
+            table=spec.table,
+            partition=partition,
+            batch=moment.batch,
+            now_ms=moment.now_ms,
+            watermark_ms=moment.watermark_ms,
+            default_ttl_ms=spec.default_ttl_ms,
+            on_error=spec.on_error,
+            dead_letter_topic=spec.dead_letter_topic,
+            late_topic=spec.late_topic,
+            source_topic=spec.source_topic,
+        )
+        self._open[partition] = _Open(opened, engine, [])
+        if self._opened is not None:
+            self._opened(partition)
+        engine.start()
+        self._drain(partition, engine)
+        return engine
+
+    def _feed(self, partition: int, batch: pa.RecordBatch) -> None:
+        engine = self._engine(partition)
+        engine.feed(batch)
+        self._drain(partition, engine)
+
+    def _drain(self, partition: int, engine: Engine | ColumnEngine) -> None:
+        outputs = engine.outputs()
+        if outputs is not None and outputs.num_rows:
+            self._emit(outputs, partition)
+
+    def _write(self, partition: int, run: _Open) -> None:
+        topics = self._spec.topics
+        try:
+            if self._spec.single_key:
+                batch = pa.record_batch(
+                    {"key": pa.array([SNAPSHOT_KEY]), "value": pa.array([snapshot(_merged(run))], pa.binary())}
+                )
+                self._changelog.write_to(topics.table, partition, batch)
+                return
+            values = [change for change in run.changes if not rows.is_internal(change[0])]
+            internal = [change for change in run.changes if rows.is_internal(change[0])]
+            if values:
+                self._changelog.write_to(topics.table, partition, _table_batch(values))
+            if internal:
+                self._changelog.write_to(topics.internal, partition, _internal_batch(internal))
+        except OnceflowError as error:
+            raise error.located(flow=self._spec.flow, batch=self._moment.batch) from error
+
+    def _left(
+        self, partition: int, run: _Open, acknowledged: Mapping[tuple[str, int], Acknowledged]
+    ) -> StateReport:
+        spec, moment = self._spec, self._moment
+        table = acknowledged.get((spec.topics.table, partition))
+        internal = acknowledged.get((spec.topics.internal, partition))
+        table_end = None if table is None else table.end_offset
+        internal_end = None if internal is None else internal.end_offset
+        if run.changes:
+            goal = moment.goal(spec, partition)
+            set_pending(
+                run.opened.store,
+                goal,
+                moment.commit,
+                run.changes,
+                goal.table_end if table_end is None else table_end,
+                goal.internal_end if internal_end is None else internal_end,
+            )
+        return StateReport(
+            table=spec.table,
+            partition=partition,
+            host=self._host,
+            commit=moment.commit,
+            how=run.opened.how,
+            restored=run.opened.records,
+            restore_seconds=run.opened.seconds,
+            table_end=table_end,
+            internal_end=internal_end,
+            max_event_ms=dict(run.engine.max_event_ms),
+            next_timer_ms=dict(run.engine.next_timer_ms),
+            counts=dict(run.engine.counts),
+        )
+
+
+def _merged(run: _Open) -> list[tuple[bytes, bytes]]:
+    """All rows of the partition as they are after the batch, without those of indexes."""
+    kinds = (rows.VALUE, rows.MAP, rows.TIMER)
+    merged = {
+        key: row for kind in kinds for key, row in run.opened.store.scan(kind, rows.after(kind))
+    }
+    for key, row in run.changes:
+        if row is None:
+            merged.pop(key, None)
+        else:
+            merged[key] = row
+    return sorted(merged.items())
+
+
+def _table_batch(changes: list[tuple[bytes, bytes | None]]) -> pa.RecordBatch:
+    """Rows as records that any reader understands: flags and their fields go to the headers."""
+    keys = [key[1:] for key, _ in changes]
+    if all(row is None or not row[0] for _, row in changes):
+        values = [None if row is None else row[1:] for _, row in changes]
+        return pa.record_batch({"key": pa.array(keys, pa.binary()), "value": pa.array(values, pa.binary())})
+    parts = [None if row is None else rows.unpack(row) for _, row in changes]
+    headers = [None if part is None else rows.record_headers(part) for part in parts]
+    return pa.record_batch(
+        {
+            "key": pa.array(keys, pa.binary()),
+            "value": pa.array([None if part is None else part.payload for part in parts], pa.binary()),
+            "headers": pa.array(
+                [None if h is None else [{"key": k, "value": v} for k, v in h] for h in headers], _HEADERS
+            ),
+        }
+    )
+
+
+def _internal_batch(changes: list[tuple[bytes, bytes | None]]) -> pa.RecordBatch:
+    return pa.record_batch(
+        {
+            "key": pa.array([key for key, _ in changes], pa.binary()),
+            "value": pa.array([row for _, row in changes], pa.binary()),
+        }
+    )
+
+
+class _Progress:
+    """Tells of a long restore every few seconds."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._started = self._told = time.monotonic()
+
+    def __call__(self, records: int) -> None:
+        now = time.monotonic()
+        if now - self._told >= _LONG_RESTORE_S:
+            self._told = now
+            rate = records / (now - self._started)
+            log.info("restoring %s: %d records so far, %.0f a second", self._what, records, rate)

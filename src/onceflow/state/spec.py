@@ -1,0 +1,135 @@
+"""What tasks are told of a process step, and what they tell the driver.
+
+``ProcessSpec`` is fixed with the query, ``Moment`` changes with every attempt of a batch, ``StateReport`` comes back
+from every partition of the table that a task has touched.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from onceflow.state.local import Commit, Goal
+from onceflow.state.processor import ColumnProcessor, Processor
+from onceflow.state.store import Store
+from onceflow.state.topics import TableTopics
+
+
+@dataclass(frozen=True)
+class ProcessSpec:
+    """One ``Flow.process``. Travels with the tasks' code.
+
+    Args:
+        flow: the flow's name. flow_key: what local folders are kept under (its name with its prefix).
+        source_topic: the topic of rows that do not name theirs; None when several are read.
+        default_ttl_ms: how long rows live that were put without a ttl; None: for ever.
+        single_key: whether the whole state of a partition is one record of the table topic.
+    """
+
+    flow: str
+    flow_key: str
+    processor: Processor | ColumnProcessor
+    topics: TableTopics
+    store: type[Store]
+    state_dir: Path
+    on_error: str = "fail"
+    dead_letter_topic: str | None = None
+    late_topic: str | None = None
+    default_ttl_ms: int | None = None
+    single_key: bool = False
+    source_topic: str | None = None
+
+    @property
+    def table(self) -> str:
+        return self.topics.table
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Where a batch stands when it begins: the same for all its tasks.
+
+    Args:
+        now_ms: processing time, epoch milliseconds. watermark_ms: event time, None when it is not known.
+        table_ends, internal_ends: committed end offsets of the two topics, per partition.
+        last: per partition, the transaction that last committed something to it, if it is known.
+        verified: host and partition of the local stores that were verified in this run.
+    """
+
+    batch: int
+    commit: Commit
+    now_ms: int
+    watermark_ms: int | None
+    table_ends: Mapping[int, int]
+    internal_ends: Mapping[int, int]
+    last: Mapping[int, Commit]
+    verified: frozenset[tuple[str, int]] = frozenset()
+
+    def goal(self, spec: ProcessSpec, partition: int) -> Goal:
+        """What the local store of a partition must hold before anything is read from it."""
+        return Goal(
+            flow=spec.flow_key,
+            table=spec.topics.table,
+            partition=partition,
+            table_id=spec.topics.table_id,
+            internal_id=spec.topics.internal_id,
+            table_end=self.table_ends[partition],
+            internal_end=self.internal_ends[partition],
+            last=self.last.get(partition),
+        )
+
+    def to_json(self) -> str:
+        """For a local property of Spark's: holds no secrets."""
+        return json.dumps(
+            {
+                "batch": self.batch,
+                "commit": self.commit,
+                "now_ms": self.now_ms,
+                "watermark_ms": self.watermark_ms,
+                "table_ends": list(self.table_ends.items()),
+                "internal_ends": list(self.internal_ends.items()),
+                "last": list(self.last.items()),
+                "verified": sorted(self.verified),
+            }
+        )
+
+    @classmethod
+    def from_json(cls, text: str) -> Moment:
+        fields = json.loads(text)
+        return cls(
+            batch=fields["batch"],
+            commit=Commit(*fields["commit"]),
+            now_ms=fields["now_ms"],
+            watermark_ms=fields["watermark_ms"],
+            table_ends=dict(fields["table_ends"]),
+            internal_ends=dict(fields["internal_ends"]),
+            last={partition: Commit(*commit) for partition, commit in fields["last"]},
+            verified=frozenset((host, partition) for host, partition in fields["verified"]),
+        )
+
+
+@dataclass(frozen=True)
+class StateReport:
+    """What happened to one partition of a table in one task.
+
+    Args:
+        how: how the local store was brought up to date (``LocalPartition``). restored: records read for it.
+        table_end, internal_end: where the topics end after this batch; None: nothing was written to them.
+        max_event_ms: latest event time per source topic and partition.
+        next_timer_ms: earliest timer left, per clock.
+        counts: records, late, dead_letters, timers_fired, expired.
+    """
+
+    table: str
+    partition: int
+    host: str
+    commit: Commit
+    how: str
+    restored: int
+    restore_seconds: float
+    table_end: int | None
+    internal_end: int | None
+    max_event_ms: Mapping[tuple[str | None, int], int] = field(default_factory=dict)
+    next_timer_ms: Mapping[str, int | None] = field(default_factory=dict)
+    counts: Mapping[str, int] = field(default_factory=dict)

@@ -1,0 +1,172 @@
+"""A table as the driver sees it: what is committed of it, and what its next batch has to know."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+
+from onceflow.errors import BatchAbortedError, ProgressConflictError
+from onceflow.state.local import Commit
+from onceflow.state.spec import Moment, ProcessSpec, StateReport
+from onceflow.state.watermark import Place, Watermark
+from onceflow.wire.progress import Progress, TableProgress
+
+log = logging.getLogger("onceflow.state")
+
+CLOCKS = ("event", "processing")
+
+
+class TableState:
+    """Driver's view of one table of a running flow.
+
+    Args:
+        progress: committed progress, which knows the table's topics (``Flow.process`` has seen to it).
+        source_partitions: of the topics the flow reads, for event time.
+    """
+
+    def __init__(
+        self,
+        spec: ProcessSpec,
+        progress: Progress,
+        *,
+        source_partitions: Iterable[Place],
+        lateness_ms: int | None,
+        idle_s: float,
+    ) -> None:
+        self.spec = spec
+        topics = spec.topics
+        self._table_ends: dict[int, int] = dict(progress.changelogs[topics.table])
+        self._internal_ends: dict[int, int] = dict(progress.changelogs[topics.internal])
+        # Whoever wrote to a partition last: only the transaction of the progress record is known at a start.
+        last = _commit_of(progress)
+        self.last: dict[int, Commit] = {} if last is None else dict.fromkeys(range(topics.partitions), last)
+        self._verified: set[tuple[str, int]] = set()
+        self._now_ms = progress.time_ms
+        known = progress.tables.get(topics.table, TableProgress())
+        self._lateness_ms = lateness_ms
+        self.watermark = Watermark(
+            source_partitions, lateness_ms=lateness_ms or 0, idle_s=idle_s, value_ms=known.watermark_ms
+        )
+        # Earliest timer per partition and clock; a partition that is missing was not looked at in this run.
+        self._timers: dict[int, dict[str, int | None]] = {}
+
+    @property
+    def partitions(self) -> int:
+        return self.spec.topics.partitions
+
+    def moment(self, batch: int, commit: Commit, now_ms: int) -> Moment:
+        """What the tasks of a batch are told. Processing time never goes back, whatever the clock does."""
+        return Moment(
+            batch=batch,
+            commit=commit,
+            now_ms=max(now_ms, self._now_ms),
+            watermark_ms=self.watermark.value_ms,
+            table_ends=dict(self._table_ends),
+            internal_ends=dict(self._internal_ends),
+            last=dict(self.last),
+            verified=frozenset(self._verified),
+        )
+
+    def due(self, now_ms: int) -> set[int]:
+        """Partitions with a timer that is due, or that may have one."""
+        found = set()
+        watermark_ms = self.watermark.after({})
+        for partition in range(self.partitions):
+            timers = self._timers.get(partition)
+            if timers is None:
+                found.add(partition)
+                continue
+            event, processing = timers.get("event"), timers.get("processing")
+            if processing is not None and processing <= now_ms:
+                found.add(partition)
+            if event is not None and watermark_ms is not None and event <= watermark_ms:
+                found.add(partition)
+        return found
+
+    # ---- a batch -------------------------------------------------------------------------------------
+
+    def check(self, reports: Sequence[StateReport], moment: Moment) -> None:
+        """Every partition once, and all of this attempt.
+
+        Raises:
+            BatchAbortedError: reports of another attempt (worth a rerun).
+            ProgressConflictError: a partition was in two tasks.
+        """
+        seen: set[int] = set()
+        for report in reports:
+            if report.commit != moment.commit:
+                raise BatchAbortedError(
+                    f"A task of table {self.spec.table} belongs to another attempt",
+                    topic=self.spec.table,
+                    detail=f"{report.commit}, expected {moment.commit}",
+                    next_step="none: the batch is run again under a new epoch",
+                )
+            if report.partition in seen:
+                raise ProgressConflictError(
+                    f"Two tasks held partition {report.partition} of table {self.spec.table} in one transaction",
+                    topic=f"{self.spec.table}-{report.partition}",
+                    next_step="nothing was committed; report this, with the query's plan (df.explain())",
+                )
+            seen.add(report.partition)
+
+    def progress_after(self, reports: Sequence[StateReport]) -> tuple[dict[str, dict[int, int]], TableProgress]:
+        """End offsets of both topics, and the rest that progress keeps, when these reports are committed."""
+        table_ends, internal_ends = self._ends_after(reports)
+        topics = self.spec.topics
+        known = TableProgress(self.spec.processor.version, self._watermark_after(reports))
+        return {topics.table: table_ends, topics.internal: internal_ends}, known
+
+    def adopt(self, reports: Sequence[StateReport], moment: Moment) -> None:
+        """The batch is committed."""
+        watermark_ms = self._watermark_after(reports)
+        self._table_ends, self._internal_ends = self._ends_after(reports)
+        self._now_ms = moment.now_ms
+        self.watermark.adopt(_latest(reports), watermark_ms)
+        for report in reports:
+            self._verified.add((report.host, report.partition))
+            self._timers[report.partition] = dict(report.next_timer_ms)
+            if report.table_end is not None or report.internal_end is not None:
+                self.last[report.partition] = moment.commit
+            if report.how in ("restored", "caught up"):
+                log.info(
+                    "table %s-%d: %s, %d records read in %.2f s",
+                    report.table,
+                    report.partition,
+                    report.how,
+                    report.restored,
+                    report.restore_seconds,
+                )
+
+    def looked_at(self, reports: Sequence[StateReport]) -> None:
+        """The stores were opened, and nothing was committed (a batch without effect)."""
+        for report in reports:
+            self._verified.add((report.host, report.partition))
+            self._timers[report.partition] = dict(report.next_timer_ms)
+
+    def _ends_after(self, reports: Sequence[StateReport]) -> tuple[dict[int, int], dict[int, int]]:
+        table_ends, internal_ends = dict(self._table_ends), dict(self._internal_ends)
+        for report in reports:
+            if report.table_end is not None:
+                table_ends[report.partition] = report.table_end
+            if report.internal_end is not None:
+                internal_ends[report.partition] = report.internal_end
+        return table_ends, internal_ends
+
+    def _watermark_after(self, reports: Sequence[StateReport]) -> int | None:
+        if self._lateness_ms is None:
+            return None
+        return self.watermark.after(_latest(reports))
+
+
+def _latest(reports: Sequence[StateReport]) -> dict[Place, int]:
+    latest: dict[Place, int] = {}
+    for report in reports:
+        for place, ms in report.max_event_ms.items():
+            latest[place] = max(ms, latest.get(place, ms))
+    return latest
+
+
+def _commit_of(progress: Progress) -> Commit | None:
+    if progress.producer_id < 0:
+        return None
+    return Commit(progress.batch_id, progress.producer_id, progress.producer_epoch)

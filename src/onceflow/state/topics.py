@@ -1,0 +1,166 @@
+"""The two topics of a table: the table itself, and its companion for what other readers need not see.
+
+Both are compacted and have the same partitions: a key's rows are in the partition that Kafka's default
+partitioner gives the key, so that any client finds them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from onceflow.client import offsets as kafka_offsets
+from onceflow.client.cluster import Cluster, TopicInfo
+from onceflow.client.deadline import Deadline
+from onceflow.client.topics import create_topic, max_message_bytes, topic_config
+from onceflow.errors import PermissionDeniedError, ProgressConflictError, UnknownTopicError
+
+log = logging.getLogger("onceflow.state")
+
+INTERNAL_SUFFIX = "-internal"
+_CONFIGS = {
+    "cleanup.policy": "compact",
+    # As onceflow writes it, whatever the broker's default is.
+    "compression.type": "producer",
+    "message.timestamp.type": "CreateTime",
+    # What is not compacted yet is read again at every restore.
+    "min.cleanable.dirty.ratio": "0.2",
+}
+_COPIES_MOST = 3
+_TOMBSTONE_MS = 86_400_000  # Kafka's default of delete.retention.ms
+
+
+@dataclass(frozen=True)
+class TableTopics:
+    """A table's topics as they are in Kafka.
+
+    Args:
+        table, internal: names. table_id, internal_id: Kafka's topic ids; a topic made again has another.
+        partitions: of both.
+        tombstone_ms: how long compaction keeps a tombstone, milliseconds (``delete.retention.ms``).
+        max_message_bytes: the smaller limit of the two.
+    """
+
+    table: str
+    internal: str
+    table_id: str
+    internal_id: str
+    partitions: int
+    tombstone_ms: int
+    max_message_bytes: int
+
+    @property
+    def ids(self) -> dict[str, str]:
+        """Topic ids by name, as progress keeps them."""
+        return {self.table: self.table_id, self.internal: self.internal_id}
+
+
+def ensure_topics(cluster: Cluster, table: str, partitions: int, deadline: Deadline) -> TableTopics:
+    """The table's topics, created when they are missing.
+
+    Args:
+        partitions: for a table that does not exist yet; an existing one keeps its own.
+
+    Raises:
+        PermissionDeniedError: one is missing and this principal may not create it.
+        ProgressConflictError: one exists and is not a compacted topic, or their partitions differ.
+    """
+    internal = table + INTERNAL_SUFFIX
+    info = _ensure(cluster, table, partitions, deadline)
+    other = _ensure(cluster, internal, info.partitions, deadline)
+    if other.partitions != info.partitions:
+        raise ProgressConflictError(
+            f"Table topic {table} has {info.partitions} partitions, its companion {internal} has {other.partitions}",
+            topic=table,
+            next_step="`onceflow table repartition` brings both, and the rows in them, to one partition count",
+        )
+    retention = topic_config(cluster, table, "delete.retention.ms", deadline)
+    limits = max_message_bytes(cluster, [table, internal], deadline)
+    return TableTopics(
+        table=table,
+        internal=internal,
+        table_id=info.topic_id,
+        internal_id=other.topic_id,
+        partitions=info.partitions,
+        tombstone_ms=_TOMBSTONE_MS if retention is None else int(retention),
+        max_message_bytes=min(limits.values()),
+    )
+
+
+def _ensure(cluster: Cluster, topic: str, partitions: int, deadline: Deadline) -> TopicInfo:
+    try:
+        info = cluster.topics([topic], deadline)[topic]
+    except UnknownTopicError:
+        return _create(cluster, topic, partitions, deadline)
+    policy = topic_config(cluster, topic, "cleanup.policy", deadline)
+    if policy is None:
+        log.warning("may not read the settings of %s: see that its cleanup.policy is compact", topic)
+    elif policy != "compact":
+        raise ProgressConflictError(
+            f"Table topic {topic} has cleanup.policy={policy}: rows would vanish from it, and come back nowhere",
+            topic=topic,
+            next_step=f"kafka-configs.sh --alter --entity-type topics --entity-name {topic} --add-config "
+            "cleanup.policy=compact (rows expire by ttl of the processor or retention= of Flow.process), or give "
+            "the table another name",
+        )
+    return info
+
+
+def _create(cluster: Cluster, topic: str, partitions: int, deadline: Deadline) -> TopicInfo:
+    copies = min(_COPIES_MOST, cluster.broker_count())
+    configs = {**_CONFIGS, "min.insync.replicas": str(max(1, copies - 1))}
+    try:
+        if create_topic(
+            cluster, topic, partitions=partitions, configs=configs, deadline=deadline, replication=copies
+        ):
+            log.info("created table topic %s with %d partitions", topic, partitions)
+    except PermissionDeniedError as error:
+        raise PermissionDeniedError(
+            f"Table topic {topic} does not exist, and this principal may not create it",
+            topic=topic,
+            detail=error.detail,
+            next_step=f"create it once: {partitions} partitions, cleanup.policy=compact; or grant CREATE on it",
+        ) from error
+    attempt = 0
+    while True:
+        try:
+            return cluster.topics([topic], deadline)[topic]
+        except UnknownTopicError as error:  # brokers learn of it a little later
+            deadline.pause(attempt, error.what)
+            attempt += 1
+
+
+def committed_ends(cluster: Cluster, topics: TableTopics, deadline: Deadline) -> dict[str, dict[int, int]]:
+    """Last stable offsets of both topics, per partition."""
+    spans = {name: list(range(topics.partitions)) for name in (topics.table, topics.internal)}
+    found = kafka_offsets.list_offsets(cluster, spans, kafka_offsets.LATEST, deadline)
+    return {name: dict(ends) for name, ends in found.items()}
+
+
+def check_known(topics: TableTopics, changelogs: Mapping[str, Mapping[int, int]], ids: Mapping[str, str]) -> None:
+    """The topics must be those that progress speaks of.
+
+    Args:
+        changelogs: end offsets in progress. ids: topic ids in progress.
+
+    Raises:
+        ProgressConflictError: a topic was made again, or has another number of partitions.
+    """
+    for name, topic_id in topics.ids.items():
+        if ids.get(name) not in (None, topic_id):
+            raise ProgressConflictError(
+                f"Table topic {name} was deleted and created again: the state that progress speaks of is gone",
+                topic=name,
+                detail=f"topic id {topic_id}, progress knows {ids[name]}",
+                next_step="if that was on purpose, start the flow over: `onceflow reset FLOW`",
+            )
+    known = len(changelogs[topics.table])
+    if known != topics.partitions:
+        raise ProgressConflictError(
+            f"Table topic {topics.table} has {topics.partitions} partitions, its rows were placed for {known}",
+            topic=topics.table,
+            detail="keys would be looked for in partitions where their rows are not",
+            next_step=f"stop the flow and run `onceflow table repartition FLOW {topics.table} --partitions "
+            f"{max(known, topics.partitions)}`: it moves the rows, in one transaction",
+        )

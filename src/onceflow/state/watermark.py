@@ -1,0 +1,70 @@
+"""Event time over several partitions: how far all of them have come.
+
+The watermark is the least of the latest event times of all active partitions, minus the allowed lateness. It never
+goes back. A partition that has brought nothing for ``idle_s`` seconds is not waited for. (As Flink and Spark define
+it; Spark's own watermark is the *largest* event time, which makes records of slow partitions late.)
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+
+Place = tuple[str | None, int]
+"""A topic and a partition; without a topic, a partition of the table."""
+
+
+class Watermark:
+    """What the driver knows of event time.
+
+    Args:
+        places: partitions to wait for from the start, until they are idle.
+        lateness_ms: how much later than others of its partition a record may be.
+        idle_s: seconds without records after which a partition is not waited for.
+        value_ms: the committed watermark; None: not known yet.
+    """
+
+    def __init__(
+        self,
+        places: Iterable[Place],
+        *,
+        lateness_ms: int,
+        idle_s: float,
+        value_ms: int | None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._lateness_ms = lateness_ms
+        self._idle_s = idle_s
+        self._clock = clock
+        self.value_ms = value_ms
+        # After a restart a partition has come at least as far as the committed watermark, plus the lateness.
+        known = None if value_ms is None else value_ms + lateness_ms
+        started = clock()
+        self._latest: dict[Place, int | None] = dict.fromkeys(places, known)
+        self._seen: dict[Place, float] = dict.fromkeys(self._latest, started)
+
+    def after(self, latest_ms: Mapping[Place, int]) -> int | None:
+        """The watermark that follows a batch with these latest event times; nothing is remembered yet."""
+        now = self._clock()
+        merged = {place: self._merged(place, latest_ms) for place in {**self._latest, **latest_ms}}
+        waiting = [
+            latest
+            for place, latest in merged.items()
+            if place in latest_ms or now - self._seen.get(place, now) < self._idle_s
+        ]
+        if not waiting or any(latest is None for latest in waiting):
+            return self.value_ms
+        least = min(latest for latest in waiting if latest is not None) - self._lateness_ms
+        return least if self.value_ms is None else max(self.value_ms, least)
+
+    def adopt(self, latest_ms: Mapping[Place, int], value_ms: int | None) -> None:
+        """The batch is committed."""
+        now = self._clock()
+        for place in latest_ms:
+            self._latest[place] = self._merged(place, latest_ms)
+            self._seen[place] = now
+        self.value_ms = value_ms
+
+    def _merged(self, place: Place, latest_ms: Mapping[Place, int]) -> int | None:
+        known, new = self._latest.get(place), latest_ms.get(place)
+        return new if known is None else known if new is None else max(known, new)

@@ -1,0 +1,307 @@
+"""``ProcessorDriver``: a processor under test, without Spark and Kafka, in milliseconds."""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+import uuid
+import weakref
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pyarrow as pa
+
+from onceflow.errors import ProcessorError
+from onceflow.state import rows
+from onceflow.state.columns import ColumnEngine
+from onceflow.state.durations import duration_ms
+from onceflow.state.engine import Engine
+from onceflow.state.handle import Scope, State
+from onceflow.state.memory_store import MemoryStore
+from onceflow.state.outbox import SCHEMA
+from onceflow.state.overlay import Overlay
+from onceflow.state.processor import ColumnProcessor, Processor
+from onceflow.state.record import Header, Record
+from onceflow.state.serdes import BYTES, struct
+from onceflow.state.timers import Timer, timer_of
+from onceflow.wire.partitioners import key_partitions
+
+_INPUT = pa.schema([*SCHEMA, ("partition", pa.int32()), ("offset", pa.int64())])
+_LATE, _DEAD = "late", "dead-letters"
+# As many batches in a row without input are no accident.
+_SETTLE_BATCHES = 1000
+
+# In the class, list is a method.
+_Records = list[Record]
+_Timers = list[tuple[Any, Timer]]
+
+
+class ProcessorDriver:
+    """Sends records to a processor and looks at what comes out.
+
+    ::
+
+        driver = ProcessorDriver(Balance())
+        assert driver.send("ada", {"amount": 5}) == [Record("ada", {"balance": 5})]
+        assert driver.state("ada") == {"balance": 5}
+        driver.advance(60)  # seconds; timers fire, rows expire
+
+    Every batch runs as in production: the processor is opened and closed, changes are committed when all of it has
+    succeeded, and timers are due in batches after the one that registered them. After each batch those that are due by
+    then fire, as they would in a flow that waits for input.
+
+    Args:
+        processor: a `Processor` or `ColumnProcessor`; assign a newer version to ``driver.processor`` to see it migrate.
+        partitions: of the table.
+        now_ms: processing time at the beginning; it only moves when it is told to.
+        options: of the engine: ``on_error="dead-letter"``, ``default_ttl_ms``, ...
+
+    Attributes:
+        outputs: all records that were yielded so far, decoded by the processor's serdes where these can.
+        late: letters of records that were behind the watermark: key and value in bytes, the cause in the headers.
+        dead_letters: letters of records that could not be processed, likewise.
+        watermark_ms: follows the event times less ``allowed_lateness`` after every batch; may be set.
+        counts: what the engines counted, over all batches.
+    """
+
+    def __init__(
+        self, processor: Processor | ColumnProcessor, partitions: int = 1, *, now_ms: int = 0, **options: Any
+    ) -> None:
+        self.processor = processor
+        self.now_ms = now_ms
+        self.watermark_ms: int | None = None
+        self.outputs: _Records = []
+        self.late: _Records = []
+        self.dead_letters: _Records = []
+        self.counts: dict[str, int] = {}
+        self._options = {"dead_letter_topic": _DEAD, "late_topic": _LATE, **options}
+        self._queue: list[tuple[int, Record]] = []  # partition of the table and record, in bytes
+        self._offsets: dict[tuple[str, int], int] = {}
+        self._latest: dict[tuple[str | None, int], int] = {}
+        self._batches = itertools.count(1)
+        folder = Path(tempfile.gettempdir(), f"onceflow-driver-{uuid.uuid4().hex}")
+        self._stores = []
+        for partition in range(partitions):
+            self._stores.append(MemoryStore.open(folder / str(partition)))
+            weakref.finalize(self, MemoryStore.remove, folder / str(partition))
+
+    # ---- input ---------------------------------------------------------------------------------------
+
+    def send(
+        self,
+        key: Any,
+        value: Any = None,
+        *,
+        timestamp_ms: int | None = None,
+        headers: Iterable[Header] = (),
+        topic: str = "input",
+        partition: int = 0,
+        run: bool = True,
+    ) -> _Records:
+        """Send one record, as a batch of its own.
+
+        Args:
+            key, value: bytes, None, or what the processor's serdes encode (with a column processor also text, and
+                values that become JSON).
+            timestamp_ms: None: now.
+            topic, partition: the record comes from.
+            run: False leaves it for the next batch.
+
+        Returns:
+            what the batch yielded.
+
+        Raises:
+            ProcessorError: the batch failed; nothing of it counts.
+        """
+        encode_key, encode_value = self._encoders()
+        raw_key = key if key is None or isinstance(key, bytes) else encode_key(key)
+        raw_value = value if value is None or isinstance(value, bytes) else encode_value(value)
+        offset = self._offsets.get((topic, partition), 0)
+        self._offsets[topic, partition] = offset + 1
+        time_ms = self.now_ms if timestamp_ms is None else timestamp_ms
+        record = Record(raw_key, raw_value, topic, tuple(headers), time_ms, partition, offset)
+        self._queue.append((self._partition_of(raw_key), record))
+        return self.run() if run else []
+
+    def send_many(self, records: Iterable[Record | tuple[Any, Any]]) -> _Records:
+        """Send records, or pairs of key and value, as one batch; returns and raises as send()."""
+        for each in records:
+            record = each if isinstance(each, Record) else Record(*each)
+            self.send(
+                record.key,
+                record.value,
+                timestamp_ms=record.timestamp_ms,
+                headers=record.headers,
+                topic=record.topic or "input",
+                partition=record.partition or 0,
+                run=False,
+            )
+        return self.run()
+
+    def advance(self, seconds: float) -> _Records:
+        """Move processing time on, and run what is due; returns and raises as send()."""
+        self.now_ms += duration_ms(seconds)
+        return self.run()
+
+    def run(self) -> _Records:
+        """Run a batch of what is queued, and what is due then; returns and raises as send()."""
+        yielded, due = self._batch()
+        for _ in range(_SETTLE_BATCHES):
+            if not due:
+                return yielded
+            more, due = self._batch()
+            yielded += more
+        raise ProcessorError(
+            f"timers are due again after {_SETTLE_BATCHES} batches", next_step="register timers for a later time."
+        )
+
+    # ---- what came of it -----------------------------------------------------------------------------
+
+    def take(self) -> _Records:
+        """The outputs, which are forgotten."""
+        taken, self.outputs = self.outputs, []
+        return taken
+
+    def state(self, key: Any, default: Any = None) -> Any:
+        """The committed value of a key, decoded."""
+        return self._state(key).get(default)
+
+    def map(self, key: Any, name: str, /, **serdes: Any) -> dict[Any, Any]:
+        """The committed entries of a map of a key; ``key=`` and ``value=`` serdes as of ``state.map``."""
+        return dict(self._state(key).map(name, **serdes).items())
+
+    def list(self, key: Any, name: str, /, **serdes: Any) -> list[Any]:
+        """The committed items of a list of a key; ``value=`` serde as of ``state.list``."""
+        return [*self._state(key).list(name, **serdes)]
+
+    @property
+    def states(self) -> dict[Any, Any]:
+        """The committed values of all keys, decoded."""
+        return {key: value for at in range(len(self._stores)) for key, value in State(self._scope(at), b"").range()}
+
+    @property
+    def timers(self) -> _Timers:
+        """Keys and timers that are registered, the earliest first."""
+        found = []
+        for at, store in enumerate(self._stores):
+            decode = self._scope(at).key_serde.decode
+            for row_key, row in store.scan(rows.TIMER, rows.after(rows.TIMER)):
+                key, name = rows.timer_parts(row_key)
+                found.append((decode(key), Timer(name.decode(), *timer_of(row))))
+        return sorted(found, key=lambda each: each[1].at_ms)
+
+    # ---- inside --------------------------------------------------------------------------------------
+
+    def _batch(self) -> tuple[_Records, bool]:
+        """Run one batch; what it yielded, and whether something is due after it."""
+        queued, self._queue = self._queue, []
+        number = next(self._batches)
+        kind: Any = ColumnEngine if isinstance(self.processor, ColumnProcessor) else Engine
+        engines = []
+        written = []
+        for partition, store in enumerate(self._stores):
+            engine = kind(
+                self.processor,
+                store,
+                flow="test",
+                table="table",
+                partition=partition,
+                batch=number,
+                now_ms=self.now_ms,
+                watermark_ms=self.watermark_ms,
+                **self._options,
+            )
+            engine.start()
+            records = [record for at, record in queued if at == partition]
+            if records:
+                engine.feed(_batch_of(records))
+            engine.finish()
+            engines.append(engine)
+            written.append(engine.outputs())
+        for engine, store in zip(engines, self._stores, strict=True):
+            self._settle(engine, store)
+        yielded = [record for batch in written if batch is not None for record in self._sorted(batch)]
+        self.outputs += yielded
+        due = [engine.next_timer_ms for engine in engines]
+        self._move_watermark()
+        return yielded, any(
+            at_ms is not None and until_ms is not None and at_ms <= until_ms
+            for each in due
+            for at_ms, until_ms in ((each["event"], self.watermark_ms), (each["processing"], self.now_ms))
+        )
+
+    def _settle(self, engine: Any, store: MemoryStore) -> None:
+        for place, ms in engine.max_event_ms.items():
+            self._latest[place] = max(ms, self._latest.get(place, ms))
+        for name, count in engine.counts.items():
+            self.counts[name] = self.counts.get(name, 0) + count
+        store.write(engine.changes(), index=True)
+
+    def _move_watermark(self) -> None:
+        if self._latest:
+            reached = min(self._latest.values()) - duration_ms(self.processor.allowed_lateness or 0)
+            self.watermark_ms = reached if self.watermark_ms is None else max(reached, self.watermark_ms)
+
+    def _sorted(self, batch: pa.RecordBatch) -> Iterable[Record]:
+        """Letters go to their lists, the rest is returned, decoded."""
+        decode_key = getattr(self.processor, "key", BYTES).decode
+        decode_value = getattr(self.processor, "output", BYTES).decode
+        for row in batch.to_pylist():
+            headers = tuple((each["key"], each["value"]) for each in row["headers"] or ())
+            record = Record(row["key"], row["value"], row["topic"], headers, row["timestamp"])
+            if record.topic is not None and record.topic == self._options["late_topic"]:
+                self.late.append(record)
+            elif record.topic is not None and record.topic == self._options["dead_letter_topic"]:
+                self.dead_letters.append(record)
+            else:
+                record.key, record.value = _decoded(record.key, decode_key), _decoded(record.value, decode_value)
+                yield record
+
+    def _encoders(self) -> tuple[Any, Any]:
+        if isinstance(self.processor, ColumnProcessor):
+            return str.encode, lambda value: value.encode() if isinstance(value, str) else orjson.dumps(value)
+        return self.processor.key.encode, self.processor.value.encode
+
+    def _partition_of(self, raw_key: bytes | None) -> int:
+        return 0 if raw_key is None else int(key_partitions(pa.array([raw_key], pa.binary()), len(self._stores))[0])
+
+    def _state(self, key: Any) -> State:
+        raw_key = key if isinstance(key, bytes) else self._encoders()[0](key)
+        return State(self._scope(self._partition_of(raw_key)), raw_key)
+
+    def _scope(self, partition: int) -> Scope:
+        scope = Scope(
+            self.processor,
+            Overlay(self._stores[partition]),
+            partition=partition,
+            now_ms=self.now_ms,
+            watermark_ms=self.watermark_ms,
+            ttl_ms=None,
+        )
+        if isinstance(self.processor, ColumnProcessor) and self.processor.state_fields is not None:
+            scope.decode = struct(**self.processor.state_fields).decode
+        return scope
+
+
+def _batch_of(records: list[Record]) -> pa.RecordBatch:
+    columns = [
+        [record.key for record in records],
+        [record.value for record in records],
+        [record.topic for record in records],
+        [record.headers or None for record in records],
+        [record.timestamp_ms for record in records],
+        [record.partition for record in records],
+        [record.offset for record in records],
+    ]
+    arrays = [pa.array(column, field.type) for column, field in zip(columns, _INPUT, strict=True)]
+    return pa.RecordBatch.from_arrays(arrays, schema=_INPUT)
+
+
+def _decoded(raw: bytes | None, decode: Any) -> Any:
+    """Decoded, or bytes as they are: a processor may yield bytes that its serde does not know."""
+    try:
+        return None if raw is None else decode(raw)
+    except Exception:
+        return raw

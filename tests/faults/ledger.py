@@ -1,0 +1,78 @@
+"""The processor of the state tests, and the same by itself: what its outputs and its state must be.
+
+Pickled by value into tasks, which cannot import test modules: ``use()`` sees to it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from pyspark import cloudpickle
+
+import onceflow
+
+KEYS = 40
+
+
+class Ledger(onceflow.Processor):
+    """Sum and count per key, entries of a map per last digit; ``forget`` deletes both."""
+
+    value = onceflow.serdes.JSON
+    state = onceflow.serdes.JSON
+    output = onceflow.serdes.JSON
+
+    def process(self, key: bytes, records: Sequence[onceflow.Record], state: Any) -> Iterator[onceflow.Record]:
+        known = state.get() or {"sum": 0, "count": 0}
+        digits = state.map("digits")
+        for record in records:
+            n = record.value["n"]
+            if record.value.get("op") == "boom":
+                raise ValueError(f"boom at {n}")
+            if record.value.get("op") == "forget":
+                known = {"sum": 0, "count": 0}
+                state.delete()
+                digits.clear()
+            else:
+                known = {"sum": known["sum"] + n, "count": known["count"] + 1}
+                state.put(known)
+                digits.put(str(n % 10), digits.get(str(n % 10), 0) + 1)
+            yield onceflow.Record(key, {"n": n, **known})
+
+
+def inputs(first: int, count: int, *, keys: int = KEYS) -> list[tuple[bytes, bytes]]:
+    """Records ``first`` and on; every 97th forgets its key."""
+    found = []
+    for n in range(first, first + count):
+        op = "forget" if n % 97 == 96 else "add"
+        found.append((f"key-{n * 7919 % keys:03d}".encode(), json.dumps({"n": n, "op": op}).encode()))
+    return found
+
+
+def expected(sent: Iterable[tuple[bytes, bytes]]) -> tuple[dict[int, dict[str, Any]], dict[bytes, Any], dict[Any, int]]:
+    """Outputs by number, state by key, map entries by key and digit."""
+    outputs: dict[int, dict[str, Any]] = {}
+    sums: dict[bytes, dict[str, int]] = {}
+    digits: dict[tuple[bytes, str], int] = {}
+    for key, raw in sent:
+        value = json.loads(raw)
+        n = value["n"]
+        if value["op"] == "forget":
+            sums.pop(key, None)
+            for entry in [entry for entry in digits if entry[0] == key]:
+                del digits[entry]
+            outputs[n] = {"n": n, "sum": 0, "count": 0}
+        else:
+            known = sums.get(key, {"sum": 0, "count": 0})
+            sums[key] = {"sum": known["sum"] + n, "count": known["count"] + 1}
+            entry = (key, str(n % 10))
+            digits[entry] = digits.get(entry, 0) + 1
+            outputs[n] = {"n": n, **sums[key]}
+    return outputs, sums, digits
+
+
+def use() -> None:
+    """Make tasks get this module's classes with their code."""
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])

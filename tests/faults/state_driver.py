@@ -1,0 +1,38 @@
+"""A driver process for crash tests of state: one flow with a process step. Argument: JSON, see ``StatePipe.driver``."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+
+import ledger
+
+import onceflow
+from onceflow.sink import state_step
+
+
+def main() -> None:
+    given = json.loads(sys.argv[1])
+    logging.basicConfig(level=logging.INFO if given.get("verbose") else logging.WARNING)
+    ledger.use()
+    spark = onceflow.session(
+        app_name=given["flow"], master=given.get("master", "local[2]"), config={"spark.driver.memory": "700m"}
+    )
+    state_step._TASK_ROWS = given.get("task_rows", 400)
+    flow = onceflow.Flow(given["flow"], spark, bootstrap_servers=given["bootstrap"])
+    source = flow.read(given["source"], max_records_per_batch=given.get("records_per_batch", 1000))
+    output = flow.process(source, ledger.Ledger(), table=given["table"], state_dir=given["state_dir"])
+    if given.get("inside"):
+        output = output.where("value is not null")
+    query = flow.write(output, topic=given["target"], **given.get("write", {})).start()
+    print("started", flush=True)
+    if given.get("forever"):
+        query.awaitTermination()
+    query.processAllAvailable()
+    query.stop()
+    print("done", [(b.batch, b.attempts, b.path) for b in query.batches], flush=True)
+
+
+if __name__ == "__main__":
+    main()

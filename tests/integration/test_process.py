@@ -1,0 +1,292 @@
+"""``Flow.process`` on a real broker: outputs, table topic and local store agree with an independent fold."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from typing import Any
+
+import pytest
+from confluent_kafka.admin import AdminClient, ConfigResource, NewPartitions
+
+import onceflow
+from onceflow.sink import state_step
+from onceflow.testing import independent
+from onceflow.testing.broker import create_topic
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.fixture
+def by_tasks(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Small data is processed by as many tasks as large data would be."""
+    monkeypatch.setattr(state_step, "_TASK_ROWS", 400)
+    return {"small_batch_rows": 0}
+
+
+def paths(query: Any) -> set[str]:
+    return {batch.path for batch in query.batches}
+
+
+def test_the_driver_processes_small_batches(make_state_pipe: Any) -> None:
+    pipe = make_state_pipe()
+    pipe.fill(2500)
+    query = pipe.run()
+    assert paths(query) == {"driver"}
+    pipe.check()
+
+
+def test_tasks_without_a_shuffle(make_state_pipe: Any, by_tasks: Any) -> None:
+    """Keys are where Kafka's partitioner puts them, so source partitions are taken as they are."""
+    pipe = make_state_pipe()
+    pipe.fill(2500)
+    query = pipe.run(**by_tasks)
+    assert paths(query) == {"2 tasks"}
+    assert {batch.attempts for batch in query.batches} == {1}
+    pipe.check()
+
+
+def test_tasks_with_a_shuffle(make_state_pipe: Any, by_tasks: Any) -> None:
+    """The table has other partitions than the source."""
+    pipe = make_state_pipe(partitions=2, target_partitions=4)
+    pipe.fill(2500)
+    query = pipe.run(process={"partitions": 4}, **by_tasks)
+    assert paths(query) == {"2 tasks"}
+    pipe.check()
+
+
+def test_source_that_is_partitioned_in_another_way(make_state_pipe: Any, by_tasks: Any) -> None:
+    """As many partitions, but keys are elsewhere (librdkafka's own partitioner): found out, and shuffled."""
+    pipe = make_state_pipe()
+    pipe.sent = pipe.ledger.inputs(0, 1500)
+    independent.fill(pipe.bootstrap, pipe.source, pipe.sent, options={"partitioner": "consistent_random"})
+    query = pipe.run(**by_tasks)
+    assert [batch.attempts for batch in query.batches][:2] == [2, 1]
+    pipe.check()
+
+
+def test_outputs_that_belong_to_other_tasks(make_state_pipe: Any, by_tasks: Any) -> None:
+    """The output has other partitions: the driver writes few rows, two stages write many."""
+    pipe = make_state_pipe(target_partitions=3)
+    pipe.fill(2500)
+    pipe.run(**by_tasks)
+    pipe.check()
+
+
+def test_many_outputs_that_belong_to_other_tasks(
+    make_state_pipe: Any, by_tasks: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Many(state_step.TogetherTask):
+        def __call__(self, batches: Any) -> Any:
+            from onceflow.sink import state_tasks
+
+            state_tasks.RETURNED_ROWS_MAX = 10
+            return super().__call__(batches)
+
+    monkeypatch.setattr(state_step, "TogetherTask", Many)
+    pipe = make_state_pipe(target_partitions=3)
+    pipe.fill(2500)
+    query = pipe.run(**by_tasks)
+    assert [batch.attempts for batch in query.batches] == [2, 1, 1]
+    assert query.batches[-1].path.count("tasks") == 1
+    assert "+" in query.batches[-1].path
+    pipe.check()
+
+
+@pytest.mark.parametrize("small_batch_rows", [0, 4000])
+def test_inside_a_query(make_state_pipe: Any, small_batch_rows: int) -> None:
+    """Any PySpark may follow a process step."""
+    pipe = make_state_pipe()
+    pipe.fill(2500)
+    pipe.run(inside=True, small_batch_rows=small_batch_rows)
+    pipe.check()
+
+
+def test_restarts_go_on_with_the_state(make_state_pipe: Any, by_tasks: Any) -> None:
+    pipe = make_state_pipe()
+    for turn in range(3):
+        pipe.fill(1200)
+        pipe.run(inside=turn == 1, **(by_tasks if turn else {}))
+        pipe.check()
+
+
+def test_lost_local_state(make_state_pipe: Any) -> None:
+    pipe = make_state_pipe()
+    pipe.fill(1500)
+    pipe.run()
+    shutil.rmtree(pipe.state_dir)
+    pipe.fill(500)
+    pipe.run()
+    pipe.check()
+
+
+@pytest.mark.parametrize("store", ["memory", "rocksdb"])
+def test_other_stores(make_state_pipe: Any, by_tasks: Any, store: str) -> None:
+    pipe = make_state_pipe()
+    for options in ({}, by_tasks):
+        pipe.fill(1200)
+        pipe.run(process={"store": store}, **options)
+        pipe.check(local=False)
+
+
+def test_single_key(make_state_pipe: Any) -> None:
+    """The whole state of a partition is one record of the table topic."""
+    pipe = make_state_pipe()
+    for _ in range(2):
+        pipe.fill(800)
+        pipe.run(process={"single_key": True})
+        shutil.rmtree(pipe.state_dir)
+    pipe.fill(100)
+    pipe.run(process={"single_key": True})
+    records = independent.read_topic(pipe.bootstrap, pipe.table, decided=True)
+    assert {(record.partition, record.key) for record in records} == {(p, b"onceflow.state") for p in range(4)}
+    assert independent.read_topic(pipe.bootstrap, f"{pipe.table}-internal") == []
+    _, sums, _ = pipe.ledger.expected(pipe.sent)
+    stored = {key: json.loads(value) for key, value in onceflow.LocalTable(pipe.folder).range()}
+    assert stored == sums
+
+
+def test_a_processor_that_raises(make_state_pipe: Any, by_tasks: Any) -> None:
+    """The batch aborts; the error names the record. Dead-lettered, the rest of the batch counts."""
+    pipe = make_state_pipe()
+    pipe.fill(600)
+    boom = (b"key-001", json.dumps({"n": -1, "op": "boom"}).encode())
+    garbage = (b"key-002", b"{not json")
+    independent.fill(pipe.bootstrap, pipe.source, [boom, garbage])
+    with pytest.raises(onceflow.ProcessorError, match=r"boom at -1|not json|JSON") as caught:
+        pipe.run(**by_tasks)
+    text = str(caught.value)
+    assert pipe.source in text
+    assert "offset" in text
+    assert "key-00" in text
+    assert independent.read_topic(pipe.bootstrap, pipe.target) == []
+    letters = pipe.source.replace("in-", "dead-", 1)
+    create_topic(pipe.bootstrap, letters, 1)
+    pipe.run(process={"on_error": "dead-letter", "dead_letter_topic": letters}, **by_tasks)
+    pipe.check()
+    seen = {(r.key, r.value): dict(r.headers) for r in independent.read_topic(pipe.bootstrap, letters, decided=True)}
+    assert set(seen) == {boom, garbage}
+    assert seen[boom]["onceflow.error.class"] == b"ValueError"
+    assert seen[boom]["onceflow.error.message"] == b"boom at -1"
+    assert seen[boom]["onceflow.error.topic"] == pipe.source.encode()
+
+
+def test_table_topic_settings(make_state_pipe: Any) -> None:
+    pipe = make_state_pipe(partitions=3)
+    pipe.fill(10)
+    pipe.run()
+    admin = AdminClient({"bootstrap.servers": pipe.bootstrap})
+    for topic in (pipe.table, f"{pipe.table}-internal"):
+        resource = ConfigResource(ConfigResource.Type.TOPIC, topic)
+        config = admin.describe_configs([resource])[resource].result(30)
+        assert config["cleanup.policy"].value == "compact"
+        assert len(admin.list_topics(topic, timeout=30).topics[topic].partitions) == 3
+
+
+def test_another_partition_count_is_refused(make_state_pipe: Any) -> None:
+    pipe = make_state_pipe(partitions=2)
+    pipe.fill(100)
+    pipe.run()
+    admin = AdminClient({"bootstrap.servers": pipe.bootstrap})
+    for future in admin.create_partitions([NewPartitions(pipe.table, 4), NewPartitions(f"{pipe.table}-internal", 4)]).values():
+        future.result(30)
+    with pytest.raises(onceflow.ProgressConflictError, match=r"(?s)4 partitions.*placed for 2.*table repartition"):
+        pipe.run()
+
+
+def test_a_topic_that_is_no_table(make_state_pipe: Any) -> None:
+    pipe = make_state_pipe()
+    create_topic(pipe.bootstrap, pipe.table, 4)
+    with pytest.raises(onceflow.ProgressConflictError, match=r"cleanup\.policy=delete"):
+        pipe.run()
+
+
+def test_foreign_rows_are_not_taken_for_state(make_state_pipe: Any) -> None:
+    pipe = make_state_pipe()
+    create_topic(pipe.bootstrap, pipe.table, 4, {"cleanup.policy": "compact"})
+    independent.fill(pipe.bootstrap, pipe.table, [(b"key-001", b'{"sum": 1000000, "count": 5}')])
+    pipe.fill(50)
+    with pytest.raises(onceflow.ProgressConflictError, match="holds records already"):
+        pipe.run()
+    pipe.run(process={"adopt_existing": True})
+    rows = pipe.table_rows()
+    assert rows[b"key-001"]["sum"] > 1_000_000
+
+
+def test_a_table_that_was_made_again(make_state_pipe: Any) -> None:
+    pipe = make_state_pipe()
+    pipe.fill(50)
+    pipe.run()
+    admin = AdminClient({"bootstrap.servers": pipe.bootstrap})
+    for future in admin.delete_topics([pipe.table]).values():
+        future.result(30)
+    with pytest.raises(onceflow.ProgressConflictError, match="deleted and created again"):
+        pipe.run()
+
+
+def test_versions(make_state_pipe: Any) -> None:
+    pipe = make_state_pipe()
+    pipe.fill(100)
+    pipe.run()
+    newer = type("Newer", (pipe.ledger.Ledger,), {"version": 2})
+    with pytest.raises(onceflow.ProgressConflictError, match=r"no migrate\(\)"):
+        pipe.run(process={"processor": newer()})
+
+    class Migrating(pipe.ledger.Ledger):  # type: ignore[misc,name-defined]
+        version = 2
+
+        def migrate(self, value: bytes, from_version: int) -> Any:
+            return json.loads(value)
+
+    pipe.fill(100)
+    pipe.run(process={"processor": Migrating()})
+    pipe.check()
+    with pytest.raises(onceflow.ProgressConflictError, match="this is version 0"):
+        pipe.run()
+
+
+@pytest.mark.parametrize(
+    "options,message",
+    [
+        ({"processor": "x"}, "takes a Processor"),
+        ({"table": "__x"}, "cannot be a table topic"),
+        ({"on_error": "skip"}, "is unknown"),
+        ({"on_error": "dead-letter"}, "go together"),
+        ({"late_topic": "x"}, "go together"),
+        ({"partitions": 0}, "too few"),
+        ({"store": "x"}, "is unknown"),
+    ],
+)
+def test_wrong_options(make_state_pipe: Any, options: dict[str, Any], message: str) -> None:
+    pipe = make_state_pipe()
+    with pytest.raises(onceflow.OptionError, match=message):
+        pipe.run(process=options)
+
+
+def test_missing_dead_letter_topic(make_state_pipe: Any) -> None:
+    pipe = make_state_pipe()
+    pipe.fill(10)
+    with pytest.raises(onceflow.UnknownTopicError, match="nowhere"):
+        pipe.run(process={"on_error": "dead-letter", "dead_letter_topic": "nowhere-at-all"})
+
+
+def test_output_to_the_table_is_refused(make_state_pipe: Any) -> None:
+    pipe = make_state_pipe()
+    pipe.target = pipe.table
+    with pytest.raises(onceflow.OptionError, match="belongs to a table"):
+        pipe.run()
+
+
+def test_a_coalesce_behind_a_step_is_refused(make_state_pipe: Any) -> None:
+    """It would run two tasks of the step as one, which then does not know its partitions."""
+    pipe = make_state_pipe()
+    pipe.fill(100)
+    flow = onceflow.Flow(pipe.flow, pipe.spark, bootstrap_servers=pipe.bootstrap)
+    with flow:
+        output = flow.process(
+            flow.read(pipe.source), pipe.ledger.Ledger(), table=pipe.table, state_dir=pipe.state_dir
+        )
+        query = flow.write(output.coalesce(1), topic=pipe.target).start()
+        with pytest.raises((onceflow.UnsupportedQueryError, onceflow.ProgressConflictError), match=r"coalesce|Two tasks"):
+            query.processAllAvailable()
+    assert independent.read_topic(pipe.bootstrap, pipe.target) == []

@@ -1,0 +1,262 @@
+"""Records that cannot be processed: which one is blamed, what is taken back, where it goes."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from onceflow.errors import OptionError, ProcessorError
+from onceflow.state import letters, rows
+from onceflow.state.engine import Engine
+from onceflow.state.processor import Processor
+from onceflow.state.record import Record
+from onceflow.state.serdes import JSON, STRING, Serde
+from onceflow.testing.processor_driver import ProcessorDriver
+
+
+class Touchy(Processor):
+    """Counts values per key in state, a map, a list and a timer, and fails on "bad" after having changed them all."""
+
+    key = value = output = STRING
+    state = JSON
+
+    def process(self, key: str, records: Any, state: Any) -> Iterator[Record]:
+        for record in records:
+            state.put(state.get(0) + 1)
+            state.map("m").put(record.value, 1)
+            state.map("m").delete("first")
+            state.list("l").append(record.value)
+            state.timers.register("t", 1000 + state.get(), "processing")
+            yield Record(key, record.value, headers=[("n", b"1")])
+            if record.value == "bad":
+                state.delete()
+                state.map("m").clear()
+                state.list("l").clear()
+                state.timers.cancel("t")
+                raise RuntimeError("no good")
+
+    def on_timer(self, key: str, timer: Any, state: Any) -> Any:
+        raise LookupError(f"timer of {key}")
+
+
+def causes(letter: Record) -> dict[str, str]:
+    return {name.removeprefix("onceflow.error."): (content or b"").decode() for name, content in letter.headers}
+
+
+def test_the_bad_record_goes_to_the_dead_letters_and_the_others_count() -> None:
+    driver = ProcessorDriver(Touchy(), on_error="dead-letter")
+    driver.send_many([("k", "first"), ("k", "0")])
+    yielded = driver.send_many(
+        [
+            ("k", "1"),
+            ("other", "x"),
+            Record("k", "bad", headers=[("h", b"x")], timestamp_ms=7),
+            ("k", "2"),
+            ("k", "bad"),
+        ]
+    )
+    assert sorted(record.value for record in yielded) == ["1", "2", "x"]
+    assert driver.state("k") == 4
+    assert driver.map("k", "m") == {b"0": 1, b"1": 1, b"2": 1}
+    assert driver.list("k", "l") == ["first", "0", "1", "2"]
+    assert driver.timers == [("other", ("t", 1001, "processing")), ("k", ("t", 1004, "processing"))]
+    assert [(each.key, each.value, each.topic) for each in driver.dead_letters] == [(b"k", b"bad", "dead-letters")] * 2
+    first = driver.dead_letters[0]
+    assert first.headers[0] == ("h", b"x")
+    assert first.timestamp_ms == 7
+    assert causes(first) == {
+        "h": "x",
+        "class": "RuntimeError",
+        "message": "no good",
+        "topic": "input",
+        "partition": "0",
+        "offset": "4",
+    }
+    assert driver.counts["dead_letters"] == 2
+
+
+def test_a_batch_that_fails_names_the_record_and_leaves_nothing() -> None:
+    driver = ProcessorDriver(Touchy())
+    driver.send("k", "0")
+    driver.outputs.clear()
+    with pytest.raises(ProcessorError, match="RuntimeError: no good") as raised:
+        driver.send_many([Record("k", value, topic="deposits", partition=3) for value in ("1", "bad", "2")])
+    error = pickle.loads(pickle.dumps(raised.value))
+    assert (error.flow, error.topic, error.batch) == ("test", "deposits-3", 2)
+    assert "offset 1, key b'k', table table-0, raised in process, test_processor_errors.py:" in error.detail
+    assert driver.outputs == []
+    assert driver.state("k") == 1
+
+
+def test_a_failing_timer_always_fails_the_batch() -> None:
+    driver = ProcessorDriver(Touchy(), on_error="dead-letter")
+    driver.send("k", "0")
+    with pytest.raises(ProcessorError, match="LookupError: timer of k") as raised:
+        driver.advance(2)
+    assert "timer 't' (processing time 1001), key b'k'" in raised.value.detail
+    assert len(driver.timers) == 1
+
+
+def test_keys_that_state_cannot_have() -> None:
+    driver = ProcessorDriver(Touchy(), on_error="dead-letter")
+    longest, longer = "k" * rows.KEY_BYTES_MAX, "k" * (rows.KEY_BYTES_MAX + 1)
+    driver.send_many([(longer, "1"), (None, "2"), ("k", "3"), (longest, "4"), ("", "5"), ("\0" * 300, "6")])
+    assert sorted(record.value for record in driver.outputs) == ["3", "4", "5"]
+    assert [causes(each)["message"].partition(":")[0].partition(";")[0] for each in driver.dead_letters] == [
+        "the key has 471 bytes, 470 are the most",
+        "the record has no key",
+        "key, name and entry key have 607 bytes together",
+    ]
+    for key, match in ((None, "no key"), (longer, "471 bytes")):
+        with pytest.raises(ProcessorError, match=match):
+            ProcessorDriver(Touchy()).send(key, "1")
+
+
+def test_bytes_that_the_serdes_cannot_decode() -> None:
+    class Strict(Processor):
+        key, value = STRING, JSON
+
+        def process(self, key: str, records: Any, state: Any) -> Iterator[Record]:
+            yield Record(key, str([record.value for record in records]).encode())
+
+    driver = ProcessorDriver(Strict(), on_error="dead-letter")
+    yielded = driver.send_many([("a", b"1"), ("a", b"{"), (b"\xff", b"2"), (b"\xff", b"3"), ("b", None), ("a", b"4")])
+    assert yielded == [Record("a", b"[1, 4]"), Record("b", b"[None]")]
+    assert sorted((each.key, each.value) for each in driver.dead_letters) == [
+        (b"a", b"{"),
+        (b"\xff", b"2"),
+        (b"\xff", b"3"),
+    ]
+    with pytest.raises(ProcessorError, match="JSONDecodeError"):
+        ProcessorDriver(Strict()).send("a", b"{")
+
+
+@pytest.mark.parametrize(
+    "yielded, match",
+    [
+        (Record(b"k", b"v"), "got one Record"),
+        ([b"bytes"], "expected Records, got bytes"),
+        ([None], "expected Records, got NoneType"),
+        (7, "not iterable"),
+        ([Record(b"k", "text")], "expected bytes, got str: declare a serde"),
+        ([Record(7, b"v")], "expected bytes, got int"),
+        ([Record(b"k", b"v", topic=b"topic")], "topic is text"),
+        ([Record(b"k", b"v", timestamp_ms=1.5)], "timestamp_ms is a 64-bit integer"),
+        ([Record(b"k", b"v", timestamp_ms=1 << 63)], "timestamp_ms is a 64-bit integer"),
+        ([Record(b"k", b"v", headers=[(b"h", b"x")])], "header's name is text"),
+        ([Record(b"k", b"v", headers=[("h", 1)])], "header h is bytes"),
+        ([Record(b"k", b"v"), Record(b"k", object())], "expected bytes, got object"),
+    ],
+)
+def test_what_must_not_be_yielded(yielded: Any, match: str) -> None:
+    class Yields(Processor):
+        def process(self, key: bytes, records: Any, state: Any) -> Any:
+            state.put(b"changed")
+            return yielded
+
+    with pytest.raises(ProcessorError, match=match):
+        ProcessorDriver(Yields()).send(b"k", b"v")
+    driver = ProcessorDriver(Yields(), on_error="dead-letter")
+    assert driver.send_many([(b"k", b"v"), (b"k", b"w")]) == []
+    assert len(driver.dead_letters) == 2
+    assert driver.state(b"k") is None
+
+
+def test_a_serde_that_does_not_give_bytes() -> None:
+    class Odd(Processor):
+        output = Serde(str, str)
+
+        def process(self, key: bytes, records: Any, state: Any) -> Any:
+            yield Record(key, 1)
+
+    with pytest.raises(ProcessorError, match="returned str, not bytes"):
+        ProcessorDriver(Odd()).send(b"k", b"v")
+
+
+def test_records_that_only_fail_together() -> None:
+    class Together(Processor):
+        key = value = output = STRING
+
+        def process(self, key: str, records: Any, state: Any) -> Any:
+            if len(records) > 1:
+                raise RuntimeError("too many")
+            yield Record(key, records[0].value)
+
+    with pytest.raises(ProcessorError, match="too many") as raised:
+        ProcessorDriver(Together()).send_many([("k", "1"), ("k", "2")])
+    assert "offsets 0 to 1, key b'k'; each record alone succeeds" in raised.value.detail
+    driver = ProcessorDriver(Together(), on_error="dead-letter")
+    assert [each.value for each in driver.send_many([("k", "1"), ("k", "2")])] == ["1", "2"]
+    assert driver.dead_letters == []
+
+
+def test_values_that_the_failing_call_changed_are_decoded_again() -> None:
+    class Pops(Processor):
+        value = output = JSON
+
+        def process(self, key: bytes, records: Any, state: Any) -> Any:
+            for record in records:
+                yield Record(key, record.value.pop())
+
+    driver = ProcessorDriver(Pops(), on_error="dead-letter")
+    assert [each.value for each in driver.send_many([(b"k", [1]), (b"k", []), (b"k", [2])])] == [1, 2]
+
+
+def test_open_and_close_and_event_time_that_fail() -> None:
+    class Fails(Processor):
+        allowed_lateness = "1 s"
+        where = ""
+
+        def open(self, partition: int) -> None:
+            self.check("open")
+
+        def event_time(self, record: Record) -> Any:
+            self.check(str(record.value))
+            return "noon" if record.value == b"noon" else None
+
+        def process(self, key: bytes, records: Any, state: Any) -> None:
+            pass
+
+        def close(self) -> None:
+            self.check("close")
+
+        def check(self, where: str) -> None:
+            if where == self.where:
+                raise OSError(where)
+
+    for where in ("open", "close"):
+        processor = Fails()
+        processor.where = where
+        with pytest.raises(ProcessorError, match=rf"Fails\.{where}\(\) failed: OSError: {where}"):
+            ProcessorDriver(processor, on_error="dead-letter").run()
+    driver = ProcessorDriver(processor := Fails(), on_error="dead-letter")
+    processor.where = "b'bad'"
+    driver.send_many([(b"k", b"bad"), (b"k", b"noon"), (b"k", b"fine")])
+    assert [(each.value, causes(each)["class"]) for each in driver.dead_letters] == [
+        (b"bad", "OSError"),
+        (b"noon", "TypeError"),
+    ]
+    assert driver.watermark_ms is None
+
+
+def test_letters_have_short_messages_and_only_known_places() -> None:
+    letter = letters.dead(Record(b"k", b"v"), "dead", ValueError("x" * 5000 + "\ud800"))
+    assert letter.topic == "dead"
+    assert set(causes(letter)) == {"class", "message"}
+    assert causes(letter)["message"] == "x" * 1000
+    assert letters.dead(Record(), "dead", ValueError("\ud800")).headers[1] == ("onceflow.error.message", b"?")  # type: ignore[index]
+
+
+def test_options_that_lead_nowhere() -> None:
+    place = {"flow": "f", "table": "t", "partition": 0, "batch": 0, "now_ms": 0}
+    for options in ({"on_error": "skip"}, {"on_error": "dead-letter"}):
+        with pytest.raises(OptionError):
+            Engine(Processor(), None, **place, **options)
+
+
+def test_a_processor_that_defines_nothing() -> None:
+    with pytest.raises(ProcessorError, match=r"Processor does not define process\(\)"):
+        ProcessorDriver(Processor()).send(b"k", b"v")

@@ -1,0 +1,285 @@
+"""What a processor may rely on as time goes by: time to live, timers on both clocks, late records."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from onceflow.errors import OptionError, ProcessorError
+from onceflow.state import rows
+from onceflow.state.engine import Engine
+from onceflow.state.memory_store import MemoryStore
+from onceflow.state.processor import Processor
+from onceflow.state.record import Record
+from onceflow.state.serdes import JSON, STRING
+from onceflow.testing.processor_driver import ProcessorDriver
+
+
+class Text(Processor):
+    """Keys and values as text, JSON state; runs a function given to it."""
+
+    key = value = output = STRING
+    state = JSON
+
+    def __init__(self, run: Any = None, on_timer: Any = None, **attributes: Any) -> None:
+        self._run = run
+        self._on_timer = on_timer
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+    def process(self, key: str, records: Any, state: Any) -> Any:
+        return self._run and self._run(key, records, state)
+
+    def on_timer(self, key: str, timer: Any, state: Any) -> Any:
+        return self._on_timer and self._on_timer(key, timer, state)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Any:
+    yield MemoryStore.open(tmp_path)
+    MemoryStore.remove(tmp_path)
+
+
+def engine(processor: Processor, store: Any, *, now_ms: int = 0, **options: Any) -> Engine:
+    return Engine(processor, store, flow="f", table="t", partition=0, batch=7, now_ms=now_ms, **options)
+
+
+def batch(*pairs: tuple[Any, Any], **columns: Any) -> pa.RecordBatch:
+    given = {
+        "key": pa.array([key for key, _ in pairs], pa.binary()),
+        "value": pa.array([value for _, value in pairs], pa.binary()),
+        **columns,
+    }
+    return pa.RecordBatch.from_arrays(list(given.values()), names=list(given))
+
+
+def commit(run: Engine, store: Any) -> None:
+    assert store.write(run.changes(), index=True)
+
+
+# ---- time to live ------------------------------------------------------------------------------------
+
+
+def test_rows_expire_for_readers_at_once_and_are_deleted_by_the_next_batch(store: Any) -> None:
+    def run_it(key: str, records: Any, state: Any) -> Any:
+        yield Record(key, repr((state.get(), dict(state.map("m").items()), len(state.list("l")), list(state.range()))))
+        if records[0].value == "put":
+            state.put("v", ttl="10 seconds")
+            state.map("m").put("e", "never", ttl="never")
+            state.map("m").put("s", "short", ttl=5)
+            state.list("l").append("x", ttl=20)
+
+    processor = Text(run_it, ttl="1 hour")
+    run = engine(processor, store)
+    run.feed(batch((b"k", b"put")))
+    assert run.next_timer_ms == {"event": None, "processing": 5_000}
+    commit(run, store)
+    run = engine(processor, store, now_ms=10_000)
+    run.start()
+    assert run.counts["expired"] == 2
+    assert run.next_timer_ms["processing"] == 20_000
+    run.feed(batch((b"k", b"look")))
+    assert run.outputs()["value"].to_pylist() == [repr((None, {b"e": "never"}, 1, [])).encode()]  # type: ignore[index]
+    assert {row for _, row in run.changes()} == {None}
+    commit(run, store)
+    assert [key for key, _ in store.scan(b"X", b"Y")] == [
+        rows.expiry_index(20_000, rows.map_key(b"k", b"\xffl", bytes(8)))
+    ]
+
+
+def test_expiry_is_bounded_per_batch_and_hidden_meanwhile(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("onceflow.state.base.EXPIRED_PER_BATCH", 3)
+    seen = []
+    processor = Text(lambda key, records, state: seen.append(state.get()) or state.put("v"), ttl=1)
+    run = engine(processor, store)
+    run.feed(batch(*((b"%d" % i, b"") for i in range(5))))
+    commit(run, store)
+    run = engine(processor, store, now_ms=1000)
+    run.start()
+    assert run.counts["expired"] == 3
+    assert run.next_timer_ms["processing"] == 1000
+    run.feed(batch((b"4", b"")))
+    assert seen[-1] is None
+
+
+def test_default_ttl_can_be_given_and_bad_ones_are_refused(store: Any) -> None:
+    run = engine(Text(lambda key, records, state: state.put(1), ttl="1 day"), store, default_ttl_ms=50)
+    run.feed(batch((b"k", b"")))
+    assert run.next_timer_ms["processing"] == 50
+    for attribute in ({"ttl": "soon"}, {"ttl": 0}, {"allowed_lateness": "-1 s"}):
+        with pytest.raises(OptionError, match=next(iter(attribute))):
+            engine(Text(**attribute), store, late_topic="late")
+    with pytest.raises(ProcessorError, match="not positive"):
+        ProcessorDriver(Text(lambda key, records, state: state.put(1, ttl=0))).send("k", "1")
+
+
+# ---- timers ------------------------------------------------------------------------------------------
+
+
+def timers_of(fired: list[Any], *, again: bool = False) -> Text:
+    """Registers "<name> <clock> <ms>", cancels "<name>"; notes what fires."""
+
+    def run_it(key: str, records: Any, state: Any) -> None:
+        for record in records:
+            name, *rest = record.value.split()
+            if rest:
+                state.timers.register(name, int(rest[1]), clock=rest[0])
+                assert state.timers.get(name) == (name, int(rest[1]), rest[0])
+            else:
+                state.timers.cancel(name)
+                assert state.timers.get(name) is None
+
+    def on_timer(key: str, timer: Any, state: Any) -> Any:
+        assert state.timers.get(timer.name) is None
+        fired.append((key, *timer))
+        if again and len(fired) < 4:
+            state.timers.register(timer.name, timer.at_ms + 10, timer.clock)
+        return [Record(key, timer.name)]
+
+    return Text(run_it, on_timer)
+
+
+def test_timers_fire_once_in_order_of_time_on_both_clocks() -> None:
+    fired: list[Any] = []
+    driver = ProcessorDriver(timers_of(fired))
+    driver.send_many([("a", "x processing 300"), ("b", "y event 200"), ("a", "z processing 100"), ("c", "w event 900")])
+    assert [(key, timer.name) for key, timer in driver.timers] == [("a", "z"), ("b", "y"), ("a", "x"), ("c", "w")]
+    driver.watermark_ms = 200
+    assert driver.advance(0.3) == [Record("a", "z"), Record("b", "y"), Record("a", "x")]
+    assert fired == [("a", "z", 100, "processing"), ("b", "y", 200, "event"), ("a", "x", 300, "processing")]
+    driver.advance(1)
+    assert len(fired) == 3
+    assert driver.counts["timers_fired"] == 3
+    assert driver.timers == [("c", ("w", 900, "event"))]
+
+
+def test_timers_are_replaced_by_name_cancelled_and_registered_again_while_firing() -> None:
+    fired: list[Any] = []
+    driver = ProcessorDriver(timers_of(fired, again=True))
+    driver.send_many([("a", "x event 50"), ("a", "x processing 100"), ("a", "y processing 5"), ("a", "y")])
+    driver.send_many([("b", "x processing 60"), ("c", "x processing 60")])
+    driver.send("b", "x")
+    driver.watermark_ms = 1000
+    driver.advance(0.115)
+    times = [("c", 60), ("a", 100), ("c", 70), ("a", 110), ("c", 80)]
+    assert fired == [(key, "x", at, "processing") for key, at in times]
+    assert driver.timers == []
+
+
+def test_an_earlier_timer_may_cancel_or_move_a_later_one(store: Any) -> None:
+    fired = []
+
+    def run_it(key: str, records: Any, state: Any) -> None:
+        for at in (1, 2, 3):
+            state.timers.register(f"t{at}", at, "processing")
+
+    def on_timer(key: str, timer: Any, state: Any) -> None:
+        fired.append(timer.name)
+        if timer.name == "t1":
+            state.timers.cancel("t2")
+            state.timers.register("t3", 4, "processing")
+
+    run = engine(Text(run_it), store)
+    run.feed(batch((b"k", b"")))
+    commit(run, store)
+    run = engine(Text(run_it, on_timer), store, now_ms=10)
+    run.start()
+    assert fired == ["t1"]
+    assert run.next_timer_ms == {"event": None, "processing": 4}
+    commit(run, store)
+    assert [rows.timer_index_parts(key)[1:] for key, _ in store.scan(b"T", b"U")] == [(4, b"k", b"t3")]
+
+
+def test_next_timer_counts_unchanged_and_rewritten_timers(store: Any) -> None:
+    register = Text(lambda key, records, state: state.timers.register("t", int(records[0].value)))
+    for at, expected in ((500, 500), (500, 500), (300, 300), (700, 700)):
+        run = engine(register, store)
+        run.feed(batch((b"k", b"%d" % at)))
+        assert run.next_timer_ms == {"event": expected, "processing": None}
+        commit(run, store)
+        assert engine(register, store).next_timer_ms == {"event": expected, "processing": None}
+
+
+def test_timers_of_impossible_times_names_and_clocks_are_refused() -> None:
+    def run_it(key: str, records: Any, state: Any) -> None:
+        for arguments in (("t", 1 << 63), ("t", 1, "wall"), ("t" * 600, 1)):
+            with pytest.raises(ValueError, match=r"milliseconds|clock|bytes together"):
+                state.timers.register(*arguments)
+        with pytest.raises(TypeError):
+            state.timers.register("t", 1.5)
+        state.timers.register("last", (1 << 63) - 1)
+
+    driver = ProcessorDriver(Text(run_it))
+    driver.send("k", "1")
+    driver.watermark_ms = (1 << 63) - 2
+    driver.run()
+    assert len(driver.timers) == 1
+
+
+# ---- event time --------------------------------------------------------------------------------------
+
+
+class Timed(Text):
+    """Event time is the record's value."""
+
+    def event_time(self, record: Record) -> int | None:
+        return int(record.value) if record.value else None
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_late_records_go_to_their_topic_with_the_cause(own: bool) -> None:
+    seen: list[Any] = []
+    processor = (Timed if own else Text)(
+        lambda key, records, state: seen.extend(record.value for record in records), allowed_lateness="1 second"
+    )
+    driver = ProcessorDriver(processor)
+
+    def send(*times: int) -> None:
+        records = [Record("k", str(at), timestamp_ms=at, headers=[("h", b"1")]) for at in times]
+        driver.send_many(records)
+
+    send(5000, 3000)  # without a watermark nothing is late
+    assert driver.watermark_ms == 4000
+    send(3999, 4000, 9_000_000)
+    assert seen == ["5000", "3000", "4000", "9000000"]
+    assert driver.late == [
+        Record(
+            b"k",
+            b"3999",
+            "late",
+            (
+                ("h", b"1"),
+                ("onceflow.error.class", b"LateRecord"),
+                ("onceflow.error.message", b"event time 3999 is before the watermark 4000 (milliseconds)"),
+                ("onceflow.error.topic", b"input"),
+                ("onceflow.error.partition", b"0"),
+                ("onceflow.error.offset", b"2"),
+            ),
+            3999,
+        )
+    ]
+    assert driver.counts == {"records": 5, "late": 1, "dead_letters": 0, "timers_fired": 0, "expired": 0}
+    send(1)
+    assert len(driver.late) == 2
+
+
+def test_event_times_are_reported_by_source_partition(store: Any) -> None:
+    for processor in (Text(allowed_lateness=1), Timed(allowed_lateness=1)):
+        run = engine(processor, store, late_topic="late", source_topic="z")
+        times = [5, 9, 7, None]
+        run.feed(
+            batch(
+                *((b"k", b"" if at is None else b"%d" % at) for at in times),
+                topic=pa.array(["x", "x", "y", None]),
+                partition=pa.array([1, 1, 2, 3]),
+                timestamp=pa.array(times),
+            )
+        )
+        assert run.max_event_ms == {("x", 1): 9, ("y", 2): 7}
+        run.feed(batch((b"k", b"3"), timestamp=pa.array([3])))
+        assert run.max_event_ms == {("x", 1): 9, ("y", 2): 7, ("z", 0): 3}
+    with pytest.raises(OptionError, match="late"):
+        engine(Text(allowed_lateness=1), store)
