@@ -130,7 +130,12 @@ class StatePipe:
         self.sent += more
 
     def start(
-        self, *, read: dict[str, Any] | None = None, process: dict[str, Any] | None = None, inside: bool = False, **write: Any
+        self,
+        *,
+        read: dict[str, Any] | None = None,
+        process: dict[str, Any] | None = None,
+        inside: bool = False,
+        **write: Any,
     ) -> Any:
         """The running query. ``inside``: the step is a part of the query instead of written as it is."""
         from onceflow import Flow

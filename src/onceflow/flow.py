@@ -32,18 +32,12 @@ from onceflow.sink import progress_log, queries
 from onceflow.sink.batch import BatchSink
 from onceflow.sink.options import SinkOptions
 from onceflow.sink.ownership import Columns, check_columns
-from onceflow.sink.state_step import Collected, StateStep, state_columns, streamed_step, with_default_topic
-from onceflow.sink.state_tasks import StateOrder
+from onceflow.sink.state_step import Collected, state_columns, streamed_step
 from onceflow.sink.targets import load_targets
-from onceflow.sink.tasks import Routing, Target, WriteOrder
 from onceflow.state.durations import duration_ms
-from onceflow.state.local import Commit
 from onceflow.state.processor import ColumnProcessor, Processor
-from onceflow.state.spec import Moment, ProcessSpec
 from onceflow.state.store import Store
-from onceflow.state.table_state import TableState
 from onceflow.state.topics import TableTopics
-from onceflow.wire.batches import BatchHeader
 from onceflow.wire.compression import compression_code
 from onceflow.wire.names import Names
 from onceflow.wire.progress import Progress
@@ -261,11 +255,12 @@ class Flow:
             processor: an instance; it is pickled and sent to the tasks.
             table: name of the table topic; created when missing, with a companion ``<table>-internal``.
             partitions: of a table that does not exist yet; by default as many as the source has.
-            on_error: what a record does that user code raises for: ``fail`` stops the flow at it, ``dead-letter`` sends it
-                to ``dead_letter_topic`` with the cause in its headers, in the same transaction.
+            on_error: what a record does that user code raises for: ``fail`` stops the flow at it, ``dead-letter``
+                sends it to ``dead_letter_topic`` with the cause in its headers, in the same transaction.
             late_topic: where records go that are later than the processor's ``allowed_lateness``.
-            retention: rows that were not written for this long are deleted (``"7 days"``); wins over the processor's ttl.
-            single_key: keep the whole state of a partition in one record. For small state: every batch writes all of it.
+            retention: rows that were not written for this long are deleted (``"7 days"``); wins over the
+                processor's ttl.
+            single_key: keep the whole state of a partition in one record. For small state: every batch writes it all.
             store: ``lmdb``, ``memory``, ``rocksdb`` (an extra), or a class of your own.
             state_dir: folder of the local stores; by default ``$ONCEFLOW_STATE_DIR`` or ``~/.local/state/onceflow``.
             adopt_existing: take over the rows of a table topic that the flow has no progress of.
@@ -306,7 +301,10 @@ class Flow:
                 source_topic=one_topic,
             )
             collected = self._spark.sparkContext.accumulator([], Collected())
-            output = streamed_step(rows, self._order_of(spec), collected, self._spark.sparkContext.defaultParallelism)
+            order = process.streamed_order(
+                spec, self._settings, self._names.transactional_id, self._connected().transaction_version
+            )
+            output = streamed_step(rows, order, collected, self._spark.sparkContext.defaultParallelism)
             lateness = checked.allowed_lateness if isinstance(checked, Processor) else None
             self._steps[table] = Step(
                 spec=spec,
@@ -329,33 +327,10 @@ class Flow:
         if known is not None:
             process.check_migration(processor, known.version, table=options.table, flow=self.name)
         counts = {name: len(source.earliest) for name, source in self._sources.items()}
-        topics, progress = process.ensure_table(
-            self._connected(), options, before, counts, processor.version, deadline
-        )
+        topics, progress = process.ensure_table(self._connected(), options, before, counts, processor.version, deadline)
         if progress is not before:
             self._commit_progress(progress, deadline)
         return topics
-
-    def _order_of(self, spec: ProcessSpec) -> StateOrder:
-        """What the tasks of a step inside the query know before it runs."""
-        nothing = Commit(-1, -1, -1)
-        write = WriteOrder(
-            flow=self.name,
-            batch=-1,
-            settings=self._settings,
-            transactional_id=self._names.transactional_id,
-            identity=BatchHeader(-1, -1),
-            compression="none",
-            topic=None,
-            targets={
-                name: Target(spec.topics.partitions, spec.topics.max_message_bytes) for name in spec.topics.ids
-            },
-            routing=Routing("key", 1, False),
-            transaction_version=self._connected().transaction_version,
-            deadline_s=_START_SECONDS,
-        )
-        moment = Moment(-1, nothing, 0, None, {}, {}, {})
-        return StateOrder(spec, moment, write, together=False, topic=None, modulus=1)
 
     def _commit_progress(self, progress: Progress, deadline: Deadline) -> None:
         """Commit what a start has decided, in a transaction of its own."""
@@ -463,24 +438,19 @@ class Flow:
             queries.check_session(self._spark, self.name)
             deadline = Deadline(_START_SECONDS, f"starting flow {self.name}")
             try:
-                load_targets(self._connected(), options.topic, deadline, more=self._letter_topics())
+                load_targets(self._connected(), options.topic, deadline, more=process.letter_topics(self._steps))
                 transactions = self._initialised()
                 transactions.timeout_ms = int(options.transaction_timeout_s * 1000)
                 transactions.renew(deadline)
             except OnceflowError as error:
                 raise error.located(flow=self.name) from error
-            steps = process.steps_in(df, self._steps, self.name)
-            whole = next((step for step in steps if step.output is df), None)
-            inside = [step for step in steps if step is not whole]
-            if whole is not None:
-                df = whole.input
-            elif inside and options.topic is not None and columns.has_topic:
-                # Dead letters, late records and records that name their topic keep it.
-                df, options = with_default_topic(df, options.topic), replace(options, topic=None)
-                columns = check_columns(df.schema, topic=None, flow=self.name)
-            if not once and any(step.has_timers for step in steps):
-                df = process.with_clock(df, self.name)
-            state = self._state_step(whole, inside, options) if steps else None
+            query = process.wire(
+                df, options, columns, self._steps, self._committed,
+                flow=self.name,
+                source_partitions={name: sorted(source.earliest) for name, source in self._sources.items()},
+                clock=not once,
+            )  # fmt: skip
+            state = query.state
             scratch = scratch_folder(self.name)
             sink = BatchSink(
                 state=state,
@@ -489,14 +459,14 @@ class Flow:
                 cluster=self._connected(),
                 transactions=transactions,
                 progress=self._committed,
-                options=options,
-                columns=columns,
+                options=query.options,
+                columns=query.columns,
                 cores=self._spark.sparkContext.defaultParallelism,
                 checkpoint=scratch,
                 source_starts={name: dict(source.earliest) for name, source in self._sources.items()},
                 source_partitions={name: len(source.earliest) for name, source in self._sources.items()},
             )
-            writer = df.writeStream.foreachBatch(sink).option("checkpointLocation", scratch.as_uri())
+            writer = query.df.writeStream.foreachBatch(sink).option("checkpointLocation", scratch.as_uri())
             if all(query.name != self.name for query in self._spark.streams.active):
                 writer = writer.queryName(self.name)  # else an older driver of this flow is in this session
             if once:
@@ -517,34 +487,6 @@ class Flow:
                 stopped()
                 raise
             return self._running
-
-    def _letter_topics(self) -> set[str]:
-        """Topics of late and dead letters: their absence is better told at the start."""
-        specs = [step.spec for step in self._steps.values()]
-        return {name for spec in specs for name in (spec.late_topic, spec.dead_letter_topic) if name is not None}
-
-    def _state_step(self, whole: Step | None, inside: list[Step], options: SinkOptions) -> StateStep:
-        progress = self._committed
-        if progress is None:
-            raise OptionError("Nothing was read yet", flow=self.name, next_step="call Flow.read first")
-        places = [(name, partition) for name, source in self._sources.items() for partition in source.earliest]
-
-        def table(step: Step) -> TableState:
-            return TableState(
-                step.spec, progress, source_partitions=places, lateness_ms=step.lateness_ms, idle_s=step.idle_s
-            )
-
-        context = self._spark.sparkContext
-        return StateStep(
-            together=None if whole is None else table(whole),
-            streamed=[(table(step), step.collected) for step in inside],
-            topic=options.topic,
-            cores=context.defaultParallelism,
-            local=str(context.master).startswith("local") and "cluster" not in str(context.master),
-            small_batch_rows=options.small_batch_rows,
-            source_partitions={name: len(source.earliest) for name, source in self._sources.items()},
-            collected=context.accumulator([], Collected()),
-        )
 
     def close(self) -> None:
         """Stop the running query, if there is one, and close the connections. The flow can be read again."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,15 +14,22 @@ from pyspark.sql import functions as F
 
 from onceflow.client.cluster import Cluster
 from onceflow.client.deadline import Deadline
+from onceflow.client.settings import ClientSettings
 from onceflow.errors import OptionError, ProgressConflictError, UnsupportedQueryError
 from onceflow.sink import queries
-from onceflow.sink.state_step import STEP_NAME
+from onceflow.sink.options import SinkOptions
+from onceflow.sink.ownership import Columns, check_columns
+from onceflow.sink.state_step import STEP_NAME, Collected, StateStep, with_default_topic
+from onceflow.sink.state_tasks import StateOrder
+from onceflow.sink.tasks import Routing, Target, WriteOrder
 from onceflow.state.durations import duration_ms
-from onceflow.state.local import default_state_dir
+from onceflow.state.local import Commit, default_state_dir
 from onceflow.state.processor import ColumnProcessor, Processor
-from onceflow.state.spec import ProcessSpec
+from onceflow.state.spec import Moment, ProcessSpec
 from onceflow.state.store import Store
+from onceflow.state.table_state import TableState
 from onceflow.state.topics import TableTopics, check_known, committed_ends, ensure_topics
+from onceflow.wire.batches import BatchHeader
 from onceflow.wire.progress import Progress, TableProgress
 
 log = logging.getLogger("onceflow.state")
@@ -47,10 +55,11 @@ class Step:
     idle_s: float
 
     @property
-    def has_timers(self) -> bool:
-        """Whether it must be woken up when there is no data."""
+    def needs_clock(self) -> bool:
+        """Whether it must be woken up when there are no data: timers fire and rows expire."""
         processor = self.spec.processor
-        return isinstance(processor, Processor) and type(processor).on_timer is not Processor.on_timer
+        has_timers = isinstance(processor, Processor) and type(processor).on_timer is not Processor.on_timer
+        return has_timers or self.spec.default_ttl_ms is not None
 
 
 @dataclass(frozen=True)
@@ -134,7 +143,12 @@ def store_class(store: str | type[Store]) -> type[Store]:
 
 
 def ensure_table(
-    cluster: Cluster, options: StepOptions, progress: Progress, sources: Mapping[str, int], version: int, deadline: Deadline
+    cluster: Cluster,
+    options: StepOptions,
+    progress: Progress,
+    sources: Mapping[str, int],
+    version: int,
+    deadline: Deadline,
 ) -> tuple[TableTopics, Progress]:
     """The table's topics, and progress that knows them.
 
@@ -223,6 +237,96 @@ def make_spec(
         single_key=options.single_key,
         source_topic=source_topic,
     )
+
+
+def streamed_order(
+    spec: ProcessSpec, settings: ClientSettings, transactional_id: str, transaction_version: int
+) -> StateOrder:
+    """What the tasks of a step inside a query know before it runs; the rest they are told batch by batch."""
+    write = WriteOrder(
+        flow=spec.flow,
+        batch=-1,
+        settings=settings,
+        transactional_id=transactional_id,
+        identity=BatchHeader(-1, -1),
+        compression="none",
+        topic=None,
+        targets={name: Target(spec.topics.partitions, spec.topics.max_message_bytes) for name in spec.topics.ids},
+        routing=Routing("key", 1, False),
+        transaction_version=transaction_version,
+        deadline_s=60.0,
+    )
+    moment = Moment(-1, Commit(-1, -1, -1), 0, None, {}, {}, {})
+    return StateOrder(spec, moment, write, together=False, topic=None, modulus=1)
+
+
+def letter_topics(steps: Mapping[str, Step]) -> set[str]:
+    """Topics of late and dead letters: that one is missing is better told at the start."""
+    specs = [step.spec for step in steps.values()]
+    return {name for spec in specs for name in (spec.late_topic, spec.dead_letter_topic) if name is not None}
+
+
+@dataclass(frozen=True)
+class Query:
+    """A query as the sink runs it."""
+
+    df: DataFrame
+    options: SinkOptions
+    columns: Columns
+    state: StateStep | None
+
+
+def wire(
+    df: DataFrame,
+    options: SinkOptions,
+    columns: Columns,
+    steps: Mapping[str, Step],
+    progress: Progress,
+    *,
+    flow: str,
+    source_partitions: Mapping[str, list[int]],
+    clock: bool,
+) -> Query:
+    """Decide where each process step of a query runs.
+
+    The step whose output is written as it is takes the query's place: its input is streamed, and the sink runs it in
+    every batch, with as many tasks as the batch is worth. Others stay inside the query.
+
+    Args:
+        clock: whether a flow with timers is woken up when there are no data.
+    """
+    found = steps_in(df, steps, flow)
+    if not found:
+        return Query(df, options, columns, None)
+    whole = next((step for step in found if step.output is df), None)
+    inside = [step for step in found if step is not whole]
+    if whole is not None:
+        df = whole.input
+    elif options.topic is not None and columns.has_topic:
+        # Dead letters, late records and records that name their topic keep it.
+        df, options = with_default_topic(df, options.topic), replace(options, topic=None)
+        columns = check_columns(df.schema, topic=None, flow=flow)
+    if clock and any(step.needs_clock for step in found):
+        df = with_clock(df, flow)
+    places = [(name, partition) for name, partitions in source_partitions.items() for partition in partitions]
+
+    def table(step: Step) -> TableState:
+        return TableState(
+            step.spec, progress, source_partitions=places, lateness_ms=step.lateness_ms, idle_s=step.idle_s
+        )
+
+    context = df.sparkSession.sparkContext
+    state = StateStep(
+        together=None if whole is None else table(whole),
+        streamed=[(table(step), step.collected) for step in inside],
+        topic=options.topic,
+        cores=context.defaultParallelism,
+        local=re.match(r"local(\[|$)", str(context.master)) is not None,
+        small_batch_rows=options.small_batch_rows,
+        source_partitions={name: len(partitions) for name, partitions in source_partitions.items()},
+        collected=context.accumulator([], Collected()),
+    )
+    return Query(df, options, columns, state)
 
 
 def steps_in(df: DataFrame, steps: Mapping[str, Step], flow: str) -> list[Step]:

@@ -42,6 +42,55 @@ class Ledger(onceflow.Processor):
             yield onceflow.Record(key, {"n": n, **known})
 
 
+class Alarms(onceflow.Processor):
+    """Every record sets a timer five seconds of event time later; every third cancels the one of the record before."""
+
+    value = onceflow.serdes.JSON
+    state = onceflow.serdes.JSON
+    output = onceflow.serdes.JSON
+    allowed_lateness = "1 second"
+
+    def event_time(self, record: onceflow.Record) -> int:
+        return int(record.value["at"])
+
+    def process(self, key: bytes, records: Sequence[onceflow.Record], state: Any) -> None:
+        for record in records:
+            n = record.value["n"]
+            state.timers.register(f"timer-{n}", record.value["at"] + 5000)
+            last = state.get()
+            if n % 3 == 0 and last is not None:
+                state.timers.cancel(f"timer-{last}")
+            state.put(n)
+
+    def on_timer(self, key: bytes, timer: Any, state: Any) -> Iterator[onceflow.Record]:
+        yield onceflow.Record(key, {"timer": timer.name, "at": timer.at_ms})
+
+
+def alarm_inputs(first: int, count: int, *, at: int | None = None) -> list[tuple[bytes, bytes]]:
+    """Records ``first`` and on, a tenth of a second of event time apart, or all at ``at``."""
+    return [
+        (f"key-{n * 7919 % KEYS:03d}".encode(), json.dumps({"n": n, "at": n * 100 if at is None else at}).encode())
+        for n in range(first, first + count)
+    ]
+
+
+def expected_alarms(sent: Iterable[tuple[bytes, bytes]], until: int) -> dict[str, int]:
+    """Timers that fire when event time passes ``until``, with their times.
+
+    A key comes back after four seconds of event time, so a timer is never due before it is cancelled.
+    """
+    timers: dict[str, int] = {}
+    last: dict[bytes, int] = {}
+    for key, raw in sent:
+        value = json.loads(raw)
+        n = value["n"]
+        timers[f"timer-{n}"] = value["at"] + 5000
+        if n % 3 == 0 and key in last:
+            timers.pop(f"timer-{last[key]}", None)
+        last[key] = n
+    return {name: at for name, at in timers.items() if at <= until}
+
+
 def inputs(first: int, count: int, *, keys: int = KEYS) -> list[tuple[bytes, bytes]]:
     """Records ``first`` and on; every 97th forgets its key."""
     found = []

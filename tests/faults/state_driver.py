@@ -22,7 +22,10 @@ def main() -> None:
     state_step._TASK_ROWS = given.get("task_rows", 400)
     flow = onceflow.Flow(given["flow"], spark, bootstrap_servers=given["bootstrap"])
     source = flow.read(given["source"], max_records_per_batch=given.get("records_per_batch", 1000))
-    output = flow.process(source, ledger.Ledger(), table=given["table"], state_dir=given["state_dir"])
+    processor = getattr(ledger, given.get("processor", "Ledger"))()
+    output = flow.process(
+        source, processor, table=given["table"], state_dir=given["state_dir"], **given.get("process", {})
+    )
     if given.get("inside"):
         output = output.where("value is not null")
     query = flow.write(output, topic=given["target"], **given.get("write", {})).start()

@@ -188,7 +188,9 @@ def test_another_partition_count_is_refused(make_state_pipe: Any) -> None:
     pipe.fill(100)
     pipe.run()
     admin = AdminClient({"bootstrap.servers": pipe.bootstrap})
-    for future in admin.create_partitions([NewPartitions(pipe.table, 4), NewPartitions(f"{pipe.table}-internal", 4)]).values():
+    for future in admin.create_partitions(
+        [NewPartitions(pipe.table, 4), NewPartitions(f"{pipe.table}-internal", 4)]
+    ).values():
         future.result(30)
     with pytest.raises(onceflow.ProgressConflictError, match=r"(?s)4 partitions.*placed for 2.*table repartition"):
         pipe.run()
@@ -283,10 +285,10 @@ def test_a_coalesce_behind_a_step_is_refused(make_state_pipe: Any) -> None:
     pipe.fill(100)
     flow = onceflow.Flow(pipe.flow, pipe.spark, bootstrap_servers=pipe.bootstrap)
     with flow:
-        output = flow.process(
-            flow.read(pipe.source), pipe.ledger.Ledger(), table=pipe.table, state_dir=pipe.state_dir
-        )
+        output = flow.process(flow.read(pipe.source), pipe.ledger.Ledger(), table=pipe.table, state_dir=pipe.state_dir)
         query = flow.write(output.coalesce(1), topic=pipe.target).start()
-        with pytest.raises((onceflow.UnsupportedQueryError, onceflow.ProgressConflictError), match=r"coalesce|Two tasks"):
+        with pytest.raises(
+            (onceflow.UnsupportedQueryError, onceflow.ProgressConflictError), match=r"coalesce|Two tasks"
+        ):
             query.processAllAvailable()
     assert independent.read_topic(pipe.bootstrap, pipe.target) == []

@@ -11,6 +11,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 from click.testing import CliRunner
+from confluent_kafka import KafkaError, KafkaException
 
 import onceflow
 from onceflow.cli.demo import demo
@@ -18,10 +19,11 @@ from onceflow.demos import balances_data as data
 from onceflow.demos.audit import Message
 from onceflow.demos.balances import READ_BACK, Balances, run
 from onceflow.demos.balances_data import Balance
-from onceflow.demos.chain import Choices
+from onceflow.demos.chain import Audit, Choices
 from onceflow.demos.deposits_data import Deposit, generate, identify
 from onceflow.demos.display import balances_table, print_result
-from onceflow.demos.harness import Service, _delete, plan_kills, plan_losses
+from onceflow.demos.harness import Death, Service, _delete, plan_kills, plan_losses
+from onceflow.demos.reading import GroupLag
 from onceflow.demos.services import balances as service
 from onceflow.errors import OptionError
 from onceflow.wire.partitioners import key_partitions
@@ -313,6 +315,38 @@ def test_only_the_flow_with_state_loses_some(tmp_path: Path) -> None:
     assert [service.planned for service in chain.services] == [3, 3, 3]
 
 
+@pytest.mark.parametrize(
+    "lost, restores, problem",
+    [
+        ([True, True, False], 8, None),
+        ([True, False, False], 1, None),
+        ([False, False, False], 8, "never deleted"),
+        ([True, True, True], 0, "nothing was read back"),
+    ],
+)
+def test_state_must_have_been_deleted_and_read_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: list[bool], restores: int, problem: str | None
+) -> None:
+    """A driver that dies before it has opened its state again has none to lose: that deletion does not count."""
+
+    class Silent:
+        def say(self, text: str) -> None:
+            pass
+
+    class Deadline:
+        seconds = remaining = 1.0
+
+    chain = Balances(Choices(10_000, SEED, 3), "localhost:1", tmp_path, Deadline())  # type: ignore[arg-type]
+    monkeypatch.setattr(chain, "audit_balances", lambda: [_audit_rows(_rows())])
+    monkeypatch.setattr(chain, "restores", lambda: restores)
+    chain.services[-1].deaths = [Death("plan", 4, 0.0, lost_state=one) for one in lost]
+    audit = Audit()
+    chain.look_further(audit, Silent())  # type: ignore[arg-type]
+    assert audit.facts["state_deleted"] == sum(lost)
+    assert audit.facts["restores"] == restores
+    assert [problem in text for text in audit.problems] == ([True] if problem else [])
+
+
 def test_what_was_read_back_is_told_from_the_log(tmp_path: Path) -> None:
     """By the driver, of committed batches; what a task says of the same is not counted again."""
     lines = [
@@ -326,6 +360,38 @@ def test_what_was_read_back_is_told_from_the_log(tmp_path: Path) -> None:
     assert one.log_lines(READ_BACK) == []
     one.log_file.write_text("\n".join(lines))
     assert [int(found[1]) for found in one.log_lines(READ_BACK)] == [0, 500, 20]
+
+
+# ---- progress of the flows ---------------------------------------------------------------------------
+
+
+class _Consumer:
+    def __init__(self, problem: int) -> None:
+        self._problem = problem
+
+    def committed(self, span: object, timeout: float) -> object:
+        raise KafkaException(KafkaError(self._problem))
+
+    def close(self) -> None:
+        pass
+
+
+def _lag(problem: int) -> GroupLag:
+    lag = GroupLag("localhost:1", "group", "topic", 1)
+    lag.close()
+    lag._consumer = _Consumer(problem)
+    return lag
+
+
+@pytest.mark.parametrize("problem", [14, 15, 16])
+def test_a_coordinator_that_moves_is_waited_for(problem: int) -> None:
+    assert _lag(problem).read() is None
+
+
+@pytest.mark.parametrize("problem", [KafkaError._ALL_BROKERS_DOWN, KafkaError.GROUP_AUTHORIZATION_FAILED])
+def test_other_problems_are_not_passed_over(problem: int) -> None:
+    with pytest.raises(KafkaException):
+        _lag(problem).read()
 
 
 # ---- command -----------------------------------------------------------------------------------------

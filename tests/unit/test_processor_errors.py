@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 
 from onceflow.errors import OptionError, ProcessorError
 from onceflow.state import letters, rows
+from onceflow.state.columns import ColumnEngine
 from onceflow.state.engine import Engine
-from onceflow.state.processor import Processor
+from onceflow.state.memory_store import MemoryStore
+from onceflow.state.processor import ColumnProcessor, Processor
 from onceflow.state.record import Record
 from onceflow.state.serdes import JSON, STRING, Serde
+from onceflow.state.store import StoreCorruptError
 from onceflow.testing.processor_driver import ProcessorDriver
 
 
@@ -242,6 +247,53 @@ def test_open_and_close_and_event_time_that_fail() -> None:
     assert driver.watermark_ms is None
 
 
+def test_clean_up_of_a_failed_call_is_taken_back_too() -> None:
+    class CleansUp(Processor):
+        def process(self, key: bytes, records: Any, state: Any) -> Any:
+            try:
+                yield Record(key, b"good")
+                yield Record(key, object() if key == b"bad" else b"good")
+            finally:
+                state.put(b"cleaned up")
+                if key == b"bad":
+                    raise OSError("clean-up")
+
+    driver = ProcessorDriver(CleansUp(), on_error="dead-letter")
+    driver.send_many([(b"bad", b"1"), (b"bad", b"2"), (b"good", b"3")])
+    assert driver.states == {b"good": b"cleaned up"}
+    assert len(driver.dead_letters) == 2
+
+
+@pytest.mark.parametrize("column_wise", [False, True])
+def test_a_damaged_store_is_not_the_fault_of_a_record(column_wise: bool, tmp_path: Path) -> None:
+    class Damaged(MemoryStore):
+        def get(self, key: bytes) -> Any:
+            raise StoreCorruptError("damaged")
+
+        def get_many(self, keys: Any) -> Any:
+            raise StoreCorruptError("damaged")
+
+    class Counts(Processor):
+        def process(self, key: bytes, records: Any, state: Any) -> Any:
+            state.get()
+
+        def on_timer(self, key: bytes, timer: Any, state: Any) -> Any:
+            state.get()
+
+    kind: Any = ColumnEngine if column_wise else Engine
+    store = Damaged.open(tmp_path)
+    place = {"flow": "f", "table": "t", "partition": 0, "batch": 0, "now_ms": 9}
+    letters_to = {"on_error": "dead-letter", "dead_letter_topic": "dead"}
+    engine = kind(ColumnProcessor() if column_wise else Counts(), store, **place, **letters_to)
+    with pytest.raises(StoreCorruptError):
+        engine.feed(pa.record_batch({"key": pa.array([b"a", b"a"]), "value": pa.array([b"1", b"2"])}))
+    store.write([(rows.timer_key(b"a", b"t"), rows.pack(rows.timer_payload(b"p", 1)))], index=True)
+    if not column_wise:
+        with pytest.raises(StoreCorruptError):
+            engine.start()
+    MemoryStore.remove(tmp_path)
+
+
 def test_letters_have_short_messages_and_only_known_places() -> None:
     letter = letters.dead(Record(b"k", b"v"), "dead", ValueError("x" * 5000 + "\ud800"))
     assert letter.topic == "dead"
@@ -260,3 +312,26 @@ def test_options_that_lead_nowhere() -> None:
 def test_a_processor_that_defines_nothing() -> None:
     with pytest.raises(ProcessorError, match=r"Processor does not define process\(\)"):
         ProcessorDriver(Processor()).send(b"k", b"v")
+
+
+def test_state_that_cannot_be_decoded_is_no_dead_letter() -> None:
+    """Else one changed serde would divert every record of the keys that have state."""
+
+    class Texts(Processor):
+        state = STRING
+
+        def process(self, key: bytes, records: Any, state: Any) -> None:
+            state.put("text")
+
+    class Numbers(Texts):
+        state = JSON
+
+        def process(self, key: bytes, records: Any, state: Any) -> None:
+            state.get()
+
+    driver = ProcessorDriver(Texts(), on_error="dead-letter")
+    driver.send(b"k", b"x")
+    driver.processor = Numbers()
+    with pytest.raises(ProcessorError, match=r"(?s)cannot be decoded as the processor declares it.*define migrate"):
+        driver.send(b"k", b"x")
+    assert driver.dead_letters == []

@@ -280,6 +280,8 @@ def test_event_times_are_reported_by_source_partition(store: Any) -> None:
         )
         assert run.max_event_ms == {("x", 1): 9, ("y", 2): 7}
         run.feed(batch((b"k", b"3"), timestamp=pa.array([3])))
+        earlier = {"topic": pa.array(["x"]), "partition": pa.array([1]), "timestamp": pa.array([8])}
+        run.feed(batch((b"k", b"8"), **earlier))
         assert run.max_event_ms == {("x", 1): 9, ("y", 2): 7, ("z", 0): 3}
     with pytest.raises(OptionError, match="late"):
         engine(Text(allowed_lateness=1), store)

@@ -75,7 +75,8 @@ class Acknowledged:
     base_offset: int = -1
     count: int = 0
     nbytes: int = 0
-    end_offset: int = field(default=-1, compare=False)  # the one after the last record; somebody else's records may be in between
+    # The one after the last record; somebody else's records may be in between.
+    end_offset: int = field(default=-1, compare=False)
 
 
 @dataclass

@@ -192,7 +192,9 @@ class Chain(abc.ABC):
                 looked_at = time.monotonic()
                 complete = self._generator.check()
                 # In this order: once a flow is through, the end of what the next one reads does not move any more.
-                reached = [lag.read() for lag in lags]
+                reached = [found for found in (lag.read() for lag in lags) if found is not None]
+                if len(reached) < len(lags):
+                    return False  # never judged by an older look
                 through = {link.done: offset for link, (offset, _) in zip(self.links, reached, strict=True)}
                 display.count(produced=self._generator.delivered, **through, kills=supervisor.kills)
                 return complete and all(offset == end for offset, end in reached)

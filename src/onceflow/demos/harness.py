@@ -78,7 +78,8 @@ def plan_kills(count: int, *, batches: int, rng: random.Random) -> list[Kill]:
 def plan_losses(kills: Sequence[Kill], *, rng: random.Random) -> list[Kill]:
     """The same number of kills for a service with local state, at least one of which also costs it that state.
 
-    The first comes when something has been committed, so that there is something to lose. After the last loss
+    The first comes when something has been committed, so that there is something to lose at the first loss; at a
+    later one there may be nothing, when the driver died before it had opened its state again. After the last loss
     no kill comes before the flow has committed a batch, and so has told that it read its state back.
     """
     if not kills:

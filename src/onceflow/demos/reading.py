@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
-from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, TopicPartition
+from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, KafkaException, TopicPartition
 
 from onceflow.client.deadline import Deadline
 from onceflow.demos.audit import Message
@@ -14,6 +14,13 @@ from onceflow.errors import BrokerUnreachableError
 
 _CHUNK = 10_000
 _CALL_S = 5.0
+# A broker that has just started, or just got a group, says so while it loads the group's offsets. It passes by itself.
+_COORDINATOR_MOVES = (
+    KafkaError.NOT_COORDINATOR,
+    KafkaError.COORDINATOR_LOAD_IN_PROGRESS,
+    KafkaError.COORDINATOR_NOT_AVAILABLE,
+    KafkaError._WAIT_COORD,
+)
 _quiet = logging.getLogger("onceflow.demos.librdkafka")
 
 
@@ -58,13 +65,20 @@ class GroupLag:
         self._consumer = _consumer(bootstrap_servers, group, "read_uncommitted")
         self._span = [TopicPartition(topic, partition) for partition in range(partitions)]
 
-    def read(self) -> tuple[int, int]:
+    def read(self) -> tuple[int, int] | None:
         """(committed, end): sums of the group's offsets and of the log end offsets, over all partitions.
+
+        None: the group has no coordinator at this moment; look again later.
 
         Raises:
             KafkaException: the broker did not answer.
         """
-        committed = self._consumer.committed(self._span, timeout=_CALL_S)
+        try:
+            committed = self._consumer.committed(self._span, timeout=_CALL_S)
+        except KafkaException as problem:
+            if problem.args[0].code() in _COORDINATOR_MOVES:
+                return None
+            raise
         ends = [self._consumer.get_watermark_offsets(place, timeout=_CALL_S)[1] for place in self._span]
         return sum(max(0, place.offset) for place in committed), sum(ends)
 

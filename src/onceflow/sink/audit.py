@@ -77,9 +77,7 @@ def audit(
     )
 
 
-def together(
-    audits: Sequence[Audit], tables: Container[str], *, flow: str, batch: int
-) -> Audit:
+def together(audits: Sequence[Audit], tables: Container[str], *, flow: str, batch: int) -> Audit:
     """What all stages of a batch wrote.
 
     Args:

@@ -114,9 +114,7 @@ def place_of_task(order: WriteOrder) -> TaskPlace:
     return TaskPlace("task", context.partitionId(), context.attemptNumber(), context.stageId())
 
 
-def run_together(
-    order: StateOrder, place: TaskPlace, batches: Iterable[pa.RecordBatch], cluster: Cluster
-) -> Done:
+def run_together(order: StateOrder, place: TaskPlace, batches: Iterable[pa.RecordBatch], cluster: Cluster) -> Done:
     """Process rows and write what they yield."""
     work = StateWork(order, place, cluster)
     for _ in work.rows(batches):

@@ -6,26 +6,27 @@ import copy
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from onceflow.errors import OptionError, ProcessorError
+from onceflow.errors import EnvironmentUnusableError, OptionError, ProcessorError
 from onceflow.state import inbox, letters, timers
 from onceflow.state.durations import duration_ms
 from onceflow.state.handle import Scope
 from onceflow.state.outbox import Outbox
 from onceflow.state.overlay import Overlay
 from onceflow.state.record import Record
-
-if TYPE_CHECKING:
-    from onceflow.state.store import Store
+from onceflow.state.store import Store, StoreCorruptError
 
 EXPIRED_PER_BATCH = 100_000
 """Rows that a batch deletes at most because their time is over."""
 
+
+NOT_OF_A_RECORD = (StoreCorruptError, EnvironmentUnusableError, MemoryError)
+"""Errors that are no record's fault, nor the processor's: the caller restores the store, or runs the batch again."""
 
 COUNTS = ("records", "late", "dead_letters", "timers_fired", "expired")
 """What is counted of a partition's part of a batch; records are all that were fed."""
@@ -133,6 +134,7 @@ class BaseEngine:
         Raises:
             ProcessorError: a record could not be processed, and on_error is ``fail``.
             SchemaError: no key or value column.
+            StoreCorruptError: the store cannot be read.
         """
         self.counts["records"] += rows.num_rows
         batch = inbox.normalised(rows)
@@ -216,6 +218,8 @@ class BaseEngine:
             record: key and value in bytes.
             error: what is wrong with it.
         """
+        if isinstance(error, NOT_OF_A_RECORD):
+            raise error
         if self._scope.fatal is not None:
             raise self._located(self._scope.fatal) from error
         if self._dead_letter_topic is None:

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from onceflow.state import inbox, rows
-from onceflow.state.base import BaseEngine
+from onceflow.state.base import NOT_OF_A_RECORD, BaseEngine
 from onceflow.state.maps import ABSENT
 from onceflow.state.outbox import one_chunk, output_batch
 from onceflow.state.processor import ColumnProcessor
@@ -58,19 +58,24 @@ class ColumnEngine(BaseEngine):
         mark, counts = self._outbox.mark(), dict(self.counts)
         try:
             self._work(batch)
-        except Exception as error:
-            self._outbox.truncate(mark)
-            self.counts.update(counts)
-            if batch.num_rows == 1 or self._scope.fatal is not None:
-                self._reject(self._raw(batch.slice(0, 1))[0], error)
-                return
-            middle = batch.num_rows // 2
-            self._feed(batch.slice(0, middle))
-            self._feed(batch.slice(middle))
-            if self._dead_letter_topic is None:
-                first = self._raw(batch.slice(0, 1))[0]
-                what = f"{batch.num_rows} records could not be processed together"
-                raise self._failed(what, error, first, "fewer at a time succeed") from error
+            return
+        except NOT_OF_A_RECORD:
+            raise
+        except Exception as failed:
+            error = failed
+        # Outside of the except clause, or the errors of all halves would hang together.
+        self._outbox.truncate(mark)
+        self.counts.update(counts)
+        first = self._raw(batch.slice(0, 1))[0]
+        if batch.num_rows == 1 or self._scope.fatal is not None:
+            self._reject(first, error)
+            return
+        middle = batch.num_rows // 2
+        self._feed(batch.slice(0, middle))
+        self._feed(batch.slice(middle))
+        if self._dead_letter_topic is None:
+            what = f"{batch.num_rows} records could not be processed together"
+            raise self._failed(what, error, first, "fewer at a time succeed") from error
 
     def _work(self, batch: pa.RecordBatch) -> None:
         """Process all or nothing."""
@@ -116,7 +121,10 @@ class ColumnEngine(BaseEngine):
         if self._struct is None:
             columns = {"value": pa.array([payload[skip:] for payload in present], pa.binary())}
         else:
-            columns = self._struct.decode_columns(present, skip)
+            try:
+                columns = self._struct.decode_columns(present, skip)
+            except ValueError as error:
+                raise self._scope.unreadable(error) from error
         exists = np.ones(len(payloads), dtype=bool)
         if len(present) < len(payloads):
             exists = np.fromiter((payload is not None for payload in payloads), dtype=bool, count=len(payloads))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from itertools import chain, repeat
@@ -12,11 +13,13 @@ import numpy as np
 import pyarrow as pa
 
 from onceflow.state import inbox, timers
-from onceflow.state.base import BaseEngine, shown
+from onceflow.state.base import NOT_OF_A_RECORD, BaseEngine, shown
 from onceflow.state.handle import State
 from onceflow.state.outbox import Outbox
 from onceflow.state.processor import Processor
 from onceflow.state.record import Record
+
+log = logging.getLogger("onceflow.state")
 
 # So few that they are gone before the garbage collector promotes them: with a whole Arrow batch at a time, a quarter of
 # the time goes into full collections.
@@ -50,6 +53,8 @@ class Engine(BaseEngine):
                 records = on_timer(key, timer, State(self._scope, raw_key))
                 if records is not None:
                     self._outbox.extend(records, key, raw_key)
+            except NOT_OF_A_RECORD:
+                raise
             except Exception as error:
                 if self._scope.fatal is None:
                     where = f"timer {timer.name!r} ({timer.clock} time {timer.at_ms}), key {shown(raw_key)}"
@@ -57,6 +62,7 @@ class Engine(BaseEngine):
             if self._scope.fatal is not None:
                 raise self._located(self._scope.fatal)
             self.counts["timers_fired"] += 1
+        self._overlay.savepoint()
 
     def _feed(self, batch: pa.RecordBatch) -> None:
         if self.uses_event_time and not self._own_event_time and "timestamp" in batch.schema.names:
@@ -124,11 +130,13 @@ class Engine(BaseEngine):
                 continue
             savepoint()
             mark = outbox.mark()
+            result = None
             try:
                 result = process(key, records[start:end], State(scope, raw_key))
                 if result is not None:
                     extend(result, key, raw_key)
             except Exception as error:
+                _end(result)
                 overlay.roll_back()
                 outbox.truncate(mark)
                 self._find_culprit(batch, raw_key, list(where[start:end]), error)
@@ -140,6 +148,8 @@ class Engine(BaseEngine):
         Raises:
             ProcessorError: one failed and on_error is ``fail``; or the state itself cannot be read.
         """
+        if isinstance(first, NOT_OF_A_RECORD):
+            raise first
         part = batch.take(pa.array(where))
         raw = self._raw(part)
         if len(raw) == 1 or self._scope.fatal is not None:
@@ -149,6 +159,7 @@ class Engine(BaseEngine):
         for record in raw:
             overlay.savepoint()
             mark = outbox.mark()
+            result = None
             try:
                 # Decoded again: the call that failed may have changed the values.
                 key = processor.key.decode(raw_key)
@@ -160,6 +171,7 @@ class Engine(BaseEngine):
                 if result is not None:
                     outbox.extend(result, key, raw_key)
             except Exception as error:
+                _end(result)
                 overlay.roll_back()
                 outbox.truncate(mark)
                 self._reject(record, error)
@@ -184,6 +196,16 @@ class Engine(BaseEngine):
                     bad[i], at_ms = error, None
             times.append(at_ms)
         return self._see_times(batch, pa.array(times, pa.int64()))
+
+
+def _end(result: Any) -> None:
+    """End a generator that was left half-way now: its clean-up must not change what comes after it."""
+    close = getattr(result, "close", None)
+    if close is not None:
+        try:
+            close()
+        except Exception:
+            log.warning("clean-up of a processor's generator failed", exc_info=True)
 
 
 def _decoded(raws: Sequence[bytes | None], decode: Callable[[bytes], Any]) -> tuple[list[Any], dict[int, Exception]]:

@@ -46,7 +46,7 @@ class Scope:
         self.value_serde = getattr(processor, "state", BYTES)
         self.encode: Callable[[Any], bytes] = self.value_serde.encode
         self.decode: Callable[[bytes], Any] = self.value_serde.decode
-        self.header = rows.pack(b"", None if ttl_ms is None else now_ms + ttl_ms, self.version)
+        self.header = rows.pack(b"", None if ttl_ms is None else _later(now_ms, ttl_ms), self.version)
         self._migrate = _migration(processor)
         self.fatal: ProcessorError | None = None
         """An error that is not a record's fault: the batch fails, even if user code caught it."""
@@ -64,7 +64,20 @@ class Scope:
                 return ABSENT
         else:
             payload, version = row[1:], 0
-        return decode(payload) if version == self.version else self.migrated(payload, version, name)
+        if version != self.version:
+            return self.migrated(payload, version, name)
+        try:
+            return decode(payload)
+        except Exception as error:
+            raise self.unreadable(error) from error
+
+    def unreadable(self, error: Exception) -> ProcessorError:
+        """State that its serde cannot decode is nobody's bad record: as dead letters all records of its key would go."""
+        self.fatal = ProcessorError(
+            f"the state cannot be decoded as the processor declares it: {type(error).__name__}: {error}",
+            next_step="was its serde or state_fields changed? Then raise `version` and define migrate().",
+        )
+        return self.fatal
 
     def has_expired(self, row: bytes) -> bool:
         expires_ms = rows.expiry_of(row)
@@ -99,7 +112,7 @@ class Scope:
         ttl_ms = duration_ms(ttl)
         if ttl_ms <= 0:
             raise ValueError(f"ttl {ttl!r} is not positive")
-        return rows.pack(b"", self.now_ms + ttl_ms, self.version)
+        return rows.pack(b"", _later(self.now_ms, ttl_ms), self.version)
 
     @staticmethod
     def checked(row_key: bytes) -> bytes:
@@ -225,6 +238,10 @@ class State:
     def _key_bytes(self, key: Any) -> bytes:
         encoded: bytes = key if isinstance(key, bytes) else self._scope.key_serde.encode(key)
         return encoded
+
+
+def _later(now_ms: int, ttl_ms: int) -> int:
+    return min(now_ms + ttl_ms, (1 << 63) - 1)  # rows keep times in 64 bits
 
 
 def _migration(processor: Any) -> Callable[[bytes, int, str | None], Any] | None:

@@ -30,6 +30,8 @@ _TREE = struct.Struct("=IHHQQQQQ")
 _NODE = struct.Struct("=IHH")
 _PAGE_NUMBER = struct.Struct("=Q")
 _PAGE_BYTES, _NODE_BYTES, _NUMBER_BYTES = 16, 8, 8
+_PAGE_BYTES_OF_LATER = 24  # LMDB 1.0
+_PAGE_SIZES = (4096, 8192, 16384, 32768)
 _BRANCH, _LEAF, _OVERFLOW, _META_PAGE = 1, 2, 4, 8
 _IN_OVERFLOW, _SUBTREE = 1, 2
 _INTEGER_KEYS = 8
@@ -59,36 +61,36 @@ def read_meta(path: Path) -> Meta | None:
         size = path.stat().st_size
         if size < _LEAST_BYTES:
             raise StoreCorruptError(f"the data file has {size} bytes")
-        first, format_of_first = _meta(file.read(_LEAST_BYTES // 2), 0)
-        if format_of_first is not None:
-            file.seek(first.page_size)
-        second, format_of_second = _meta(file.read(_LEAST_BYTES // 2), 1)
-    if format_of_first is None and format_of_second is None:
-        return None
-    if format_of_first is None or format_of_second is None or second.page_size != first.page_size:
-        raise StoreCorruptError("the data file's two meta pages differ in format")
+        page = file.read(_LEAST_BYTES // 2)
+        if _magic(page, _PAGE_BYTES_OF_LATER) == _MAGIC:
+            return None
+        first = _meta(page, 0)
+        file.seek(first.page_size)
+        second = _meta(file.read(_LEAST_BYTES // 2), 1)
+    if second.page_size != first.page_size:
+        raise StoreCorruptError("the data file's two meta pages differ")
     last = second if second.transaction > first.transaction else first
     if size < (last.last_page + 1) * last.page_size:
         raise StoreCorruptError(f"the data file is cut off: {size} bytes, {last.last_page + 1} pages")
     return last
 
 
-def _meta(page: bytes, number: int) -> tuple[Meta, int | None]:
-    try:
-        own_number, _, flags, _, _ = _PAGE.unpack_from(page)
-        magic, version, _, _, free, main, last_page, transaction = _META.unpack_from(page, _PAGE_BYTES)
-    except struct.error as short:
-        raise StoreCorruptError("a meta page is cut off") from short
-    page_size, tree_flags = _TREE.unpack(free)[:2]
-    if magic != _MAGIC:
+def _magic(page: bytes, at: int) -> int:
+    return _META.unpack_from(page, at)[0] if len(page) >= at + _META.size else 0
+
+
+def _meta(page: bytes, number: int) -> Meta:
+    if _magic(page, _PAGE_BYTES) != _MAGIC:
         raise StoreCorruptError("a meta page is not LMDB's")
-    meta = Meta(page_size, last_page, transaction, free, main)
-    if version != _FORMAT:
-        return meta, None
-    sound = own_number == number and flags == _META_PAGE and tree_flags == _INTEGER_KEYS
-    if not sound or page_size not in (4096, 8192, 16384, 32768) or last_page < 1:
+    own_number, _, flags, _, _ = _PAGE.unpack_from(page)
+    _, version, _, _, free, main, last_page, transaction = _META.unpack_from(page, _PAGE_BYTES)
+    page_size, tree_flags = _TREE.unpack(free)[:2]
+    sound = (own_number, flags, version, tree_flags) == (number, _META_PAGE, _FORMAT, _INTEGER_KEYS)
+    # Transactions take turns; LMDB chooses the page by the last bit. A new file has zero in both.
+    in_turn = not transaction or transaction % _METAS == number
+    if not (sound and in_turn and page_size in _PAGE_SIZES and last_page):
         raise StoreCorruptError("a meta page is damaged")
-    return meta, version
+    return Meta(page_size, last_page, transaction, free, main)
 
 
 def check_pages(path: Path) -> None:
@@ -103,7 +105,7 @@ def check_pages(path: Path) -> None:
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as view:
         try:
             _Walk(view, meta).check()
-        except (struct.error, IndexError, ValueError) as outside:
+        except (struct.error, IndexError, ValueError, OverflowError) as outside:
             raise StoreCorruptError("a page of the data file points outside") from outside
 
 
@@ -144,22 +146,20 @@ class _Walk:
         self, raw_tree: bytes, *, subtrees: bool = False, integer_keys: bool = False, wanted: bool = False
     ) -> Iterator[tuple[int, bytes, bytes]]:
         """Pages of a tree, left to right, checked; nodes are yielded where wanted or where they are subtrees."""
-        _, flags, _, _, _, _, _, root = _TREE.unpack(raw_tree)
+        _, flags, tree_depth, _, _, _, _, root = _TREE.unpack(raw_tree)
         if flags != (_INTEGER_KEYS if integer_keys else 0):
             raise StoreCorruptError("a table of the data file has wrong flags")
         if root == _NO_PAGE:
             return
         # Each entry: page, least key, key above all of it, depth.
         waiting: list[tuple[int, bytes, bytes | None, int]] = [(root, b"", None, 1)]
-        leaf_depth = 0
         while waiting:
             number, low, high, depth = waiting.pop()
             self._meet(number)
             page = self._view[number * self._size : (number + 1) * self._size]
             kind, places = _head(page, number)
             if kind == _LEAF:
-                leaf_depth = leaf_depth or depth
-                if depth != leaf_depth:
+                if depth != tree_depth:
                     raise StoreCorruptError("leaves of the data file are at different depths")
                 if not integer_keys and not _within(page, places, low, high):
                     raise StoreCorruptError("a page of the data file holds keys of another one")

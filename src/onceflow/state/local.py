@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -180,6 +180,7 @@ def _verifying(folder: Path) -> Iterator[None]:
     """Leaves a file behind when the process dies of what it reads, as an engine may: the next one is warned."""
     trial = folder / VERIFYING
     try:
+        folder.mkdir(parents=True, exist_ok=True)  # not every store keeps something there
         trial.touch()
     except OSError as refused:
         raise unusable(folder, "The local state cannot be opened", refused) from refused
@@ -239,14 +240,15 @@ class _Run:
             self._read(store, raw, fresh)
             return RESTORED
         marker = Marker.decode(raw)
-        problem = _misfit(marker, self.goal)
-        if marker is None or problem:
+        if marker is None:
+            raise StoreCorruptError("its marker cannot be read")
+        if problem := marker.misfit(self.goal):
             raise StoreCorruptError(problem)
         if marker.at(self.goal):
             if self._now_ms - marker.time_ms > _MARKER_REFRESHED_MS:
                 self._write(store, raw, replace(marker, time_ms=self._now_ms), {})
             return IN_SYNC
-        pending = _pending_of(store)
+        pending = Pending.decode(store.blob(PENDING))
         ends = (self.goal.table_end, self.goal.internal_end)
         if (
             pending is not None
@@ -287,15 +289,13 @@ class _Run:
             self._write(store, raw, Marker.of(self.goal, self._now_ms), {}, done=True)
 
     def _gathered(
-        self, topic: str, start: int, end: int, changes_of: Callable[[Chunk], tuple[Changes, int]]
+        self, topic: str, start: int, end: int, changes_of: Callable[[Chunk, Changes], int]
     ) -> Iterator[tuple[Changes, int]]:
         """Last rows per row key, of as many records as memory allows, and the offset they go up to."""
         gathered: Changes = {}
         size = 0
         for chunk in self._chunks(topic, start, end):
-            changes, ignored = changes_of(chunk)
-            self.ignored += ignored
-            gathered.update(changes)
+            self.ignored += changes_of(chunk, gathered)
             size += sum(map(len, filter(None, chunk.values)))
             if len(gathered) >= _WRITTEN_ROWS or size >= _WRITTEN_BYTES:
                 yield gathered, min(chunk.next_offset, end)
@@ -330,7 +330,7 @@ class _Run:
         store: Store,
         raw: bytes | None,
         marker: Marker,
-        changes: Mapping[bytes, bytes | None] | Sequence[tuple[bytes, bytes | None]],
+        changes: Changes | Sequence[tuple[bytes, bytes | None]],
         *,
         done: bool = False,
     ) -> bytes:
@@ -342,23 +342,9 @@ class _Run:
         blobs: dict[str, bytes | None] = {MARKER: marker.encode()}
         if done:
             blobs[PENDING] = None
-        listed = changes.items() if isinstance(changes, Mapping) else changes
-        if not store.write(listed, blobs, (MARKER, raw), index=True):
+        if not store.write(changes, blobs, (MARKER, raw), index=True):
             raise _MovedError
         return marker.encode()
-
-
-def _misfit(marker: Marker | None, goal: Goal) -> str:
-    """Why a copy cannot be continued; empty if it can."""
-    if marker is None:
-        return "its marker cannot be read"
-    if (marker.flow, marker.table, marker.partition) != (goal.flow, goal.table, goal.partition):
-        return f"it belongs to {marker.table}-{marker.partition} of flow {marker.flow}"
-    if (marker.table_id, marker.internal_id) != (goal.table_id, goal.internal_id):
-        return "its topics were deleted and made anew"
-    if marker.table_end > goal.table_end or marker.internal_end > goal.internal_end:
-        return "it is ahead of what is committed"
-    return ""
 
 
 # ---- pending -----------------------------------------------------------------------------------------
@@ -383,11 +369,6 @@ def set_pending(
     store.write((), {PENDING: pending.encode()})
 
 
-def _pending_of(store: Store) -> Pending | None:
-    raw = store.blob(PENDING)
-    return Pending.decode(raw) if raw is not None else None
-
-
 def settle(folder: Path, opener: type[Store], commit: Commit) -> bool:
     """Applies what is pending if it is of this transaction, which is known to be committed.
 
@@ -400,7 +381,7 @@ def settle(folder: Path, opener: type[Store], commit: Commit) -> bool:
         try:
             raw = store.blob(MARKER)
             marker = Marker.decode(raw) if raw is not None else None
-            pending = _pending_of(store)
+            pending = Pending.decode(store.blob(PENDING))
             if marker is None or pending is None or pending.commit != commit or not pending.follows(marker):
                 return False
             moved = replace(marker, table_end=pending.ends[0], internal_end=pending.ends[1])

@@ -108,6 +108,16 @@ class Marker:
     def at(self, goal: Goal) -> bool:
         return (self.table_end, self.internal_end) == (goal.table_end, goal.internal_end)
 
+    def misfit(self, goal: Goal) -> str:
+        """Why the copy cannot be continued; empty if it can."""
+        if (self.flow, self.table, self.partition) != (goal.flow, goal.table, goal.partition):
+            return f"it belongs to {self.table}-{self.partition} of flow {self.flow}"
+        if (self.table_id, self.internal_id) != (goal.table_id, goal.internal_id):
+            return "its topics were deleted and made anew"
+        if self.table_end > goal.table_end or self.internal_end > goal.internal_end:
+            return "it is ahead of what is committed"
+        return ""
+
 
 class Pending(NamedTuple):
     """Changes of a batch of which nobody here knows whether it was committed.
@@ -135,12 +145,14 @@ class Pending(NamedTuple):
         return b"".join((counts, head, *keys, *values))
 
     @classmethod
-    def decode(cls, raw: bytes) -> Pending | None:
-        """None: of another format.
+    def decode(cls, raw: bytes | None) -> Pending | None:
+        """None: there is none, or of another format.
 
         Raises:
             StoreCorruptError: it is damaged.
         """
+        if raw is None:
+            return None
         try:
             head_size, count = struct.unpack_from("<II", raw)
             sizes = struct.unpack_from(f"<{2 * count}I", raw, 8)
@@ -177,8 +189,8 @@ class Chunk(Protocol):
 Changes = dict[bytes, bytes | None]
 
 
-def table_changes(chunk: Chunk) -> tuple[Changes, int]:
-    """Last row per key of records of the table topic, and how many records are not ours."""
+def table_changes(chunk: Chunk, changes: Changes) -> int:
+    """Adds the rows of records of the table topic; returns how many records are not ours."""
     keys, values = chunk.keys, chunk.values
     packed = [None if value is None else b"\0" + value for value in values]
     for at, headers in chunk.headers.items():
@@ -186,17 +198,22 @@ def table_changes(chunk: Chunk) -> tuple[Changes, int]:
         if value is not None:
             packed[at] = rows.from_record(value, headers)
     if None not in keys and max(map(len, keys), default=0) < rows.ROW_KEY_BYTES_MAX:  # type: ignore[arg-type]
-        return dict(zip([rows.VALUE + key for key in keys], packed, strict=True)), 0  # type: ignore[operator]
+        changes.update(zip([rows.VALUE + key for key in keys], packed, strict=True))  # type: ignore[operator]
+        return 0
     fit = [(at, key) for at, key in enumerate(keys) if key is not None and len(key) < rows.ROW_KEY_BYTES_MAX]
-    return {rows.VALUE + key: packed[at] for at, key in fit}, len(keys) - len(fit)
+    changes.update({rows.VALUE + key: packed[at] for at, key in fit})
+    return len(keys) - len(fit)
 
 
-def internal_changes(chunk: Chunk) -> tuple[Changes, int]:
+def internal_changes(chunk: Chunk, changes: Changes) -> int:
     """The same of the internal topic."""
-    pairs = list(zip(chunk.keys, chunk.values, strict=True))
-    fit = {key: row for key, row in pairs if key is not None and _is_internal_row(key, row)}
-    ignored = sum(1 for key, row in pairs if key is None or not _is_internal_row(key, row))
-    return fit, ignored
+    fit = [
+        (key, row)
+        for key, row in zip(chunk.keys, chunk.values, strict=True)
+        if key is not None and _is_internal_row(key, row)
+    ]
+    changes.update(fit)
+    return len(chunk.keys) - len(fit)
 
 
 def _is_internal_row(key: bytes, row: bytes | None) -> bool:

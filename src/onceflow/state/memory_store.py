@@ -82,13 +82,14 @@ class MemoryStore(Store):
 
     def write(
         self,
-        changes: rows.Changes,
+        changes: rows.Changes | dict[bytes, bytes | None],
         blobs: Mapping[str, bytes | None] = NO_BLOBS,
         expect: tuple[str, bytes | None] | None = None,
         *,
         index: bool = False,
     ) -> bool:
-        data, wanted = self._data, dict(changes)
+        data = self._data
+        wanted = changes if isinstance(changes, dict) else dict(changes)
         with data.lock:
             if expect is not None and data.blobs.get(expect[0]) != expect[1]:
                 return False

@@ -22,8 +22,9 @@ from onceflow.state.store import NO_BLOBS, TALLY, Store, StoreCorruptError, Tall
 DATA = "rocksdb"
 _ROW, _AFTER_ROWS, _BLOB = b"r", b"s", b"b"
 _WRITE_BUFFER_BYTES = 32 << 20
-_LOCK_WAIT_S, _LOCK_PAUSE_S = 10.0, 0.02
+_LOCK_WAIT_S, _VANISHED_WAIT_S, _LOCK_PAUSE_S = 10.0, 1.0, 0.02
 _LOCK_MESSAGES = ("lock hold by current process", "While lock file")
+_VANISHED = ("No such file or directory",)
 _DISK_FULL = "No space left on device"
 _NOT_ALLOWED = ("Permission denied", "Read-only file system", "Too many open files")
 
@@ -91,13 +92,13 @@ class RocksdbStore(Store):
 
     def write(
         self,
-        changes: rows.Changes,
+        changes: rows.Changes | dict[bytes, bytes | None],
         blobs: Mapping[str, bytes | None] = NO_BLOBS,
         expect: tuple[str, bytes | None] | None = None,
         *,
         index: bool = False,
     ) -> bool:
-        wanted = dict(changes)
+        wanted = changes if isinstance(changes, dict) else dict(changes)
         with self._translated(), self._database.lock:
             # No other process has it open, so what is read here is still so when the batch is written.
             if expect is not None and self.blob(expect[0]) != expect[1]:
@@ -172,19 +173,23 @@ class _Database:
 
 
 def _opened(folder: Path, read_only: bool) -> Any:
-    """Opens it; a process that still has it gets some seconds to close it."""
+    """Opens it; a process that still has it gets some seconds to close it.
+
+    A reader may look while a writer merges files, and miss those that are deleted just then: it looks again.
+    """
     library = _library()
     options = library.Options(raw_mode=True)
     options.create_if_missing(True)
     options.set_write_buffer_size(_WRITE_BUFFER_BYTES)
     options.set_keep_log_file_num(1)
     access = library.AccessType.read_only(False) if read_only else library.AccessType.read_write()
-    until = time.monotonic() + _LOCK_WAIT_S
+    until = time.monotonic() + (_VANISHED_WAIT_S if read_only else _LOCK_WAIT_S)
     while True:
         try:
             return library.Rdict(str(folder / DATA), options, access_type=access)
         except Exception as error:  # the library raises nothing more special
-            if not any(message in str(error) for message in _LOCK_MESSAGES) or time.monotonic() >= until:
+            passing = _VANISHED if read_only else _LOCK_MESSAGES
+            if not any(message in str(error) for message in passing) or time.monotonic() >= until:
                 raise
         time.sleep(_LOCK_PAUSE_S)
 

@@ -190,9 +190,7 @@ class StateRun:
         except OnceflowError as error:
             raise error.located(flow=self._spec.flow, batch=self._moment.batch) from error
 
-    def _left(
-        self, partition: int, run: _Open, acknowledged: Mapping[tuple[str, int], Acknowledged]
-    ) -> StateReport:
+    def _left(self, partition: int, run: _Open, acknowledged: Mapping[tuple[str, int], Acknowledged]) -> StateReport:
         spec, moment = self._spec, self._moment
         table = acknowledged.get((spec.topics.table, partition))
         internal = acknowledged.get((spec.topics.internal, partition))
@@ -227,9 +225,7 @@ class StateRun:
 def _merged(run: _Open) -> list[tuple[bytes, bytes]]:
     """All rows of the partition as they are after the batch, without those of indexes."""
     kinds = (rows.VALUE, rows.MAP, rows.TIMER)
-    merged = {
-        key: row for kind in kinds for key, row in run.opened.store.scan(kind, rows.after(kind))
-    }
+    merged = {key: row for kind in kinds for key, row in run.opened.store.scan(kind, rows.after(kind))}
     for key, row in run.changes:
         if row is None:
             merged.pop(key, None)

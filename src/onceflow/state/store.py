@@ -212,7 +212,7 @@ class Store(abc.ABC):
     @abc.abstractmethod
     def write(
         self,
-        changes: rows.Changes,
+        changes: rows.Changes | dict[bytes, bytes | None],
         blobs: Mapping[str, bytes | None] = NO_BLOBS,
         expect: tuple[str, bytes | None] | None = None,
         *,
@@ -221,7 +221,7 @@ class Store(abc.ABC):
         """One atomic commit of rows and blobs; a key that comes twice gets its last row.
 
         Args:
-            changes: row keys and rows; None deletes.
+            changes: row keys and rows, as pairs or a dictionary; None deletes.
             blobs: names and blobs; None deletes.
             expect: name and value of a blob, compared inside the transaction.
             index: adds the index rows that follow from the changes (see `rows.with_index`).

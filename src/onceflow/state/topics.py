@@ -111,9 +111,7 @@ def _create(cluster: Cluster, topic: str, partitions: int, deadline: Deadline) -
     copies = min(_COPIES_MOST, cluster.broker_count())
     configs = {**_CONFIGS, "min.insync.replicas": str(max(1, copies - 1))}
     try:
-        if create_topic(
-            cluster, topic, partitions=partitions, configs=configs, deadline=deadline, replication=copies
-        ):
+        if create_topic(cluster, topic, partitions=partitions, configs=configs, deadline=deadline, replication=copies):
             log.info("created table topic %s with %d partitions", topic, partitions)
     except PermissionDeniedError as error:
         raise PermissionDeniedError(

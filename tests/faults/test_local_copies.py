@@ -1,0 +1,136 @@
+"""Local state that was deleted, damaged, or replaced by another copy: repaired from the changelog, never served wrong."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import onceflow
+
+pytestmark = [pytest.mark.integration, pytest.mark.faults]
+
+
+def keep(pipe: Any, name: str) -> Path:
+    """A copy of the local state as it is now."""
+    copy = pipe.tmp_path / name
+    shutil.copytree(pipe.folder, copy)
+    return Path(copy)
+
+
+def replace(pipe: Any, partition: int, other: Path) -> None:
+    shutil.rmtree(pipe.folder / str(partition))
+    shutil.copytree(other, pipe.folder / str(partition))
+
+
+def flip_bytes(path: Path, seed: int, count: int = 60) -> None:
+    raw = bytearray(path.read_bytes())
+    chooser = random.Random(seed)
+    for _ in range(count):
+        at = chooser.randrange(len(raw))
+        raw[at] ^= 1 << chooser.randrange(8)
+    path.write_bytes(raw)
+
+
+def goes_on(pipe: Any, **options: Any) -> None:
+    pipe.fill(600)
+    pipe.run(**options)
+    pipe.check()
+
+
+@pytest.fixture
+def pipe(make_state_pipe: Any) -> Any:
+    """A flow that has state of two runs; ``first`` is a copy of the first."""
+    made = make_state_pipe()
+    made.fill(900)
+    made.run()
+    made.first = keep(made, "first")
+    made.fill(900)
+    made.run()
+    return made
+
+
+def test_deleted(pipe: Any) -> None:
+    shutil.rmtree(pipe.folder / "0")
+    (pipe.folder / "1" / "data.mdb").unlink()
+    goes_on(pipe)
+
+
+def test_older_copy(pipe: Any) -> None:
+    for partition in range(4):
+        replace(pipe, partition, pipe.first / str(partition))
+    goes_on(pipe)
+
+
+def test_copy_of_another_partition(pipe: Any) -> None:
+    now = keep(pipe, "now")
+    replace(pipe, 0, now / "1")
+    replace(pipe, 2, pipe.first / "3")
+    goes_on(pipe)
+
+
+def test_newer_than_kafka(pipe: Any, make_state_pipe: Any) -> None:
+    """A copy from a flow's life before a reset: the table starts empty, the copy is ahead of it."""
+    from confluent_kafka.admin import AdminClient
+
+    from onceflow.client.settings import ClientSettings
+    from onceflow.reset import reset
+    from onceflow.wire.names import Names
+
+    admin = AdminClient({"bootstrap.servers": pipe.bootstrap})
+    for future in admin.delete_topics([pipe.table, f"{pipe.table}-internal", pipe.target]).values():
+        future.result(30)
+    reset(ClientSettings(pipe.bootstrap, {}), Names(pipe.flow), [pipe.source])
+    from onceflow.testing.broker import create_topic
+
+    create_topic(pipe.bootstrap, pipe.target, 4)
+    goes_on(pipe)
+
+
+@pytest.mark.parametrize("seed,tasks", [(0, False), (1, False), (2, True), (3, True), (4, True), (5, True)])
+def test_flipped_bytes(pipe: Any, seed: int, tasks: bool) -> None:
+    """Also where a damaged page makes LMDB crash the worker that reads it: then the batch runs twice."""
+    for partition in range(4):
+        flip_bytes(pipe.folder / str(partition) / "data.mdb", seed * 10 + partition)
+    goes_on(pipe, **({"small_batch_rows": 0} if tasks else {}))
+
+
+def test_garbage_and_cut_files(pipe: Any) -> None:
+    (pipe.folder / "0" / "data.mdb").write_bytes(b"no such thing")
+    whole = (pipe.folder / "1" / "data.mdb").read_bytes()
+    (pipe.folder / "1" / "data.mdb").write_bytes(whole[: len(whole) // 2])
+    (pipe.folder / "2" / "lock.mdb").write_bytes(random.Random(1).randbytes(4096))
+    (pipe.folder / "3" / "data.mdb").write_bytes(b"")
+    goes_on(pipe, small_batch_rows=0)
+
+
+def test_readable_while_the_flow_writes(pipe: Any) -> None:
+    """Another process reads whole committed states only: every sum it sees was a sum after some batch."""
+    script = (
+        "import json, sys, onceflow\n"
+        "table = onceflow.LocalTable(sys.argv[1])\n"
+        "for _ in range(300):\n"
+        "    print(json.dumps({key.decode(): json.loads(value) for key, value in table.range()}))\n"
+    )
+    pipe.fill(3000)
+    query = pipe.start(read={"max_records_per_batch": 200})
+    reader = subprocess.run(
+        [sys.executable, "-c", script, str(pipe.folder)], capture_output=True, text=True, timeout=120, check=True
+    )
+    query.processAllAvailable()
+    query.stop()
+    pipe.check()
+    outputs, _, _ = pipe.ledger.expected(pipe.sent)
+    known = {(value["sum"], value["count"]) for value in outputs.values()}
+    lines = reader.stdout.splitlines()
+    assert len(lines) == 300
+    for line in lines:
+        for value in json.loads(line).values():
+            assert (value["sum"], value["count"]) in known
+    assert onceflow.LocalTable(pipe.folder).get(b"no such key") is None

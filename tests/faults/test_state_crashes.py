@@ -1,0 +1,127 @@
+"""Every step x {driver SIGKILL, worker SIGKILL, exception, rerun}: state in the topic = in the local store = computed.
+
+After recovery an independent fold over the input says what the outputs, the table topic and the local stores hold.
+"""
+
+from __future__ import annotations
+
+import signal
+from typing import Any
+
+import pytest
+from pyspark.errors import StreamingQueryException
+
+from onceflow import hooks
+from onceflow.sink import state_step
+from onceflow.testing import faults, independent
+
+pytestmark = [pytest.mark.integration, pytest.mark.faults]
+
+BATCH = 2
+
+
+@pytest.fixture
+def by_tasks(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Small data is processed by as many tasks as large data would be."""
+    monkeypatch.setattr(state_step, "_TASK_ROWS", 400)
+    return {"small_batch_rows": 0}
+
+
+def options_of(step: str, by_tasks: dict[str, Any]) -> dict[str, Any]:
+    """Steps take the three ways a step can run in turn: driver, tasks, inside a query."""
+    turn = hooks.STEPS.index(step) % 3
+    return [{}, by_tasks, {"inside": True, **by_tasks}][turn]
+
+
+@pytest.mark.parametrize("step", hooks.STEPS)
+def test_driver_killed(make_state_pipe: Any, step: str) -> None:
+    pipe = make_state_pipe()
+    pipe.fill(3000)
+    turn = hooks.STEPS.index(step) % 3
+    rule = faults.fault(step, "kill", **({} if step == "init" else {"batch": BATCH}))
+    process = pipe.driver(rule, write={"small_batch_rows": 0 if turn else 4000}, inside=turn == 2)
+    try:
+        output = process.communicate(timeout=120)[0]
+        assert process.returncode == -signal.SIGKILL, output
+        pipe.fill(500)
+        pipe.run()
+    finally:
+        pipe.end_driver(process)
+    pipe.check()
+
+
+@pytest.mark.parametrize("step", hooks.STEPS)
+def test_exception(make_state_pipe: Any, inject: Any, by_tasks: Any, step: str) -> None:
+    pipe = make_state_pipe()
+    pipe.fill(3000)
+    inject(step, "raise", **({} if step == "init" else {"batch": BATCH}))
+    with pytest.raises((StreamingQueryException, faults.InjectedFaultError), match="injected at"):
+        pipe.run(**options_of(step, by_tasks))
+    pipe.run(**by_tasks)
+    pipe.check()
+
+
+@pytest.mark.parametrize("step", hooks.STEPS)
+def test_python_workers_killed(make_state_pipe: Any, inject: Any, by_tasks: Any, step: str) -> None:
+    """Between jobs nobody needs them: what they held in memory is in the stores and in Kafka."""
+    pipe = make_state_pipe()
+    pipe.fill(3000)
+    inject(step, "kill-workers", **({} if step == "init" else {"batch": BATCH}))
+    pipe.run(**options_of(step, by_tasks), **({} if options_of(step, by_tasks) else by_tasks))
+    pipe.check()
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("step", ["begin", "settle", "write"])
+@pytest.mark.parametrize("action", ["kill", "raise"])
+def test_task_dies(make_state_pipe: Any, inject: Any, by_tasks: Any, step: str, action: str, inside: bool) -> None:
+    """I3: before its store is up to date, after, or when all its records are acknowledged: the batch runs again,
+    under a new epoch, and what the first attempt left pending is dropped."""
+    pipe = make_state_pipe()
+    pipe.fill(3000)
+    once = pipe.tmp_path / "fired"
+    inject(step, action, where="task", batch=BATCH, task=0, once_file=str(once))
+    query = pipe.run(inside=inside, **by_tasks)
+    assert once.exists()
+    assert {b.batch: b.attempts for b in query.batches}[BATCH] == 2
+    pipe.check()
+
+
+def test_second_driver_takes_over(make_state_pipe: Any) -> None:
+    """I6 with one folder of local stores for both: the older is fenced, the state stays right."""
+    pipe = make_state_pipe()
+    pipe.fill(2000)
+    process = pipe.driver(forever=True, write={"trigger": "50 milliseconds"})
+    try:
+        assert process.stdout is not None
+        lines = iter(process.stdout.readline, "")
+        assert any(line.startswith("started") for line in lines)
+        pipe.run()
+        pipe.fill(1500)
+        pipe.run()
+        process.wait(timeout=60)
+        rest = "".join(lines)
+        assert "FencedError" in rest, rest[-2000:]
+    finally:
+        pipe.end_driver(process)
+    pipe.check()
+
+
+def test_aborted_state_is_not_visible(make_state_pipe: Any, inject: Any) -> None:
+    """I7: a batch that fails after its changes were produced leaves nothing: not in the topic, not in the store."""
+    pipe = make_state_pipe()
+    pipe.fill(1000)
+    pipe.run()
+    before = pipe.table_rows()
+    pipe.fill(900)
+    inject("progress", "raise")
+    with pytest.raises(StreamingQueryException, match="injected at"):
+        pipe.run()
+    assert pipe.table_rows() == before
+    from onceflow import LocalTable
+
+    assert {key for key, _ in LocalTable(pipe.folder).range()} == set(before)
+    everything = independent.read_topic(pipe.bootstrap, pipe.table, isolation="read_uncommitted")
+    assert len(everything) > len(independent.read_topic(pipe.bootstrap, pipe.table))
+    pipe.run()
+    pipe.check()

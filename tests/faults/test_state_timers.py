@@ -1,0 +1,173 @@
+"""Timers fire exactly once across crashes, and event time is the same for a batch that runs again."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from onceflow.testing import faults, independent
+
+pytestmark = [pytest.mark.integration, pytest.mark.faults]
+
+BATCH = 2
+RECORDS = 1200
+# Late enough that every timer of the records is due, too early for the timers of these last records themselves.
+LAST = RECORDS * 100 + 10_000
+
+
+def fired(pipe: Any) -> Counter[str]:
+    seen = independent.read_topic(pipe.bootstrap, pipe.target, decided=True)
+    return Counter(json.loads(record.value or b"")["timer"] for record in seen)
+
+
+def start(pipe: Any, late: str, **options: Any) -> Any:
+    return pipe.start(
+        process={"processor": pipe.ledger.Alarms(), "late_topic": late},
+        read={"max_records_per_batch": 300},
+        **options,
+    )
+
+
+def wait_for_all(pipe: Any, query: Any, expected: dict[str, int], seconds: float = 60.0) -> None:
+    """Timers fire in batches after the last records: a clock wakes the flow up."""
+    end = time.monotonic() + seconds
+    while sum(fired(pipe).values()) < len(expected):
+        assert query.isActive, query.failure
+        assert time.monotonic() < end, f"{sum(fired(pipe).values())} of {len(expected)} timers fired"
+        query.awaitTermination(0.2)
+
+
+def fill(pipe: Any) -> dict[str, int]:
+    """Records, and then in every partition one that brings event time past their timers."""
+    sent = pipe.ledger.alarm_inputs(0, RECORDS)
+    independent.fill(pipe.bootstrap, pipe.source, sent)
+    independent.fill(pipe.bootstrap, pipe.source, pipe.ledger.alarm_inputs(RECORDS * 10 + 1, 40, at=LAST))
+    pipe.sent = sent
+    # The last records cancel a third of what is left: one for each key, if its number is a multiple of three.
+    timers = pipe.ledger.expected_alarms(sent + pipe.ledger.alarm_inputs(RECORDS * 10 + 1, 40, at=LAST), LAST - 1000)
+    assert len(timers) > RECORDS // 2
+    return timers
+
+
+def check(pipe: Any, late: str, expected: dict[str, int]) -> None:
+    counted = fired(pipe)
+    assert set(counted) == set(expected)
+    assert set(counted.values()) == {1}
+    assert independent.read_topic(pipe.bootstrap, late, decided=True) == []
+
+
+@pytest.fixture
+def late_topic(onceflow_broker: str, make_topic: Any) -> str:
+    return str(make_topic("late", 1))
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_timers_fire_once(make_state_pipe: Any, late_topic: str, inside: bool) -> None:
+    pipe = make_state_pipe()
+    expected = fill(pipe)
+    query = start(pipe, late_topic, inside=inside)
+    try:
+        wait_for_all(pipe, query, expected)
+        idle = len(query.batches)
+        query.awaitTermination(3)  # the clock goes on; batches without effect are not committed
+        assert len(query.batches) == idle
+    finally:
+        query.stop()
+    check(pipe, late_topic, expected)
+
+
+@pytest.mark.parametrize("step", ["begin", "write", "end", "settle"])
+def test_driver_killed_among_timers(make_state_pipe: Any, late_topic: str, step: str) -> None:
+    """Batch 5 has fired timers already, others are waiting."""
+    pipe = make_state_pipe()
+    expected = fill(pipe)
+    process = pipe.driver(
+        faults.fault(step, "kill", batch=5),
+        processor="Alarms",
+        process={"late_topic": late_topic},
+        records_per_batch=300,
+        forever=True,
+    )
+    try:
+        output = process.communicate(timeout=120)[0]
+        assert process.returncode == -signal.SIGKILL, output
+        query = start(pipe, late_topic)
+        try:
+            wait_for_all(pipe, query, expected)
+        finally:
+            query.stop()
+    finally:
+        pipe.end_driver(process)
+    check(pipe, late_topic, expected)
+
+
+def test_task_dies_among_timers(
+    make_state_pipe: Any, late_topic: str, inject: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from onceflow.sink import state_step
+
+    monkeypatch.setattr(state_step, "_TASK_ROWS", 100)
+    pipe = make_state_pipe()
+    expected = fill(pipe)
+    once = pipe.tmp_path / "fired"
+    inject("write", "kill", where="task", batch_from=5, task=0, once_file=str(once))
+    query = start(pipe, late_topic, small_batch_rows=0)
+    try:
+        wait_for_all(pipe, query, expected)
+    finally:
+        query.stop()
+    assert once.exists()
+    check(pipe, late_topic, expected)
+
+
+def test_late_records_go_to_their_topic(make_state_pipe: Any, late_topic: str) -> None:
+    pipe = make_state_pipe()
+    independent.fill(pipe.bootstrap, pipe.source, pipe.ledger.alarm_inputs(0, 400))
+    pipe.run(process={"processor": pipe.ledger.Alarms(), "late_topic": late_topic})
+    late = pipe.ledger.alarm_inputs(1000, 10, at=10)
+    independent.fill(pipe.bootstrap, pipe.source, late)
+    pipe.run(process={"processor": pipe.ledger.Alarms(), "late_topic": late_topic})
+    seen = independent.read_topic(pipe.bootstrap, late_topic, decided=True)
+    assert Counter((record.key, record.value) for record in seen) == Counter(late)
+    assert dict(seen[0].headers)["onceflow.error.class"] == b"LateRecord"
+
+
+def test_processing_time_and_ttl(make_state_pipe: Any, make_topic: Any) -> None:
+    """A timer of the wall clock fires without data; rows that have outlived their ttl become tombstones."""
+    import onceflow
+
+    class Reminder(onceflow.Processor):
+        ttl = "2 seconds"
+
+        def process(self, key: bytes, records: Any, state: Any) -> Any:
+            state.put(records[-1].value)
+            state.timers.register("reminder", state.now_ms + 1000, clock="processing")
+            return ()
+
+        def on_timer(self, key: bytes, timer: Any, state: Any) -> Any:
+            yield onceflow.Record(key, b"reminded")
+
+    pipe = make_state_pipe()
+    keys = [f"key-{n}".encode() for n in range(20)]
+    independent.fill(pipe.bootstrap, pipe.source, [(key, b"x") for key in keys])
+    query = pipe.start(process={"processor": Reminder()})
+    try:
+        end = time.monotonic() + 60
+        while True:
+            seen = independent.read_topic(pipe.bootstrap, pipe.target, decided=True)
+            rows = independent.read_topic(pipe.bootstrap, pipe.table, decided=True)
+            tombstones = {row.key for row in rows if row.value is None}
+            if len(seen) >= len(keys) and tombstones == set(keys):
+                break
+            assert query.isActive, query.failure
+            assert time.monotonic() < end, (len(seen), len(tombstones))
+            query.awaitTermination(0.3)
+    finally:
+        query.stop()
+    assert Counter(record.key for record in seen) == Counter(keys)
+    assert dict.fromkeys(keys, b"x") == {row.key: row.value for row in rows if row.value is not None}

@@ -1,0 +1,844 @@
+"""The local copy of a partition: whatever is found on disk, what is opened holds exactly what is committed.
+
+Run as a program, this file plays the process that opens a damaged copy and may die of it, and the one that is
+killed in the middle of a restore.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+
+from onceflow.errors import DataLossError, EnvironmentUnusableError, ProtocolError
+from onceflow.state import local, rows
+from onceflow.state.lmdb_environment import forget
+from onceflow.state.lmdb_store import LmdbStore
+from onceflow.state.local import (
+    Chunk,
+    Commit,
+    Goal,
+    LocalTable,
+    Opened,
+    default_state_dir,
+    open_partition,
+    partition_folder,
+    rows_of_snapshot,
+    set_pending,
+    settle,
+    snapshot,
+)
+from onceflow.state.local_format import MARKER, PENDING, Marker
+from onceflow.state.memory_store import MemoryStore
+from onceflow.state.rocksdb_store import RocksdbStore
+from onceflow.state.store import Store
+
+HOUR = 3_600_000
+NOW = 1_700_000_000_000
+Rows = dict[bytes, bytes]
+Changes = list[tuple[bytes, "bytes | None"]]
+
+
+# ---- a flow and its topics ---------------------------------------------------------------------------
+
+
+@dataclass
+class Part:
+    keys: list[bytes | None] = field(default_factory=list)
+    values: list[bytes | None] = field(default_factory=list)
+    headers: dict[int, list[tuple[str, bytes | None]]] = field(default_factory=dict)
+    next_offset: int = 0
+
+
+class Topics:
+    """Committed records of one partition of a table topic and its internal topic; markers take offsets, too."""
+
+    def __init__(self, chunk_size: int = 7) -> None:
+        self.records: dict[str, dict[int, tuple[bytes | None, bytes | None, list[tuple[str, bytes]]]]] = {}
+        self.ends = {"table": 0, "table-internal": 0}
+        self.chunk_size = chunk_size
+        self.read_from: list[tuple[str, int, int]] = []
+
+    def append(self, topic: str, key: bytes | None, value: bytes | None, headers: list[tuple[str, bytes]]) -> None:
+        self.records.setdefault(topic, {})[self.ends[topic]] = (key, value, headers)
+        self.ends[topic] += 1
+
+    def compact(self, topic: str, tombstones: bool = False) -> None:
+        last = {key: offset for offset, (key, _, _) in self.records[topic].items()}
+        self.records[topic] = {
+            offset: record
+            for offset, record in self.records[topic].items()
+            if last[record[0]] == offset and not (tombstones and record[1] is None)
+        }
+
+    def read(self, topic: str, partition: int, start: int, end: int) -> Iterator[Chunk]:
+        self.read_from.append((topic, start, end))
+        for low in range(start, end, self.chunk_size):
+            part = Part(next_offset=min(end, low + self.chunk_size))
+            for offset in range(low, part.next_offset):
+                if offset in self.records.get(topic, {}):
+                    key, value, headers = self.records[topic][offset]
+                    if headers:
+                        part.headers[len(part.keys)] = [*headers]
+                    part.keys.append(key)
+                    part.values.append(value)
+            yield part
+
+
+class Flow:
+    """Commits batches to the topics and knows what the rows of the partition are."""
+
+    def __init__(self, seed: int = 1, keys: int = 60, single_key: bool = False, chunk_size: int = 7) -> None:
+        self.topics = Topics(chunk_size)
+        self.dice = random.Random(seed)
+        self.keys = keys
+        self.single_key = single_key
+        self.rows: Rows = {}
+        self.batch = 0
+        self.goal = Goal("flow", "table", 3, "id-t", "id-i", 0, 0)
+
+    def changes(self, count: int = 30) -> Changes:
+        """Of values, map entries and timers; some with expiry or version, some deletes."""
+        dice, found = self.dice, {}
+        for _ in range(count):
+            key = b"key-%d\0" % dice.randrange(self.keys)
+            kind = dice.choice("vvvmt")
+            if kind == "t":
+                row_key = rows.timer_key(key, b"timer")
+                row = rows.pack(rows.timer_payload(dice.choice([b"e", b"p"]), NOW + dice.randrange(5)))
+            else:
+                row_key = rows.value_key(key) if kind == "v" else rows.map_key(key, b"map", b"entry")
+                expires_ms = dice.choice([None, None, NOW + dice.randrange(-3, 3)])
+                row = rows.pack(dice.randbytes(dice.randrange(40)), expires_ms, dice.choice([0, 0, 2]))
+            found[row_key] = None if dice.random() < 0.2 else row
+        return list(found.items())
+
+    def commit(self, changes: Changes) -> Goal:
+        """The batch becomes committed; what the driver knows then."""
+        self.batch += 1
+        apply(self.rows, changes)
+        before = dict(self.topics.ends)
+        if self.single_key:
+            self.topics.append(
+                "table", b"state", snapshot(dict(rows.with_index(self.rows.items(), {}.get)).items()), []
+            )
+        else:
+            for row_key, row in changes:
+                self.append(row_key, row)
+        for topic, end in self.topics.ends.items():
+            self.topics.ends[topic] = end + (end > before[topic])  # the marker's offset
+        ends = self.topics.ends
+        commit = Commit(self.batch, 9, 1)
+        self.goal = replace(self.goal, table_end=ends["table"], internal_end=ends["table-internal"], last=commit)
+        return self.goal
+
+    def append(self, row_key: bytes, row: bytes | None) -> None:
+        if rows.is_internal(row_key):
+            self.topics.append("table-internal", row_key, row, [])
+        elif row is None:
+            self.topics.append("table", row_key[1:], None, [])
+        else:
+            parts = rows.unpack(row)
+            self.topics.append("table", row_key[1:], parts.payload, rows.record_headers(parts))
+
+    def run(self, folder: Path, opener: type[Store], *, committed: bool = True, settled: bool = False) -> Goal:
+        """One batch as a task runs it: open, change, write to Kafka, leave pending."""
+        opened = self.open(folder, opener)
+        changes = self.changes()
+        before = self.goal
+        goal = self.commit(changes)
+        assert goal.last is not None
+        set_pending(opened.store, before, goal.last, changes, goal.table_end, goal.internal_end)
+        opened.store.close()
+        if settled:
+            assert settle(folder, opener, goal.last)
+        return goal
+
+    def open(self, folder: Path, opener: type[Store], *, verify: bool = False, now_ms: int = NOW) -> Opened:
+        return open_partition(
+            folder,
+            opener,
+            self.goal,
+            self.topics,
+            verify=verify,
+            single_key=self.single_key,
+            now_ms=now_ms,
+        )
+
+    def check(self, opened: Opened) -> None:
+        """The store holds all of it and nothing else, indexes included."""
+        wanted = dict(rows.with_index(self.rows.items(), {}.get))
+        assert dict(opened.store.scan(b"")) == wanted
+        assert opened.store.get_many(sorted(wanted)) == [wanted[key] for key in sorted(wanted)]
+        assert opened.store.checksum_holds()
+        marker = Marker.decode(opened.store.blob(MARKER) or b"")
+        assert marker is not None
+        assert marker.at(self.goal)
+        opened.store.close()
+
+
+def apply(held: Rows, changes: Changes) -> None:
+    for key, row in changes:
+        if row is None:
+            held.pop(key, None)
+        else:
+            held[key] = row
+
+
+@pytest.fixture(params=[LmdbStore, MemoryStore, RocksdbStore], ids=["lmdb", "memory", "rocksdb"])
+def opener(request: pytest.FixtureRequest) -> type[Store]:
+    opener: type[Store] = request.param
+    return opener
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return partition_folder(tmp_path, "flow", "table", 3)
+
+
+# ---- what is found and what is done ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("single_key", [False, True])
+def test_batch_after_batch(opener: type[Store], folder: Path, single_key: bool) -> None:
+    flow = Flow(single_key=single_key)
+    flow.check(flow.open(folder, opener))
+    for _ in range(12):
+        flow.run(folder, opener)
+        opened = flow.open(folder, opener)
+        assert (opened.how, opened.records) == ("settled", 0)
+        flow.check(opened)
+        assert flow.open(folder, opener).how == "in sync"
+
+
+@pytest.mark.parametrize("single_key", [False, True])
+def test_a_missing_copy_is_restored(opener: type[Store], folder: Path, single_key: bool) -> None:
+    flow = Flow(single_key=single_key)
+    for _ in range(5):
+        flow.commit(flow.changes())
+    seen: list[int] = []
+    opened = open_partition(
+        folder,
+        opener,
+        flow.goal,
+        flow.topics,
+        verify=True,
+        single_key=single_key,
+        now_ms=NOW,
+        progress=seen.append,
+    )
+    read = len(flow.topics.records["table"]) + len(flow.topics.records.get("table-internal", {}))
+    assert (opened.how, opened.records, opened.why) == ("restored", read, "")
+    assert seen == sorted(seen)
+    assert seen[-1] == read
+    flow.check(opened)
+
+
+def test_a_compacted_topic_restores_to_the_same_rows(opener: type[Store], folder: Path) -> None:
+    flow = Flow()
+    for _ in range(8):
+        flow.commit(flow.changes())
+    flow.topics.compact("table", tombstones=True)
+    flow.topics.compact("table-internal")
+    flow.check(flow.open(folder, opener))
+
+
+def test_an_aborted_batch_is_dropped(opener: type[Store], folder: Path) -> None:
+    flow = Flow()
+    flow.run(folder, opener)
+    opened = flow.open(folder, opener)
+    goal = flow.goal
+    for commit in (Commit(99, 9, 1), Commit(flow.batch + 1, 9, 1)):
+        # The second is the batch that is committed below, but of another epoch.
+        set_pending(opened.store, goal, commit, flow.changes(), goal.table_end + 5, goal.internal_end + 3)
+    opened.store.close()
+    assert flow.open(folder, opener).how == "in sync"
+    flow.commit(flow.changes())
+    flow.goal = replace(flow.goal, last=Commit(flow.batch, 9, 2))
+    opened = flow.open(folder, opener)
+    assert opened.how == "caught up"
+    assert opened.store.blob(PENDING) is None
+    flow.check(opened)
+
+
+@pytest.mark.parametrize("torn", ["base", "ends", "last"])
+def test_pending_is_applied_only_between_its_own_offsets(opener: type[Store], folder: Path, torn: str) -> None:
+    flow = Flow()
+    flow.run(folder, opener)
+    opened = flow.open(folder, opener)
+    before, changes = flow.goal, flow.changes()
+    goal = flow.commit(changes)
+    assert goal.last is not None
+    base = replace(before, table_end=before.table_end - 1) if torn == "base" else before
+    other = Commit(goal.last.batch, goal.last.producer_id + 1, goal.last.producer_epoch)
+    commit = other if torn == "last" else goal.last
+    wrong: Changes = [(b"vwrong", rows.pack(b""))]
+    set_pending(opened.store, base, commit, wrong, goal.table_end + (torn == "ends"), goal.internal_end)
+    opened.store.close()
+    opened = flow.open(folder, opener)
+    assert opened.how == "caught up"
+    flow.check(opened)
+
+
+def test_settling_at_the_end_of_a_flow(opener: type[Store], folder: Path) -> None:
+    flow = Flow()
+    assert not settle(folder, opener, Commit(1, 9, 1))
+    assert not opener.exists(folder)
+    flow.run(folder, opener, settled=True)
+    assert flow.goal.last is not None
+    assert not settle(folder, opener, flow.goal.last)
+    opened = flow.open(folder, opener)
+    assert (opened.how, opened.records) == ("in sync", 0)
+    flow.check(opened)
+    flow.run(folder, opener)
+    assert not settle(folder, opener, Commit(flow.batch, 9, 2))
+    assert flow.open(folder, opener).how == "settled"
+
+
+def test_a_stale_copy_reads_only_what_it_lacks(opener: type[Store], folder: Path) -> None:
+    flow = Flow()
+    flow.run(folder, opener, settled=True)
+    before = dict(flow.topics.ends)
+    for _ in range(3):
+        flow.commit(flow.changes())
+    flow.topics.read_from = []
+    opened = flow.open(folder, opener)
+    assert opened.how == "caught up"
+    assert flow.topics.read_from == [
+        ("table", before["table"], flow.goal.table_end),
+        ("table-internal", before["table-internal"], flow.goal.internal_end),
+    ]
+    flow.check(opened)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"flow": "other"},
+        {"table": "other"},
+        {"partition": 4},
+        {"table_id": "id-new"},
+        {"internal_id": "id-new"},
+    ],
+)
+def test_a_copy_of_something_else_is_replaced(
+    opener: type[Store], folder: Path, changed: dict[str, str | int], caplog: pytest.LogCaptureFixture
+) -> None:
+    foreign = Flow(seed=5)
+    foreign.goal = replace(foreign.goal, **changed)  # type: ignore[arg-type]
+    foreign.topics.ends |= {"other": 0, "other-internal": 0}
+    foreign.run(folder, opener)
+    flow = Flow()
+    for _ in range(3):
+        flow.commit(flow.changes())
+    with caplog.at_level(logging.WARNING, "onceflow.state"):
+        opened = flow.open(folder, opener)
+    assert opened.how == "restored"
+    assert opened.why
+    assert len(caplog.records) == 1
+    assert "restored" in caplog.text
+    assert opened.why in caplog.text
+    flow.check(opened)
+
+
+@pytest.mark.parametrize("topic", ["table", "internal"])
+def test_a_copy_that_is_ahead_of_kafka_is_replaced(opener: type[Store], folder: Path, topic: str) -> None:
+    flow = Flow()
+    flow.run(folder, opener, settled=True)
+    opened = flow.open(folder, opener)
+    marker = Marker.decode(opened.store.blob(MARKER) or b"")
+    assert marker is not None
+    ahead = replace(marker, **{f"{topic}_end": 1000})  # type: ignore[arg-type]
+    opened.store.write([(b"vnot there", b"\0")], {MARKER: ahead.encode()})
+    opened.store.close()
+    opened = flow.open(folder, opener)
+    assert (opened.how, opened.why) == ("restored", "it is ahead of what is committed")
+    flow.check(opened)
+
+
+@pytest.mark.parametrize("marker", [None, b"", b"{", b"[]", b'{"format": 99}', b'{"format": 1, "flow": "flow"}'])
+def test_an_unreadable_marker_ends_in_a_restore(opener: type[Store], folder: Path, marker: bytes | None) -> None:
+    flow = Flow()
+    flow.run(folder, opener, settled=True)
+    store = opener.open(folder)
+    store.write([(b"vnot there", b"\0")], {MARKER: marker})
+    store.close()
+    opened = flow.open(folder, opener)
+    assert opened.how == "restored"
+    flow.check(opened)
+
+
+def test_a_deleted_folder_is_restored(opener: type[Store], folder: Path) -> None:
+    flow = Flow()
+    flow.run(folder, opener, settled=True)
+    if opener is MemoryStore:
+        opener.remove(folder)
+    else:
+        shutil.rmtree(folder)
+    opened = flow.open(folder, opener)
+    assert opened.how == "restored"
+    flow.check(opened)
+
+
+def test_a_copy_older_than_tombstones_is_restored(opener: type[Store], folder: Path) -> None:
+    flow = Flow()
+    for turn in range(3):
+        flow.run(folder, opener, settled=True)
+        last = flow.open(folder, opener)
+        marker = Marker.decode(last.store.blob(MARKER) or b"")
+        assert marker is not None
+        assert marker.time_ms == NOW
+        last.store.close()
+        flow.commit(flow.changes())
+        if turn == 0:
+            opened = flow.open(folder, opener, now_ms=NOW + 12 * HOUR)
+            assert opened.how == "caught up"
+        elif turn == 1:
+            opened = flow.open(folder, opener, now_ms=NOW + 12 * HOUR + 1)
+            assert opened.how == "restored"
+        else:
+            # Nothing is missing, however old it is: no tombstone is needed.
+            flow.open(folder, opener).store.close()
+            opened = flow.open(folder, opener, now_ms=NOW + 1000 * HOUR)
+            assert opened.how == "in sync"
+            marker = Marker.decode(opened.store.blob(MARKER) or b"")
+            assert marker is not None
+            assert marker.time_ms == NOW + 1000 * HOUR
+        flow.check(opened)
+        opener.remove(folder)
+
+
+def test_an_interrupted_restore_counts_its_age_from_its_beginning(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local, "_WRITTEN_ROWS", 5)
+    flow = Flow()
+    for _ in range(4):
+        flow.commit(flow.changes())
+
+    class Broken(Topics):
+        def read(self, topic: str, partition: int, start: int, end: int) -> Iterator[Chunk]:
+            for at, part in enumerate(super().read(topic, partition, start, end)):
+                if at == 4:
+                    raise DataLossError("the broker is gone")
+                yield part
+
+    # Of the engines that commit every write.
+    for opener in (MemoryStore, RocksdbStore):
+        broken = Broken()
+        broken.records, broken.ends = flow.topics.records, flow.topics.ends
+        with pytest.raises(DataLossError):
+            open_partition(folder, opener, flow.goal, broken, verify=False, now_ms=NOW)
+        store = opener.open(folder)
+        marker = Marker.decode(store.blob(MARKER) or b"")
+        store.close()
+        assert marker is not None
+        assert 0 < marker.table_end < flow.goal.table_end
+        assert marker.time_ms == NOW
+        opened = flow.open(folder, opener, now_ms=NOW + HOUR)
+        assert opened.how == "caught up"
+        flow.check(opened)
+
+
+def test_another_attempt_may_move_the_marker_meanwhile(folder: Path) -> None:
+    flow = Flow()
+    for _ in range(4):
+        flow.commit(flow.changes())
+
+    class Interrupting(Topics):
+        def read(self, topic: str, partition: int, start: int, end: int) -> Iterator[Chunk]:
+            for part in super().read(topic, partition, start, end):
+                flow.open(folder, MemoryStore)
+                yield part
+
+    topics = Interrupting()
+    topics.records, topics.ends = flow.topics.records, flow.topics.ends
+    opened = open_partition(folder, MemoryStore, flow.goal, topics, verify=False, now_ms=NOW)
+    assert opened.how == "in sync"
+    flow.check(opened)
+
+
+def test_somebody_who_never_stops_moving_the_marker_is_an_error(folder: Path) -> None:
+    flow = Flow()
+    flow.commit(flow.changes())
+
+    class Fighting(MemoryStore):
+        def write(self, changes, blobs=local.rows, expect=None, *, index=False):  # type: ignore[no-untyped-def]
+            return False
+
+    with pytest.raises(EnvironmentUnusableError, match="keeps changing"):
+        flow.open(folder, Fighting)
+
+
+def test_records_of_others_are_counted_and_ignored(
+    opener: type[Store], folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    flow = Flow()
+    flow.commit(flow.changes())
+    flow.topics.append("table", None, b"no key", [])
+    flow.topics.append("table", b"k" * 600, b"too long", [])
+    for key, row in [
+        (b"m" * 600, b"\0"),
+        (b"?", b"\0"),
+        (b"", b"\0"),
+        (None, b"\0"),
+        (rows.map_key(b"k", b"m", b"e"), b""),
+        (rows.map_key(b"k", b"m", b"e"), b"\1short"),
+        (rows.map_key(b"k", b"m", b"e"), b"\x80flags"),
+        (rows.timer_key(b"k", b"t"), b"\0e"),
+        (rows.timer_key(b"k", b"t"), b"\1" + rows.timer_payload(b"e", 1)),
+    ]:
+        flow.topics.append("table-internal", key, row, [])
+    flow.commit(flow.changes())
+    with caplog.at_level(logging.WARNING, "onceflow.state"):
+        opened = flow.open(folder, opener)
+    assert "11 records ignored" in caplog.text
+    flow.check(opened)
+
+
+# ---- snapshots, folders ------------------------------------------------------------------------------
+
+
+def test_snapshots() -> None:
+    held = {b"v\0\xff": b"\0\xff", b"vb": b"\0", rows.timer_key(b"k", b"t"): rows.pack(rows.timer_payload(b"e", 5))}
+    whole = dict(rows.with_index(held.items(), {}.get)) | {rows.expiry_index(5, b"va"): b""}
+    assert dict(rows_of_snapshot(snapshot(whole.items()))) == held
+    assert rows_of_snapshot(snapshot([])) == []
+    for raw in (b"", b"{}", b"[1]", b'{"format":2,"rows":[]}', b'{"format":1,"rows":[["!"]]}'):
+        with pytest.raises(ProtocolError):
+            rows_of_snapshot(raw)
+
+
+def test_a_tombstone_empties_a_single_key_partition(folder: Path) -> None:
+    flow = Flow(single_key=True)
+    flow.run(folder, LmdbStore, settled=True)
+    flow.rows = {}
+    flow.topics.append("table", b"state", None, [])
+    flow.topics.append("table", None, b"ignored", [])
+    flow.goal = replace(flow.goal, table_end=flow.topics.ends["table"])
+    opened = flow.open(folder, LmdbStore)
+    assert opened.how == "caught up"
+    flow.check(opened)
+
+
+def test_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert partition_folder(tmp_path, "flow", "table", 3) == tmp_path / "flow" / "table" / "3"
+    for name in ("..", ".", "a/b", "../x", "ä"):
+        folder = partition_folder(tmp_path, name, "t", 0)
+        assert folder.resolve().parents[2] == tmp_path.resolve()
+        assert folder.parents[2] == tmp_path
+    assert partition_folder(tmp_path, "a/b", "t", 0) != partition_folder(tmp_path, "a%2Fb", "t", 0)
+    monkeypatch.setenv("ONCEFLOW_STATE_DIR", "/named")
+    assert default_state_dir() == Path("/named")
+    monkeypatch.delenv("ONCEFLOW_STATE_DIR")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert default_state_dir() == tmp_path / ".local" / "state" / "onceflow"
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("HOME", str(tmp_path / "file"))
+    assert default_state_dir().name.startswith("onceflow-state-")
+
+
+# ---- a local table -----------------------------------------------------------------------------------
+
+
+def test_a_local_table_shows_values_of_all_partitions(opener: type[Store], tmp_path: Path) -> None:
+    now = [NOW]
+    table = LocalTable(tmp_path / "flow" / "table", clock_ms=lambda: now[0])
+    assert table.get(b"a") is None
+    assert list(table.range()) == []
+    for partition in (0, 1, 10):
+        goal = Goal("flow", "table", partition, "id-t", "id-i", 0, 0)
+        folder = partition_folder(tmp_path, "flow", "table", partition)
+        opened = open_partition(folder, opener, goal, Topics(), verify=False, now_ms=NOW)
+        name = b"%d" % partition
+        changes: Changes = [
+            (b"va" + name, rows.pack(b"value " + name)),
+            (b"vb" + name, rows.pack(b"expired", NOW)),
+            (b"vc" + name, rows.pack(b"later", NOW + 1, 7)),
+            (rows.map_key(b"a", b"m", b"e"), rows.pack(b"internal")),
+        ]
+        set_pending(opened.store, goal, Commit(1, 1, 1), changes, 3, 1)
+        opened.store.close()
+        assert table.get(b"a" + name) is None  # pending is not committed
+        assert settle(folder, opener, Commit(1, 1, 1))
+    assert table.get(b"a10") == b"value 10"
+    assert table.get(b"b0") is None
+    assert table.get(b"c1") == b"later"
+    assert table.get(b"k" * 600) is None
+    assert list(table.range()) == [
+        *((b"a" + name, b"value " + name) for name in (b"0", b"1", b"10")),
+        *((b"c" + name, b"later") for name in (b"0", b"1", b"10")),
+    ]
+    assert list(table.range(b"a1", b"c1")) == [(b"a1", b"value 1"), (b"a10", b"value 10"), (b"c0", b"later")]
+    assert list(table.prefix(b"c", reverse=True)) == [(b"c10", b"later"), (b"c1", b"later"), (b"c0", b"later")]
+    now[0] += 1
+    assert list(table.prefix(b"c")) == []
+    # A copy of a partition of an earlier topic of that name does not count.
+    newer = Goal("flow", "table", 0, "id-new", "id-i", 0, 0)
+    folder = partition_folder(tmp_path, "flow", "table", 0)
+    open_partition(folder, opener, newer, Topics(), verify=False, now_ms=NOW + 1).store.close()
+    assert list(table.range()) == []
+    for partition in (0, 1, 10):
+        opener.remove(partition_folder(tmp_path, "flow", "table", partition))
+    assert list(table.range()) == []
+
+
+READER = """
+import sys
+from onceflow.state.local import LocalTable
+table = LocalTable(sys.argv[1])
+for line in sys.stdin:
+    print(table.get(b"a"), [key for key, _ in table.range()], flush=True)
+"""
+
+
+@pytest.mark.parametrize("opener", [LmdbStore, RocksdbStore], ids=["lmdb", "rocksdb"])
+def test_another_process_reads_a_local_table_while_a_flow_writes(opener: type[Store], tmp_path: Path) -> None:
+    folder = partition_folder(tmp_path, "flow", "table", 0)
+    goal = Goal("flow", "table", 0, "id-t", "id-i", 0, 0)
+    with subprocess.Popen(
+        [sys.executable, "-c", READER, str(folder.parent)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        reader = process
+
+        def seen() -> str:
+            assert reader.stdin is not None
+            assert reader.stdout is not None
+            reader.stdin.write("\n")
+            reader.stdin.flush()
+            return reader.stdout.readline().strip()
+
+        assert seen() == "None []"
+        for turn in range(3):
+            opened = open_partition(folder, opener, goal, Topics(), verify=False, now_ms=NOW)
+            value = b"%d" % turn
+            set_pending(opened.store, goal, Commit(turn, 1, 1), [(b"va", rows.pack(value))], goal.table_end + 2, 0)
+            before = f"{str(turn - 1).encode()} [b'a']" if turn else "None []"
+            assert seen() == before
+            goal = replace(goal, table_end=goal.table_end + 2, last=Commit(turn, 1, 1))
+            opened.store.close()
+            assert settle(folder, opener, Commit(turn, 1, 1))
+            assert seen() == f"{value!r} [b'a']"
+        assert process.stdin is not None
+        process.stdin.close()
+        assert process.wait() == 0
+
+
+# ---- damage ------------------------------------------------------------------------------------------
+
+FLIPS = 96
+
+
+def damaged_flow() -> Flow:
+    """Enough rows for a tree of three levels of pages, and a list of free pages."""
+    flow = Flow(seed=3, keys=2500, chunk_size=5000)
+    for _ in range(4):
+        flow.commit(flow.changes(2500))
+    return flow
+
+
+def flips(size: int) -> list[tuple[int, int]]:
+    """Positions and masks: meta pages, heads of pages, anywhere."""
+    dice = random.Random(11)
+    found = []
+    for at in range(FLIPS):
+        if at % 3 == 0:
+            position = dice.randrange(2) * 4096 + dice.randrange(152)
+        elif at % 3 == 1:
+            position = dice.randrange(size // 4096) * 4096 + dice.randrange(64)
+        else:
+            position = dice.randrange(size)
+        found.append((position, dice.choice([1 << bit for bit in range(8)] + [255])))
+    return found
+
+
+def play_damaged(folder: Path, first: int, again: bool) -> None:
+    """Opens one damaged copy after the other; one more batch shows whether it can be written, too."""
+    pristine = (folder / "pristine").read_bytes()
+    flow = damaged_flow()
+    before = (flow.goal, dict(flow.topics.ends), dict(flow.rows), flow.dice.getstate())
+    for at, (position, mask) in list(enumerate(flips(len(pristine))))[first:]:
+        print("begin", at, flush=True)
+        place = folder / str(at)
+        if not (again and at == first):
+            place.mkdir()
+            raw = bytearray(pristine)
+            raw[position] ^= mask
+            (place / "data.mdb").write_bytes(raw)
+        opened = flow.open(place, LmdbStore, verify=True)
+        if again and at == first:
+            assert opened.how == "restored", "a process died of it, and it was opened again"
+        how = opened.how
+        flow.check(opened)
+        flow.run(place, LmdbStore)
+        opened = flow.open(place, LmdbStore)
+        assert opened.how == "settled"
+        flow.check(opened)
+        forget(place)
+        shutil.rmtree(place)
+        flow.goal, flow.topics.ends, flow.rows = before[0], dict(before[1]), dict(before[2])
+        flow.dice.setstate(before[3])
+        print("end", at, how, flush=True)
+
+
+def test_flipped_bytes_anywhere_end_in_the_right_rows(tmp_path: Path) -> None:
+    flow = damaged_flow()
+    folder = tmp_path / "whole"
+    opened = open_partition(folder, LmdbStore, flow.goal, flow.topics, verify=False, now_ms=NOW)
+    set_pending(opened.store, flow.goal, Commit(99, 1, 1), flow.changes(100), 10**6, 0)
+    set_pending(opened.store, flow.goal, Commit(99, 1, 1), flow.changes(300), 10**6, 0)
+    opened.store.close()
+    forget(folder)
+    shutil.copy(folder / "data.mdb", tmp_path / "pristine")
+    assert (tmp_path / "pristine").stat().st_size > 60 * 4096
+    found: dict[int, str] = {}
+    first, again, died = 0, False, 0
+    while len(found) < FLIPS:
+        command = [sys.executable, __file__, "damaged", str(tmp_path), str(first), str(int(again))]
+        done = subprocess.run(command, capture_output=True, text=True)
+        begun = [line.split() for line in done.stdout.splitlines()]
+        found.update({int(line[1]): " ".join(line[2:]) for line in begun if line[0] == "end"})
+        if done.returncode:
+            assert done.returncode < 0, f"{done.stdout[-200:]}\n{done.stderr}"  # a signal: the engine crashed
+            first, again, died = int(begun[-1][1]), True, died + 1
+            assert first not in found
+    assert set(found) == set(range(FLIPS))
+    assert set(found.values()) <= {"in sync", "caught up", "restored"}
+    assert list(found.values()).count("restored") > FLIPS // 4
+    assert list(found.values()).count("in sync") > FLIPS // 10  # what is not in use may change
+
+
+@pytest.mark.parametrize("size", [0, 1, 4096, 8191, 8192, 20_000, 65_536, -4096, -1])
+@pytest.mark.parametrize("cached", [False, True])
+def test_a_truncated_file_is_restored(folder: Path, size: int, cached: bool) -> None:
+    flow = damaged_flow()
+    flow.check(flow.open(folder, LmdbStore))
+    if not cached:
+        forget(folder)
+    data = folder / "data.mdb"
+    os.truncate(data, size if size >= 0 else data.stat().st_size + size)
+    opened = flow.open(folder, LmdbStore)
+    assert opened.how == "restored"
+    flow.check(opened)
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_a_garbage_lock_file_does_no_harm(folder: Path, cached: bool) -> None:
+    flow = Flow()
+    flow.run(folder, LmdbStore)
+    if not cached:
+        forget(folder)
+    for content in (b"", b"garbage", random.Random(1).randbytes(100_000)):
+        (folder / "lock").write_bytes(content)
+        (folder / "lock").replace(folder / "lock.mdb")
+        flow.check(flow.open(folder, LmdbStore, verify=True))
+        flow.run(folder, LmdbStore)
+        if not cached:
+            forget(folder)
+    flow.check(flow.open(folder, LmdbStore))
+
+
+def test_a_process_that_dies_while_verifying_leaves_a_warning(opener: type[Store], folder: Path) -> None:
+    flow = Flow()
+    flow.run(folder, opener, settled=True)
+    (folder / "verifying").parent.mkdir(parents=True, exist_ok=True)
+    (folder / "verifying").touch()
+    assert flow.goal.last is not None
+    assert not settle(folder, opener, flow.goal.last)
+    opened = flow.open(folder, opener)
+    assert opened.how == "restored"
+    assert "died" in opened.why
+    assert not (folder / "verifying").exists()
+    flow.check(opened)
+    assert flow.open(folder, opener, verify=True).how == "in sync"
+
+
+def test_only_a_dead_process_leaves_the_warning(folder: Path) -> None:
+    flow = Flow()
+    flow.run(folder, LmdbStore, settled=True)
+
+    class Interrupted(LmdbStore):
+        def checksum_holds(self) -> bool:
+            assert (folder / "verifying").exists()
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        flow.open(folder, Interrupted, verify=True)
+    assert flow.open(folder, LmdbStore, verify=True).how == "in sync"
+    assert not (folder / "verifying").exists()
+
+
+class Dying(LmdbStore):
+    """An engine that does not survive what it reads."""
+
+    def checksum_holds(self) -> bool:
+        os.kill(os.getpid(), signal.SIGSEGV)
+        return True
+
+
+def play_dying(folder: Path) -> None:
+    flow = Flow()
+    flow.commit(flow.changes())
+    flow.open(folder, Dying, verify=True)
+
+
+def test_a_crash_of_the_engine_leads_to_a_restore(folder: Path) -> None:
+    flow = Flow()
+    flow.commit(flow.changes())
+    flow.open(folder, LmdbStore).store.close()
+    forget(folder)
+    done = subprocess.run([sys.executable, __file__, "dying", str(folder)], capture_output=True)
+    assert done.returncode == -signal.SIGSEGV
+    opened = flow.open(folder, LmdbStore, verify=True)
+    assert opened.how == "restored"
+    flow.check(opened)
+
+
+def play_restore(folder: Path, commits: bool) -> None:
+    """Says so after every chunk, and waits to be killed after some."""
+    local._WRITTEN_ROWS = 100
+    local._COMMITTED_S = 0.0 if commits else 1000.0
+    flow = damaged_flow()
+    flow.topics.chunk_size = 100
+
+    def progress(records: int) -> None:
+        if records >= 3000:
+            print("now", flush=True)
+            sys.stdin.read()
+
+    open_partition(folder, LmdbStore, flow.goal, flow.topics, verify=False, now_ms=NOW, progress=progress)
+
+
+@pytest.mark.parametrize("commits", [False, True])
+def test_a_kill_in_the_middle_of_a_restore(folder: Path, commits: bool) -> None:
+    command = [sys.executable, __file__, "restore", str(folder), str(int(commits))]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "now\n"
+        process.kill()
+        process.wait()
+    flow = damaged_flow()
+    opened = flow.open(folder, LmdbStore, verify=True)
+    total = sum(len(records) for records in flow.topics.records.values())
+    assert opened.how == "caught up"
+    assert opened.records == total if not commits else 0 < opened.records < total - 2000
+    flow.check(opened)
+
+
+if __name__ == "__main__":
+    action, place, *rest = sys.argv[1:]
+    if action == "damaged":
+        play_damaged(Path(place), int(rest[0]), again=bool(int(rest[1])))
+    elif action == "dying":
+        play_dying(Path(place))
+    else:
+        play_restore(Path(place), commits=bool(int(rest[0])))

@@ -1,0 +1,538 @@
+"""Every store keeps rows and blobs the same way: in order, in one commit, with a checksum over all of it."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import random
+import shutil
+import struct
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from onceflow.errors import EnvironmentUnusableError
+from onceflow.state import lmdb_environment, rocksdb_store, rows
+from onceflow.state.lmdb_pages import Meta, check_pages, read_meta
+from onceflow.state.lmdb_store import LmdbStore
+from onceflow.state.memory_store import MemoryStore
+from onceflow.state.rocksdb_store import RocksdbStore
+from onceflow.state.store import Store, StoreCorruptError
+
+OPENERS: list[type[Store]] = [LmdbStore, MemoryStore, RocksdbStore]
+
+
+@pytest.fixture(params=OPENERS, ids=["lmdb", "memory", "rocksdb"])
+def opener(request: pytest.FixtureRequest) -> type[Store]:
+    opener: type[Store] = request.param
+    return opener
+
+
+@pytest.fixture
+def store(opener: type[Store], tmp_path: Path) -> Iterator[Store]:
+    opened = opener.open(tmp_path / "store")
+    yield opened
+    opened.close()
+    opener.remove(tmp_path / "store")
+
+
+# ---- rows and blobs ----------------------------------------------------------------------------------
+
+
+def test_rows_are_put_replaced_and_deleted(store: Store) -> None:
+    assert store.get(b"va") is None
+    store.write([(b"va", b"1"), (b"vb", b"2"), (b"vc", b"")])
+    store.write([(b"va", b"3"), (b"vb", None), (b"gone", None)])
+    assert store.get(b"va") == b"3"
+    assert store.get(b"vb") is None
+    assert store.get(b"vc") == b""
+    assert store.get_many([b"vc", b"vb", b"va", b"va"]) == [b"", None, b"3", b"3"]
+    assert store.get_many([]) == []
+    assert store.checksum_holds()
+
+
+def test_a_key_that_comes_twice_gets_its_last_row(store: Store) -> None:
+    store.write([(b"va", b"1"), (b"va", None), (b"vb", None), (b"vb", b"2")])
+    assert list(store.scan(b"")) == [(b"vb", b"2")]
+    assert store.checksum_holds()
+
+
+def test_scans_are_in_order_and_within_bounds(store: Store) -> None:
+    keys = [b"a", b"a\0", b"a\xff", b"a\xff\xff", b"b", b"b\0\0", b"c", b"\xff"]
+    store.write([(key, key * 2) for key in reversed(keys)], {"blob": b"not a row"})
+    ordered = [(key, key * 2) for key in sorted(keys)]
+    for start in [b"", b"a", b"a\1", b"a\xff", b"bb", b"\xff", b"\xff\xff"]:
+        for end in [None, b"a", b"a\xff", b"b", b"c\0", b"\xff", b"\xff\xff"]:
+            wanted = [item for item in ordered if start <= item[0] and (end is None or item[0] < end)]
+            assert list(store.scan(start, end)) == wanted
+            assert list(store.scan(start, end, reverse=True)) == wanted[::-1]
+
+
+def test_prefixes_end_where_they_should(store: Store) -> None:
+    keys = [b"p", b"p\0", b"p\xff", b"p\xff\xff\xff", b"q", b"\xff", b"\xff\xff", b"\xff\xff\0"]
+    store.write([(key, b"") for key in keys])
+    for prefix in [b"p", b"p\xff", b"p\xff\xff", b"\xff", b"\xff\xff", b"x"]:
+        found = [key for key, _ in store.scan(prefix, rows.after(prefix))]
+        assert found == sorted(key for key in keys if key.startswith(prefix))
+
+
+def test_long_scans_go_on_while_rows_change(store: Store) -> None:
+    store.write([(b"v%05d" % number, b"old") for number in range(5000)])
+    seen = []
+    for at, (key, _) in enumerate(store.scan(b"v", b"w")):
+        if at == 10:
+            store.write([(b"v%05d" % number, None) for number in range(20)] + [(b"w", b"")])
+        seen.append(key)
+    assert seen == sorted(seen)
+    assert seen[-4980:] == [b"v%05d" % number for number in range(20, 5000)]
+    assert len(list(store.scan(b"v", b"w", reverse=True))) == 4980
+
+
+def test_keys_that_no_engine_takes_are_refused(store: Store) -> None:
+    for key in (b"", b"v" * (rows.STORE_KEY_BYTES_MAX + 1)):
+        with pytest.raises(ValueError, match="bytes"):
+            store.write([(b"va", b""), (key, b"")])
+    assert store.get(b"va") is None
+    store.write([(b"v" * rows.STORE_KEY_BYTES_MAX, b"1")])
+    assert store.get(b"v" * rows.STORE_KEY_BYTES_MAX) == b"1"
+
+
+def test_blobs(store: Store) -> None:
+    assert store.blob("marker") is None
+    large = random.Random(1).randbytes(3_000_000)
+    store.write([], {"marker": b"1", "pending": large, "gone": None})
+    assert store.blob("marker") == b"1"
+    assert store.blob("pending") == large
+    store.write([], {"pending": None, "marker": b""})
+    assert store.blob("pending") is None
+    assert store.blob("marker") == b""
+    assert list(store.scan(b"")) == []
+    assert store.checksum_holds()
+
+
+def test_a_write_is_all_or_nothing(store: Store) -> None:
+    store.write([(b"va", b"1")], {"marker": b"1"})
+
+    def failing() -> Iterator[tuple[bytes, bytes | None]]:
+        yield b"va", b"2"
+        raise RuntimeError("in the middle")
+
+    with pytest.raises(RuntimeError):
+        store.write(failing(), {"marker": b"2"})
+    assert (store.get(b"va"), store.blob("marker")) == (b"1", b"1")
+    assert store.checksum_holds()
+
+
+def test_a_write_expects_a_blob(store: Store) -> None:
+    assert store.write([(b"va", b"1")], {"marker": b"1"}, expect=("marker", None))
+    assert not store.write([(b"va", b"2")], {"marker": b"2"}, expect=("marker", None))
+    assert not store.write([(b"va", b"2")], {"marker": b"2"}, expect=("marker", b"x"))
+    assert (store.get(b"va"), store.blob("marker")) == (b"1", b"1")
+    assert store.write([(b"va", None)], {"marker": b"2"}, expect=("marker", b"1"))
+    assert (store.get(b"va"), store.blob("marker")) == (None, b"2")
+
+
+def test_bulk_writes_are_there_at_the_end(store: Store) -> None:
+    with store.bulk() as commit:
+        assert store.write([(b"va", b"1")], {"marker": b"1"}, expect=("marker", None))
+        commit()
+        assert store.blob("marker") == b"1"
+        assert store.write([(b"vb", b"2")], {"marker": b"2"}, expect=("marker", b"1"))
+        assert not store.write([(b"vc", b"3")], {}, expect=("marker", b"1"))
+    assert list(store.scan(b"")) == [(b"va", b"1"), (b"vb", b"2")]
+    assert store.checksum_holds()
+
+
+def test_index_rows_come_with_their_rows(store: Store) -> None:
+    timer = rows.timer_key(b"k", b"t")
+    entry = rows.map_key(b"k", b"m", b"e")
+    at = {ms: rows.pack(rows.timer_payload(b"e", ms)) for ms in (5, 9)}
+    store.write([(timer, at[5]), (entry, rows.pack(b"1", 7)), (b"va", rows.pack(b""))], index=True)
+    store.write([(timer, at[9]), (entry, rows.pack(b"2", 8)), (b"va", rows.pack(b"", 3))], index=True)
+    assert [key for key, _ in store.scan(b"T", b"U")] == [rows.timer_index(b"e", 9, b"k", b"t")]
+    assert [key for key, _ in store.scan(b"X", b"Y")] == [rows.expiry_index(3, b"va"), rows.expiry_index(8, entry)]
+    assert store.checksum_holds()
+    store.write([(timer, None), (entry, None), (b"va", None)], index=True)
+    assert list(store.scan(b"")) == []
+    assert store.checksum_holds()
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.lists(
+        st.dictionaries(
+            st.sampled_from([b"va", b"vb", b"vb\0", b"m\xff", b"t", b"X\0\0"]) | st.binary(min_size=1, max_size=3),
+            st.none() | st.binary(max_size=4) | st.just(b"x" * 5000),
+            max_size=12,
+        ),
+        max_size=6,
+    ),
+    st.binary(max_size=2),
+    st.none() | st.binary(max_size=2),
+)
+@pytest.mark.parametrize("opener", OPENERS, ids=["lmdb", "memory", "rocksdb"])
+def test_a_store_is_a_sorted_dictionary(
+    opener: type[Store], writes: list[dict[bytes, bytes | None]], start: bytes, end: bytes | None
+) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder)
+        store = opener.open(path)
+        model: dict[bytes, bytes] = {}
+        for changes in writes:
+            store.write(changes.items())
+            model.update({key: row for key, row in changes.items() if row is not None})
+            model = {key: row for key, row in model.items() if changes.get(key, b"") is not None}
+        between = [item for item in sorted(model.items()) if start <= item[0] and (end is None or item[0] < end)]
+        assert list(store.scan(start, end)) == between
+        assert list(store.scan(start, end, reverse=True)) == between[::-1]
+        assert store.get_many(sorted(model)) == [model[key] for key in sorted(model)]
+        assert store.checksum_holds()
+        store.close()
+        opener.remove(path)
+
+
+# ---- opening and removing ----------------------------------------------------------------------------
+
+
+def test_what_was_written_is_there_after_reopening(opener: type[Store], tmp_path: Path) -> None:
+    folder = tmp_path / "a" / "b"
+    assert not opener.exists(folder)
+    with pytest.raises(FileNotFoundError):
+        opener.open(folder, read_only=True)
+    store = opener.open(folder)
+    store.write([(b"va", b"1")], {"marker": b"m"})
+    store.close()
+    store.close()
+    assert opener.exists(folder)
+    for read_only in (True, False):
+        store = opener.open(folder, read_only=read_only)
+        assert (store.get(b"va"), store.blob("marker")) == (b"1", b"m")
+        assert store.checksum_holds()
+        store.close()
+    opener.remove(folder)
+
+
+def test_a_folder_may_be_open_twice_in_a_process(opener: type[Store], tmp_path: Path) -> None:
+    reader_before = opener.open(tmp_path)
+    reader_before.write([(b"va", b"1")])
+    reader = opener.open(tmp_path, read_only=True)
+    writer = opener.open(tmp_path)
+    writer.write([(b"va", b"2")])
+    writer.close()
+    assert reader.get(b"va") == reader_before.get(b"va") == b"2"
+    reader.close()
+    reader_before.close()
+    opener.remove(tmp_path)
+
+
+def test_removed_data_are_gone_and_nothing_else(opener: type[Store], tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "file").write_text("not ours")
+    folder = tmp_path / "store"
+    folder.mkdir()
+    for name in ("data.mdb", "rocksdb", "lock.mdb"):
+        (folder / name).symlink_to(outside, target_is_directory=True)
+    (folder / "note").write_text("somebody's")
+    opener.remove(folder)
+    assert (outside / "file").read_text() == "not ours"
+    for name in ("data.mdb", "rocksdb", "lock.mdb"):
+        (folder / name).unlink(missing_ok=True)
+    store = opener.open(folder)
+    store.write([(b"va", b"1")])
+    opener.remove(folder)
+    opener.remove(folder)
+    assert (folder / "note").exists()
+    store = opener.open(folder)
+    assert store.get(b"va") is None
+    assert store.blob("marker") is None
+    store.close()
+    opener.remove(folder)
+
+
+def test_a_file_where_the_folder_should_be_is_damage(tmp_path: Path) -> None:
+    for opener in (LmdbStore, RocksdbStore):
+        (tmp_path / "store").write_text("a file")
+        with pytest.raises((StoreCorruptError, EnvironmentUnusableError)):
+            opener.open(tmp_path / "store")
+        opener.remove(tmp_path / "store")
+        opener.open(tmp_path / "store").close()
+        opener.remove(tmp_path / "store")
+        (tmp_path / "store").rmdir()
+
+
+# ---- checksums ---------------------------------------------------------------------------------------
+
+
+def test_what_was_changed_behind_the_stores_back_is_noticed(tmp_path: Path) -> None:
+    store = LmdbStore.open(tmp_path)
+    store.write([(b"va", b"1"), (b"vb", b"2")], {"marker": b"m"})
+    environment = store._environment
+    for changes in (
+        {b"va": b"2"},
+        {b"vc": b""},
+        {b"va": b"2", b"vb": b"1"},
+        {b"va": None},
+        {b"va": None, b"v": b"a1"},
+    ):
+        with environment.begin(write=True) as txn:
+            before = {key: txn.get(key, db=environment.rows) for key in changes}
+            for key, row in changes.items():
+                if row is None:
+                    txn.delete(key, db=environment.rows)
+                else:
+                    txn.put(key, row, db=environment.rows)
+        assert not store.checksum_holds()
+        with environment.begin(write=True) as txn:
+            for key, row in before.items():
+                if row is None:
+                    txn.delete(key, db=environment.rows)
+                else:
+                    txn.put(key, row, db=environment.rows)
+        assert store.checksum_holds()
+    for name, blob in ((b"marker", b"n"), (b"other", b""), (b"\0tally", b"{}")):
+        with environment.begin(write=True) as txn:
+            txn.put(name, blob, db=environment.blobs)
+        with pytest.raises((AssertionError, StoreCorruptError)):
+            assert store.checksum_holds()
+
+
+def test_a_flipped_byte_of_rocksdb_is_noticed(tmp_path: Path) -> None:
+    store = RocksdbStore.open(tmp_path)
+    store.write([(b"v%04d" % number, b"x" * 50) for number in range(1000)])
+    store.close()
+    for file in (tmp_path / "rocksdb").iterdir():
+        if file.suffix in (".sst", ".log") and file.stat().st_size > 1000:
+            raw = bytearray(file.read_bytes())
+            raw[len(raw) // 2] ^= 0x40
+            file.write_bytes(raw)
+    with pytest.raises((AssertionError, StoreCorruptError)):
+        assert RocksdbStore.open(tmp_path).checksum_holds()
+    RocksdbStore.remove(tmp_path)
+
+
+def tree_root(tree: bytes) -> int:
+    """Page number of a tree's root, of its 48 bytes in a meta page or a node."""
+    return int(struct.unpack("=IHHQQQQQ", tree)[-1])
+
+
+def nodes(raw: bytearray, page: int) -> list[int]:
+    """Where a page's pointers point to in the file."""
+    lower = struct.unpack_from("=H", raw, page * 4096 + 12)[0]
+    return [page * 4096 + at for at in struct.unpack_from(f"={(lower - 16) // 2}H", raw, page * 4096 + 16)]
+
+
+def damage_separator(raw: bytearray, meta: Meta, root: int) -> None:
+    assert raw[root * 4096 + 10] == 1  # a branch
+    raw[nodes(raw, root)[1] + 8] ^= 1  # the second key's first letter
+
+
+def damage_free_list(raw: bytearray, meta: Meta, root: int) -> None:
+    node = nodes(raw, tree_root(meta.free))[0]
+    struct.pack_into("=Q", raw, node + 8 + 8 + 8, root)
+
+
+def damage_free_room(raw: bytearray, meta: Meta, root: int) -> None:
+    upper = struct.unpack_from("=H", raw, root * 4096 + 14)[0]
+    struct.pack_into("=H", raw, root * 4096 + 14, upper + 200)
+
+
+def damage_page_number(raw: bytearray, meta: Meta, root: int) -> None:
+    raw[root * 4096] ^= 2
+
+
+def damage_order(raw: bytearray, meta: Meta, root: int) -> None:
+    leaf = struct.unpack_from("=I", raw, nodes(raw, root)[1])[0]
+    first = leaf * 4096 + 16
+    raw[first : first + 2], raw[first + 2 : first + 4] = raw[first + 2 : first + 4], raw[first : first + 2]
+
+
+def damage_turn(raw: bytearray, meta: Meta, root: int) -> None:
+    struct.pack_into("=Q", raw, meta.transaction % 2 * 4096 + 144, meta.transaction + 1)
+
+
+@pytest.mark.skipif(mmap.PAGESIZE != 4096, reason="finds its way by the size of pages")
+@pytest.mark.parametrize(
+    "damage", [damage_separator, damage_free_list, damage_free_room, damage_page_number, damage_order, damage_turn]
+)
+def test_damage_that_does_not_show_in_the_rows_is_noticed(
+    tmp_path: Path, damage: Callable[[bytearray, Meta, int], None]
+) -> None:
+    store = LmdbStore.open(tmp_path / "whole")
+    store.write([(b"v%05d" % number, b"x" * 100) for number in range(2000)])
+    store.write([(b"v00000", b"y")])
+    assert store.checksum_holds()
+    meta = read_meta(tmp_path / "whole" / "data.mdb")
+    assert meta is not None
+    raw = bytearray((tmp_path / "whole" / "data.mdb").read_bytes())
+    rows_node = nodes(raw, tree_root(meta.main))[1]
+    damage(raw, meta, tree_root(bytes(raw[rows_node + 8 + 4 : rows_node + 8 + 4 + 48])))
+    (tmp_path / "data.mdb").write_bytes(raw)
+    with pytest.raises(StoreCorruptError):
+        LmdbStore.open(tmp_path).checksum_holds()
+
+
+# ---- LMDB --------------------------------------------------------------------------------------------
+
+
+def test_the_map_grows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lmdb_environment, "_MAP_BYTES", 1 << 20)
+    monkeypatch.setattr(lmdb_environment, "_ROOM_LEAST", 0)
+    monkeypatch.setattr(lmdb_environment, "_ROOM_PER_BYTE", 0)
+    store = LmdbStore.open(tmp_path)
+    for turn in range(3):
+        store.write([(b"v%d-%05d" % (turn, number), b"x" * 1000) for number in range(3000)])
+    assert sum(1 for _ in store.scan(b"")) == 9000
+    assert store.checksum_holds()
+
+
+def test_pages_fit_together_after_many_changes(tmp_path: Path) -> None:
+    store = LmdbStore.open(tmp_path)
+    dice = random.Random(7)
+    for turn in range(60):
+        changes: dict[bytes, bytes | None] = {
+            b"v%04d" % dice.randrange(3000): dice.randbytes(dice.choice([5, 100, 100, 6000]))
+            for _ in range(dice.choice([3, 300]))
+        }
+        if turn % 7 == 0:
+            changes.update({key: None for at, (key, _) in enumerate(store.scan(b"")) if at % 3})
+        store.write(changes.items(), {"pending": dice.choice([None, dice.randbytes(20_000)])})
+        check_pages(tmp_path / "data.mdb")
+        page_size = os.sysconf("SC_PAGE_SIZE")
+        assert (tmp_path / "data.mdb").stat().st_size >= (store._environment._env.info()["last_pgno"] + 1) * page_size
+    assert store.checksum_holds()
+
+
+def test_deleted_and_replaced_files_are_noticed(tmp_path: Path) -> None:
+    folder, other = tmp_path / "store", tmp_path / "other"
+    LmdbStore.open(folder).write([(b"va", b"1")])
+    (folder / "data.mdb").unlink()
+    store = LmdbStore.open(folder)
+    assert store.get(b"va") is None
+    store.write([(b"va", b"2")])
+    foreign = LmdbStore.open(other)
+    for number in range(5):
+        foreign.write([(b"va", b"other %d" % number)])
+    shutil.copy(other / "data.mdb", tmp_path)
+    (tmp_path / "data.mdb").replace(folder / "data.mdb")
+    store = LmdbStore.open(folder)
+    assert store.get(b"va") == b"other 4"
+    store.write([(b"vb", b"3")])
+    (folder / "lock.mdb").unlink()
+    store = LmdbStore.open(folder)
+    assert list(store.scan(b"")) == [(b"va", b"other 4"), (b"vb", b"3")]
+    assert store.checksum_holds()
+
+
+def test_a_file_of_another_kind_is_damage(tmp_path: Path) -> None:
+    for content in (b"x", b"x" * 10_000, b"\0" * 4096, b"\0" * 100_000):
+        (tmp_path / "data.mdb").write_bytes(content)
+        with pytest.raises(StoreCorruptError):
+            LmdbStore.open(tmp_path)
+        LmdbStore.remove(tmp_path)
+    (tmp_path / "data.mdb").write_bytes(b"")
+    assert LmdbStore.open(tmp_path).get(b"va") is None
+
+
+def test_idle_environments_are_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lmdb_environment, "_IDLE_MAX", 2)
+    for number in range(5):
+        store = LmdbStore.open(tmp_path / str(number))
+        store.write([(b"va", b"%d" % number)])
+        store.close()
+    known = [name for _, name in lmdb_environment._cache if name.startswith(str(tmp_path))]
+    assert len(known) <= 2
+    assert [LmdbStore.open(tmp_path / str(number)).get(b"va") for number in range(5)] == [b"0", b"1", b"2", b"3", b"4"]
+
+
+READER = """
+import sys
+from pathlib import Path
+from onceflow.state import lmdb_environment
+from onceflow.state.lmdb_store import LmdbStore
+lmdb_environment._MAP_BYTES = 1 << 20
+for line in sys.stdin:
+    store = LmdbStore.open(Path(sys.argv[1]), read_only=True)
+    print(store.get(b"va"), sum(1 for _ in store.scan(b"v")), store.checksum_holds(), flush=True)
+    store.close()
+"""
+
+
+def test_another_process_reads_while_this_one_writes(tmp_path: Path) -> None:
+    store = LmdbStore.open(tmp_path)
+    store.write([(b"va", b"0")])
+    with subprocess.Popen(
+        [sys.executable, "-c", READER, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as reader:
+        assert reader.stdin is not None
+        assert reader.stdout is not None
+
+        def read() -> str:
+            assert reader.stdin is not None
+            assert reader.stdout is not None
+            reader.stdin.write("\n")
+            reader.stdin.flush()
+            return reader.stdout.readline().strip()
+
+        assert read() == "b'0' 1 True"
+        store.write([(b"va", b"1"), *((b"v%06d" % number, b"x" * 1000) for number in range(5000))])
+        assert read() == "b'1' 5001 True"  # far beyond the map that it had
+        LmdbStore.remove(tmp_path)
+        store = LmdbStore.open(tmp_path)
+        store.write([(b"va", b"2")])
+        assert read() == "b'2' 1 True"
+        # Other data beside a lock file that the reader holds: it counts other transactions.
+        for commits in (4, 9):
+            other = LmdbStore.open(tmp_path / str(commits))
+            for number in range(commits):
+                other.write([(b"va", b"%d of %d" % (number + 1, commits))])
+            shutil.copy(tmp_path / str(commits) / "data.mdb", tmp_path / "copy")
+            (tmp_path / "copy").replace(tmp_path / "data.mdb")
+            store = LmdbStore.open(tmp_path)
+            assert store.get(b"va") == b"%d of %d" % (commits, commits)
+            store.write([(b"vb", b"more")])
+            assert read() == f"b'{commits} of {commits}' 2 True"
+        reader.stdin.close()
+        assert reader.wait() == 0
+
+
+# ---- RocksDB -----------------------------------------------------------------------------------------
+
+
+def test_the_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "rocksdict", None)
+    with pytest.raises(EnvironmentUnusableError, match=r"pip install 'onceflow\[rocksdb\]'"):
+        RocksdbStore.open(tmp_path)
+
+
+def test_a_rocksdb_that_another_process_holds_is_not_taken_for_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rocksdb_store, "_LOCK_WAIT_S", 0.05)
+    holder = (
+        "import sys; from pathlib import Path; from onceflow.state.rocksdb_store import RocksdbStore as R;"
+        "s = R.open(Path(sys.argv[1])); s.write([(b'va', b'1')]); print('open', flush=True);"
+        "sys.stdin.read(); s.close()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", holder, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stdout.readline() == "open\n"
+        with pytest.raises(EnvironmentUnusableError, match="Another process"):
+            RocksdbStore.open(tmp_path)
+        reader = RocksdbStore.open(tmp_path, read_only=True)
+        assert reader.get(b"va") == b"1"
+        reader.close()
+        process.stdin.close()
+        assert process.wait() == 0
+    store = RocksdbStore.open(tmp_path)
+    assert store.get(b"va") == b"1"
+    store.close()
