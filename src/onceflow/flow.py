@@ -312,7 +312,7 @@ class Flow:
                 output=output,
                 collected=collected,
                 lateness_ms=None if lateness is None else duration_ms(lateness),
-                idle_s=duration_s(idle_timeout, "idle_timeout", self.name),
+                idle_s=duration_ms(idle_timeout) / 1000,
             )
             return output
 

@@ -120,6 +120,17 @@ def check_options(
         )
     if options.partitions is not None and options.partitions < 1:
         raise OptionError(f"partitions={options.partitions} is too few", flow=flow, next_step="give at least 1")
+    for name, duration in (
+        ("retention", options.retention),
+        ("idle_timeout", options.idle_timeout),
+        ("ttl", processor.ttl),
+        ("allowed_lateness", getattr(processor, "allowed_lateness", None)),
+    ):
+        try:
+            if duration is not None and duration_ms(duration) <= 0 and name != "allowed_lateness":
+                raise ValueError("it must be positive")
+        except ValueError as error:
+            raise OptionError(f"{name}={duration!r}: {error}", flow=flow, next_step='for example "5 minutes"') from None
     if isinstance(options.store, str) and options.store not in STORES:
         raise OptionError(f"store={options.store!r} is unknown", flow=flow, next_step=f"use one of {STORES}")
     return processor

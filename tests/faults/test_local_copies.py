@@ -1,4 +1,4 @@
-"""Local state that was deleted, damaged, or replaced by another copy: repaired from the changelog, never served wrong."""
+"""Local state that was deleted, damaged or replaced by another copy: repaired from Kafka, never served wrong."""
 
 from __future__ import annotations
 

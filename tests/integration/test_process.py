@@ -257,6 +257,9 @@ def test_versions(make_state_pipe: Any) -> None:
         ({"late_topic": "x"}, "go together"),
         ({"partitions": 0}, "too few"),
         ({"store": "x"}, "is unknown"),
+        ({"retention": "soon"}, "is no duration"),
+        ({"retention": "0 s"}, "must be positive"),
+        ({"idle_timeout": "x"}, "is no duration"),
     ],
 )
 def test_wrong_options(make_state_pipe: Any, options: dict[str, Any], message: str) -> None:

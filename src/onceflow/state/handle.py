@@ -72,7 +72,7 @@ class Scope:
             raise self.unreadable(error) from error
 
     def unreadable(self, error: Exception) -> ProcessorError:
-        """State that its serde cannot decode is nobody's bad record: as dead letters all records of its key would go."""
+        """State that its serde cannot decode is nobody's bad record: else all records of its key were dead letters."""
         self.fatal = ProcessorError(
             f"the state cannot be decoded as the processor declares it: {type(error).__name__}: {error}",
             next_step="was its serde or state_fields changed? Then raise `version` and define migrate().",
