@@ -304,7 +304,13 @@ class Flow:
             order = process.streamed_order(
                 spec, self._settings, self._names.transactional_id, self._connected().transaction_version
             )
-            output = streamed_step(rows, order, collected, self._spark.sparkContext.defaultParallelism)
+            output = streamed_step(
+                rows,
+                order,
+                collected,
+                self._spark.sparkContext.defaultParallelism,
+                clock=process.needs_clock(spec),
+            )
             lateness = checked.allowed_lateness if isinstance(checked, Processor) else None
             self._steps[table] = Step(
                 spec=spec,

@@ -19,7 +19,7 @@ from onceflow.errors import OptionError, ProgressConflictError, UnsupportedQuery
 from onceflow.sink import queries
 from onceflow.sink.options import SinkOptions
 from onceflow.sink.ownership import Columns, check_columns
-from onceflow.sink.state_step import STEP_NAME, Collected, StateStep, with_default_topic
+from onceflow.sink.state_step import STEP_NAME, Collected, StateStep, ticking, with_default_topic
 from onceflow.sink.state_tasks import StateOrder
 from onceflow.sink.tasks import Routing, Target, WriteOrder
 from onceflow.state.durations import duration_ms
@@ -54,12 +54,12 @@ class Step:
     lateness_ms: int | None
     idle_s: float
 
-    @property
-    def needs_clock(self) -> bool:
-        """Whether it must be woken up when there are no data: timers fire and rows expire."""
-        processor = self.spec.processor
-        has_timers = isinstance(processor, Processor) and type(processor).on_timer is not Processor.on_timer
-        return has_timers or self.spec.default_ttl_ms is not None
+
+def needs_clock(spec: ProcessSpec) -> bool:
+    """Whether a step must be woken up when there are no data: timers fire and rows expire."""
+    processor = spec.processor
+    has_timers = isinstance(processor, Processor) and type(processor).on_timer is not Processor.on_timer
+    return has_timers or spec.default_ttl_ms is not None
 
 
 @dataclass(frozen=True)
@@ -304,7 +304,8 @@ def wire(
     every batch, with as many tasks as the batch is worth. Others stay inside the query.
 
     Args:
-        clock: whether a flow with timers is woken up when there are no data.
+        clock: whether a flow with timers is woken up when there are no data (steps inside the query see to it
+            themselves).
     """
     found = steps_in(df, steps, flow)
     if not found:
@@ -317,7 +318,7 @@ def wire(
         # Dead letters, late records and records that name their topic keep it.
         df, options = with_default_topic(df, options.topic), replace(options, topic=None)
         columns = check_columns(df.schema, topic=None, flow=flow)
-    if clock and any(step.needs_clock for step in found):
+    if clock and whole is not None and needs_clock(whole.spec):
         df = with_clock(df, flow)
     places = [(name, partition) for name, partitions in source_partitions.items() for partition in partitions]
 
@@ -364,10 +365,11 @@ def steps_in(df: DataFrame, steps: Mapping[str, Step], flow: str) -> list[Step]:
 def with_clock(df: DataFrame, flow: str) -> DataFrame:
     """The same rows, woken up every second without data, too: timers must fire.
 
-    Spark's ``rate`` source has news every second; the filter keeps its rows out, and the optimizer the rest.
+    The source has news every second; the filter keeps its rows out, and the optimizer the rest.
     """
-    ticks = df.sparkSession.readStream.format("rate").option("rowsPerSecond", "1").option(queries.MARK, flow).load()
-    nothing = ticks.where(F.lit(False)).select(
-        *[F.lit(None).cast(field.dataType).alias(field.name) for field in df.schema.fields]
+    nothing = (
+        ticking(df.sparkSession, flow)
+        .where(F.lit(False))
+        .select(*[F.lit(None).cast(field.dataType).alias(field.name) for field in df.schema.fields])
     )
     return df.unionByName(nothing)

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from onceflow.errors import DataLossError, EnvironmentUnusableError, ProtocolError
+from onceflow.errors import DataLossError, EnvironmentUnusableError, FencedError, ProtocolError
 from onceflow.state import local, rows
 from onceflow.state.lmdb_environment import forget
 from onceflow.state.lmdb_store import LmdbStore
@@ -365,6 +365,18 @@ def test_a_copy_that_is_ahead_of_kafka_is_replaced(opener: type[Store], folder: 
     flow.check(opened)
 
 
+def test_a_driver_that_was_fenced_leaves_the_newer_copy_alone(opener: type[Store], folder: Path) -> None:
+    """The copy is ahead of an older driver because a newer one keeps it."""
+    flow = Flow()
+    behind = flow.run(folder, opener, settled=True)
+    flow.run(folder, opener, settled=True)
+    with pytest.raises(FencedError, match="newer driver"):
+        open_partition(folder, opener, behind, flow.topics, verify=False, now_ms=NOW, still_owner=lambda: False)
+    opened = flow.open(folder, opener)
+    assert opened.how == "in sync"
+    flow.check(opened)
+
+
 @pytest.mark.parametrize("marker", [None, b"", b"{", b"[]", b'{"format": 99}', b'{"format": 1, "flow": "flow"}'])
 def test_an_unreadable_marker_ends_in_a_restore(opener: type[Store], folder: Path, marker: bytes | None) -> None:
     flow = Flow()
@@ -472,7 +484,7 @@ def test_somebody_who_never_stops_moving_the_marker_is_an_error(folder: Path) ->
     flow.commit(flow.changes())
 
     class Fighting(MemoryStore):
-        def write(self, changes, blobs=local.rows, expect=None, *, index=False):  # type: ignore[no-untyped-def]
+        def write(self, *args: object, **options: object) -> bool:
             return False
 
     with pytest.raises(EnvironmentUnusableError, match="keeps changing"):

@@ -94,6 +94,16 @@ def test_long_scans_go_on_while_rows_change(store: Store) -> None:
     assert len(list(store.scan(b"v", b"w", reverse=True))) == 4980
 
 
+def test_scans_over_the_longest_keys(store: Store) -> None:
+    longest = rows.STORE_KEY_BYTES_MAX
+    keys = [b"v%03d" % number + b"x" * (longest - 4) for number in range(100)]
+    store.write([(key, b"") for key in keys])
+    assert [key for key, _ in store.scan(b"v")] == keys
+    assert [key for key, _ in store.scan(b"v", reverse=True)] == keys[::-1]
+    assert [key for key, _ in store.scan(keys[5] + b"\0", keys[9] + b"\0")] == keys[6:10]
+    assert [key for key, _ in store.scan(keys[5] + b"\0", keys[9] + b"\0", reverse=True)] == keys[6:10][::-1]
+
+
 def test_keys_that_no_engine_takes_are_refused(store: Store) -> None:
     for key in (b"", b"v" * (rows.STORE_KEY_BYTES_MAX + 1)):
         with pytest.raises(ValueError, match="bytes"):

@@ -21,6 +21,7 @@ COMMANDS = {
     "demo": "onceflow.cli.demo:demo",
     "reset": "onceflow.cli.reset:reset",
     "setup": "onceflow.cli.setup:setup",
+    "table": "onceflow.cli.table:table",
 }
 
 # For `onceflow --help`, which must not import the commands only to learn their first lines.
@@ -30,6 +31,7 @@ SUMMARIES = {
     "demo": "Run an example service, with crashes, and check what came out.",
     "reset": "Let a flow start over: forget its progress.",
     "setup": "Get the jars for Spark and for the local broker.",
+    "table": "Tables of flows: give one more partitions.",
 }
 
 

@@ -24,7 +24,7 @@ from onceflow.client.deadline import Deadline
 from onceflow.client.offsets import EARLIEST, LATEST, list_offsets
 from onceflow.errors import DataLossError, DeadlineExceededError, OnceflowError
 from onceflow.wire import codes
-from onceflow.wire.decode import ABORT, DecodedBatch, HeaderList, Payloads, RawBatch, split_batches
+from onceflow.wire.decode import ABORT, DecodedBatch, HeaderList, Int64s, Payloads, RawBatch, split_batches
 
 FETCH_BYTES = 8_000_000
 _FETCH_BYTES_LEAST = 250_000
@@ -43,12 +43,19 @@ class Chunk:
         keys, values: payloads; None for null.
         headers: by row, only of records that have any. Records may share one list: do not change it.
         next_offset: where reading goes on; everything committed in front of it has been returned.
+        stamps: pieces of `timestamps_ms`.
     """
 
     keys: Payloads = field(default_factory=list)
     values: Payloads = field(default_factory=list)
     headers: dict[int, HeaderList] = field(default_factory=dict)
     next_offset: int = 0
+    stamps: list[Int64s] = field(default_factory=list, repr=False)
+
+    @property
+    def timestamps_ms(self) -> Int64s:
+        """Epoch milliseconds, by row. Put together when asked for: a restore does not."""
+        return np.concatenate(self.stamps) if self.stamps else np.zeros(0, dtype=np.int64)
 
     def add(self, batch: DecodedBatch, start: int, end: int) -> None:
         """Append the records of a batch whose offsets are in ``[start, end)``."""
@@ -57,6 +64,7 @@ class Chunk:
         whole = high - low == len(batch.keys)
         self.keys += batch.keys if whole else batch.keys[low:high]
         self.values += batch.values if whole else batch.values[low:high]
+        self.stamps.append(batch.timestamps_ms[low:high])
         for row, listed in batch.headers.items():
             if low <= row < high:
                 self.headers[row + shift] = listed

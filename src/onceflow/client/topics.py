@@ -1,10 +1,10 @@
-"""Topics: create the ones onceflow owns, read the settings that bound what may be written."""
+"""Topics: create the ones onceflow owns and let them grow, read the settings that bound what may be written."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from kafka.protocol.admin import CreateTopicsRequest, DescribeConfigsRequest
+from kafka.protocol.admin import CreatePartitionsRequest, CreateTopicsRequest, DescribeConfigsRequest
 
 from onceflow.client.cluster import Cluster
 from onceflow.client.deadline import Deadline
@@ -62,6 +62,33 @@ def create_topic(
         if not row.verdict.retriable:
             raise codes.error_for(code, api="CreateTopics", topic=name, detail=answer.error_message or "")
         deadline.pause(attempt, f"CreateTopics {name}: {row.name}")
+        attempt += 1
+
+
+def create_partitions(cluster: Cluster, name: str, count: int, deadline: Deadline) -> None:
+    """Let a topic grow to ``count`` partitions. Brokers learn of them a little later.
+
+    Raises:
+        PermissionDeniedError: this principal may not ALTER it.
+        OptionError: it has that many, or more.
+    """
+    cluster.connect(deadline)
+    request = CreatePartitionsRequest(
+        version=cluster.version(CreatePartitionsRequest, least=1, most=3),
+        topics=[CreatePartitionsRequest.CreatePartitionsTopic(name=name, count=count, assignments=None)],
+        timeout_ms=30_000,
+        validate_only=False,
+    )
+    attempt = 0
+    while True:
+        answer = cluster.ask(request, "CreatePartitions", deadline).results[0]
+        code = int(answer.error_code)
+        if code == 0:
+            return
+        row = codes.describe(code)
+        if not row.verdict.retriable:
+            raise codes.error_for(code, api="CreatePartitions", topic=name, detail=answer.error_message or "")
+        deadline.pause(attempt, f"CreatePartitions {name}: {row.name}")
         attempt += 1
 
 

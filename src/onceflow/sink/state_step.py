@@ -11,14 +11,14 @@ from typing import Any
 
 import pyarrow as pa
 from pyspark.accumulators import AccumulatorParam
-from pyspark.sql import Column, DataFrame
+from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
 from onceflow import hooks
 from onceflow.client.cluster import Cluster
 from onceflow.errors import OptionError, SchemaError, UnsupportedQueryError
-from onceflow.sink import jvm, reports
+from onceflow.sink import jvm, queries, reports
 from onceflow.sink.ownership import check_columns, prepare
 from onceflow.sink.state_tasks import (
     OUTPUT_SPARK_SCHEMA,
@@ -141,7 +141,7 @@ class RowsTask:
         order = self._from_property() if self.streamed else self.order
         place = place_of_task(order.write)
         work = StateWork(order, place, worker_cluster(order.write.settings))
-        yield from work.rows(batches)
+        yield from work.rows(_without_ticks(batches))
         done = work.done()
         self.collected.add([pickle.dumps((done.reports, done.states))])
 
@@ -167,6 +167,8 @@ class RowsTask:
         return replace(self.order, moment=moment, write=write, due=frozenset(told["due"]))
 
 
+#: Column of the rows that only wake a step up; the task they are for.
+TICK = "__onceflow_tick"
 #: What the name of a process step in a query plan begins with.
 STEP_NAME = "onceflow_state_"
 
@@ -396,7 +398,7 @@ class StateStep:
             moved = df.coalesce(wanted)
             return moved, int(moved._jdf.queryExecution().toRdd().getNumPartitions())
         tasks = task_count(spec.topics.partitions, wanted)
-        if tasks == 1:
+        if tasks == 1 and rows_most:  # without rows there may be no task to coalesce to
             return df.coalesce(1), 1
         place = partition_of_key(df, spec.topics.partitions) % F.lit(tasks)
         return df.repartitionById(tasks, place.cast("int")), tasks
@@ -437,13 +439,39 @@ class StateStep:
         ]
 
 
-def streamed_step(df: DataFrame, order: StateOrder, collected: Any, cores: int) -> DataFrame:
-    """A process step as a part of the query: what it is to do in a batch, its tasks learn at run time."""
+def streamed_step(df: DataFrame, order: StateOrder, collected: Any, cores: int, *, clock: bool) -> DataFrame:
+    """A process step as a part of the query: what it is to do in a batch, its tasks learn at run time.
+
+    Args:
+        clock: whether every task gets a row each second, data or not. Without rows Spark leaves the step out.
+    """
     partitions = order.spec.topics.partitions
     tasks = _tasks_of(partitions, cores)
     place = (partition_of_key(df, partitions) % F.lit(tasks)).cast("int")
+    if clock:
+        every_task = F.explode(F.sequence(F.lit(0), F.lit(tasks - 1))).alias(TICK)
+        nothing = [F.lit(None).cast(field.dataType).alias(field.name) for field in df.schema.fields]
+        ticks = ticking(df.sparkSession, order.spec.flow).select(*nothing, every_task)
+        df = df.withColumn(TICK, F.lit(None).cast("int")).unionByName(ticks)
+        place = F.coalesce(F.col(TICK), place)
     task = RowsTask(replace(order, modulus=tasks, together=False), collected, streamed=True)
     return df.repartitionById(tasks, place).mapInArrow(task, OUTPUT_SPARK_SCHEMA)
+
+
+def ticking(spark: SparkSession, flow: str) -> DataFrame:
+    """A stream with a row each second (Spark's ``rate`` source), marked as the flow's own."""
+    reader = spark.readStream.format("rate").option("rowsPerSecond", "1").option("numPartitions", "1")
+    return reader.option(queries.MARK, flow).load()
+
+
+def _without_ticks(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    for batch in batches:
+        position = batch.schema.get_field_index(TICK)
+        if position >= 0:
+            ticks = batch.column(position)
+            rows = batch.remove_column(position)
+            batch = rows if ticks.null_count == len(ticks) else rows.filter(ticks.is_null())
+        yield batch
 
 
 def with_default_topic(df: DataFrame, topic: str | None) -> DataFrame:

@@ -22,6 +22,8 @@ import pyarrow.compute as pc
 from onceflow import hooks
 from onceflow.client.cluster import Cluster
 from onceflow.client.committed import CommittedReader
+from onceflow.client.deadline import Deadline
+from onceflow.client.transactions import describe_transaction
 from onceflow.errors import BadRecordError, BatchAbortedError, OnceflowError
 from onceflow.sink import reports
 from onceflow.sink.tasks import RowWriter, TaskPlace, WriteOrder, extra_attempt, reports_of, worker_cluster
@@ -151,6 +153,7 @@ class StateWork:
             changelog=self._writer,
             emit=emit,
             opened=self._opened,
+            still_owner=self._still_owner,
         )
         with contextlib.closing(run):
             try:
@@ -183,6 +186,16 @@ class StateWork:
         )
         returned = None if self._outputs is None or self._error is not None else self._outputs.returned()
         return Done(found, self._states, returned)
+
+    def _still_owner(self) -> bool:
+        """Whether the transactional id still has this attempt's epoch: else a newer driver was initialised."""
+        write = self._order.write
+        deadline = Deadline(write.deadline_s, f"looking up the owner of flow {write.flow}")
+        state = describe_transaction(self._cluster, write.transactional_id, deadline)
+        return (state["producer_id"], state["producer_epoch"]) == (
+            write.identity.producer_id,
+            write.identity.producer_epoch,
+        )
 
     def _opened(self, partition: int) -> None:
         write = self._order.write

@@ -198,7 +198,7 @@ def _translate(error: Exception, folder: Path) -> Exception:
     if isinstance(error, lmdb.DiskError) or number in (errno.ENOSPC, errno.EDQUOT):
         return unusable(folder, "The disk of the local state is full", error)
     # LMDB's own codes are negative. Of the system's, only these come from what is in the folder.
-    of_files = (errno.EINVAL, errno.EIO, errno.ENOTDIR, errno.EISDIR, errno.EEXIST)
+    of_files = (errno.EINVAL, errno.EIO, errno.EISDIR, errno.EEXIST)
     of_system = (number or 0) > 0 and number not in of_files
     if isinstance(error, (lmdb.ReadersFullError, lmdb.TlsFullError)) or of_system:
         return unusable(folder, "The local state cannot be opened", error)

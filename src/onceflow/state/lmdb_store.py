@@ -173,15 +173,23 @@ def _part_read(start: bytes, end: bytes | None, reverse: bool, wanted: int) -> C
     def read(txn: Any, db: Any) -> list[tuple[bytes, bytes]]:
         cursor = txn.cursor(db)
         if not reverse:
-            if not (cursor.set_range(start) if start else cursor.first()):
+            if not _seek(cursor, start):
                 return []
             part = list(islice(cursor.iternext(), wanted))
             if end is not None and part[-1][0] >= end:
                 part = [(key, row) for key, row in part if key < end]
             return part
-        if not (cursor.prev() if end is not None and cursor.set_range(end) else cursor.last()):
+        if not (cursor.prev() if end is not None and _seek(cursor, end) else cursor.last()):
             return []
         part = list(islice(cursor.iterprev(), wanted))
         return part if part[-1][0] >= start else [(key, row) for key, row in part if key >= start]
 
     return read
+
+
+def _seek(cursor: Any, key: bytes) -> bool:
+    """Moves to the first key from this one on, which may be longer than keys can be."""
+    if not key:
+        return bool(cursor.first())
+    found = cursor.set_range(key[: rows.STORE_KEY_BYTES_MAX])
+    return bool(cursor.next() if found and cursor.key() < key else found)

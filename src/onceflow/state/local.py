@@ -16,9 +16,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from onceflow.errors import EnvironmentUnusableError
+from onceflow.errors import EnvironmentUnusableError, FencedError
 from onceflow.state import rows
 from onceflow.state.local_format import (
+    AHEAD,
     INTERNAL_SUFFIX,
     KINDS,
     MARKER,
@@ -111,6 +112,7 @@ def open_partition(
     tombstone_age_ms: int = TOMBSTONE_AGE_MS,
     now_ms: int,
     progress: Callable[[int], None] | None = None,
+    still_owner: Callable[[], bool] | None = None,
 ) -> Opened:
     """A store that holds exactly what is committed, from whatever there is on disk.
 
@@ -120,12 +122,15 @@ def open_partition(
         tombstone_age_ms: a copy that was last in sync longer ago is restored (half of ``delete.retention.ms``).
         now_ms: epoch milliseconds.
         progress: told of the number of records read so far, again and again.
+        still_owner: asked when the copy is ahead of the goal. False: a newer driver of the flow keeps it, and the
+            caller is the one that is behind. The copy is left alone then.
 
     Raises:
+        FencedError: a newer driver has taken the flow over.
         OnceflowError: Kafka could not be read, or the folder cannot be used. What is there stays consistent.
     """
     began = time.monotonic()
-    run = _Run(goal, source, single_key, tombstone_age_ms, now_ms, progress)
+    run = _Run(goal, source, single_key, tombstone_age_ms, now_ms, progress, still_owner)
     why = ""
     try:
         store, how = _brought_up(folder, opener, run, verify=verify)
@@ -205,6 +210,7 @@ class _Run:
         tombstone_age_ms: int,
         now_ms: int,
         progress: Callable[[int], None] | None,
+        still_owner: Callable[[], bool] | None,
     ) -> None:
         self.goal = goal
         self.records = self.ignored = 0
@@ -213,6 +219,7 @@ class _Run:
         self._tombstone_age_ms = tombstone_age_ms
         self._now_ms = now_ms
         self._progress = progress or (lambda _: None)
+        self._still_owner = still_owner or (lambda: True)
 
     def bring_up(self, store: Store) -> str:
         """What had to be done.
@@ -243,6 +250,12 @@ class _Run:
         if marker is None:
             raise StoreCorruptError("its marker cannot be read")
         if problem := marker.misfit(self.goal):
+            if problem == AHEAD and not self._still_owner():
+                raise FencedError(
+                    "A newer driver of the flow keeps this local state",
+                    topic=f"{self.goal.table}-{self.goal.partition}",
+                    next_step="stop one of the two: a flow has one driver; nothing was lost or doubled",
+                )
             raise StoreCorruptError(problem)
         if marker.at(self.goal):
             if self._now_ms - marker.time_ms > _MARKER_REFRESHED_MS:

@@ -33,6 +33,10 @@ _ROW_BYTES_LEAST = {row[:1]: len(row) for row in (rows.pack(b"", e, v) for e in 
 _TIMER_ROW_BYTES = len(rows.pack(rows.timer_payload(b"e", 0)))
 
 
+AHEAD = "it is ahead of what is committed"
+"""What `Marker.misfit` says of a copy that knows more than the goal: Kafka has lost something, or we are late."""
+
+
 class Commit(NamedTuple):
     """Names a transaction: batch id, producer id and producer epoch."""
 
@@ -115,7 +119,7 @@ class Marker:
         if (self.table_id, self.internal_id) != (goal.table_id, goal.internal_id):
             return "its topics were deleted and made anew"
         if self.table_end > goal.table_end or self.internal_end > goal.internal_end:
-            return "it is ahead of what is committed"
+            return AHEAD
         return ""
 
 

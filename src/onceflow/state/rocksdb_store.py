@@ -26,7 +26,7 @@ _LOCK_WAIT_S, _VANISHED_WAIT_S, _LOCK_PAUSE_S = 10.0, 1.0, 0.02
 _LOCK_MESSAGES = ("lock hold by current process", "While lock file")
 _VANISHED = ("No such file or directory",)
 _DISK_FULL = "No space left on device"
-_NOT_ALLOWED = ("Permission denied", "Read-only file system", "Too many open files")
+_NOT_ALLOWED = ("Permission denied", "Not a directory", "Read-only file system", "Too many open files")
 
 
 class RocksdbStore(Store):

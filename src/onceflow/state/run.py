@@ -52,6 +52,7 @@ class StateRun:
     Args:
         source: reads the changelog. changelog: writes it.
         emit: takes what user code yielded, and the partition of the table it came from.
+        still_owner: whether no newer driver has taken the flow over; asked only when that is in doubt.
         opened: told of every partition whose store has been brought up to date.
     """
 
@@ -64,6 +65,7 @@ class StateRun:
         changelog: ChangelogWriter,
         emit: Callable[[pa.RecordBatch, int], None],
         opened: Callable[[int], None] | None = None,
+        still_owner: Callable[[], bool] | None = None,
     ) -> None:
         self._spec = spec
         self._moment = moment
@@ -71,6 +73,7 @@ class StateRun:
         self._changelog = changelog
         self._emit = emit
         self._opened = opened
+        self._still_owner = still_owner
         self._open: dict[int, _Open] = {}
         self._host = socket.gethostname()
 
@@ -138,6 +141,7 @@ class StateRun:
             tombstone_age_ms=spec.topics.tombstone_ms // 2,
             now_ms=int(time.time() * 1000),
             progress=_Progress(f"{spec.table}-{partition}"),
+            still_owner=self._still_owner,
         )
         kind = ColumnEngine if isinstance(spec.processor, ColumnProcessor) else Engine
         engine = kind(

@@ -1,0 +1,586 @@
+"""``onceflow table repartition`` on a real broker: every row once, in the partition of its key, or nothing has happened."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from confluent_kafka.admin import AdminClient, NewPartitions
+
+import onceflow
+from onceflow import hooks, repartition
+from onceflow.cli.main import cli, main
+from onceflow.client.cluster import Cluster
+from onceflow.client.committed import CommittedReader
+from onceflow.client.deadline import Deadline
+from onceflow.client.settings import ClientSettings
+from onceflow.client.transactions import Transactions, describe_transaction
+from onceflow.sink import progress_log
+from onceflow.state import rows, topics
+from onceflow.state.lmdb_store import LmdbStore
+from onceflow.state.local import Commit, Goal, Opened, open_partition, partition_folder, snapshot
+from onceflow.state.moving import Row, Writer
+from onceflow.state.run import SNAPSHOT_KEY
+from onceflow.testing import faults, independent
+from onceflow.wire.names import Names
+from onceflow.wire.progress import Progress, TableProgress
+
+pytestmark = pytest.mark.integration
+
+TIME_MS = 1_700_000_000_000
+Headers = list[tuple[str, bytes | None]]
+
+
+@dataclass
+class State:
+    """A flow's table without the flow: rows as a flow commits them, with progress, and what must be found.
+
+    Args:
+        expected: by topic and key: value, headers, timestamp.
+    """
+
+    bootstrap: str
+    flow: str
+    source: str
+    table: str
+    tmp_path: Path
+    place: Callable[[list[bytes], int], dict[bytes, int]]
+    progress: Progress
+    expected: dict[tuple[str, bytes], tuple[bytes, Headers, int]] = field(default_factory=dict)
+
+    @property
+    def internal(self) -> str:
+        return f"{self.table}-internal"
+
+    @property
+    def before(self) -> int:
+        return len(self.progress.changelogs[self.table])
+
+    # ---- what a flow does ----------------------------------------------------------------------------
+
+    def commit(self, changes: list[tuple[str, bytes, bytes, bytes | None, Headers]], *, batch: int) -> None:
+        """One batch: (topic, user's key, record's key, value, headers)."""
+        places = self.place([user for _, user, _, _, _ in changes], self.before)
+        by_place: dict[tuple[str, int], list[tuple[bytes, Row]]] = {}
+        for n, (topic, user, key, value, headers) in enumerate(changes):
+            stamp = TIME_MS + 1000 * batch + n
+            by_place.setdefault((topic, places[user]), []).append((key, Row(value, stamp, headers or None)))
+            if value is None:
+                self.expected.pop((topic, key), None)
+            else:
+                self.expected[topic, key] = (value, headers, stamp)
+        self.write(by_place, batch=batch)
+
+    def write(self, by_place: Mapping[tuple[str, int], list[tuple[bytes, Row]]], *, batch: int) -> None:
+        with connected(self.bootstrap) as (cluster, deadline):
+            transactions = Transactions(cluster, f"onceflow.{self.flow}")
+            transactions.init(deadline)
+            identity = transactions.begin(deadline)
+            limits = {self.table: 1_000_000, self.internal: 1_000_000}
+            writer = Writer(cluster, transactions, limits, deadline)
+            for (topic, partition), found in by_place.items():
+                writer.write(topic, partition, found)
+            ends = {name: dict(old) for name, old in self.progress.changelogs.items()}
+            for (topic, partition), written in writer.finish().items():
+                ends[topic][partition] = written.end_offset
+            who = {"producer_id": identity.producer_id, "producer_epoch": identity.producer_epoch}
+            self.progress = replace(self.progress, batch_id=batch, changelogs=ends, **who)
+            offsets = self.progress.offsets
+            progress_log.write_progress(cluster, transactions, Names(self.flow), self.progress, offsets, deadline)
+            transactions.commit(deadline, flow=self.flow, doing="tested")
+
+    def fill(self, keys: int) -> None:
+        """Some batches: values, flags, maps, timers, and deletes of all of them."""
+        for batch in (1, 2):
+            changes: list[tuple[str, bytes, bytes, bytes | None, Headers]] = []
+            for n in range(keys):
+                user = b"key\0%d" % n
+                headers: Headers = [("onceflow.expires", b"99999999999999"), ("other", None)] if n % 3 == 0 else []
+                entry, timer = rows.map_key(user, b"map", b"%d" % (n % 5)), rows.timer_key(user, b"timer")
+                gone = batch == 2 and n % 7 == 0
+                changes.append((self.table, user, user, None if gone else b"%d in %d" % (n, batch), headers))
+                changes.append((self.internal, user, entry, None if gone else rows.pack(b"e%d" % batch), []))
+                due = rows.pack(rows.timer_payload(b"e", TIME_MS + n))
+                changes.append((self.internal, user, timer, None if gone else due, []))
+            self.commit(
+                [change for change in changes if batch == 1 or hash_free(change[1]) or change[3] is None], batch=batch
+            )
+
+    # ---- the command ---------------------------------------------------------------------------------
+
+    def arguments(self, partitions: int, *more: str) -> list[str]:
+        where = ["--bootstrap-servers", self.bootstrap, "--partitions", str(partitions)]
+        return ["table", "repartition", self.flow, self.table, *where, *more]
+
+    def run(self, partitions: int, *more: str) -> dict[str, Any]:
+        result = CliRunner().invoke(cli, self.arguments(partitions, "--json", *more), catch_exceptions=False)
+        assert result.exit_code == 0, result.output
+        answer: dict[str, Any] = json.loads(result.stdout)
+        return answer
+
+    def alter(self, topic: str, partitions: int) -> None:
+        admin = AdminClient({"bootstrap.servers": self.bootstrap})
+        admin.create_partitions([NewPartitions(topic, partitions)])[topic].result(30)
+
+    # ---- what must be --------------------------------------------------------------------------------
+
+    def committed(self) -> Progress:
+        with connected(self.bootstrap) as (cluster, deadline):
+            found = progress_log.read_progress(cluster, self.flow, self.flow, {self.source: [0, 1]}, deadline)
+        assert found is not None
+        return found
+
+    def check(self, partitions: int) -> None:
+        """Independent consumers find every row, once, where librdkafka's murmur2 puts its key; progress agrees."""
+        for topic in (self.table, self.internal):
+            last: dict[tuple[int, bytes], independent.Seen] = {}
+            ends = dict.fromkeys(range(partitions), 0)
+            for seen in independent.read_topic(self.bootstrap, topic, decided=True):
+                assert seen.key is not None
+                last[seen.partition, seen.key] = seen
+                ends[seen.partition] = seen.offset + 1
+            live = {place: seen for place, seen in last.items() if seen.value is not None}
+            found = {
+                (topic, key): (seen.value, list(seen.headers), seen.timestamp_ms) for (_, key), seen in live.items()
+            }
+            assert len(found) == len(live), "a key is in two partitions"
+            assert found == {place: row for place, row in self.expected.items() if place[0] == topic}
+            users = {key: key if topic == self.table else rows.split(key[1:])[0] for _, key in live}
+            places = self.place(list(users.values()), partitions)
+            assert {key: partition for partition, key in live} == {key: places[user] for key, user in users.items()}
+            assert dict(self.committed().changelogs[topic]) == ends
+        assert independent.committed_offsets(self.bootstrap, self.flow) == {(self.source, p): 5 + p for p in range(2)}
+
+    def stores(self, *, single_key: bool = False) -> tuple[dict[bytes, bytes], list[str]]:
+        """All rows of local stores that are brought up to progress as a flow does, and how they came there."""
+        now = self.committed()
+        last = Commit(now.batch_id, now.producer_id, now.producer_epoch)
+        found: dict[bytes, bytes] = {}
+        how = []
+        with connected(self.bootstrap) as (cluster, _):
+            for partition, table_end in sorted(now.changelogs[self.table].items()):
+                ids = now.topic_ids[self.table], now.topic_ids[self.internal]
+                ends = table_end, now.changelogs[self.internal][partition]
+                goal = Goal(self.flow, self.table, partition, *ids, *ends, last)
+                opened: Opened = open_partition(
+                    partition_folder(self.tmp_path, self.flow, self.table, partition),
+                    LmdbStore,
+                    goal,
+                    CommittedReader(cluster),
+                    verify=True,
+                    single_key=single_key,
+                    now_ms=TIME_MS,
+                )
+                mine = dict(opened.store.scan(b""))
+                assert not set(mine) & set(found)
+                found |= mine
+                how.append(opened.how)
+                opened.store.close()
+        return found, how
+
+    def check_stores(self) -> list[str]:
+        found, how = self.stores()
+        values = {key[1:]: rows.unpack(row).payload for key, row in found.items() if key[:1] == rows.VALUE}
+        assert values == {key: value for (topic, key), (value, _, _) in self.expected.items() if topic == self.table}
+        others = {key: row for key, row in found.items() if key[:1] in (rows.MAP, rows.TIMER)}
+        assert others == {key: value for (topic, key), (value, _, _) in self.expected.items() if topic == self.internal}
+        due = [key for key in found if key[:1] == rows.TIMER_INDEX]
+        assert len(due) == sum(key[:1] == rows.TIMER for key in others)
+        return how
+
+
+def hash_free(user: bytes) -> bool:
+    """Whether a key is written again."""
+    return user[-1] % 2 == 0
+
+
+class connected:
+    """A connection and a deadline."""
+
+    def __init__(self, bootstrap: str) -> None:
+        self.cluster = Cluster(ClientSettings(bootstrap))
+
+    def __enter__(self) -> tuple[Cluster, Deadline]:
+        deadline = Deadline(30, "test")
+        self.cluster.connect(deadline)
+        return self.cluster, deadline
+
+    def __exit__(self, *_: object) -> None:
+        self.cluster.close()
+
+
+@pytest.fixture
+def place(onceflow_broker: str, make_topic: Callable[..., str]) -> Callable[[list[bytes], int], dict[bytes, int]]:
+    """Where librdkafka's murmur2 partitioner puts keys, by trying."""
+    known: dict[int, dict[bytes, int]] = {}
+
+    def find(keys: list[bytes], partitions: int) -> dict[bytes, int]:
+        places = known.setdefault(partitions, {})
+        missing = set(keys) - set(places)
+        if missing:
+            topic = make_topic("places", partitions)
+            independent.fill(onceflow_broker, topic, [(key, None) for key in missing])
+            places |= {s.key: s.partition for s in independent.read_topic(onceflow_broker, topic) if s.key is not None}
+        return places
+
+    return find
+
+
+@pytest.fixture
+def make_state(
+    onceflow_broker: str, make_topic: Callable[..., str], place: Any, tmp_path: Path
+) -> Callable[..., State]:
+    """``make_state(partitions=2, keys=200)``: a flow that has committed two batches of rows."""
+
+    def make(partitions: int = 2, keys: int = 200) -> State:
+        source = make_topic("in", 2)
+        independent.fill(onceflow_broker, source, [(None, b"x")] * 100)
+        table = source.replace("in-", "table-", 1)
+        with connected(onceflow_broker) as (cluster, deadline):
+            progress_log.ensure_topic(cluster, deadline)
+            made = topics.ensure_topics(cluster, table, partitions, deadline)
+            ids = {**made.ids, source: cluster.topic(source, deadline).topic_id, "gone": "x"}
+        progress = Progress(
+            flow=f"flow-{source}",
+            batch_id=0,
+            offsets={source: {0: 5, 1: 6}},
+            topic_ids=ids,
+            time_ms=TIME_MS,
+            changelogs={name: dict.fromkeys(range(partitions), 0) for name in made.ids},
+            tables={table: TableProgress(3, 77)},
+        )
+        state = State(onceflow_broker, progress.flow, source, table, tmp_path, place, progress)
+        if keys:
+            state.fill(keys)
+            # A source that was read once upon a time, and is no more.
+            state.progress = replace(state.progress, offsets={**state.progress.offsets})
+        return state
+
+    return make
+
+
+# ---- rows ------------------------------------------------------------------------------------------------
+
+
+def test_rows_move(make_state: Any) -> None:
+    """To a count that is no multiple of the old one, then once more."""
+    state = make_state(2, 500)
+    state.check(2)
+    assert state.check_stores() == ["restored"] * 2
+    before = state.committed()
+    done = state.run(5)
+    assert (done["before"], done["partitions"], done["snapshots"]) == (2, 5, False)
+    moved = {
+        topic: sum(
+            state.place([user], 2)[user] != state.place([user], 5)[user]
+            for name, key in state.expected
+            if name == topic
+            for user in [key if topic == state.table else rows.split(key[1:])[0]]
+        )
+        for topic in (state.table, state.internal)
+    }
+    assert (done["rows"], done["internal_rows"]) == (moved[state.table], moved[state.internal])
+    state.check(5)
+    after = state.committed()
+    assert (after.batch_id, after.tables, after.offsets) == (before.batch_id, before.tables, before.offsets)
+    assert after.producer_id == before.producer_id
+    assert after.producer_epoch > before.producer_epoch
+    assert state.check_stores() == ["caught up"] * 2 + ["restored"] * 3
+    assert state.check_stores() == ["in sync"] * 5
+    # Deletes of the last time are still there, and are no rows in the wrong place.
+    state.run(8)
+    state.check(8)
+    state.check_stores()
+    shutil.rmtree(state.tmp_path / state.flow)
+    assert state.check_stores() == ["restored"] * 8
+
+
+def test_it_is_done_already(make_state: Any) -> None:
+    state = make_state(3, 20)
+    assert state.run(3)["rows"] == 0
+    state.check(3)
+    result = CliRunner().invoke(cli, state.arguments(3))
+    assert result.output == f"Table {state.table} has its rows in 3 partitions already.\n"
+    result = CliRunner().invoke(cli, state.arguments(4))
+    assert "went from 3 to 4 partitions" in result.output
+    state.check(4)
+
+
+def test_an_empty_table(make_state: Any) -> None:
+    state = make_state(2, 0)
+    state.write({}, batch=1)
+    assert state.run(4)["rows"] == 0
+    state.check(4)
+    assert state.stores() == ({}, ["restored"] * 4)
+
+
+@pytest.mark.parametrize("table,internal", [(6, 6), (6, 2), (2, 6), (4, 3)])
+def test_topics_that_were_altered_before(make_state: Any, table: int, internal: int) -> None:
+    state = make_state(2, 50)
+    for topic, partitions in ((state.table, table), (state.internal, internal)):
+        if partitions > 2:
+            state.alter(topic, partitions)
+    state.run(6)
+    state.check(6)
+    state.check_stores()
+
+
+def test_a_source_that_is_gone(make_state: Any) -> None:
+    """Its offsets stay in progress; the group cannot have them."""
+    state = make_state(2, 20)
+    kept = state.progress.offsets
+    state.progress = replace(state.progress, offsets={**kept, "gone": {0: 1}})
+    with connected(state.bootstrap) as (cluster, deadline):
+        transactions = Transactions(cluster, f"onceflow.{state.flow}")
+        transactions.init(deadline)
+        transactions.begin(deadline)
+        progress_log.write_progress(cluster, transactions, Names(state.flow), state.progress, kept, deadline)
+        transactions.commit(deadline, flow=state.flow, doing="tested")
+    state.run(4)
+    state.check(4)
+    assert state.committed().offsets["gone"] == {0: 1}
+
+
+# ---- snapshots -------------------------------------------------------------------------------------------
+
+
+def test_snapshots(make_state: Any) -> None:
+    """Rows of a table in single_key mode are inside its records."""
+    state = make_state(2, 0)
+    users = [b"key\0%d" % n for n in range(60)]
+    places = state.place(users, 2)
+    all_rows = {rows.value_key(user): rows.pack(b"v", 5, 1) for user in users}
+    all_rows |= {rows.map_key(user, b"map", b"entry"): rows.pack(b"m") for user in users}
+    all_rows |= {rows.timer_key(user, b"t"): rows.pack(rows.timer_payload(b"p", TIME_MS)) for user in users}
+
+    def user_of(row_key: bytes) -> bytes:
+        return row_key[1:] if row_key[:1] == rows.VALUE else rows.split(row_key[1:])[0]
+
+    for batch, some in ((1, {}), (2, all_rows)):
+        by_place = {
+            (state.table, p): [
+                (SNAPSHOT_KEY, Row(snapshot((k, r) for k, r in some.items() if places[user_of(k)] == p), 0))
+            ]
+            for p in range(2)
+        }
+        state.write(by_place, batch=batch)
+        _, how = state.stores(single_key=True)
+        assert how == (["restored"] * 2 if batch == 1 else ["caught up"] * 2)
+    done = state.run(5)
+    new = state.place(users, 5)
+    assert done["snapshots"]
+    assert done["rows"] == 3 * sum(places[user] != new[user] for user in users)
+    found, how = state.stores(single_key=True)
+    assert how == ["caught up"] * 2 + ["restored"] * 3
+    assert {key: row for key, row in found.items() if key[:1] in b"vmt"} == all_rows
+    records = independent.read_topic(state.bootstrap, state.table, decided=True)
+    for partition in range(5):
+        (*_, last) = [record.value for record in records if record.partition == partition]
+        assert last == snapshot(sorted((k, r) for k, r in all_rows.items() if new[user_of(k)] == partition))
+
+
+def test_a_key_that_is_called_like_a_snapshot(make_state: Any) -> None:
+    state = make_state(2, 0)
+    state.commit([(state.table, key, key, b"1", []) for key in (SNAPSHOT_KEY, b"other", b"more")], batch=1)
+    assert not state.run(5)["snapshots"]
+    state.check(5)
+
+
+# ---- refused ---------------------------------------------------------------------------------------------
+
+
+def test_fewer_partitions_are_refused_before_anybody_is_fenced(make_state: Any) -> None:
+    state = make_state(4, 20)
+    state.alter(state.internal, 6)
+    with connected(state.bootstrap) as (cluster, deadline):
+        driver = Transactions(cluster, f"onceflow.{state.flow}")
+        driver.init(deadline)
+        with pytest.raises(onceflow.OptionError, match=r"(?s)4 partitions already.*another name"):
+            state.run(3)
+        with pytest.raises(onceflow.OptionError, match=r"(?s)-internal has 6 partitions already.*--partitions 6"):
+            state.run(5)
+        driver.renew(deadline)
+        state.run(6)
+        with pytest.raises(onceflow.FencedError):
+            driver.renew(deadline)
+    state.check(6)
+
+
+def test_what_is_not_there(make_state: Any) -> None:
+    state = make_state(2, 20)
+    flow, state.flow = state.flow, "somebody-else"
+    with pytest.raises(onceflow.ProgressConflictError, match=r"(?s)has no table.*its tables: none"):
+        state.run(4)
+    state.flow = flow
+    table, state.table = state.table, "nothing"
+    with pytest.raises(onceflow.UnknownTopicError, match="nothing"):
+        state.run(4)
+    state.table = table
+    admin = AdminClient({"bootstrap.servers": state.bootstrap})
+    admin.delete_topics([table])[table].result(30)
+    with connected(state.bootstrap) as (cluster, deadline):
+        topics.ensure_topics(cluster, table, 2, deadline)
+    with pytest.raises(onceflow.ProgressConflictError, match="deleted and created again"):
+        state.run(4)
+
+
+@pytest.mark.parametrize("wrong", ["stray", "new partition", "snapshot among rows", "row among snapshots"])
+def test_what_no_processor_has_written(make_state: Any, wrong: str) -> None:
+    """Nothing moves, and nothing stays open."""
+    state = make_state(2, 20)
+    somewhere = 1 - state.place([b"foreign"], 2)[b"foreign"]
+    as_snapshot = (SNAPSHOT_KEY, Row(snapshot([]), TIME_MS))
+    if wrong == "stray":
+        state.write({(state.table, somewhere): [(b"foreign", Row(b"x", TIME_MS))]}, batch=3)
+        message = "holds rows whose keys belong to other partitions"
+    elif wrong == "new partition":
+        state.alter(state.table, 4)
+        known, state.progress = (
+            state.progress,
+            replace(state.progress, changelogs={state.table: {3: 0}, state.internal: {}}),
+        )
+        state.write({(state.table, 3): [(b"foreign", Row(b"x", TIME_MS))]}, batch=3)
+        state.progress = known
+        state.write({}, batch=4)
+        message = "Partition 3 of .* holds rows"
+    elif wrong == "snapshot among rows":
+        state.write({(state.table, p): [as_snapshot] for p in range(2)}, batch=3)
+        message = "both rows and snapshots"
+    else:
+        state = make_state(2, 0)
+        home = state.place([b"foreign"], 2)[b"foreign"]
+        state.write({(state.table, p): [as_snapshot] for p in range(2)}, batch=1)
+        state.write({(state.table, home): [(b"foreign", Row(b"x", TIME_MS))]}, batch=2)
+        message = "both rows and snapshots"
+    before = state.committed()
+    with pytest.raises(onceflow.ProgressConflictError, match=message):
+        state.run(4)
+    assert state.committed() == before
+    assert transaction_state(state) != "Ongoing"
+
+
+def transaction_state(state: State) -> str:
+    with connected(state.bootstrap) as (cluster, deadline):
+        return str(describe_transaction(cluster, f"onceflow.{state.flow}", deadline)["state"])
+
+
+# ---- when it ends early ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("step", ["init", "write", "progress", "end"])
+def test_killed(make_state: Any, step: str) -> None:
+    state = make_state(2, 100)
+    state.stores()
+    environment = {**os.environ, hooks.VARIABLE: faults.fault(step, "kill", flow=state.flow)}
+    command = [sys.executable, "-m", "onceflow.cli.main", *state.arguments(5)]
+    killed = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert killed.returncode == -9, killed.stderr
+    assert (transaction_state(state) == "Ongoing") is (step in ("write", "progress"))
+    done = state.run(5)
+    assert done["before"] == (5 if step == "end" else 2)
+    state.check(5)
+    assert state.check_stores() == ["caught up"] * 2 + ["restored"] * 3
+
+
+@pytest.mark.parametrize("step", ["write", "progress"])
+def test_interrupted(make_state: Any, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+    """Ctrl-C: the transaction is aborted at once, readers of the table are not held up."""
+    state = make_state(2, 50)
+    at = hooks.at
+
+    def interrupt(name: str, **fields: Any) -> None:
+        at(name, **fields)
+        if name == step:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(hooks, "at", interrupt)
+        with pytest.raises(SystemExit) as ended:
+            main(state.arguments(4))
+    assert ended.value.code == 130
+    assert transaction_state(state) in ("PrepareAbort", "CompleteAbort")
+    assert state.committed().changelogs == state.progress.changelogs
+    state.run(4)
+    state.check(4)
+
+
+def test_another_driver_starts_meanwhile(make_state: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = make_state(2, 50)
+
+    def started(name: str, **_: Any) -> None:
+        if name == "write":
+            with connected(state.bootstrap) as (cluster, deadline):
+                Transactions(cluster, f"onceflow.{state.flow}").init(deadline)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(hooks, "at", started)
+        with pytest.raises(onceflow.FencedError):
+            state.run(4)
+    state.run(4)
+    state.check(4)
+
+
+def test_timeouts(make_state: Any, inject: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = make_state(2, 50)
+    with pytest.raises(onceflow.OptionError, match=r"INVALID_TRANSACTION_TIMEOUT"):
+        state.run(4, "--transaction-timeout", "1 hour")
+    result = CliRunner().invoke(cli, state.arguments(4, "--transaction-timeout", "soon"))
+    assert result.exit_code == 2
+    inject("write", "pause", seconds=1.2)
+    with pytest.raises(onceflow.TransactionTimeoutError, match=r"(?s)timeout of 1 s.*--transaction-timeout"):
+        state.run(4, "--transaction-timeout", "1 second")
+    assert state.committed().changelogs == state.progress.changelogs
+    # The brokers of the tests allow 15 minutes; by default, what they refuse is not insisted on.
+    monkeypatch.setattr(repartition, "TIMEOUT_MS", 3_600_000)
+    state.run(4)
+    state.check(4)
+
+
+# ---- with a flow -----------------------------------------------------------------------------------------
+
+
+def test_a_flow_goes_on(make_state_pipe: Any) -> None:
+    """Its running driver is fenced; the next one finds outputs, state and local stores as they must be."""
+    pipe = make_state_pipe(partitions=2, target_partitions=4)
+    state = State(pipe.bootstrap, pipe.flow, pipe.source, pipe.table, pipe.tmp_path, lambda *_: {}, None)  # type: ignore[arg-type]
+    pipe.fill(1000)
+    query = pipe.start()
+    query.processAllAvailable()
+    assert state.run(4)["internal_rows"] > 0
+    pipe.fill(300)
+    with pytest.raises(onceflow.FencedError):
+        query.awaitTermination(60)
+    pipe.run()
+    pipe.check()
+    assert state.run(6)["before"] == 4
+    pipe.fill(300)
+    pipe.run(small_batch_rows=0)
+    pipe.check()
+    assert {int(folder.name) for folder in pipe.folder.iterdir()} == set(range(6))
+    shutil.rmtree(pipe.state_dir)
+    pipe.fill(100)
+    pipe.run()
+    pipe.check()
+
+
+def test_a_flow_of_snapshots_goes_on(make_state_pipe: Any) -> None:
+    pipe = make_state_pipe(partitions=2)
+    state = State(pipe.bootstrap, pipe.flow, pipe.source, pipe.table, pipe.tmp_path, lambda *_: {}, None)  # type: ignore[arg-type]
+    pipe.fill(500)
+    pipe.run(process={"single_key": True})
+    assert state.run(3)["snapshots"]
+    pipe.fill(300)
+    pipe.run(process={"single_key": True})
+    _, sums, digits = pipe.ledger.expected(pipe.sent)
+    local = onceflow.LocalTable(pipe.folder)
+    assert {key: json.loads(value) for key, value in local.range()} == sums
+    assert {(key, entry.decode()): json.loads(value) for key, entry, value in local.map_entries("digits")} == digits
