@@ -20,7 +20,7 @@ from onceflow.errors import (
     TransactionTimeoutError,
 )
 from onceflow.sink import reports
-from onceflow.sink.audit import Audit, audit
+from onceflow.sink.audit import Audit, audit, together
 from onceflow.sink.reports import Report
 
 
@@ -43,6 +43,7 @@ def idle(task: int, **more: Any) -> Report:
     return report(task, None, -1, 0, **{"base_offset": -1, **more})
 
 
+COUNTS = {"a": 7, "b": 2}
 CLEAN = [report(0, "a", 0, 3, 5), report(0, "b", 2, 2, 5), report(1, "a", 1, 4), idle(2)]
 
 
@@ -51,7 +52,7 @@ def check(given: Sequence[Report], tasks: int | None = 3, stages: dict[int, int]
 
 
 def test_clean() -> None:
-    assert check(CLEAN) == Audit(records=9, nbytes=90, partitions={"a": [0, 1], "b": [2]}, rss_kib_most=1002)
+    assert check(CLEAN) == Audit(records=9, nbytes=90, partitions={"a": [0, 1], "b": [2]}, rss_kib_most=1002, counts=COUNTS)
 
 
 def test_clean_in_any_order() -> None:
@@ -206,3 +207,14 @@ def test_both_names_of_the_schema_agree() -> None:
 def test_largest_numbers_travel() -> None:
     big = report(2**31 - 1, "a", 2**31 - 1, 2**40, stage=2**31 - 1, base_offset=2**63 - 1, nbytes=2**50)
     assert reports.from_rows(collected(reports.to_arrow([big]))) == [big]
+
+
+def test_stages_together() -> None:
+    """What the state stage wrote to its tables is in no count of outputs; one partition has one stage."""
+    state = check([report(0, "table", 0, 4), report(1, "table", 1, 1)], 2)
+    outputs = check([report(0, "a", 0, 3)], 1)
+    both = together([outputs, state], {"table"}, flow="orders", batch=8)
+    assert (both.records, both.nbytes) == (3, 80)
+    assert both.partitions == {"a": [0], "table": [0, 1]}
+    with pytest.raises(ProgressConflictError, match="Two stages wrote to table-1"):
+        together([check([report(0, "table", 1, 1)], 1), state], {"table"}, flow="orders", batch=8)

@@ -113,17 +113,44 @@ def test_log_lines_of_a_restore() -> None:
 
 def test_proc_files() -> None:
     stat = "12 (a (b) c) S 7 12 12 0 -1 4194560 1 2 3 4 100 50 20 30 20 0 1 0 999 1 1"
-    parent, seconds = state.stat_of(stat)
-    assert parent == 7
-    assert seconds == pytest.approx(200 / state._TICKS)
+    process = state.stat_of(stat)
+    assert (process.parent, process.begun) == (7, 999)
+    assert process.cpu_s == pytest.approx(150 / state._TICKS)
+    assert state.busy_of("cpu  10 1 20 500 60 2 3 40 0 0\ncpu0 1\n") == pytest.approx(36 / state._TICKS)
     assert state.memory_of("Name:\tx\nVmRSS:\t  2048 kB\nRssAnon:\t  1024 kB\n") == (2.0, 1.0)
     assert state.memory_of("Name:\tx\n") == (0.0, 0.0)
 
 
 def test_processes_below_another() -> None:
-    stats = {1: (0, 0.0), 2: (1, 0.0), 3: (2, 0.0), 4: (1, 0.0), 5: (9, 0.0)}
-    assert sorted(state._below(1, stats)) == [2, 3, 4]
-    assert state._below(5, stats) == []
+    parents = {1: 0, 2: 1, 3: 2, 4: 1, 5: 9}
+    stats = {pid: state.Process(parent, 0.0, 0) for pid, parent in parents.items()}
+    assert sorted(state.below(1, stats)) == [2, 3, 4]
+    assert state.below(5, stats) == []
+
+
+def test_time_of_workers_that_have_ended_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = state.Process(1, 5.0, 77)
+    stats = {1: state.Process(0, 1.0, 1), 2: worker}
+    monkeypatch.setattr(state, "_stats", lambda: stats.items())
+    meter = state.Meter(1, (), "x")
+    stats[2] = worker._replace(cpu_s=7.0)
+    meter._cpu()
+    del stats[2]
+    assert meter.cpu_s()["workers"] == 2.0
+    stats[2] = state.Process(1, 0.5, 99)  # another one with the same pid
+    assert meter.cpu_s()["workers"] == 2.5
+
+
+def test_rates_leave_out_the_first_batch_and_a_rest() -> None:
+    reports = [
+        {"numInputRows": n, "durationMs": {"triggerExecution": ms}} for n, ms in ((100, 9000), (100, 500), (0, 7))
+    ]
+    reports += [{"numInputRows": n, "durationMs": {"triggerExecution": ms}} for n, ms in ((100, 300), (10, 200))]
+    batches = state.batches_of(reports)
+    assert batches == [(100, 9000.0), (100, 500.0), (100, 300.0), (10, 200.0)]
+    assert state.rate_of(batches) == (250.0, [500.0, 300.0])
+    assert state.rate_of(batches[:1]) == (0.0, [])
+    assert state.rate_of([]) == (0.0, [])
 
 
 def test_steps_are_those_of_later_batches() -> None:
@@ -136,8 +163,8 @@ def test_steps_are_those_of_later_batches() -> None:
 def test_summary_of_runs() -> None:
     def run(rate: float, problem: str = "") -> state.Measured:
         meter: Any = SimpleNamespace(rss_mib=rate, anon_mib=None)
-        cpu_s = {"driver": 1.0, "jvm": 2.0, "workers": 3.0, "broker": 4.0}
-        return state.Measured(rate, 1_000_000, [100.0, 300.0], cpu_s, meter, problem=problem)
+        cpu_s = {"driver": 1.0, "jvm": 2.0, "workers": 3.0, "broker": 4.0, "others": 9.0}
+        return state.Measured(rate, 1_000_000, 3, [100.0, 300.0], cpu_s, meter, problem=problem)
 
     line = state.summary(state.COLUMNS, [run(300), run(100), run(200, "2 missing")], 50, records=1)
     assert line["records_per_s"] == 200

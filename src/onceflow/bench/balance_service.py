@@ -169,6 +169,13 @@ def some_accounts(count: int, keys: int, seed: int = 11) -> Iterator[int]:
     return (choose.randrange(keys) for _ in range(count))
 
 
+def shuffled(keys: int, seed: int = 13) -> list[int]:
+    """Every account once."""
+    accounts = list(range(keys))
+    random.Random(seed).shuffle(accounts)
+    return accounts
+
+
 # ---- the service ---------------------------------------------------------------------------------------
 
 

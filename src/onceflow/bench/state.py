@@ -20,7 +20,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from onceflow.bench.balance_service import (
     Balance,
@@ -31,6 +31,7 @@ from onceflow.bench.balance_service import (
     payments,
     problem_of,
     row_of,
+    shuffled,
     some_accounts,
 )
 
@@ -70,10 +71,11 @@ class Choices:
 
 @dataclass
 class Measured:
-    """One run of one variant; times and records without its first batch."""
+    """One run of one variant, without its first batch."""
 
     records_per_s: float
     records: int
+    commits: int
     batch_ms: list[float]
     cpu_s: dict[str, float]
     meter: Meter
@@ -85,10 +87,24 @@ class Measured:
 # ---- processes -------------------------------------------------------------------------------------------
 
 
-def stat_of(text: str) -> tuple[int, float]:
-    """Parent and CPU seconds (its own, and of ended children) of a ``/proc/PID/stat``."""
+class Process(NamedTuple):
+    """What ``/proc/PID/stat`` tells: ``begun`` (clock ticks since the machine's start) makes a pid unique."""
+
+    parent: int
+    cpu_s: float
+    begun: int
+
+
+def stat_of(text: str) -> Process:
+    """Of a ``/proc/PID/stat``; CPU seconds of the process itself."""
     fields = text.rpartition(")")[2].split()
-    return int(fields[1]), sum(map(int, fields[11:15])) / _TICKS
+    return Process(int(fields[1]), (int(fields[11]) + int(fields[12])) / _TICKS, int(fields[19]))
+
+
+def busy_of(text: str) -> float:
+    """CPU seconds of everybody on the machine, of a ``/proc/stat``."""
+    user, nice, system, _, _, irq, softirq = map(int, text.splitlines()[0].split()[1:8])
+    return (user + nice + system + irq + softirq) / _TICKS
 
 
 def memory_of(text: str) -> tuple[float, float]:
@@ -103,10 +119,12 @@ class Meter:
 
     def __init__(self, jvm: int, broker: Sequence[int], mark: str) -> None:
         self._jvm, self._broker, self._mark = jvm, broker, f"{_MARK}={mark}".encode()
-        self._begun = self._cpu()
         self._workers: dict[int, bool] = {}
+        self._spent: dict[tuple[int, int], float] = {}  # by workers, also those that have ended
+        self._lock = threading.Lock()
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._begun = self._cpu()
         self.rss_mib: float | None = None
         self.anon_mib: float | None = None
 
@@ -123,50 +141,58 @@ class Meter:
         self._begun = self._cpu()
 
     def cpu_s(self) -> dict[str, float]:
-        """Seconds since the last reset, by who spent them."""
+        """Seconds since the last reset, by who spent them; ``others``: whatever else runs on this machine."""
         return {name: seconds - self._begun[name] for name, seconds in self._cpu().items()}
 
     def _cpu(self) -> dict[str, float]:
-        stats = dict(_stats())
-        jvm = stats.get(self._jvm, (0, 0.0))[1]
-        workers = sum(stats[pid][1] for pid in _below(self._jvm, stats))
-        broker = sum(stats[pid][1] for pid in self._broker if pid in stats)
-        return {"driver": time.process_time(), "jvm": jvm, "workers": workers, "broker": broker}
+        with self._lock:
+            stats = dict(_stats())
+            for pid in below(self._jvm, stats):
+                self._spent[pid, stats[pid].begun] = stats[pid].cpu_s
+            spent = {
+                "driver": time.process_time(),
+                "jvm": stats[self._jvm].cpu_s if self._jvm in stats else 0.0,
+                "workers": sum(self._spent.values()),
+                "broker": sum(stats[pid].cpu_s for pid in self._broker if pid in stats),
+            }
+            everybody = _read("stat").decode()
+        return {**spent, "others": busy_of(everybody) - sum(spent.values()) if everybody else 0.0}
 
     def _watch(self) -> None:
         scanned = float("-inf")
         while not self._done.wait(0.1):
             if time.monotonic() - scanned > 1:
                 scanned = time.monotonic()
-                for pid in _below(self._jvm, dict(_stats())):
+                self._cpu()  # so that the time of workers that end is not lost
+                for pid in below(self._jvm, dict(_stats())):
                     if not self._workers.get(pid):
-                        self._workers[pid] = self._mark in _read(pid, "environ").split(b"\0")
+                        self._workers[pid] = self._mark in _read(f"{pid}/environ").split(b"\0")
             for pid in [pid for pid, ours in self._workers.items() if ours]:
-                text = _read(pid, "status").decode()
+                text = _read(f"{pid}/status").decode()
                 if text:
                     rss, anon = memory_of(text)
                     self.rss_mib, self.anon_mib = max(self.rss_mib or 0, rss), max(self.anon_mib or 0, anon)
 
 
-def _read(pid: int, name: str) -> bytes:
+def _read(name: str) -> bytes:
     try:
-        return Path(f"/proc/{pid}/{name}").read_bytes()
+        return Path("/proc", name).read_bytes()
     except OSError:  # it has ended, or this is no Linux
         return b""
 
 
-def _stats() -> Iterator[tuple[int, tuple[int, float]]]:
-    for name in os.listdir("/proc") if Path("/proc/self/stat").exists() else []:
-        text = _read(int(name), "stat").decode(errors="replace") if name.isdigit() else ""
+def _stats() -> Iterator[tuple[int, Process]]:
+    for name in os.listdir("/proc") if _read("stat") else []:
+        text = _read(f"{name}/stat").decode(errors="replace") if name.isdigit() else ""
         if text:
             yield int(name), stat_of(text)
 
 
-def _below(root: int, stats: Mapping[int, tuple[int, float]]) -> list[int]:
+def below(root: int, stats: Mapping[int, Process]) -> list[int]:
     """Processes that descend from one."""
     children: dict[int, list[int]] = {}
-    for pid, (parent, _) in stats.items():
-        children.setdefault(parent, []).append(pid)
+    for pid, process in stats.items():
+        children.setdefault(process.parent, []).append(pid)
     found, rest = [], list(children.get(root, []))
     while rest:
         found.append(rest.pop())
@@ -349,10 +375,9 @@ def run_variant(
             query = _started(bench, source, target, variant, records_per_batch)
             wait(query, meter.reset, batches_most)
             cpu_s = meter.cpu_s()
-        reports = [report for report in query.recentProgress if report["numInputRows"] > 0]
-        batch_ms = [float(report["durationMs"]["triggerExecution"]) for report in reports[1:]]
-        records = sum(int(report["numInputRows"]) for report in reports[1:])
-        measured = Measured(records / max(sum(batch_ms) / 1000, 1e-3), records, batch_ms, cpu_s, meter)
+        batches = batches_of(query.recentProgress)
+        rate, batch_ms = rate_of(batches)
+        measured = Measured(rate, sum(rows for rows, _ in batches[1:]), len(batches), batch_ms, cpu_s, meter)
         if variant not in (SPARK, SPARK_PANDAS):
             measured.path = "/".join(dict.fromkeys(batch.path for batch in query.batches[1:]))
             measured.steps_ms = steps_ms(query.batches)
@@ -370,6 +395,23 @@ def _started(bench: Bench, source: str, target: str, variant: str, records_per_b
         return bench.transform_with_state(source, target, records_per_batch, pandas=variant == SPARK_PANDAS)
     processor = Balance() if variant in (RECORDS, RECORDS_OFTEN) else ColumnBalance()
     return bench.flow(target, source, target, processor, records_per_batch)
+
+
+def batches_of(reports: Iterable[Any]) -> list[tuple[int, float]]:
+    """Rows and milliseconds of each batch, from Spark's progress reports."""
+    return [
+        (int(report["numInputRows"]), float(report["durationMs"]["triggerExecution"]))
+        for report in reports
+        if report["numInputRows"] > 0
+    ]
+
+
+def rate_of(batches: Sequence[tuple[int, float]]) -> tuple[float, list[float]]:
+    """Rows per second, and the milliseconds of each batch that counts: not the first one, and not a small rest."""
+    most = max((rows for rows, _ in batches), default=0)
+    full = [(rows, ms) for rows, ms in batches[1:] if rows * 2 >= most]
+    total_ms = sum(ms for _, ms in full)
+    return (sum(rows for rows, _ in full) / total_ms * 1000 if total_ms else 0.0), [ms for _, ms in full]
 
 
 def steps_ms(batches: Sequence[Any]) -> dict[str, float]:
@@ -424,9 +466,11 @@ def throughput(bench: Bench, choices: Choices) -> Iterator[dict[str, Any]]:
         if variant not in (RECORDS, COLUMNS):
             run_variant(bench, source, variant, sizes[variant], want, batches_most=4)
             continue
-        warm = run_variant(bench, source, variant, choices.records // 10, want)
-        # So many as it does in a second; a run has three batches at least.
-        sizes[variant] = max(1000, min(round(warm.records_per_s / 1000) * 1000, choices.records // 3))
+        # So many as it does in a second, found in two steps; a run has three batches at least.
+        sizes[variant] = choices.records // 10
+        for _ in range(2):
+            warm = run_variant(bench, source, variant, sizes[variant], want)
+            sizes[variant] = max(1000, min(round(warm.records_per_s / 1000) * 1000, choices.records // 3))
     found: dict[str, list[Measured]] = {variant: [] for variant in variants}
     for turn in range(choices.rounds):
         for variant in variants if turn % 2 == 0 else variants[::-1]:
@@ -447,7 +491,7 @@ def summary(variant: str, runs: Sequence[Measured], base: float, **more: Any) ->
     rates = sorted(measured.records_per_s for measured in runs)
     total = sum(measured.records for measured in runs)
     cpu_s = {name: sum(measured.cpu_s[name] for measured in runs) for name in runs[0].cpu_s}
-    own = sum(seconds for name, seconds in cpu_s.items() if name != "broker")
+    own = sum(cpu_s[name] for name in ("driver", "jvm", "workers"))
     return {
         "bench": "state",
         "variant": variant,
@@ -458,7 +502,7 @@ def summary(variant: str, runs: Sequence[Measured], base: float, **more: Any) ->
         "records_per_s_least": round(rates[0]),
         "records_per_s_most": round(rates[-1]),
         "ratio_to_transform_with_state": round(statistics.median(rates) / base, 2) if base else None,
-        "commits": len(runs[-1].batch_ms) + 1,
+        "commits": runs[-1].commits,
         "commit_ms_median": round(statistics.median(ms for measured in runs for ms in measured.batch_ms or [0.0])),
         "cpu_us_per_record": round(own / max(1, total) * 1e6, 1),
         "cpu_s_per_run": {name: round(seconds / len(runs), 2) for name, seconds in cpu_s.items()},
@@ -535,7 +579,8 @@ def large(bench: Bench, choices: Choices) -> Iterator[dict[str, Any]]:
     per_batch = max(1000, choices.records // 10)
     with bench.meter("large") as meter:
         batches, problem = update_table(bench, name, source, want, per_batch, small_batch_rows=0)
-    rates = [batch.rows_most / sum(batch.seconds.values()) for batch in batches[1:]]
+    full = [batch for batch in batches[1:] if batch.rows_most * 2 >= per_batch]
+    rates = [batch.rows_most / sum(batch.seconds.values()) for batch in full]
     yield {
         "bench": "large_table",
         "keys": keys,
@@ -552,18 +597,18 @@ def large(bench: Bench, choices: Choices) -> Iterator[dict[str, Any]]:
 def fill_table(bench: Bench, name: str, source: str, keys: int) -> dict[str, Any]:
     """A table with one record for each key."""
     bench.say(f"filling a table of {keys:,} keys")
-    bench.fill(source, (payment(account, 1, account) for account in range(keys)))
+    # In no order: a store that is filled in the order of its keys is smaller, and faster, than it will ever be.
+    bench.fill(source, (payment(account, 1, account) for account in shuffled(keys)))
     target = bench.topic("bench-out")
     with bench.meter("fill") as meter:
         query = bench.flow(name, source, target, ColumnBalance(), 100_000)
         wait(query, lambda: None)
-    rates = [batch.rows_most / sum(batch.seconds.values()) for batch in query.batches[1:]]
+    rate, _ = rate_of(batches_of(query.recentProgress))
     bench.delete(target)
     return {
         "bench": "fill",
         "keys": keys,
-        "records_per_s": round(statistics.median(rates)) if rates else None,
-        "records_per_s_of_the_last": round(rates[-1]) if rates else None,
+        "records_per_s": round(rate),
         "state_mib": bench.state_mib(name),
         "steps_ms_median": steps_ms(query.batches),
         **worker_memory([meter]),

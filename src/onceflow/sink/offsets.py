@@ -95,7 +95,7 @@ def _unreadable(path: Path, why: str) -> ProgressConflictError:
 def _parse(line: str, path: Path) -> TopicOffsets:
     try:
         raw = json.loads(line)
-        if isinstance(raw, int):
+        if isinstance(raw, int) and not isinstance(raw, bool):
             return {}  # the clock that wakes a flow with timers up (Spark's rate source): nothing to commit
         return {
             str(topic): {int(partition): int(offset) for partition, offset in partitions.items()}

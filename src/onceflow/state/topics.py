@@ -15,10 +15,10 @@ from onceflow.client.cluster import Cluster, TopicInfo
 from onceflow.client.deadline import Deadline
 from onceflow.client.topics import create_topic, max_message_bytes, topic_config
 from onceflow.errors import PermissionDeniedError, ProgressConflictError, UnknownTopicError
+from onceflow.state.local_format import INTERNAL_SUFFIX
 
 log = logging.getLogger("onceflow.state")
 
-INTERNAL_SUFFIX = "-internal"
 _CONFIGS = {
     "cleanup.policy": "compact",
     # As onceflow writes it, whatever the broker's default is.
