@@ -23,6 +23,22 @@ DRIVER = Path(__file__).parent / "faults" / "driver.py"
 STATE_DRIVER = DRIVER.with_name("state_driver.py")
 
 
+def run_driver(script: Path, rule: str | None, arguments: dict[str, Any]) -> subprocess.Popen[str]:
+    """A driver process in a session of its own, with a fault rule or none."""
+    environment = {key: value for key, value in os.environ.items() if key != hooks.VARIABLE}
+    if rule is not None:
+        environment[hooks.VARIABLE] = rule
+    return subprocess.Popen(
+        [sys.executable, str(script), json.dumps(arguments)],
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
 @dataclass
 class Pipe:
     """One flow from a filled topic to an output topic, and what must come out."""
@@ -62,9 +78,6 @@ class Pipe:
 
     def driver(self, rule: str | None = None, **options: Any) -> subprocess.Popen[str]:
         """The same flow as a process of its own (``tests/faults/driver.py``)."""
-        environment = {key: value for key, value in os.environ.items() if key != hooks.VARIABLE}
-        if rule is not None:
-            environment[hooks.VARIABLE] = rule
         arguments = {
             "bootstrap": self.bootstrap,
             "flow": self.flow,
@@ -72,15 +85,7 @@ class Pipe:
             "target": self.target,
             **options,
         }
-        return subprocess.Popen(
-            [sys.executable, str(DRIVER), json.dumps(arguments)],
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
+        return run_driver(DRIVER, rule, arguments)
 
     def end_driver(self, process: subprocess.Popen[str]) -> None:
         """End the JVM and the workers that a killed driver leaves behind; ``driver`` has started them."""
@@ -163,9 +168,6 @@ class StatePipe:
 
     def driver(self, rule: str | None = None, **options: Any) -> subprocess.Popen[str]:
         """The same flow as a process of its own (``tests/faults/state_driver.py``)."""
-        environment = {key: value for key, value in os.environ.items() if key != hooks.VARIABLE}
-        if rule is not None:
-            environment[hooks.VARIABLE] = rule
         arguments = {
             "bootstrap": self.bootstrap,
             "flow": self.flow,
@@ -175,15 +177,7 @@ class StatePipe:
             "state_dir": str(self.state_dir),
             **options,
         }
-        return subprocess.Popen(
-            [sys.executable, str(STATE_DRIVER), json.dumps(arguments)],
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
+        return run_driver(STATE_DRIVER, rule, arguments)
 
     end_driver = Pipe.end_driver
 

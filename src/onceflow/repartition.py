@@ -41,7 +41,6 @@ from onceflow.errors import (
 )
 from onceflow.sink import progress_log
 from onceflow.state.local_format import INTERNAL_SUFFIX
-from onceflow.state.local import INTERNAL_SUFFIX
 from onceflow.state.moving import Mover, Told, Writer
 from onceflow.state.topics import TableTopics, check_known, committed_ends
 from onceflow.wire.names import Names

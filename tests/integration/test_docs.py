@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ast
 import inspect
+import json
 import re
 import shlex
 import subprocess
 import sys
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,12 +21,14 @@ from click.testing import CliRunner
 import onceflow
 from onceflow.cli.main import cli
 from onceflow.testing import independent
+from onceflow.testing.processor_driver import ProcessorDriver
 
 pytestmark = pytest.mark.integration
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 OPERATIONS = ROOT / "docs" / "operations.md"
+STATE = ROOT / "docs" / "state.md"
 PAGES = [README, ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 LINE_LENGTH_MAX = 140
 
@@ -66,6 +70,14 @@ def execute(code: str) -> dict[str, Any]:
     return names
 
 
+def run_tests(code: str) -> int:
+    """Run the tests that a page shows; how many there are."""
+    tests = [value for name, value in execute(code).items() if name.startswith("test_")]
+    for test in tests:
+        test()
+    return len(tests)
+
+
 # ---- examples --------------------------------------------------------------------------------------------
 
 
@@ -77,21 +89,8 @@ def test_the_example_of_the_readme_and_the_reset_of_the_operations_page(
     sent = [(f"account-{n % 7}".encode(), f"deposit {n}".encode()) for n in range(500)]
     independent.fill(onceflow_broker, deposits, [*sent, (b"account-1", b"")])
 
-    def adapted(code: str) -> str:
-        # A broker that other runs use too needs other names; the master leaves a core to the broker.
-        names = {
-            '"localhost:9092"': repr(onceflow_broker),
-            '"deposits"': repr(deposits),
-            'topic="validated"': f"topic={validated!r}",
-            '"validated-deposits"': repr(flow),
-            "onceflow.session(": "onceflow.session(master='local[1]', app_name=",
-        }
-        for name, other in names.items():
-            code = code.replace(name, other)
-        return code
-
-    example = adapted(only(blocks(README, "python")))
-    assert all(name in example for name in (onceflow_broker, deposits, validated, flow)), example
+    names = {'"deposits"': deposits, 'topic="validated"': validated, '"validated-deposits"': flow}
+    example = adapted(only(blocks(README, "python")), onceflow_broker, names)
     output = run_python(example)
     assert output == "batch 1: 500 records in one transaction\n"
     seen = independent.read_topic(onceflow_broker, validated, decided=True)
@@ -105,6 +104,65 @@ def test_the_example_of_the_readme_and_the_reset_of_the_operations_page(
     answer = CliRunner().invoke(cli, [*words, "--yes"])
     assert answer.exit_code == 0, answer.output
     assert progress_of(onceflow_broker, flow, deposits) is None
+
+
+def adapted(code: str, bootstrap_servers: str, names: dict[str, str]) -> str:
+    """A broker that other runs use too needs other names; the master leaves a core to the broker."""
+    for name, other in {'"localhost:9092"': bootstrap_servers, **names}.items():
+        assert name in code, name
+        code = code.replace(name, re.sub('".*"', repr(other), name))
+    return code.replace("onceflow.session(", "onceflow.session(master='local[1]', app_name=")
+
+
+def test_the_example_with_state(
+    onceflow_broker: str, make_topic: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It runs, twice; the outputs, the table topic and the local stores hold what the page says."""
+    monkeypatch.setenv("ONCEFLOW_STATE_DIR", str(tmp_path))
+    settled, statements = make_topic("settled", 2), make_topic("statements", 2)
+    table, flow = f"balances-{settled}", f"flow-{settled}"
+    code = only(blocks(STATE, "python", "onceflow.session"))
+    assert len(code.splitlines()) <= 25
+    names = {'"settled"': settled, 'topic="statements"': statements, 'Flow("balances"': flow, 'table="balances"': table}
+    for _ in range(2):
+        sent = [(name.encode(), json.dumps({"amount": 2}).encode()) for name in ("ada", "bob", "ada")]
+        independent.fill(onceflow_broker, settled, sent)
+        run_python(adapted(code, onceflow_broker, names))
+    last = {b"ada": {"balance": 8, "count": 4}, b"bob": {"balance": 4, "count": 2}}
+    for topic in (table, statements):
+        seen = independent.read_topic(onceflow_broker, topic, decided=True)
+        assert len(seen) == 4
+        assert {record.key: json.loads(record.value or b"") for record in seen} == last
+    reading = only(blocks(STATE, "python", "LocalTable"))
+    folder = 'Path.home() / ".local/state/onceflow/balances/balances"'
+    assert folder in reading
+    first, _ = run_python(reading.replace(folder, repr(str(tmp_path / flow / table)))).splitlines()
+    assert json.loads(ast.literal_eval(first)) == last[b"ada"]
+
+
+def test_the_processors_of_the_state_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = types.ModuleType("balances")
+    exec(only(blocks(STATE, "python", "onceflow.session")), module.__dict__)  # noqa: S102
+    monkeypatch.setitem(sys.modules, "balances", module)
+    assert run_tests(only(blocks(STATE, "python", "from balances import"))) == 2
+    assert run_tests(only(blocks(STATE, "python", "on_timer"))) == 1
+
+    by_column = ProcessorDriver(execute(only(blocks(STATE, "python", "ColumnProcessor")))["Balance"]())
+    by_column.send_many([("ada", {"amount": 5}), ("bob", {"amount": 3}), ("ada", {"amount": 2})])
+    assert by_column.states == {b"ada": {"balance": 7}, b"bob": {"balance": 3}}
+    assert [record.value for record in by_column.outputs] == [b'{"balance":7}', b'{"balance":3}']
+
+    class Old(onceflow.Processor):
+        version = 1
+        value = state = onceflow.serdes.JSON
+
+        def process(self, key: bytes, records: Any, state: Any) -> None:
+            state.put(records[-1].value)
+
+    driver = ProcessorDriver(Old())
+    driver.send(b"ada", 7)
+    driver.processor = execute(only(blocks(STATE, "python", "def migrate")))["Balance"]()
+    assert driver.state(b"ada") == {"balance": 7, "count": 0}
 
 
 def progress_of(bootstrap_servers: str, flow: str, source: str) -> Any:
@@ -218,7 +276,7 @@ def test_make_targets_exist(page: Path) -> None:
 # ---- options ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", ["read", "write"])
+@pytest.mark.parametrize("method", ["read", "process", "write"])
 def test_options_are_those_of_the_code(method: str) -> None:
     section = re.search(rf"^### Flow\.{method}\n(.*?)(?=^#|\Z)", README.read_text(), re.MULTILINE | re.DOTALL)
     assert section is not None

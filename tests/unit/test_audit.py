@@ -52,7 +52,9 @@ def check(given: Sequence[Report], tasks: int | None = 3, stages: dict[int, int]
 
 
 def test_clean() -> None:
-    assert check(CLEAN) == Audit(records=9, nbytes=90, partitions={"a": [0, 1], "b": [2]}, rss_kib_most=1002, counts=COUNTS)
+    assert check(CLEAN) == Audit(
+        records=9, nbytes=90, partitions={"a": [0, 1], "b": [2]}, rss_kib_most=1002, counts=COUNTS
+    )
 
 
 def test_clean_in_any_order() -> None:

@@ -6,8 +6,9 @@ from collections.abc import Iterable, Mapping
 
 from kafka.protocol.admin import CreatePartitionsRequest, CreateTopicsRequest, DescribeConfigsRequest
 
-from onceflow.client.cluster import Cluster
+from onceflow.client.cluster import Cluster, TopicInfo
 from onceflow.client.deadline import Deadline
+from onceflow.errors import UnknownTopicError
 from onceflow.wire import codes
 
 _TOPIC_RESOURCE = 2
@@ -90,6 +91,17 @@ def create_partitions(cluster: Cluster, name: str, count: int, deadline: Deadlin
             raise codes.error_for(code, api="CreatePartitions", topic=name, detail=answer.error_message or "")
         deadline.pause(attempt, f"CreatePartitions {name}: {row.name}")
         attempt += 1
+
+
+def await_topic(cluster: Cluster, name: str, deadline: Deadline) -> TopicInfo:
+    """Metadata of a topic that was just created: brokers learn of it a little later."""
+    attempt = 0
+    while True:
+        try:
+            return cluster.topics([name], deadline)[name]
+        except UnknownTopicError as error:
+            deadline.pause(attempt, error.what)
+            attempt += 1
 
 
 def max_message_bytes(cluster: Cluster, names: Iterable[str], deadline: Deadline) -> dict[str, int]:

@@ -17,7 +17,7 @@ from onceflow.client.cluster import Cluster, TopicInfo
 from onceflow.client.deadline import Deadline
 from onceflow.client.log_reader import LogRecord, read_log
 from onceflow.client.produce import Producer
-from onceflow.client.topics import create_topic, topic_config
+from onceflow.client.topics import await_topic, create_topic, topic_config
 from onceflow.client.transactions import Transactions
 from onceflow.errors import OnceflowError, PermissionDeniedError, ProgressConflictError, UnknownTopicError
 from onceflow.wire import progress as records
@@ -83,7 +83,7 @@ def ensure_topic(cluster: Cluster, deadline: Deadline) -> TopicInfo:
                 next_step=f"create it once: {PROGRESS_PARTITIONS} partitions, cleanup.policy=compact; "
                 "or grant CREATE on it",
             ) from error
-        info = _created(cluster, deadline)
+        info = await_topic(cluster, PROGRESS_TOPIC, deadline)
     if info.partitions < PROGRESS_PARTITIONS:
         raise ProgressConflictError(
             f"The progress topic {PROGRESS_TOPIC} has {info.partitions} partitions, needed are {PROGRESS_PARTITIONS}",
@@ -102,17 +102,6 @@ def ensure_topic(cluster: Cluster, deadline: Deadline) -> TopicInfo:
             "--add-config cleanup.policy=compact",
         )
     return info
-
-
-def _created(cluster: Cluster, deadline: Deadline) -> TopicInfo:
-    """Metadata of the topic just created: brokers learn of it a little later."""
-    attempt = 0
-    while True:
-        try:
-            return cluster.topics([PROGRESS_TOPIC], deadline)[PROGRESS_TOPIC]
-        except UnknownTopicError as error:
-            deadline.pause(attempt, error.what)
-            attempt += 1
 
 
 def read_progress(

@@ -22,7 +22,7 @@ from onceflow.client.produce import Acknowledged, Producer
 from onceflow.client.transactions import Transactions
 from onceflow.errors import ProgressConflictError
 from onceflow.state import rows
-from onceflow.state.local import INTERNAL_SUFFIX, rows_of_snapshot, snapshot
+from onceflow.state.local import rows_of_snapshot, snapshot
 from onceflow.state.local_format import INTERNAL_SUFFIX
 from onceflow.state.run import SNAPSHOT_KEY
 from onceflow.wire.batches import encode_batches, next_sequence

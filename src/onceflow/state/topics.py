@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from onceflow.client import offsets as kafka_offsets
 from onceflow.client.cluster import Cluster, TopicInfo
 from onceflow.client.deadline import Deadline
-from onceflow.client.topics import create_topic, max_message_bytes, topic_config
+from onceflow.client.topics import await_topic, create_topic, max_message_bytes, topic_config
 from onceflow.errors import PermissionDeniedError, ProgressConflictError, UnknownTopicError
 from onceflow.state.local_format import INTERNAL_SUFFIX
 
@@ -120,13 +120,7 @@ def _create(cluster: Cluster, topic: str, partitions: int, deadline: Deadline) -
             detail=error.detail,
             next_step=f"create it once: {partitions} partitions, cleanup.policy=compact; or grant CREATE on it",
         ) from error
-    attempt = 0
-    while True:
-        try:
-            return cluster.topics([topic], deadline)[topic]
-        except UnknownTopicError as error:  # brokers learn of it a little later
-            deadline.pause(attempt, error.what)
-            attempt += 1
+    return await_topic(cluster, topic, deadline)
 
 
 def committed_ends(cluster: Cluster, topics: TableTopics, deadline: Deadline) -> dict[str, dict[int, int]]:
