@@ -361,7 +361,7 @@ class Flow:
         checkpoint: str | None = None,
         transaction_timeout: str = "60 seconds",
         compression: str = "none",
-        small_batch_rows: int = 4_000,
+        small_batch_rows: int | None = None,
         once: bool = False,
     ) -> FlowWriter:
         """Prepare to write a streaming DataFrame; ``.start()`` runs it.
@@ -380,7 +380,8 @@ class Flow:
                 ``transaction.max.timeout.ms`` (15 minutes by default).
             compression: none, gzip, snappy, lz4 or zstd.
             small_batch_rows: a batch that cannot have more rows is written by the driver itself, through Arrow: no
-                Python task, no shuffle, much less latency. 0: always by tasks.
+                Python task, no shuffle, much less latency. None: 4,000 rows, or 10,000 that go through a process
+                step; 0: always by tasks.
             once: process what is there now, in bounded batches, then stop (Spark's availableNow).
 
         Raises:

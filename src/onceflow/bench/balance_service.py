@@ -30,7 +30,7 @@ from onceflow.state.serdes import JSON
 
 INPUT = pa.schema([("account", pa.string()), ("amount", pa.int64()), ("id", pa.int64())])
 # What two modest cores process in a second: a batch of a backlog shall take about one commit interval.
-_RECORDS_PER_MS = 40
+_RECORDS_PER_MS = 100
 _RECORDS_LEAST = 4_000
 _FIXED = struct.Struct("<xqq")  # a state row of ColumnBalance: bitmap of nulls, balance, count
 

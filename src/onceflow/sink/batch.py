@@ -62,6 +62,7 @@ _METADATA_AGE_S_MAX = 30.0
 _END_SECONDS = 120.0
 # Connecting and finding a leader may take longer than a short transaction timeout; the broker enforces that one.
 _PATIENCE_S_LEAST = 30.0
+_SMALL_BATCH_ROWS = 4_000
 # Above this a batch is not written by the driver, however few its rows.
 _DRIVER_BYTES_MAX = 8_000_000
 _TASK_BYTES = 16_000_000
@@ -272,8 +273,9 @@ class BatchSink:
             return parts
         expected_rows = source.rows_most * self._rows_out
         expected_bytes = expected_rows * (self._row_bytes or _GUESSED_ROW_BYTES)
+        small = self._options.small_batch_rows
         on_driver = (
-            expected_rows <= self._options.small_batch_rows
+            expected_rows <= (_SMALL_BATCH_ROWS if small is None else small)
             and expected_bytes <= _DRIVER_BYTES_MAX
             and summary.attempts == 1
         )

@@ -13,7 +13,7 @@ class SinkOptions:
     partitioner: str
     compression: str
     transaction_timeout_s: float
-    small_batch_rows: int = 4_000
+    small_batch_rows: int | None = None
     attempts_most: int = 4
 
 

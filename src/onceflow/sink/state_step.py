@@ -43,6 +43,8 @@ log = logging.getLogger("onceflow.state")
 
 PROPERTY = "onceflow.state."
 _TASK_ROWS = 10_000
+# Two Python tasks cost more than the driver needs for so many rows (more than for a plain write: opening stores).
+_SMALL_BATCH_ROWS = 10_000
 _SPREAD_MOST = 4
 
 
@@ -191,7 +193,7 @@ class StateStep:
         topic: str | None,
         cores: int,
         local: bool,
-        small_batch_rows: int,
+        small_batch_rows: int | None,
         source_partitions: Mapping[str, int],
         collected: Any,
     ) -> None:
@@ -201,7 +203,7 @@ class StateStep:
         self._topic = topic
         self._cores = cores
         self._local = local
-        self._small_batch_rows = small_batch_rows
+        self._small_batch_rows = _SMALL_BATCH_ROWS if small_batch_rows is None else small_batch_rows
         self._collected = collected
         self._apart = False
         self._by_source: bool | None = None
