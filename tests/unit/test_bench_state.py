@@ -180,7 +180,7 @@ def test_summary_of_runs() -> None:
 
 
 def test_batches_of_the_service_follow_the_commit_interval() -> None:
-    assert balance_service.records_per_batch(1) == balance_service.records_per_batch(100)
+    assert balance_service.records_per_batch(1) == balance_service.records_per_batch(20)
     assert balance_service.records_per_batch(1000) == 10 * balance_service.records_per_batch(100)
 
 
