@@ -311,7 +311,7 @@ class Flow:
                 self._spark.sparkContext.defaultParallelism,
                 clock=process.needs_clock(spec),
             )
-            lateness = checked.allowed_lateness if isinstance(checked, Processor) else None
+            lateness = checked.allowed_lateness
             self._steps[table] = Step(
                 spec=spec,
                 input=rows,

@@ -111,8 +111,7 @@ def check_options(
             flow=flow,
             next_step="give both, or neither: then a record that cannot be processed stops the flow",
         )
-    late = isinstance(processor, Processor) and processor.allowed_lateness is not None
-    if late != (options.late_topic is not None):
+    if (processor.allowed_lateness is not None) != (options.late_topic is not None):
         raise OptionError(
             "allowed_lateness of the processor and late_topic= go together",
             flow=flow,
@@ -124,7 +123,7 @@ def check_options(
         ("retention", options.retention),
         ("idle_timeout", options.idle_timeout),
         ("ttl", processor.ttl),
-        ("allowed_lateness", getattr(processor, "allowed_lateness", None)),
+        ("allowed_lateness", processor.allowed_lateness),
     ):
         try:
             if duration is not None and duration_ms(duration) <= 0 and name != "allowed_lateness":
@@ -313,6 +312,12 @@ def wire(
     whole = next((step for step in found if step.output is df), None)
     inside = [step for step in found if step is not whole]
     if whole is not None:
+        if options.partitioner != "key":
+            raise OptionError(
+                f"partitioner={options.partitioner!r} does not go with the outputs of Flow.process",
+                flow=flow,
+                next_step='leave it out: outputs are placed by their keys, partitioner="key"',
+            )
         df = whole.input
     elif options.topic is not None and columns.has_topic:
         # Dead letters, late records and records that name their topic keep it.

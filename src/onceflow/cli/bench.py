@@ -61,6 +61,8 @@ def sink(records: int, records_per_batch: int, rounds: int, small_batches: int, 
 @click.option("--keys", type=click.IntRange(min=1000), default=1_000_000, show_default=True, help="In restored state.")
 @click.option("--large", is_flag=True, help="Also a table of --large-keys keys: several minutes, some GB of disk.")
 @click.option("--large-keys", type=click.IntRange(min=1000), default=5_000_000, show_default=True)
+@click.option("--pandas", is_flag=True, help="Also transformWithStateInPandas: slow.")
+@click.option("--only", type=click.Choice(["throughput", "restore", "large"]), help="One part alone.")
 @click.option(
     "--output",
     type=click.Path(dir_okay=False, path_type=Path),
@@ -77,15 +79,18 @@ def state(
     keys: int,
     large: bool,
     large_keys: int,
+    pandas: bool,
+    only: str | None,
     output: Path,
 ) -> None:
     """Balances by processors against transformWithState, restore of lost state, memory with a large table.
 
     Exit code 1 when the outputs or the state of a run were wrong.
     """
-    from onceflow.bench.state import Choices, run
+    from onceflow.bench.state import PARTS, Choices, run
 
-    choices = Choices(records, accounts, rounds, often, spark_records_per_batch, keys, large_keys if large else 0)
+    parts = (only,) if only else PARTS if large else PARTS[:2]
+    choices = Choices(records, accounts, rounds, often, spark_records_per_batch, keys, large_keys, parts, pandas)
     results = _run(run, choices, output)
     if any(result.get("correct", "yes") != "yes" for result in results):
         raise SystemExit(1)

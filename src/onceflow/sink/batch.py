@@ -261,6 +261,8 @@ class BatchSink:
                 faults=hooks.configured(),
             )
 
+        expected_rows = source.rows_most * self._rows_out
+        expected_bytes = expected_rows * (self._row_bytes or _GUESSED_ROW_BYTES)
         if self._state is not None and self._state.writes:
             summary.path, parts = self._state.write(
                 df,
@@ -268,11 +270,9 @@ class BatchSink:
                 order=order,
                 cluster=self._cluster,
                 targets=lambda: load_targets(self._cluster, None, self._deadline("reading topic metadata")),
-                first_attempt=summary.attempts == 1,
+                on_driver=summary.attempts == 1 and expected_bytes <= 2 * _DRIVER_BYTES_MAX,
             )
             return parts
-        expected_rows = source.rows_most * self._rows_out
-        expected_bytes = expected_rows * (self._row_bytes or _GUESSED_ROW_BYTES)
         small = self._options.small_batch_rows
         on_driver = (
             expected_rows <= (_SMALL_BATCH_ROWS if small is None else small)

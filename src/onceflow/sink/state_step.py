@@ -264,9 +264,13 @@ class StateStep:
         order: Callable[[Routing], WriteOrder],
         cluster: Cluster,
         targets: Callable[[], Mapping[str, Target]],
-        first_attempt: bool,
+        on_driver: bool,
     ) -> tuple[str, list[Part]]:
-        """Process the batch and write what comes out. Returns how, in words, and the reports."""
+        """Process the batch and write what comes out. Returns how, in words, and the reports.
+
+        Args:
+            on_driver: whether the driver may do it, if there are few rows.
+        """
         table = self._together
         if table is None:
             raise RuntimeError("the query writes its rows itself")
@@ -280,7 +284,7 @@ class StateStep:
             modulus=1,
             due=self._due[spec.table],
         )
-        if self._local and first_attempt and rows_most <= self._small_batch_rows:
+        if self._local and on_driver and rows_most <= self._small_batch_rows:
             done = run_together(base, TaskPlace("driver", -1, 0), df.toArrow().to_batches(), cluster)
             self._reports[spec.table] = done.states
             return "driver", [Part(done.reports, None, False)]

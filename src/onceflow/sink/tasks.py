@@ -187,13 +187,21 @@ class RowWriter:
         self._order = order
         self._place = place
         self._cluster = cluster
-        self._deadline = Deadline(order.deadline_s, f"writing batch {order.batch} of flow {order.flow}")
+        self._clock: Deadline | None = None
         self._targets = dict(order.targets)
         self._producer: Producer | None = None
         self._sequences: dict[tuple[str, int], int] = {}
         self._turns: dict[str, int] = {}
         self._owned: dict[str, list[int]] = {}
         self.rows = 0
+
+    @property
+    def _deadline(self) -> Deadline:
+        """From the first thing that is to be written on: what comes before (a long restore) holds up nobody."""
+        if self._clock is None:
+            what = f"writing batch {self._order.batch} of flow {self._order.flow}"
+            self._clock = Deadline(self._order.deadline_s, what)
+        return self._clock
 
     def write(self, batch: pa.RecordBatch) -> None:
         """Send one Arrow batch of rows (columns as ``ownership.py`` selects them)."""

@@ -60,7 +60,8 @@ class TableState:
             batch=batch,
             commit=commit,
             now_ms=max(now_ms, self._now_ms),
-            watermark_ms=self.watermark.value_ms,
+            # Not the committed one: partitions may have gone idle since.
+            watermark_ms=self._watermark_after(()),
             table_ends=dict(self._table_ends),
             internal_ends=dict(self._internal_ends),
             last=dict(self.last),
@@ -70,7 +71,7 @@ class TableState:
     def due(self, now_ms: int) -> set[int]:
         """Partitions with a timer that is due, or that may have one."""
         found = set()
-        watermark_ms = self.watermark.after({})
+        watermark_ms = self._watermark_after(())
         for partition in range(self.partitions):
             timers = self._timers.get(partition)
             if timers is None:

@@ -4,8 +4,9 @@ The variable holds JSON, one rule or a list of rules::
 
     {"step": "progress", "action": "kill", "batch": 3}
 
-``step`` is one of ``onceflow.hooks.STEPS``. ``where`` is ``driver`` (default) or ``task`` (which announces ``begin``
-and ``write``). Further fields narrow a rule: ``flow``, ``batch``, ``task``, ``batch_from`` (that batch or a later one).
+``step`` is one of ``onceflow.hooks.STEPS``. ``where`` is ``driver`` (default) or ``task`` (which announces ``begin``,
+``write`` and, with state, ``settle``).
+Further fields narrow a rule: ``flow``, ``batch``, ``task``, ``batch_from`` (that batch or a later one).
 Actions: ``kill`` (SIGKILL to the own process), ``kill-workers`` (SIGKILL to the Python workers of this driver),
 ``orphan`` (in a task: SIGKILL to its executor, the worker goes on after ``seconds``), ``lose-shuffle``
 (delete Spark's shuffle files below ``folder``), ``exit``, ``raise``, ``pause``
