@@ -295,3 +295,52 @@ def test_a_coalesce_behind_a_step_is_refused(make_state_pipe: Any) -> None:
         ):
             query.processAllAvailable()
     assert independent.read_topic(pipe.bootstrap, pipe.target) == []
+
+
+def test_outputs_are_placed_by_key(make_state_pipe: Any) -> None:
+    pipe = make_state_pipe()
+    with pytest.raises(onceflow.OptionError, match="does not go with the outputs"):
+        pipe.run(partitioner="spread")
+
+
+@pytest.mark.parametrize("small_batch_rows", [0, None])
+def test_column_processor(make_state_pipe: Any, by_tasks: Any, small_batch_rows: int | None) -> None:
+    """Sums a column at a time; every tenth record is late and goes to its topic in the same transaction."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    class Sums(onceflow.ColumnProcessor):
+        state_fields = {"sum": "int64"}  # noqa: RUF012
+        allowed_lateness = "0 seconds"
+
+        def event_time(self, records: pa.Table) -> Any:
+            return pc.cast(pc.cast(records["value"], pa.string()), pa.int64())
+
+        def process(self, records: pa.Table, states: pa.Table, context: Any) -> Any:
+            numbers = pc.cast(pc.cast(records["value"], pa.string()), pa.int64())
+            added = pa.table({"state": records["state"], "n": numbers}).group_by("state").aggregate([("n", "sum")])
+            added = added.sort_by("state")
+            sums = pc.add(added["n_sum"], pc.fill_null(states["sum"], 0))
+            return pa.table({"key": records["key"], "value": records["value"]}), pa.table(
+                {"key": states["key"], "sum": sums}
+            )
+
+    pipe = make_state_pipe()
+    late_topic = pipe.source.replace("in-", "late-", 1)
+    create_topic(pipe.bootstrap, late_topic, 1)
+    sent = [(f"key-{n % 40}".encode(), str(1000 + n).encode()) for n in range(1600)]
+    options = {"process": {"processor": Sums(), "late_topic": late_topic}, "small_batch_rows": small_batch_rows}
+    independent.fill(pipe.bootstrap, pipe.source, sent)
+    pipe.run(**options)
+    late = [(key, b"7") for key, _ in sent[:40]]
+    independent.fill(pipe.bootstrap, pipe.source, late)
+    pipe.run(**options)
+    out = [(r.key, r.value) for r in independent.read_topic(pipe.bootstrap, pipe.target, decided=True)]
+    assert sorted(out) == sorted(sent)
+    seen = [(r.key, r.value) for r in independent.read_topic(pipe.bootstrap, late_topic, decided=True)]
+    assert sorted(seen) == sorted(late)
+    wanted: dict[bytes, int] = {}
+    for key, value in sent:
+        wanted[key] = wanted.get(key, 0) + int(value)
+    rows = {key: int.from_bytes(value[-8:], "little") for key, value in onceflow.LocalTable(pipe.folder).range()}
+    assert rows == wanted

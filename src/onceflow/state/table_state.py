@@ -60,8 +60,7 @@ class TableState:
             batch=batch,
             commit=commit,
             now_ms=max(now_ms, self._now_ms),
-            # Not the committed one: partitions may have gone idle since.
-            watermark_ms=self._watermark_after(()),
+            watermark_ms=self._watermark(),
             table_ends=dict(self._table_ends),
             internal_ends=dict(self._internal_ends),
             last=dict(self.last),
@@ -71,7 +70,7 @@ class TableState:
     def due(self, now_ms: int) -> set[int]:
         """Partitions with a timer that is due, or that may have one."""
         found = set()
-        watermark_ms = self._watermark_after(())
+        watermark_ms = self._watermark()
         for partition in range(self.partitions):
             timers = self._timers.get(partition)
             if timers is None:
@@ -152,6 +151,9 @@ class TableState:
             if report.internal_end is not None:
                 internal_ends[report.partition] = report.internal_end
         return table_ends, internal_ends
+
+    def _watermark(self) -> int | None:
+        return None if self._lateness_ms is None else self.watermark.advance()
 
     def _watermark_after(self, reports: Sequence[StateReport]) -> int | None:
         if self._lateness_ms is None:

@@ -57,6 +57,11 @@ class Watermark:
         least = min(latest for latest in waiting if latest is not None) - self._lateness_ms
         return least if self.value_ms is None else max(self.value_ms, least)
 
+    def advance(self) -> int | None:
+        """The watermark of the next batch: partitions may have gone idle since the last one. It stays this far."""
+        self.value_ms = self.after({})
+        return self.value_ms
+
     def adopt(self, latest_ms: Mapping[Place, int], value_ms: int | None) -> None:
         """The batch is committed."""
         now = self._clock()

@@ -1,0 +1,71 @@
+"""Event time over several partitions: the least of the latest, never back, without waiting for silent ones."""
+
+from __future__ import annotations
+
+from onceflow.state.watermark import Place, Watermark
+
+A: Place = ("in", 0)
+B: Place = ("in", 1)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def made(clock: Clock, value_ms: int | None = None, *, lateness_ms: int = 100) -> Watermark:
+    return Watermark([A, B], lateness_ms=lateness_ms, idle_s=30, value_ms=value_ms, clock=clock)
+
+
+def batch(watermark: Watermark, **latest: int) -> int | None:
+    seen = {("in", int(name[1])): ms for name, ms in latest.items()}
+    value = watermark.after(seen)
+    watermark.adopt(seen, value)
+    return value
+
+
+def test_the_least_of_the_latest() -> None:
+    watermark = made(Clock())
+    assert batch(watermark, p0=1000) is None  # the other one may bring anything
+    assert batch(watermark, p1=500) == 400
+    assert batch(watermark, p1=5000) == 900
+    assert batch(watermark, p0=2000, p1=100) == 1900
+
+
+def test_never_back() -> None:
+    watermark = made(Clock())
+    assert batch(watermark, p0=1000, p1=1000) == 900
+    assert batch(watermark, p0=10, p1=20) == 900
+    late: Place = ("in", 2)
+    value = watermark.after({late: 5})
+    assert value == 900
+
+
+def test_silent_partitions_are_not_waited_for() -> None:
+    clock = Clock()
+    watermark = made(clock)
+    assert batch(watermark, p0=1000) is None
+    clock.now = 29
+    assert batch(watermark, p0=2000) is None
+    clock.now = 31
+    assert watermark.advance() == 1900  # without a batch, too
+    assert batch(watermark, p1=50) == 1900
+    clock.now = 200
+    assert watermark.after({}) == 1900  # all are silent: nobody knows more
+
+
+def test_nothing_is_remembered_before_it_is_committed() -> None:
+    watermark = made(Clock())
+    assert watermark.after({A: 1000, B: 1000}) == 900
+    assert watermark.after({A: 1000}) is None
+    assert watermark.value_ms is None
+
+
+def test_goes_on_after_a_restart() -> None:
+    watermark = made(Clock(), value_ms=900)
+    assert watermark.after({}) == 900
+    assert batch(watermark, p0=2000) == 900  # the other partition has come to 1000, for all that is known
+    assert batch(watermark, p1=1500) == 1400
