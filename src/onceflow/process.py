@@ -28,7 +28,7 @@ from onceflow.state.processor import ColumnProcessor, Processor
 from onceflow.state.spec import Moment, ProcessSpec
 from onceflow.state.store import Store
 from onceflow.state.table_state import TableState
-from onceflow.state.topics import TableTopics, check_known, committed_ends, ensure_topics
+from onceflow.state.topics import TableTopics, check_known, check_readable, committed_ends, ensure_topics
 from onceflow.wire.batches import BatchHeader
 from onceflow.wire.progress import Progress, TableProgress
 
@@ -171,6 +171,8 @@ def ensure_table(
     """
     table = options.table
     topics = ensure_topics(cluster, table, options.partitions or max(sources.values()), deadline)
+    ends = committed_ends(cluster, topics, deadline)
+    check_readable(cluster, ends, deadline)
     if table in progress.changelogs:
         check_known(topics, progress.changelogs, progress.topic_ids)
         _check_version(table, progress.tables.get(table, TableProgress()).version, version)
@@ -181,7 +183,6 @@ def ensure_table(
             topic=table,
             next_step="leave partitions= out, or give the table another name",
         )
-    ends = committed_ends(cluster, topics, deadline)
     if any(end for by_partition in ends.values() for end in by_partition.values()) and not options.adopt_existing:
         raise ProgressConflictError(
             f"Table topic {table} holds records already, and the flow has no progress of them",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -167,6 +168,42 @@ def test_each_missing_privilege_is_named(secure: Secure, pipe: Any, missing: str
     assert "next step" in text
     assert SECRET not in text
     assert independent.read_topic(secure.internal, pipe.target) == []
+
+
+@pytest.mark.parametrize("missing", ["", "table-READ", "table-WRITE", "internal-READ"])
+def test_privileges_of_a_flow_with_state(secure: Secure, pipe: Any, ledger: Any, tmp_path: Path, missing: str) -> None:
+    """Both topics of the table: READ and WRITE, and CREATE unless an operator has made them."""
+    table = pipe.source.replace("in-", "table-", 1)
+    acls = {
+        f"{kind}-{operation.name}": (ResourceType.TOPIC, name, operation)
+        for kind, name in (("table", table), ("internal", f"{table}-internal"))
+        for operation in (AclOperation.READ, AclOperation.WRITE, AclOperation.CREATE)
+    }
+    name = acls.pop(missing)[1] if missing else ""
+    create = (ResourceType.TOPIC, PROGRESS_TOPIC, AclOperation.CREATE)
+    grant(secure, [*needed(pipe).values(), *acls.values(), create])
+    sent = ledger.inputs(0, 200)
+    independent.fill(secure.internal, pipe.source, sent)
+
+    def run_once() -> None:
+        flow = onceflow.Flow(pipe.flow, pipe.spark, bootstrap_servers=secure.servers, options=secure.options())
+        with flow:
+            records = flow.read(pipe.source).where("string(value) like '{%'")
+            output = flow.process(records, ledger.Ledger(), table=table, state_dir=tmp_path / "state")
+            flow.write(output, topic=pipe.target).start().processAllAvailable()
+
+    if missing:
+        with pytest.raises((onceflow.PermissionDeniedError, onceflow.UnknownTopicError)) as caught:
+            run_once()
+        assert name in str(caught.value)
+        assert SECRET not in str(caught.value)
+        assert independent.read_topic(secure.internal, pipe.target) == []
+        return
+    run_once()
+    shutil.rmtree(tmp_path / "state")
+    independent.fill(secure.internal, pipe.source, ledger.inputs(200, 50))
+    run_once()  # restores
+    assert len(independent.read_topic(secure.internal, pipe.target, decided=True)) == 250
 
 
 def test_missing_read_shows_at_the_first_start(secure: Secure, pipe: Any) -> None:

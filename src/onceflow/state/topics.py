@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from onceflow.client import offsets as kafka_offsets
 from onceflow.client.cluster import Cluster, TopicInfo
 from onceflow.client.deadline import Deadline
+from onceflow.client.log_reader import read_log
 from onceflow.client.topics import await_topic, create_topic, max_message_bytes, topic_config
 from onceflow.errors import PermissionDeniedError, ProgressConflictError, UnknownTopicError
 from onceflow.state.local_format import INTERNAL_SUFFIX
@@ -128,6 +129,17 @@ def committed_ends(cluster: Cluster, topics: TableTopics, deadline: Deadline) ->
     spans = {name: list(range(topics.partitions)) for name in (topics.table, topics.internal)}
     found = kafka_offsets.list_offsets(cluster, spans, kafka_offsets.LATEST, deadline)
     return {name: dict(ends) for name, ends in found.items()}
+
+
+def check_readable(cluster: Cluster, ends: Mapping[str, Mapping[int, int]], deadline: Deadline) -> None:
+    """Ask for nothing at the end of each topic: a missing READ shows now, not when state has to be restored.
+
+    Raises:
+        PermissionDeniedError: this principal may not READ a topic.
+    """
+    for topic, by_partition in ends.items():
+        for _ in read_log(cluster, topic, 0, by_partition[0], by_partition[0], deadline):
+            pass
 
 
 def check_known(topics: TableTopics, changelogs: Mapping[str, Mapping[int, int]], ids: Mapping[str, str]) -> None:
