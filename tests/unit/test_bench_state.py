@@ -179,11 +179,6 @@ def test_summary_of_runs() -> None:
     assert state.summary(state.SPARK, [run(1)], 1)["guarantee"] == "at_least_once"
 
 
-def test_batches_of_the_service_follow_the_commit_interval() -> None:
-    assert balance_service.records_per_batch(1) == balance_service.records_per_batch(20)
-    assert balance_service.records_per_batch(1000) == 10 * balance_service.records_per_batch(100)
-
-
 def test_the_service_copies_when_asked_to(monkeypatch: pytest.MonkeyPatch) -> None:
     called = []
     monkeypatch.setattr(copy_service, "main", lambda: called.append(1))

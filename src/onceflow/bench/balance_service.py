@@ -3,8 +3,8 @@
 ``python -m onceflow.bench.balance_service`` takes everything from the environment and runs until SIGTERM:
 ``B_BOOTSTRAP``, ``B_NAME`` (the flow, and its table), ``B_IN``, ``B_OUT``, ``B_COMMIT_MS`` (the trigger), ``B_STATE``
 (a folder for all local files), ``B_HEAP``, ``B_WORKLOAD`` (w1: a copy, see ``copy_service``; w2: balances) and
-``B_VARIANT`` (``records`` or ``columns``). ``B_RECORDS_PER_BATCH`` bounds a batch; by default it follows
-``B_COMMIT_MS``.
+``B_VARIANT`` (``records`` or ``columns``). ``B_RECORDS_PER_BATCH`` bounds a batch (100,000): of a backlog, so many
+records are one transaction.
 """
 
 from __future__ import annotations
@@ -29,9 +29,8 @@ from onceflow.state.record import Record
 from onceflow.state.serdes import JSON
 
 INPUT = pa.schema([("account", pa.string()), ("amount", pa.int64()), ("id", pa.int64())])
-# What two modest cores process in a second: a batch of a backlog shall take about one commit interval.
-_RECORDS_PER_MS = 100
-_RECORDS_LEAST = 4_000
+# Bounds the batches of a backlog; without one, a batch holds what has come in a commit interval.
+_RECORDS_PER_BATCH = 100_000
 _FIXED = struct.Struct("<xqq")  # a state row of ColumnBalance: bitmap of nulls, balance, count
 
 
@@ -179,11 +178,6 @@ def shuffled(keys: int, seed: int = 13) -> list[int]:
 # ---- the service ---------------------------------------------------------------------------------------
 
 
-def records_per_batch(commit_ms: int) -> int:
-    """Bound of a batch that takes about this long to process."""
-    return max(_RECORDS_LEAST, commit_ms * _RECORDS_PER_MS)
-
-
 def main() -> None:
     """Run the service."""
     environment = os.environ
@@ -207,7 +201,7 @@ def main() -> None:
         },
     )
     commit_ms = int(environment["B_COMMIT_MS"])
-    most = int(environment.get("B_RECORDS_PER_BATCH", records_per_batch(commit_ms)))
+    most = int(environment.get("B_RECORDS_PER_BATCH", _RECORDS_PER_BATCH))
     processor = ColumnBalance() if environment.get("B_VARIANT", "records") == "columns" else Balance()
     flow = Flow(environment["B_NAME"], spark, bootstrap_servers=environment["B_BOOTSTRAP"])
     df = flow.read(environment["B_IN"], max_records_per_batch=most)
