@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import logging
-import os
-import re
-import shutil
-import tempfile
 import threading
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from pyspark.errors import AnalysisException
 from pyspark.sql import DataFrame, SparkSession
 
-from onceflow import hooks, process, recovery
+from onceflow import checkpoints, hooks, process, recovery
 from onceflow.client import offsets as kafka_offsets
 from onceflow.client.cluster import Cluster, TopicInfo
 from onceflow.client.deadline import Deadline
@@ -28,8 +25,10 @@ from onceflow.errors import (
 )
 from onceflow.process import Step, StepOptions
 from onceflow.query import FlowQuery
+from onceflow.running import OUTPUT_MODES, RunOptions, duration_s, kept, scratch
 from onceflow.sink import progress_log, queries
 from onceflow.sink.batch import BatchSink
+from onceflow.sink.delivery import GUARANTEES, delivery
 from onceflow.sink.options import SinkOptions
 from onceflow.sink.ownership import Columns, check_columns
 from onceflow.sink.state_step import Collected, state_columns, streamed_step
@@ -45,13 +44,10 @@ from onceflow.wire.progress import Progress
 log = logging.getLogger("onceflow")
 
 PARTITIONERS = ("key", "source", "spread")
-GUARANTEES = ("exactly_once", "at_least_once", "at_most_once")
 # Bounds a batch after downtime: at a modest 10,000 records a second it takes a third of the default
 # transaction timeout. Raise it for throughput, lower it for large records.
 DEFAULT_RECORDS_PER_BATCH = 200_000
 _START_SECONDS = 60.0
-_DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(milliseconds?|ms|seconds?|s|minutes?|min)?\s*")
-_UNIT_SECONDS = {"m": 60.0, "s": 1.0}
 
 
 class Flow:
@@ -92,6 +88,7 @@ class Flow:
         self._committed: Progress | None = None
         self._sources: dict[str, recovery.SourceTopic] = {}
         self._steps: dict[str, Step] = {}
+        self._moved: dict[str, dict[int, int]] = {}  # offsets that this start has committed by itself
         self._lock = threading.RLock()
         self._running: FlowQuery | None = None
         self._fresh = False  # whether progress was read after the last InitProducerId
@@ -168,12 +165,9 @@ class Flow:
         self, topic: str, starting_offsets: recovery.StartingOffsets, fail_on_data_loss: bool
     ) -> recovery.Start:
         deadline = Deadline(_START_SECONDS, f"starting flow {self.name}")
-        if self._cluster is None:
-            self._cluster = Cluster(self._settings)
-            self._transactions = Transactions(self._cluster, self._names.transactional_id)
-            self._transactions.check_supported(deadline)
+        self._connect(deadline)
         info = self._connected().topics([topic], deadline)[topic]
-        self._take_over(topic, sorted(info.leaders), deadline)
+        self._take_over({topic: sorted(info.leaders)}, deadline)
         # Looked at after the take-over: an older driver cannot move progress past these offsets any more.
         source = self._sources[topic] = self._look_at(info, deadline)
         start = recovery.plan(
@@ -189,6 +183,12 @@ class Flow:
             self._pin(topic, start.offsets, deadline)
         return start
 
+    def _connect(self, deadline: Deadline) -> None:
+        if self._cluster is None:
+            self._cluster = Cluster(self._settings)
+            self._transactions = Transactions(self._cluster, self._names.transactional_id)
+            self._transactions.check_supported(deadline)
+
     def _look_at(self, info: TopicInfo, deadline: Deadline) -> recovery.SourceTopic:
         cluster = self._connected()
         span = {info.name: sorted(info.leaders)}
@@ -196,7 +196,7 @@ class Flow:
         latest = kafka_offsets.list_offsets(cluster, span, kafka_offsets.LATEST, deadline)[info.name]
         return recovery.SourceTopic(info.name, info.topic_id, earliest, latest)
 
-    def _take_over(self, topic: str, partitions: list[int], deadline: Deadline) -> None:
+    def _take_over(self, sources: dict[str, list[int]], deadline: Deadline) -> None:
         """Step ``init``: fence before reading progress, so that what is read cannot change any more."""
         if self._fresh:
             return
@@ -204,7 +204,7 @@ class Flow:
         progress_log.ensure_topic(cluster, deadline)
         self._initialised().init(deadline)
         self._committed = progress_log.read_progress(
-            cluster, self._names.progress_key, self._names.group_id, {topic: partitions}, deadline
+            cluster, self._names.progress_key, self._names.group_id, sources, deadline
         )
         self._fresh = True
         hooks.at("init", where="driver", flow=self.name)
@@ -223,6 +223,9 @@ class Flow:
         if before is not None:
             progress = replace(before, offsets=progress.offsets, topic_ids=progress.topic_ids, time_ms=progress.time_ms)
         self._commit_progress(progress, deadline)
+        known = {} if before is None else before.offsets.get(topic, {})
+        if known:  # else all is new, for Spark's checkpoint, too
+            self._moved[topic] = {p: offset for p, offset in offsets.items() if known.get(p) != offset}
 
     # ---- state -----------------------------------------------------------------------------------------
 
@@ -358,7 +361,9 @@ class Flow:
         trigger: str | None = None,
         guarantee: str = "exactly_once",
         partitioner: str = "key",
-        checkpoint: str | None = None,
+        checkpoint: str | Path | None = None,
+        output_mode: str = "append",
+        on_checkpoint_conflict: str = "refuse",
         transaction_timeout: str = "60 seconds",
         compression: str = "none",
         small_batch_rows: int | None = None,
@@ -372,10 +377,19 @@ class Flow:
             topic: output topic for all rows; without it every row names its own in the ``topic`` column.
             trigger: how often a batch (and so a transaction) starts, for example ``"100 milliseconds"``; None: as
                 soon as the last one is done.
-            guarantee: ``exactly_once``. (The weaker ones come with a later version.)
+            guarantee: ``exactly_once``: rows, progress and source offsets in one transaction. ``at_least_once``: rows,
+                then progress, without transactions; a crash in between doubles rows. ``at_most_once``: progress, then
+                rows; a crash or a failure in between loses rows.
             partitioner: ``key`` places rows as the Java client does; ``source`` keeps the partition a row was read
                 from, without a shuffle; ``spread`` fills partitions without a shuffle or order of keys.
-            checkpoint: for queries with Spark-native state. (Comes with a later version.)
+            checkpoint: folder of Spark's checkpoint, to be kept: for queries with state in Spark (aggregations,
+                stream-stream joins, de-duplication, transformWithState) and for sources that are no topics. A local
+                path with a local master, else where all executors can write (``s3a://...``). None: progress is in
+                Kafka alone, and Spark's checkpoint is scratch.
+            output_mode: Spark's ``append``, ``update`` or ``complete``; the last two need checkpoint=.
+            on_checkpoint_conflict: what happens when the checkpoint and the flow's progress in Kafka do not belong
+                together. ``refuse``: ProgressConflictError. ``resume``: an empty checkpoint is accepted; the flow goes
+                on at its committed offsets with empty Spark state.
             transaction_timeout: the broker aborts a batch open for longer; at most its
                 ``transaction.max.timeout.ms`` (15 minutes by default).
             compression: none, gzip, snappy, lz4 or zstd.
@@ -385,23 +399,27 @@ class Flow:
             once: process what is there now, in bounded batches, then stop (Spark's availableNow).
 
         Raises:
-            OptionError, SchemaError, UnsupportedQueryError, UnknownTopicError: nothing has been written.
+            OptionError, SchemaError, UnsupportedQueryError, UnknownTopicError, ProgressConflictError: here or in
+                ``start()``; nothing has been written.
         """
-        if guarantee not in GUARANTEES:
-            raise OptionError(f"guarantee={guarantee!r} is unknown", flow=self.name, next_step='use "exactly_once"')
-        if guarantee != "exactly_once" or checkpoint is not None:
-            given = "checkpoint=" if checkpoint is not None else f"guarantee={guarantee!r}"
+        for name, value, known in (
+            ("guarantee", guarantee, GUARANTEES),
+            ("partitioner", partitioner, PARTITIONERS),
+            ("output_mode", output_mode, OUTPUT_MODES),
+            ("on_checkpoint_conflict", on_checkpoint_conflict, checkpoints.ON_CONFLICT),
+        ):
+            if value not in known:
+                raise OptionError(
+                    f"{name}={value!r} is unknown", flow=self.name, next_step=f"use one of {', '.join(known)}"
+                )
+        if output_mode != "append" and checkpoint is None:
             raise OptionError(
-                f"{given} is not supported by this version of onceflow",
+                f"output_mode={output_mode!r} needs a checkpoint",
                 flow=self.name,
-                next_step='use guarantee="exactly_once" without checkpoint; see CHANGELOG.md for what exists',
+                next_step="give checkpoint=, or leave output_mode out: without state in Spark all rows are appended",
             )
-        if partitioner not in PARTITIONERS:
-            raise OptionError(
-                f"partitioner={partitioner!r} is unknown",
-                flow=self.name,
-                next_step=f"use one of {', '.join(PARTITIONERS)}",
-            )
+        if checkpoint is not None and not str(checkpoint).strip():
+            raise OptionError("checkpoint= is empty", flow=self.name, next_step="give a folder, or leave it out")
         compression_code(compression)
         timeout_s = duration_s(transaction_timeout, "transaction_timeout", self.name)
         if trigger is not None:
@@ -409,7 +427,7 @@ class Flow:
             trigger = f"{round(duration_s(trigger, 'trigger', self.name) * 1000)} milliseconds"
             if once:
                 raise OptionError("trigger and once exclude each other", flow=self.name, next_step="give one of them")
-        queries.check_plan(df, self.name)
+        facts = queries.check_plan(df, self.name, checkpoint=checkpoint is not None)
         tables = {name for step in self._steps.values() for name in step.spec.topics.ids}
         if topic in tables:
             raise OptionError(
@@ -422,12 +440,20 @@ class Flow:
         columns = check_columns(df.schema, topic=topic, flow=self.name)
         if columns.ignored:
             log.info("flow %s: columns not written: %s", self.name, ", ".join(columns.ignored))
-        options = SinkOptions(topic, partitioner, compression, timeout_s, small_batch_rows)
-        return FlowWriter(self, df, options, columns, trigger, once)
+        options = SinkOptions(
+            topic, partitioner, compression, timeout_s, small_batch_rows, guarantee=guarantee, stateful=facts.stateful
+        )
+        run = RunOptions(
+            trigger,
+            once,
+            None if checkpoint is None else str(checkpoint),
+            output_mode,
+            on_checkpoint_conflict,
+            facts,
+        )
+        return FlowWriter(self, df, options, columns, run)
 
-    def _start(
-        self, df: DataFrame, options: SinkOptions, columns: Columns, trigger: str | None, once: bool
-    ) -> FlowQuery:
+    def _start(self, df: DataFrame, options: SinkOptions, columns: Columns, run: RunOptions) -> FlowQuery:
         with self._lock:
             if self._running is not None and self._running.isActive:
                 raise OptionError(
@@ -436,7 +462,7 @@ class Flow:
                     next_step="one flow writes one query (it may feed many topics through a topic column); "
                     "use another Flow for another query",
                 )
-            if not self._fresh or self._committed is None:
+            if not self._fresh and run.facts.topics:
                 raise UnsupportedQueryError(
                     "The DataFrame was read before an earlier run of this flow; its offsets are out of date",
                     flow=self.name,
@@ -444,7 +470,16 @@ class Flow:
                 )
             queries.check_session(self._spark, self.name)
             deadline = Deadline(_START_SECONDS, f"starting flow {self.name}")
+            process.check_goes_with(df, self._steps, options.guarantee, run.checkpoint, flow=self.name)
             try:
+                self._connect(deadline)
+                self._take_over({}, deadline)  # only a query without topics has not done it yet
+                progress = self._committed or Progress(self._names.progress_key, 0, {}, {}, progress_log.now_ms())
+                location = (
+                    scratch(self.name)
+                    if run.checkpoint is None
+                    else kept(self._spark, run, progress, self._moved, self.name)
+                )
                 load_targets(self._connected(), options.topic, deadline, more=process.letter_topics(self._steps))
                 transactions = self._initialised()
                 transactions.timeout_ms = int(options.transaction_timeout_s * 1000)
@@ -452,44 +487,48 @@ class Flow:
             except OnceflowError as error:
                 raise error.located(flow=self.name) from error
             query = process.wire(
-                df, options, columns, self._steps, self._committed,
+                df, options, columns, self._steps, progress,
                 flow=self.name,
                 source_partitions={name: sorted(source.earliest) for name, source in self._sources.items()},
-                clock=not once,
+                clock=not run.once,
             )  # fmt: skip
             state = query.state
-            scratch = scratch_folder(self.name)
             sink = BatchSink(
                 state=state,
                 names=self._names,
                 settings=self._settings,
                 cluster=self._connected(),
-                transactions=transactions,
-                progress=self._committed,
+                delivery=delivery(options.guarantee, self._connected(), transactions, self._names),
+                progress=progress,
                 options=query.options,
                 columns=query.columns,
                 cores=self._spark.sparkContext.defaultParallelism,
-                checkpoint=scratch,
+                checkpoint=location.folder,
+                numbering=location.numbering,
                 source_starts={name: dict(source.earliest) for name, source in self._sources.items()},
                 source_partitions={name: len(source.earliest) for name, source in self._sources.items()},
             )
-            writer = query.df.writeStream.foreachBatch(sink).option("checkpointLocation", scratch.as_uri())
+            writer = query.df.writeStream.foreachBatch(sink).option("checkpointLocation", location.address)
             if all(query.name != self.name for query in self._spark.streams.active):
                 writer = writer.queryName(self.name)  # else an older driver of this flow is in this session
-            if once:
-                writer = writer.trigger(availableNow=True)
-            elif trigger is not None:
-                writer = writer.trigger(processingTime=trigger)
             self._fresh = False
 
             def stopped() -> None:
                 if state is not None:
                     state.settle()
-                shutil.rmtree(scratch, ignore_errors=True)
+                location.close()
                 self._release()
 
             try:
-                self._running = FlowQuery(writer.start(), sink, stopped)
+                self._running = FlowQuery(run.apply(writer).start(), sink, stopped)
+            except AnalysisException as error:
+                stopped()
+                raise UnsupportedQueryError(
+                    "Spark refuses the query",
+                    flow=self.name,
+                    detail=str(error).splitlines()[0],
+                    next_step="see Spark's Structured Streaming guide for what output_mode the query's operators allow",
+                ) from error
             except BaseException:
                 stopped()
                 raise
@@ -509,6 +548,7 @@ class Flow:
             self._cluster = self._transactions = self._committed = None
             self._sources = {}
             self._steps = {}
+            self._moved = {}
             self._fresh = False
 
     def __enter__(self) -> Flow:
@@ -531,44 +571,15 @@ class Flow:
 class FlowWriter:
     """A write that is checked and not started yet."""
 
-    def __init__(
-        self, flow: Flow, df: DataFrame, options: SinkOptions, columns: Columns, trigger: str | None, once: bool
-    ) -> None:
+    def __init__(self, flow: Flow, df: DataFrame, options: SinkOptions, columns: Columns, run: RunOptions) -> None:
         self._flow = flow
-        self._arguments: tuple[Any, ...] = (df, options, columns, trigger, once)
+        self._arguments: tuple[Any, ...] = (df, options, columns, run)
 
     def start(self) -> FlowQuery:
         """Start the query.
 
         Raises:
-            OnceflowError: the flow runs already, the output topic is missing, a newer driver has taken over.
+            OnceflowError: the flow runs already, the output topic is missing, a newer driver has taken over, the
+                checkpoint and the flow's progress do not belong together, Spark refuses the query.
         """
         return self._flow._start(*self._arguments)
-
-
-def scratch_folder(flow: str) -> Path:
-    """A new folder for Spark's checkpoint of this run; those of killed drivers of the flow are removed.
-
-    The name ends with the driver's process id. Spark decides nothing from the folder, so losing it is harmless.
-    """
-    parent = Path(tempfile.gettempdir())
-    for old in parent.glob(f"onceflow-{flow}-pid*"):
-        match = re.fullmatch(rf"onceflow-{re.escape(flow)}-pid(\d+)-\w+", old.name)
-        if match and not Path(f"/proc/{match[1]}").exists() and Path("/proc").exists():
-            shutil.rmtree(old, ignore_errors=True)
-    return Path(tempfile.mkdtemp(prefix=f"onceflow-{flow}-pid{os.getpid()}-"))
-
-
-def duration_s(text: str, name: str, flow: str) -> float:
-    """``"100 milliseconds"``, ``"2 seconds"``, ``"1 minute"`` or a number of seconds, as seconds."""
-    match = _DURATION.fullmatch(str(text))
-    if match is None:
-        raise OptionError(
-            f"{name}={text!r} is not a duration", flow=flow, next_step='for example "100 milliseconds" or "60 seconds"'
-        )
-    unit = match[2] or "s"
-    factor = 0.001 if unit.startswith(("ms", "milli")) else _UNIT_SECONDS[unit[0]]
-    seconds = float(match[1]) * factor
-    if name != "trigger" and seconds < 1:
-        raise OptionError(f"{name}={text!r} is too short", flow=flow, next_step="use at least 1 second")
-    return seconds

@@ -17,6 +17,7 @@ from onceflow.client.deadline import Deadline
 from onceflow.client.settings import ClientSettings
 from onceflow.errors import OptionError, ProgressConflictError, UnsupportedQueryError
 from onceflow.sink import queries
+from onceflow.sink.delivery import EXACTLY_ONCE
 from onceflow.sink.options import SinkOptions
 from onceflow.sink.ownership import Columns, check_columns
 from onceflow.sink.state_step import STEP_NAME, Collected, StateStep, ticking, with_default_topic
@@ -345,6 +346,31 @@ def wire(
         collected=context.accumulator([], Collected()),
     )
     return Query(df, options, columns, state)
+
+
+def check_goes_with(
+    df: DataFrame, steps: Mapping[str, Step], guarantee: str, checkpoint: str | None, *, flow: str
+) -> None:
+    """Refuse process steps where they could not keep what they promise.
+
+    Raises:
+        UnsupportedQueryError: with a weaker guarantee, or beside Spark's own state.
+    """
+    if not steps or not steps_in(df, steps, flow):
+        return
+    if guarantee != EXACTLY_ONCE:
+        raise UnsupportedQueryError(
+            f"Flow.process does not go with guarantee={guarantee!r}",
+            flow=flow,
+            detail="its state and its outputs are committed together, or not at all",
+            next_step="leave guarantee out; only queries without Flow.process have a choice",
+        )
+    if checkpoint is not None:
+        raise UnsupportedQueryError(
+            "Flow.process does not go with checkpoint=: its state is in Kafka, Spark's in the checkpoint",
+            flow=flow,
+            next_step="divide the query into two flows: one writes a topic that the other one reads",
+        )
 
 
 def steps_in(df: DataFrame, steps: Mapping[str, Step], flow: str) -> list[Step]:

@@ -111,7 +111,7 @@ def test_the_clock_that_wakes_timers_up_has_nothing_to_commit(tmp_path: Path) ->
 @pytest.mark.parametrize("missing", [4, 3])
 def test_missing_file(tmp_path: Path, missing: int) -> None:
     write_log(tmp_path, 7 - missing, {"in": {0: 1}})
-    with pytest.raises(ProgressConflictError, match="offset log of this query cannot be read") as caught:
+    with pytest.raises(ProgressConflictError, match="checkpoint of this query cannot be read") as caught:
         read_range(tmp_path, 4)
     assert f"offsets/{missing}" in caught.value.detail
     assert "progress is in Kafka" in caught.value.next_step
@@ -174,7 +174,7 @@ def test_damage_is_one_of_our_errors(tmp_path: Path, damage: str) -> None:
                 "initial not text": b"\0v1\n\xff\xfe{}",
             }[damage]
         )
-    with pytest.raises(ProgressConflictError, match="offset log of this query cannot be read") as caught:
+    with pytest.raises(ProgressConflictError, match="checkpoint of this query cannot be read") as caught:
         read_range(tmp_path, 0)
     assert str(log if damage == "log not text" else initial) in caught.value.detail
 

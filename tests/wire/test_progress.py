@@ -13,7 +13,15 @@ from hypothesis import strategies as st
 from kafka.partitioner.default import murmur2
 
 from onceflow.errors import ProgressConflictError, ProtocolError
-from onceflow.wire.progress import PROGRESS_FORMAT, Progress, TableProgress, decode, encode, progress_partition
+from onceflow.wire.progress import (
+    PROGRESS_FORMAT,
+    CheckpointProgress,
+    Progress,
+    TableProgress,
+    decode,
+    encode,
+    progress_partition,
+)
 
 PROGRESS = Progress(
     flow="orders",
@@ -21,12 +29,13 @@ PROGRESS = Progress(
     offsets={"b": {10: 5, 2: 7}, "a": {0: 0}},
     topic_ids={"a": "x", "b": "y"},
     changelogs={"balances": {0: 99}},
-    checkpoint_query_id="0f-1",
+    checkpoint=CheckpointProgress("0f-1", 7, "ab12"),
     watermark_ms=1_700_000_000_000,
     time_ms=1_700_000_000_123,
 )
 GOLDEN = (
-    b'{"batch_id":12,"changelogs":{"balances":{"0":99}},"checkpoint_query_id":"0f-1","flow":"orders","format":1,'
+    b'{"batch_id":12,"changelogs":{"balances":{"0":99}},"checkpoint":{"batch":7,"digest":"ab12"},'
+    b'"checkpoint_query_id":"0f-1","flow":"orders","format":1,'
     b'"offsets":{"a":{"0":0},"b":{"2":7,"10":5}},"time_ms":1700000000123,"topic_ids":{"a":"x","b":"y"},'
     b'"watermark_ms":1700000000000}'
 )
@@ -73,7 +82,7 @@ offsets = st.dictionaries(names, st.dictionaries(st.integers(0, 9999), st.intege
         offsets=offsets,
         topic_ids=st.dictionaries(names, names, max_size=3),
         changelogs=offsets,
-        checkpoint_query_id=st.one_of(st.none(), names),
+        checkpoint=st.one_of(st.none(), st.builds(CheckpointProgress, names, st.integers(0, 2**40), names)),
         watermark_ms=st.one_of(st.none(), st.integers(-(2**40), 2**60)),
         time_ms=st.integers(0, 2**60),
         tables=st.dictionaries(
@@ -97,7 +106,7 @@ def test_unknown_fields_are_ignored_and_optional_ones_may_be_missing() -> None:
     for name in ("changelogs", "checkpoint_query_id", "watermark_ms"):
         del content[name]
     short = decode(b"orders", json.dumps(content).encode())
-    assert (short.changelogs, short.checkpoint_query_id, short.watermark_ms) == ({}, None, None)
+    assert (short.changelogs, short.checkpoint, short.watermark_ms) == ({}, None, None)
 
 
 def test_newer_format_says_so() -> None:

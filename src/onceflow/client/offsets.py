@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kafka.protocol.consumer import ListOffsetsRequest, OffsetFetchRequest
+from kafka.protocol.consumer import ListOffsetsRequest, OffsetCommitRequest, OffsetFetchRequest
 
 from onceflow.client.cluster import GROUP, Cluster, ConnectionFailedError
 from onceflow.client.coordinators import repeat
@@ -110,6 +110,46 @@ def fetch_committed(
                 value = (int(part.committed_offset), part.metadata or "")
                 found.setdefault(topic.name, {})[part.partition_index] = value
     return found
+
+
+def commit_offsets(
+    cluster: Cluster, group: str, offsets: Mapping[str, Mapping[int, int]], deadline: Deadline, *, metadata: str = ""
+) -> None:
+    """Commit offsets of a group without members, outside any transaction.
+
+    Raises:
+        OnceflowError: the coordinator refuses.
+    """
+    cluster.connect(deadline)
+    topic_type = OffsetCommitRequest.OffsetCommitRequestTopic
+    request = OffsetCommitRequest(
+        version=cluster.version(OffsetCommitRequest, least=6, most=7),
+        group_id=group,
+        generation_id_or_member_epoch=-1,
+        member_id="",
+        topics=[
+            topic_type(
+                name=topic,
+                partitions=[
+                    topic_type.OffsetCommitRequestPartition(
+                        partition_index=partition,
+                        committed_offset=offset,
+                        committed_leader_epoch=-1,
+                        committed_metadata=metadata,
+                    )
+                    for partition, offset in sorted(partitions.items())
+                ],
+            )
+            for topic, partitions in sorted(offsets.items())
+        ],
+    )
+
+    def code_of(response: Any) -> int:
+        return next((int(p.error_code) for t in response.topics for p in t.partitions if p.error_code), 0)
+
+    response = repeat(cluster, request, "OffsetCommit", GROUP, group, deadline, code_of=code_of)
+    if code_of(response):
+        raise codes.error_for(code_of(response), api="OffsetCommit", detail=f"group {group}")
 
 
 def _first_code(response: Any) -> int:

@@ -141,6 +141,7 @@ class Producer:
         slot = self._partitions.get((topic, partition))
         if slot is None:
             slot = self._partitions[topic, partition] = _Partition(topic, partition)
+            slot.enrolled = self._transactional_id is None  # nothing to be enrolled in
         slot.queue.append(batch)
         self._unacked_bytes += batch.nbytes
         self._pump(wait=False)

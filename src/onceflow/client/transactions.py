@@ -286,6 +286,31 @@ class Transactions:
         return codes.error_for(code, api=api, detail=detail or f"transactional id {self.transactional_id}")
 
 
+def idempotent_identity(cluster: Cluster, deadline: Deadline) -> BatchHeader:
+    """A new producer id for batches that are in order and not doubled by retries, without transactions (KIP-98).
+
+    Any broker hands them out. Each has a place in the memory of every broker it writes to, for a day: so take one
+    for a run, not for a batch.
+    """
+    cluster.connect(deadline)
+    request = InitProducerIdRequest(
+        version=cluster.version(InitProducerIdRequest, least=3, most=5),
+        transactional_id=None,
+        transaction_timeout_ms=60_000,
+        producer_id=-1,
+        producer_epoch=-1,
+    )
+    attempt = 0
+    response = cluster.ask(request, "InitProducerId", deadline)
+    while codes.describe(int(response.error_code)).verdict.retriable:  # no block of ids yet
+        deadline.pause(attempt, "InitProducerId")
+        attempt += 1
+        response = cluster.ask(request, "InitProducerId", deadline)
+    if response.error_code:
+        raise codes.error_for(int(response.error_code), api="InitProducerId", detail="an idempotent producer")
+    return BatchHeader(int(response.producer_id), int(response.producer_epoch), transactional=False)
+
+
 def describe_transaction(cluster: Cluster, transactional_id: str, deadline: Deadline) -> dict[str, Any]:
     """State of a transactional id as its coordinator sees it (KIP-664).
 

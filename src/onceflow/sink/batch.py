@@ -3,7 +3,8 @@
     plan -> begin -> write -> audit -> progress -> end      (init comes before, settle with the next batch)
 
 ``BatchSink`` is what foreachBatch calls. ``_attempt`` is the commit, written as its numbered steps; everything
-before ``end`` can fail, is aborted and is run again under a new epoch; after ``end`` nothing can be undone.
+before ``end`` can fail, is aborted and is run again under a new epoch; after ``end`` nothing can be undone. Weaker
+guarantees take the same steps without the transaction, see ``delivery.py``.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ import collections
 import contextlib
 import json
 import logging
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from py4j.protocol import Py4JError
@@ -26,7 +27,7 @@ from onceflow import hooks
 from onceflow.client.cluster import Cluster
 from onceflow.client.deadline import Deadline
 from onceflow.client.settings import ClientSettings
-from onceflow.client.transactions import Outcome, Transactions
+from onceflow.client.transactions import Outcome
 from onceflow.errors import (
     AuthenticationFailedError,
     BatchAbortedError,
@@ -38,6 +39,9 @@ from onceflow.errors import (
 )
 from onceflow.sink import jvm, progress_log, reports
 from onceflow.sink.audit import Audit, audit, together
+from onceflow.sink.checkpoint import Folder
+from onceflow.sink.delivery import Delivery
+from onceflow.sink.numbering import Numbering
 from onceflow.sink.offsets import SourceRange, check_contiguous, read_range
 from onceflow.sink.options import BatchSummary, SinkOptions
 from onceflow.sink.ownership import Columns, prepare
@@ -76,7 +80,10 @@ class BatchSink:
     Args:
         progress: committed progress as read after ``init``; the sink keeps it current.
         columns: what the rows have, checked. cores: how many tasks Spark runs at once.
-        checkpoint: folder of the query's scratch checkpoint (Spark's offset log is read from there).
+        delivery: what the guarantee makes of the steps.
+        checkpoint: folder of the query's checkpoint (Spark's offset log is read from there).
+        numbering: how Spark's batch numbers and progress go together, when the checkpoint is kept; None: it is
+            scratch.
         source_starts: where partitions that progress does not know may start.
         state: the process steps of the query, if it has any.
     """
@@ -87,12 +94,13 @@ class BatchSink:
         names: Names,
         settings: ClientSettings,
         cluster: Cluster,
-        transactions: Transactions,
+        delivery: Delivery,
         progress: Progress,
         options: SinkOptions,
         columns: Columns,
         cores: int,
-        checkpoint: Path,
+        checkpoint: Folder,
+        numbering: Numbering | None = None,
         source_starts: dict[str, dict[int, int]],
         source_partitions: dict[str, int],
         state: StateStep | None = None,
@@ -101,7 +109,8 @@ class BatchSink:
         self._state = state
         self._settings = settings
         self._cluster = cluster
-        self._transactions = transactions
+        self._delivery = delivery
+        self._numbering = numbering
         self._options = options
         self._checkpoint = checkpoint
         self._source_starts = source_starts
@@ -115,10 +124,12 @@ class BatchSink:
         self._unsettled: int | None = None
         self._undecided = False
         self._begun_at = 0.0
+        self._identity = BatchHeader(-1, -1)
         self.progress = progress
         self.failure: BaseException | None = None
         self.stopping = False
         self.history: collections.deque[BatchSummary] = collections.deque(maxlen=200)
+        self.drained: list[int] = []  # batches that were committed before this run and had to be run again
 
     # ---- called by Spark -----------------------------------------------------------------------------
 
@@ -147,7 +158,10 @@ class BatchSink:
             _bound_arrow_batches(df)
         summary = BatchSummary(batch, 0)
         with self._timed(summary, "plan"):
-            source = self._plan(df, spark_batch_id, batch)
+            source, is_committed = self._plan(spark_batch_id, batch)
+        if is_committed:
+            self._drain(df, spark_batch_id)
+            return
         if self._state is not None and not source.rows_most and not self._state.due(progress_log.now_ms()):
             return  # woken up by the clock, and nothing is due
         summary.rows_most = source.rows_most
@@ -155,6 +169,8 @@ class BatchSink:
         for attempt in range(self._options.attempts_most):
             summary.attempts = attempt + 1
             try:
+                if attempt and self._numbering is not None:
+                    self._numbering.forget_attempt(df)
                 committed = self._attempt(df, batch, source, summary)
             except (OnceflowError, PySparkException, Py4JError) as problem:
                 if self._undecided:
@@ -167,6 +183,9 @@ class BatchSink:
                 if isinstance(problem, FencedError):  # tasks met a newer epoch, and nobody else owns the id
                     problem = self._timed_out(time.monotonic() - self._begun_at)
                 last = problem
+                if self.progress.batch_id == batch:
+                    self._lose(summary, problem)
+                    return
                 if self._state is not None:
                     self._state.failed(problem)
                 log.warning(
@@ -196,18 +215,21 @@ class BatchSink:
             identity = self._begin(df, batch)
         hooks.at("begin", where="driver", flow=flow, batch=batch)
         self._begun_at = time.monotonic()
+        progress: Progress | None = None
+        if self._delivery.progress_first:
+            progress = self.progress = self._move_progress(batch, source, summary)
         with self._timed(summary, "write"):
             parts = self._write(df, batch, identity, source, summary)
         hooks.at("write", where="driver", flow=flow, batch=batch)
         with self._timed(summary, "audit"):
             checked = self._audit(df, parts, batch)
+            self._delivery.written(report for part in parts for report in part.reports)
         if self._state is not None and not source.rows_most and not checked.partitions:
             self._state.looked_at()
             return False  # timers were looked at; nothing was sent under this epoch
         hooks.at("audit", where="driver", flow=flow, batch=batch)
-        with self._timed(summary, "progress"):
-            progress = self._progress(batch, source)
-        hooks.at("progress", where="driver", flow=flow, batch=batch)
+        if progress is None:
+            progress = self._move_progress(batch, source, summary)
         with self._timed(summary, "end"):
             self._end(progress)
         self._adopt(progress, checked, summary)
@@ -221,19 +243,44 @@ class BatchSink:
             hooks.at("settle", where="driver", flow=self._names.flow, batch=self._unsettled)
             self._unsettled = None
 
-    def _plan(self, df: DataFrame, spark_batch_id: int, batch: int) -> SourceRange:
-        """The source range of the batch; it must start where progress ends (I2)."""
-        source = read_range(self._checkpoint, spark_batch_id)
+    def _plan(self, spark_batch_id: int, batch: int) -> tuple[SourceRange, bool]:
+        """The source range of the batch, which must start where progress ends (I2); or whether it is committed."""
+        topics = None if self._numbering is None else self._source_partitions
+        source = read_range(self._checkpoint, spark_batch_id, topics)
+        if self._numbering is not None:
+            if self._numbering.is_committed(spark_batch_id, source, self.progress):
+                hooks.at("plan", where="driver", flow=self._names.flow, batch=self.progress.batch_id)
+                return source, True
+            source = self._numbering.bridged(source, self.progress)
         check_contiguous(
             source.start, _plain(self.progress.offsets), self._source_starts, flow=self._names.flow, batch=batch
         )
+        if self._numbering is not None:
+            self._numbering.planned(spark_batch_id, source)
         self._refresh_targets()
         hooks.at("plan", where="driver", flow=self._names.flow, batch=batch)
-        return source
+        return source, False
+
+    def _drain(self, df: DataFrame, spark_batch_id: int) -> None:
+        """Run a batch that is committed already for its state and watermark only.
+
+        It has to run: Spark's next batch needs the state this one makes, and takes its watermark from the plan that
+        was executed (Spark: MicroBatchExecution, WatermarkTracker).
+        """
+        log.warning(
+            "flow %s: batch %d (%d in the checkpoint) is committed already: it is run again for its state only, "
+            "nothing of it is written",
+            self._names.flow,
+            self.progress.batch_id,
+            spark_batch_id,
+        )
+        df.write.format("noop").mode("append").save()
+        self.drained.append(self.progress.batch_id)
 
     def _begin(self, df: DataFrame, batch: int) -> BatchHeader:
         """A fresh epoch for this attempt (I3), where the tasks of this thread's jobs can read it."""
-        identity = self._transactions.begin(self._deadline("beginning the transaction"))
+        identity = self._delivery.begin(self._deadline("beginning the transaction"))
+        self._identity = identity
         described = {"batch": batch, "producer_id": identity.producer_id, "producer_epoch": identity.producer_epoch}
         df.sparkSession.sparkContext.setLocalProperty("onceflow.transaction", json.dumps(described))
         if self._state is not None:
@@ -250,8 +297,9 @@ class BatchSink:
                 flow=self._names.flow,
                 batch=batch,
                 settings=self._settings,
-                transactional_id=self._transactions.transactional_id,
+                transactional_id=self._delivery.transactional_id,
                 identity=identity,
+                sequences=self._delivery.sequences,
                 compression=self._options.compression,
                 topic=self._options.topic,
                 targets=self._targets,
@@ -261,7 +309,7 @@ class BatchSink:
                 faults=hooks.configured(),
             )
 
-        expected_rows = source.rows_most * self._rows_out
+        expected_rows = self._expected_rows(source)
         expected_bytes = expected_rows * (self._row_bytes or _GUESSED_ROW_BYTES)
         if self._state is not None and self._state.writes:
             summary.path, parts = self._state.write(
@@ -279,6 +327,8 @@ class BatchSink:
             and expected_bytes <= _DRIVER_BYTES_MAX
             and summary.attempts == 1
         )
+        if self._numbering is not None and not math.isfinite(expected_rows):
+            expected_rows, expected_bytes = 0.0, float(self._cores * _TASK_BYTES)  # not known: all cores
         prepared = prepare(
             df,
             self._columns,
@@ -288,7 +338,8 @@ class BatchSink:
             source=self._source_partitions,
             tasks_most=max(1, min(self._cores, round(expected_bytes / _TASK_BYTES + 0.5))),
             on_driver=on_driver,
-            keep_tasks=self._state is not None,
+            # One task for all partitions of Spark's state would be slow, however few rows come out of them.
+            keep_tasks=self._state is not None or self._options.stateful,
         )
         summary.path = "driver" if on_driver else f"{prepared.routing.tasks} tasks"
         if on_driver:
@@ -299,6 +350,17 @@ class BatchSink:
             collected = prepared.df.mapInArrow(WriteTask(order(prepared.routing)), reports.SPARK_SCHEMA).collect()
             parts = [Part(reports.from_rows(collected), prepared.routing.tasks, prepared.shuffled)]
         return parts if self._state is None else parts + self._state.gather()
+
+    def _expected_rows(self, source: SourceRange) -> float:
+        """At most so many rows will come out of a batch, as far as one can know; infinite: one cannot."""
+        rows = source.rows_most * self._rows_out
+        if not (self._options.stateful or source.others):
+            return rows
+        # Windows close, joined rows expire, other sources are not counted: the last batch is the only hint, and what
+        # Spark keeps may come out at once.
+        if self._numbering is None or not self.history:
+            return math.inf
+        return rows + self._numbering.rows_kept() + 2 * self.history[-1].records
 
     def _audit(self, df: DataFrame, parts: list[Part], batch: int) -> Audit:
         """One writer per partition, one attempt of every task and stage, all rows acknowledged (I3, I4)."""
@@ -318,6 +380,12 @@ class BatchSink:
             written = [report.explained(why) for report in written]
         return audit(written, tasks=part.tasks, stage_attempts=attempts, flow=self._names.flow, batch=batch)
 
+    def _move_progress(self, batch: int, source: SourceRange, summary: BatchSummary) -> Progress:
+        with self._timed(summary, "progress"):
+            progress = self._progress(batch, source)
+        hooks.at("progress", where="driver", flow=self._names.flow, batch=batch)
+        return progress
+
     def _progress(self, batch: int, source: SourceRange) -> Progress:
         """Progress record and source offsets, in the same transaction."""
         deadline = self._deadline("writing progress")
@@ -325,19 +393,18 @@ class BatchSink:
             self.progress,
             batch_id=batch,
             offsets={**_plain(self.progress.offsets), **source.end},
+            checkpoint=None if self._numbering is None else self._numbering.current,
             time_ms=progress_log.now_ms(),
         )
         if self._state is not None:
-            progress = self._state.progress(progress, self._transactions.identity)
-        progress_log.write_progress(self._cluster, self._transactions, self._names, progress, source.end, deadline)
+            progress = self._state.progress(progress, self._identity)
+        self._delivery.write_progress(progress, source.end, deadline)
         return progress
 
     def _end(self, progress: Progress) -> None:
         """EndTxn decides the batch. Only a known outcome leads anywhere."""
         try:
-            outcome = self._transactions.end(
-                Deadline(_END_SECONDS, f"learning how batch {progress.batch_id} ended"), commit=True
-            )
+            outcome = self._delivery.end(Deadline(_END_SECONDS, f"learning how batch {progress.batch_id} ended"))
         except (DeadlineExceededError, BrokerUnreachableError, AuthenticationFailedError) as error:
             self._undecided = True
             raise DeadlineExceededError(
@@ -371,18 +438,32 @@ class BatchSink:
             FencedError: it turns out that a newer driver owns the flow.
         """
         try:
-            self._transactions.abort(self._deadline(f"aborting batch {batch}"))
+            self._delivery.abort(self._deadline(f"aborting batch {batch}"))
         except FencedError as error:
             raise self._fenced(f"while batch {batch} was being written") from error
         except OnceflowError as error:
             log.warning("flow %s: abort of batch %d failed, too: %s", self._names.flow, batch, error.what)
             raise problem from error
 
+    def _lose(self, summary: BatchSummary, problem: BaseException) -> None:
+        """At most once: progress has moved, so what was not written stays unwritten."""
+        self._unsettled = summary.batch
+        summary.lost = True
+        self.history.append(summary)
+        log.error(
+            "flow %s: batch %d failed after progress had moved; of its up to %d source records some or all are lost, "
+            "as at_most_once allows: %s",
+            self._names.flow,
+            summary.batch,
+            summary.rows_most,
+            _in_short(problem),
+        )
+
     def _fenced(self, when: str) -> FencedError:
         return FencedError(
             f"A newer driver of flow {self._names.flow!r} has taken over, {when}",
             flow=self._names.flow,
-            detail=f"transactional id {self._transactions.transactional_id}",
+            detail=f"transactional id {self._delivery.transactional_id}",
             next_step="stop one of the two: a flow has one driver; nothing was lost or doubled",
         )
 

@@ -7,6 +7,7 @@ expressions Spark's encoders use). So the partition of a key is computed by Kafk
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -110,6 +111,47 @@ def stage_attempts(spark: SparkSession, stages: Iterable[int], timeout_s: float 
             "session has (they must keep up within 20 s) and spark.ui.retainedStages",
         ) from error
     return found
+
+
+def state_rows(spark: SparkSession, query_id: str) -> float:
+    """How many rows the state of a running query has, after its last batch; infinite when that is not known."""
+    try:
+        progress = spark._jsparkSession.streams().get(query_id).lastProgress()
+        return math.inf if progress is None else float(sum(o.numRowsTotal() for o in progress.stateOperators()))
+    except (Py4JError, AttributeError, TypeError):
+        return math.inf
+
+
+def forget_state_ids(spark: SparkSession, query_id: str) -> None:
+    """Make a batch that is run again name the state of its last attempt, not of its first.
+
+    With ``stateStore.checkpointFormatVersion`` 2 every attempt of a task writes state files under an id of its own,
+    and Spark's commit log names the first that was reported (``StateStoreWriter.getStateStoreCheckpointInfo``): that
+    of the aborted attempt, whose state may be another where user code is not deterministic.
+
+    Raises:
+        BatchAbortedError: Spark does not let us; then the batch must not be run again.
+    """
+    java: Any = spark._jvm
+    try:
+        query = spark._jsparkSession.streams().get(query_id)
+        loader = java.org.apache.spark.util.Utils.getContextOrSparkClassLoader()
+        writer = java.java.lang.Class.forName(
+            "org.apache.spark.sql.execution.streaming.operators.stateful.StateStoreWriter", False, loader
+        )
+        waiting = [query.streamingQuery().lastExecution().executedPlan()]
+        while waiting:
+            node = waiting.pop()
+            if writer.isInstance(node):
+                node.checkpointInfoAccumulator().reset()
+            children = node.children()
+            waiting.extend(children.apply(i) for i in range(children.size()))
+    except (Py4JError, AttributeError, TypeError) as error:
+        raise BatchAbortedError(
+            "The batch cannot be run again: what its first attempt did to Spark's state cannot be forgotten",
+            detail=first_line(error),
+            next_step="start the flow again: it continues at this batch",
+        ) from error
 
 
 def failed_task_message(spark: SparkSession, stages: Iterable[int]) -> str:

@@ -7,11 +7,14 @@ batch the initial offsets that the Kafka source stores under ``sources/<index>/0
 
 from __future__ import annotations
 
+import hashlib
 import json
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from onceflow.errors import ProgressConflictError
+from onceflow.sink.checkpoint import Folder, LocalFolder, unreadable
 
 TopicOffsets = dict[str, dict[int, int]]
 _VERSION = "v1"
@@ -19,10 +22,17 @@ _VERSION = "v1"
 
 @dataclass(frozen=True)
 class SourceRange:
-    """Start and end offsets of one batch, per topic and partition."""
+    """Start and end offsets of one batch, per topic and partition.
+
+    Args:
+        others: whether the query has sources that are no topics of the flow: their rows are not counted here.
+        digest: of what the log says of all sources' ends.
+    """
 
     start: TopicOffsets
     end: TopicOffsets
+    others: bool = field(default=False, compare=False)
+    digest: str = field(default="", compare=False)
 
     @property
     def rows_most(self) -> int:
@@ -34,88 +44,115 @@ class SourceRange:
         )
 
 
-def read_range(checkpoint: Path, batch_id: int) -> SourceRange:
+def read_range(checkpoint: Path | Folder, batch_id: int, topics: Collection[str] | None = None) -> SourceRange:
     """The range of batch ``batch_id`` (Spark's number) of the query with this checkpoint.
+
+    Args:
+        topics: what the flow reads, when the query may have sources that are no topics; None: it may not.
 
     Raises:
         ProgressConflictError: the offset log is missing or holds something that is no Kafka source.
     """
-    end = _offsets_of(checkpoint / "offsets" / str(batch_id))
-    start = _offsets_of(checkpoint / "offsets" / str(batch_id - 1)) if batch_id > 0 else _initial(checkpoint)
+    folder = LocalFolder(checkpoint) if isinstance(checkpoint, Path) else checkpoint
+    name = f"offsets/{batch_id}"
+    lines = _lines(folder, name)
+    end, others = _offsets_of(lines, folder, name, topics)
+    if batch_id > 0:
+        before = f"offsets/{batch_id - 1}"
+        start, _ = _offsets_of(_lines(folder, before), folder, before, topics)
+    else:
+        start = _initial(folder, topics)
     if set(start) != set(end):
         # A Kafka source has offsets from its first batch on; one without a start would be read from anywhere.
         differ = ", ".join(sorted(set(start) ^ set(end)))
-        raise _unreadable(checkpoint / "offsets" / str(batch_id), f"start and end disagree about {differ}")
-    return SourceRange(start, end)
+        raise unreadable(f"{folder}/{name}", f"start and end disagree about {differ}")
+    return SourceRange(start, end, others, digest_of(lines))
 
 
-def _initial(checkpoint: Path) -> TopicOffsets:
+def read_digest(folder: Folder, batch_id: int) -> str | None:
+    """``SourceRange.digest`` of a batch; None when the checkpoint does not know it (any more)."""
+    if folder.text(f"offsets/{batch_id}") is None:
+        return None
+    return digest_of(_lines(folder, f"offsets/{batch_id}"))
+
+
+def digest_of(lines: list[str]) -> str:
+    """Of an offset log's lines: of the sources' only, not of Spark's metadata before them."""
+    return hashlib.sha256("\n".join(lines[2:]).encode()).hexdigest()
+
+
+def _initial(folder: Folder, topics: Collection[str] | None) -> TopicOffsets:
     """Where the sources of the first batch start."""
     start: TopicOffsets = {}
-    sources = checkpoint / "sources"
-    for folder in sorted(sources.iterdir()) if sources.is_dir() else ():
-        initial = folder / "0"
-        if initial.exists():
-            # Spark writes a zero byte first, for readers of version 1.0 of the format.
-            lines = _text(initial).lstrip("\0").splitlines()
-            if len(lines) != 2 or lines[0] != _VERSION:
-                raise _unreadable(initial, f"it holds {lines[:1]} and {len(lines)} lines")
-            _merge(start, _parse(lines[1], initial), initial)
+    for source in folder.names("sources"):
+        name = f"sources/{source}/0"
+        text = folder.text(name)
+        if text is None:
+            continue
+        # Spark writes a zero byte first, for readers of version 1.0 of the format.
+        lines = text.lstrip("\0").splitlines()
+        if len(lines) != 2 or lines[0] != _VERSION:
+            if topics is not None:
+                continue  # the log of another source, of files for example
+            raise unreadable(f"{folder}/{name}", f"it holds {lines[:1]} and {len(lines)} lines")
+        _merge(start, _parse(lines[1], name, topics) or {}, name)
     return start
 
 
-def _offsets_of(path: Path) -> TopicOffsets:
-    lines = _text(path).splitlines()
+def _offsets_of(
+    lines: list[str], folder: Folder, name: str, topics: Collection[str] | None
+) -> tuple[TopicOffsets, bool]:
+    """Offsets of the topics, and whether there are other sources."""
+    merged: TopicOffsets = {}
+    others = False
+    for line in lines[2:]:  # version, metadata, then one line per source
+        found = None if line == "-" else _parse(line, name, topics)  # "-": a source that has no offset yet
+        others = others or found is None
+        _merge(merged, found or {}, name)
+    return merged, others and topics is not None
+
+
+def _lines(folder: Folder, name: str) -> list[str]:
+    text = folder.text(name)
+    if text is None:
+        raise unreadable(f"{folder}/{name}", "it does not exist")
+    lines = text.splitlines()
     if len(lines) < 3 or lines[0] != _VERSION:
         # A cut or foreign file must not read as "no sources": the batch would be written without moving progress.
-        raise _unreadable(path, f"it begins with {lines[:1]} and has {len(lines)} lines")
-    merged: TopicOffsets = {}
-    for line in lines[2:]:  # version, metadata, then one line per source
-        if line != "-":  # a source that has no offset yet
-            _merge(merged, _parse(line, path), path)
-    return merged
+        raise unreadable(f"{folder}/{name}", f"it begins with {lines[:1]} and has {len(lines)} lines")
+    return lines
 
 
-def _text(path: Path) -> str:
-    try:
-        return path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise _unreadable(path, str(error)) from error
-
-
-def _unreadable(path: Path, why: str) -> ProgressConflictError:
-    return ProgressConflictError(
-        "Spark's offset log of this query cannot be read",
-        detail=f"{path}: {why}",
-        next_step="was the scratch folder deleted while the query ran, or spark.sql.streaming.offsetLog.formatVersion "
-        "set? Start the flow again: progress is in Kafka",
-    )
-
-
-def _parse(line: str, path: Path) -> TopicOffsets:
+def _parse(line: str, name: str, topics: Collection[str] | None) -> TopicOffsets | None:
+    """The offsets of a Kafka source; None for another source."""
     try:
         raw = json.loads(line)
         if isinstance(raw, int) and not isinstance(raw, bool):
-            return {}  # the clock that wakes a flow with timers up (Spark's rate source): nothing to commit
+            return None  # Spark's rate source, for example the clock that wakes a flow with timers up
+        if topics is not None and not (isinstance(raw, dict) and raw and set(raw) <= set(topics)):
+            return None
         return {
             str(topic): {int(partition): int(offset) for partition, offset in partitions.items()}
             for topic, partitions in raw.items()
         }
     except (ValueError, AttributeError, TypeError) as error:
+        if topics is not None:
+            return None
         raise ProgressConflictError(
             "A source of this query is not a Kafka source",
-            detail=f"{path.name} holds {line[:100]!r}",
-            next_step="read every stream with Flow.read: only Kafka sources have progress that Kafka can hold",
+            detail=f"{Path(name).name} holds {line[:100]!r}",
+            next_step="read every stream with Flow.read, or give checkpoint=: only Kafka sources have progress that "
+            "Kafka can hold",
         ) from error
 
 
-def _merge(into: TopicOffsets, more: TopicOffsets, path: Path) -> None:
+def _merge(into: TopicOffsets, more: TopicOffsets, name: str) -> None:
     for topic, partitions in more.items():
         if topic in into:
             raise ProgressConflictError(
                 f"Topic {topic!r} is read twice in one query",
                 topic=topic,
-                detail=str(path.name),
+                detail=Path(name).name,
                 next_step="call Flow.read once and use the DataFrame twice, or use one flow for each",
             )
         into[topic] = partitions

@@ -7,7 +7,11 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class SinkOptions:
-    """Choices of ``Flow.write`` that the sink needs."""
+    """Choices of ``Flow.write`` that the sink needs, and what the query's plan says.
+
+    Args:
+        stateful: whether Spark keeps state for the query: then a batch may have more rows than its source range.
+    """
 
     topic: str | None
     partitioner: str
@@ -15,11 +19,17 @@ class SinkOptions:
     transaction_timeout_s: float
     small_batch_rows: int | None = None
     attempts_most: int = 4
+    guarantee: str = "exactly_once"
+    stateful: bool = False
 
 
 @dataclass
 class BatchSummary:
-    """What one committed batch was, for people and benchmarks: seconds per step, sizes, attempts."""
+    """What one committed batch was, for people and benchmarks: seconds per step, sizes, attempts.
+
+    Args:
+        lost: with at_most_once: that rows of the batch were given up.
+    """
 
     batch: int
     rows_most: int
@@ -28,4 +38,5 @@ class BatchSummary:
     records: int = 0
     nbytes: int = 0
     rss_kib_most: int = 0
+    lost: bool = False
     seconds: dict[str, float] = field(default_factory=dict)

@@ -21,7 +21,7 @@ from onceflow.client.topics import await_topic, create_topic, topic_config
 from onceflow.client.transactions import Transactions
 from onceflow.errors import OnceflowError, PermissionDeniedError, ProgressConflictError, UnknownTopicError
 from onceflow.wire import progress as records
-from onceflow.wire.batches import encode_single
+from onceflow.wire.batches import BatchHeader, encode_single
 from onceflow.wire.names import Names
 from onceflow.wire.progress import PROGRESS_TOPIC, Offsets, Progress, progress_partition
 
@@ -39,6 +39,8 @@ _CONFIGS = {
     "compression.type": "producer",
 }
 _COPIES_MOST = 3
+# A record outside any transaction; written twice by a retry, it says the same twice.
+_PLAIN = BatchHeader(-1, -1, transactional=False)
 _HINT = re.compile(r"onceflow:(\d+):(\d+)")
 
 
@@ -194,7 +196,7 @@ def _latest(cluster: Cluster, flow: str, partition: int, start: int, end: int, d
 
 def write_progress(
     cluster: Cluster,
-    transactions: Transactions,
+    transactions: Transactions | None,
     names: Names,
     progress: Progress,
     offsets: Offsets,
@@ -203,19 +205,29 @@ def write_progress(
     """Step ``progress``: the record, then the group offsets that point to it.
 
     Args:
+        transactions: both become visible with the transaction; None: at once, in this order.
         offsets: those to commit to the group: of the topics that are read. Progress may know others, which the
             query does not read any more and which may be gone.
     """
     partition = partition_of(progress.flow)
-    if not transactions.version_2:
-        transactions.add_partitions({PROGRESS_TOPIC: [partition]}, deadline)
+    if transactions is None:
+        transactional_id, identity = None, _PLAIN
+    else:
+        transactional_id, identity = transactions.transactional_id, transactions.identity
+        if not transactions.version_2:
+            transactions.add_partitions({PROGRESS_TOPIC: [partition]}, deadline)
     key, value = records.encode(progress)
-    producer = Producer(cluster, transactional_id=transactions.transactional_id, deadline=deadline)
-    batch = encode_single(key, value, timestamp_ms=progress.time_ms, identity=transactions.identity, base_sequence=0)
+    producer = Producer(cluster, transactional_id=transactional_id, deadline=deadline)
+    batch = encode_single(key, value, timestamp_ms=progress.time_ms, identity=identity, base_sequence=0)
     producer.send(PROGRESS_TOPIC, partition, batch)
     written = producer.flush()[PROGRESS_TOPIC, partition]
+    if not offsets:
+        return  # no source is a topic; the record is found without the group's hint
     metadata = hint(partition, written.base_offset)
-    transactions.commit_offsets(names.group_id, offsets, deadline, metadata=metadata)
+    if transactions is None:
+        kafka_offsets.commit_offsets(cluster, names.group_id, offsets, deadline, metadata=metadata)
+    else:
+        transactions.commit_offsets(names.group_id, offsets, deadline, metadata=metadata)
 
 
 def now_ms() -> int:

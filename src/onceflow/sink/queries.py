@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from pyspark.sql import DataFrame, SparkSession
@@ -96,8 +97,23 @@ def check_session(spark: SparkSession, flow: str) -> None:
         )
 
 
-def check_plan(df: DataFrame, flow: str) -> None:
-    """Refuse queries that cannot be continued from progress in Kafka alone.
+@dataclass(frozen=True)
+class PlanFacts:
+    """What a query's plan says about it.
+
+    Args:
+        topics: whether it reads topics with ``Flow.read``.
+        others: whether it has other sources, whose position is in the checkpoint only.
+        stateful: whether Spark keeps state for it.
+    """
+
+    topics: bool
+    others: bool
+    stateful: bool
+
+
+def check_plan(df: DataFrame, flow: str, *, checkpoint: bool = False) -> PlanFacts:
+    """Refuse queries that cannot be continued from what is there: progress in Kafka, and maybe a checkpoint.
 
     Raises:
         UnsupportedQueryError: not a stream, a foreign source, or Spark-native state without a checkpoint.
@@ -110,35 +126,43 @@ def check_plan(df: DataFrame, flow: str) -> None:
         raise UnsupportedQueryError(
             "The DataFrame is not a stream", flow=flow, next_step="make it from Flow.read of this flow"
         )
+    topics = others = stateful = False
     for node in nodes(df._jdf.queryExecution().analyzed()):
         if not node.isStreaming():
             continue
         kind = str(node.getClass().getSimpleName())
         if kind in ("StreamingRelationV2", "StreamingRelation", "StreamingExecutionRelation"):
-            _check_source(node, kind, flow)
+            ours = _check_source(node, kind, flow, checkpoint)
+            topics, others = topics or ours, others or not ours
         what = _STATEFUL.get(kind)
         if kind == "Join" and node.left().isStreaming() and node.right().isStreaming():
             what = "a join of two streams"
-        if what is not None:
+        stateful = stateful or what is not None
+        if what is not None and not checkpoint:
             raise UnsupportedQueryError(
                 f"The query keeps state in Spark ({what}), which needs a checkpoint",
                 flow=flow,
-                next_step="a later version runs such queries with checkpoint=...; until then keep to queries without "
-                "state: it would start empty after every restart",
+                next_step="give Flow.write a folder that outlives the driver: checkpoint=...; without it the state "
+                "would start empty after every restart",
             )
+    return PlanFacts(topics, others, stateful)
 
 
-def _check_source(node: Any, kind: str, flow: str) -> None:
-    marked = None
-    if kind == "StreamingRelationV2":
-        marked = node.extraOptions().get(MARK)
+def _check_source(node: Any, kind: str, flow: str, checkpoint: bool) -> bool:
+    """Whether a source is a topic of this flow."""
+    marked = node.extraOptions().get(MARK) if kind == "StreamingRelationV2" else None
+    named = kind != "StreamingExecutionRelation"
+    if marked is None and checkpoint and named and "kafka" not in str(node.sourceName()).lower():
+        return False  # files, rate, ...: their position is in the checkpoint
     if marked != flow:
         of_other = f"flow {marked!r}" if marked else "spark.readStream"
         raise UnsupportedQueryError(
             f"The query reads a stream that was made by {of_other}",
             flow=flow,
-            next_step="read every stream of the query with Flow.read of the flow that writes it",
+            next_step="read every topic with Flow.read of the flow that writes it; other sources (files, rate) need "
+            "checkpoint=...",
         )
+    return True
 
 
 def nodes(plan: Any) -> Iterator[Any]:

@@ -191,6 +191,8 @@ class StateWork:
         """Whether the transactional id still has this attempt's epoch: else a newer driver was initialised."""
         write = self._order.write
         deadline = Deadline(write.deadline_s, f"looking up the owner of flow {write.flow}")
+        if write.transactional_id is None:
+            raise RuntimeError("a process step runs in transactions only")
         state = describe_transaction(self._cluster, write.transactional_id, deadline)
         return (state["producer_id"], state["producer_epoch"]) == (
             write.identity.producer_id,

@@ -13,7 +13,7 @@ import threading
 import time
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -73,13 +73,15 @@ class WriteOrder:
 
     Args:
         topic: the one output topic; None when rows name theirs in a ``topic`` column.
+        transactional_id: None when the guarantee does without transactions.
+        sequences: where the identity's sequence numbers go on, for an identity that outlives a batch.
         transaction_version: as the driver sees it; tasks must not mix protocols with the driver's EndTxn.
     """
 
     flow: str
     batch: int
     settings: ClientSettings
-    transactional_id: str
+    transactional_id: str | None
     identity: BatchHeader
     compression: str
     topic: str | None
@@ -87,6 +89,7 @@ class WriteOrder:
     routing: Routing
     transaction_version: int
     deadline_s: float
+    sequences: Mapping[tuple[str, int], int] = field(default_factory=dict)
     faults: str | None = None  # rules of the driver's environment (tests only), see onceflow.hooks
 
 
@@ -326,12 +329,13 @@ class RowWriter:
                 deadline=self._deadline,
                 transaction_version=self._order.transaction_version,
             )
-        if (topic, partition) not in self._sequences and self._order.transaction_version < 2:
+        transactional_id = self._order.transactional_id
+        if (topic, partition) not in self._sequences and self._order.transaction_version < 2 and transactional_id:
             # Version 1 of the protocol: a partition is enrolled before it is written to.
-            transactions = Transactions(self._cluster, self._order.transactional_id, identity=self._order.identity)
+            transactions = Transactions(self._cluster, transactional_id, identity=self._order.identity)
             transactions.add_partitions({topic: [partition]}, self._deadline)
         names = rows.schema.names
-        sequence = self._sequences.get((topic, partition), 0)
+        sequence = self._sequences.get((topic, partition), self._order.sequences.get((topic, partition), 0))
         try:
             for encoded in encode_batches(
                 rows.column("key") if "key" in names else None,

@@ -39,6 +39,22 @@ class TableProgress:
 
 
 @dataclass(frozen=True)
+class CheckpointProgress:
+    """Which batch of a Spark checkpoint a record belongs to.
+
+    Args:
+        query_id: id of the query, from the checkpoint's ``metadata``.
+        batch: Spark's number of the batch.
+        digest: of the end offsets of all its sources, as the checkpoint has them: tells a batch from another one
+            that was planned under the same number.
+    """
+
+    query_id: str
+    batch: int
+    digest: str
+
+
+@dataclass(frozen=True)
 class Progress:
     """State of a flow after its last committed batch.
 
@@ -48,7 +64,7 @@ class Progress:
         offsets: source end offsets: topic, partition, next offset to read.
         topic_ids: source topic to Kafka's topic id; tells a re-created topic from the old one.
         changelogs: end offsets of the table topics, as ``offsets``.
-        checkpoint_query_id: id in Spark's checkpoint, if the query keeps one.
+        checkpoint: what the batch was in Spark's checkpoint, if the query keeps one.
         watermark_ms: event-time watermark handed to the next batch, epoch milliseconds.
         tables: name of the table topic to what else is known of it.
         producer_id, producer_epoch: the transaction that wrote this record: tells a store whether the changes
@@ -63,7 +79,7 @@ class Progress:
     topic_ids: Mapping[str, str]
     time_ms: int
     changelogs: Offsets = field(default_factory=dict)
-    checkpoint_query_id: str | None = None
+    checkpoint: CheckpointProgress | None = None
     watermark_ms: int | None = None
     tables: Mapping[str, TableProgress] = field(default_factory=dict)
     producer_id: int = -1
@@ -81,7 +97,7 @@ def encode(progress: Progress) -> tuple[bytes, bytes]:
     content = {
         "batch_id": int(progress.batch_id),
         "changelogs": _plain(progress.changelogs),
-        "checkpoint_query_id": progress.checkpoint_query_id,
+        "checkpoint_query_id": None if progress.checkpoint is None else progress.checkpoint.query_id,
         "flow": progress.flow,
         "format": int(progress.format),
         "offsets": _plain(progress.offsets),
@@ -89,6 +105,8 @@ def encode(progress: Progress) -> tuple[bytes, bytes]:
         "topic_ids": dict(progress.topic_ids),
         "watermark_ms": None if progress.watermark_ms is None else int(progress.watermark_ms),
     }
+    if progress.checkpoint is not None:
+        content["checkpoint"] = {"batch": int(progress.checkpoint.batch), "digest": progress.checkpoint.digest}
     if progress.producer_id >= 0:
         content |= {"producer_id": int(progress.producer_id), "producer_epoch": int(progress.producer_epoch)}
     if progress.tables:
@@ -134,14 +152,14 @@ def decode(key: bytes | None, value: bytes) -> Progress:
     batch_id = _take(content, name, "batch_id", int)
     if batch_id < 0:
         _garbage(name, f"batch_id is {batch_id}")
-    query_id, watermark_ms = content.get("checkpoint_query_id"), content.get("watermark_ms")
+    watermark_ms = content.get("watermark_ms")
     return Progress(
         flow=flow,
         batch_id=batch_id,
         offsets=_offsets(content, name, "offsets"),
         topic_ids=_topic_ids(content, name),
         changelogs=_offsets(content, name, "changelogs") if "changelogs" in content else {},
-        checkpoint_query_id=None if query_id is None else _take(content, name, "checkpoint_query_id", str),
+        checkpoint=_checkpoint(content, name),
         watermark_ms=None if watermark_ms is None else _take(content, name, "watermark_ms", int),
         tables=_tables(content, name) if "tables" in content else {},
         producer_id=_take(content, name, "producer_id", int) if "producer_id" in content else -1,
@@ -210,6 +228,17 @@ def _tables(content: dict[str, Any], flow: str) -> dict[str, TableProgress]:
             watermark_ms=None if watermark_ms is None else _take(table, flow, "watermark_ms", int),
         )
     return result
+
+
+def _checkpoint(content: dict[str, Any], flow: str) -> CheckpointProgress | None:
+    if content.get("checkpoint_query_id") is None:
+        return None
+    rest = _take(content, flow, "checkpoint", dict)
+    return CheckpointProgress(
+        query_id=_take(content, flow, "checkpoint_query_id", str),
+        batch=_take(rest, flow, "batch", int),
+        digest=_take(rest, flow, "digest", str),
+    )
 
 
 def _short(value: Any) -> str:

@@ -1,0 +1,146 @@
+"""What a guarantee costs: which of the sink's steps run in a transaction, and in which order.
+
+Everything else of a batch (plan, tasks, encoding, audit) is the same code for all three:
+
+- ``exactly_once``: rows, progress and source offsets in one transaction.
+- ``at_least_once``: rows, then progress. A crash in between writes the rows again. No transaction: an idempotent
+  producer keeps a partition's records in order, and its own retries from doubling them (KIP-98).
+- ``at_most_once``: progress, then rows. A crash in between loses the rows; nothing is tried twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Protocol
+
+from onceflow.client.cluster import Cluster
+from onceflow.client.deadline import Deadline
+from onceflow.client.transactions import Outcome, Transactions, idempotent_identity
+from onceflow.sink import progress_log
+from onceflow.sink.reports import Report
+from onceflow.wire.batches import BatchHeader, next_sequence
+from onceflow.wire.names import Names
+from onceflow.wire.progress import Offsets, Progress
+
+EXACTLY_ONCE, AT_LEAST_ONCE, AT_MOST_ONCE = "exactly_once", "at_least_once", "at_most_once"
+GUARANTEES = (EXACTLY_ONCE, AT_LEAST_ONCE, AT_MOST_ONCE)
+
+Sequences = Mapping[tuple[str, int], int]
+
+
+class Delivery(Protocol):
+    """How a batch gets an identity, its progress and an end.
+
+    Args:
+        transactional_id: of the rows' producers; None without transactions.
+        progress_first: whether progress moves before anything is written.
+    """
+
+    @property
+    def progress_first(self) -> bool: ...
+
+    @property
+    def transactional_id(self) -> str | None: ...
+
+    @property
+    def sequences(self) -> Sequences:
+        """Where the sequence numbers of the identity go on, per partition; 0 where it is not named."""
+        ...
+
+    def begin(self, deadline: Deadline) -> BatchHeader:
+        """The identity that this attempt's rows are written under."""
+        ...
+
+    def written(self, reports: Iterable[Report]) -> None:
+        """All rows are acknowledged, and the audit has passed."""
+        ...
+
+    def write_progress(self, progress: Progress, offsets: Offsets, deadline: Deadline) -> None:
+        """Step ``progress``: the record and the group's offsets."""
+        ...
+
+    def end(self, deadline: Deadline) -> Outcome:
+        """Step ``end``: what decides the batch."""
+        ...
+
+    def abort(self, deadline: Deadline) -> None:
+        """Nothing more is written under this attempt's identity."""
+        ...
+
+
+class ExactlyOnce:
+    """One transaction for everything (I1)."""
+
+    progress_first = False
+
+    def __init__(self, cluster: Cluster, transactions: Transactions, names: Names) -> None:
+        self.sequences: Sequences = {}  # every transaction has an epoch of its own, and starts at 0 (I4)
+        self._cluster = cluster
+        self._transactions = transactions
+        self._names = names
+
+    @property
+    def transactional_id(self) -> str | None:
+        return self._transactions.transactional_id
+
+    def begin(self, deadline: Deadline) -> BatchHeader:
+        return self._transactions.begin(deadline)
+
+    def written(self, reports: Iterable[Report]) -> None:
+        """Nothing is kept from one transaction to the next."""
+
+    def write_progress(self, progress: Progress, offsets: Offsets, deadline: Deadline) -> None:
+        progress_log.write_progress(self._cluster, self._transactions, self._names, progress, offsets, deadline)
+
+    def end(self, deadline: Deadline) -> Outcome:
+        return self._transactions.end(deadline, commit=True)
+
+    def abort(self, deadline: Deadline) -> None:
+        self._transactions.abort(deadline)
+
+
+class WithoutTransactions:
+    """Rows and progress one after the other; an identity serves until an attempt fails."""
+
+    transactional_id: str | None = None
+
+    def __init__(self, cluster: Cluster, names: Names, *, progress_first: bool) -> None:
+        self.progress_first = progress_first
+        self._cluster = cluster
+        self._names = names
+        self._identity: BatchHeader | None = None
+        self._sequences: dict[tuple[str, int], int] = {}
+
+    @property
+    def sequences(self) -> Sequences:
+        return self._sequences
+
+    def begin(self, deadline: Deadline) -> BatchHeader:
+        if self._identity is None:
+            self._identity = idempotent_identity(self._cluster, deadline)
+            self._sequences = {}
+        return self._identity
+
+    def written(self, reports: Iterable[Report]) -> None:
+        for report in reports:
+            if report.topic is not None:
+                place = (report.topic, report.partition)
+                self._sequences[place] = next_sequence(self._sequences.get(place, 0), report.count)
+
+    def write_progress(self, progress: Progress, offsets: Offsets, deadline: Deadline) -> None:
+        progress_log.write_progress(self._cluster, None, self._names, progress, offsets, deadline)
+
+    def end(self, deadline: Deadline) -> Outcome:
+        """Nothing is left to decide."""
+        return Outcome.COMMITTED
+
+    def abort(self, deadline: Deadline) -> None:
+        """How far the failed attempt got is not known, so nothing continues its sequences."""
+        self._identity = None
+
+
+def delivery(guarantee: str, cluster: Cluster, transactions: Transactions, names: Names) -> Delivery:
+    """The way of a guarantee, which has been checked."""
+    if guarantee == EXACTLY_ONCE:
+        return ExactlyOnce(cluster, transactions, names)
+    return WithoutTransactions(cluster, names, progress_first=guarantee == AT_MOST_ONCE)
