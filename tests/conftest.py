@@ -39,6 +39,16 @@ def run_driver(script: Path, rule: str | None, arguments: dict[str, Any]) -> sub
     )
 
 
+def end_driver(process: subprocess.Popen[str]) -> None:
+    """End the JVM and the workers that a killed driver leaves behind; ``run_driver`` has started them."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    if process.stdout is not None:
+        process.stdout.close()
+
+
 @dataclass
 class Pipe:
     """One flow from a filled topic to an output topic, and what must come out."""
@@ -88,13 +98,7 @@ class Pipe:
         return run_driver(DRIVER, rule, arguments)
 
     def end_driver(self, process: subprocess.Popen[str]) -> None:
-        """End the JVM and the workers that a killed driver leaves behind; ``driver`` has started them."""
-        try:
-            os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
-        if process.stdout is not None:
-            process.stdout.close()
+        end_driver(process)
 
     def check(self) -> list[independent.Seen]:
         """Exactly once: every record once, in order of its key, in the partition of its key; progress agrees."""
@@ -249,16 +253,45 @@ def make_pipe(
     return make
 
 
+def fault_module(name: str) -> Any:
+    """A module of ``tests/faults`` that drivers import, too."""
+    sys.path.insert(0, str(DRIVER.parent))
+    try:
+        return importlib.import_module(name)
+    finally:
+        sys.path.remove(str(DRIVER.parent))
+
+
 @pytest.fixture(scope="session")
 def ledger() -> Any:
     """The module ``tests/faults/ledger.py``."""
-    sys.path.insert(0, str(DRIVER.parent))
-    try:
-        module = importlib.import_module("ledger")
-    finally:
-        sys.path.remove(str(DRIVER.parent))
+    module = fault_module("ledger")
     module.use()
     return module
+
+
+@pytest.fixture
+def make_spark_state_pipe(
+    onceflow_broker: str, onceflow_spark: Any, make_topic: Callable[..., str], tmp_path: Path
+) -> Callable[[str], Any]:
+    """``make_spark_state_pipe("aggregation")``: two empty sources, an empty target, a flow, no checkpoint yet."""
+
+    def make(query: str) -> Any:
+        sources = [make_topic("left", 3), make_topic("right", 3)]
+        pipe = fault_module("spark_state_pipe").SparkStatePipe
+        return pipe(
+            query,
+            onceflow_broker,
+            sources,
+            make_topic("out", 2),
+            f"flow-{sources[0]}",
+            onceflow_spark,
+            tmp_path / "checkpoint",
+            run_driver,
+            end_driver,
+        )
+
+    return make
 
 
 @pytest.fixture

@@ -22,7 +22,8 @@ class CheckpointStart:
     """The decision.
 
     Args:
-        drains: number (Spark's) of the batch that Spark will run again and that is committed already; None: no such.
+        drains: number (Spark's) of the batch that Kafka has committed and Spark does not know to be: its commit log
+            is completed, or it is run again for its state only (drained). None: no such.
         remark: what a person should know.
     """
 
@@ -59,11 +60,7 @@ def plan_checkpoint(
         if digest != known.digest:
             raise _diverged(known.batch, location, flow)
         if known.batch == checkpoint.planned > checkpoint.committed:
-            return CheckpointStart(
-                drains=known.batch,
-                remark=f"batch {known.batch} of the checkpoint is committed in Kafka, and Spark does not know it yet: "
-                "it is run again for its state only, nothing of it is written",
-            )
+            return CheckpointStart(drains=known.batch)
         return CheckpointStart()
     if checkpoint.committed >= 0:
         raise _foreign(checkpoint, progress, location, flow)

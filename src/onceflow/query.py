@@ -66,6 +66,11 @@ class FlowQuery(StreamingQuery):
         """The last 200 committed batches: records, bytes, seconds per step, attempts."""
         return list(self._sink.history)
 
+    @property
+    def drained(self) -> list[int]:
+        """Batches that were committed before this run, and that it had to run again for Spark's state."""
+        return list(self._sink.drained)
+
     def _reason(self, error: StreamingQueryException) -> BaseException:
         failure = self._sink.failure
         return failure if isinstance(failure, OnceflowError) else error

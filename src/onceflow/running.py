@@ -21,6 +21,7 @@ from pyspark.sql.streaming.readwriter import DataStreamWriter
 from onceflow.checkpoints import plan_checkpoint
 from onceflow.errors import OptionError
 from onceflow.sink.checkpoint import Folder, LocalFolder, look_at, open_folder
+from onceflow.sink.commit_log import complete
 from onceflow.sink.numbering import Numbering
 from onceflow.sink.offsets import read_digest
 from onceflow.sink.queries import PlanFacts
@@ -28,6 +29,8 @@ from onceflow.wire.progress import Progress
 
 log = logging.getLogger("onceflow")
 
+#: Whether a batch that Kafka has committed is put into Spark's commit log at a start, instead of being drained.
+COMPLETE_COMMIT_LOG = True
 OUTPUT_MODES = ("append", "update", "complete")
 _DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(milliseconds?|ms|seconds?|s|minutes?|min)?\s*")
 _UNIT_SECONDS = {"m": 60.0, "s": 1.0}
@@ -112,6 +115,13 @@ def kept(
     )
     if start.remark:
         log.warning("flow %s: %s", flow, start.remark)
+    entry = None if known is None or not COMPLETE_COMMIT_LOG else known.commit
+    if start.drains is not None and entry is not None and complete(spark, address, start.drains, entry):
+        log.warning(
+            "flow %s: batch %d of the checkpoint is committed in Kafka: Spark's commit log is completed with it",
+            flow,
+            start.drains,
+        )
     return Location(folder, address, Numbering(spark, folder, flow, moved))
 
 

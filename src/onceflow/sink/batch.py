@@ -393,7 +393,9 @@ class BatchSink:
             self.progress,
             batch_id=batch,
             offsets={**_plain(self.progress.offsets), **source.end},
-            checkpoint=None if self._numbering is None else self._numbering.current,
+            checkpoint=(
+                None if self._numbering is None else self._numbering.current(has_run=not self._delivery.progress_first)
+            ),
             time_ms=progress_log.now_ms(),
         )
         if self._state is not None:

@@ -16,6 +16,8 @@ from pyspark.sql import Column, DataFrame, SparkSession
 
 from onceflow.errors import BatchAbortedError, EnvironmentUnusableError, OptionError
 
+#: Version of the state store's checkpoints; from 2 on, state files have unique ids that Spark's commit log names.
+STATE_FORMAT = "spark.sql.streaming.stateStore.checkpointFormatVersion"
 _MURMUR2_CLASS = "org.apache.kafka.common.utils.Utils"
 
 

@@ -15,10 +15,9 @@ from pyspark.sql import DataFrame, SparkSession
 from onceflow.errors import ProgressConflictError
 from onceflow.sink import jvm
 from onceflow.sink.checkpoint import Folder, look_at
+from onceflow.sink.commit_log import CommitLog
 from onceflow.sink.offsets import SourceRange
 from onceflow.wire.progress import CheckpointProgress, Progress
-
-_STATE_FORMAT = "spark.sql.streaming.stateStore.checkpointFormatVersion"
 
 
 class Numbering:
@@ -38,7 +37,8 @@ class Numbering:
         self._flow = flow
         self._moved = dict(moved or {})
         self._query_id: str | None = None
-        self.current: CheckpointProgress | None = None
+        self._log = CommitLog(spark, folder)
+        self._current: CheckpointProgress | None = None
 
     @property
     def query_id(self) -> str:
@@ -68,7 +68,17 @@ class Numbering:
 
     def planned(self, batch: int, source: SourceRange) -> None:
         """Spark's batch is to be written: what its progress will say of the checkpoint."""
-        self.current = CheckpointProgress(self.query_id, batch, source.digest)
+        self._current = CheckpointProgress(self.query_id, batch, source.digest)
+
+    def current(self, *, has_run: bool) -> CheckpointProgress | None:
+        """For the progress record of the batch under way.
+
+        Args:
+            has_run: whether all its tasks are done: then it is known what Spark will write to its commit log.
+        """
+        if self._current is None or not has_run:
+            return self._current
+        return replace(self._current, commit=self._log.entry(self.query_id, self._current.batch))
 
     def bridged(self, source: SourceRange, progress: Progress) -> SourceRange:
         """The range as it starts where this run's start has moved it."""
@@ -84,7 +94,7 @@ class Numbering:
 
     def forget_attempt(self, df: DataFrame) -> None:
         """Before a batch is run again, see ``jvm.forget_state_ids``."""
-        if int(str(df.sparkSession.conf.get(_STATE_FORMAT, "1"))) >= 2:
+        if int(str(df.sparkSession.conf.get(jvm.STATE_FORMAT, "1"))) >= 2:
             jvm.forget_state_ids(self._spark, self.query_id)
 
     def rows_kept(self) -> float:

@@ -47,11 +47,13 @@ class CheckpointProgress:
         batch: Spark's number of the batch.
         digest: of the end offsets of all its sources, as the checkpoint has them: tells a batch from another one
             that was planned under the same number.
+        commit: the entry of Spark's commit log for the batch, as Spark was going to write it; None: not known.
     """
 
     query_id: str
     batch: int
     digest: str
+    commit: str | None = None
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,10 @@ def encode(progress: Progress) -> tuple[bytes, bytes]:
         "watermark_ms": None if progress.watermark_ms is None else int(progress.watermark_ms),
     }
     if progress.checkpoint is not None:
-        content["checkpoint"] = {"batch": int(progress.checkpoint.batch), "digest": progress.checkpoint.digest}
+        kept: dict[str, Any] = {"batch": int(progress.checkpoint.batch), "digest": progress.checkpoint.digest}
+        if progress.checkpoint.commit is not None:
+            kept["commit"] = progress.checkpoint.commit
+        content["checkpoint"] = kept
     if progress.producer_id >= 0:
         content |= {"producer_id": int(progress.producer_id), "producer_epoch": int(progress.producer_epoch)}
     if progress.tables:
@@ -238,6 +243,7 @@ def _checkpoint(content: dict[str, Any], flow: str) -> CheckpointProgress | None
         query_id=_take(content, flow, "checkpoint_query_id", str),
         batch=_take(rest, flow, "batch", int),
         digest=_take(rest, flow, "digest", str),
+        commit=_take(rest, flow, "commit", str) if "commit" in rest else None,
     )
 
 

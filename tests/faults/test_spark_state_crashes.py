@@ -1,0 +1,47 @@
+"""Queries with state in Spark, killed at every step, their checkpoint kept: outputs equal a batch query's (I5).
+
+The kill that matters is the one at ``end``: Kafka has committed, Spark's commit log does not know it yet. Fault
+injection puts it exactly there, every time.
+"""
+
+from __future__ import annotations
+
+import signal
+from typing import Any
+
+import pytest
+
+from onceflow import hooks
+from onceflow.sink.checkpoint import LocalFolder, look_at
+from onceflow.testing import faults
+
+pytestmark = [pytest.mark.integration, pytest.mark.faults]
+
+
+@pytest.mark.parametrize("query", ["aggregation", "outer_join"])
+def test_killed_at_every_step(make_spark_state_pipe: Any, query: str) -> None:
+    """One flow, killed once at each step of a batch in the middle of a run, then finished."""
+    pipe = make_spark_state_pipe(query)
+    for step in hooks.STEPS:
+        pipe.fill(250)
+        before = pipe.progress()
+        # The second new batch of this start: there is state already, and a batch that was committed in this process.
+        batch = {} if step == "init" else {"batch_from": (0 if before is None else before.batch_id) + 2}
+        process = pipe.driver(faults.fault(step, "kill", **batch))
+        try:
+            output = process.communicate(timeout=120)[0]
+            assert process.returncode == -signal.SIGKILL, output
+        finally:
+            pipe.end_driver(process)
+        after = pipe.progress()
+        if step == "end":
+            state = look_at(LocalFolder(pipe.checkpoint))
+            assert after is not None
+            assert after.checkpoint is not None
+            assert state.planned == state.committed + 1 == after.checkpoint.batch
+    pipe.close_windows()
+    pipe.run()
+    expected, written = pipe.expected(), pipe.written()
+    assert not expected - written, f"lost: {list((expected - written).items())[:5]}"
+    assert not written - expected, f"doubled or foreign: {list((written - expected).items())[:5]}"
+    assert sum(expected.values()) > 100
