@@ -11,6 +11,7 @@ from typing import Any
 import spark_state_queries as queries
 
 from onceflow import Flow
+from onceflow.sink.checkpoint import LocalFolder, look_at
 from onceflow.testing import independent
 from onceflow.wire import progress as records
 from onceflow.wire.progress import PROGRESS_TOPIC, Progress
@@ -74,6 +75,19 @@ class SparkStatePipe:
         finally:
             query.stop()
         return query
+
+    def forget_last_commit(self) -> None:
+        """As a kill between EndTxn and Spark's commit log leaves the checkpoint."""
+        last = look_at(LocalFolder(self.checkpoint)).committed
+        for name in (f"{last}", f".{last}.crc"):
+            (self.checkpoint / "commits" / name).unlink(missing_ok=True)
+
+    def tokens(self) -> dict[str, set[str]]:
+        """Every token that was written for a key."""
+        found: dict[str, set[str]] = {}
+        for key, value in self.written():
+            found.setdefault(key, set()).add(value)
+        return found
 
     def progress(self) -> Progress | None:
         found = None

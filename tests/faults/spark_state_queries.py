@@ -44,4 +44,12 @@ def outer_join(left: DataFrame, right: DataFrame) -> DataFrame:
     )
 
 
-QUERIES: dict[str, Any] = {"aggregation": aggregation, "outer_join": outer_join}
+def tokens(left: DataFrame, _: DataFrame) -> DataFrame:
+    """A random token per key, drawn with its first record and kept: user code that is not deterministic."""
+    drawn = (
+        events(left).withColumn("token", F.expr("uuid()")).groupBy("key").agg(F.min(F.struct("n", "token")).alias("f"))
+    )
+    return drawn.select("key", F.col("f.token").alias("value"))
+
+
+QUERIES: dict[str, Any] = {"aggregation": aggregation, "outer_join": outer_join, "tokens": tokens}
