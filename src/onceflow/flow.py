@@ -88,7 +88,6 @@ class Flow:
         self._committed: Progress | None = None
         self._sources: dict[str, recovery.SourceTopic] = {}
         self._steps: dict[str, Step] = {}
-        self._moved: dict[str, dict[int, int]] = {}  # offsets that this start has committed by itself
         self._lock = threading.RLock()
         self._running: FlowQuery | None = None
         self._fresh = False  # whether progress was read after the last InitProducerId
@@ -223,9 +222,6 @@ class Flow:
         if before is not None:
             progress = replace(before, offsets=progress.offsets, topic_ids=progress.topic_ids, time_ms=progress.time_ms)
         self._commit_progress(progress, deadline)
-        known = {} if before is None else before.offsets.get(topic, {})
-        if known:  # else all is new, for Spark's checkpoint, too
-            self._moved[topic] = {p: offset for p, offset in offsets.items() if known.get(p) != offset}
 
     # ---- state -----------------------------------------------------------------------------------------
 
@@ -475,11 +471,7 @@ class Flow:
                 self._connect(deadline)
                 self._take_over({}, deadline)  # only a query without topics has not done it yet
                 progress = self._committed or Progress(self._names.progress_key, 0, {}, {}, progress_log.now_ms())
-                location = (
-                    scratch(self.name)
-                    if run.checkpoint is None
-                    else kept(self._spark, run, progress, self._moved, self.name)
-                )
+                location = scratch(self.name) if run.checkpoint is None else kept(self._spark, run, progress, self.name)
                 load_targets(self._connected(), options.topic, deadline, more=process.letter_topics(self._steps))
                 transactions = self._initialised()
                 transactions.timeout_ms = int(options.transaction_timeout_s * 1000)
@@ -548,7 +540,6 @@ class Flow:
             self._cluster = self._transactions = self._committed = None
             self._sources = {}
             self._steps = {}
-            self._moved = {}
             self._fresh = False
 
     def __enter__(self) -> Flow:

@@ -11,7 +11,6 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +22,7 @@ from onceflow.errors import OptionError
 from onceflow.sink.checkpoint import Folder, LocalFolder, look_at, open_folder
 from onceflow.sink.commit_log import complete
 from onceflow.sink.numbering import Numbering
-from onceflow.sink.offsets import read_digest
+from onceflow.sink.offsets import TopicOffsets, read_digest, read_ends
 from onceflow.sink.queries import PlanFacts
 from onceflow.wire.progress import Progress
 
@@ -87,13 +86,8 @@ def scratch(flow: str) -> Location:
     return Location(LocalFolder(path), path.as_uri(), None)
 
 
-def kept(
-    spark: SparkSession, run: RunOptions, progress: Progress, moved: Mapping[str, Mapping[int, int]], flow: str
-) -> Location:
+def kept(spark: SparkSession, run: RunOptions, progress: Progress, flow: str) -> Location:
     """The user's checkpoint, when it belongs to the flow's progress.
-
-    Args:
-        moved: offsets that this start has committed by itself, see ``Numbering``.
 
     Raises:
         ProgressConflictError: it does not.
@@ -122,7 +116,18 @@ def kept(
             flow,
             start.drains,
         )
+    moved = {}
+    if known is not None and known.query_id == state.query_id:
+        moved = _moved_since(read_ends(folder, known.batch, progress.offsets), progress)
     return Location(folder, address, Numbering(spark, folder, flow, moved))
+
+
+def _moved_since(ends: TopicOffsets, progress: Progress) -> TopicOffsets:
+    """Where progress has moved since its last batch: only starts do that, this one or one that then wrote nothing."""
+    return {
+        topic: {p: offset for p, offset in progress.offsets.get(topic, {}).items() if ends[topic].get(p) != offset}
+        for topic in ends
+    }
 
 
 def scratch_folder(flow: str) -> Path:

@@ -160,7 +160,15 @@ class BatchSink:
         with self._timed(summary, "plan"):
             source, is_committed = self._plan(spark_batch_id, batch)
         if is_committed:
-            self._drain(df, spark_batch_id)
+            log.warning(
+                "flow %s: batch %d (%d in the checkpoint) is committed already: it is run again for its state only, "
+                "nothing of it is written",
+                self._names.flow,
+                self.progress.batch_id,
+                spark_batch_id,
+            )
+            self._drain(df)
+            self.drained.append(self.progress.batch_id)
             return
         if self._state is not None and not source.rows_most and not self._state.due(progress_log.now_ms()):
             return  # woken up by the clock, and nothing is due
@@ -185,6 +193,10 @@ class BatchSink:
                 last = problem
                 if self.progress.batch_id == batch:
                     self._lose(summary, problem)
+                    if self._numbering is not None:
+                        # Spark's next batch needs the state of this one, which the failure may have cut short.
+                        self._numbering.forget_attempt(df)
+                        self._drain(df)
                     return
                 if self._state is not None:
                     self._state.failed(problem)
@@ -261,21 +273,13 @@ class BatchSink:
         hooks.at("plan", where="driver", flow=self._names.flow, batch=batch)
         return source, False
 
-    def _drain(self, df: DataFrame, spark_batch_id: int) -> None:
-        """Run a batch that is committed already for its state and watermark only.
+    def _drain(self, df: DataFrame) -> None:
+        """Run a batch for its state and watermark only.
 
         It has to run: Spark's next batch needs the state this one makes, and takes its watermark from the plan that
         was executed (Spark: MicroBatchExecution, WatermarkTracker).
         """
-        log.warning(
-            "flow %s: batch %d (%d in the checkpoint) is committed already: it is run again for its state only, "
-            "nothing of it is written",
-            self._names.flow,
-            self.progress.batch_id,
-            spark_batch_id,
-        )
         df.write.format("noop").mode("append").save()
-        self.drained.append(self.progress.batch_id)
 
     def _begin(self, df: DataFrame, batch: int) -> BatchHeader:
         """A fresh epoch for this attempt (I3), where the tasks of this thread's jobs can read it."""

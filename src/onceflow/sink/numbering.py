@@ -25,7 +25,7 @@ class Numbering:
 
     Args:
         spark: the session that the query was started in.
-        moved: offsets that the start of this run has committed by itself (partitions that are new, gaps that were
+        moved: offsets that starts have committed since the last batch (partitions that are new, gaps that were
             accepted): there Spark's log says something else than progress.
     """
 

@@ -69,6 +69,12 @@ def read_range(checkpoint: Path | Folder, batch_id: int, topics: Collection[str]
     return SourceRange(start, end, others, digest_of(lines))
 
 
+def read_ends(folder: Folder, batch_id: int, topics: Collection[str]) -> TopicOffsets:
+    """Where a batch ends, of the topics that it read."""
+    name = f"offsets/{batch_id}"
+    return _offsets_of(_lines(folder, name), folder, name, topics)[0]
+
+
 def read_digest(folder: Folder, batch_id: int) -> str | None:
     """``SourceRange.digest`` of a batch; None when the checkpoint does not know it (any more)."""
     if folder.text(f"offsets/{batch_id}") is None:
