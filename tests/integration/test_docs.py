@@ -29,6 +29,7 @@ ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 OPERATIONS = ROOT / "docs" / "operations.md"
 STATE = ROOT / "docs" / "state.md"
+SPARK_STATE = ROOT / "docs" / "spark-state.md"
 PAGES = [README, ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 LINE_LENGTH_MAX = 140
 
@@ -138,6 +139,25 @@ def test_the_example_with_state(
     assert folder in reading
     first, _ = run_python(reading.replace(folder, repr(str(tmp_path / flow / table)))).splitlines()
     assert json.loads(ast.literal_eval(first)) == last[b"ada"]
+
+
+def test_the_example_with_state_in_spark(
+    onceflow_broker: str, onceflow_spark: Any, make_topic: Callable[..., str], tmp_path: Path
+) -> None:
+    """It runs, twice, with one checkpoint: the last counts of the windows add up to all records."""
+    clicks, counts = make_topic("clicks", 2), make_topic("counts", 2)
+    (code,) = blocks(SPARK_STATE, "python")
+    names = {'"clicks"': clicks, 'topic="counts"': counts, 'Flow("counts"': f"flow-{clicks}", '"/var/lib/counts"': "ck"}
+    code = adapted(code, onceflow_broker, names).replace("'ck'", repr(str(tmp_path / "checkpoint")))
+    for _ in range(2):
+        independent.fill(onceflow_broker, clicks, [(name.encode(), b"") for name in ("ada", "bob", "ada")])
+        execute(code)  # in this process: onceflow.session hands out the session of the tests
+    last: dict[tuple[bytes | None, str], int] = {}
+    for record in independent.read_topic(onceflow_broker, counts, decided=True):
+        window = json.loads(record.value or b"")
+        last[record.key, window["start"]] = window["count"]
+    assert {key for key, _ in last} == {b"ada", b"bob"}
+    assert sum(last.values()) == 6
 
 
 def test_the_processors_of_the_state_page(monkeypatch: pytest.MonkeyPatch) -> None:
