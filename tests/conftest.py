@@ -320,6 +320,19 @@ def inject(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return inject_
 
 
+@pytest.fixture
+def inject_at_every_step(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """``inject_at_every_step("kill-workers")``: step after step, each in a batch of its own, from batch 2 on."""
+
+    def inject_(action: str) -> None:
+        faults._fired.clear()
+        rules = [{"step": hooks.STEPS[0], "action": action}]
+        rules += [{"step": step, "action": action, "batch": n} for n, step in enumerate(hooks.STEPS[1:], 2)]
+        monkeypatch.setenv(hooks.VARIABLE, json.dumps(rules))
+
+    return inject_
+
+
 @pytest.fixture(autouse=True)
 def _no_faults_left(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(hooks.VARIABLE, raising=False)

@@ -16,7 +16,12 @@ def main() -> None:
     spark = onceflow.session(
         app_name=given["flow"],
         master=given.get("master", "local[2]"),
-        config={"spark.driver.memory": "700m", **given.get("spark", {})},
+        config={
+            "spark.driver.memory": "700m",
+            # The process lives for a few batches only: the second compiler would never pay.
+            "spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1",
+            **given.get("spark", {}),
+        },
     )
     # Small data is to be written by as many tasks as large data would be.
     batch._TASK_BYTES = given.get("task_bytes", batch._TASK_BYTES)

@@ -17,7 +17,10 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO if given.get("verbose") else logging.WARNING)
     ledger.use()
     spark = onceflow.session(
-        app_name=given["flow"], master=given.get("master", "local[2]"), config={"spark.driver.memory": "700m"}
+        app_name=given["flow"],
+        master=given.get("master", "local[2]"),
+        # The process lives for a few batches only: the second compiler would never pay.
+        config={"spark.driver.memory": "700m", "spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1"},
     )
     state_step._TASK_ROWS = given.get("task_rows", 400)
     flow = onceflow.Flow(given["flow"], spark, bootstrap_servers=given["bootstrap"])

@@ -93,15 +93,15 @@ def test_exception(make_pipe: Any, inject: Any, step: str) -> None:
     check_recovered(pipe)
 
 
-@pytest.mark.parametrize("step", hooks.STEPS)
-def test_python_workers_killed(make_pipe: Any, inject: Any, step: str) -> None:
-    """Workers are idle at most steps: the next job starts new ones, and nobody notices."""
+def test_python_workers_killed(make_pipe: Any, inject_at_every_step: Any) -> None:
+    """Workers are idle at most steps: the next job starts new ones, or meets a dead one and is run again."""
     pipe = make_pipe()
     pipe.fill(3000)
-    inject(step, "kill-workers", **({} if step == "init" else {"batch": BATCH}))
-    query = pipe.run(small_batch_rows=0)
+    inject_at_every_step("kill-workers")
+    query = pipe.run(read={"max_records_per_batch": 300}, small_batch_rows=0)
     check_recovered(pipe)
-    assert [b.attempts for b in query.batches] == [1] * len(query.batches)
+    assert len(query.batches) > len(hooks.STEPS)
+    assert max(b.attempts for b in query.batches) <= 2
 
 
 @pytest.mark.parametrize("action", ["kill", "raise"])

@@ -18,11 +18,12 @@ from onceflow.testing import faults
 pytestmark = [pytest.mark.integration, pytest.mark.faults]
 
 
+@pytest.mark.parametrize("steps", [hooks.STEPS[:4], hooks.STEPS[4:]], ids=lambda steps: f"{steps[0]}-{steps[-1]}")
 @pytest.mark.parametrize("query", ["aggregation", "outer_join"])
-def test_killed_at_every_step(make_spark_state_pipe: Any, query: str) -> None:
-    """One flow, killed once at each step of a batch in the middle of a run, then finished."""
+def test_killed_at_every_step(make_spark_state_pipe: Any, query: str, steps: tuple[str, ...]) -> None:
+    """One flow, killed at one step after the other, each in a batch in the middle of a run, then finished."""
     pipe = make_spark_state_pipe(query)
-    for step in hooks.STEPS:
+    for step in steps:
         pipe.fill(250)
         before = pipe.progress()
         # The second new batch of this start: there is state already, and a batch that was committed in this process.
@@ -44,7 +45,7 @@ def test_killed_at_every_step(make_spark_state_pipe: Any, query: str) -> None:
     expected, written = pipe.expected(), pipe.written()
     assert not expected - written, f"lost: {list((expected - written).items())[:5]}"
     assert not written - expected, f"doubled or foreign: {list((written - expected).items())[:5]}"
-    assert sum(expected.values()) > 100
+    assert sum(expected.values()) >= 20
 
 
 @pytest.mark.parametrize("completed", [True, False])

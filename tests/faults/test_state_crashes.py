@@ -61,13 +61,14 @@ def test_exception(make_state_pipe: Any, inject: Any, by_tasks: Any, step: str) 
     pipe.check()
 
 
-@pytest.mark.parametrize("step", hooks.STEPS)
-def test_python_workers_killed(make_state_pipe: Any, inject: Any, by_tasks: Any, step: str) -> None:
+@pytest.mark.parametrize("inside", [False, True])
+def test_python_workers_killed(make_state_pipe: Any, inject_at_every_step: Any, by_tasks: Any, inside: bool) -> None:
     """Between jobs nobody needs them: what they held in memory is in the stores and in Kafka."""
     pipe = make_state_pipe()
     pipe.fill(3000)
-    inject(step, "kill-workers", **({} if step == "init" else {"batch": BATCH}))
-    pipe.run(**options_of(step, by_tasks), **({} if options_of(step, by_tasks) else by_tasks))
+    inject_at_every_step("kill-workers")
+    query = pipe.run(read={"max_records_per_batch": 300}, inside=inside, **by_tasks)
+    assert len(query.batches) > len(hooks.STEPS)
     pipe.check()
 
 
