@@ -52,6 +52,8 @@ def plan_checkpoint(
         ProgressConflictError: they do not belong together; its text names the situation and the choices.
     """
     known = progress.checkpoint
+    if checkpoint.planned > checkpoint.committed + 1:
+        raise _damaged(checkpoint, location, flow)
     if known is not None and checkpoint.query_id == known.query_id:
         if known.batch > checkpoint.planned:
             raise _behind(checkpoint, known.batch, location, flow)
@@ -131,6 +133,16 @@ def _ahead(checkpoint: CheckpointState, batch: int, location: str, flow: str) ->
         flow=flow,
         detail=f"checkpoint {location} has finished batch {checkpoint.committed}, Kafka has committed batch {batch}; "
         "was the progress topic restored or tampered with? What is in between would be lost",
+        next_step=_CHOICES.format(flow=flow),
+    )
+
+
+def _damaged(checkpoint: CheckpointState, location: str, flow: str) -> ProgressConflictError:
+    return ProgressConflictError(
+        "The checkpoint is damaged: its commit log ends too early",
+        flow=flow,
+        detail=f"checkpoint {location} has planned batch {checkpoint.planned} and finished {checkpoint.committed}; "
+        "Spark leaves at most one unfinished. Were files of it deleted?",
         next_step=_CHOICES.format(flow=flow),
     )
 

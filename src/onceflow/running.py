@@ -19,7 +19,7 @@ from pyspark.sql.streaming.readwriter import DataStreamWriter
 
 from onceflow.checkpoints import plan_checkpoint
 from onceflow.errors import OptionError
-from onceflow.sink.checkpoint import Folder, LocalFolder, look_at, open_folder
+from onceflow.sink.checkpoint import CheckpointState, Folder, LocalFolder, look_at, open_folder
 from onceflow.sink.commit_log import complete
 from onceflow.sink.numbering import Numbering
 from onceflow.sink.offsets import TopicOffsets, read_digest, read_ends
@@ -116,18 +116,21 @@ def kept(spark: SparkSession, run: RunOptions, progress: Progress, flow: str) ->
             flow,
             start.drains,
         )
-    moved = {}
-    if known is not None and known.query_id == state.query_id:
-        moved = _moved_since(read_ends(folder, known.batch, progress.offsets), progress)
-    return Location(folder, address, Numbering(spark, folder, flow, moved))
+    return Location(folder, address, Numbering(spark, folder, flow, moved_since(folder, state, progress)))
 
 
-def _moved_since(ends: TopicOffsets, progress: Progress) -> TopicOffsets:
+def moved_since(folder: Folder, state: CheckpointState, progress: Progress) -> TopicOffsets:
     """Where progress has moved since its last batch: only starts do that, this one or one that then wrote nothing."""
-    return {
-        topic: {p: offset for p, offset in progress.offsets.get(topic, {}).items() if ends[topic].get(p) != offset}
-        for topic in ends
-    }
+    known = progress.checkpoint
+    if known is not None and known.query_id == state.query_id:
+        ends = read_ends(folder, known.batch, progress.offsets)
+        return {
+            topic: {p: offset for p, offset in progress.offsets.get(topic, {}).items() if ends[topic].get(p) != offset}
+            for topic in ends
+        }
+    if progress.batch_id == 0:  # all that progress knows was committed by starts
+        return {topic: dict(offsets) for topic, offsets in progress.offsets.items()}
+    return {}
 
 
 def scratch_folder(flow: str) -> Path:
