@@ -38,6 +38,8 @@ DEFAULTS: Mapping[str, str] = {
     "spark.python.unix.domain.socket.enabled": "true",
     "spark.python.worker.tracebackDumpIntervalSeconds": "0",
     "spark.sql.execution.arrow.pyspark.enabled": "true",
+    # Every batch runs two plans, and each is described for the UI before it starts: "formatted" takes milliseconds.
+    "spark.sql.ui.explainMode": "simple",
     # For queries with Spark's own state. The default store keeps all of it on the JVM's heap, and without the
     # changelog every commit uploads whole files.
     "spark.sql.streaming.stateStore.providerClass": (

@@ -360,7 +360,18 @@ def test_many_partitions_share_requests(world: World) -> None:
     done = producer.flush()
     assert_exactly_once(world, sent)
     assert {place: d.count for place, d in done.items()} == dict.fromkeys(sent, 5)
-    assert len(world.requests) == 12 + 4, "12 that enrol, then one for each batch of the window"
+    assert len(world.requests) == 1 + 4 + 4, "one enrols the first partition, its next enrols all others, then theirs"
+
+
+def test_one_enrolling_request_at_a_time(world: World) -> None:
+    """A connection is served one request at a time: those that wait are enrolled together."""
+    producer = world.producer()
+    world.answers_per_poll = lambda: 0
+    for partition in range(4):
+        producer.send("out", partition, encode(1)[0])
+    world.answers_per_poll = lambda: 1
+    producer.flush()
+    assert [sum(len(topic.partition_data) for topic in request.topic_data) for request in world.requests] == [1, 3]
 
 
 def test_flush_without_anything(world: World) -> None:

@@ -4,7 +4,8 @@ Rules (tested in tests/unit/test_producer_state.py):
 
 - The first batch of a partition travels alone until it is acknowledged: it enrols the partition in the
   transaction, and enrolments of several tasks collide at the coordinator (error 19 or 51). The very same
-  bytes are sent again until one succeeds.
+  bytes are sent again until one succeeds. Of one producer only one such request is under way to a broker: it takes
+  one request of a connection at a time anyway, so the partitions that wait are enrolled together by the next one.
 - Afterwards at most ``MAX_IN_FLIGHT`` batches of a partition are under way: the broker remembers five,
   and recognises a repeated batch only among those (it answers as it did the first time; an error 46 would
   mean that somebody else wrote under this epoch, and aborts).
@@ -23,7 +24,7 @@ from typing import Any
 import kafka.errors as kafka_errors
 from kafka.protocol.producer import ProduceRequest
 
-from onceflow.client.cluster import Cluster, authentication_failed, unknown_topic
+from onceflow.client.cluster import Cluster, authentication_failed, is_ready, unknown_topic
 from onceflow.client.deadline import Deadline
 from onceflow.wire import codes
 from onceflow.wire.batches import EncodedBatch
@@ -86,6 +87,7 @@ class _Partition:
     queue: collections.deque[EncodedBatch] = field(default_factory=collections.deque)  # unacknowledged, in order
     under_way: int = 0  # how many of them, from the left, are sent and unanswered
     enrolled: bool = False
+    node: int = -1  # where it was sent last
     recovering: bool = False  # a failure happened: resend in order, one at a time
     attempt: int = 0
     not_before: float = 0.0
@@ -186,17 +188,16 @@ class Producer:
 
     def _submit(self, now: float) -> None:
         by_node: dict[int, list[_Partition]] = {}
+        enrolling = {slot.node for slot in self._partitions.values() if slot.under_way and not slot.enrolled}
         for slot in self._partitions.values():
-            while slot.sendable(now):
+            if slot.sendable(now):
                 node = self._leader(slot)
-                if node is None:
-                    break
-                by_node.setdefault(node, []).append(slot)
-                break
+                if slot.enrolled or node not in enrolling:
+                    by_node.setdefault(node, []).append(slot)
         for node, slots in by_node.items():
             self._submit_to(node, slots, now)
 
-    def _leader(self, slot: _Partition) -> int | None:
+    def _leader(self, slot: _Partition) -> int:
         fresh, slot.stale_leader = slot.stale_leader, False
         return self._cluster.leader(slot.topic, slot.partition, self._deadline, fresh=fresh)
 
@@ -212,12 +213,12 @@ class Producer:
                 slot.attempt += 1
                 slot.stale_leader = True
             return
-        if not _ready(connection):
+        if not is_ready(connection):
             if connection.initializing:
                 connection.init_future.add_both(self._answer.set)
             return
         more = True
-        while more and _ready(connection):
+        while more and is_ready(connection):
             chosen: list[tuple[_Partition, EncodedBatch]] = []
             size = 0
             more = False
@@ -231,6 +232,7 @@ class Producer:
                 chosen.append((slot, batch))
                 size += batch.nbytes
                 slot.under_way += 1
+                slot.node = node
             if not chosen:
                 return
             self._transmit(connection, chosen)
@@ -241,7 +243,7 @@ class Producer:
 
         kafka-python encodes a request to one byte string. ``_Frame.encode`` gives it the first piece,
         and the remaining buffers are appended to the same transport before the event loop runs, so that
-        they follow it directly. Holds only on a connection that is ready (``_ready``): otherwise the
+        they follow it directly. Holds only on a connection that is ready (``is_ready``): otherwise the
         first piece would be buffered elsewhere.
         """
         topics: dict[str, list[tuple[int, EncodedBatch]]] = {}
@@ -327,13 +329,3 @@ class _Signal:
 
     def set(self, _: object = None) -> None:
         self.is_done = True
-
-
-def _ready(connection: Any) -> bool:
-    """Whether a request would go straight to the socket (not buffered behind a handshake or a pause)."""
-    return (
-        connection.connected
-        and not connection.initializing
-        and not connection.paused
-        and not connection._reauth.is_reauthenticating
-    )

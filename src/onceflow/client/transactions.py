@@ -130,16 +130,7 @@ class Transactions:
 
     def add_partitions(self, partitions: Mapping[str, Iterable[int]], deadline: Deadline) -> None:
         """Enrol output partitions. Needed with transaction version 1; harmless with 2."""
-        request = AddPartitionsToTxnRequest(
-            version=self._cluster.version(AddPartitionsToTxnRequest, least=0, most=3),
-            v3_and_below_transactional_id=self.transactional_id,
-            v3_and_below_producer_id=self.identity.producer_id,
-            v3_and_below_producer_epoch=self.identity.producer_epoch,
-            v3_and_below_topics=[
-                AddPartitionsToTxnRequest.AddPartitionsToTxnTopic(name=topic, partitions=sorted(numbers))
-                for topic, numbers in sorted(partitions.items())
-            ],
-        )
+        request = self._partitions_request(partitions)
 
         def code_of(response: Any) -> int:
             found = [
@@ -153,6 +144,26 @@ class Transactions:
         )
         if code_of(response):
             raise self._error(code_of(response), "AddPartitionsToTxn")
+
+    def _partitions_request(self, partitions: Mapping[str, Iterable[int]]) -> Any:
+        return AddPartitionsToTxnRequest(
+            version=self._cluster.version(AddPartitionsToTxnRequest, least=0, most=3),
+            v3_and_below_transactional_id=self.transactional_id,
+            v3_and_below_producer_id=self.identity.producer_id,
+            v3_and_below_producer_epoch=self.identity.producer_epoch,
+            v3_and_below_topics=[
+                AddPartitionsToTxnRequest.AddPartitionsToTxnTopic(name=topic, partitions=sorted(numbers))
+                for topic, numbers in sorted(partitions.items())
+            ],
+        )
+
+    def post_partitions(self, partitions: Mapping[str, Iterable[int]], deadline: Deadline) -> None:
+        """Ask for partitions to be enrolled, without waiting: their first Produce then has nothing left to enrol.
+
+        For transaction version 2, where that Produce does it in any case.
+        """
+        coordinator = self._cluster.coordinator(TRANSACTION, self.transactional_id, deadline)
+        self._cluster.post(self._partitions_request(partitions), coordinator, deadline)
 
     def commit_offsets(
         self,
@@ -168,8 +179,35 @@ class Transactions:
         """
         if not self.version_2:
             self._add_offsets(group, deadline)
+        request = self._offsets_request(group, offsets, metadata)
+        response = repeat(self._cluster, request, "TxnOffsetCommit", GROUP, group, deadline, code_of=_offsets_code)
+        if _offsets_code(response):
+            raise self._error(_offsets_code(response), "TxnOffsetCommit", detail=f"group {group}")
+
+    def post_offsets(
+        self, group: str, offsets: Mapping[str, Mapping[int, int]], deadline: Deadline, *, metadata: str
+    ) -> Any | None:
+        """``commit_offsets`` without waiting, with transaction version 2; ``collect_offsets`` sees to the answer."""
+        coordinator = self._cluster.coordinator(GROUP, group, deadline)
+        return self._cluster.post(self._offsets_request(group, offsets, metadata), coordinator, deadline)
+
+    def collect_offsets(
+        self,
+        posted: Any | None,
+        group: str,
+        offsets: Mapping[str, Mapping[int, int]],
+        deadline: Deadline,
+        *,
+        metadata: str,
+    ) -> None:
+        """Wait for what ``post_offsets`` has sent; what did not work is sent again."""
+        response = None if posted is None else self._cluster.collect(posted, deadline)
+        if response is None or _offsets_code(response):
+            self.commit_offsets(group, offsets, deadline, metadata=metadata)
+
+    def _offsets_request(self, group: str, offsets: Mapping[str, Mapping[int, int]], metadata: str) -> Any:
         most = 5 if self.version_2 else 4
-        request = TxnOffsetCommitRequest(
+        return TxnOffsetCommitRequest(
             version=self._cluster.version(TxnOffsetCommitRequest, least=3, most=most),
             transactional_id=self.transactional_id,
             group_id=group,
@@ -194,13 +232,6 @@ class Transactions:
                 for topic, partitions in sorted(offsets.items())
             ],
         )
-
-        def code_of(response: Any) -> int:
-            return next((p.error_code for t in response.topics for p in t.partitions if p.error_code), 0)
-
-        response = repeat(self._cluster, request, "TxnOffsetCommit", GROUP, group, deadline, code_of=code_of)
-        if code_of(response):
-            raise self._error(code_of(response), "TxnOffsetCommit", detail=f"group {group}")
 
     def _add_offsets(self, group: str, deadline: Deadline) -> None:
         request = AddOffsetsToTxnRequest(
@@ -284,6 +315,10 @@ class Transactions:
 
     def _error(self, code: int, api: str, detail: str = "") -> Exception:
         return codes.error_for(code, api=api, detail=detail or f"transactional id {self.transactional_id}")
+
+
+def _offsets_code(response: Any) -> int:
+    return next((int(p.error_code) for t in response.topics for p in t.partitions if p.error_code), 0)
 
 
 def idempotent_identity(cluster: Cluster, deadline: Deadline) -> BatchHeader:

@@ -40,6 +40,7 @@ from onceflow.errors import (
 from onceflow.sink import jvm, progress_log, reports
 from onceflow.sink.audit import Audit, audit, together
 from onceflow.sink.checkpoint import Folder
+from onceflow.sink.collect import collect
 from onceflow.sink.delivery import Delivery
 from onceflow.sink.numbering import Numbering
 from onceflow.sink.offsets import SourceRange, check_contiguous, read_range
@@ -125,6 +126,8 @@ class BatchSink:
         self._undecided = False
         self._begun_at = 0.0
         self._identity = BatchHeader(-1, -1)
+        self._ahead: Progress | None = None  # this attempt's progress, when it was sent ahead
+        self._last_partitions: dict[str, list[int]] = {}
         self.progress = progress
         self.failure: BaseException | None = None
         self.stopping = False
@@ -284,7 +287,7 @@ class BatchSink:
     def _begin(self, df: DataFrame, batch: int) -> BatchHeader:
         """A fresh epoch for this attempt (I3), where the tasks of this thread's jobs can read it."""
         identity = self._delivery.begin(self._deadline("beginning the transaction"))
-        self._identity = identity
+        self._identity, self._ahead = identity, None
         described = {"batch": batch, "producer_id": identity.producer_id, "producer_epoch": identity.producer_epoch}
         df.sparkSession.sparkContext.setLocalProperty("onceflow.transaction", json.dumps(described))
         if self._state is not None:
@@ -323,6 +326,7 @@ class BatchSink:
                 cluster=self._cluster,
                 targets=lambda: load_targets(self._cluster, None, self._deadline("reading topic metadata")),
                 on_driver=summary.attempts == 1 and expected_bytes <= 2 * _DRIVER_BYTES_MAX,
+                reads_little=self._options.reads_little,
             )
             return parts
         small = self._options.small_batch_rows
@@ -347,7 +351,8 @@ class BatchSink:
         )
         summary.path = "driver" if on_driver else f"{prepared.routing.tasks} tasks"
         if on_driver:
-            rows = prepared.df.toArrow().to_batches()
+            self._send_ahead(batch, source)
+            rows = collect(prepared.df, interpreted=self._options.reads_little)
             written = write_rows(order(prepared.routing), TaskPlace("driver", -1, 0), rows, self._cluster)
             parts = [Part(written, None, False)]
         else:
@@ -390,9 +395,21 @@ class BatchSink:
         hooks.at("progress", where="driver", flow=self._names.flow, batch=batch)
         return progress
 
+    def _send_ahead(self, batch: int, source: SourceRange) -> None:
+        """Let the round trips of ``progress`` pass while Spark works, where progress is known before the rows are."""
+        if self._state is None and self._numbering is None and not self._delivery.progress_first:
+            self._ahead = self._progress_of(batch, source)
+            deadline = self._deadline("sending progress ahead")
+            self._delivery.send_ahead(self._ahead, source.end, deadline, self._last_partitions)
+
     def _progress(self, batch: int, source: SourceRange) -> Progress:
         """Progress record and source offsets, in the same transaction."""
         deadline = self._deadline("writing progress")
+        progress, self._ahead = self._ahead or self._progress_of(batch, source), None
+        self._delivery.write_progress(progress, source.end, deadline)
+        return progress
+
+    def _progress_of(self, batch: int, source: SourceRange) -> Progress:
         progress = replace(
             self.progress,
             batch_id=batch,
@@ -402,10 +419,7 @@ class BatchSink:
             ),
             time_ms=progress_log.now_ms(),
         )
-        if self._state is not None:
-            progress = self._state.progress(progress, self._identity)
-        self._delivery.write_progress(progress, source.end, deadline)
-        return progress
+        return progress if self._state is None else self._state.progress(progress, self._identity)
 
     def _end(self, progress: Progress) -> None:
         """EndTxn decides the batch. Only a known outcome leads anywhere."""
@@ -431,6 +445,7 @@ class BatchSink:
             self._state.adopt()
         summary.records, summary.nbytes = checked.records, checked.nbytes
         summary.rss_kib_most = checked.rss_kib_most
+        self._last_partitions = checked.partitions
         if checked.records:
             self._row_bytes = checked.nbytes / checked.records
             self._rows_out = max(self._rows_out, checked.records / max(1, summary.rows_most))

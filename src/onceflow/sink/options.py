@@ -11,6 +11,7 @@ class SinkOptions:
 
     Args:
         stateful: whether Spark keeps state for the query: then a batch may have more rows than its source range.
+        reads_little: whether few source records are little work for Spark, see ``queries.reads_little``.
     """
 
     topic: str | None
@@ -21,6 +22,7 @@ class SinkOptions:
     attempts_most: int = 4
     guarantee: str = "exactly_once"
     stateful: bool = False
+    reads_little: bool = False
 
 
 @dataclass

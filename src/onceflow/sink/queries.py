@@ -172,3 +172,12 @@ def nodes(plan: Any) -> Iterator[Any]:
         yield node
         children = node.children()
         waiting.extend(children.apply(i) for i in range(children.size()))
+
+
+def reads_little(df: DataFrame) -> bool:
+    """Whether a batch of few source records is little work for Spark, too: nothing else is read, no state is kept."""
+    for node in nodes(df._jdf.queryExecution().analyzed()):
+        kind = str(node.getClass().getSimpleName())
+        if not node.isStreaming() or kind == "Join" or kind in _STATEFUL:
+            return False
+    return True

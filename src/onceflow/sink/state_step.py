@@ -19,6 +19,7 @@ from onceflow import hooks
 from onceflow.client.cluster import Cluster
 from onceflow.errors import OptionError, SchemaError, UnsupportedQueryError
 from onceflow.sink import jvm, queries, reports
+from onceflow.sink.collect import collect
 from onceflow.sink.ownership import check_columns, prepare
 from onceflow.sink.state_tasks import (
     OUTPUT_SPARK_SCHEMA,
@@ -265,11 +266,13 @@ class StateStep:
         cluster: Cluster,
         targets: Callable[[], Mapping[str, Target]],
         on_driver: bool,
+        reads_little: bool = False,
     ) -> tuple[str, list[Part]]:
         """Process the batch and write what comes out. Returns how, in words, and the reports.
 
         Args:
             on_driver: whether the driver may do it, if there are few rows.
+            reads_little: see ``queries.reads_little``.
         """
         table = self._together
         if table is None:
@@ -285,7 +288,8 @@ class StateStep:
             due=self._due[spec.table],
         )
         if self._local and on_driver and rows_most <= self._small_batch_rows:
-            done = run_together(base, TaskPlace("driver", -1, 0), df.toArrow().to_batches(), cluster)
+            rows = collect(df, interpreted=reads_little)
+            done = run_together(base, TaskPlace("driver", -1, 0), rows, cluster)
             self._reports[spec.table] = done.states
             return "driver", [Part(done.reports, None, False)]
         by_source = self._straight(df, table)

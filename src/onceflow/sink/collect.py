@@ -1,0 +1,64 @@
+"""The rows of a small batch, brought to the driver with as little ado as Spark allows.
+
+Such a batch is over in tens of milliseconds, and most of them are fixed costs. ``DataFrame.toArrow`` asks the JVM some
+twenty-five things around its job (settings, the schema, the answer element by element); here it is five. And every task
+generates Java source for its projections, formats it and looks it up, for Spark's Kafka reader alone twice: at a
+hundred rows a task that is half of the task's CPU time. Spark's interpreted projections do the same at once, and are
+slower only from thousands of rows on.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pyarrow as pa
+from pyspark.errors.exceptions.captured import unwrap_spark_exception
+from pyspark.sql import DataFrame
+from pyspark.sql.pandas.serializers import ArrowCollectSerializer
+from pyspark.util import _load_from_socket
+
+_PROJECTIONS = "spark.sql.codegen.factoryMode"
+# Every Arrow batch becomes record batches and a request of its own; below this size joining them costs less.
+_JOINED_BYTES_MAX = 1_000_000
+
+
+def collect(df: DataFrame, *, interpreted: bool) -> list[pa.RecordBatch]:
+    """Run a batch and return its rows in their order. It is run once, and its failure raised as ``toArrow`` does.
+
+    Args:
+        interpreted: whether tasks may do without generated projections, see ``queries.reads_little``.
+    """
+    context = df.sparkSession.sparkContext
+    if not interpreted:
+        return _joined(_collected(df))
+    # Tasks take settings from the job's properties. A value that the user has set for the session wins: Spark sets
+    # the session's own ones over it.
+    context.setLocalProperty(_PROJECTIONS, "NO_CODEGEN")
+    try:
+        return _joined(_collected(df))
+    finally:
+        context.setLocalProperty(_PROJECTIONS, None)  # type: ignore[arg-type]
+
+
+def _collected(df: DataFrame) -> list[pa.RecordBatch]:
+    answer: Any = df._jdf.collectAsArrowToPython()  # where to connect, the secret for it, the server
+    address = answer[0]
+    secret = None if isinstance(address, str) else answer[1]  # a Unix socket needs none
+    serializer: Any = ArrowCollectSerializer()  # type: ignore[no-untyped-call]
+    received: list[Any] = []
+    try:
+        with _load_from_socket((address, secret), serializer) as stream:
+            received = list(stream)  # batches in the order tasks were done, and that order
+    finally:
+        # Always asked: when the job fails the stream may just end.
+        with unwrap_spark_exception():
+            answer[2].getResult()
+    *batches, order = received
+    return [batches[i] for i in order]
+
+
+def _joined(batches: list[pa.RecordBatch]) -> list[pa.RecordBatch]:
+    if len(batches) < 2 or sum(batch.nbytes for batch in batches) > _JOINED_BYTES_MAX:
+        return batches
+    joined: list[pa.RecordBatch] = pa.Table.from_batches(batches).combine_chunks().to_batches()
+    return joined
