@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -34,6 +35,31 @@ def test_deposits_survive_kills() -> None:
     assert result["verdict"] == "passed"
     assert "seed" in answer.stderr
     assert "SIGKILL after step" in answer.stderr
+
+
+def test_guarantees_differ_as_promised(onceflow_broker: str) -> None:
+    """The same kills at all three: at_most_once has lost, at_least_once has doubled, exactly_once neither."""
+    command = [sys.executable, "-m", "onceflow.cli.main", "demo", "guarantees", "--records", "3000"]
+    command += ["--bootstrap-servers", onceflow_broker]
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=170, check=False)
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    result = json.loads(answer.stdout.splitlines()[-1])
+    assert (result["demo"], result["in"], result["verdict"]) == ("guarantees", 3000, "passed")
+    found = result["guarantees"]
+    assert list(found) == ["at_most_once", "at_least_once", "exactly_once"]
+    # What one kill costs is the batch that it has hit: at most 200 of the 3,000 records, and hardly fewer.
+    assert 150 < found["at_most_once"]["lost"] <= 204
+    assert found["at_most_once"]["duplicated"] == 0
+    assert 150 < found["at_least_once"]["duplicated"] <= 204
+    assert found["at_least_once"]["lost"] == 0
+    assert (found["exactly_once"]["lost"], found["exactly_once"]["duplicated"]) == (0, 0)
+    for counts in found.values():
+        assert counts["out"] == 3000 - counts["lost"] + counts["duplicated"]
+        assert counts["kills"] == 2
+        assert counts["rows_per_s"] > 0
+    for name in found:
+        for step in ("write", "progress"):
+            assert re.search(rf"copy-{name}-\w+: SIGKILL after step {step} \(in batch \d+\)", answer.stderr)
 
 
 def test_balances_survive_kills_and_lost_state(

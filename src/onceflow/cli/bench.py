@@ -9,6 +9,9 @@ from typing import Any
 
 import click
 
+# One row with more columns is easier to read as a list.
+_COLUMNS_MOST = 14
+
 
 @click.group(invoke_without_command=True)
 @click.pass_context
@@ -96,6 +99,41 @@ def state(
         raise SystemExit(1)
 
 
+@bench.command()
+@click.option(
+    "--rounds", type=click.IntRange(1, 50), default=5, show_default=True, help="Turns of each guarantee and trigger."
+)
+@click.option(
+    "--seconds", type=click.FloatRange(2, 60), default=5.0, show_default=True, help="How long a turn lasts, about."
+)
+@click.option(
+    "--records-per-second",
+    type=click.IntRange(10, 20_000),
+    default=1000,
+    show_default=True,
+    help="Produced while latency is measured.",
+)
+@click.option("--only", type=click.Choice(["throughput", "latency"]), help="One part alone.")
+@click.option(
+    "--output",
+    type=click.Path(dir_okay=False, path_type=Path),
+    default=Path("bench-results.jsonl"),
+    show_default=True,
+    help="JSON lines are added to this file.",
+)
+def overhead(rounds: int, seconds: float, records_per_second: int, only: str | None, output: Path) -> None:
+    """What exactly-once costs against at-least-once; end-to-end latency, also of Spark's own sink.
+
+    Exit code 1 when the outputs of a run were wrong.
+    """
+    from onceflow.bench.overhead import PARTS, Choices, run
+
+    choices = Choices(rounds, seconds, records_per_second, parts=(only,) if only else PARTS)
+    results = _run(run, choices, output)
+    if any(result.get("correct", "yes") != "yes" for result in results):
+        raise SystemExit(1)
+
+
 def _run(
     run: Callable[[Any, Callable[[str], None]], Iterator[dict[str, Any]]], choices: Any, output: Path
 ) -> list[dict[str, Any]]:
@@ -121,8 +159,19 @@ def _print(results: list[dict[str, Any]]) -> None:
         rows = [result for result in results if result["bench"] == name]
         columns = [key for key in rows[0] if key != "bench"]
         table = Table(title=name)
+        if len(rows) == 1 and len(columns) > _COLUMNS_MOST:
+            table.add_column("figure")
+            table.add_column("value", justify="right")
+            for column in columns:
+                table.add_row(column, _shown(rows[0][column]))
+            console.print(table)
+            continue
         for column in columns:
             table.add_column(column, justify="right", overflow="fold")
         for row in rows:
-            table.add_row(*[f"{row[c]:,}" if isinstance(row[c], int) else str(row[c]) for c in columns])
+            table.add_row(*[_shown(row[column]) for column in columns])
         console.print(table)
+
+
+def _shown(value: Any) -> str:
+    return f"{value:,}" if isinstance(value, int) else str(value)

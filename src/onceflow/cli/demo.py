@@ -29,7 +29,7 @@ def demo(context: click.Context) -> None:
             click.echo(f"{name:12} {command.get_short_help_str(100)}")
 
 
-def _options(*, records: int, kills_min: int) -> Callable[[Command], Command]:
+def _options(*, records: int, kills: int = 3, kills_min: int) -> Callable[[Command], Command]:
     """Options that all demos have."""
     options = [
         click.option(
@@ -39,7 +39,7 @@ def _options(*, records: int, kills_min: int) -> Callable[[Command], Command]:
         click.option(
             "--kills",
             type=click.IntRange(kills_min, 100),
-            default=3,
+            default=kills,
             show_default=True,
             help="SIGKILLs for each flow.",
         ),
@@ -79,6 +79,19 @@ def balances(**given: Any) -> int:
     nothing is lost, doubled or wrong, and every balance is right, in the table topic and in the local store.
     """
     from onceflow.demos.balances import run
+
+    return _run(run, **given)
+
+
+@demo.command()
+@_options(records=60_000, kills=2, kills_min=2)
+def guarantees(**given: Any) -> int:
+    """One copy service with each guarantee, killed at the same points: which loses, which doubles.
+
+    The last line of stdout is JSON; exit code 0 only if at_most_once has lost and not doubled, at_least_once has
+    doubled and not lost, and exactly_once has done neither.
+    """
+    from onceflow.demos.guarantees import run
 
     return _run(run, **given)
 

@@ -27,7 +27,7 @@ from onceflow.demos import deposits_data as data
 from onceflow.demos.audit import Expected, Findings, compare
 from onceflow.demos.display import Display, print_result, services_table, topics_table
 from onceflow.demos.generator import Generator
-from onceflow.demos.harness import Service, Supervisor, plan_kills, plan_losses
+from onceflow.demos.harness import Kill, Service, Supervisor, plan_kills, plan_losses
 from onceflow.demos.reading import GroupLag, read_topic
 from onceflow.errors import OptionError
 from onceflow.testing.broker import create_topic
@@ -110,19 +110,20 @@ class Chain(abc.ABC):
         # Names are new in every run: on a shared cluster, an earlier run has left its progress there.
         self.suffix = f"-{uuid.uuid4().hex[:6]}"
         self.topics = {name: name + self.suffix for name in self.partitions}
+        # A flow reads a bit less than the bound and the next some control records more: never fewer batches.
+        self.batches = BATCHES_PER_LIFE * (choices.kills + 1)
+        self.records_per_batch = choices.records // self.batches
         rng = random.Random(f"kills-{choices.seed}")
-        batches = BATCHES_PER_LIFE * (choices.kills + 1)
-        self.services = [self._service(link, batches, rng, folder) for link in self.links]
+        self.services = [self._service(link, rng, folder) for link in self.links]
         self._generator = Generator(
-            bootstrap_servers, self.topics["deposits"], seed=choices.seed, records=choices.records
+            bootstrap_servers, self.topics["deposits"], self.deposits(), records=choices.records
         )
 
-    def _service(self, link: Link, batches: int, rng: random.Random, folder: Path) -> Service:
+    def _service(self, link: Link, rng: random.Random, folder: Path) -> Service:
         command = [sys.executable, str(SERVICES / link.script), *link.arguments]
         command += ["--bootstrap-servers", self.servers, f"--suffix={self.suffix}"]
-        command += ["--batch", str(self.choices.records // batches)]
-        # A flow reads a bit less than the bound and the next some control records more: never fewer batches.
-        kills = plan_kills(self.choices.kills, batches=batches, rng=rng)
+        command += ["--batch", str(self.records_per_batch)]
+        kills = self.plan(rng)
         flow = link.flow + self.suffix
         if not link.keeps_state:
             return Service(flow, command, kills, folder)
@@ -138,6 +139,14 @@ class Chain(abc.ABC):
         Args:
             origins: where the broker put the deposits that are to be rejected.
         """
+
+    def plan(self, rng: random.Random) -> list[Kill]:
+        """The kills of one flow. Asked once for each of ``links``, in order, with the same ``rng``."""
+        return plan_kills(self.choices.kills, batches=self.batches, rng=rng)
+
+    def judge(self, name: str, finding: Findings) -> list[str]:
+        """What is wrong with a topic, one line each."""
+        return finding.examples
 
     def look_further(self, audit: Audit, display: Display) -> None:
         """Audit what is no topic of records, when the topics have been audited."""
@@ -165,7 +174,7 @@ class Chain(abc.ABC):
                 create_topic(self.servers, topic, self.partitions[name])
             self._generator.start()
             try:
-                self._process(display)
+                self.process(display)
             finally:
                 self._generator.leave.set()
                 self._generator.join(10.0)
@@ -173,15 +182,29 @@ class Chain(abc.ABC):
             audit = self.audit(display)
         return self.report(audit)
 
-    def _process(self, display: Display) -> None:
+    def process(self, display: Display) -> None:
         """All services run, and die, until nothing is left to read."""
+        self.run_together(range(len(self.links)), display)
+
+    def await_source(self, display: Display) -> None:
+        """All deposits are in their topic: for a demo whose flows all find the same there."""
+        while not self._generator.check():
+            if self.deadline.expired:
+                raise self.deadline.error(f"{self._generator.delivered} deposits are produced")
+            display.count(produced=self._generator.delivered)
+            self._generator.join(_LOOK_EVERY_S / 10)
+        display.count(produced=self._generator.delivered)
+
+    def run_together(self, which: Iterable[int], display: Display) -> None:
+        """Some of the services run, and die, until nothing is left for them to read; then they are stopped."""
+        services, links = zip(*((self.services[n], self.links[n]) for n in which), strict=True)
         with contextlib.ExitStack() as stack:
             lags = []
-            for service, link in zip(self.services, self.links, strict=True):
+            for service, link in zip(services, links, strict=True):
                 lag = GroupLag(self.servers, service.flow, self.topics[link.source], self.partitions[link.source])
                 stack.callback(lag.close)
                 lags.append(lag)
-            supervisor = stack.enter_context(Supervisor(self.services))
+            supervisor = stack.enter_context(Supervisor(services))
             looked_at = 0.0
 
             def done() -> bool:
@@ -195,21 +218,27 @@ class Chain(abc.ABC):
                 reached = [found for found in (lag.read() for lag in lags) if found is not None]
                 if len(reached) < len(lags):
                     return False  # never judged by an older look
-                through = {link.done: offset for link, (offset, _) in zip(self.links, reached, strict=True)}
-                display.count(produced=self._generator.delivered, **through, kills=supervisor.kills)
+                through = {link.done: offset for link, (offset, _) in zip(links, reached, strict=True)}
+                display.count(produced=self._generator.delivered, **through, kills=self.kills)
                 return complete and all(offset == end for offset, end in reached)
 
             supervisor.run(done, self.deadline)
-            display.count(kills=supervisor.kills)
-            display.say("stopping the services")
+            display.count(kills=self.kills)
+            display.say(f"stopping {', '.join(service.flow for service in services)}")
             supervisor.stop()
+
+    @property
+    def kills(self) -> int:
+        """How many have happened."""
+        return sum(len(service.deaths) for service in self.services)
 
     def _tell_deaths(self, display: Display) -> None:
         for service in self.services:
             for death in service.deaths[sum(d.told for d in service.deaths) :]:
                 death.told = True
                 lost = ", local state deleted" if death.lost_state else ""
-                display.say(f"{service.flow}: SIGKILL after step {death.step} (batch {death.batch} committed){lost}")
+                place = f"batch {death.batch} committed" if death.in_batch is None else f"in batch {death.in_batch}"
+                display.say(f"{service.flow}: SIGKILL after step {death.step} ({place}){lost}")
 
     def audit(self, display: Display) -> Audit:
         """Read everything with an independent consumer, and compare."""
@@ -219,7 +248,7 @@ class Chain(abc.ABC):
             found = read_topic(self.servers, topic, self.deadline)
             finding = compare(topic, records, found, partitions=self.partitions[name], identify=data.identify)
             audit.topics.append(finding)
-            audit.problems += finding.examples
+            audit.problems += self.judge(name, finding)
             display.say(f"{topic}: {finding.found:,} records read, {finding.expected:,} expected")
             if name != "deposits":
                 everything = read_topic(self.servers, topic, self.deadline, isolation="read_uncommitted")
@@ -245,10 +274,16 @@ class Chain(abc.ABC):
             "duplicated": duplicated,
             "wrong": sum(others),
             **audit.facts,
-            "kills": sum(len(service.deaths) for service in self.services),
+            "kills": self.kills,
+            **self.ending(failed=bool(audit.problems) or any(counts)),
+        }
+
+    def ending(self, *, failed: bool) -> dict[str, Any]:
+        """What every last line ends with."""
+        return {
             "seconds": round(self.deadline.seconds - self.deadline.remaining, 1),
             "seed": self.choices.seed,
-            "verdict": "failed" if audit.problems or any(counts) else "passed",
+            "verdict": "failed" if failed else "passed",
         }
 
 

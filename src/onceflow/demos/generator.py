@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
+from collections.abc import Iterable
 from typing import Any
 
 from confluent_kafka import Producer
@@ -13,19 +14,22 @@ from onceflow.errors import BrokerUnreachableError
 
 
 class Generator(threading.Thread):
-    """Produces the deposits with an idempotent producer: each is in the topic once, in order per account.
+    """Produces the deposits with an idempotent producer: each is in the topic once, in order per key.
 
     Afterwards ``origins`` tells where each invalid one is, and ``problem`` is None.
+
+    Args:
+        records: how many deposits there are.
     """
 
-    def __init__(self, bootstrap_servers: str, topic: str, *, seed: int, records: int) -> None:
+    def __init__(self, bootstrap_servers: str, topic: str, deposits: Iterable[data.Deposit], *, records: int) -> None:
         super().__init__(name="generator", daemon=True)
         self.delivered = 0
         self.problem: BaseException | None = None
         self.origins: dict[str, data.Origin] = {}
         self.leave = threading.Event()
         self._topic = topic
-        self._seed = seed
+        self._deposits = deposits
         self._records = records
         self._producer: Any = Producer(
             {
@@ -39,7 +43,7 @@ class Generator(threading.Thread):
 
     def run(self) -> None:
         try:
-            for deposit in data.generate(self._seed, self._records):
+            for deposit in self._deposits:
                 if self.leave.is_set():
                     self._producer.purge()
                     return

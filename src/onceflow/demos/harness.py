@@ -48,16 +48,22 @@ class Kill:
 
     Args:
         loses_state: whether the service's local state is deleted before the next start.
+        in_batch: the number of the batch itself, in place of ``batches``: the same point in every run.
     """
 
     step: str
-    batches: int
+    batches: int = 0
     loses_state: bool = False
+    in_batch: int | None = None
 
 
 @dataclass
 class Death:
-    """A kill that happened; ``back_s`` is how long it took until the next batch was committed."""
+    """A kill that happened; ``back_s`` is how long it took until the next batch was committed.
+
+    Args:
+        batch: the last one committed, as the service had told. in_batch: see ``Kill``.
+    """
 
     step: str
     batch: int
@@ -65,6 +71,7 @@ class Death:
     back_s: float | None = None
     lost_state: bool = False
     told: bool = False
+    in_batch: int | None = None
 
 
 def plan_kills(count: int, *, batches: int, rng: random.Random) -> list[Kill]:
@@ -103,7 +110,8 @@ def plan_losses(kills: Sequence[Kill], *, rng: random.Random) -> list[Kill]:
 class Service:
     """One flow in a process of its own, over all its deaths.
 
-    The process prints one JSON line per committed batch, with ``batch`` and ``records``; all else goes to its log.
+    The process prints one JSON line per committed batch, with ``batch``, ``records`` and, if it likes, the
+    ``seconds`` that it took; all else goes to its log. ``records`` and ``seconds`` are the sums of what it told.
 
     Args:
         flow: the flow's name in Kafka.
@@ -119,6 +127,8 @@ class Service:
         self.flow = flow
         self.deaths: list[Death] = []
         self.batch = 0
+        self.records = 0
+        self.seconds = 0.0
         self.planned = len(kills)
         self.planned_losses = sum(kill.loses_state for kill in kills)
         self.log_file = folder / f"{flow}.log"
@@ -129,7 +139,7 @@ class Service:
         self._child: subprocess.Popen[str] | None = None
         self._reader: threading.Thread | None = None
         self._marker = folder / "none"
-        self._kill = Kill("none", 0)
+        self._kill = Kill("none")
 
     def start(self) -> None:
         """Start the process, with the next fault if there is one left."""
@@ -142,7 +152,8 @@ class Service:
         if self._kills:
             kill = self._kills[0]
             self._marker = self._folder / f"{self.flow}.kill-{len(self.deaths) + 1}"
-            where = {} if kill.step == "init" else {"batch_from": self.batch + kill.batches}
+            batch = self.batch + kill.batches if kill.in_batch is None else kill.in_batch
+            where = {} if kill.step == "init" else {"batch_from": batch}
             environment[VARIABLE] = fault(kill.step, "kill", flow=self.flow, once_file=str(self._marker), **where)
         with self.log_file.open("a") as log:
             self._child = subprocess.Popen(
@@ -231,7 +242,7 @@ class Service:
         if code != -signal.SIGKILL or not self._kills or not self._marker.exists():
             return False
         self._kill = self._kills.pop(0)
-        self.deaths.append(Death(self._kill.step, self.batch, time.monotonic()))
+        self.deaths.append(Death(self._kill.step, self.batch, time.monotonic(), in_batch=self._kill.in_batch))
         return True
 
     def _failed(self, how: str) -> ServiceFailedError:
@@ -245,12 +256,15 @@ class Service:
         with lines:
             for line in lines:
                 try:
-                    batch = int(json.loads(line)["batch"])
-                except (ValueError, KeyError, TypeError):
+                    told = json.loads(line)
+                    batch, records, seconds = int(told["batch"]), int(told["records"]), float(told.get("seconds", 0))
+                except (ValueError, KeyError, TypeError, AttributeError):
                     with self.log_file.open("a") as log:
                         log.write(line)
                     continue
                 self.batch = max(self.batch, batch)
+                self.records += records
+                self.seconds += seconds
                 for death in self.deaths:
                     if death.back_s is None:
                         death.back_s = time.monotonic() - death.at
