@@ -178,7 +178,8 @@ def legend(kills: Sequence[Kill]) -> list[str]:
         f"kills: each driver got SIGKILL right after step {points}",
         "aborted: written in transactions of killed drivers, shown to nobody",
         "rows/s: rows of the batches over the seconds that their steps took, plan to end, as the service measured;",
-        "        starts, restarts and Spark's work between batches are not in it",
+        "        without starts and Spark's work between batches, with the slow first batch of each start;",
+        "        the JVMs use their quick compiler only: compare the three, not with a service that runs for long",
     ]
 
 
