@@ -492,7 +492,7 @@ class Flow:
                 cluster=self._connected(),
                 delivery=delivery(options.guarantee, self._connected(), transactions, self._names),
                 progress=progress,
-                options=replace(query.options, reads_little=queries.reads_little(query.df)),
+                options=replace(query.options, reads_little=not run.facts.others and queries.reads_little(query.df)),
                 columns=query.columns,
                 cores=self._spark.sparkContext.defaultParallelism,
                 checkpoint=location.folder,
