@@ -504,6 +504,9 @@ def test_interrupted(make_state: Any, monkeypatch: pytest.MonkeyPatch) -> None:
             main(state.arguments(5))
     assert ended.value.code == 130
     assert transaction_state(state) in ("PrepareAbort", "CompleteAbort")
+    deadline = Deadline(30, "the abort is complete")
+    while transaction_state(state) != "CompleteAbort":  # until then its records look undecided
+        deadline.pause(0, "the abort is not complete")
     assert state.committed().changelogs == state.progress.changelogs
     state.run(5)
     state.check(5)
