@@ -390,7 +390,7 @@ class Flow:
                 ``transaction.max.timeout.ms`` (15 minutes by default).
             compression: none, gzip, snappy, lz4 or zstd.
             small_batch_rows: a batch that cannot have more rows is written by the driver itself, through Arrow: no
-                Python task, no shuffle, much less latency. None: 4,000 rows, or 10,000 that go through a process
+                Python task, no shuffle, much less latency. None: 8,000 rows, or 10,000 that go through a process
                 step; 0: always by tasks.
             once: process what is there now, in bounded batches, then stop (Spark's availableNow).
 

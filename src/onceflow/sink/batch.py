@@ -67,7 +67,7 @@ _METADATA_AGE_S_MAX = 30.0
 _END_SECONDS = 120.0
 # Connecting and finding a leader may take longer than a short transaction timeout; the broker enforces that one.
 _PATIENCE_S_LEAST = 30.0
-_SMALL_BATCH_ROWS = 4_000
+_SMALL_BATCH_ROWS = 8_000
 # Above this a batch is not written by the driver, however few its rows.
 _DRIVER_BYTES_MAX = 8_000_000
 _TASK_BYTES = 16_000_000
