@@ -197,31 +197,6 @@ class Cluster:
             except (OSError, RuntimeError) as error:
                 raise ConnectionFailedError(f"broker {node}: {error}") from error
 
-    def post(self, request: Any, node: int, deadline: Deadline) -> Any | None:
-        """Send one request and do not wait: the future of its response, for ``collect``.
-
-        Returns:
-            None when the connection is not ready: nothing was sent.
-        """
-        with self.lock:
-            try:
-                connection = self.manager.get_connection(node)
-                if not is_ready(connection):
-                    return None
-                posted = connection.send_request(request, request_timeout_ms=int(deadline.remaining * 1000) + 1)
-                self.net.poll(timeout_ms=0)
-                return posted
-            except (kafka_errors.KafkaError, OSError, RuntimeError, AttributeError) as error:
-                log.debug("nothing posted to broker %s: %s", node, error)
-                return None
-
-    def collect(self, posted: Any, deadline: Deadline) -> Any | None:
-        """The response to what was posted; None when there is none, and the broker may have acted or not."""
-        with self.lock:
-            while not posted.is_done and not deadline.expired:
-                self.net.poll(timeout_ms=max(1, int(deadline.capped(0.05) * 1000)), future=posted)
-            return posted.value if posted.is_done and posted.succeeded() else None
-
     def ask(self, request: Any, api: str, deadline: Deadline) -> Any:
         """Send a request that any broker can answer, and that can be repeated, until one does."""
         self.connect(deadline)

@@ -157,14 +157,6 @@ class Transactions:
             ],
         )
 
-    def post_partitions(self, partitions: Mapping[str, Iterable[int]], deadline: Deadline) -> None:
-        """Ask for partitions to be enrolled, without waiting: their first Produce then has nothing left to enrol.
-
-        For transaction version 2, where that Produce does it in any case.
-        """
-        coordinator = self._cluster.coordinator(TRANSACTION, self.transactional_id, deadline)
-        self._cluster.post(self._partitions_request(partitions), coordinator, deadline)
-
     def commit_offsets(
         self,
         group: str,
@@ -183,27 +175,6 @@ class Transactions:
         response = repeat(self._cluster, request, "TxnOffsetCommit", GROUP, group, deadline, code_of=_offsets_code)
         if _offsets_code(response):
             raise self._error(_offsets_code(response), "TxnOffsetCommit", detail=f"group {group}")
-
-    def post_offsets(
-        self, group: str, offsets: Mapping[str, Mapping[int, int]], deadline: Deadline, *, metadata: str
-    ) -> Any | None:
-        """``commit_offsets`` without waiting, with transaction version 2; ``collect_offsets`` sees to the answer."""
-        coordinator = self._cluster.coordinator(GROUP, group, deadline)
-        return self._cluster.post(self._offsets_request(group, offsets, metadata), coordinator, deadline)
-
-    def collect_offsets(
-        self,
-        posted: Any | None,
-        group: str,
-        offsets: Mapping[str, Mapping[int, int]],
-        deadline: Deadline,
-        *,
-        metadata: str,
-    ) -> None:
-        """Wait for what ``post_offsets`` has sent; what did not work is sent again."""
-        response = None if posted is None else self._cluster.collect(posted, deadline)
-        if response is None or _offsets_code(response):
-            self.commit_offsets(group, offsets, deadline, metadata=metadata)
 
     def _offsets_request(self, group: str, offsets: Mapping[str, Mapping[int, int]], metadata: str) -> Any:
         most = 5 if self.version_2 else 4

@@ -126,8 +126,6 @@ class BatchSink:
         self._undecided = False
         self._begun_at = 0.0
         self._identity = BatchHeader(-1, -1)
-        self._ahead: Progress | None = None  # this attempt's progress, when it was sent ahead
-        self._last_partitions: dict[str, list[int]] = {}
         self.progress = progress
         self.failure: BaseException | None = None
         self.stopping = False
@@ -287,7 +285,7 @@ class BatchSink:
     def _begin(self, df: DataFrame, batch: int) -> BatchHeader:
         """A fresh epoch for this attempt (I3), where the tasks of this thread's jobs can read it."""
         identity = self._delivery.begin(self._deadline("beginning the transaction"))
-        self._identity, self._ahead = identity, None
+        self._identity = identity
         described = {"batch": batch, "producer_id": identity.producer_id, "producer_epoch": identity.producer_epoch}
         df.sparkSession.sparkContext.setLocalProperty("onceflow.transaction", json.dumps(described))
         if self._state is not None:
@@ -351,7 +349,6 @@ class BatchSink:
         )
         summary.path = "driver" if on_driver else f"{prepared.routing.tasks} tasks"
         if on_driver:
-            self._send_ahead(batch, source)
             rows = collect(prepared.df, interpreted=self._options.reads_little)
             written = write_rows(order(prepared.routing), TaskPlace("driver", -1, 0), rows, self._cluster)
             parts = [Part(written, None, False)]
@@ -395,17 +392,10 @@ class BatchSink:
         hooks.at("progress", where="driver", flow=self._names.flow, batch=batch)
         return progress
 
-    def _send_ahead(self, batch: int, source: SourceRange) -> None:
-        """Let the round trips of ``progress`` pass while Spark works, where progress is known before the rows are."""
-        if self._state is None and self._numbering is None and not self._delivery.progress_first:
-            self._ahead = self._progress_of(batch, source)
-            deadline = self._deadline("sending progress ahead")
-            self._delivery.send_ahead(self._ahead, source.end, deadline, self._last_partitions)
-
     def _progress(self, batch: int, source: SourceRange) -> Progress:
         """Progress record and source offsets, in the same transaction."""
         deadline = self._deadline("writing progress")
-        progress, self._ahead = self._ahead or self._progress_of(batch, source), None
+        progress = self._progress_of(batch, source)
         self._delivery.write_progress(progress, source.end, deadline)
         return progress
 
@@ -445,7 +435,6 @@ class BatchSink:
             self._state.adopt()
         summary.records, summary.nbytes = checked.records, checked.nbytes
         summary.rss_kib_most = checked.rss_kib_most
-        self._last_partitions = checked.partitions
         if checked.records:
             self._row_bytes = checked.nbytes / checked.records
             self._rows_out = max(self._rows_out, checked.records / max(1, summary.rows_most))

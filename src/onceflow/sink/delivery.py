@@ -17,7 +17,6 @@ from onceflow.client.cluster import Cluster
 from onceflow.client.deadline import Deadline
 from onceflow.client.transactions import Outcome, Transactions, idempotent_identity
 from onceflow.sink import progress_log
-from onceflow.sink.progress_log import ProgressAhead
 from onceflow.sink.reports import Report
 from onceflow.wire.batches import BatchHeader, next_sequence
 from onceflow.wire.names import Names
@@ -56,16 +55,6 @@ class Delivery(Protocol):
         """All rows are acknowledged, and the audit has passed."""
         ...
 
-    def send_ahead(
-        self, progress: Progress, offsets: Offsets, deadline: Deadline, rows_to: Mapping[str, list[int]]
-    ) -> None:
-        """Begin step ``progress`` before the rows are there, where that cannot be seen.
-
-        Args:
-            rows_to: partitions that the rows will probably be written to.
-        """
-        ...
-
     def write_progress(self, progress: Progress, offsets: Offsets, deadline: Deadline) -> None:
         """Step ``progress``: the record and the group's offsets."""
         ...
@@ -89,43 +78,19 @@ class ExactlyOnce:
         self._cluster = cluster
         self._transactions = transactions
         self._names = names
-        self._ahead: ProgressAhead | None = None
-        self._written: int | None = None  # offset of this run's last progress record
 
     @property
     def transactional_id(self) -> str | None:
         return self._transactions.transactional_id
 
     def begin(self, deadline: Deadline) -> BatchHeader:
-        self._ahead = None
         return self._transactions.begin(deadline)
 
     def written(self, reports: Iterable[Report]) -> None:
         """Nothing is kept from one transaction to the next."""
 
-    def send_ahead(
-        self, progress: Progress, offsets: Offsets, deadline: Deadline, rows_to: Mapping[str, list[int]]
-    ) -> None:
-        if self._written is None or not offsets or not self._transactions.version_2:
-            return
-        self._ahead = ProgressAhead(
-            self._cluster,
-            self._transactions,
-            self._names,
-            progress,
-            offsets,
-            deadline,
-            no_later_than=self._written,
-            rows_to=rows_to,
-        )
-
     def write_progress(self, progress: Progress, offsets: Offsets, deadline: Deadline) -> None:
-        if self._ahead is not None and self._ahead.progress is progress:
-            self._written = self._ahead.finish(deadline)
-            return
-        self._written = progress_log.write_progress(
-            self._cluster, self._transactions, self._names, progress, offsets, deadline
-        )
+        progress_log.write_progress(self._cluster, self._transactions, self._names, progress, offsets, deadline)
 
     def end(self, deadline: Deadline) -> Outcome:
         return self._transactions.end(deadline, commit=True)
@@ -161,11 +126,6 @@ class WithoutTransactions:
             if report.topic is not None:
                 place = (report.topic, report.partition)
                 self._sequences[place] = next_sequence(self._sequences.get(place, 0), report.count)
-
-    def send_ahead(
-        self, progress: Progress, offsets: Offsets, deadline: Deadline, rows_to: Mapping[str, list[int]]
-    ) -> None:
-        """Everybody would see it at once."""
 
     def write_progress(self, progress: Progress, offsets: Offsets, deadline: Deadline) -> None:
         progress_log.write_progress(self._cluster, None, self._names, progress, offsets, deadline)

@@ -201,8 +201,8 @@ def write_progress(
     progress: Progress,
     offsets: Offsets,
     deadline: Deadline,
-) -> int:
-    """Step ``progress``: the record, then the group offsets that point to it. Returns the record's offset.
+) -> None:
+    """Step ``progress``: the record, then the group offsets that point to it.
 
     Args:
         transactions: both become visible with the transaction; None: at once, in this order.
@@ -215,54 +215,12 @@ def write_progress(
     producer = _sent(cluster, transactions, progress, deadline)
     written = producer.flush()[PROGRESS_TOPIC, partition].base_offset
     if not offsets:
-        return written  # no source is a topic; the record is found without the group's hint
+        return  # no source is a topic; the record is found without the group's hint
     metadata = hint(partition, written)
     if transactions is None:
         kafka_offsets.commit_offsets(cluster, names.group_id, offsets, deadline, metadata=metadata)
     else:
         transactions.commit_offsets(names.group_id, offsets, deadline, metadata=metadata)
-    return written
-
-
-class ProgressAhead:
-    """Step ``progress`` begun before the rows are there: sent now, waited for in ``finish``.
-
-    In a transaction nothing of it is visible before the end, so its round trips may pass while Spark works; and the
-    rows' partitions are asked to be enrolled. For transaction version 2.
-
-    Args:
-        no_later_than: an offset at or before the one that the record will get: that of the flow's last record. The
-            group's hint points there; a reader goes on from the hint to the end of the log in any case.
-        rows_to: partitions that the rows will probably be written to.
-    """
-
-    def __init__(
-        self,
-        cluster: Cluster,
-        transactions: Transactions,
-        names: Names,
-        progress: Progress,
-        offsets: Offsets,
-        deadline: Deadline,
-        *,
-        no_later_than: int,
-        rows_to: Mapping[str, list[int]],
-    ) -> None:
-        self.progress = progress
-        self._transactions = transactions
-        self._partition = partition_of(progress.flow)
-        self._offsets = (names.group_id, offsets)
-        self._metadata = hint(self._partition, no_later_than)
-        self._producer = _sent(cluster, transactions, progress, deadline)
-        self._posted = transactions.post_offsets(*self._offsets, deadline, metadata=self._metadata)
-        if rows_to:
-            transactions.post_partitions(rows_to, deadline)
-
-    def finish(self, deadline: Deadline) -> int:
-        """Wait until both are in the transaction. Returns the record's offset."""
-        written = self._producer.flush()[PROGRESS_TOPIC, self._partition].base_offset
-        self._transactions.collect_offsets(self._posted, *self._offsets, deadline, metadata=self._metadata)
-        return written
 
 
 def _sent(cluster: Cluster, transactions: Transactions | None, progress: Progress, deadline: Deadline) -> Producer:
