@@ -89,15 +89,18 @@ _CHOICES = (
 )
 
 
+def _conflict(what: str, detail: str, flow: str) -> ProgressConflictError:
+    return ProgressConflictError(what, flow=flow, detail=detail, next_step=_CHOICES.format(flow=flow))
+
+
 def _empty(progress: Progress, location: str, flow: str) -> ProgressConflictError:
     before = progress.checkpoint
     had = "without a checkpoint" if before is None else f"with the checkpoint of query {before.query_id}"
-    return ProgressConflictError(
+    return _conflict(
         f"The checkpoint is empty, and the flow has committed {progress.batch_id} batches {had}",
-        flow=flow,
-        detail=f"checkpoint {location}: was the old one deleted, or is this another folder? Aggregations, joins and "
+        f"checkpoint {location}: was the old one deleted, or is this another folder? Aggregations, joins and "
         "de-duplication would start with empty state in the middle of the stream",
-        next_step=_CHOICES.format(flow=flow),
+        flow,
     )
 
 
@@ -108,50 +111,45 @@ def _foreign(checkpoint: CheckpointState, progress: Progress, location: str, flo
         ours = f"the flow has committed {progress.batch_id} batches without a checkpoint since"
     else:
         ours = "the flow has never committed a batch, or was reset"
-    return ProgressConflictError(
+    return _conflict(
         "The checkpoint belongs to another query",
-        flow=flow,
-        detail=f"checkpoint {location} is that of query {checkpoint.query_id} and has finished batch "
+        f"checkpoint {location} is that of query {checkpoint.query_id} and has finished batch "
         f"{checkpoint.committed}; {ours}",
-        next_step=_CHOICES.format(flow=flow),
+        flow,
     )
 
 
 def _behind(checkpoint: CheckpointState, batch: int, location: str, flow: str) -> ProgressConflictError:
-    return ProgressConflictError(
+    return _conflict(
         "The checkpoint is older than the flow's progress",
-        flow=flow,
-        detail=f"checkpoint {location} knows batches up to {checkpoint.planned}, Kafka has committed batch {batch}; "
+        f"checkpoint {location} knows batches up to {checkpoint.planned}, Kafka has committed batch {batch}; "
         "was it restored from a backup? What Spark would run again is written already",
-        next_step=_CHOICES.format(flow=flow),
+        flow,
     )
 
 
 def _ahead(checkpoint: CheckpointState, batch: int, location: str, flow: str) -> ProgressConflictError:
-    return ProgressConflictError(
+    return _conflict(
         "The checkpoint is ahead of the flow's progress",
-        flow=flow,
-        detail=f"checkpoint {location} has finished batch {checkpoint.committed}, Kafka has committed batch {batch}; "
+        f"checkpoint {location} has finished batch {checkpoint.committed}, Kafka has committed batch {batch}; "
         "was the progress topic restored or tampered with? What is in between would be lost",
-        next_step=_CHOICES.format(flow=flow),
+        flow,
     )
 
 
 def _damaged(checkpoint: CheckpointState, location: str, flow: str) -> ProgressConflictError:
-    return ProgressConflictError(
+    return _conflict(
         "The checkpoint is damaged: its commit log ends too early",
-        flow=flow,
-        detail=f"checkpoint {location} has planned batch {checkpoint.planned} and finished {checkpoint.committed}; "
+        f"checkpoint {location} has planned batch {checkpoint.planned} and finished {checkpoint.committed}; "
         "Spark leaves at most one unfinished. Were files of it deleted?",
-        next_step=_CHOICES.format(flow=flow),
+        flow,
     )
 
 
 def _diverged(batch: int, location: str, flow: str) -> ProgressConflictError:
-    return ProgressConflictError(
+    return _conflict(
         "The checkpoint has gone another way than the flow's progress",
-        flow=flow,
-        detail=f"batch {batch} ends at other offsets in checkpoint {location} than Kafka has committed; was a copy of "
+        f"batch {batch} ends at other offsets in checkpoint {location} than Kafka has committed; was a copy of "
         "it used elsewhere, or restored from a backup?",
-        next_step=_CHOICES.format(flow=flow),
+        flow,
     )

@@ -16,7 +16,7 @@ from onceflow.client.cluster import Cluster
 from onceflow.client.deadline import Deadline
 from onceflow.client.settings import ClientSettings
 from onceflow.errors import OptionError, ProgressConflictError, UnsupportedQueryError
-from onceflow.sink import queries
+from onceflow.sink import jvm
 from onceflow.sink.delivery import EXACTLY_ONCE
 from onceflow.sink.options import SinkOptions
 from onceflow.sink.ownership import Columns, check_columns
@@ -376,7 +376,7 @@ def check_goes_with(
 def steps_in(df: DataFrame, steps: Mapping[str, Step], flow: str) -> list[Step]:
     """The process steps that are part of a query's plan."""
     found = []
-    for node in queries.nodes(df._jdf.queryExecution().analyzed()):
+    for node in jvm.nodes(df._jdf.queryExecution().analyzed()):
         if node.getClass().getSimpleName() != "MapInArrow":
             continue
         name = str(node.functionExpr().name())

@@ -13,6 +13,15 @@ import click
 _COLUMNS_MOST = 14
 
 
+_output = click.option(
+    "--output",
+    type=click.Path(dir_okay=False, path_type=Path),
+    default=Path("bench-results.jsonl"),
+    show_default=True,
+    help="JSON lines are added to this file.",
+)
+
+
 @click.group(invoke_without_command=True)
 @click.pass_context
 def bench(context: click.Context) -> None:
@@ -29,13 +38,7 @@ def bench(context: click.Context) -> None:
 @click.option("--records-per-batch", type=click.IntRange(min=100), default=100_000, show_default=True)
 @click.option("--rounds", type=click.IntRange(1, 20), default=3, show_default=True, help="Turns of each contender.")
 @click.option("--small-batches", type=click.IntRange(min=6), default=60, show_default=True, help="Of 400 rows each.")
-@click.option(
-    "--output",
-    type=click.Path(dir_okay=False, path_type=Path),
-    default=Path("bench-results.jsonl"),
-    show_default=True,
-    help="JSON lines are added to this file.",
-)
+@_output
 def sink(records: int, records_per_batch: int, rounds: int, small_batches: int, output: Path) -> None:
     """Throughput against Spark's own Kafka sink, small batches, time to the first commit."""
     from onceflow.bench.sink import Choices, run
@@ -66,13 +69,7 @@ def sink(records: int, records_per_batch: int, rounds: int, small_batches: int, 
 @click.option("--large-keys", type=click.IntRange(min=1000), default=5_000_000, show_default=True)
 @click.option("--pandas", is_flag=True, help="Also transformWithStateInPandas: slow.")
 @click.option("--only", type=click.Choice(["throughput", "restore", "large"]), help="One part alone.")
-@click.option(
-    "--output",
-    type=click.Path(dir_okay=False, path_type=Path),
-    default=Path("bench-results.jsonl"),
-    show_default=True,
-    help="JSON lines are added to this file.",
-)
+@_output
 def state(
     records: int,
     accounts: int,
@@ -94,9 +91,7 @@ def state(
 
     parts = (only,) if only else PARTS if large else PARTS[:2]
     choices = Choices(records, accounts, rounds, often, spark_records_per_batch, keys, large_keys, parts, pandas)
-    results = _run(run, choices, output)
-    if any(result.get("correct", "yes") != "yes" for result in results):
-        raise SystemExit(1)
+    _run(run, choices, output)
 
 
 @bench.command()
@@ -114,13 +109,7 @@ def state(
     help="Produced while latency is measured.",
 )
 @click.option("--only", type=click.Choice(["throughput", "latency"]), help="One part alone.")
-@click.option(
-    "--output",
-    type=click.Path(dir_okay=False, path_type=Path),
-    default=Path("bench-results.jsonl"),
-    show_default=True,
-    help="JSON lines are added to this file.",
-)
+@_output
 def overhead(rounds: int, seconds: float, records_per_second: int, only: str | None, output: Path) -> None:
     """What exactly-once costs against at-least-once; end-to-end latency, also of Spark's own sink.
 
@@ -129,14 +118,11 @@ def overhead(rounds: int, seconds: float, records_per_second: int, only: str | N
     from onceflow.bench.overhead import PARTS, Choices, run
 
     choices = Choices(rounds, seconds, records_per_second, parts=(only,) if only else PARTS)
-    results = _run(run, choices, output)
-    if any(result.get("correct", "yes") != "yes" for result in results):
-        raise SystemExit(1)
+    _run(run, choices, output)
 
 
-def _run(
-    run: Callable[[Any, Callable[[str], None]], Iterator[dict[str, Any]]], choices: Any, output: Path
-) -> list[dict[str, Any]]:
+def _run(run: Callable[[Any, Callable[[str], None]], Iterator[dict[str, Any]]], choices: Any, output: Path) -> None:
+    """Run, show, and note the results; exit code 1 when outputs of a run were found wrong."""
     from rich.console import Console
 
     errors = Console(stderr=True)
@@ -147,7 +133,8 @@ def _run(
             handle.write(json.dumps(result) + "\n")
     _print(results)
     click.echo(json.dumps(results[-1]))
-    return results
+    if any(result.get("correct", "yes") != "yes" for result in results):
+        raise SystemExit(1)
 
 
 def _print(results: list[dict[str, Any]]) -> None:

@@ -337,16 +337,6 @@ class Cluster:
                 log.debug("metadata refresh failed: %s", error)
 
 
-def is_ready(connection: Any) -> bool:
-    """Whether a request would go straight to the socket (not buffered behind a handshake or a pause)."""
-    return bool(
-        connection.connected
-        and not connection.initializing
-        and not connection.paused
-        and not connection._reauth.is_reauthenticating
-    )
-
-
 def _close(manager: Any, net: Any) -> None:
     if not manager.closed:
         for connection in list(manager._conns.values()):

@@ -127,29 +127,37 @@ def commit_offsets(
         group_id=group,
         generation_id_or_member_epoch=-1,
         member_id="",
-        topics=[
-            topic_type(
-                name=topic,
-                partitions=[
-                    topic_type.OffsetCommitRequestPartition(
-                        partition_index=partition,
-                        committed_offset=offset,
-                        committed_leader_epoch=-1,
-                        committed_metadata=metadata,
-                    )
-                    for partition, offset in sorted(partitions.items())
-                ],
-            )
-            for topic, partitions in sorted(offsets.items())
-        ],
+        topics=offset_topics(topic_type, topic_type.OffsetCommitRequestPartition, offsets, metadata),
     )
+    response = repeat(cluster, request, "OffsetCommit", GROUP, group, deadline, code_of=offsets_code)
+    if offsets_code(response):
+        raise codes.error_for(offsets_code(response), api="OffsetCommit", detail=f"group {group}")
 
-    def code_of(response: Any) -> int:
-        return next((int(p.error_code) for t in response.topics for p in t.partitions if p.error_code), 0)
 
-    response = repeat(cluster, request, "OffsetCommit", GROUP, group, deadline, code_of=code_of)
-    if code_of(response):
-        raise codes.error_for(code_of(response), api="OffsetCommit", detail=f"group {group}")
+def offset_topics(
+    topic_type: Any, partition_type: Any, offsets: Mapping[str, Mapping[int, int]], metadata: str
+) -> list[Any]:
+    """The topics of an OffsetCommit or a TxnOffsetCommit; their messages differ by name only."""
+    return [
+        topic_type(
+            name=topic,
+            partitions=[
+                partition_type(
+                    partition_index=partition,
+                    committed_offset=offset,
+                    committed_leader_epoch=-1,
+                    committed_metadata=metadata,
+                )
+                for partition, offset in sorted(partitions.items())
+            ],
+        )
+        for topic, partitions in sorted(offsets.items())
+    ]
+
+
+def offsets_code(response: Any) -> int:
+    """The error code that counts, in the response to either of them."""
+    return next((int(p.error_code) for t in response.topics for p in t.partitions if p.error_code), 0)
 
 
 def _first_code(response: Any) -> int:

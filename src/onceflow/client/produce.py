@@ -24,7 +24,7 @@ from typing import Any
 import kafka.errors as kafka_errors
 from kafka.protocol.producer import ProduceRequest
 
-from onceflow.client.cluster import Cluster, authentication_failed, is_ready, unknown_topic
+from onceflow.client.cluster import Cluster, authentication_failed, unknown_topic
 from onceflow.client.deadline import Deadline
 from onceflow.wire import codes
 from onceflow.wire.batches import EncodedBatch
@@ -213,12 +213,12 @@ class Producer:
                 slot.attempt += 1
                 slot.stale_leader = True
             return
-        if not is_ready(connection):
+        if not _ready(connection):
             if connection.initializing:
                 connection.init_future.add_both(self._answer.set)
             return
         more = True
-        while more and is_ready(connection):
+        while more and _ready(connection):
             chosen: list[tuple[_Partition, EncodedBatch]] = []
             size = 0
             more = False
@@ -243,7 +243,7 @@ class Producer:
 
         kafka-python encodes a request to one byte string. ``_Frame.encode`` gives it the first piece,
         and the remaining buffers are appended to the same transport before the event loop runs, so that
-        they follow it directly. Holds only on a connection that is ready (``is_ready``): otherwise the
+        they follow it directly. Holds only on a connection that is ready (``_ready``): otherwise the
         first piece would be buffered elsewhere.
         """
         topics: dict[str, list[tuple[int, EncodedBatch]]] = {}
@@ -329,3 +329,13 @@ class _Signal:
 
     def set(self, _: object = None) -> None:
         self.is_done = True
+
+
+def _ready(connection: Any) -> bool:
+    """Whether a request would go straight to the socket (not buffered behind a handshake or a pause)."""
+    return (
+        connection.connected
+        and not connection.initializing
+        and not connection.paused
+        and not connection._reauth.is_reauthenticating
+    )

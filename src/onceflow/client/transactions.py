@@ -25,6 +25,7 @@ from kafka.protocol.producer import (
 from onceflow.client.cluster import GROUP, TRANSACTION, Cluster
 from onceflow.client.coordinators import repeat
 from onceflow.client.deadline import Deadline
+from onceflow.client.offsets import offset_topics, offsets_code
 from onceflow.errors import FencedError, TransactionTimeoutError
 from onceflow.wire import codes
 from onceflow.wire.batches import BatchHeader
@@ -130,7 +131,16 @@ class Transactions:
 
     def add_partitions(self, partitions: Mapping[str, Iterable[int]], deadline: Deadline) -> None:
         """Enrol output partitions. Needed with transaction version 1; harmless with 2."""
-        request = self._partitions_request(partitions)
+        request = AddPartitionsToTxnRequest(
+            version=self._cluster.version(AddPartitionsToTxnRequest, least=0, most=3),
+            v3_and_below_transactional_id=self.transactional_id,
+            v3_and_below_producer_id=self.identity.producer_id,
+            v3_and_below_producer_epoch=self.identity.producer_epoch,
+            v3_and_below_topics=[
+                AddPartitionsToTxnRequest.AddPartitionsToTxnTopic(name=topic, partitions=sorted(numbers))
+                for topic, numbers in sorted(partitions.items())
+            ],
+        )
 
         def code_of(response: Any) -> int:
             found = [
@@ -144,18 +154,6 @@ class Transactions:
         )
         if code_of(response):
             raise self._error(code_of(response), "AddPartitionsToTxn")
-
-    def _partitions_request(self, partitions: Mapping[str, Iterable[int]]) -> Any:
-        return AddPartitionsToTxnRequest(
-            version=self._cluster.version(AddPartitionsToTxnRequest, least=0, most=3),
-            v3_and_below_transactional_id=self.transactional_id,
-            v3_and_below_producer_id=self.identity.producer_id,
-            v3_and_below_producer_epoch=self.identity.producer_epoch,
-            v3_and_below_topics=[
-                AddPartitionsToTxnRequest.AddPartitionsToTxnTopic(name=topic, partitions=sorted(numbers))
-                for topic, numbers in sorted(partitions.items())
-            ],
-        )
 
     def commit_offsets(
         self,
@@ -171,14 +169,9 @@ class Transactions:
         """
         if not self.version_2:
             self._add_offsets(group, deadline)
-        request = self._offsets_request(group, offsets, metadata)
-        response = repeat(self._cluster, request, "TxnOffsetCommit", GROUP, group, deadline, code_of=_offsets_code)
-        if _offsets_code(response):
-            raise self._error(_offsets_code(response), "TxnOffsetCommit", detail=f"group {group}")
-
-    def _offsets_request(self, group: str, offsets: Mapping[str, Mapping[int, int]], metadata: str) -> Any:
         most = 5 if self.version_2 else 4
-        return TxnOffsetCommitRequest(
+        topic_type = TxnOffsetCommitRequest.TxnOffsetCommitRequestTopic
+        request = TxnOffsetCommitRequest(
             version=self._cluster.version(TxnOffsetCommitRequest, least=3, most=most),
             transactional_id=self.transactional_id,
             group_id=group,
@@ -187,22 +180,11 @@ class Transactions:
             generation_id=-1,
             member_id="",
             group_instance_id=None,
-            topics=[
-                TxnOffsetCommitRequest.TxnOffsetCommitRequestTopic(
-                    name=topic,
-                    partitions=[
-                        TxnOffsetCommitRequest.TxnOffsetCommitRequestTopic.TxnOffsetCommitRequestPartition(
-                            partition_index=partition,
-                            committed_offset=offset,
-                            committed_leader_epoch=-1,
-                            committed_metadata=metadata,
-                        )
-                        for partition, offset in sorted(partitions.items())
-                    ],
-                )
-                for topic, partitions in sorted(offsets.items())
-            ],
+            topics=offset_topics(topic_type, topic_type.TxnOffsetCommitRequestPartition, offsets, metadata),
         )
+        response = repeat(self._cluster, request, "TxnOffsetCommit", GROUP, group, deadline, code_of=offsets_code)
+        if offsets_code(response):
+            raise self._error(offsets_code(response), "TxnOffsetCommit", detail=f"group {group}")
 
     def _add_offsets(self, group: str, deadline: Deadline) -> None:
         request = AddOffsetsToTxnRequest(
@@ -286,10 +268,6 @@ class Transactions:
 
     def _error(self, code: int, api: str, detail: str = "") -> Exception:
         return codes.error_for(code, api=api, detail=detail or f"transactional id {self.transactional_id}")
-
-
-def _offsets_code(response: Any) -> int:
-    return next((int(p.error_code) for t in response.topics for p in t.partitions if p.error_code), 0)
 
 
 def idempotent_identity(cluster: Cluster, deadline: Deadline) -> BatchHeader:

@@ -333,7 +333,7 @@ class BatchSink:
             and expected_bytes <= _DRIVER_BYTES_MAX
             and summary.attempts == 1
         )
-        if self._numbering is not None and not math.isfinite(expected_rows):
+        if not math.isfinite(expected_rows):
             expected_rows, expected_bytes = 0.0, float(self._cores * _TASK_BYTES)  # not known: all cores
         prepared = prepare(
             df,
@@ -360,11 +360,11 @@ class BatchSink:
     def _expected_rows(self, source: SourceRange) -> float:
         """At most so many rows will come out of a batch, as far as one can know; infinite: one cannot."""
         rows = source.rows_most * self._rows_out
-        if not (self._options.stateful or source.others):
+        if self._numbering is None or not (self._options.stateful or source.others):
             return rows
         # Windows close, joined rows expire, other sources are not counted: the last batch is the only hint, and what
         # Spark keeps may come out at once.
-        if self._numbering is None or not self.history:
+        if not self.history:
             return math.inf
         return rows + self._numbering.rows_kept() + 2 * self.history[-1].records
 
@@ -395,11 +395,6 @@ class BatchSink:
     def _progress(self, batch: int, source: SourceRange) -> Progress:
         """Progress record and source offsets, in the same transaction."""
         deadline = self._deadline("writing progress")
-        progress = self._progress_of(batch, source)
-        self._delivery.write_progress(progress, source.end, deadline)
-        return progress
-
-    def _progress_of(self, batch: int, source: SourceRange) -> Progress:
         progress = replace(
             self.progress,
             batch_id=batch,
@@ -409,7 +404,10 @@ class BatchSink:
             ),
             time_ms=progress_log.now_ms(),
         )
-        return progress if self._state is None else self._state.progress(progress, self._identity)
+        if self._state is not None:
+            progress = self._state.progress(progress, self._identity)
+        self._delivery.write_progress(progress, source.end, deadline)
+        return progress
 
     def _end(self, progress: Progress) -> None:
         """EndTxn decides the batch. Only a known outcome leads anywhere."""

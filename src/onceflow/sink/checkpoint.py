@@ -1,8 +1,8 @@
 """The folder of a query's Spark checkpoint, read as Spark writes it; on a local disk or where Hadoop can read.
 
-onceflow writes nothing into it. What is read: ``metadata`` (the query's id), ``offsets/N`` (what batch N was planned
-for, written before it runs) and ``commits/N`` (written after it); Spark: ``StreamMetadata``, ``OffsetSeqLog``,
-``CommitLog``.
+Nothing here writes into it (``commit_log.complete`` does). What is read: ``metadata`` (the query's id), ``offsets/N``
+(what batch N was planned for, written before it runs) and ``commits/N`` (written after it); Spark: ``StreamMetadata``,
+``OffsetSeqLog``, ``CommitLog``.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ expressions Spark's encoders use). So the partition of a key is computed by Kafk
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from py4j.protocol import Py4JError
@@ -67,6 +67,16 @@ def murmur2(spark: SparkSession, key: Column) -> Column:
             next_step="use a session made by onceflow.session(), which puts kafka-clients on the class path",
         ) from error
     return _column(call, spark)
+
+
+def nodes(plan: Any) -> Iterator[Any]:
+    """Every node of a plan, logical or physical."""
+    waiting = [plan]
+    while waiting:
+        node = waiting.pop()
+        yield node
+        children = node.children()
+        waiting.extend(children.apply(i) for i in range(children.size()))
 
 
 def has_shuffle(df: DataFrame) -> bool:
@@ -141,13 +151,9 @@ def forget_state_ids(spark: SparkSession, query_id: str) -> None:
         writer = java.java.lang.Class.forName(
             "org.apache.spark.sql.execution.streaming.operators.stateful.StateStoreWriter", False, loader
         )
-        waiting = [query.streamingQuery().lastExecution().executedPlan()]
-        while waiting:
-            node = waiting.pop()
+        for node in nodes(query.streamingQuery().lastExecution().executedPlan()):
             if writer.isInstance(node):
                 node.checkpointInfoAccumulator().reset()
-            children = node.children()
-            waiting.extend(children.apply(i) for i in range(children.size()))
     except (Py4JError, AttributeError, TypeError) as error:
         raise BatchAbortedError(
             "The batch cannot be run again: what its first attempt did to Spark's state cannot be forgotten",

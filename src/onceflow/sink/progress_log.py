@@ -212,7 +212,12 @@ def write_progress(
     partition = partition_of(progress.flow)
     if transactions is not None and not transactions.version_2:
         transactions.add_partitions({PROGRESS_TOPIC: [partition]}, deadline)
-    producer = _sent(cluster, transactions, progress, deadline)
+    transactional_id = None if transactions is None else transactions.transactional_id
+    identity = _PLAIN if transactions is None else transactions.identity
+    key, value = records.encode(progress)
+    producer = Producer(cluster, transactional_id=transactional_id, deadline=deadline)
+    batch = encode_single(key, value, timestamp_ms=progress.time_ms, identity=identity, base_sequence=0)
+    producer.send(PROGRESS_TOPIC, partition, batch)
     written = producer.flush()[PROGRESS_TOPIC, partition].base_offset
     if not offsets:
         return  # no source is a topic; the record is found without the group's hint
@@ -221,17 +226,6 @@ def write_progress(
         kafka_offsets.commit_offsets(cluster, names.group_id, offsets, deadline, metadata=metadata)
     else:
         transactions.commit_offsets(names.group_id, offsets, deadline, metadata=metadata)
-
-
-def _sent(cluster: Cluster, transactions: Transactions | None, progress: Progress, deadline: Deadline) -> Producer:
-    """A producer that has the record on its way."""
-    transactional_id = None if transactions is None else transactions.transactional_id
-    identity = _PLAIN if transactions is None else transactions.identity
-    key, value = records.encode(progress)
-    producer = Producer(cluster, transactional_id=transactional_id, deadline=deadline)
-    batch = encode_single(key, value, timestamp_ms=progress.time_ms, identity=identity, base_sequence=0)
-    producer.send(PROGRESS_TOPIC, partition_of(progress.flow), batch)
-    return producer
 
 
 def now_ms() -> int:

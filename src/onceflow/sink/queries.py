@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from pyspark.sql import DataFrame, SparkSession
 
 from onceflow.errors import OptionError, UnsupportedQueryError
+from onceflow.sink import jvm
 
 #: An option on the source that says which flow read it; Spark's Kafka source ignores what it does not know.
 MARK = "onceflow.flow"
@@ -127,7 +128,7 @@ def check_plan(df: DataFrame, flow: str, *, checkpoint: bool = False) -> PlanFac
             "The DataFrame is not a stream", flow=flow, next_step="make it from Flow.read of this flow"
         )
     topics = others = stateful = False
-    for node in nodes(df._jdf.queryExecution().analyzed()):
+    for node in jvm.nodes(df._jdf.queryExecution().analyzed()):
         if not node.isStreaming():
             continue
         kind = str(node.getClass().getSimpleName())
@@ -165,18 +166,9 @@ def _check_source(node: Any, kind: str, flow: str, checkpoint: bool) -> bool:
     return True
 
 
-def nodes(plan: Any) -> Iterator[Any]:
-    waiting = [plan]
-    while waiting:
-        node = waiting.pop()
-        yield node
-        children = node.children()
-        waiting.extend(children.apply(i) for i in range(children.size()))
-
-
 def reads_little(df: DataFrame) -> bool:
     """Whether a batch of few source records is little work for Spark, too: nothing else is read, no state is kept."""
-    for node in nodes(df._jdf.queryExecution().analyzed()):
+    for node in jvm.nodes(df._jdf.queryExecution().analyzed()):
         kind = str(node.getClass().getSimpleName())
         if not node.isStreaming() or kind == "Join" or kind in _STATEFUL:
             return False
