@@ -226,7 +226,7 @@ class BatchSink:
         flow = self._names.flow
         with self._timed(summary, "begin"):
             identity = self._begin(df, batch)
-        hooks.at("begin", where="driver", flow=flow, batch=batch)
+        hooks.at("begin", where="driver", flow=flow, batch=batch, identity=identity, source=source)
         self._begun_at = time.monotonic()
         progress: Progress | None = None
         if self._delivery.progress_first:
@@ -452,6 +452,7 @@ class BatchSink:
         except OnceflowError as error:
             log.warning("flow %s: abort of batch %d failed, too: %s", self._names.flow, batch, error.what)
             raise problem from error
+        hooks.at(hooks.ABORTED, where="driver", flow=self._names.flow, batch=batch)
 
     def _lose(self, summary: BatchSummary, problem: BaseException) -> None:
         """At most once: progress has moved, so what was not written stays unwritten."""

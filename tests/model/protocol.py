@@ -1,0 +1,888 @@
+"""onceflow's protocol as a model whose states can all be searched: docs/model.md says how to read it.
+
+    python tests/model/protocol.py                          a table of configurations
+    python tests/model/protocol.py --transaction-version 1 --batches 3 --crashes 2
+    python tests/model/protocol.py --variant reads_before_fencing
+
+What the driver and its tasks do has the names of ``onceflow.hooks.STEPS``; comments name the code that does it. What
+brokers do is what Kafka 4.3 does: coordinator/transaction/TransactionCoordinator.scala, TransactionMetadata.java and
+ProducerAppendInfo.java. A crash, a delay, a lost answer are steps of their own, and bounded by ``Config``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Hashable, Iterable
+from typing import TYPE_CHECKING, NamedTuple
+
+from explore import Action, Result, SearchTooLargeError, explore, readable
+
+if TYPE_CHECKING:
+    from variants import Variant
+
+Next = Iterable[tuple[str, "State"]]
+
+# States of the coordinator.
+EMPTY, ONGOING = "Empty", "Ongoing"
+PREPARE_COMMIT, PREPARE_ABORT = "PrepareCommit", "PrepareAbort"
+COMPLETE_COMMIT, COMPLETE_ABORT = "CompleteCommit", "CompleteAbort"
+PREPARING = (PREPARE_COMMIT, PREPARE_ABORT)
+_COMPLETE = {PREPARE_COMMIT: COMPLETE_COMMIT, PREPARE_ABORT: COMPLETE_ABORT}
+# What a driver has done last.
+STARTED, FENCED, TO_SETTLE, READY, PLANNED = "started", "fenced the others", "to settle", "ready", "planned"
+BEGUN, WRITING, AUDITED, IN_PROGRESS = "begun", "tasks are writing", "audited", "progress is sent"
+ENDING, FAILED, RENEWING = "waits for EndTxn's answer", "attempt failed", "aborted, needs an epoch"
+OUTSIDE = "committed, progress is not written"  # of a variant only
+# Where a Produce request is: its partition is still to be added (version 1), under way, or a late copy.
+TO_ADD, SENT, COPY = 0, 1, 2
+NONE = -9  # no epoch, nor near one
+FAULTS = ("crashes", "timeouts", "lost", "deaths", "copies", "rivals")
+
+
+class Config(NamedTuple):
+    """What is searched.
+
+    Args:
+        version: of transactions, 1 or 2 (KIP-890).
+        batches: at most so many: the source has as many records, and a batch takes one or two of them.
+        outputs: output partitions; record n belongs to partition n mod outputs, a task writes one partition.
+        crashes: of a driver, anywhere. timeouts: the coordinator aborts an open transaction. lost: answers of the
+            coordinator. deaths: a task dies after it has produced. copies: a Produce request arrives twice.
+            rivals: another driver of the flow is started by mistake.
+        faults: at most so many of all these together.
+        attempts: a driver gives a batch up after so many (``SinkOptions.attempts_most``).
+        local: 1 if tasks keep a local copy of their state.
+    """
+
+    version: int = 2
+    batches: int = 2
+    outputs: int = 2
+    crashes: int = 0
+    timeouts: int = 0
+    lost: int = 0
+    deaths: int = 0
+    copies: int = 0
+    rivals: int = 0
+    faults: int = 9
+    attempts: int = 3
+    local: int = 0
+
+
+class Coordinator(NamedTuple):
+    """Of the flow's transactional id.
+
+    Args:
+        last: the epoch before, if its owner may still name it (KIP-360).
+        enrolled: a bit per partition.
+        late: whether an older driver has decided this transaction though a newer one had read progress (I6).
+    """
+
+    state: str
+    epoch: int
+    last: int
+    enrolled: int
+    late: bool
+
+
+class Record(NamedTuple):
+    """In an open transaction: source records [start, end), written by ``writer`` of attempt ``tag``."""
+
+    seq: int
+    tag: int
+    writer: int
+    start: int
+    end: int
+
+
+class Log(NamedTuple):
+    """A partition: the producer's epoch and next sequence as its leader knows them, and what is not decided yet, which
+    holds readers back. Aborted records are left out (nobody looks at them again), committed ones are
+    ``State.visible``."""
+
+    epoch: int
+    sequence: int
+    open: tuple[Record, ...]
+
+
+class Message(NamedTuple):
+    """A Produce request on its way; it may arrive at any time, in any order, also when its sender is gone."""
+
+    part: int
+    epoch: int
+    seq: int
+    tag: int
+    start: int
+    end: int
+    stage: int
+    writer: int
+
+
+class Driver(NamedTuple):
+    """A driver and its tasks.
+
+    Args:
+        used: ``Transactions._used``: something may have been written under the epoch.
+        at, end: its range; ``at`` is progress as it knows it.
+        tag: the attempt it runs. waiting: requests of it that are not acknowledged.
+        bad: a task has failed, or is a second attempt.
+        read: whether it has read progress. last: epoch of the last commit it knows of.
+        here: whether its tasks run where the local copy is.
+    """
+
+    name: int
+    phase: str
+    epoch: int = NONE
+    used: bool = False
+    at: int = 0
+    end: int = 0
+    tag: int = 0
+    waiting: int = 0
+    bad: bool = False
+    attempt: int = 0
+    read: bool = False
+    last: int = NONE
+    here: bool = False
+
+
+class Progress(NamedTuple):
+    """The committed progress record; epoch and attempt only when there is local state."""
+
+    at: int
+    epoch: int = NONE
+    tag: int = 0
+
+
+class Store(NamedTuple):
+    """Local state: up to which record it serves; what is pending: (epoch, from, to, attempt)."""
+
+    at: int
+    pending: tuple[int, int, int, int] | None = None
+    wrong: bool = False
+
+
+class State(NamedTuple):
+    coordinator: Coordinator
+    parts: tuple[Log, ...]  # outputs, then progress
+    net: tuple[Message, ...]
+    drivers: tuple[Driver, ...]  # in the order in which they have fenced: the last owns the transactional id
+    visible: tuple[int, ...]  # what read_committed readers see of the outputs
+    progress: Progress
+    store: Store
+    left: tuple[int, ...]  # faults: in all, then by kind
+    started: int  # drivers so far
+
+
+def spans(records: Iterable[Message | Record]) -> str:
+    """Source records, for people."""
+    return ", ".join(str(r.start) if r.end == r.start + 1 else f"{r.start} to {r.end - 1}" for r in records)
+
+
+def swap(items: tuple, at: int, item: object) -> tuple:
+    return (*items[:at], item, *items[at + 1 :])
+
+
+class Kafka:
+    """What the coordinator and the partition leaders do."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.v2 = config.version >= 2  # EndTxn v5: every end moves the epoch
+        self.implicit = self.v2  # Produce v12: the partition's leader enrols it
+        self.progress = config.outputs  # the partition of the progress record
+        self.names = [f"out-{n}" for n in range(config.outputs)] + ["progress"]
+
+    # ---- coordinator -----------------------------------------------------------------------------------
+
+    def fence(self, c: Coordinator) -> Coordinator:
+        """An ongoing transaction is aborted under a new epoch (prepareFenceProducerEpoch)."""
+        return Coordinator(PREPARE_ABORT, c.epoch + 1, c.epoch if self.v2 else NONE, c.enrolled, False)
+
+    def init_producer_id(self, c: Coordinator, epoch: int) -> tuple[str, Coordinator]:
+        """InitProducerId, of a new owner (NONE) or of one that names its epoch. The answer, and the coordinator."""
+        if c.state in PREPARING:
+            return "wait", c
+        if c.state == ONGOING:  # whatever epoch is named: Kafka compares it only when it increments
+            return "wait", self.fence(c)
+        if epoch in (NONE, c.epoch):
+            return "ok", Coordinator(EMPTY, c.epoch + 1, epoch, 0, False)
+        if epoch == c.last:  # the same request once more: its first answer was lost
+            return "ok", c._replace(state=EMPTY)
+        return "fenced", c
+
+    def end_txn(self, c: Coordinator, epoch: int, commit: bool) -> tuple[str, Coordinator]:
+        """EndTxn v4 or v5: ``ok``, ``wait`` (51), ``over`` (48) or ``fenced`` (90)."""
+        again = self.v2 and c.epoch == epoch + 1  # the same request once more: its first answer was lost
+        same = c.epoch == epoch
+        if (
+            not (same or again)
+            or (again and c.state in (EMPTY, ONGOING))
+            or (self.v2 and same and c.state in PREPARING)
+        ):
+            return "fenced", c
+        wanted = PREPARE_COMMIT if commit else PREPARE_ABORT
+        if c.state in PREPARING:
+            return ("wait" if c.state == wanted else "over"), c
+        if c.state == ONGOING:
+            return "ok", Coordinator(wanted, c.epoch + self.v2, c.epoch if self.v2 else c.last, c.enrolled, False)
+        if c.state == _COMPLETE[wanted] and (again or not self.v2):
+            return "ok", c
+        if self.v2 and not commit and not again:  # nothing was written: an abort still moves the epoch
+            return "ok", Coordinator(COMPLETE_ABORT, c.epoch + 1, c.epoch, 0, False)
+        return "over", c
+
+    def markers(self, s: State) -> Next:
+        """All partitions learn the decision. One step, though they learn it one by one: until the last one has,
+        the coordinator answers "wait" to whoever wants to begin something, so no other order shows more."""
+        c = s.coordinator
+        if c.state not in PREPARING:
+            return
+        committed = c.state == PREPARE_COMMIT
+        parts, visible, progress = list(s.parts), s.visible, s.progress
+        for n, log in enumerate(s.parts):
+            if committed and log.open:
+                visible, progress = self.shown(n, log, visible, progress)
+            if c.enrolled >> n & 1:
+                parts[n] = Log(c.epoch, log.sequence if log.epoch == c.epoch else 0, ())
+        after = s._replace(
+            coordinator=Coordinator(_COMPLETE[c.state], c.epoch, c.last, 0, False),
+            parts=tuple(parts),
+            visible=visible,
+            progress=progress,
+        )
+        yield ("commit" if committed else "abort") + f" markers of epoch {c.epoch} are written", self.swept(after)
+
+    def shown(self, n: int, log: Log, visible: tuple[int, ...], progress: Progress) -> tuple[tuple[int, ...], Progress]:
+        """What readers see once a partition's open records are committed."""
+        if n != self.progress:
+            return tuple(sorted((*visible, *(record.start for record in log.open)))), progress
+        last = log.open[-1]
+        return visible, Progress(last.end, log.epoch, last.tag) if self.config.local else Progress(last.end)
+
+    # ---- partition leaders -----------------------------------------------------------------------------
+
+    def append(self, s: State) -> Next:
+        """A Produce request arrives. With version 2 its partition is enrolled on the way, with version 1 before."""
+        c = s.coordinator
+        for n, m in enumerate(s.net):
+            log = s.parts[m.part]
+            known = bool(log.open) and log.epoch == m.epoch  # in the transaction already: not verified again
+            if c.state in PREPARING and (m.stage == TO_ADD or not known):
+                continue  # 51: the same bytes are sent again
+            expected = log.sequence if log.epoch == m.epoch else 0
+            if m.seq > expected:
+                continue  # not sent yet: the first of a partition travels alone (client/produce.py); or 45, sent again
+            what = f"{self.names[m.part]}: attempt {m.tag}, epoch {m.epoch}, sequence {m.seq}"
+            if m.stage == TO_ADD:
+                enrolled = c._replace(state=ONGOING, enrolled=c.enrolled | 1 << m.part)
+                net = tuple(sorted((*s.net[:n], m._replace(stage=SENT), *s.net[n + 1 :])))
+                yield f"AddPartitionsToTxn for {what}", s._replace(coordinator=enrolled, net=net)
+                continue
+            if not known and self.implicit:
+                c2 = c._replace(state=ONGOING, enrolled=c.enrolled | 1 << m.part)
+            elif known or (c.state == ONGOING and c.enrolled >> m.part & 1):
+                c2 = c
+            else:
+                gone = s._replace(net=s.net[:n] + s.net[n + 1 :])
+                yield f"refused: {what}", self.failed(gone, {m.tag} if m.stage != COPY else set())
+                continue
+            after = s._replace(coordinator=c2, net=s.net[:n] + s.net[n + 1 :])
+            if m.seq == expected:
+                record = Record(m.seq, m.tag, m.writer, m.start, m.end)
+                entered = Log(m.epoch, m.seq + 1, (*log.open, record) if log.epoch == m.epoch else (record,))
+                after = after._replace(parts=swap(s.parts, m.part, entered))
+                what = "appended to " + what
+            else:
+                what = "seen before, acknowledged, not appended to " + what
+            yield what, (after if m.stage == COPY else self.acknowledged(after, m.tag))
+            if m.stage == SENT and self.spent(s, "copies") and m.seq == expected:
+                left = self.spent(s, "copies")
+                twice = tuple(sorted((*after.net, m._replace(stage=COPY))))
+                yield what + ", and a copy is late", self.acknowledged(after._replace(net=twice, left=left), m.tag)
+
+    def acknowledged(self, s: State, tag: int) -> State:
+        for n, d in enumerate(s.drivers):
+            if d.tag == tag:
+                d = d._replace(waiting=d.waiting - 1)
+                s = s._replace(drivers=swap(s.drivers, n, d))
+                if self.config.local and d.here and d.phase == WRITING and not d.waiting:  # state/local.py set_pending
+                    s = s._replace(store=s.store._replace(pending=(d.epoch, d.at, d.end, d.tag)))
+        return s
+
+    def failed(self, s: State, tags: set[int]) -> State:
+        """Tasks get an answer that repeating does not change; they report it (tasks.py write_rows)."""
+        if not any(d.tag in tags for d in s.drivers):
+            return s
+        return s._replace(drivers=tuple(d._replace(bad=True) if d.tag in tags else d for d in s.drivers))
+
+    def swept(self, s: State) -> State:
+        """Without the requests that will always be refused: their epoch is over and no leader has it open. When they
+        arrive makes no difference to anybody but their sender, which is told at once (it may look at it later)."""
+        c = s.coordinator
+        kept, tags = [], set()
+        for m in s.net:
+            log = s.parts[m.part]
+            if m.epoch == c.epoch or (log.open and log.epoch == m.epoch and m.stage != TO_ADD):
+                kept.append(m)
+            elif m.stage != COPY:
+                tags.add(m.tag)
+        return s if len(kept) == len(s.net) else self.failed(s._replace(net=tuple(kept)), tags)
+
+    def decided(self, s: State, c: Coordinator) -> State:
+        """After an answer of the coordinator."""
+        return s if c is s.coordinator else self.swept(s._replace(coordinator=c))
+
+    def timeout(self, s: State) -> Next:
+        if (left := self.spent(s, "timeouts")) and s.coordinator.state == ONGOING:
+            after = s._replace(coordinator=self.fence(s.coordinator), left=left)
+            yield f"of the transaction of epoch {s.coordinator.epoch}", self.swept(after)
+
+    def spent(self, s: State, fault: str) -> tuple[int, ...]:
+        """What is left after one more fault of a kind; empty when none is."""
+        n = FAULTS.index(fault) + 1
+        if not s.left[n]:
+            return ()
+        if s.left[0] == 1:
+            return (0,) * len(s.left)
+        return tuple(min(count - (kind == n), s.left[0] - 1) for kind, count in enumerate(s.left))
+
+
+class Model(Kafka):
+    """What drivers and tasks do, and what goes wrong. The flags are rules that variants.py breaks, one at a time."""
+
+    fences_before_reading = True
+    waits_for_decision = True
+    new_epoch_after_abort = True
+    progress_in_transaction = True
+
+    def initial(self) -> State:
+        counts = [getattr(self.config, fault) for fault in FAULTS]
+        total = min(self.config.faults, sum(counts))
+        return State(
+            Coordinator(EMPTY, 0, NONE, 0, False),
+            (Log(NONE, 0, ()),) * (self.config.outputs + 1),
+            (),
+            (),
+            (),
+            Progress(0),
+            Store(0),
+            (total, *(min(count, total) for count in counts)),
+            0,
+        )
+
+    def moved(self, s: State, n: int, d: Driver, **changes: object) -> State:
+        return State(s[0], s[1], s[2], swap(s.drivers, n, d._replace(**changes)), *s[4:])  # quicker than _replace
+
+    def stopped(self, s: State, n: int) -> State:
+        return s._replace(drivers=s.drivers[:n] + s.drivers[n + 1 :])
+
+    # ---- the steps of a batch, in order ------------------------------------------------------------------
+
+    def init(self, s: State) -> Next:
+        """Flow._take_over: Transactions.init fences, then progress_log.read_progress reads."""
+        to_fence, to_read = (STARTED, FENCED) if self.fences_before_reading else (FENCED, STARTED)
+        for n, d in enumerate(s.drivers):
+            if d.phase == to_fence:
+                yield from self.take_over(s, n, d, FENCED if self.fences_before_reading else TO_SETTLE)
+            elif d.phase == to_read:
+                progress, undecided = s.progress, s.parts[self.progress].open
+                if not self.waits_for_decision and undecided:
+                    progress = Progress(undecided[-1].end)  # progress_log._latest counts on everything being decided
+                after = TO_SETTLE if self.fences_before_reading else FENCED
+                known = {"at": progress.at, "last": progress.epoch, "read": True}
+                moved = self.moved(s, n, d, phase=after, **known)
+                yield f"driver {d.name}: reads that progress is at {progress.at}", moved
+
+    def take_over(self, s: State, n: int, d: Driver, phase: str) -> Next:
+        answer, c = self.init_producer_id(s.coordinator, NONE)
+        what = f"driver {d.name}: InitProducerId, "
+        if answer == "ok" or not self.waits_for_decision:
+            newest = (*s.drivers[:n], *s.drivers[n + 1 :], d._replace(phase=phase, epoch=c.epoch))
+            yield what + f"epoch {c.epoch} is its own", self.decided(s._replace(drivers=newest), c)
+        elif c is not s.coordinator:
+            yield what + f"the transaction of epoch {s.coordinator.epoch} is to be aborted", self.decided(s, c)
+
+    def settle(self, s: State) -> Next:
+        """BatchSink._settle; local state: state/local.py _Run._step, with what the driver knows as committed."""
+        for n, d in enumerate(s.drivers):
+            if d.phase != TO_SETTLE:
+                continue
+            how, store = "", s.store
+            if self.config.local:
+                pending = store.pending
+                if self.applies(d, store):
+                    truth = self.truth(s)
+                    wrong = pending[2] == truth.at and pending[3] != truth.tag
+                    how, store = f": what attempt {pending[3]} left is applied", Store(pending[2], None, wrong)
+                elif store.at > d.at:  # still_owner says no
+                    yield f"driver {d.name}: the copy is a newer driver's, it stops", self.stopped(s, n)
+                    continue
+                elif store.at < d.at:
+                    how, store = ": the copy reads what is committed", Store(d.at)
+            yield f"driver {d.name}{how}", self.moved(s._replace(store=store), n, d, phase=READY, last=NONE)
+
+    def applies(self, d: Driver, store: Store) -> bool:
+        """Whether what is pending is of just the transaction that the driver knows as the last committed one."""
+        return store.pending is not None and store.at != d.at and store.pending[:3] == (d.last, store.at, d.at)
+
+    def truth(self, s: State) -> Progress:
+        """Progress as it is decided: the markers of a decided commit may be missing still."""
+        records = s.parts[self.progress].open
+        if s.coordinator.state == PREPARE_COMMIT and records:
+            return Progress(records[-1].end, s.parts[self.progress].epoch, records[-1].tag)
+        return s.progress
+
+    def plan(self, s: State) -> Next:
+        """BatchSink._plan: a range that starts where progress ends. Its end is Spark's choice."""
+        for n, d in enumerate(s.drivers):
+            if d.phase == READY:
+                for end in range(d.at + 1, min(d.at + 2, self.config.batches) + 1):
+                    what = f"driver {d.name}: from {d.at}, before {end}"
+                    yield what, self.moved(s, n, d, phase=PLANNED, end=end, attempt=1)
+
+    def begin(self, s: State) -> Next:
+        """BatchSink._begin, Transactions.begin: an epoch nothing was written under; version 1 has to ask for one."""
+        for n, d in enumerate(s.drivers):
+            if d.phase == PLANNED and d.used:
+                yield from self.renewed(s, n, d, self.begun)
+            elif d.phase == PLANNED:
+                after = self.begun(s, n, d.epoch)
+                yield f"driver {d.name}: attempt {after.drivers[n].tag}, epoch {d.epoch}", after
+
+    def begun(self, s: State, n: int, epoch: int) -> State:
+        return self.moved(s, n, s.drivers[n], phase=BEGUN, epoch=epoch, used=True, tag=self.free_tag(s))
+
+    def renewed(self, s: State, n: int, d: Driver, then: Callable[[State, int, int], State]) -> Next:
+        """Transactions.renew: InitProducerId that names the driver's own epoch."""
+        answer, c = self.init_producer_id(s.coordinator, d.epoch)
+        what = f"driver {d.name}: InitProducerId after epoch {d.epoch}: "
+        if answer == "fenced":
+            yield what + "fenced, it stops", self.stopped(s, n)
+            return
+        if c is not s.coordinator and (left := self.spent(s, "lost")):
+            yield what + "done, the answer is lost", self.decided(s._replace(left=left), c)
+        if answer == "ok":
+            after = then(self.decided(s, c), n, c.epoch)
+            yield what + f"epoch {c.epoch}" + ", it gives up" * (len(after.drivers) < len(s.drivers)), after
+        elif c is not s.coordinator:
+            yield what + "what is open is to be aborted", self.decided(s, c)
+
+    def free_tag(self, s: State) -> int:
+        """A name for an attempt: the smallest that nothing bears any more. Names are compared for equality only."""
+        taken = {d.tag for d in s.drivers} | {m.tag for m in s.net} | {r.tag for log in s.parts for r in log.open}
+        if self.config.local:
+            taken |= {s.progress.tag, s.store.pending[3] if s.store.pending else 0}
+        return next(tag for tag in range(1, len(taken) + 2) if tag not in taken)
+
+    def write(self, s: State) -> Next:
+        """BatchSink._write, tasks.write_rows: every task sends its rows, with sequences from 0 in each partition. They
+        arrive one by one, in ``append``: a task that sends later is a task whose request takes longer."""
+        for n, d in enumerate(s.drivers):
+            if d.phase == BEGUN:
+                rows = self.requests(d)
+                net = tuple(sorted((*s.net, *rows)))
+                what = f"driver {d.name}: tasks send {spans(rows)} in epoch {d.epoch}"
+                for here in (True, False) if self.config.local else (False,):
+                    after = self.moved(s, n, d, phase=WRITING, waiting=len(rows), here=here)
+                    yield what + ", on this host" * here, self.swept(after._replace(net=net))
+
+    def requests(self, d: Driver) -> list[Message]:
+        """One for each record; the partition has been added when the first one of it was acknowledged."""
+        rows: list[Message] = []
+        for record in range(d.at, d.end):
+            part = record % self.config.outputs
+            seq = sum(m.part == part for m in rows)
+            stage = SENT if self.implicit or seq else TO_ADD
+            rows.append(Message(part, d.epoch, seq, d.tag, record, record + 1, stage, writer=part))
+        return rows
+
+    def audit(self, s: State) -> Next:
+        """BatchSink._audit, audit.audit: all rows acknowledged, one attempt of every task."""
+        for n, d in enumerate(s.drivers):
+            if d.phase == WRITING and d.bad:
+                yield f"driver {d.name}: attempt {d.tag} is refused", self.has_failed(s, n, d)
+            elif d.phase == WRITING and self.answered(s, d):
+                yield f"driver {d.name}: attempt {d.tag} is whole", self.moved(s, n, d, phase=AUDITED)
+
+    def move_progress(self, s: State) -> Next:
+        """BatchSink._move_progress, progress_log.write_progress: the record, in the batch's transaction."""
+        for n, d in enumerate(s.drivers):
+            what = f"driver {d.name}: to {d.end}"
+            if d.phase == AUDITED and self.progress_in_transaction:
+                stage = SENT if self.implicit else TO_ADD
+                record = Message(self.progress, d.epoch, 0, d.tag, d.at, d.end, stage, writer=self.progress)
+                after = self.moved(s, n, d, phase=IN_PROGRESS, waiting=d.waiting + 1)
+                yield what, self.swept(after._replace(net=tuple(sorted((*s.net, record)))))
+            elif d.phase == OUTSIDE:
+                after = self.moved(s, n, d, phase=TO_SETTLE)
+                yield what + ", outside the transaction", after._replace(progress=Progress(d.end))
+
+    def end(self, s: State) -> Next:
+        """BatchSink._end, Transactions.end: EndTxn(commit), repeated with the same epoch until it is answered."""
+        ready = IN_PROGRESS if self.progress_in_transaction else AUDITED
+        for n, d in enumerate(s.drivers):
+            if d.phase == ENDING:
+                yield from self.ask_again(s, n, d)
+            elif d.phase == ready and not d.bad and self.answered(s, d):
+                yield from self.commit(s, n, d)
+
+    def answered(self, s: State, d: Driver) -> bool:
+        """Producer.flush: nothing that was sent is unanswered."""
+        return not d.waiting
+
+    def ask_again(self, s: State, n: int, d: Driver) -> Next:
+        return self.commit(s, n, d)
+
+    def commit(self, s: State, n: int, d: Driver) -> Next:
+        answer, c = self.end_txn(s.coordinator, d.epoch, True)
+        what = f"driver {d.name}: EndTxn(commit), epoch {d.epoch}: "
+        if answer == "ok":
+            if c is not s.coordinator:  # decided now
+                c = c._replace(late=any(newer.read for newer in s.drivers[n + 1 :]))
+                if left := self.spent(s, "lost"):
+                    waits = self.moved(s._replace(left=left), n, d, phase=ENDING)
+                    yield what + "committed, the answer is lost", self.decided(waits, c)
+            yield what + "committed", self.adopted(s, n, d, c)
+        elif answer == "over":
+            yield what + "it was aborted", self.has_failed(s, n, d)
+        elif answer == "fenced":
+            yield what + "fenced, it stops", self.stopped(s, n)
+
+    def adopted(self, s: State, n: int, d: Driver, c: Coordinator) -> State:
+        """BatchSink._adopt; the epoch that EndTxn v5 returns is the next one."""
+        changes = {"tag": 0, "waiting": 0, "attempt": 0, "at": d.end, "last": d.epoch if self.config.local else NONE}
+        phase = TO_SETTLE if self.progress_in_transaction else OUTSIDE
+        epoch = c.epoch if self.v2 else d.epoch
+        return self.decided(self.moved(s, n, d, phase=phase, epoch=epoch, used=not self.v2, **changes), c)
+
+    # ---- when it goes wrong: hooks.ABORTED ---------------------------------------------------------------
+
+    def abort(self, s: State) -> Next:
+        """BatchSink._abort, Transactions.abort: EndTxn(abort), and a fresh epoch if that did not bring one."""
+        for n, d in enumerate(s.drivers):
+            if d.phase == FAILED or (d.phase == IN_PROGRESS and d.bad):
+                answer, c = self.end_txn(s.coordinator, d.epoch, False)
+                what = f"driver {d.name}: EndTxn(abort), epoch {d.epoch}: "
+                if answer == "fenced":
+                    yield what + "fenced, it stops", self.stopped(s, n)
+                    continue
+                if answer == "wait":
+                    continue
+                if c is not s.coordinator and (left := self.spent(s, "lost")):
+                    lost = self.has_failed(s._replace(left=left), n, d)
+                    yield what + "aborted, the answer is lost", self.decided(lost, c)
+                if answer == "ok" and self.v2:
+                    after = self.rerun(self.decided(s, c), n, c.epoch)
+                elif not self.new_epoch_after_abort:
+                    after = self.rerun(self.decided(s, c), n, d.epoch)
+                else:
+                    after = self.decided(self.has_failed(s, n, d, RENEWING), c)
+                yield what + "aborted" + ", it gives up" * (len(after.drivers) < len(s.drivers)), after
+            elif d.phase == RENEWING:
+                yield from self.renewed(s, n, d, self.rerun)
+
+    def has_failed(self, s: State, n: int, d: Driver, phase: str = FAILED) -> State:
+        """Its tasks are nobody's any more."""
+        return self.moved(s, n, d, phase=phase, tag=0, waiting=0, bad=False)
+
+    def rerun(self, s: State, n: int, epoch: int) -> State:
+        """The batch again, under a new epoch; a driver that has tried often enough gives up."""
+        d = s.drivers[n]
+        if d.attempt >= self.config.attempts:
+            return self.stopped(s, n)
+        changes = {"tag": 0, "waiting": 0, "bad": False, "attempt": d.attempt + 1}
+        return self.moved(s, n, d, phase=PLANNED, epoch=epoch, used=False, **changes)
+
+    # ---- what happens to them ------------------------------------------------------------------------------
+
+    def start(self, s: State) -> Next:
+        """Somebody starts the driver again. No fault: it has to happen for the run to go on."""
+        if not s.drivers:
+            yield f"driver {s.started + 1}", self.joined(s)
+
+    def joined(self, s: State) -> State:
+        return s._replace(drivers=(*s.drivers, Driver(s.started + 1, STARTED)), started=s.started + 1)
+
+    def second(self, s: State) -> Next:
+        if len(s.drivers) == 1 and (left := self.spent(s, "rivals")):
+            what = f"driver {s.started + 1} is started while driver {s.drivers[0].name} runs"
+            yield what, self.joined(s._replace(left=left))
+
+    def crash(self, s: State) -> Next:
+        """What it has sent may still arrive, whenever."""
+        if left := self.spent(s, "crashes"):
+            for n, d in enumerate(s.drivers):
+                yield f"driver {d.name} ({d.phase})", self.stopped(s, n)._replace(left=left)
+
+    def die(self, s: State) -> Next:
+        """A task dies after it has produced, and what it has sent arrives or not. Its second attempt writes nothing
+        and says so (tasks.write_rows, extra_attempt); the audit then refuses the attempt (I3)."""
+        if left := self.spent(s, "deaths"):
+            for n, d in enumerate(s.drivers):
+                if d.phase == WRITING and d.waiting and not d.bad:
+                    yield from self.died(s._replace(left=left), n, d)
+
+    def died(self, s: State, n: int, d: Driver) -> Next:
+        what = f"of driver {d.name}, attempt {d.tag}: its second attempt writes nothing"
+        yield what, self.moved(s, n, d, bad=True)
+
+    # ---- what must hold --------------------------------------------------------------------------------
+
+    def visible_iff_progress(self, s: State) -> str:
+        if s.coordinator.state == PREPARE_COMMIT:
+            done = [n for record in s.parts[self.progress].open for n in range(record.start, record.end)]
+            rows = sorted(record.start for log in s.parts[: self.progress] for record in log.open)
+            return "" if rows == done else f"a commit is decided of records {rows}, with progress over {done}"
+        if s.coordinator.state != ONGOING and s.visible != tuple(range(s.progress.at)):
+            return f"nothing is open, readers see records {list(s.visible)}, progress says {s.progress.at} are done"
+        return ""
+
+    def contiguous(self, s: State) -> str:
+        if s.coordinator.state == PREPARE_COMMIT:
+            for record in s.parts[self.progress].open:
+                if record.start != s.progress.at or record.end <= record.start:
+                    return f"a commit is decided of [{record.start}, {record.end}), progress ends at {s.progress.at}"
+        return ""
+
+    def one_attempt_set(self, s: State) -> str:
+        if s.coordinator.state == PREPARE_COMMIT:
+            tags = {record.tag for log in s.parts for record in log.open}
+            if len(tags) > 1:
+                return f"a commit is decided of records of attempts {sorted(tags)}"
+        return ""
+
+    def one_writer(self, s: State) -> str:
+        if not s.coordinator.enrolled:
+            return ""
+        for n, log in enumerate(s.parts):
+            if log.open:
+                if any(record.seq != seq for seq, record in enumerate(log.open)):
+                    return f"{self.names[n]} has sequences {[record.seq for record in log.open]} in one transaction"
+                first = log.open[0]
+                writers = {record.writer for record in log.open}
+                writers |= {m.writer for m in s.net if (m.part, m.epoch, m.tag) == (n, log.epoch, first.tag)}
+                if len(writers) > 1:
+                    return f"tasks {sorted(writers)} write to {self.names[n]} in one transaction"
+        return ""
+
+    def never_twice(self, s: State) -> str:
+        if len(set(s.visible)) < len(s.visible):
+            return f"readers see a record twice: {list(s.visible)}"
+        return ""
+
+    def older_is_fenced(self, s: State) -> str:
+        return "a driver has committed after a newer one had read progress" if s.coordinator.late else ""
+
+    def store_not_ahead(self, s: State) -> str:
+        if s.store.at > (at := self.truth(s).at):
+            return f"the local copy serves {s.store.at} records as committed, {at} are"
+        return "the local copy has what another attempt than the committed one has made" if s.store.wrong else ""
+
+    def final(self, s: State) -> str:
+        """What is missing when a run is over (I5)."""
+        if s.coordinator.state not in (EMPTY, COMPLETE_COMMIT, COMPLETE_ABORT):
+            return "a transaction hangs: readers wait at it"
+        everything = tuple(range(self.config.batches))
+        return "" if s.visible == everything else f"readers see records {list(s.visible)} of {list(everything)}"
+
+    # ---- search ----------------------------------------------------------------------------------------
+
+    def actions(self) -> list[Action]:
+        """Local are the steps that a driver takes in its own memory: nothing else reads or changes what they read or
+        change, no invariant looks at it, and a crash leaves the same before and after them (``explore.Action``). With
+        a local copy, which tasks and drivers share, only ``plan`` is."""
+        alone = not self.config.local
+        return [
+            Action("init", self.init),
+            Action("plan", self.plan, local=True),
+            Action("begin", self.begin),
+            Action("write", self.write),
+            Action("audit", self.audit, local=alone),
+            Action("progress", self.move_progress),
+            Action("end", self.end),
+            Action("settle", self.settle, local=alone),
+            Action("aborted", self.abort),
+            Action("append", self.append),
+            Action("markers", self.markers),
+            Action("start", self.start),
+            Action("timeout", self.timeout, fault=True),
+            Action("crash", self.crash, fault=True),
+            Action("task dies", self.die, fault=True),
+            Action("second driver", self.second, fault=True),
+        ]
+
+    def key(self, s: State) -> Hashable:
+        """Equal for states that differ only in names: drivers and attempts are counted for the reader, and epochs are
+        only ever compared with each other, so they count from the coordinator's. Of those below it, what matters is
+        whether a driver's is the one before (EndTxn, InitProducerId once more), and the one a partition has open; new
+        ones are always above all others. What is in no comparison any more counts as one and the same."""
+        c = s.coordinator
+        now = c.epoch
+        return (
+            (c.state, c.last == now - 1, c.enrolled, c.late),
+            tuple([(p[0] - now, p[1], p[2]) if p[2] or (p[0] == now and p[1]) else () for p in s.parts]),
+            tuple([(m[0], m[1] - now, *m[2:]) for m in s.net]),
+            tuple([(d[1], max(d[2] - now, -2), *d[3:10], n > 0 and d[10], d[12]) for n, d in enumerate(s.drivers)]),
+            s.visible,
+            s.progress.at,
+            self.local_key(s) if self.config.local else 0,
+            s.left,
+        )
+
+    def local_key(self, s: State) -> Hashable:
+        now, pending = s.coordinator.epoch, s.store.pending
+        left = None if pending is None else (pending[0] - now, *pending[1:])
+        last = [s.progress.epoch, *(d.last for d in s.drivers)]
+        known = tuple([None if epoch == NONE else epoch - now for epoch in last])
+        return s.progress.tag, s.store.at, left, s.store.wrong, known
+
+    def invariants(self) -> dict[str, Callable[[State], str]]:
+        every = {
+            "I1": self.visible_iff_progress,
+            "I2": self.contiguous,
+            "I3": self.one_attempt_set,
+            "I4": self.one_writer,
+            "I5": self.never_twice,
+            "I6": self.older_is_fenced,
+            "I7": self.store_not_ahead,
+        }
+        if not self.config.local:
+            del every["I7"]
+        return every
+
+
+def search(model: Model, *, only: str = "", reduce: bool = True, states_max: int = 5_000_000) -> Result:
+    """All states of a model.
+
+    Args:
+        only: the one invariant to look at; empty: all of them.
+        reduce: see ``explore``.
+    """
+    invariants = model.invariants()
+    return explore(
+        model.initial(),
+        model.actions(),
+        {name: invariants[name] for name in invariants if only in ("", name)},
+        final=model.final if only in ("", "I5") else None,
+        key=model.key,
+        states_max=states_max,
+        reduce=reduce,
+    )
+
+
+def described(s: State) -> list[str]:
+    """The state a trace ends in, for people."""
+    c = s.coordinator
+    lines = [f"coordinator: {c.state}, epoch {c.epoch}; visible: {list(s.visible)}; progress: {s.progress.at}"]
+    for n, log in enumerate(s.parts):
+        records = [f"{spans([r])} of attempt {r.tag}, sequence {r.seq}" for r in log.open]
+        name = "progress" if n == len(s.parts) - 1 else f"out-{n}"
+        lines += [f"{name}: open in epoch {log.epoch}: {'; '.join(records)}"] if records else []
+    lines += [f"under way: {spans([m])} of attempt {m.tag}, epoch {m.epoch}" for m in s.net]
+    lines += [f"driver {d.name}: {d.phase}; epoch {d.epoch if d.epoch >= 0 else 'none yet'}" for d in s.drivers]
+    return lines
+
+
+# ---- command line --------------------------------------------------------------------------------------
+
+_EVERY_FAULT = dict.fromkeys(FAULTS, 1)
+#: Searched when no sizes are given. The tests take the small ones.
+SMALL: tuple[dict[str, int], ...] = (
+    {"batches": 2, **_EVERY_FAULT, "faults": 2},
+    {"batches": 2, "crashes": 2, "rivals": 1},
+    {"batches": 2, "outputs": 1, **_EVERY_FAULT, "faults": 2},
+    {"batches": 2, "crashes": 1, "deaths": 1, "timeouts": 1, "local": 1},
+)
+LARGE: tuple[dict[str, int], ...] = (
+    {"batches": 2, **_EVERY_FAULT, "faults": 3},
+    {"batches": 2, **_EVERY_FAULT, "faults": 4},
+    {"batches": 3, **_EVERY_FAULT, "faults": 2},
+    {"batches": 3, "crashes": 2, "deaths": 2, "rivals": 1},
+    {"batches": 3, "outputs": 1, **_EVERY_FAULT, "faults": 2},
+    {"batches": 2, "crashes": 1, "deaths": 1, "timeouts": 1, "rivals": 1, "faults": 2, "local": 1},
+)
+
+
+def parser() -> argparse.ArgumentParser:
+    options = argparse.ArgumentParser(description="Search all states of onceflow's protocol.", allow_abbrev=False)
+    options.add_argument("--transaction-version", type=int, choices=(1, 2), help="both, if not given")
+    options.add_argument("--variant", help="the counterexample of a known mistake: a name, or 'all'")
+    options.add_argument("--local", action="store_const", const=1, help="tasks keep a local copy of their state")
+    options.add_argument("--no-reduction", action="store_true", help="follow local steps in every order, too")
+    options.add_argument("--states-max", type=int, default=5_000_000, help="more is a failure (%(default)s)")
+    for name in ("batches", "outputs", *FAULTS, "faults", "attempts"):
+        least = 0 if name in (*FAULTS, "faults") else 1
+        default = Config._field_defaults[name]
+        options.add_argument(f"--{name}", type=_at_least(least), metavar="N", help=f"{default}, if not given")
+    return options
+
+
+def _at_least(least: int) -> Callable[[str], int]:
+    def number(text: str) -> int:
+        if int(text) < least:
+            raise argparse.ArgumentTypeError(f"must be at least {least}")
+        return int(text)
+
+    return number
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Search and print; 0 only when everything was searched and holds (of a variant: when its mistake was found)."""
+    options = parser()
+    given = options.parse_args(arguments)
+    if given.variant:
+        from variants import VARIANTS
+
+        chosen = [variant for variant in VARIANTS if given.variant in ("all", variant.name)]
+        if not chosen:
+            options.error(f"unknown variant; there are {', '.join(variant.name for variant in VARIANTS)}")
+        return max([_counterexample(variant) for variant in chosen])
+    sizes = {name: getattr(given, name) for name in Config._fields if getattr(given, name, None) is not None}
+    versions = (given.transaction_version,) if given.transaction_version else (1, 2)
+    print("".join(f"{name:>9}" for name in COLUMNS) + "      states transitions depth     time  verdict")
+    failed = 0
+    for row in [sizes] if sizes else (*SMALL, *LARGE):
+        for version in versions:
+            config = Config(version=version, **row)
+            print(in_columns(config), end="", flush=True)
+            try:
+                result = search(Model(config), reduce=not given.no_reduction, states_max=given.states_max)
+            except SearchTooLargeError as problem:
+                print(f"  NOT FINISHED: {problem}")
+                failed = 1
+                continue
+            print(outcome(result))
+            if result.violation:
+                print(readable(result.violation, described))
+                failed = 1
+    return failed
+
+
+COLUMNS = ("version", "batches", "outputs", *FAULTS, "faults", "local")
+
+
+def in_columns(config: Config) -> str:
+    most = min(config.faults, sum(getattr(config, fault) for fault in FAULTS))
+    return "".join(f"{most if name == 'faults' else int(getattr(config, name)):>9}" for name in COLUMNS)
+
+
+def outcome(result: Result) -> str:
+    verdict = f"{result.violation.invariant} VIOLATED" if result.violation else "holds"
+    return f"{result.states:12,}{result.transitions:12,}{result.depth:6}{result.seconds:7.1f} s  {verdict}"
+
+
+def _counterexample(variant: Variant) -> int:
+    result = variant.search()
+    print(f"{variant.name}: {variant.what} (breaks {variant.breaks})")
+    if result.violation is None:
+        print(f"NOT FOUND in {result.states} states\n")
+        return 1
+    print(readable(result.violation, described) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    # The variants import this module by its name: their classes have to be of the same module as the search.
+    from protocol import main as main_of_the_module
+
+    sys.exit(main_of_the_module())

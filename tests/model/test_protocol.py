@@ -1,0 +1,314 @@
+"""The model of the protocol holds, its known mistakes are found, and both are about the code that is there."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from onceflow import hooks
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+PAGE = ROOT / "docs" / "model.md"
+
+
+def module(name: str) -> Any:
+    """A module of this folder, under the name by which they import each other."""
+    sys.path.insert(0, str(HERE))
+    try:
+        return importlib.import_module(name)
+    finally:
+        sys.path.remove(str(HERE))
+
+
+explore, protocol, variants = module("explore"), module("protocol"), module("variants")
+
+# What is done by brokers, by whoever starts drivers, and by faults.
+OTHERS = {"append", "markers", "start"}
+FAULT_ACTIONS = {"timeout", "crash", "task dies", "second driver"}
+CONFIGS = [protocol.Config(version=version, **row) for row in protocol.SMALL for version in (1, 2)]
+VARIANTS = {variant.name: variant for variant in variants.VARIANTS}
+per_variant = pytest.mark.parametrize("name", VARIANTS)
+
+
+def named(config: Any) -> str:
+    defaults = protocol.Config()._asdict()
+    return "-".join(f"{name}={value}" for name, value in config._asdict().items() if value != defaults[name])
+
+
+# ---- the protocol ------------------------------------------------------------------------------------------
+
+
+def test_drivers_take_the_steps_of_the_code() -> None:
+    names = [action.name for action in protocol.Model(protocol.Config()).actions()]
+    assert [name for name in names if name in hooks.STEPS] == list(hooks.STEPS)
+    assert sorted(names) == sorted([*hooks.STEPS, hooks.ABORTED, *OTHERS, *FAULT_ACTIONS])
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=named)
+def test_everything_holds(config: Any, capsys: pytest.CaptureFixture[str], record_property: Any) -> None:
+    result = protocol.search(protocol.Model(config))
+    assert result.violation is None, explore.readable(result.violation, protocol.described)
+    line = f"{named(config)}: {result.states:,} states, depth {result.depth}, {result.seconds:.1f} s"
+    with capsys.disabled():
+        print(f"\n  {line} ", end="")
+    record_property("states", result.states)
+    record_property("seconds", round(result.seconds, 2))
+    possible = {*hooks.STEPS, *OTHERS}
+    if config.deaths or config.timeouts or config.rivals:
+        possible.add(hooks.ABORTED)
+    kinds = {"timeout": "timeouts", "crash": "crashes", "task dies": "deaths", "second driver": "rivals"}
+    possible |= {name for name, kind in kinds.items() if getattr(config, kind)}
+    assert result.actions == possible
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_the_reduction_leaves_nothing_out(version: int) -> None:
+    """With and without it, brokers go through the same states, with the same faults left."""
+    config = protocol.Config(version=version, crashes=1, deaths=1, rivals=1, lost=1, faults=2)
+    model = protocol.Model(config)
+
+    def search(reduce: bool) -> tuple[Any, set[Any]]:
+        seen = set()
+
+        def note(state: Any) -> str:
+            coordinator, parts, *_ = model.key(state)
+            seen.add((coordinator, parts, state.visible, state.progress.at, state.left, len(state.drivers)))
+            return ""
+
+        return explore.explore(
+            model.initial(), model.actions(), {"note": note}, final=model.final, key=model.key, reduce=reduce
+        ), seen
+
+    (reduced, few), (full, many) = search(True), search(False)
+    assert reduced.violation is None
+    assert full.violation is None
+    assert reduced.states < full.states
+    assert few == many
+
+
+@pytest.mark.parametrize("faults", ["rivals", "crashes copies", "deaths timeouts lost", "crashes timeouts local"])
+@pytest.mark.parametrize("version", [1, 2])
+def test_states_of_one_key_go_on_alike(version: int, faults: str) -> None:
+    """Told apart or not, the same keys are reached: one state of a key does stand for the others."""
+    model = protocol.Model(protocol.Config(version=version, **dict.fromkeys(faults.split(), 1)))
+
+    def reached(key: Any) -> tuple[int, set[Any]]:
+        seen = set()
+        result = explore.explore(
+            model.initial(), model.actions(), {"note": lambda state: seen.add(model.key(state)) or ""}, key=key
+        )
+        return result.states, seen
+
+    (merged, few), (apart, many) = reached(model.key), reached(lambda state: state)
+    assert merged < apart
+    assert few == many
+
+
+# ---- known mistakes ----------------------------------------------------------------------------------------
+
+
+@per_variant
+def test_a_mistake_is_found(name: str) -> None:
+    variant = VARIANTS[name]
+    found = variant.search().violation
+    assert found is not None, f"{variant.what}: not found"
+    assert found.invariant == variant.breaks
+    numbers = [line.split()[0] for line in explore.readable(found, protocol.described).splitlines()]
+    assert numbers[: len(found.trace)] == [str(n) for n in range(1, len(found.trace) + 1)]
+    assert numbers[len(found.trace)] == variant.breaks
+
+
+@per_variant
+def test_the_mistake_is_what_breaks_it(name: str) -> None:
+    """The protocol itself holds in the very search that finds the mistake."""
+    assert VARIANTS[name].search(protocol.Model).violation is None
+
+
+@pytest.mark.parametrize("name", ["second_attempt_writes", "lost_answer_is_an_abort", "reads_before_fencing"])
+def test_a_mistake_is_found_with_the_reduction_too(name: str) -> None:
+    variant = VARIANTS[name]
+    config = protocol.Config(**{"batches": 1, **variant.sizes})
+    found = protocol.search(variant.model(config)).violation
+    assert found is not None
+
+
+def test_every_invariant_has_a_mistake_that_breaks_it() -> None:
+    invariants = protocol.Model(protocol.Config(local=1)).invariants()
+    assert {variant.breaks for variant in VARIANTS.values()} == set(invariants)
+
+
+# ---- safe, but worth knowing: docs/model.md ---------------------------------------------------------------
+
+
+def shortest_to(model: Any, what: str, reached: Any) -> list[str]:
+    """Details of the steps of the shortest trace to a state."""
+    invariants = {"never": lambda state: what if reached(state) else ""}
+    found = explore.explore(model.initial(), model.actions(), invariants, key=model.key, reduce=False).violation
+    assert found is not None, f"not reached: {what}"
+    return [f"{step.action}: {step.detail}" for step in found.trace]
+
+
+def test_a_driver_may_fence_itself_at_version_1() -> None:
+    def alone(s: Any) -> bool:
+        return s.started == 1 and not s.drivers
+
+    model = protocol.Model(protocol.Config(version=1, batches=1, deaths=1))
+    trace = shortest_to(model, "the only driver has stopped", alone)
+    assert trace[-1].endswith("fenced, it stops")
+    aborted = next(n for n, step in enumerate(trace) if "EndTxn(abort)" in step)
+    assert "AddPartitionsToTxn for out-0: attempt 1" in trace[aborted + 1]
+    for version, fault in ((1, "lost"), (1, "copies"), (2, "deaths"), (2, "timeouts"), (2, "lost"), (2, "copies")):
+        other = protocol.Model(protocol.Config(version=version, batches=1, **{fault: 1}))
+        with pytest.raises(AssertionError, match="not reached"):
+            shortest_to(other, "the only driver has stopped", alone)
+
+
+def test_an_older_driver_may_give_up_before_it_is_fenced_at_version_2() -> None:
+    def one_has_gone(s: Any) -> bool:
+        return s.started == 2 and [driver.phase for driver in s.drivers] == [protocol.STARTED]
+
+    trace = shortest_to(protocol.Model(protocol.Config(version=2, batches=1, rivals=1)), "gone", one_has_gone)
+    assert trace[-1].endswith("it gives up")
+    assert sum("is to be aborted" in step for step in trace) == protocol.Config().attempts
+    trace = shortest_to(protocol.Model(protocol.Config(version=1, batches=1, rivals=1)), "gone", one_has_gone)
+    assert trace[-1].endswith("fenced, it stops")
+
+
+# ---- the code and the page ---------------------------------------------------------------------------------
+
+
+def test_functions_that_docstrings_name_exist() -> None:
+    """``Class.method`` and ``module.function`` in a docstring of the model are somewhere in src."""
+    sources = [(path.stem, path.read_text()) for path in (ROOT / "src" / "onceflow").rglob("*.py")]
+    tree = ast.parse((HERE / "protocol.py").read_text())
+    texts = [ast.get_docstring(node) or "" for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    pairs = {pair for text in texts for pair in re.findall(r"(?<![\w.`])(_?[A-Za-z_]+)\.(_?[a-z]\w+)(?![\w.])", text)}
+    pairs = {(owner, name) for owner, name in pairs if name != "py" and owner != "explore"}
+    assert len(pairs) > 10
+    for owner, name in sorted(pairs):
+        homes = [text for stem, text in sources if stem == owner or re.search(rf"^class {owner}\b", text, re.M)]
+        assert any(re.search(rf"^ *def {name}\(", text, re.M) for text in homes), f"{owner}.{name} is not in src"
+
+
+def test_the_page_has_the_variants() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| (.+) \| (I\d) \|$", PAGE.read_text(), re.MULTILINE)
+    assert rows == [(variant.name, variant.what, variant.breaks) for variant in variants.VARIANTS]
+
+
+def test_the_page_has_the_actions() -> None:
+    names = {action.name for action in protocol.Model(protocol.Config()).actions()}
+    table = PAGE.read_text().partition("| Action |")[2].partition("\n\n")[0]
+    cells = [row.split("|")[1] for row in table.splitlines() if row.startswith("| `")]
+    assert {name for cell in cells for name in re.findall("`(.+?)`", cell)} == names
+
+
+def test_commands_of_the_page_are_accepted() -> None:
+    commands = re.findall(r"^\.venv/bin/python tests/model/protocol\.py ?(.*)$", PAGE.read_text(), re.MULTILINE)
+    assert len(commands) >= 3
+    for command in commands:
+        given = protocol.parser().parse_args(shlex.split(command.partition("#")[0]))
+        assert given.variant in (None, "all", *VARIANTS)
+
+
+def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert protocol.main(["--transaction-version", "2", "--batches", "1", "--crashes", "1"]) == 0
+    title, row = capsys.readouterr().out.splitlines()
+    assert title.split()[:2] == ["version", "batches"]
+    assert row.split()[:4] == ["2", "1", "2", "1"]
+    assert row.endswith("holds")
+
+
+def test_an_incomplete_search_is_a_failure(capsys: pytest.CaptureFixture[str]) -> None:
+    assert protocol.main(["--crashes", "1", "--states-max", "50"]) == 1
+    out = capsys.readouterr().out
+    assert out.count("NOT FINISHED") == 2
+    assert "holds" not in out
+
+
+def test_the_command_line_prints_a_counterexample(capsys: pytest.CaptureFixture[str]) -> None:
+    assert protocol.main(["--variant", "lost_answer_is_an_abort"]) == 0
+    out = capsys.readouterr().out
+    assert "the answer is lost" in out
+    assert "I2 does not hold" in out
+    with pytest.raises(SystemExit):
+        protocol.main(["--variant", "no_such_variant"])
+
+
+# ---- the search itself -------------------------------------------------------------------------------------
+
+
+def steps(*moves: tuple[str, dict[Any, list[Any]]], fault: str = "", local: str = "") -> list[Any]:
+    """Actions of a graph: for each name, where it leads from which state."""
+    return [
+        explore.Action(
+            name,
+            lambda state, leads=leads: [(f"{state} to {target}", target) for target in leads.get(state, [])],
+            fault=name == fault,
+            local=name == local,
+        )
+        for name, leads in moves
+    ]
+
+
+def test_the_shortest_trace_is_found() -> None:
+    actions = steps(("long", {0: [1], 1: [2], 2: [9]}), ("short", {0: [5], 5: [9]}))
+    result = explore.explore(0, actions, {"below nine": lambda n: f"{n} is not" if n == 9 else ""})
+    assert result.violation == ("below nine", "9 is not", (("short", "0 to 5"), ("short", "5 to 9")), 9)
+    assert result.depth == 2
+
+
+def test_the_initial_state_is_checked() -> None:
+    result = explore.explore(9, [], {"below nine": lambda n: f"{n} is not" if n == 9 else ""})
+    assert result.violation is not None
+    assert result.violation.trace == ()
+
+
+def test_all_states_are_counted() -> None:
+    result = explore.explore(0, steps(("step", {0: [1, 2], 1: [3], 2: [3]})), {})
+    assert result[:2] == (4, 4)
+    assert result.depth == 2
+    assert result.violation is None
+    with pytest.raises(explore.SearchTooLargeError):
+        explore.explore(0, steps(("step", {0: [1, 2], 1: [3], 2: [3]})), {}, states_max=3)
+    assert explore.explore(0, steps(("step", {0: [1, 2], 1: [3], 2: [3]})), {}, states_max=4).states == 4
+
+
+def test_states_of_one_key_are_one() -> None:
+    result = explore.explore(0, steps(("step", {0: [1, -1], 1: [2], -1: [3]})), {}, key=abs)
+    assert result.states == 3
+
+
+def test_a_run_that_is_stuck_is_found() -> None:
+    """Only a fault leads on: no run may count on it."""
+    actions = steps(("step", {0: [1]}), ("fault", {1: [2]}), fault="fault")
+    result = explore.explore(0, actions, {}, final=lambda n: "" if n == 2 else f"{n} is not final")
+    assert result.violation is not None
+    assert result.violation[0] == explore.ENDS
+    assert result.violation.trace == (("step", "0 to 1"),)
+
+
+def test_a_run_without_end_is_found() -> None:
+    actions = steps(("step", {0: [1, 4], 1: [2], 2: [3, 1], 3: [4]}))
+    result = explore.explore(0, actions, {}, final=lambda n: "")
+    assert result.violation is not None
+    assert "the last 2 steps" in result.violation.what
+    assert [detail for _, detail in result.violation.trace][-2:] in (["1 to 2", "2 to 1"], ["2 to 1", "1 to 2"])
+
+
+def test_a_cycle_through_a_fault_ends_with_the_faults() -> None:
+    actions = steps(("step", {0: [1], 1: [2]}), ("fault", {1: [0]}), fault="fault")
+    assert explore.explore(0, actions, {}, final=lambda n: "").violation is None
+
+
+def test_a_local_step_is_followed_alone() -> None:
+    moves = ("other", {(0, 0): [(0, 1)], (1, 0): [(1, 1)]}), ("local", {(0, 0): [(1, 0)], (0, 1): [(1, 1)]})
+    assert explore.explore((0, 0), steps(*moves, local="local"), {}).states == 3
+    assert explore.explore((0, 0), steps(*moves, local="local"), {}, reduce=False).states == 4
