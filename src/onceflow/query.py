@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 
+from py4j.protocol import Py4JError, Py4JNetworkError
 from pyspark.errors import StreamingQueryException
 from pyspark.sql.streaming.query import StreamingQuery
 
-from onceflow.errors import OnceflowError
+from onceflow.errors import EnvironmentUnusableError, OnceflowError
 from onceflow.sink.batch import BatchSink
 from onceflow.sink.options import BatchSummary
 
@@ -28,11 +30,12 @@ class FlowQuery(StreamingQuery):
         """Wait for the query to stop. ``timeout`` in seconds; True when it has stopped.
 
         Raises:
-            OnceflowError: why onceflow stopped it.
+            OnceflowError: why onceflow stopped it; ``EnvironmentUnusableError`` when Spark's JVM has ended.
             StreamingQueryException: why Spark did.
         """
         try:
-            ended = super().awaitTermination(timeout)  # type: ignore[arg-type]
+            with _jvm_needed():
+                ended = super().awaitTermination(timeout)  # type: ignore[arg-type]
             if not self.isActive:
                 self._on_stop()
             return ended
@@ -43,7 +46,8 @@ class FlowQuery(StreamingQuery):
     def processAllAvailable(self) -> None:
         """Block until everything that is in the sources now has been committed."""
         try:
-            super().processAllAvailable()
+            with _jvm_needed():
+                super().processAllAvailable()
         except StreamingQueryException as error:
             self._on_stop()
             raise self._reason(error) from error
@@ -52,9 +56,19 @@ class FlowQuery(StreamingQuery):
         """Stop between two batches, or abort the one under way: it is run again at the next start."""
         self._sink.stopping = True
         try:
-            super().stop()
+            with contextlib.suppress(EnvironmentUnusableError), _jvm_needed():
+                super().stop()
         finally:
             self._on_stop()
+
+    @property
+    def isActive(self) -> bool:
+        """Whether it runs; also False when Spark's JVM has ended."""
+        try:
+            with _jvm_needed():
+                return bool(super().isActive)
+        except EnvironmentUnusableError:
+            return False
 
     @property
     def failure(self) -> BaseException | None:
@@ -74,3 +88,19 @@ class FlowQuery(StreamingQuery):
     def _reason(self, error: StreamingQueryException) -> BaseException:
         failure = self._sink.failure
         return failure if isinstance(failure, OnceflowError) else error
+
+
+@contextlib.contextmanager
+def _jvm_needed() -> Iterator[None]:
+    """The driver's JVM may be killed (by the kernel, for its memory): py4j would only say that a call failed."""
+    try:
+        yield
+    except (Py4JError, ConnectionError) as error:
+        if isinstance(error, (Py4JNetworkError, ConnectionError)) or type(error) is Py4JError:
+            raise EnvironmentUnusableError(
+                "Spark's JVM has ended, and the query with it",
+                detail=str(error),
+                next_step="start the driver again: the flow continues where its progress is; if it repeats, see if "
+                "the kernel killed the JVM (dmesg), and give a spark.driver.memory that fits",
+            ) from error
+        raise

@@ -1,0 +1,67 @@
+"""What a query says when Spark's JVM is gone: a clear error instead of one of py4j's."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from py4j.protocol import Py4JError, Py4JNetworkError
+
+from onceflow import EnvironmentUnusableError
+from onceflow.query import FlowQuery
+
+
+class Gone:
+    """A reference to an object in a JVM that has ended."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*arguments: Any) -> Any:
+            raise self.error
+
+        return call
+
+
+@pytest.fixture(
+    params=[
+        Py4JError("An error occurred while calling o1.isActive"),
+        Py4JNetworkError("empty"),
+        ConnectionRefusedError(),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def query(request: pytest.FixtureRequest) -> FlowQuery:
+    stopped: list[bool] = []
+    sink: Any = SimpleNamespace(stopping=False, failure=None, history=[], drained=[])
+    spark: Any = SimpleNamespace(_jsq=Gone(request.param))
+    query = FlowQuery(spark, sink, lambda: stopped.append(True))
+    query.stopped = stopped  # type: ignore[attr-defined]
+    return query
+
+
+def test_it_is_not_active(query: FlowQuery) -> None:
+    assert query.isActive is False
+
+
+def test_waiting_says_what_happened(query: FlowQuery) -> None:
+    with pytest.raises(EnvironmentUnusableError, match=r"JVM has ended(.|\n)*next step: start the driver again"):
+        query.awaitTermination()
+    with pytest.raises(EnvironmentUnusableError, match="JVM has ended"):
+        query.processAllAvailable()
+
+
+def test_it_can_be_stopped(query: FlowQuery) -> None:
+    query.stop()
+    assert query.stopped == [True]  # type: ignore[attr-defined]
+
+
+def test_errors_of_java_are_not_taken_for_it() -> None:
+    class JavaError(Py4JError):
+        pass
+
+    spark: Any = SimpleNamespace(_jsq=Gone(JavaError("an exception")))
+    with pytest.raises(JavaError):
+        FlowQuery(spark, SimpleNamespace(failure=None), lambda: None).processAllAvailable()  # type: ignore[arg-type]
