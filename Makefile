@@ -9,7 +9,7 @@ PYTEST_FLAGS ?= $(if $(CI),--color=no -q,)
 PYTEST := $(BIN)/python -m pytest $(PYTEST_FLAGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test fast check lint format bench lock clean
+.PHONY: help setup demo test fast check lint format bench chaos lock clean
 
 # Checked while reading this file and reported with $(error): one line on stderr and exit 2, before anything is made.
 ifneq ($(filter-out help clean,$(MAKECMDGOALS)),)
@@ -28,8 +28,9 @@ setup: $(VENV)/.jars ## virtual environment, pinned packages, jars
 demo: setup ## run the main example: deposits, exactly once
 	$(BIN)/onceflow demo deposits
 
+# Two processes, whole files in turn, the slow ones first. A file's tests share what it has started.
 test: setup ## all tests
-	$(PYTEST)
+	$(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder
 
 fast: setup ## the tests that need neither broker nor Spark
 	$(PYTEST) tests/unit tests/wire $(wildcard tests/model)
@@ -47,6 +48,9 @@ format: setup ## format the code and fix what can be fixed safely
 
 bench: setup ## measure throughput and latency on this machine
 	$(BIN)/onceflow bench
+
+chaos: setup ## break everything around running flows: make chaos SECONDS=600 SEED=7
+	$(BIN)/onceflow chaos $(if $(SECONDS),--seconds $(SECONDS)) $(if $(SEED),--seed $(SEED))
 
 lock: setup ## renew requirements/dev.txt from pyproject.toml
 	$(HOST_PYTHON) -m venv $(VENV)/lock

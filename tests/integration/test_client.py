@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -42,7 +43,8 @@ def topic(make_topic: Callable[..., str]) -> str:
 def write(cluster: Cluster, transactions: Transactions, topic: str, value: bytes, sequence: int = 0) -> None:
     producer = Producer(cluster, transactional_id=transactions.transactional_id, deadline=soon())
     identity = transactions.identity
-    batch = encode_single(b"k", value, timestamp_ms=1, identity=identity, base_sequence=sequence)
+    now_ms = int(time.time() * 1000)  # the broker deletes what is older than its retention at once
+    batch = encode_single(b"k", value, timestamp_ms=now_ms, identity=identity, base_sequence=sequence)
     producer.send(topic, 0, batch)
     producer.flush()
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from onceflow.broker import LocalBroker
 from onceflow.broker.config import (
     Cluster,
     Node,
@@ -14,6 +17,8 @@ from onceflow.broker.config import (
     render_properties,
     server_properties,
 )
+from onceflow.broker.folder import Folder, free_ports
+from onceflow.broker.nodes import Partition
 from onceflow.errors import OptionError
 
 
@@ -56,6 +61,93 @@ def test_given_properties_win() -> None:
     properties = properties_of(cluster(auto__create__topics__enable="true", num__io__threads="9"))
     assert properties["auto.create.topics.enable"] == "true"
     assert properties["num.io.threads"] == "9"
+
+
+def test_properties_of_one_node_win_over_those_of_all() -> None:
+    given = replace(
+        cluster(nodes=3, num__io__threads="9", background__threads="7"),
+        node_properties={2: {"num.io.threads": "5", "advertised.listeners": "PLAINTEXT://127.0.0.1:1{port}"}},
+    )
+    first, second = (server_properties(given, node) for node in given.nodes[:2])
+    assert (first["num.io.threads"], second["num.io.threads"]) == ("9", "5")
+    assert (first["background.threads"], second["background.threads"]) == ("7", "7")
+    assert "advertised.listeners" not in first
+    assert second["advertised.listeners"] == "PLAINTEXT://127.0.0.1:19092"
+
+
+def test_properties_of_a_node_that_does_not_exist_are_refused() -> None:
+    with pytest.raises(OptionError, match="no node 4"):
+        replace(cluster(nodes=3), node_properties={4: {}})
+
+
+@pytest.mark.parametrize("nodes, majority", [(1, 1), (2, 2), (3, 2), (5, 3)])
+def test_a_majority_of_the_nodes_decides(nodes: int, majority: int) -> None:
+    assert cluster(nodes=nodes).majority == majority
+
+
+@pytest.mark.parametrize(
+    "leader, in_sync, order",
+    [
+        (1, {1, 2, 3}, (2, 3, 1)),
+        (3, {1, 2, 3}, (1, 2, 3)),
+        (1, {1, 3}, (3, 1, 2)),
+        (2, {1, 2}, (1, 2, 3)),
+        (1, {1}, None),
+        (-1, {1, 2, 3}, None),
+    ],
+)
+def test_the_next_leader_is_in_sync(leader: int, in_sync: set[int], order: tuple[int, ...] | None) -> None:
+    assert Partition("orders", 0, leader, (1, 2, 3), frozenset(in_sync)).next_order() == order
+
+
+def remembered(folder: Path, nodes: int = 1, **features: int) -> Cluster:
+    """A cluster in this folder that was started once and does not run."""
+    folder.mkdir()
+    given = cluster(nodes=nodes)
+    laid_out = replace(
+        given,
+        nodes=tuple(replace(node, data_dir=folder / node.data_dir.name) for node in given.nodes),
+        features={key.replace("_", "."): level for key, level in features.items()},
+    )
+    Folder(folder).write(laid_out)
+    return laid_out
+
+
+def test_a_folder_remembers_the_cluster(tmp_path: Path) -> None:
+    before = remembered(tmp_path / "broker", nodes=3, transaction_version=1)
+    assert Folder(tmp_path / "broker").read() == before
+    assert LocalBroker(tmp_path / "broker").bootstrap_servers == "127.0.0.1:9091,127.0.0.1:9092,127.0.0.1:9093"
+
+
+@pytest.mark.parametrize(
+    "options, problem",
+    [
+        ({"nodes": 1}, r"has 3 node\(s\), not 1"),
+        ({"version": "3.9.2"}, r"is Kafka 4\.3\.1, not 3\.9\.2"),
+        ({"features": {"transaction.version": 2}}, r"transaction\.version 1, not 2"),
+        ({"features": {"group.version": 0}}, r"group\.version .* not 0"),
+    ],
+)
+def test_a_folder_keeps_what_it_was_laid_out_with(tmp_path: Path, options: dict[str, Any], problem: str) -> None:
+    remembered(tmp_path / "broker", nodes=3, transaction_version=1)
+    with pytest.raises(OptionError, match=problem):
+        LocalBroker(tmp_path / "broker", **options).start()
+
+
+def test_a_cluster_has_at_least_one_node() -> None:
+    with pytest.raises(OptionError, match="at least one node"):
+        LocalBroker("unused", nodes=0)
+
+
+def test_one_of_three_nodes_cannot_start_alone(tmp_path: Path) -> None:
+    remembered(tmp_path / "broker", nodes=3)
+    with pytest.raises(OptionError, match="2 of 3 have to run"):
+        LocalBroker(tmp_path / "broker").start_node(2)
+
+
+def test_ports_are_given_out_once() -> None:
+    ports = [port for _ in range(20) for port in free_ports(100)]
+    assert len(set(ports)) == 2000
 
 
 def test_given_listeners_keep_the_controller_and_carry_broker_traffic() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from onceflow import hooks
-from onceflow.testing import faults
+from onceflow.testing import faults, processes
 from onceflow.testing.faults import InjectedFaultError, fault
 
 
@@ -258,10 +258,10 @@ def test_workers_of_a_process_without_spark() -> None:
 
 def test_descent_ends_on_any_table() -> None:
     parents = {5: 4, 4: 3, 3: 1, 9: 8}
-    assert faults._descends(5, 3, parents)
-    assert faults._descends(5, 5, parents)
-    assert not faults._descends(5, 9, parents)
-    assert not faults._descends(9, 3, parents)
+    assert processes._descends(5, 3, parents)
+    assert not processes._descends(5, 5, parents)
+    assert not processes._descends(5, 9, parents)
+    assert not processes._descends(9, 3, parents)
 
 
 # ---- wrong rules -------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ SECURITY_PROTOCOLS = ("PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL")
 # Internal topics have 50 partitions by default. Each costs files and time at start; a few show the same
 # behaviour.
 INTERNAL_PARTITIONS = 4
+COPIES = 3
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,11 @@ class Node:
     def kafka_data_dir(self) -> Path:
         return self.data_dir / "data"
 
+    @property
+    def clean_shutdown_file(self) -> Path:
+        """Kafka writes it when all logs are closed, and removes it when it opens them."""
+        return self.kafka_data_dir / ".kafka_cleanshutdown"
+
 
 @dataclass(frozen=True)
 class Cluster:
@@ -55,6 +61,7 @@ class Cluster:
         nodes: all of them; each is a voter of the controller quorum.
         properties: broker properties that win over the defaults here. ``{port}``, ``{controller_port}``,
             ``{node_id}`` and ``{data_dir}`` in a value are replaced by those of the node.
+        node_properties: node id -> properties of that node alone; they win over ``properties``.
         client_listener: name of the listener that clients use; the first listener by default.
         features: feature levels to lay the storage out with, for example ``{"transaction.version": 1}``; the
             newest by default. They matter once, when the data folder is made.
@@ -66,13 +73,42 @@ class Cluster:
     properties: Mapping[str, str] = field(default_factory=dict)
     client_listener: str | None = None
     features: Mapping[str, int] = field(default_factory=dict)
+    node_properties: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for node_id in self.node_properties:
+            self.node(node_id)
 
     @property
     def bootstrap_servers(self) -> str:
         """Addresses of the client listener of every node."""
-        return ",".join(self._client_address(node) for node in self.nodes)
+        return ",".join(self.client_address(node) for node in self.nodes)
 
-    def _client_address(self, node: Node) -> str:
+    @property
+    def majority(self) -> int:
+        """How many nodes have to run for the controllers to decide anything."""
+        return len(self.nodes) // 2 + 1
+
+    def node(self, node_id: int) -> Node:
+        """The node with this id.
+
+        Raises:
+            OptionError: there is none.
+        """
+        for node in self.nodes:
+            if node.node_id == node_id:
+                return node
+        raise OptionError(
+            f"The cluster has no node {node_id}.",
+            next_step="Its nodes are " + ", ".join(str(node.node_id) for node in self.nodes) + ".",
+        )
+
+    def client_address(self, node: Node) -> str:
+        """host:port of the client listener of one node.
+
+        Raises:
+            OptionError: it has no such listener.
+        """
         properties = server_properties(self, node)
         listeners = parse_listeners(properties["listeners"])
         controllers = _names(properties["controller.listener.names"])
@@ -96,7 +132,8 @@ def new_cluster_id() -> str:
 
 def server_properties(cluster: Cluster, node: Node) -> dict[str, str]:
     """The whole server.properties of one node: defaults, and over them what the caller gave."""
-    given = {key: _fill(value, node) for key, value in cluster.properties.items()}
+    own = cluster.node_properties.get(node.node_id, {})
+    given = {key: _fill(value, node) for key, value in {**cluster.properties, **own}.items()}
     controllers = _names(given.get("controller.listener.names", CONTROLLER_LISTENER))
     listeners = given.get("listeners", f"{CLIENT_LISTENER}://{HOST}:{node.port}")
     names = [name for name, _ in parse_listeners(listeners)]
@@ -108,7 +145,7 @@ def server_properties(cluster: Cluster, node: Node) -> dict[str, str]:
             f"listeners={listeners} has only a controller listener.",
             next_step="Add a listener for clients, for example PLAINTEXT://127.0.0.1:{port}.",
         )
-    copies = min(3, len(cluster.nodes))
+    copies = min(COPIES, len(cluster.nodes))
     in_sync_min = max(1, copies - 1)
     properties = {
         "process.roles": "broker,controller",

@@ -1,67 +1,47 @@
 """A local Apache Kafka that is there when you need it: start, stop, status, and what its folder remembers.
 
-``broker.json`` in the data folder holds what must not change from one start to the next: cluster id, version
-and ports. Options of the caller (heap, properties, client options) are not kept; pass them at every start.
+The data folder remembers what must not change from one start to the next (see ``broker.folder``). Options of
+the caller (heap, properties, client options) are not kept; pass them at every start.
 """
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
-import json
 import os
-import random
-import socket
-import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+import signal
+from collections.abc import Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from onceflow.broker import nodes as agreed
 from onceflow.broker import process
-from onceflow.broker.config import HOST, Cluster, Node, new_cluster_id
-from onceflow.errors import DeadlineExceededError, EnvironmentUnusableError, OptionError
+from onceflow.broker.config import Cluster, Node, new_cluster_id
+from onceflow.broker.folder import Folder, default_data_dir, free_ports
+from onceflow.errors import EnvironmentUnusableError, OptionError
 from onceflow.jars import BROKER_VERSION
+
+__all__ = ["LocalBroker", "Status", "default_data_dir", "free_ports"]
 
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 20.0
-PORTS = range(20_000, 32_000)
+HEAP = "1g"
+HEAP_OF_SEVERAL = "512m"
 
 
-def default_data_dir() -> Path:
-    """``$ONCEFLOW_HOME/broker``, else ``~/.local/share/onceflow/broker``."""
-    home = os.environ.get("ONCEFLOW_HOME")
-    base = Path(home).expanduser() if home else Path.home() / ".local" / "share" / "onceflow"
-    return base / "broker"
+@dataclass(frozen=True)
+class NodeStatus:
+    """One node; ``pid`` is None when it does not run."""
 
-
-def free_ports(count: int) -> list[int]:
-    """Ports on 127.0.0.1 that nobody listens on now, all different.
-
-    They lie below the range from which systems take the ports of outgoing connections: a broker that is
-    stopped must find its port free when it comes back.
-    """
-    with contextlib.ExitStack() as stack:
-        found: list[int] = []
-        for port in random.sample(PORTS, len(PORTS)):
-            if len(found) == count:
-                return found
-            candidate = stack.enter_context(socket.socket())
-            candidate.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                candidate.bind((HOST, port))
-            except OSError:
-                continue
-            found.append(port)
-    raise EnvironmentUnusableError(
-        f"No {count} free ports between {PORTS.start} and {PORTS.stop}.", next_step="Give a port."
-    )
+    node_id: int
+    port: int
+    pid: int | None
 
 
 @dataclass(frozen=True)
 class Status:
-    """What is known about a local broker without starting anything."""
+    """What is known about a local broker without starting anything; it runs when all its nodes run."""
 
     running: bool
     ready: bool
@@ -70,6 +50,7 @@ class Status:
     version: str | None
     pids: tuple[int, ...]
     log_files: tuple[Path, ...]
+    nodes: tuple[NodeStatus, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
         """The same, in types that JSON has."""
@@ -81,23 +62,28 @@ class Status:
             "version": self.version,
             "pids": list(self.pids),
             "log_files": [str(path) for path in self.log_files],
+            "nodes": [{"node_id": n.node_id, "port": n.port, "pid": n.pid} for n in self.nodes],
         }
 
 
 class LocalBroker:
-    """One Kafka node (broker and controller in one process) that listens on 127.0.0.1 only.
+    """A Kafka cluster on 127.0.0.1: one node, or several, each broker and controller in one process.
 
     Args:
         data_dir: everything it keeps; ``default_data_dir()`` by default.
-        port: where clients connect; the one remembered in the folder, else a free one.
+        port: where clients connect; the one remembered in the folder, else a free one. Of the first node; the
+            others take the ports after it.
         controller_port: where the controller listens; likewise.
         version: of Apache Kafka; the one remembered in the folder, else 4.3.1.
-        heap: of the JVM, as ``-Xmx`` takes it.
+        heap: of the JVM of each node, as ``-Xmx`` takes it; 1g, or 512m with several nodes, by default.
         properties: broker properties; they win over the defaults. See ``broker.config.Cluster`` for what may
             stand in their values.
+        nodes: how many; the number remembered in the folder, else 1. With three, every topic has three copies,
+            and one node may fail. Their ids are 1, 2, 3.
+        node_properties: node id -> properties of that node alone; they win over ``properties``.
         client_options: librdkafka options for the health check, when listeners need TLS or SASL.
         client_listener: name of the listener ``bootstrap_servers`` points to; the first one by default.
-        environment: environment variables added for the process, for example JAVA_TOOL_OPTIONS.
+        environment: environment variables added for the processes, for example JAVA_TOOL_OPTIONS.
         features: feature levels of a new cluster, see ``broker.config.Cluster``.
 
     As a context manager it is started and, at the end, stopped. Without, it runs on until ``stop``.
@@ -109,20 +95,27 @@ class LocalBroker:
         port: int | None = None,
         controller_port: int | None = None,
         version: str | None = None,
-        heap: str = "1g",
+        heap: str | None = None,
         properties: Mapping[str, str] | None = None,
         *,
+        nodes: int | None = None,
+        node_properties: Mapping[int, Mapping[str, str]] | None = None,
         client_options: Mapping[str, Any] | None = None,
         client_listener: str | None = None,
         environment: Mapping[str, str] | None = None,
         features: Mapping[str, int] | None = None,
     ) -> None:
+        if nodes is not None and nodes < 1:
+            raise OptionError(f"nodes={nodes}: a cluster has at least one node.", next_step="Give 1 or 3.")
         self.data_dir = Path(data_dir).expanduser().absolute() if data_dir else default_data_dir().absolute()
+        self._folder = Folder(self.data_dir)
         self._port = port
         self._controller_port = controller_port
         self._version = version
         self._heap = heap
         self._properties = dict(properties or {})
+        self._nodes = nodes
+        self._node_properties = dict(node_properties or {})
         self._client_options = dict(client_options or {})
         self._client_listener = client_listener
         self._environment = dict(environment or {})
@@ -130,7 +123,7 @@ class LocalBroker:
 
     @property
     def bootstrap_servers(self) -> str:
-        """host:port of the client listener; known once the broker has been started."""
+        """host:port of the client listener of every node; known once the broker has been started."""
         return self.cluster.bootstrap_servers
 
     @property
@@ -147,44 +140,43 @@ class LocalBroker:
             )
         return cluster
 
+    # ---- the whole cluster ---------------------------------------------------------------------------
+
     def start(self, timeout_s: float = START_TIMEOUT_S) -> bool:
-        """Start the broker and wait until it answers. False when it was running already.
+        """Start the nodes that do not run and wait until all answer. False when all were running already.
 
         Raises:
-            OptionError: it is running, or was formatted, with another port or version than asked for.
+            OptionError: it is running, or was formatted, with another port, version, number of nodes or feature
+                level than asked for.
             EnvironmentUnusableError: Kafka or Java cannot be started; the detail has the end of the log.
             BrokerUnreachableError: it did not answer in time.
         """
-        with self._exclusive(timeout_s):
+        with self._folder.exclusive(timeout_s):
             cluster = self._remembered() or self._invented()
-            self._refuse_other_version(cluster)
-            was_running = all(process.running(node) for node in cluster.nodes)
-            if was_running:
+            self._refuse_other_layout(cluster)
+            down = [node for node in cluster.nodes if not process.running(node)]
+            if len(down) < len(cluster.nodes):
                 self._refuse_other_port(cluster)
             else:
                 cluster = self._with_wanted_ports(cluster)
-                self._remember(cluster)
-                self._start_nodes(cluster)
-            process.wait_until_ready(
-                cluster,
-                client_options=self._client_options,
-                timeout_s=timeout_s,
-                still_running=lambda: all(process.running(node) for node in cluster.nodes),
-            )
-            return not was_running
+                down = list(cluster.nodes)
+            if down:
+                self._folder.write(cluster)
+            try:
+                self._spawn(cluster, down)
+                self._wait_until_ready(cluster, cluster.nodes, timeout_s)
+            except EnvironmentUnusableError:
+                # A node ended; the others would wait for it, and nobody would stop them.
+                process.kill(down)
+                raise
+            return bool(down)
 
     def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> bool:
-        """Stop the broker: SIGTERM, then SIGKILL after this time. False when it was not running."""
+        """Stop all nodes: SIGTERM, then SIGKILL after this time. False when none was running."""
         if self._remembered() is None:
             return False
-        with self._exclusive(timeout_s + START_TIMEOUT_S):
-            stopped = [process.stop(node, timeout_s=timeout_s) for node in self.cluster.nodes]
-            return any(stopped)
-
-    def kill(self) -> bool:
-        """Kill the broker with SIGKILL, as a crash would. False when it was not running."""
-        killed = [process.kill(node) for node in self.cluster.nodes]
-        return any(killed)
+        with self._folder.exclusive(timeout_s + START_TIMEOUT_S):
+            return process.stop(self.cluster.nodes, timeout_s=timeout_s)
 
     def restart(self, timeout_s: float = START_TIMEOUT_S) -> None:
         """Stop and start: same data, same ports."""
@@ -196,16 +188,20 @@ class LocalBroker:
         cluster = self._remembered()
         if cluster is None:
             return Status(False, False, self.data_dir, None, None, (), ())
-        found = [process.running(node) for node in cluster.nodes]
-        is_running = all(found)
+        found = {node: process.running(node) for node in cluster.nodes}
+        is_running = all(found.values())
         return Status(
             running=is_running,
             ready=is_running and process.answers(cluster, client_options=self._client_options, timeout_s=timeout_s),
             data_dir=self.data_dir,
             bootstrap_servers=cluster.bootstrap_servers,
             version=cluster.version,
-            pids=tuple(identity.pid for identity in found if identity),
+            pids=tuple(identity.pid for identity in found.values() if identity),
             log_files=tuple(node.log_file for node in cluster.nodes),
+            nodes=tuple(
+                NodeStatus(node.node_id, node.port, identity.pid if identity else None)
+                for node, identity in found.items()
+            ),
         )
 
     def __enter__(self) -> LocalBroker:
@@ -221,24 +217,136 @@ class LocalBroker:
     ) -> None:
         self.stop()
 
-    def _start_nodes(self, cluster: Cluster) -> None:
-        for node in cluster.nodes:
-            if process.running(node):
-                continue
+    # ---- single nodes --------------------------------------------------------------------------------
+
+    def kill(self, node_id: int | None = None) -> bool:
+        """Kill a node, or all, with SIGKILL, as a crash would. False when there was nothing to kill."""
+        return process.kill(self.cluster.nodes if node_id is None else [self.cluster.node(node_id)])
+
+    def pause(self, node_id: int) -> bool:
+        """Halt a node (SIGSTOP): it keeps its connections and says nothing. False when it does not run."""
+        return process.signal_node(self.cluster.node(node_id), signal.SIGSTOP)
+
+    def resume(self, node_id: int) -> bool:
+        """Let a paused node go on. False when it does not run."""
+        return process.signal_node(self.cluster.node(node_id), signal.SIGCONT)
+
+    def start_node(self, node_id: int, timeout_s: float = START_TIMEOUT_S) -> bool:
+        """Start one node of a running cluster and wait until it is a part of it. False when it was running.
+
+        Raises:
+            OptionError: with it, less than a majority of the nodes runs, so it could not become ready.
+            EnvironmentUnusableError: it ended while it started.
+            BrokerUnreachableError: the cluster did not take it in time.
+        """
+        with self._folder.exclusive(timeout_s):
+            cluster = self.cluster
+            node = cluster.node(node_id)
+            was_running = process.running(node) is not None
+            up = sum(1 for other in cluster.nodes if process.running(other)) + (not was_running)
+            if up < cluster.majority:
+                raise OptionError(
+                    f"Node {node_id} cannot start alone: {cluster.majority} of {len(cluster.nodes)} have to run.",
+                    next_step="Start all: `start()` or `onceflow broker start`.",
+                )
+            if not was_running:
+                self._spawn(cluster, [node])
+            self._wait_until_ready(cluster, [node], timeout_s)
+            return not was_running
+
+    def stop_node(self, node_id: int, timeout_s: float = STOP_TIMEOUT_S) -> bool:
+        """Stop one node cleanly: it hands its leaderships over first. False when it was not running."""
+        with self._folder.exclusive(timeout_s + START_TIMEOUT_S):
+            return process.stop([self.cluster.node(node_id)], timeout_s=timeout_s)
+
+    def rolling_restart(self, timeout_s: float = START_TIMEOUT_S) -> None:
+        """Stop and start every node, the next one when all replicas are in sync again; per node in this time."""
+        self.wait_in_sync(timeout_s)
+        for node in self.cluster.nodes:
+            self.stop_node(node.node_id)
+            self.start_node(node.node_id, timeout_s)
+            self.wait_in_sync(timeout_s)
+
+    # ---- what the nodes agree on ---------------------------------------------------------------------
+
+    def wait_in_sync(self, timeout_s: float = START_TIMEOUT_S) -> None:
+        """Return when every partition has all its replicas in sync; see ``broker.nodes``."""
+        agreed.wait_in_sync(self.cluster, self._client_options, timeout_s)
+
+    def leader_of(self, topic: str, partition: int, timeout_s: float = START_TIMEOUT_S) -> int:
+        """Node id of the leader that clients are told; right after a crash that is the dead one still."""
+        return agreed.leader_of(self.cluster, self._client_options, topic, partition, timeout_s)
+
+    def move_leaders(self, topics: Collection[str] | None = None, timeout_s: float = START_TIMEOUT_S) -> int:
+        """Let another node lead each partition (of all topics, internal ones too, by default); how many moved."""
+        return agreed.move_leaders(self.cluster, self._client_options, topics, timeout_s)
+
+    def downgrade_transaction_version(self, level: int = 1, timeout_s: float = START_TIMEOUT_S) -> None:
+        """Finalize another ``transaction.version`` while the cluster runs; the folder remembers it.
+
+        Raises:
+            BrokerUnsupportedError: this version of Kafka does not take that level.
+        """
+        self._finalize_transaction_version(level, timeout_s)
+
+    def upgrade_transaction_version(self, level: int = 2, timeout_s: float = START_TIMEOUT_S) -> None:
+        """The same, upwards."""
+        self._finalize_transaction_version(level, timeout_s)
+
+    def transaction_versions(self, timeout_s: float = START_TIMEOUT_S) -> dict[int, int]:
+        """Node id -> ``transaction.version`` as this node knows it; only nodes in the cluster."""
+        return agreed.feature_levels(self.cluster, self._client_options, agreed.TRANSACTION_VERSION, timeout_s)
+
+    # ---- inside --------------------------------------------------------------------------------------
+
+    def _finalize_transaction_version(self, level: int, timeout_s: float) -> None:
+        name = agreed.TRANSACTION_VERSION
+        with self._folder.exclusive(timeout_s):
+            cluster = self.cluster
+            agreed.set_feature(cluster, self._client_options, name, level, timeout_s)
+            self._folder.write(replace(cluster, features={**cluster.features, name: level}))
+
+    def _spawn(self, cluster: Cluster, nodes: Collection[Node]) -> None:
+        heap = self._heap or (HEAP if len(cluster.nodes) == 1 else HEAP_OF_SEVERAL)
+
+        def spawn(node: Node) -> None:
             process.write_properties(cluster, node)
             process.format_storage(cluster, node)
-            process.spawn(cluster, node, heap=self._heap, environment=self._environment)
+            process.spawn(cluster, node, heap=heap, environment=self._environment)
 
-    def _invented(self) -> Cluster:
-        port, controller_port = free_ports(2)
-        return self._cluster(
-            new_cluster_id(),
-            self._version or BROKER_VERSION,
-            (Node(1, self.data_dir / "node-1", self._port or port, self._controller_port or controller_port),),
+        if nodes:  # at the same time: formatting takes a JVM for each
+            with ThreadPoolExecutor(len(nodes)) as pool:
+                list(pool.map(spawn, nodes))
+
+    def _wait_until_ready(self, cluster: Cluster, nodes: Collection[Node], timeout_s: float) -> None:
+        process.wait_until_ready(
+            cluster,
+            nodes=list(nodes),
+            client_options=self._client_options,
+            timeout_s=timeout_s,
+            still_running=lambda: all(process.running(node) for node in nodes),
         )
 
-    def _cluster(self, cluster_id: str, version: str, nodes: tuple[Node, ...]) -> Cluster:
-        return Cluster(cluster_id, version, nodes, self._properties, self._client_listener, self._features)
+    def _invented(self) -> Cluster:
+        count = self._nodes or 1
+        ports = free_ports(2 * count)
+        nodes = tuple(
+            Node(number, self.data_dir / f"node-{number}", ports.pop(), ports.pop()) for number in range(1, count + 1)
+        )
+        cluster = Cluster(new_cluster_id(), self._version or BROKER_VERSION, nodes, features=self._features)
+        return self._with_wanted_ports(self._with_options(cluster))
+
+    def _remembered(self) -> Cluster | None:
+        cluster = self._folder.read()
+        return None if cluster is None else self._with_options(cluster)
+
+    def _with_options(self, cluster: Cluster) -> Cluster:
+        return replace(
+            cluster,
+            properties=self._properties,
+            node_properties=self._node_properties,
+            client_listener=self._client_listener,
+        )
 
     def _with_wanted_ports(self, cluster: Cluster) -> Cluster:
         """Given ports win over remembered ones; a stopped broker may move."""
@@ -251,71 +359,28 @@ class LocalBroker:
             )
             for index, node in enumerate(cluster.nodes)
         )
-        return self._cluster(cluster.cluster_id, cluster.version, nodes)
+        return replace(cluster, nodes=nodes)
 
-    def _refuse_other_version(self, cluster: Cluster) -> None:
-        if self._version is not None and self._version != cluster.version:
-            raise OptionError(
-                f"The broker in {self.data_dir} is Kafka {cluster.version}, not {self._version}.",
-                next_step="Give another data folder: a folder stays with the version that laid it out.",
-            )
+    def _refuse_other_layout(self, cluster: Cluster) -> None:
+        """A folder stays with what it was laid out with at its first start."""
+        if self._version not in (None, cluster.version):
+            raise self._other_layout(f"is Kafka {cluster.version}, not {self._version}")
+        if self._nodes not in (None, len(cluster.nodes)):
+            raise self._other_layout(f"has {len(cluster.nodes)} node(s), not {self._nodes}")
+        for name, level in self._features.items():
+            if cluster.features.get(name) != level:
+                has = cluster.features.get(name, "as this version of Kafka has it")
+                raise self._other_layout(f"was laid out with {name} {has}, not {level}")
+
+    def _other_layout(self, problem: str) -> OptionError:
+        return OptionError(
+            f"The broker in {self.data_dir} {problem}.",
+            next_step="Leave the option out, or give another data folder: a folder stays as it was laid out.",
+        )
 
     def _refuse_other_port(self, cluster: Cluster) -> None:
-        if self._port is not None and self._port != cluster.nodes[0].port:
+        if self._port not in (None, cluster.nodes[0].port):
             raise OptionError(
                 f"The broker in {self.data_dir} runs already, on port {cluster.nodes[0].port}.",
                 next_step="Stop it first, or leave the port out.",
             )
-
-    def _remembered(self) -> Cluster | None:
-        try:
-            fields = json.loads((self.data_dir / "broker.json").read_text())
-            nodes = tuple(
-                Node(n["node_id"], self.data_dir / n["folder"], n["port"], n["controller_port"])
-                for n in fields["nodes"]
-            )
-            return self._cluster(fields["cluster_id"], fields["version"], nodes)
-        except FileNotFoundError:
-            return None
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise OptionError(
-                f"{self.data_dir / 'broker.json'} cannot be read: {type(error).__name__}.",
-                next_step="Remove the folder to begin anew, or give another one.",
-            ) from error
-
-    def _remember(self, cluster: Cluster) -> None:
-        fields = {
-            "cluster_id": cluster.cluster_id,
-            "version": cluster.version,
-            "nodes": [
-                {
-                    "node_id": node.node_id,
-                    "folder": node.data_dir.name,
-                    "port": node.port,
-                    "controller_port": node.controller_port,
-                }
-                for node in cluster.nodes
-            ],
-        }
-        scratch = self.data_dir / "broker.json.tmp"
-        scratch.write_text(json.dumps(fields, indent=2) + "\n")
-        scratch.replace(self.data_dir / "broker.json")
-
-    @contextlib.contextmanager
-    def _exclusive(self, timeout_s: float) -> Iterator[None]:
-        """One start or stop at a time per folder, over all processes."""
-        self.data_dir.mkdir(parents=True, exist_ok=True)
-        deadline = time.monotonic() + timeout_s
-        with (self.data_dir / "lock").open("w") as handle:
-            while True:
-                try:
-                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    if time.monotonic() > deadline:
-                        raise DeadlineExceededError(
-                            f"Another process has been at {self.data_dir} for {timeout_s:g} s.",
-                            next_step="See what that process waits for, then try again.",
-                        ) from None
-                    time.sleep(process.POLL_S)
-            yield

@@ -13,7 +13,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,10 +41,12 @@ class ProcessIdentity:
 
     def is_alive(self) -> bool:
         """Whether this very process still runs; a zombie does not."""
+        alive = _start_time(self.pid) == self.started
         child = _children.get(self.pid)
         if child is not None and child.poll() is not None:
-            del _children[self.pid]
-        return _start_time(self.pid) == self.started
+            _children.pop(self.pid, None)
+            return False
+        return alive
 
     def send(self, signal_number: int) -> None:
         """Send a signal to this very process; nothing when it is gone."""
@@ -140,24 +142,48 @@ def spawn(cluster: Cluster, node: Node, *, heap: str, environment: Mapping[str, 
     return identity
 
 
-def stop(node: Node, *, timeout_s: float) -> bool:
-    """SIGTERM, and SIGKILL when that does not help in time. Whether there was anything to stop."""
-    identity = running(node)
-    if identity is not None:
+def stop(nodes: Sequence[Node], *, timeout_s: float) -> bool:
+    """SIGTERM to all at once, and SIGKILL to those it does not end in time. Whether there was anything to stop."""
+    found = {node: identity for node in nodes if (identity := running(node))}
+    for identity in found.values():
         identity.send(signal.SIGTERM)
-        if not identity.wait(timeout_s):
-            kill(node)
-    node.pid_file.unlink(missing_ok=True)
-    return identity is not None
+        identity.send(signal.SIGCONT)  # a paused process gets no signal before
+    deadline = time.monotonic() + timeout_s
+    waiting = dict(found)
+    while waiting:
+        waiting = {node: identity for node, identity in waiting.items() if identity.is_alive()}
+        if time.monotonic() > deadline:
+            kill(list(waiting))
+            break
+        if len(waiting) <= len(nodes) // 2:
+            # Its broker has ended; its controller waits 5 s more for a successor that nobody is left to elect.
+            kill([node for node in waiting if node.clean_shutdown_file.exists()])
+        time.sleep(POLL_S)
+    for node in nodes:
+        node.pid_file.unlink(missing_ok=True)
+    for pid, child in list(_children.items()):  # those that another process has stopped
+        if child.poll() is not None:
+            _children.pop(pid, None)
+    return bool(found)
 
 
-def kill(node: Node) -> bool:
+def kill(nodes: Sequence[Node]) -> bool:
     """SIGKILL, as a crash does it: nothing is flushed or handed over. Whether there was anything to kill."""
+    found = [identity for node in nodes if (identity := running(node))]
+    for identity in found:
+        identity.send(signal.SIGKILL)
+    for identity in found:
+        identity.wait(timeout_s=10)
+    for node in nodes:
+        node.pid_file.unlink(missing_ok=True)
+    return bool(found)
+
+
+def signal_node(node: Node, signal_number: int) -> bool:
+    """Send a signal to the node's process. Whether it runs."""
     identity = running(node)
     if identity is not None:
-        identity.send(signal.SIGKILL)
-        identity.wait(timeout_s=10)
-    node.pid_file.unlink(missing_ok=True)
+        identity.send(signal_number)
     return identity is not None
 
 
@@ -167,8 +193,12 @@ def wait_until_ready(
     client_options: Mapping[str, Any],
     timeout_s: float,
     still_running: Callable[[], bool],
+    nodes: Sequence[Node] = (),
 ) -> None:
     """Return when every node is in the cluster's metadata, as a client sees it.
+
+    Args:
+        nodes: those to ask and to wait for, when some of the others do not run; all by default.
 
     Raises:
         EnvironmentUnusableError: a process ended while we waited; the detail has the end of its log.
@@ -176,6 +206,8 @@ def wait_until_ready(
     """
     deadline = time.monotonic() + timeout_s
     problem = "nothing listens"
+    wanted = nodes or cluster.nodes
+    addresses = [cluster.client_address(node) for node in wanted]
     with contextlib.ExitStack() as stack:
         admin: Any = None
         while time.monotonic() < deadline:
@@ -186,17 +218,17 @@ def wait_until_ready(
                     next_step="See the log: " + ", ".join(str(node.log_file) for node in cluster.nodes),
                 )
             # A plain connection first: it fails at once, where a Kafka client backs off and writes log lines.
-            if admin is None and not all(map(_accepts, cluster.bootstrap_servers.split(","))):
+            if admin is None and not all(map(_accepts, addresses)):
                 time.sleep(POLL_S)
                 continue
             if admin is None:
-                admin = stack.enter_context(admin_client(cluster.bootstrap_servers, client_options))
-            problem = _metadata_problem(admin, len(cluster.nodes), timeout_s=min(5, deadline - time.monotonic()))
+                admin = stack.enter_context(admin_client(",".join(addresses), client_options))
+            problem = _metadata_problem(admin, wanted, timeout_s=min(5, deadline - time.monotonic()))
             if not problem:
                 return
             time.sleep(POLL_S)
     raise BrokerUnreachableError(
-        f"Kafka at {cluster.bootstrap_servers} was not ready within {timeout_s:g} s.",
+        f"Kafka at {','.join(addresses)} was not ready within {timeout_s:g} s.",
         detail=f"{problem}\n{log_tail(cluster)}",
         next_step="With listeners that need TLS or SASL, give client_options; else see the log: "
         + ", ".join(str(node.log_file) for node in cluster.nodes),
@@ -208,7 +240,7 @@ def answers(cluster: Cluster, *, client_options: Mapping[str, Any], timeout_s: f
     if not all(map(_accepts, cluster.bootstrap_servers.split(","))):
         return False
     with admin_client(cluster.bootstrap_servers, client_options) as admin:
-        return not _metadata_problem(admin, len(cluster.nodes), timeout_s=timeout_s)
+        return not _metadata_problem(admin, cluster.nodes, timeout_s=timeout_s)
 
 
 @contextlib.contextmanager
@@ -240,14 +272,15 @@ def log_tail(cluster: Cluster) -> str:
     return "\n".join(tails)
 
 
-def _metadata_problem(admin: Any, node_count: int, *, timeout_s: float) -> str:
+def _metadata_problem(admin: Any, nodes: Sequence[Node], *, timeout_s: float) -> str:
     from confluent_kafka import KafkaException
 
     try:
         brokers = admin.list_topics(timeout=max(0.1, timeout_s)).brokers
     except KafkaException as error:
         return str(error.args[0])
-    return "" if len(brokers) >= node_count else f"{len(brokers)} of {node_count} nodes are in the cluster"
+    missing = [str(node.node_id) for node in nodes if node.node_id not in brokers]
+    return f"not in the cluster: node {', '.join(missing)}" if missing else ""
 
 
 def _accepts(address: str) -> bool:
@@ -283,7 +316,9 @@ def _start_time(pid: int) -> str | None:
     # The name in parentheses may itself have spaces and parentheses. After it: state (field 3) ... starttime
     # (22).
     fields = stat.rpartition(")")[2].split()
-    return None if fields[0] in "ZX" else fields[19]
+    state, threads = fields[0], int(fields[17])
+    # The first thread of a JVM that is killed is a zombie before the others have ended, and these hold its ports.
+    return None if state == "X" or (state == "Z" and threads <= 1) else fields[19]
 
 
 def _start_time_by_ps(pid: int) -> str | None:

@@ -8,7 +8,8 @@ from typing import Any
 
 import click
 
-from onceflow.broker.local import LocalBroker, default_data_dir
+from onceflow.broker.local import HEAP, HEAP_OF_SEVERAL, LocalBroker, default_data_dir
+from onceflow.broker.nodes import TRANSACTION_VERSION
 
 _data_dir = click.option(
     "--data-dir",
@@ -26,13 +27,36 @@ def broker() -> None:
 
 @broker.command()
 @_data_dir
-@click.option("--port", type=click.IntRange(1, 65535), help="For clients.  [default: the last one, or a free one]")
-@click.option("--version", help="Of Apache Kafka.  [default: the last one, or 4.3.1]")
-@click.option("--heap", default="1g", show_default=True, help="Of its JVM.")
+@click.option(
+    "--nodes",
+    type=click.IntRange(min=1),
+    help="How many brokers. With 3, every topic has 3 copies and one broker may fail.  [default: as before, or 1]",
+)
+@click.option(
+    "--port",
+    type=click.IntRange(1, 65535),
+    help="For clients; further nodes take the ports after it.  [default: the last one, or a free one]",
+)
+@click.option("--version", help="Of Apache Kafka, for example 3.9.2.  [default: as before, or 4.3.1]")
+@click.option(
+    "--transaction-version",
+    type=click.IntRange(0, 2),
+    help="The transaction.version of a new cluster.  [default: the newest that this version of Kafka has]",
+)
+@click.option("--heap", help=f"Of the JVM of each node.  [default: {HEAP}, with several nodes {HEAP_OF_SEVERAL}]")
 @_json
-def start(data_dir: Path | None, port: int | None, version: str | None, heap: str, as_json: bool) -> int:
-    """Start it and wait until it answers; does nothing when it runs already."""
-    local = LocalBroker(data_dir, port=port, version=version, heap=heap)
+def start(
+    data_dir: Path | None,
+    nodes: int | None,
+    port: int | None,
+    version: str | None,
+    transaction_version: int | None,
+    heap: str | None,
+    as_json: bool,
+) -> int:
+    """Start it and wait until it answers. Does nothing when it runs already; starts the nodes that are down."""
+    features = {} if transaction_version is None else {TRANSACTION_VERSION: transaction_version}
+    local = LocalBroker(data_dir, port=port, version=version, heap=heap, nodes=nodes, features=features)
     started = local.start()
     fields = {**local.status().as_json(), "started": started}
     what = "started" if started else "was running already"
@@ -44,24 +68,28 @@ def start(data_dir: Path | None, port: int | None, version: str | None, heap: st
 @_data_dir
 @_json
 def stop(data_dir: Path | None, as_json: bool) -> int:
-    """Stop it; does nothing when it does not run. The data stays."""
+    """Stop all its nodes; does nothing when none runs. The data stays."""
     local = LocalBroker(data_dir)
     stopped = local.stop()
     fields = {**local.status().as_json(), "stopped": stopped}
     text = "Kafka stopped" if stopped else f"Kafka was not running in {data_dir or default_data_dir()}"
-    return _report(fields, text, as_json, holds=not fields["running"])
+    return _report(fields, text, as_json, holds=not fields["pids"])
 
 
 @broker.command()
 @_data_dir
 @_json
 def status(data_dir: Path | None, as_json: bool) -> int:
-    """Say whether it runs and answers; exit 1 when it does not."""
+    """Say whether all its nodes run and answer; exit 1 when they do not."""
     fields = LocalBroker(data_dir).status().as_json()
+    pids = f"pid {', '.join(map(str, fields['pids']))}"
     if fields["ready"]:
-        text = f"Kafka {fields['version']} runs: {fields['bootstrap_servers']} (pid {fields['pids'][0]})"
+        text = f"Kafka {fields['version']} runs: {fields['bootstrap_servers']} ({pids})"
     elif fields["running"]:
-        text = f"Kafka runs (pid {fields['pids'][0]}) but does not answer; log: {fields['log_files'][0]}"
+        text = f"Kafka runs ({pids}) but does not answer; log: {', '.join(fields['log_files'])}"
+    elif fields["pids"]:
+        down = ", ".join(str(node["node_id"]) for node in fields["nodes"] if node["pid"] is None)
+        text = f"Kafka runs ({pids}) without node {down}; start it with `onceflow broker start`"
     else:
         text = f"Kafka is not running in {fields['data_dir']}; start it with `onceflow broker start`"
     return _report(fields, text, as_json, holds=bool(fields["ready"]))

@@ -18,6 +18,7 @@ from onceflow.errors import OnceflowError
 COMMANDS = {
     "bench": "onceflow.cli.bench:bench",
     "broker": "onceflow.cli.broker:broker",
+    "chaos": "onceflow.cli.chaos:chaos",
     "demo": "onceflow.cli.demo:demo",
     "reset": "onceflow.cli.reset:reset",
     "setup": "onceflow.cli.setup:setup",
@@ -28,6 +29,7 @@ COMMANDS = {
 SUMMARIES = {
     "bench": "Measure throughput and latency on this machine.",
     "broker": "A real Apache Kafka on this machine.",
+    "chaos": "Break everything around running flows, and check what they wrote.",
     "demo": "Run an example service, with crashes, and check what came out.",
     "reset": "Let a flow start over: forget its progress.",
     "setup": "Get the jars for Spark and for the local broker.",

@@ -41,6 +41,7 @@ logging.getLogger("kafka").setLevel(logging.CRITICAL)
 
 TRANSACTION, GROUP = 1, 0  # coordinator key types of FindCoordinator (KIP-699)
 _KNOCK_S_LEAST = 2.0
+_REFRESH_TIMEOUT_S = 5.0
 _REQUEST_TIMEOUT_S = 30.0
 
 
@@ -325,10 +326,13 @@ class Cluster:
             raise
 
     def refresh_brokers(self, deadline: Deadline) -> None:
-        """Learn brokers that have joined since (a new coordinator may be one of them)."""
+        """Learn brokers that have joined since (a new coordinator may be one of them), if they answer soon."""
+        timeout_ms = max(1, int(deadline.capped(_REFRESH_TIMEOUT_S) * 1000))
 
         async def run() -> None:
-            await self.manager.cluster.refresh_metadata()
+            # kafka-python would wait for its own, longer timeout.
+            refreshed = self.net.call_soon_with_future(self.manager.cluster.refresh_metadata)
+            await self.manager.wait_for(refreshed, timeout_ms)
 
         with self.lock:
             try:

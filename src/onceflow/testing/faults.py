@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from onceflow.hooks import STEPS, VARIABLE
+from onceflow.testing.processes import descendants
 
 _fired: dict[str, int] = {}
 ACTIONS = ("kill", "kill-workers", "orphan", "lose-shuffle", "exit", "raise", "pause")
@@ -103,31 +104,13 @@ def _act(rule: Mapping[str, Any], place: str) -> None:
 
 
 def python_workers(driver_pid: int) -> list[int]:
-    """Processes below ``driver_pid`` that run Spark's Python worker code (Linux: from /proc)."""
-    parents: dict[int, int] = {}
-    workers: set[int] = set()
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            stat = (folder / "stat").read_text()
-            command = (folder / "cmdline").read_bytes()
-        except OSError:
-            continue  # it has ended meanwhile
-        pid = int(folder.name)
-        parents[pid] = int(stat.rsplit(")", 1)[1].split()[1])
-        if b"pyspark.daemon" in command or b"pyspark.worker" in command:
-            workers.add(pid)
+    """Processes below ``driver_pid`` that run Spark's Python worker code."""
+    daemons = [
+        pid for pid, line in descendants(driver_pid).items() if "pyspark.daemon" in line or "pyspark.worker" in line
+    ]
     # The daemon forks the workers and looks like them; only those below another one are workers.
-    below = {pid for pid in workers if parents.get(pid) in workers}
-    return sorted(pid for pid in below if _descends(pid, driver_pid, parents))
+    return sorted({pid for daemon in daemons for pid in descendants(daemon)} & set(daemons))
 
 
 def _parent_of(pid: int) -> int:
     return int((Path("/proc") / str(pid) / "stat").read_text().rsplit(")", 1)[1].split()[1])
-
-
-def _descends(pid: int, ancestor: int, parents: Mapping[int, int]) -> bool:
-    while pid in parents and pid > 1:
-        if pid == ancestor:
-            return True
-        pid = parents[pid]
-    return False

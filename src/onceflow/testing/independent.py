@@ -7,8 +7,23 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from confluent_kafka import Consumer, ConsumerGroupTopicPartitions, Producer, TopicPartition
+from confluent_kafka import (
+    Consumer,
+    ConsumerGroupTopicPartitions,
+    KafkaError,
+    KafkaException,
+    Producer,
+    TopicPartition,
+)
 from confluent_kafka.admin import AdminClient
+
+_NEW_LEADER = (
+    KafkaError.OFFSET_NOT_AVAILABLE,
+    KafkaError.NOT_LEADER_FOR_PARTITION,
+    KafkaError.LEADER_NOT_AVAILABLE,
+    KafkaError._TRANSPORT,
+    KafkaError._TIMED_OUT,
+)
 
 
 @dataclass(frozen=True)
@@ -47,7 +62,7 @@ def read_topic(
     try:
         partitions = sorted(consumer.list_topics(topic, timeout=seconds).topics[topic].partitions)
         # For a read_committed consumer the high end of get_watermark_offsets is the last stable offset.
-        spans = {p: consumer.get_watermark_offsets(TopicPartition(topic, p), timeout=seconds) for p in partitions}
+        spans = {p: watermarks(consumer, topic, p, seconds) for p in partitions}
         if decided:
             highs = end_offsets(bootstrap_servers, topic, isolation="read_uncommitted", options=options)
             spans = {p: (low, highs[topic, p]) for p, (low, _) in spans.items()}
@@ -80,6 +95,7 @@ def _consumer(bootstrap_servers: str, isolation: str, options: Mapping[str, str]
             "isolation.level": isolation,
             "enable.auto.commit": False,
             "enable.partition.eof": False,
+            "log_level": 0,
             "auto.offset.reset": "error",
             **(options or {}),
         }
@@ -135,7 +151,7 @@ def committed_offsets(
     bootstrap_servers: str, group: str, *, options: Mapping[str, str] | None = None
 ) -> dict[tuple[str, int], int]:
     """What a group tool shows: committed offset per (topic, partition)."""
-    admin = AdminClient({"bootstrap.servers": bootstrap_servers, **(options or {})})
+    admin = AdminClient({"bootstrap.servers": bootstrap_servers, "log_level": 0, **(options or {})})
     futures = admin.list_consumer_group_offsets([ConsumerGroupTopicPartitions(group)])
     result = futures[group].result(timeout=30)
     return {(p.topic, p.partition): p.offset for p in result.topic_partitions if p.offset >= 0}
@@ -152,6 +168,23 @@ def end_offsets(
     consumer = _consumer(bootstrap_servers, isolation, options)
     try:
         partitions = sorted(consumer.list_topics(topic, timeout=30).topics[topic].partitions)
-        return {(topic, p): consumer.get_watermark_offsets(TopicPartition(topic, p), timeout=30)[1] for p in partitions}
+        return {(topic, p): watermarks(consumer, topic, p, 30)[1] for p in partitions}
     finally:
         consumer.close()
+
+
+def watermarks(consumer: Consumer, topic: str, partition: int, seconds: float) -> tuple[int, int]:
+    """First and end offset of a partition. A leader that is new does not know the end at once, so it is asked again.
+
+    Raises:
+        KafkaException: there was no answer in time.
+    """
+    end = time.monotonic() + seconds
+    while True:
+        try:
+            low, high = consumer.get_watermark_offsets(TopicPartition(topic, partition), timeout=seconds)
+            return int(low), int(high)
+        except KafkaException as error:
+            if (not error.args[0].retriable() and error.args[0].code() not in _NEW_LEADER) or time.monotonic() > end:
+                raise
+            time.sleep(0.1)

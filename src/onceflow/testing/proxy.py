@@ -1,30 +1,38 @@
-"""A loopback proxy that understands Kafka's framing, and cuts connections at a chosen request.
+"""A loopback proxy that understands Kafka's framing: it delays, doubles, reorders, drops and cuts what passes.
 
 A broker must advertise the proxy's port on a listener of its own, or clients would go around it::
 
-    with proxied_broker(folder) as (bootstrap_servers, proxy): ...
+    with proxied_broker(folder) as (direct, through, proxy):
+        proxy.faults(Network(seed, rules))
+
+What happens to which frame is decided in ``onceflow.testing.network``. Listeners have to be plaintext: frames inside
+TLS cannot be read, and a request that is sent again on another connection would be unauthenticated there (SASL).
+Traffic between brokers does not pass here.
 """
 
 from __future__ import annotations
 
 import contextlib
 import socket
-import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from types import TracebackType
 
+from onceflow.broker.config import HOST
 from onceflow.broker.local import LocalBroker, free_ports
+from onceflow.testing.links import JOIN_S, Copies, Link
+from onceflow.testing.network import API_KEYS, Fault, Network
 
-END_TXN = 26
-_HEADER = struct.Struct(">i")
+END_TXN = API_KEYS["EndTxn"]
 
 
 class Proxy:
-    """Forwards frames between clients and one broker.
+    """Forwards frames between clients and one broker, on 127.0.0.1.
 
     ``cut`` arms one fault: the next ``times`` requests of an API are lost, either before the broker sees them
     (``before``) or after it has answered (``after``, the answer is lost). The client's connection is closed.
+    ``faults`` leaves all decisions to a ``Network``.
     """
 
     def __init__(self, port: int, upstream_port: int) -> None:
@@ -32,10 +40,19 @@ class Proxy:
         self._lock = threading.Lock()
         self._armed: tuple[int, str, int] | None = None
         self.cuts = 0
-        self._server = socket.create_server(("127.0.0.1", port))
-        self._sockets: set[socket.socket] = {self._server}
-        self._accepting = threading.Thread(target=self._accept, daemon=True, name="proxy")
+        self._network: Network | None = None
+        self._closed = False
+        self._links: set[Link] = set()
+        self.gate = threading.Event()  # frames pass while it is set
+        self.gate.set()
+        #: What ``duplicate`` has sent once more, and what the broker answered.
+        self.copies = Copies(upstream_port, self.gate)
+        self._server = socket.create_server((HOST, port))
+        self.port = int(self._server.getsockname()[1])  # a free one, when 0 was asked for
+        self._accepting = threading.Thread(target=self._accept, daemon=True, name=f"proxy-{self.port}")
         self._accepting.start()
+
+    # ---- faults --------------------------------------------------------------------------------------
 
     def cut(self, api_key: int, when: str, times: int = 1) -> None:
         if when not in ("before", "after"):
@@ -44,66 +61,45 @@ class Proxy:
             self._armed = (api_key, when, times)
             self.cuts = 0
 
-    def close(self) -> None:
+    def faults(self, network: Network | None) -> None:
+        """Ask ``network`` about every frame from now on; None ends that. What is held back already stays so."""
+        self._network = network
+
+    def pause(self) -> None:
+        """Let nothing pass, in neither direction. Connections stay open, and new ones can be made."""
+        self.gate.clear()
+
+    def resume(self) -> None:
+        """Let everything pass that has piled up, requests of clients that have given up included."""
+        self.gate.set()
+
+    def cut_all(self) -> None:
+        """Close every connection there is now."""
         with self._lock:
-            open_sockets, self._sockets = self._sockets, set()
-        for sock in open_sockets:
-            _close(sock)
-        self._accepting.join(5)
+            links = list(self._links)
+        for link in links:
+            link.shut()
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                client, _ = self._server.accept()
-            except OSError:
-                return
-            try:
-                broker = socket.create_connection(("127.0.0.1", self._upstream_port), timeout=10)
-            except OSError:
-                _close(client)
-                continue
-            broker.settimeout(None)
-            with self._lock:
-                self._sockets |= {client, broker}
-            threading.Thread(target=self._serve, args=(client, broker), daemon=True, name="proxy-link").start()
+    def close(self) -> None:
+        """Close everything, and return when the threads have ended."""
+        self._closed = True
+        with contextlib.suppress(OSError):  # not every system wakes a thread that accepts by closing its socket
+            socket.create_connection((HOST, self.port), timeout=JOIN_S).close()
+        self._accepting.join(JOIN_S)
+        self._server.close()
+        self.copies.close()
+        with self._lock:
+            links = list(self._links)
+        for link in links:
+            link.shut()
+        self.gate.set()
+        for thread in [thread for link in links for thread in link.threads]:
+            thread.join(JOIN_S)
+        self.copies.join()
 
-    def _serve(self, client: socket.socket, broker: socket.socket) -> None:
-        """One connection: requests in order, so that an answer can be told to belong to its request."""
-        cut_answer = threading.Event()
-        answers = threading.Thread(target=self._answers, args=(client, broker, cut_answer), daemon=True)
-        answers.start()
-        try:
-            while (frame := _read_frame(client)) is not None:
-                fault = self._fault(struct.unpack_from(">h", frame, 4)[0])
-                if fault == "before":
-                    break
-                if fault == "after":
-                    cut_answer.set()
-                broker.sendall(frame)
-                if fault == "after":
-                    answers.join(30)
-                    break
-        except OSError:
-            pass
-        finally:
-            for sock in (client, broker):
-                _close(sock)
-                with self._lock:
-                    self._sockets.discard(sock)
+    # ---- for the links -------------------------------------------------------------------------------
 
-    def _answers(self, client: socket.socket, broker: socket.socket, cut_answer: threading.Event) -> None:
-        try:
-            while (frame := _read_frame(broker)) is not None:
-                if cut_answer.is_set():
-                    return  # the broker has answered, so it has acted; nobody hears of it
-                client.sendall(frame)
-        except OSError:
-            return
-        finally:
-            if not cut_answer.is_set():
-                _close(client)
-
-    def _fault(self, api_key: int) -> str | None:
+    def armed(self, api_key: int) -> str | None:
         with self._lock:
             if self._armed is None or self._armed[0] != api_key:
                 return None
@@ -112,29 +108,118 @@ class Proxy:
             self.cuts += 1
             return when
 
+    def decide(self, api_key: int, direction: str) -> Fault | None:
+        network = self._network
+        return None if network is None else network.decide(api_key, direction)
 
-def _read_frame(sock: socket.socket) -> bytes | None:
-    head = _read(sock, 4)
-    if head is None:
-        return None
-    body = _read(sock, _HEADER.unpack(head)[0])
-    return None if body is None else head + body
+    def ended(self, link: Link) -> None:
+        with self._lock:
+            self._links.discard(link)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                client, _ = self._server.accept()
+            except OSError:
+                return
+            try:
+                if self._closed:
+                    raise ConnectionAbortedError
+                broker = socket.create_connection((HOST, self._upstream_port), timeout=10)
+            except OSError:
+                client.close()
+                if self._closed:
+                    return
+                continue
+            broker.settimeout(None)
+            link = Link(self, client, broker)
+            with self._lock:
+                self._links.add(link)
+            link.start()
 
 
-def _read(sock: socket.socket, count: int) -> bytes | None:
-    data = bytearray()
-    while len(data) < count:
-        piece = sock.recv(min(count - len(data), 1 << 20))
-        if not piece:
-            return None
-        data += piece
-    return bytes(data)
+# ---- brokers behind proxies ------------------------------------------------------------------------------
 
 
-def _close(sock: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        sock.shutdown(socket.SHUT_RDWR)
-    sock.close()
+class Proxies:
+    """A proxy for each broker of a cluster, with one network.
+
+    Args:
+        ports: (proxy port, upstream port) of each broker, see ``proxied_node_properties``.
+    """
+
+    def __init__(self, ports: Iterable[tuple[int, int]]) -> None:
+        self._proxies: list[Proxy] = []
+        try:
+            for port, upstream_port in ports:
+                self._proxies.append(Proxy(port, upstream_port))
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def bootstrap_servers(self) -> str:
+        """Addresses of all proxies."""
+        return ",".join(f"{HOST}:{proxy.port}" for proxy in self._proxies)
+
+    def __len__(self) -> int:
+        return len(self._proxies)
+
+    def __getitem__(self, index: int) -> Proxy:
+        """The proxy of the broker that was given at this place."""
+        return self._proxies[index]
+
+    def __iter__(self) -> Iterator[Proxy]:
+        return iter(self._proxies)
+
+    def faults(self, network: Network | None) -> None:
+        for proxy in self._proxies:
+            proxy.faults(network)
+
+    def pause(self) -> None:
+        for proxy in self._proxies:
+            proxy.pause()
+
+    def resume(self) -> None:
+        for proxy in self._proxies:
+            proxy.resume()
+
+    def cut_all(self) -> None:
+        for proxy in self._proxies:
+            proxy.cut_all()
+
+    def close(self) -> None:
+        for proxy in self._proxies:
+            proxy.close()
+
+    def __enter__(self) -> Proxies:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def proxied_properties(port: int, upstream_port: int) -> dict[str, str]:
+    """Properties of a broker that has a second listener, at ``upstream_port``, and tells its clients ``port``."""
+    return {
+        "listeners": f"PLAINTEXT://{HOST}:{{port}},PROXIED://{HOST}:{upstream_port}",
+        "advertised.listeners": f"PLAINTEXT://{HOST}:{{port}},PROXIED://{HOST}:{port}",
+        "listener.security.protocol.map": "PLAINTEXT:PLAINTEXT,PROXIED:PLAINTEXT,CONTROLLER:PLAINTEXT",
+    }
+
+
+def proxied_node_properties(node_ids: Iterable[int]) -> tuple[dict[int, dict[str, str]], list[tuple[int, int]]]:
+    """Properties of every node of a cluster behind proxies, and (proxy port, upstream port) of each, in order::
+
+    properties, ports = proxied_node_properties([1, 2, 3])
+    with Proxies(ports) as proxies, LocalBroker(folder, nodes=3, node_properties=properties): ...
+    """
+    ids = list(node_ids)
+    free = free_ports(2 * len(ids))
+    ports = list(zip(free[::2], free[1::2], strict=True))
+    return {node_id: proxied_properties(*pair) for node_id, pair in zip(ids, ports, strict=True)}, ports
 
 
 @contextlib.contextmanager
@@ -145,14 +230,9 @@ def proxied_broker(data_dir: Path) -> Iterator[tuple[str, str, Proxy]]:
         bootstrap servers of the direct listener, bootstrap servers through the proxy, the proxy.
     """
     through, behind = free_ports(2)
-    properties = {
-        "listeners": f"PLAINTEXT://127.0.0.1:{{port}},PROXIED://127.0.0.1:{behind}",
-        "advertised.listeners": f"PLAINTEXT://127.0.0.1:{{port}},PROXIED://127.0.0.1:{through}",
-        "listener.security.protocol.map": "PLAINTEXT:PLAINTEXT,PROXIED:PLAINTEXT,CONTROLLER:PLAINTEXT",
-    }
-    with LocalBroker(data_dir, properties=properties) as broker:
+    with LocalBroker(data_dir, properties=proxied_properties(through, behind)) as broker:
         proxy = Proxy(through, behind)
         try:
-            yield broker.bootstrap_servers, f"127.0.0.1:{through}", proxy
+            yield broker.bootstrap_servers, f"{HOST}:{through}", proxy
         finally:
             proxy.close()

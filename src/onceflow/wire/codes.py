@@ -177,7 +177,7 @@ _ROWS: tuple[tuple[int, str, Verdict, type[OnceflowError], str, str], ...] = (
      _BUG),
     (29, "TOPIC_AUTHORIZATION_FAILED", _FATAL, PermissionDeniedError,
      "this principal may not use the topic",
-     "grant READ on source topics and WRITE on output, table and progress topics."),
+     "grant READ on sources, WRITE on outputs, both on the progress topic and on table topics."),
     (30, "GROUP_AUTHORIZATION_FAILED", _FATAL, PermissionDeniedError,
      "this principal may not use the group id",
      "grant READ on the group id (the flow's name, with its prefix)."),
@@ -186,7 +186,7 @@ _ROWS: tuple[tuple[int, str, Verdict, type[OnceflowError], str, str], ...] = (
      "grant IDEMPOTENT_WRITE or the named operation on the cluster."),
     (32, "INVALID_TIMESTAMP", _FATAL, BadRecordError,
      "a timestamp is outside of what the topic accepts",
-     "correct the timestamp column, or raise message.timestamp.before.max.ms / after.max.ms of the topic."),
+     "correct the timestamp column or the clock, or raise message.timestamp.before.max.ms / after.max.ms of it."),
     (33, "UNSUPPORTED_SASL_MECHANISM", _FATAL, AuthenticationFailedError,
      "the broker does not offer the SASL mechanism",
      _CREDENTIALS),
@@ -339,6 +339,9 @@ _ROWS: tuple[tuple[int, str, Verdict, type[OnceflowError], str, str], ...] = (
 )
 # fmt: on
 
+# TOPIC_AUTHORIZATION_FAILED does not say which operation is denied; the request that met it does.
+_DENIED = {"Produce": "WRITE", "AddPartitionsToTxn": "WRITE", "Fetch": "READ", "TxnOffsetCommit": "READ"}
+
 ERROR_CODES: dict[int, ErrorCode] = {
     code: ErrorCode(code, name, verdict, meaning, next_step, error)
     for code, name, verdict, error, meaning, next_step in _ROWS
@@ -380,9 +383,10 @@ def error_for(
     """
     row = describe(code)
     facts = f"{api} answered {row.name} ({row.code})"
+    denied = _DENIED.get(api) if row.name == "TOPIC_AUTHORIZATION_FAILED" else None
     return row.error(
         row.meaning,
-        next_step=row.next_step,
+        next_step=row.next_step if denied is None else f"grant {denied} on the topic to driver and tasks.",
         flow=flow,
         topic=topic,
         batch=batch,

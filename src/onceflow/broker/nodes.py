@@ -1,0 +1,294 @@
+"""What the nodes of a running cluster agree on, leaders, in-sync replicas and features, and how to change it."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from onceflow.broker.config import Cluster
+from onceflow.broker.process import POLL_S, admin_client, running
+from onceflow.errors import BrokerUnreachableError, BrokerUnsupportedError, DeadlineExceededError
+
+if TYPE_CHECKING:
+    from onceflow.client.cluster import Cluster as Client
+    from onceflow.client.deadline import Deadline
+
+TRANSACTION_VERSION = "transaction.version"
+# One question; a node that is paused takes it and does not answer, then another node is asked.
+_ANSWER_S = 3.0
+_SHOWN = 5
+_UPGRADE, _SAFE_DOWNGRADE = 1, 2  # update types of UpdateFeatures (KIP-778)
+_PREFERRED = 0
+_ELECTION_NOT_NEEDED = 84
+
+
+@dataclass(frozen=True)
+class Partition:
+    """One partition as a client sees it; ``leader`` is -1 while there is none."""
+
+    topic: str
+    number: int
+    leader: int
+    replicas: tuple[int, ...]
+    in_sync: frozenset[int]
+
+    def __str__(self) -> str:
+        return f"{self.topic}-{self.number}"
+
+    def next_order(self) -> tuple[int, ...] | None:
+        """The replicas, in the same circle, from the in-sync one after the leader on; None when there is no other."""
+        if self.leader not in self.replicas:
+            return None
+        after = self.replicas.index(self.leader) + 1
+        circle = self.replicas[after:] + self.replicas[:after]
+        for place, node_id in enumerate(circle[:-1]):
+            if node_id in self.in_sync:
+                return circle[place:] + circle[:place]
+        return None
+
+
+def partitions(admin: Any, timeout_s: float = _ANSWER_S) -> tuple[set[int], list[Partition]]:
+    """Ids of the nodes in the cluster, and every partition of every topic, internal topics included.
+
+    Raises:
+        KafkaException: no answer in time.
+    """
+    answer = admin.list_topics(timeout=timeout_s)
+    found = [
+        Partition(topic.topic, p.id, p.leader, tuple(p.replicas), frozenset(p.isrs))
+        for topic in answer.topics.values()
+        for p in topic.partitions.values()
+    ]
+    return set(answer.brokers), found
+
+
+def wait_in_sync(cluster: Cluster, client_options: Mapping[str, Any], timeout_s: float) -> None:
+    """Return when all nodes run, are in the cluster, and every partition has all its replicas in sync.
+
+    Raises:
+        DeadlineExceededError: not in time; the detail names partitions that lag.
+    """
+    wanted = {node.node_id for node in cluster.nodes}
+
+    def lagging(admin: Any) -> str:
+        # Until its session has run out, a node that was killed is in the cluster and in sync for all others.
+        if down := [str(node.node_id) for node in cluster.nodes if not running(node)]:
+            return f"not running: node {', '.join(down)}"
+        nodes, found = partitions(admin)
+        if wanted - nodes:
+            return f"not in the cluster: node {', '.join(map(str, sorted(wanted - nodes)))}"
+        late = [p for p in found if p.leader < 0 or p.in_sync != set(p.replicas)]
+        shown = [f"{p} has {sorted(p.in_sync)} of {sorted(p.replicas)} in sync" for p in late[:_SHOWN]]
+        more = len(late) - len(shown)
+        return "; ".join([*shown, f"{more} more"] if more else shown)
+
+    with admin_client(cluster.bootstrap_servers, client_options) as admin:
+        _poll(lambda: lagging(admin), timeout_s, "all replicas to be in sync")
+
+
+def leader_of(cluster: Cluster, client_options: Mapping[str, Any], topic: str, partition: int, timeout_s: float) -> int:
+    """Node id of a partition's leader; waits while there is none.
+
+    Raises:
+        DeadlineExceededError: there was none in time, or there is no such partition.
+    """
+    seen: dict[tuple[str, int], int] = {}
+
+    def missing(admin: Any) -> str:
+        seen.update({(p.topic, p.number): p.leader for p in partitions(admin)[1]})
+        leader = seen.get((topic, partition))
+        return "" if leader is not None and leader >= 0 else "no leader" if leader == -1 else "no such partition"
+
+    with admin_client(cluster.bootstrap_servers, client_options) as admin:
+        _poll(lambda: missing(admin), timeout_s, f"a leader of {topic}-{partition}")
+    return seen[topic, partition]
+
+
+def move_leaders(
+    cluster: Cluster, client_options: Mapping[str, Any], topics: Collection[str] | None, timeout_s: float
+) -> int:
+    """Let another in-sync replica lead every partition that has one; how many have moved.
+
+    The order of the replicas changes, so that another one is the preferred leader, and that one is elected.
+    No data moves.
+
+    Raises:
+        BrokerUnreachableError: the controllers did not take the request.
+        DeadlineExceededError: a leader stayed although the controllers said it had moved.
+    """
+    with admin_client(cluster.bootstrap_servers, client_options) as admin:
+        before: dict[tuple[str, int], Partition] = {}
+
+        def no_answer() -> str:
+            before.update({(p.topic, p.number): p for p in partitions(admin)[1]})
+            return ""
+
+        started = time.monotonic()
+        _poll(no_answer, timeout_s, "the leaders of all partitions")
+        asked = {key: p for key, p in before.items() if topics is None or p.topic in topics}
+        orders = {key: order for key, p in asked.items() if (order := p.next_order())}
+        if not orders:
+            return 0
+        with _client(cluster, client_options, timeout_s, "other leaders") as (client, deadline):
+            _reassign(client, orders, deadline)
+            elected = _elect(client, list(orders), deadline)
+
+        def stayed() -> str:
+            now = {(p.topic, p.number): p.leader for p in partitions(admin)[1]}
+            same = [str(before[key]) for key in elected if now.get(key) == before[key].leader]
+            return f"{', '.join(same[:_SHOWN])} did not move" if same else ""
+
+        _poll(stayed, timeout_s - (time.monotonic() - started), "the new leaders")
+        return len(elected)
+
+
+def feature_levels(cluster: Cluster, client_options: Mapping[str, Any], name: str, timeout_s: float) -> dict[int, int]:
+    """Node id -> finalized level of a feature as this node knows it, 0 for none; only nodes in the cluster."""
+    with _client(cluster, client_options, timeout_s, f"the level of {name}") as (client, deadline):
+        return _levels(client, name, deadline)
+
+
+def set_feature(cluster: Cluster, client_options: Mapping[str, Any], name: str, level: int, timeout_s: float) -> None:
+    """Finalize another level of a feature while the cluster runs, and wait until every node knows.
+
+    Raises:
+        BrokerUnsupportedError: the controllers refuse this level; the detail has their reason.
+        DeadlineExceededError: not every node knew in time.
+    """
+    from kafka.protocol.admin import UpdateFeaturesRequest
+
+    with _client(cluster, client_options, timeout_s, f"{name} {level}") as (client, deadline):
+        now = max(_levels(client, name, deadline).values())
+        if now != level:
+            update = UpdateFeaturesRequest.FeatureUpdateKey(
+                feature=name, max_version_level=level, upgrade_type=_UPGRADE if level > now else _SAFE_DOWNGRADE
+            )
+            version = client.version(UpdateFeaturesRequest, least=1, most=2)
+            timeout_ms = int(deadline.remaining * 1000)
+            request = UpdateFeaturesRequest(version=version, timeout_ms=timeout_ms, feature_updates=[update])
+            answer = client.ask(request, "UpdateFeatures", deadline)
+            for result in [answer, *(answer.results if version < 2 else [])]:
+                if result.error_code:
+                    raise BrokerUnsupportedError(
+                        f"The cluster does not take {name} {level}.",
+                        detail=result.error_message or f"error code {result.error_code}",
+                        next_step="See the detail; `features` lays out a new cluster with another level.",
+                    )
+        attempt = 0
+        while (levels := _levels(client, name, deadline)) != dict.fromkeys(levels, level):
+            deadline.pause(attempt, f"node -> level: {levels}")
+            attempt += 1
+
+
+def _levels(client: Client, name: str, deadline: Deadline) -> dict[int, int]:
+    from kafka.protocol.metadata import ApiVersionsRequest
+
+    from onceflow.client.cluster import ConnectionFailedError
+
+    request = ApiVersionsRequest(version=3, client_software_name="onceflow", client_software_version="0")
+    attempt = 0
+    while True:
+        try:
+            nodes = [broker.node_id for broker in client.manager.cluster.brokers()]
+            answers = {node_id: client.exchange(request, node_id, deadline) for node_id in nodes}
+            break
+        except ConnectionFailedError as problem:
+            deadline.pause(attempt, str(problem))
+            client.refresh_brokers(deadline)
+            attempt += 1
+    return {
+        node_id: next((f.max_version_level for f in answer.finalized_features or [] if f.name == name), 0)
+        for node_id, answer in answers.items()
+    }
+
+
+def _reassign(client: Client, orders: Mapping[tuple[str, int], tuple[int, ...]], deadline: Deadline) -> None:
+    # librdkafka cannot reassign partitions.
+    from kafka.protocol.admin import AlterPartitionReassignmentsRequest as Request
+
+    topics = [
+        Request.ReassignableTopic(
+            name=topic,
+            partitions=[
+                Request.ReassignableTopic.ReassignablePartition(partition_index=number, replicas=list(order))
+                for (name, number), order in orders.items()
+                if name == topic
+            ],
+        )
+        for topic in sorted({topic for topic, _ in orders})
+    ]
+    request = Request(version=0, timeout_ms=int(deadline.remaining * 1000), topics=topics)
+    answer = client.ask(request, "AlterPartitionReassignments", deadline)
+    _refuse([answer, *(partition for topic in answer.responses for partition in topic.partitions)])
+
+
+def _elect(client: Client, keys: Collection[tuple[str, int]], deadline: Deadline) -> list[tuple[str, int]]:
+    """Those whose preferred replica leads now. It does not when that replica has just fallen out of sync."""
+    from kafka.protocol.admin import ElectLeadersRequest as Request
+
+    topics = [
+        Request.TopicPartitions(topic=topic, partitions=[number for name, number in keys if name == topic])
+        for topic in sorted({topic for topic, _ in keys})
+    ]
+    timeout_ms = int(deadline.remaining * 1000)
+    request = Request(version=1, election_type=_PREFERRED, topic_partitions=topics, timeout_ms=timeout_ms)
+    answer = client.ask(request, "ElectLeaders", deadline)
+    _refuse([answer])
+    return [
+        (result.topic, partition.partition_id)
+        for result in answer.replica_election_results
+        for partition in result.partition_result
+        if partition.error_code in (0, _ELECTION_NOT_NEEDED)
+    ]
+
+
+def _refuse(rows: list[Any]) -> None:
+    refused = [getattr(row, "error_message", "") or f"error code {row.error_code}" for row in rows if row.error_code]
+    if refused:
+        raise BrokerUnreachableError(
+            f"The controllers did not move leaders ({len(refused)} refusals).",
+            detail="; ".join(sorted(set(refused))[:_SHOWN]),
+            next_step="See that a majority of the nodes runs, and try again.",
+        )
+
+
+@contextlib.contextmanager
+def _client(
+    cluster: Cluster, client_options: Mapping[str, Any], timeout_s: float, what: str
+) -> Iterator[tuple[Client, Deadline]]:
+    # Imported here: most commands need no client, and its codec is slow to import.
+    from onceflow.client.cluster import Cluster as Client
+    from onceflow.client.deadline import Deadline
+    from onceflow.client.settings import ClientSettings
+
+    deadline = Deadline(timeout_s, what)
+    client = Client(ClientSettings(cluster.bootstrap_servers, client_options))
+    try:
+        client.connect(deadline)
+        yield client, deadline
+    finally:
+        client.close()
+
+
+def _poll(problem: Callable[[], str], timeout_s: float, what: str) -> None:
+    """Return when there is no problem any more."""
+    from confluent_kafka import KafkaException
+
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            last = problem()
+        except KafkaException as error:
+            last = str(error.args[0])
+        if not last:
+            return
+        if time.monotonic() > deadline:
+            raise DeadlineExceededError(
+                f"Waited {timeout_s:.1f} s for {what}.",
+                detail=last,
+                next_step="See which nodes run: `onceflow broker status`, and their logs.",
+            )
+        time.sleep(POLL_S)

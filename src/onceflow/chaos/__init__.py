@@ -1,0 +1,1 @@
+"""Chaos: flows that run while everything around them breaks, and a verdict on what they wrote."""

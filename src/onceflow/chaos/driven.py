@@ -1,0 +1,270 @@
+"""The drivers of a run as processes: started, watched, killed, started again.
+
+There is one driver that should run. A second one may be started by mistake (``intrude``): it takes the flows over, and
+the first has to find out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from onceflow.chaos.flows import Choices, Names
+from onceflow.errors import DeadlineExceededError
+from onceflow.hooks import VARIABLE
+from onceflow.testing.processes import descendants
+
+STOP_S = 90.0
+_SPARK = {
+    "spark.driver.memory": "1g",
+    # A driver that lives for seconds is best compiled fast.
+    "spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1",
+    "spark.sql.shuffle.partitions": "4",
+}
+
+
+@dataclass
+class Stop:
+    """A driver that ended by itself: with one of onceflow's errors, or not."""
+
+    error: str
+    text: str
+    ours: bool
+    at: float
+
+
+@dataclass
+class Commits:
+    """What drivers have told: last batch per flow, and when."""
+
+    batches: dict[str, int] = field(default_factory=dict)
+    at: dict[str, float] = field(default_factory=dict)
+    count: int = 0
+
+
+class DriverProcess:
+    """One process of ``onceflow.chaos.driver``."""
+
+    def __init__(self, arguments: Mapping[str, Any], folder: Path, rule: str | None, told: Commits) -> None:
+        environment = {name: value for name, value in os.environ.items() if name != VARIABLE}
+        environment |= {"TMPDIR": str(folder), "SPARK_LOCAL_DIRS": str(folder / "spark-local")}
+        if rule is not None:
+            environment[VARIABLE] = rule
+        self.log_file = folder / "drivers.log"
+        self.stop: Stop | None = None
+        self._told = told
+        with self.log_file.open("a") as log:
+            self._child = subprocess.Popen(
+                [sys.executable, "-m", "onceflow.chaos.driver", json.dumps(arguments)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                errors="replace",
+                env=environment,
+                cwd=folder,
+                start_new_session=True,
+            )
+        self._reader = threading.Thread(target=self._read, args=(self._child.stdout,), daemon=True)
+        self._reader.start()
+
+    @property
+    def pid(self) -> int:
+        return self._child.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs."""
+        return self._child.poll()
+
+    def send(self, signal_number: int, *, whole: bool = False) -> None:
+        """A signal to the Python process, or to all that it has started as well."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            if whole:
+                os.killpg(self.pid, signal_number)
+            else:
+                os.kill(self.pid, signal_number)
+
+    def below(self, *words: str) -> list[int]:
+        """Processes that it has started and whose command line has one of the words."""
+        return [pid for pid, line in descendants(self.pid).items() if any(word in line for word in words)]
+
+    def destroy(self) -> None:
+        """SIGKILL for all that is left of it."""
+        self.send(signal.SIGKILL, whole=True)
+        self._child.wait()
+        self._reader.join(2.0)
+
+    def _read(self, lines: IO[str] | None) -> None:
+        if lines is None:
+            return
+        with lines:
+            for line in lines:
+                try:
+                    told = json.loads(line)
+                except ValueError:
+                    continue
+                if "error" in told:
+                    self.stop = Stop(told["error"], told["text"], told.get("ours", True), time.monotonic())
+                elif "batch" in told:
+                    self._told.batches[told["flow"]] = told["batch"]
+                    self._told.at[told["flow"]] = time.monotonic()
+                    self._told.count += 1
+
+
+class Driver:
+    """Keeps one driver of the flows running.
+
+    Args:
+        kinds: of flows. master: Spark's.
+        leftovers: processes of dead drivers that are left running, to see what harm they do; ended with ``close``.
+    """
+
+    def __init__(
+        self, names: Names, kinds: Sequence[str], bootstrap_servers: str, master: str, spark: Mapping[str, str]
+    ) -> None:
+        self.names = names
+        self.kinds = list(kinds)
+        self.told = Commits()
+        self.stops: Counter[str] = Counter()
+        self.strange: list[Stop] = []
+        self.starts = 0
+        self._bootstrap_servers = bootstrap_servers
+        self._master = master
+        self._spark = {**_SPARK, **spark}
+        self._leftovers: list[DriverProcess] = []
+        self.process: DriverProcess | None = None
+        self.choices = Choices()
+
+    @property
+    def running(self) -> DriverProcess:
+        if self.process is None:
+            raise RuntimeError("the driver was not started")
+        return self.process
+
+    def start(self, rule: str | None = None) -> None:
+        """A new process. ``rule``: what happens to it, see ``onceflow.testing.faults``."""
+        self.process = self._new(rule)
+
+    def intrude(self) -> DriverProcess:
+        """A second driver beside the first, which becomes the one that should run; returns the first."""
+        before = self.running
+        self._leftovers.append(before)
+        self.start()
+        return before
+
+    def kill(self, *, jvm_only: bool = False, leave_rest: bool = False) -> None:
+        """SIGKILL, and what is left of it is ended, too, unless it shall be left to itself."""
+        process = self.running
+        if jvm_only:
+            for pid in process.below("org.apache.spark.deploy.SparkSubmit"):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            return
+        process.send(signal.SIGKILL)
+        if leave_rest:
+            self._leftovers.append(process)
+            process._child.wait()
+            self.process = None
+        else:
+            process.destroy()
+
+    def revive(self) -> bool:
+        """Start again what has ended, as a service manager would. Whether it had ended."""
+        process = self.process
+        if process is not None and process.exit_code is None:
+            return False
+        if process is not None:
+            process.destroy()
+            self._note(process)
+        self.start()
+        return True
+
+    def await_commits(self, since: float, *, least: int = 1, timeout_s: float) -> float:
+        """Return how long after ``since`` every flow had committed; revives the driver meanwhile.
+
+        Raises:
+            DeadlineExceededError: a flow did not go on; the detail has the end of the log.
+        """
+        begun = dict(self.told.batches)
+        end = time.monotonic() + timeout_s
+        flows = [self.names.flow(kind) for kind in self.kinds]
+        while not all(self.told.at.get(flow, 0.0) > since for flow in flows):
+            if time.monotonic() > end:
+                raise DeadlineExceededError(
+                    f"A flow did not commit within {timeout_s:g} s after a fault",
+                    flow=", ".join(flow for flow in flows if self.told.at.get(flow, 0.0) <= since),
+                    detail=f"last batches {begun}; stops {dict(self.stops)}\n{self.log_tail()}",
+                    next_step=f"see {self.names.folder / 'drivers.log'}",
+                )
+            self.revive()
+            time.sleep(0.05)
+        return max(self.told.at[flow] for flow in flows) - since
+
+    def end(self) -> None:
+        """A clean stop.
+
+        Raises:
+            DeadlineExceededError: it did not stop; it is killed.
+        """
+        process = self.running
+        process.send(signal.SIGTERM)
+        try:
+            process._child.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            raise DeadlineExceededError(
+                f"The driver did not stop within {STOP_S:g} s after SIGTERM",
+                detail=self.log_tail(),
+                next_step=f"see {process.log_file}",
+            ) from None
+        finally:
+            process.destroy()
+            self._note(process)
+
+    def close(self) -> None:
+        """End every process that was started here."""
+        for process in [*self._leftovers, *([] if self.process is None else [self.process])]:
+            process.send(signal.SIGCONT, whole=True)
+            process.destroy()
+            if process is not self.process:
+                self._note(process)
+        self._leftovers = []
+
+    def log_tail(self, lines: int = 30) -> str:
+        try:
+            return "\n".join((self.names.folder / "drivers.log").read_text(errors="replace").splitlines()[-lines:])
+        except OSError:
+            return ""
+
+    def _note(self, process: DriverProcess) -> None:
+        stop = process.stop
+        if stop is None:
+            return
+        self.stops[stop.error] += 1
+        if not stop.ours:
+            self.strange.append(stop)
+        process.stop = None
+
+    def _new(self, rule: str | None) -> DriverProcess:
+        self.starts += 1
+        arguments = {
+            "prefix": self.names.prefix,
+            "folder": str(self.names.folder),
+            "bootstrap": self._bootstrap_servers,
+            "master": self._master,
+            "spark": self._spark,
+            "flows": self.kinds,
+            "choices": asdict(self.choices),
+        }
+        return DriverProcess(arguments, self.names.folder, rule, self.told)

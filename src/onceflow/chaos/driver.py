@@ -1,0 +1,84 @@
+"""A driver to be killed: some flows in one SparkSession, until SIGTERM. ``python -m onceflow.chaos.driver JSON``.
+
+Every committed batch is a JSON line on stdout, and so is the error that ends it. Everything a checker has to know is
+written to the history files before (see ``onceflow.testing.recorder``).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from onceflow import hooks
+from onceflow.chaos import flows
+from onceflow.errors import OnceflowError
+from onceflow.session import session
+from onceflow.sink import progress_log
+from onceflow.testing.recorder import Recorder
+
+
+def main() -> None:
+    """Argument: what ``driven.Driver`` has chosen."""
+    given = json.loads(sys.argv[1])
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    names = flows.Names(given["prefix"], Path(given["folder"]))
+    choices = flows.Choices(**given["choices"])
+    _wear_clock(names.clock)
+    wanted = threading.Event()
+    signal.signal(signal.SIGTERM, lambda number, frame: _stop(wanted, number, frame))
+    hooks.observe(_tell)
+    Recorder(names.history).attach()
+    try:
+        spark = session(app_name=names.prefix, master=given["master"], config=given["spark"])
+        queries = [flows.start(kind, spark, given["bootstrap"], names, choices) for kind in given["flows"]]
+        while not wanted.is_set() and all(query.isActive for query in queries):
+            wanted.wait(0.1)
+        for query in queries:
+            if not query.isActive:
+                query.awaitTermination()  # raises what has ended it
+        for query in queries:
+            query.stop()
+    except OnceflowError as error:
+        _say(error=type(error).__name__, text=str(error)[:1000])
+        sys.exit(1)
+    except Exception as error:
+        _say(error=f"{type(error).__module__}.{type(error).__name__}", text=str(error)[:2000], ours=False)
+        raise
+
+
+def _wear_clock(file: Path) -> None:
+    """Processing time that can be made to jump: the file says by how much."""
+    real = progress_log.now_ms
+
+    def now_ms() -> int:
+        try:
+            return real() + int(file.read_text() or 0)
+        except (OSError, ValueError):
+            return real()
+
+    progress_log.now_ms = now_ms
+
+
+def _tell(step: str, *, flow: str, batch: int | None, **facts: Any) -> None:
+    if step == "end":
+        _say(flow=flow, batch=batch)
+
+
+def _say(**fields: Any) -> None:
+    # One write: two queries may tell at once.
+    os.write(sys.stdout.fileno(), (json.dumps(fields) + "\n").encode())
+
+
+def _stop(wanted: threading.Event, number: int, frame: FrameType | None) -> None:
+    wanted.set()
+
+
+if __name__ == "__main__":
+    main()

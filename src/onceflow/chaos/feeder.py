@@ -1,0 +1,80 @@
+"""Fills the source topic at a steady rate, past every fault: an idempotent producer of librdkafka."""
+
+from __future__ import annotations
+
+import threading
+import time
+from types import TracebackType
+
+from confluent_kafka import KafkaError, Message, Producer
+
+KEYS = 200
+
+
+class Feeder:
+    """Values are ``{"n": number}``, unique; as a context manager it stops feeding at the end.
+
+    Args:
+        rate: records per second.
+    """
+
+    def __init__(self, bootstrap_servers: str, topic: str, rate: int) -> None:
+        self._topic = topic
+        self._rate = rate
+        self._producer = Producer(
+            {
+                "bootstrap.servers": bootstrap_servers,
+                "enable.idempotence": True,
+                "partitioner": "murmur2_random",
+                "linger.ms": 10,
+                "message.timeout.ms": 0,  # for ever: a broker that is down comes back
+                "queue.buffering.max.messages": 1_000_000,
+                "reconnect.backoff.max.ms": 500,
+                "log_level": 0,
+            }
+        )
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._feed, daemon=True, name="feeder")
+        self.sent = 0
+        self.failed: str | None = None
+
+    def __enter__(self) -> Feeder:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stopping.set()
+        self._thread.join(10)
+
+    def stop(self, timeout_s: float = 60.0) -> None:
+        """Send what is waiting, and no more.
+
+        Raises:
+            RuntimeError: records could not be delivered.
+        """
+        self._stopping.set()
+        self._thread.join(timeout_s)
+        left = self._producer.flush(timeout_s)
+        if left or self.failed:
+            raise RuntimeError(f"{left} records were not delivered to {self._topic}: {self.failed}")
+
+    def _feed(self) -> None:
+        started = time.monotonic()
+        while not self._stopping.is_set():
+            due = int((time.monotonic() - started) * self._rate)
+            while self.sent < due:
+                key, value = f"key-{self.sent % KEYS:03d}".encode(), b'{"n": %d}' % self.sent
+                try:
+                    self._producer.produce(self._topic, value, key, on_delivery=self._delivered)
+                except BufferError:
+                    self._producer.poll(0.1)
+                    break
+                self.sent += 1
+            self._producer.poll(0)
+            self._stopping.wait(0.02)
+
+    def _delivered(self, error: KafkaError | None, message: Message[bytes, bytes]) -> None:
+        if error is not None:
+            self.failed = str(error)

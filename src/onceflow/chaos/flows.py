@@ -1,0 +1,140 @@
+"""The flows that are tormented, and the names of what they read and write.
+
+- ``copy``: every record once, as it is. Tagged, so that the history checker can judge it.
+- ``ledger``: a processor with state per key, and processing-time timers. Tagged, too.
+- ``totals``: an aggregation whose state is Spark's, in a checkpoint that is kept.
+
+Values are JSON ``{"n": number}``; ``n`` is unique in the source.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F
+
+import onceflow
+from onceflow.testing.recorder import tag_of, tagged
+
+COPY, LEDGER, TOTALS = "copy", "ledger", "totals"
+FLOWS = (COPY, LEDGER, TOTALS)
+ALARM_EVERY = 10
+ALARM_AFTER_MS = 500
+
+
+@dataclass(frozen=True)
+class Names:
+    """Topics, flows and folders of one run. ``prefix`` sets runs on one cluster apart."""
+
+    prefix: str
+    folder: Path
+
+    @property
+    def source(self) -> str:
+        return f"{self.prefix}-in"
+
+    @property
+    def table(self) -> str:
+        return f"{self.prefix}-accounts"
+
+    @property
+    def alarms(self) -> str:
+        return f"{self.prefix}-alarms"
+
+    @property
+    def state(self) -> Path:
+        return self.folder / "state"
+
+    @property
+    def checkpoint(self) -> Path:
+        return self.folder / "checkpoint"
+
+    @property
+    def clock(self) -> Path:
+        """Milliseconds that the drivers' clock is ahead."""
+        return self.folder / "clock"
+
+    def flow(self, kind: str) -> str:
+        return f"{self.prefix}-{kind}"
+
+    def output(self, kind: str) -> str:
+        return f"{self.prefix}-{kind}-out"
+
+    @property
+    def history(self) -> Path:
+        """What all drivers of all flows have recorded."""
+        return self.folder / "history.jsonl"
+
+    def outputs(self, kinds: Iterable[str]) -> list[str]:
+        """Every topic that the flows of these kinds write to, tables left out."""
+        return [self.output(kind) for kind in kinds] + ([self.alarms] if LEDGER in kinds else [])
+
+
+class Ledger(onceflow.Processor):
+    """Count and sum per key, told with every record; every tenth number sets a timer that tells of it once more."""
+
+    value = onceflow.serdes.JSON
+    state = onceflow.serdes.JSON
+    output = onceflow.serdes.JSON
+
+    def __init__(self, flow: str, alarms: str) -> None:
+        self.flow = flow
+        self.alarms = alarms
+
+    def process(self, key: bytes, records: Any, state: Any) -> Iterator[onceflow.Record]:
+        account = state.get() or {"count": 0, "sum": 0}
+        for record in records:
+            n = record.value["n"]
+            account = {"count": account["count"] + 1, "sum": account["sum"] + n}
+            if n % ALARM_EVERY == 0:
+                state.timers.register(str(n), state.now_ms + ALARM_AFTER_MS, clock="processing")
+            yield onceflow.Record(key, {"n": n, **account}, headers=[tag_of(record, flow=self.flow)])
+        state.put(account)
+
+    def on_timer(self, key: bytes, timer: Any, state: Any) -> Iterator[onceflow.Record]:
+        yield onceflow.Record(key, {"n": int(timer.name)}, topic=self.alarms)
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What a driver does differently from start to start.
+
+    Args:
+        small_batch_rows: up to how many rows the driver writes itself; 0: tasks always do.
+        records_per_batch: at most.
+    """
+
+    small_batch_rows: int | None = None
+    records_per_batch: int = 5_000
+    transaction_timeout: str = "20 seconds"
+
+    def write(self) -> dict[str, Any]:
+        """Arguments of ``Flow.write``."""
+        return {
+            "small_batch_rows": self.small_batch_rows,
+            "transaction_timeout": self.transaction_timeout,
+            "trigger": "100 milliseconds",
+        }
+
+
+def start(kind: str, spark: SparkSession, bootstrap_servers: str, names: Names, choices: Choices) -> Any:
+    """The running query of one flow."""
+    flow = onceflow.Flow(names.flow(kind), spark, bootstrap_servers=bootstrap_servers)
+    source = flow.read(names.source, max_records_per_batch=choices.records_per_batch)
+    if kind == COPY:
+        return flow.write(tagged(source, flow.name), topic=names.output(kind), **choices.write()).start()
+    if kind == LEDGER:
+        accounts = flow.process(source, Ledger(flow.name, names.alarms), table=names.table, state_dir=names.state)
+        return flow.write(accounts, topic=names.output(kind), **choices.write()).start()
+    options = {**choices.write(), "checkpoint": str(names.checkpoint), "output_mode": "update"}
+    return flow.write(_totals(source), topic=names.output(kind), **options).start()
+
+
+def _totals(source: DataFrame) -> DataFrame:
+    numbers = source.select("key", F.get_json_object(F.col("value").cast("string"), "$.n").cast("long").alias("n"))
+    totals = numbers.groupBy("key").agg(F.count("n").alias("count"), F.sum("n").alias("sum"))
+    return totals.select("key", F.to_json(F.struct("count", "sum")).alias("value"))

@@ -1,0 +1,243 @@
+"""The faults that can be injected. Each heals what has to be healed, and says what it did.
+
+``MENU`` maps the kind to its function and to where it makes sense. Whether a flow goes on afterwards is found out by
+whoever injects; see ``run.py``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from onceflow.chaos.flows import LEDGER
+from onceflow.chaos.ground import Ground, Setup
+from onceflow.chaos.spark_cluster import SparkCluster
+from onceflow.hooks import STEPS
+from onceflow.testing.faults import fault, python_workers
+from onceflow.testing.network import CUT, DELAY, DIRECTIONS, DROP, DUPLICATE, REORDER, REQUEST, Network, Rule
+
+# Brokers refuse records from more than an hour ahead (KIP-937); the clock may go back as far as it likes.
+AHEAD_MS, BEHIND_MS = 3_000_000, 7_200_000
+_APIS = ("Produce", "EndTxn", "InitProducerId", "AddPartitionsToTxn", "TxnOffsetCommit", "FindCoordinator", "Metadata")
+_STEP_WAIT_S = 60.0
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One entry of the menu.
+
+    Args:
+        inject: does it; returns what it did in a few words.
+        possible: where it makes sense.
+        weight: how often it is chosen.
+    """
+
+    inject: Callable[[Ground, random.Random], str]
+    possible: Callable[[Setup], bool] = lambda setup: True
+    weight: int = 2
+
+
+# ---- drivers and workers -----------------------------------------------------------------------------
+
+
+def driver_kill(ground: Ground, rng: random.Random) -> str:
+    rest = rng.random() < 0.5
+    ground.driver.kill(leave_rest=rest)
+    _choose(ground, rng)
+    ground.driver.start()
+    return "SIGKILL to the driver" + (", its JVM and workers left to themselves" if rest else " and its JVM")
+
+
+def jvm_kill(ground: Ground, rng: random.Random) -> str:
+    ground.driver.kill(jvm_only=True)
+    return "SIGKILL to the driver's JVM"
+
+
+def step_kill(ground: Ground, rng: random.Random) -> str:
+    """A driver that dies right after a step, and one that raises there."""
+    step, action = rng.choice(STEPS), rng.choice(("kill", "kill", "raise"))
+    ground.driver.kill()
+    flow = ground.names.flow(rng.choice(ground.driver.kinds))
+    mark = ground.names.folder / f"step-{ground.driver.starts}"
+    where = {} if step == "init" else {"batch_from": ground.driver.told.batches.get(flow, -1) + rng.randint(1, 4)}
+    ground.driver.start(fault(step, action, flow=flow, once_file=str(mark), **where))
+    end = time.monotonic() + _STEP_WAIT_S
+    while ground.driver.running.exit_code is None and time.monotonic() < end:
+        time.sleep(0.05)
+    return f"{action} at step {step} of {flow}" + ("" if mark.exists() else " (not reached)")
+
+
+def driver_pause(ground: Ground, rng: random.Random) -> str:
+    seconds = rng.uniform(1, 6)
+    process = ground.driver.running
+    process.send(signal.SIGSTOP, whole=True)
+    time.sleep(seconds)
+    process.send(signal.SIGCONT, whole=True)
+    return f"SIGSTOP to the driver, {seconds:.1f} s"
+
+
+def workers_kill(ground: Ground, rng: random.Random) -> str:
+    pids = python_workers(ground.driver.running.pid)
+    if ground.spark_cluster is not None:
+        pids += [pid for executor in ground.spark_cluster.executors() for pid in python_workers(executor)]
+    _kill(pids)
+    return f"SIGKILL to {len(pids)} Python workers"
+
+
+def second_driver(ground: Ground, rng: random.Random) -> str:
+    stopped = rng.random() < 0.5
+    first = ground.driver.running
+    if stopped:
+        first.send(signal.SIGSTOP, whole=True)
+    since = time.monotonic()
+    ground.driver.intrude()
+    if stopped:
+        ground.driver.await_commits(since, timeout_s=90)
+        first.send(signal.SIGCONT, whole=True)
+    return "a second driver" + (", while the first was stopped" if stopped else " beside the first")
+
+
+def state_deleted(ground: Ground, rng: random.Random) -> str:
+    ground.driver.kill()
+    shutil.rmtree(ground.names.state, ignore_errors=True)
+    ground.driver.start()
+    return "SIGKILL to the driver, local state deleted"
+
+
+def clock_jump(ground: Ground, rng: random.Random) -> str:
+    ahead = rng.randint(-BEHIND_MS, AHEAD_MS)
+    ground.names.clock.write_text(str(ahead))
+    return f"the driver's clock is {ahead / 60_000:+.0f} minutes off"
+
+
+# ---- executors ---------------------------------------------------------------------------------------
+
+
+def executor_kill(ground: Ground, rng: random.Random) -> str:
+    cluster = _spark_cluster(ground)
+    pids = cluster.executors()
+    chosen = rng.sample(pids, min(len(pids), rng.choice((1, 1, 2))))
+    _kill(chosen)
+    return f"SIGKILL to {len(chosen)} of {len(pids)} executors"
+
+
+def shuffle_lost(ground: Ground, rng: random.Random) -> str:
+    cluster = _spark_cluster(ground)
+    mark = ground.names.folder / f"shuffle-{ground.driver.starts}"
+    ground.driver.kill()
+    ground.driver.choices = replace(ground.driver.choices, small_batch_rows=0)
+    rule = fault("begin", "lose-shuffle", where="task", folder=str(cluster.local), once_file=str(mark))
+    ground.driver.start(rule)
+    end = time.monotonic() + _STEP_WAIT_S
+    while not mark.exists() and time.monotonic() < end:
+        ground.driver.revive()
+        time.sleep(0.05)
+    return "shuffle files deleted while tasks run" + ("" if mark.exists() else " (not reached)")
+
+
+# ---- brokers -----------------------------------------------------------------------------------------
+
+
+def broker_kill(ground: Ground, rng: random.Random) -> str:
+    node = rng.choice(ground.node_ids)
+    ground.broker.kill(node)
+    time.sleep(rng.uniform(0, 3))
+    ground.broker.start_node(node)
+    return f"SIGKILL to broker {node}"
+
+
+def broker_pause(ground: Ground, rng: random.Random) -> str:
+    node, seconds = rng.choice(ground.node_ids), rng.uniform(0.5, 5)
+    ground.broker.pause(node)
+    time.sleep(seconds)
+    ground.broker.resume(node)
+    return f"SIGSTOP to broker {node}, {seconds:.1f} s"
+
+
+def leaders_moved(ground: Ground, rng: random.Random) -> str:
+    ground.broker.move_leaders()
+    return "leaders moved"
+
+
+def rolling_restart(ground: Ground, rng: random.Random) -> str:
+    ground.broker.rolling_restart()
+    return "rolling restart of the brokers"
+
+
+# ---- network -----------------------------------------------------------------------------------------
+
+
+def network(action: str) -> Callable[[Ground, random.Random], str]:
+    """Frames of some APIs are tampered with for a while."""
+
+    def inject(ground: Ground, rng: random.Random) -> str:
+        apis = tuple(rng.sample(_APIS, 3))
+        probability, seconds = rng.choice((0.05, 0.2, 0.5)), rng.uniform(0.05, 1.0)
+        directions = (REQUEST,) if action in (DUPLICATE, REORDER) else DIRECTIONS
+        rules = [Rule(action, apis, way, probability=probability, seconds=seconds) for way in directions]
+        weather = Network(rng.randrange(2**32), rules)
+        ground.proxies.faults(weather)
+        time.sleep(rng.uniform(2, 5))
+        ground.proxies.faults(None)
+        ground.frames.update(weather.counts)
+        return f"{action} of {', '.join(apis)} at {probability:.0%}: {sum(weather.counts.values())} frames"
+
+    return inject
+
+
+def network_split(ground: Ground, rng: random.Random) -> str:
+    seconds = rng.uniform(0.5, 4)
+    ground.proxies.pause()
+    time.sleep(seconds)
+    ground.proxies.resume()
+    return f"no network between driver and brokers, {seconds:.1f} s"
+
+
+def _kill(pids: list[int]) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _choose(ground: Ground, rng: random.Random) -> None:
+    """Drivers of a run are not all alike."""
+    rows = rng.choice((None, 0))
+    ground.driver.choices = replace(
+        ground.driver.choices, small_batch_rows=rows, records_per_batch=rng.choice((2_000, 10_000))
+    )
+
+
+def _spark_cluster(ground: Ground) -> SparkCluster:
+    if ground.spark_cluster is None:
+        raise ValueError("this setup has no Spark cluster")
+    return ground.spark_cluster
+
+
+MENU: dict[str, Fault] = {
+    "driver killed": Fault(driver_kill, weight=3),
+    "driver's JVM killed": Fault(jvm_kill, weight=1),
+    "driver dies at a step": Fault(step_kill, weight=3),
+    "driver stopped for a while": Fault(driver_pause),
+    "workers killed": Fault(workers_kill, weight=3),
+    "second driver": Fault(second_driver),
+    "local state deleted": Fault(state_deleted, lambda setup: LEDGER in setup.flows, weight=1),
+    "clock jumps": Fault(clock_jump, lambda setup: LEDGER in setup.flows),
+    "executor killed": Fault(executor_kill, lambda setup: setup.workers > 0, weight=6),
+    "shuffle files lost": Fault(shuffle_lost, lambda setup: setup.workers > 0, weight=3),
+    "broker killed": Fault(broker_kill, weight=2),
+    "broker stopped for a while": Fault(broker_pause, weight=3),
+    "leaders moved": Fault(leaders_moved, lambda setup: setup.nodes > 1, weight=3),
+    "rolling restart": Fault(rolling_restart, lambda setup: setup.nodes > 1, weight=1),
+    "frames delayed": Fault(network(DELAY), weight=2),
+    "frames doubled": Fault(network(DUPLICATE), weight=2),
+    "frames reordered": Fault(network(REORDER), weight=2),
+    "frames dropped": Fault(network(DROP), weight=2),
+    "connections cut": Fault(network(CUT), weight=3),
+    "network split": Fault(network_split, weight=2),
+}

@@ -1,0 +1,200 @@
+"""A chaos run: setup after setup, fault after fault, and the verdict on all of it."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import tempfile
+import time
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from onceflow.chaos.flows import ALARM_EVERY, LEDGER
+from onceflow.chaos.ground import SETUPS, Ground, Setup, standing
+from onceflow.chaos.menu import AHEAD_MS, MENU
+from onceflow.chaos.verify import Findings, verify
+from onceflow.demos.display import Display, print_result
+from onceflow.errors import DeadlineExceededError
+from onceflow.testing import independent
+
+FIRST_COMMIT_S = 120.0
+# A broker may have to come back, a transaction to time out, and a Spark to be started.
+RECOVERY_S = 180.0
+DRAIN_S = 240.0
+
+
+@dataclass
+class Injected:
+    """A fault that happened.
+
+    Args:
+        back_s: from the fault until every flow had committed after it; None: another fault came at once.
+    """
+
+    setup: str
+    kind: str
+    what: str
+    at_s: float
+    back_s: float | None = None
+
+
+@dataclass
+class Report:
+    """Of a whole run."""
+
+    seed: int
+    injected: list[Injected] = field(default_factory=list)
+    findings: dict[str, Findings] = field(default_factory=dict)
+    stops: Counter[str] = field(default_factory=Counter)
+    frames: Counter[str] = field(default_factory=Counter)
+    batches: int = 0
+    seconds: float = 0.0
+
+    @property
+    def verdict(self) -> str:
+        verdicts = {finding.verdict for finding in self.findings.values()}
+        if "failed" in verdicts:
+            return "failed"
+        return "unknown" if "unknown" in verdicts or not verdicts else "passed"
+
+    def recovery(self) -> dict[str, dict[str, float]]:
+        """Seconds from a fault to the next commit of every flow, by kind."""
+        by_kind: dict[str, list[float]] = defaultdict(list)
+        for fault in self.injected:
+            if fault.back_s is not None:
+                by_kind[fault.kind].append(fault.back_s)
+        return {
+            kind: {"median_s": round(statistics.median(times), 1), "worst_s": round(max(times), 1)}
+            for kind, times in sorted(by_kind.items())
+        }
+
+    def as_json(self) -> dict[str, Any]:
+        every = list(self.findings.values())
+        return {
+            "faults": len(self.injected),
+            "kinds": dict(sorted(Counter(fault.kind for fault in self.injected).items())),
+            "frames": dict(self.frames),
+            "records": sum(finding.records for finding in every),
+            "batches": self.batches,
+            "lost": sum(finding.lost for finding in every),
+            "duplicated": sum(finding.duplicated for finding in every),
+            "torn": sum(finding.torn for finding in every),
+            "others": dict(sum((finding.others for finding in every), Counter())),
+            "stops": dict(self.stops),
+            "recovery": self.recovery(),
+            "setups": {name: finding.verdict for name, finding in self.findings.items()},
+            "seconds": round(self.seconds, 1),
+            "verdict": self.verdict,
+            "seed": self.seed,
+        }
+
+
+def run(
+    *, seconds: float, seed: int, setups: Sequence[str], kinds: Sequence[str] = (), keep: Path | None = None
+) -> dict[str, Any]:
+    """Break things for about this long, divided evenly over the setups.
+
+    Args:
+        kinds: of faults, names of ``MENU``; all that make sense in a setup when empty.
+        keep: folder in which logs and histories stay; None: they go.
+
+    Returns:
+        the report; ``verdict`` is ``passed`` only when nothing was wrong.
+    """
+    report = Report(seed)
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="onceflow-chaos-", ignore_cleanup_errors=True) as scratch:
+        base = Path(scratch) if keep is None else keep
+        with Display({"seconds": int(seconds)}) as display:
+            for number, name in enumerate(setups, 1):
+                display.say(f"{name}: {number} of {len(setups)} setups; seed {seed}")
+                until = started + seconds * number / len(setups)
+                _run_setup(SETUPS[name], base / name, report, until, kinds, display, started)
+    report.seconds = time.monotonic() - started
+    print_result([_table(report)], [example for f in report.findings.values() for example in f.examples + f.unknown])
+    return report.as_json()
+
+
+def _run_setup(
+    setup: Setup, folder: Path, report: Report, until: float, kinds: Sequence[str], display: Display, started: float
+) -> None:
+    folder.mkdir(parents=True)
+    rng = random.Random(f"{report.seed} {setup.name}")
+    menu = {kind: fault for kind, fault in MENU.items() if fault.possible(setup) and (not kinds or kind in kinds)}
+    weights = [fault.weight for fault in menu.values()]
+    with standing(setup, folder) as ground:
+        begun = time.monotonic()
+        ground.driver.start()
+        ground.driver.await_commits(begun, timeout_s=FIRST_COMMIT_S)
+        while time.monotonic() < until and menu:
+            display.count(seconds=int(time.monotonic() - started))
+            (kind,) = rng.choices(list(menu), weights)
+            at = time.monotonic()
+            what = menu[kind].inject(ground, rng)
+            fault = Injected(setup.name, kind, what, at - started)
+            report.injected.append(fault)
+            if rng.random() < 0.8:  # else the next one hits while this one is still being recovered from
+                healed = time.monotonic()
+                fault.back_s = healed - at + ground.driver.await_commits(healed, timeout_s=RECOVERY_S)
+                display.say(f"{setup.name}: {what}; all flows went on after {fault.back_s:.1f} s")
+                time.sleep(rng.uniform(0.0, 2.0))
+            else:
+                display.say(f"{setup.name}: {what}; and at once:")
+        _drain(ground, display)
+        report.stops += ground.driver.stops
+        report.frames += ground.frames
+        report.batches += ground.driver.told.count
+        findings = verify(ground.bootstrap_servers, ground.names, setup.flows)
+        for stop in ground.driver.strange:
+            findings.see("stopped by an error that is not onceflow's", f"{stop.error}: {stop.text[:300]}")
+        report.findings[setup.name] = findings
+        display.say(f"{setup.name}: {findings.records:,} records, {findings.verdict}")
+
+
+def _drain(ground: Ground, display: Display) -> None:
+    """Everything is healed, and the flows catch up with the source; all timers become due."""
+    names, servers = ground.names, ground.bootstrap_servers
+    ground.feeder.stop()
+    ground.proxies.faults(None)
+    names.clock.write_text(str(AHEAD_MS + 60_000))
+    display.say("waiting until everything is processed")
+    ends = independent.end_offsets(servers, names.source)
+    waiting = set(ground.setup.flows)
+    end = time.monotonic() + DRAIN_S
+    while waiting:
+        ground.driver.revive()
+        waiting -= {k for k in waiting if independent.committed_offsets(servers, names.flow(k)) == ends}
+        _check_time(end, ground, f"flows that are behind: {sorted(waiting)}")
+        time.sleep(1.0)
+    if LEDGER in ground.setup.flows:
+        alarms = -(-ground.feeder.sent // ALARM_EVERY)
+        while len(independent.read_topic(servers, names.alarms)) < alarms:
+            ground.driver.revive()
+            _check_time(end, ground, f"fewer than {alarms} alarms")
+            time.sleep(0.5)
+    ground.driver.end()
+
+
+def _check_time(end: float, ground: Ground, problem: str) -> None:
+    if time.monotonic() > end:
+        raise DeadlineExceededError(
+            f"The flows were not done within {DRAIN_S:g} s after the last fault",
+            detail=f"{problem}\n{ground.driver.log_tail()}",
+            next_step=f"see {ground.names.folder / 'drivers.log'} (with --keep)",
+        )
+
+
+def _table(report: Report) -> Table:
+    table = Table(title="Faults, and how long until every flow had committed again")
+    for name in ("kind", "faults", "median", "worst"):
+        table.add_column(name, justify="left" if name == "kind" else "right")
+    recovery = report.recovery()
+    for kind, count in sorted(Counter(fault.kind for fault in report.injected).items()):
+        times = recovery.get(kind)
+        table.add_row(kind, str(count), *(f"{s:.1f} s" for s in (times or {}).values()))
+    return table

@@ -1,0 +1,153 @@
+"""A Spark standalone cluster on 127.0.0.1: a master and some workers, so that executors can be lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import time
+from pathlib import Path
+from types import TracebackType
+
+from onceflow.broker.local import free_ports
+from onceflow.errors import DeadlineExceededError, EnvironmentUnusableError
+from onceflow.java import find_java
+from onceflow.testing.processes import descendants
+
+START_S = 60.0
+_HOST = "127.0.0.1"
+_EXECUTOR = "CoarseGrainedExecutorBackend"
+
+
+class SparkCluster:
+    """As a context manager it is started and, at the end, killed with all its executors.
+
+    Args:
+        folder: of logs, jars and shuffle files. workers: each with one core.
+    """
+
+    def __init__(self, folder: Path, workers: int = 2, *, memory_mb: int = 900) -> None:
+        self.folder = folder
+        self.local = folder / "local"
+        self._workers_wanted = workers
+        self._memory_mb = memory_mb
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self.master = ""
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """What a session needs for it."""
+        return {
+            "spark.executor.memory": f"{self._memory_mb - 300}m",
+            "spark.executor.cores": "1",
+            "spark.executor.extraJavaOptions": "-XX:TieredStopAtLevel=1",
+            "spark.driver.host": _HOST,
+            "spark.driver.bindAddress": _HOST,
+        }
+
+    def __enter__(self) -> SparkCluster:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.local.mkdir(exist_ok=True)
+        try:
+            (port,) = free_ports(1)
+            self.master = f"spark://{_HOST}:{port}"
+            self._spawn("master", "org.apache.spark.deploy.master.Master", "--port", str(port))
+            self._await_port(port)
+            for number in range(self._workers_wanted):
+                work = self.folder / f"worker-{number}"
+                options = ["--cores", "1", "--memory", f"{self._memory_mb}M", "--work-dir", str(work), self.master]
+                self._spawn(f"worker-{number}", "org.apache.spark.deploy.worker.Worker", *options)
+            self._await_workers()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def executors(self) -> list[int]:
+        """Their pids."""
+        found = (descendants(process.pid) for process in self._processes)
+        return [pid for below in found for pid, line in below.items() if _EXECUTOR in line]
+
+    def lose_shuffle_files(self) -> int:
+        """Delete what map tasks have written; how many files there were."""
+        files = list(self.local.rglob("shuffle_*.data"))
+        for file in files:
+            file.unlink(missing_ok=True)
+        return len(files)
+
+    def close(self) -> None:
+        for process in self._processes:
+            below = descendants(process.pid)
+            for pid in [process.pid, *below]:
+                try:
+                    os.kill(pid, signal.SIGKILL)
+                except ProcessLookupError:
+                    continue
+            process.wait()
+        self._processes = []
+
+    def _spawn(self, name: str, main_class: str, *arguments: str) -> None:
+        import pyspark
+
+        home = Path(pyspark.__file__).parent
+        command = [str(find_java()), "-Xmx256m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1"]
+        # Executors die often here; that is no reason to give up on an application.
+        command += ["-Dspark.deploy.maxExecutorRetries=-1", "-cp", f"{home}/jars/*", main_class]
+        command += ["--host", _HOST, "--webui-port", "0", *arguments]
+        environment = {
+            **os.environ,
+            "SPARK_HOME": str(home),
+            "SPARK_SCALA_VERSION": "2.13",  # a worker asks for it before it starts an executor
+            "SPARK_LOCAL_DIRS": str(self.local),
+            "SPARK_LOCAL_IP": _HOST,
+        }
+        with (self.folder / f"{name}.log").open("wb") as log:
+            self._processes.append(
+                subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env=environment,
+                    start_new_session=True,
+                )
+            )
+
+    def _await_port(self, port: int) -> None:
+        end = time.monotonic() + START_S
+        while True:
+            self._check()
+            try:
+                with socket.create_connection((_HOST, port), timeout=1):
+                    return
+            except OSError:
+                self._wait(end, "the master does not listen")
+
+    def _await_workers(self) -> None:
+        end = time.monotonic() + START_S
+        logs = [self.folder / f"worker-{number}.log" for number in range(self._workers_wanted)]
+        while not all("Successfully registered with master" in log.read_text(errors="replace") for log in logs):
+            self._check()
+            self._wait(end, "the workers did not find the master")
+
+    def _check(self) -> None:
+        for process in self._processes:
+            if process.poll() is not None:
+                raise EnvironmentUnusableError(
+                    "A part of the Spark cluster ended while it was started", next_step=f"see the logs in {self.folder}"
+                )
+
+    def _wait(self, end: float, problem: str) -> None:
+        if time.monotonic() > end:
+            raise DeadlineExceededError(
+                f"The Spark cluster was not ready within {START_S:g} s",
+                detail=problem,
+                next_step=f"see the logs in {self.folder}",
+            )
+        time.sleep(0.1)

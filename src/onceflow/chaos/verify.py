@@ -1,0 +1,182 @@
+"""What is on the topics when all is over, against what must be there. Reads with confluent-kafka only.
+
+The tagged flows are judged by the history checker; and what every flow must have written follows from the source
+alone: copies, running totals per key, alarms, and the totals of each batch that progress tells of.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from onceflow import LocalTable
+from onceflow.chaos.flows import ALARM_EVERY, COPY, LEDGER, TOTALS, Names
+from onceflow.testing import history, independent, recorder
+
+READ_S = 180.0
+
+
+@dataclass
+class Findings:
+    """Of one setup.
+
+    Args:
+        records: of the source, once per flow.
+        lost, duplicated, torn: anomalies of these kinds. others: all others, by name.
+        examples: a few, in words. unknown: why there is no verdict, if there is none.
+    """
+
+    records: int = 0
+    lost: int = 0
+    duplicated: int = 0
+    torn: int = 0
+    others: Counter[str] = field(default_factory=Counter)
+    examples: list[str] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)
+
+    @property
+    def verdict(self) -> str:
+        if self.lost or self.duplicated or self.torn or self.others.total():
+            return "failed"
+        return "unknown" if self.unknown or not self.records else "passed"
+
+    def see(self, kind: str, detail: str, count: int = 1) -> None:
+        """Count an anomaly."""
+        if kind == history.LOST:
+            self.lost += count
+        elif kind == history.DUPLICATE:
+            self.duplicated += count
+        elif kind == history.TORN:
+            self.torn += count
+        else:
+            self.others[kind] += count
+        if len(self.examples) < 20:
+            self.examples.append(f"{kind}: {detail}")
+
+    def compare(self, what: str, found: Counter[Any], expected: Counter[Any]) -> None:
+        """Two multisets that must be equal."""
+        lost, more = expected - found, found - expected
+        if lost:
+            self.see(history.LOST, f"{what}: {list(lost)[:3]}", lost.total())
+        doubled = sum(count for item, count in more.items() if item in expected)
+        if doubled:
+            self.see(history.DUPLICATE, f"{what}: {[item for item in more if item in expected][:3]}", doubled)
+        foreign = more.total() - doubled
+        if foreign:
+            self.see("wrong value", f"{what}: {[item for item in more if item not in expected][:3]}", foreign)
+
+
+def verify(bootstrap_servers: str, names: Names, kinds: Iterable[str]) -> Findings:
+    """Read everything and judge it. Nothing may be running any more."""
+    kinds = list(kinds)
+    found = Findings()
+    source = independent.read_topic(bootstrap_servers, names.source, decided=True, seconds=READ_S)
+    found.records = len(source) * len(kinds)
+    for kind in (COPY, LEDGER):
+        if kind in kinds:
+            _judge(bootstrap_servers, names, kind, found)
+    if COPY in kinds:
+        copied = _read(bootstrap_servers, names.output(COPY))
+        found.compare("copies", _pairs(copied), _pairs(source))
+    if LEDGER in kinds:
+        _ledger(bootstrap_servers, names, source, found)
+    if TOTALS in kinds:
+        _totals(bootstrap_servers, names, source, found)
+    return found
+
+
+def _judge(bootstrap_servers: str, names: Names, kind: str, found: Findings) -> None:
+    verdict = recorder.verify(
+        names.history,
+        bootstrap_servers,
+        names.flow(kind),
+        sources=[names.source],
+        outputs=[names.output(kind)],
+        seconds=READ_S,
+    )
+    for anomaly in verdict.anomalies:
+        found.see(anomaly.kind, f"{names.flow(kind)}: {anomaly}", anomaly.count)
+    if verdict.verdict == "unknown":
+        found.unknown.append(f"{names.flow(kind)}: {verdict.why}")
+
+
+def _ledger(bootstrap_servers: str, names: Names, source: list[independent.Seen], found: Findings) -> None:
+    expected: Counter[Any] = Counter()
+    accounts: dict[bytes, tuple[int, int]] = {}
+    alarms: Counter[Any] = Counter()
+    for record in source:  # a key is in one partition, and read_topic keeps the order of partitions
+        key, n = record.key or b"", _number(record)
+        count, total = accounts.get(key, (0, 0))
+        accounts[key] = count + 1, total + n
+        expected[key, n, count + 1, total + n] += 1
+        if n % ALARM_EVERY == 0:
+            alarms[key, n] += 1
+    told = (
+        json.loads(record.value or b"") | {"key": record.key}
+        for record in _read(bootstrap_servers, names.output(LEDGER))
+    )
+    found.compare("ledger", Counter((v["key"], v["n"], v["count"], v["sum"]) for v in told), expected)
+    rung = _read(bootstrap_servers, names.alarms)
+    found.compare("alarms", Counter((record.key, _number(record)) for record in rung), alarms)
+    table: dict[bytes | None, Any] = {}
+    for record in _read(bootstrap_servers, names.table):
+        table[record.key] = None if record.value is None else json.loads(record.value)
+    replayed = {key: {"count": count, "sum": total} for key, (count, total) in accounts.items()}
+    if table != replayed:
+        found.see(history.STATE, f"{names.table}: {_difference(table, replayed)}")
+    local = {
+        key: json.loads(value) for key, value in LocalTable(names.state / names.flow(LEDGER) / names.table).range()
+    }
+    if local != table:
+        found.see(history.STATE, f"local copy of {names.table}: {_difference(local, table)}")
+
+
+def _totals(bootstrap_servers: str, names: Names, source: list[independent.Seen], found: Findings) -> None:
+    """Every batch tells the totals of the keys that it read; progress tells what it read."""
+    by_partition: dict[int, dict[int, independent.Seen]] = defaultdict(dict)
+    for record in source:
+        by_partition[record.partition][record.offset] = record
+    expected: Counter[Any] = Counter()
+    totals: dict[bytes | None, tuple[int, int]] = {}
+    for start, end in _ranges(bootstrap_servers, names):
+        changed = set()
+        for partition, upto in end.items():
+            for offset in range(start.get(partition, 0), upto):
+                if offset in by_partition[partition]:
+                    record = by_partition[partition][offset]
+                    count, total = totals.get(record.key, (0, 0))
+                    totals[record.key] = count + 1, total + _number(record)
+                    changed.add(record.key)
+        expected.update((key, *totals[key]) for key in changed)
+    told = _read(bootstrap_servers, names.output(TOTALS))
+    values = ((record.key, json.loads(record.value or b"")) for record in told)
+    found.compare("totals", Counter((key, value["count"], value["sum"]) for key, value in values), expected)
+
+
+def _ranges(bootstrap_servers: str, names: Names) -> Iterator[tuple[Mapping[int, int], Mapping[int, int]]]:
+    start: Mapping[int, int] = {}
+    final = recorder.read_final(bootstrap_servers, names.flow(TOTALS), [], [], seconds=READ_S)
+    for _, offsets in final.progress:
+        end = offsets.get(names.source, {})
+        yield start, end
+        start = end
+
+
+def _read(bootstrap_servers: str, topic: str) -> list[independent.Seen]:
+    return independent.read_topic(bootstrap_servers, topic, decided=True, seconds=READ_S)
+
+
+def _number(record: independent.Seen) -> int:
+    return int(json.loads(record.value or b"")["n"])
+
+
+def _pairs(records: Iterable[independent.Seen]) -> Counter[Any]:
+    return Counter((record.key, record.value) for record in records)
+
+
+def _difference(one: Mapping[Any, Any], other: Mapping[Any, Any]) -> str:
+    keys = [key for key in {*one, *other} if one.get(key) != other.get(key)]
+    return f"{len(keys)} keys, for example {[(key, one.get(key), other.get(key)) for key in keys[:3]]}"

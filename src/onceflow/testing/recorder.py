@@ -1,0 +1,399 @@
+"""Records what a driver does, tags what its flow writes, and reads the result: the material of ``history.check``.
+
+In every process that runs the flow, ``Recorder(path).attach()`` before it starts; all may share one file. Rows get
+their tags from ``tagged``, outputs of a processor from ``tag_of``. When the drivers are done, ``verify`` tells whether
+what consumers see goes together with what the drivers did.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+import uuid
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from confluent_kafka import KafkaException, TopicPartition
+from pyspark import TaskContext
+from pyspark.sql import DataFrame
+from pyspark.sql import functions as F
+
+from onceflow import hooks
+from onceflow.errors import OnceflowError
+from onceflow.sink import progress_log
+from onceflow.state.record import Header, Record
+from onceflow.testing import independent
+from onceflow.testing.history import Final, History, Op, OutputsOf, Reads, Tag, Verdict, check
+from onceflow.testing.observed import FAIL, HEADER, INVOKE, OK, Place, TopicOffsets
+from onceflow.wire import progress as records
+from onceflow.wire.progress import PROGRESS_TOPIC
+
+#: Where the driver tells the tasks of a batch what attempt they belong to (sink/batch.py).
+PROPERTY = "onceflow.transaction"
+_SCHEMA = "key binary, value binary, headers array<struct<key: string, value: binary>>"
+
+Replay = Callable[[Iterable[independent.Seen]], Mapping[Any, Any]]
+"""From source records to the state they make."""
+
+# The last attempts that this process has begun, by flow and thread: a process step may run in the driver itself.
+_begun: dict[tuple[str, int], tuple[int, str]] = {}
+
+
+# ---- in a driver -----------------------------------------------------------------------------------------
+
+
+class Recorder:
+    """Appends what the flows of this process do to a file of JSON lines. Usable in a with statement.
+
+    Args:
+        path: may be there, and may be other drivers' file, too: a line is one write.
+        driver: name of this process in the history.
+    """
+
+    def __init__(self, path: str | Path, *, driver: str | None = None) -> None:
+        self.path = Path(path)
+        self.driver = driver or f"{os.getpid()}-{uuid.uuid4().hex[:6]}"
+        # All of an attempt happens in one thread, even when two drivers of a flow share a process.
+        self._open: dict[tuple[str, int], tuple[int, str]] = {}
+        self._file = -1
+        self._detach: Callable[[], None] | None = None
+
+    def attach(self) -> Recorder:
+        """Record from now on."""
+        if self._detach is None:
+            self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+            self._end_torn_line()
+            self._detach = hooks.observe(self._observed)
+        return self
+
+    def close(self) -> None:
+        """Record no more."""
+        if self._detach is not None:
+            self._detach()
+            self._detach = None
+            os.close(self._file)
+
+    def __enter__(self) -> Recorder:
+        return self.attach()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _end_torn_line(self) -> None:
+        """A killed driver may have left half a line; ours shall not continue it."""
+        size = os.fstat(self._file).st_size
+        if size and os.pread(self._file, 1, size - 1) != b"\n":
+            os.write(self._file, b"\n")
+
+    def _observed(self, step: str, *, flow: str, batch: int | None = None, **facts: Any) -> None:
+        identity, here = facts.get("identity"), (flow, threading.get_ident())
+        if step == "begin" and batch is not None and identity is not None:
+            begun = batch, _attempt(identity.producer_id, identity.producer_epoch)
+            self._open[here] = _begun[here] = begun
+            self._write(INVOKE, flow, begun, facts.get("source"))
+        elif step in ("end", hooks.ABORTED) and here in self._open and self._open[here][0] == batch:
+            # An attempt that failed before it had an identity is none.
+            self._write(OK if step == "end" else FAIL, flow, self._open.pop(here))
+
+    def _write(self, kind: str, flow: str, begun: tuple[int, str], source: Any = None) -> None:
+        ranges = {} if source is None else {"start": source.start, "end": source.end}
+        op = Op(kind, flow, *begun, self.driver, int(time.time() * 1000), **ranges)
+        os.write(self._file, op.to_json().encode() + b"\n")
+
+
+def load(path: str | Path) -> History:
+    """What drivers have recorded in a file; an empty history when there is none.
+
+    Raises:
+        ValueError: the file is no history.
+    """
+    try:
+        text = Path(path).read_text(errors="replace")
+    except FileNotFoundError:
+        return History()
+    return History.parse(text.split("\n"))
+
+
+def _attempt(producer_id: int, producer_epoch: int) -> str:
+    return f"{producer_id}:{producer_epoch}"
+
+
+# ---- tags ------------------------------------------------------------------------------------------------
+
+
+def tagged(df: DataFrame, flow: str, *, n: str | None = None) -> DataFrame:
+    """Rows of ``Flow.read``, or made from them, with tags: columns key, value and headers, for ``Flow.write``.
+
+    Args:
+        df: with key, value, topic, partition and offset, the last three as they were read; headers are kept.
+        flow: name of the flow that writes them.
+        n: column that numbers the rows of one source record from 0, when there may be several.
+    """
+    wanted = [F.col(name).cast("binary").alias(name) for name in ("key", "value")]
+    wanted += [F.col("topic"), F.col("partition").cast("int"), F.col("offset").cast("long")]
+    wanted.append((F.lit(0) if n is None else F.col(n)).cast("long").alias("n"))
+    if "headers" in df.columns:
+        wanted.append(F.col("headers"))
+    return df.select(*wanted).mapInArrow(_Tagging(flow), _SCHEMA)
+
+
+class _Tagging:
+    """The function given to ``mapInArrow``."""
+
+    def __init__(self, flow: str) -> None:
+        self.flow = flow
+
+    def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        begun = _of_task(self.flow)
+        for rows in batches:
+            own = rows.column("headers") if "headers" in rows.schema.names else None
+            columns = [rows.column("key"), rows.column("value"), _with_header(own, _tags(rows, begun))]
+            yield pa.RecordBatch.from_arrays(columns, ["key", "value", "headers"])
+
+
+def _tags(rows: pa.RecordBatch, begun: tuple[str, int, str] | None) -> Any:
+    """``Tag.encode`` of every row."""
+    if begun is None:  # nothing is being written: a batch that was committed before is run for its state only
+        return pa.repeat(pa.scalar(b"", pa.binary()), rows.num_rows)
+    before = json.dumps(begun, separators=(",", ":"))[:-1] + ',"'
+    partition, offset, n = (rows.column(name).cast(pa.string()) for name in ("partition", "offset", "n"))
+    # Topic names have no character that JSON would escape.
+    joined = pc.binary_join_element_wise(before, rows.column("topic"), '",', partition, ",", offset, ",", n, "]", "")
+    return joined.cast(pa.binary())
+
+
+def _with_header(headers: Any, tags: Any) -> Any:
+    """A list of headers per row: those it has, then the tag."""
+    count = len(tags)
+    fields = [pa.field("key", pa.string()), pa.field("value", pa.binary())]
+    added = pa.StructArray.from_arrays([pa.repeat(pa.scalar(HEADER), count), tags], fields=fields)
+    if headers is None:
+        return pa.ListArray.from_arrays(np.arange(count + 1, dtype=np.int32), added)
+    present = headers.flatten()
+    own = pa.StructArray.from_arrays([present.field(0), present.field(1).cast(pa.binary())], fields=fields)
+    sizes = pc.fill_null(pc.list_value_length(headers), 0).to_numpy(zero_copy_only=False).astype(np.int32)
+    ends = np.cumsum(sizes + 1, dtype=np.int32)
+    taken = np.empty(len(own) + count, np.int64)
+    last = np.zeros(len(taken), bool)
+    last[ends - 1] = True
+    taken[last] = np.arange(len(own), len(taken))
+    taken[~last] = np.arange(len(own))
+    together = pa.concat_arrays([own, added]).take(pa.array(taken))
+    return pa.ListArray.from_arrays(np.concatenate(([0], ends)).astype(np.int32), together)
+
+
+def tag_of(record: Record, n: int = 0, *, flow: str) -> Header:
+    """The header of an output that a processor makes from ``record``: ``Record(..., headers=[tag_of(...)])``.
+
+    Args:
+        record: as it was read; the DataFrame given to ``Flow.process`` has to have partition and offset.
+        n: which output of the record, from 0.
+
+    Raises:
+        ValueError: the record does not know where it was read.
+    """
+    topic, partition, offset = record.topic, record.partition, record.offset
+    if topic is None or partition is None or offset is None:
+        raise ValueError("the record has no topic, partition or offset: give these columns to Flow.process")
+    begun = _of_task(flow)
+    return HEADER, b"" if begun is None else Tag(*begun, topic, partition, offset, n).encode()
+
+
+def _of_task(flow: str) -> tuple[str, int, str] | None:
+    """Flow, batch and attempt that the code which calls this runs for."""
+    context = TaskContext.get()
+    if context is None:  # the driver processes a small batch itself
+        begun = _begun.get((flow, threading.get_ident()))
+        return None if begun is None else (flow, *begun)
+    told = json.loads(context.getLocalProperty(PROPERTY) or "null")
+    return None if told is None else (flow, told["batch"], _attempt(told["producer_id"], told["producer_epoch"]))
+
+
+# ---- in the end ------------------------------------------------------------------------------------------
+
+
+def read_final(
+    bootstrap_servers: str,
+    flow: str,
+    sources: Iterable[str],
+    outputs: Iterable[str],
+    options: Mapping[str, str] | None = None,
+    *,
+    seconds: float = 120.0,
+    start: TopicOffsets | None = None,
+    progress_key: str | None = None,
+    table: str | None = None,
+    replay: Replay | Mapping[Any, Any] | None = None,
+    state_value: Callable[[bytes], Any] = bytes,
+) -> Final:
+    """Read everything, with librdkafka and read_committed. The drivers must be done.
+
+    Args:
+        options: of librdkafka, for the connection.
+        seconds: for all of it. Transactions that a killed driver left open are waited for.
+        start: from where on source records are looked at, if not from where the flow started. Without it all outputs
+            since then have to be there.
+        progress_key: key of the flow's progress record, when the flow has a prefix.
+        table: topic of a table of the flow, its state. replay: the state that must be there, or a function that makes
+            it from the source records. state_value: decodes a value of the table.
+    """
+    reader = _Reader(bootstrap_servers, options, seconds)
+    reads, seen = Reads(), _Sources(keep=callable(replay))
+    state: dict[Any, Any] | None = None
+    progress: list[tuple[int, TopicOffsets]] = []
+    try:
+        progress = reader.progress(progress_key or flow)
+        first = progress[0][1] if progress else {}
+        for topic in sources:
+            wanted = {**first.get(topic, {}), **({} if start is None else start.get(topic, {}))}
+            for message in reader.records(topic, begins={p: wanted.get(p, 0) for p in reader.partitions(topic)}):
+                seen.add(topic, message)
+        for topic in outputs:
+            begins = dict.fromkeys(reader.partitions(topic), 0)
+            for message in reader.records(topic, begins=begins if start is None else {}):
+                tag = next((value for name, value in message.headers() or () if name == HEADER), None)
+                reads.add(topic, message.partition(), message.offset(), message.key(), tag)
+        if table is not None:
+            state = {}
+            for message in reader.records(table):
+                state.pop(message.key(), None)
+                if message.value() is not None:
+                    state[message.key()] = state_value(message.value())
+        moved = progress != reader.progress(progress_key or flow)
+        why = "the flow runs: its progress moved meanwhile" if moved else ""
+    except (TimeoutError, RuntimeError, KafkaException, OnceflowError) as error:
+        why = str(error)
+    finally:
+        reader.close()
+    made = replay(seen.covered(progress)) if callable(replay) else replay
+    return Final(flow, reads, progress, seen.offsets(), not why, why, state, made)
+
+
+def verify(
+    path: str | Path,
+    bootstrap_servers: str,
+    flow: str,
+    *,
+    sources: Iterable[str],
+    outputs: Iterable[str],
+    outputs_of: OutputsOf = 1,
+    ordered: bool = True,
+    foreign: bool = False,
+    start: TopicOffsets | None = None,
+    **reading: Any,
+) -> Verdict:
+    """The verdict on a flow whose drivers have recorded to ``path`` and are done.
+
+    Args:
+        sources, outputs: all topics it reads, and all that it writes tagged records to.
+        outputs_of, ordered, foreign, start: see ``history.check``. reading: see ``read_final``.
+    """
+    final = read_final(bootstrap_servers, flow, sources, outputs, start=start, **reading)
+    return check(load(path), final, outputs_of=outputs_of, ordered=ordered, foreign=foreign, start=start)
+
+
+class _Sources:
+    """Offsets of the source records, and the records themselves when somebody needs them."""
+
+    def __init__(self, *, keep: bool) -> None:
+        self._keep = keep
+        self._offsets: dict[Place, array[int]] = {}
+        self._kept: list[independent.Seen] = []
+
+    def add(self, topic: str, message: Any) -> None:
+        self._offsets.setdefault((topic, message.partition()), array("q")).append(message.offset())
+        if self._keep:
+            self._kept.append(independent._seen(message))
+
+    def offsets(self) -> dict[Place, Any]:
+        return {place: np.frombuffer(offsets, np.int64) for place, offsets in self._offsets.items()}
+
+    def covered(self, progress: list[tuple[int, TopicOffsets]]) -> list[independent.Seen]:
+        """The records that the flow has processed, each partition in order."""
+        ends = progress[-1][1] if progress else {}
+        return [seen for seen in self._kept if seen.offset < ends.get(seen.topic, {}).get(seen.partition, 0)]
+
+
+class _Reader:
+    """Committed records of topics up to where they end as of now. To be closed."""
+
+    def __init__(self, bootstrap_servers: str, options: Mapping[str, str] | None, seconds: float) -> None:
+        self._connection = bootstrap_servers, options
+        self._asking = self._consumer("read_uncommitted")  # whose end offsets count open transactions, too
+        self._end = time.monotonic() + seconds
+
+    def close(self) -> None:
+        self._asking.close()
+
+    def partitions(self, topic: str) -> list[int]:
+        """Raises ``RuntimeError`` when there is no such topic."""
+        found = self._asking.list_topics(topic, timeout=self._left(topic)).topics[topic]
+        if found.error is not None or not found.partitions:
+            raise RuntimeError(f"topic {topic}: {found.error or 'it has no partitions'}")
+        return sorted(found.partitions)
+
+    def progress(self, key: str) -> list[tuple[int, TopicOffsets]]:
+        """Batch and end offsets of the flow's progress records since its last reset."""
+        found: list[tuple[int, TopicOffsets]] = []
+        for message in self.records(PROGRESS_TOPIC, [progress_log.partition_of(key)]):
+            if message.key() == key.encode() and message.value() is None:
+                found = []
+            elif message.key() == key.encode():
+                record = records.decode(message.key(), message.value())
+                found.append((record.batch_id, record.offsets))
+        return found
+
+    def records(
+        self, topic: str, partitions: Iterable[int] | None = None, *, begins: Mapping[int, int] | None = None
+    ) -> Iterator[Any]:
+        """Committed records; open transactions before the end are waited for, a commit may be decided and not visible.
+
+        Args:
+            begins: offsets from which on nothing may have been deleted.
+
+        Raises:
+            TimeoutError: the end was not reached. RuntimeError: something is gone, or cannot be read.
+        """
+        there = self.partitions(topic)
+        lows, ends = dict[int, int](), dict[int, int]()
+        for partition in there if partitions is None else partitions:
+            place = TopicPartition(topic, partition)
+            low, high = self._asking.get_watermark_offsets(place, timeout=self._left(topic))
+            if begins is not None and low > begins.get(partition, low):
+                raise RuntimeError(f"records of {topic}-{partition} before offset {low} were deleted")
+            if low < high:
+                lows[partition], ends[partition] = low, high
+        waiting = set(ends)
+        # One for each topic: the positions of a consumer that is assigned again may be those of before.
+        consumer = self._consumer("read_committed")
+        try:
+            consumer.assign([TopicPartition(topic, partition, low) for partition, low in lows.items()])
+            while waiting:
+                self._left(topic)
+                for message in consumer.consume(10_000, 0.02):
+                    if message.error() is not None:
+                        raise RuntimeError(f"{topic}: {message.error()}")
+                    if message.offset() < ends[message.partition()]:
+                        yield message
+                # The position moves over control records and aborted data, too.
+                for place in consumer.position([TopicPartition(topic, p) for p in waiting]):
+                    if place.offset >= ends[place.partition]:
+                        waiting.discard(place.partition)
+        finally:
+            consumer.close()
+
+    def _consumer(self, isolation: str) -> Any:
+        return independent._consumer(self._connection[0], isolation, self._connection[1])
+
+    def _left(self, topic: str) -> float:
+        left = self._end - time.monotonic()
+        if left <= 0:
+            raise TimeoutError(f"{topic} was not read to its end in time")
+        return left

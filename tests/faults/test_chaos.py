@@ -1,0 +1,26 @@
+"""A short chaos run: faults of many kinds on three brokers, then every record is checked."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.integration, pytest.mark.faults]
+
+
+@pytest.mark.timeout(600)
+def test_a_short_run(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "onceflow.cli.main", "chaos", "--seconds", "130", "--seed", "1"]
+    command += ["--setup", "three-nodes", "--keep", str(tmp_path / "run")]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=580, check=False)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["verdict"] == "passed"
+    assert result["setups"] == {"three-nodes": "passed"}
+    assert (result["lost"], result["duplicated"], result["torn"], result["others"]) == (0, 0, 0, {})
+    assert result["faults"] >= 5
+    assert result["records"] > 50_000
