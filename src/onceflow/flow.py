@@ -14,6 +14,7 @@ from pyspark.sql import DataFrame, SparkSession
 
 from onceflow import checkpoints, hooks, process, recovery
 from onceflow.client import offsets as kafka_offsets
+from onceflow.client.brokers import warn_of_settings
 from onceflow.client.cluster import Cluster, TopicInfo
 from onceflow.client.deadline import Deadline
 from onceflow.client.settings import ClientSettings
@@ -37,9 +38,10 @@ from onceflow.state.durations import duration_ms
 from onceflow.state.processor import ColumnProcessor, Processor
 from onceflow.state.store import Store
 from onceflow.state.topics import TableTopics
+from onceflow.watching import Watch
 from onceflow.wire.compression import compression_code
 from onceflow.wire.names import Names
-from onceflow.wire.progress import Progress
+from onceflow.wire.progress import PROGRESS_TOPIC, Progress
 
 log = logging.getLogger("onceflow")
 
@@ -473,6 +475,8 @@ class Flow:
                 progress = self._committed or Progress(self._names.progress_key, 0, {}, {}, progress_log.now_ms())
                 location = scratch(self.name) if run.checkpoint is None else kept(self._spark, run, progress, self.name)
                 load_targets(self._connected(), options.topic, deadline, more=process.letter_topics(self._steps))
+                written = [options.topic, PROGRESS_TOPIC, *(t for s in self._steps.values() for t in s.spec.topics.ids)]
+                warn_of_settings(self._connected(), written, deadline, flow=self.name)
                 transactions = self._initialised()
                 transactions.timeout_ms = int(options.transaction_timeout_s * 1000)
                 transactions.renew(deadline)
@@ -504,8 +508,15 @@ class Flow:
             if all(query.name != self.name for query in self._spark.streams.active):
                 writer = writer.queryName(self.name)  # else an older driver of this flow is in this session
             self._fresh = False
+            watch = Watch(
+                self._settings,
+                {name: sorted(source.earliest) for name, source in self._sources.items()},
+                flow=self.name,
+                over=lambda: sink.failure is not None,
+            )
 
             def stopped() -> None:
+                watch.stop()
                 if state is not None:
                     state.settle()
                 location.close()

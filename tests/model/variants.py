@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from explore import Result
-from protocol import (
+from brokers import (
     COMPLETE_COMMIT,
     NONE,
     ONGOING,
@@ -19,13 +18,13 @@ from protocol import (
     Driver,
     Log,
     Message,
-    Model,
     Next,
     State,
     Store,
-    search,
     swap,
 )
+from explore import Result
+from protocol import Model, search
 
 
 class CommitsBeforeAcks(Model):

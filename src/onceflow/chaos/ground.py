@@ -19,7 +19,7 @@ from onceflow.chaos.spark_cluster import SparkCluster
 from onceflow.testing.broker import create_topic
 from onceflow.testing.proxy import Proxies, proxied_node_properties
 
-OLDER_KAFKA = "3.9"
+OLDER_KAFKA = "3.9.2"
 _BROKER = {
     "transaction.abort.timed.out.transaction.cleanup.interval.ms": "1000",
     # A killed node comes back only when the session of its predecessor has run out.

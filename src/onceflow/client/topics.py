@@ -110,33 +110,35 @@ def max_message_bytes(cluster: Cluster, names: Iterable[str], deadline: Deadline
     DESCRIBE_CONFIGS is a privilege of its own, and no reason to stop: a batch above the true limit is
     refused by the broker (MESSAGE_TOO_LARGE), with a clear error.
     """
-    limits: dict[str, int] = {}
-    for name, value in _configs(cluster, names, "max.message.bytes", deadline).items():
-        limits[name] = DEFAULT_MAX_MESSAGE_BYTES if value is None else int(value)
-    return limits
+    key = "max.message.bytes"
+    found = {name: values[key] for name, values in topic_configs(cluster, names, [key], deadline).items()}
+    return {name: DEFAULT_MAX_MESSAGE_BYTES if value is None else int(value) for name, value in found.items()}
 
 
 def topic_config(cluster: Cluster, name: str, key: str, deadline: Deadline) -> str | None:
     """One setting of a topic; None where this principal may not read it."""
-    return _configs(cluster, [name], key, deadline)[name]
+    return topic_configs(cluster, [name], [key], deadline)[name][key]
 
 
-def _configs(cluster: Cluster, names: Iterable[str], key: str, deadline: Deadline) -> dict[str, str | None]:
+def topic_configs(
+    cluster: Cluster, names: Iterable[str], keys: Iterable[str], deadline: Deadline
+) -> dict[str, dict[str, str | None]]:
+    """Settings of topics, the brokers' defaults where a topic has none; None where this principal may not read it."""
     cluster.connect(deadline)
-    wanted = sorted(set(names))
+    wanted, settings = sorted(set(names)), sorted(set(keys))
     request = DescribeConfigsRequest(
         version=cluster.version(DescribeConfigsRequest, least=1, most=4),
         resources=[
             DescribeConfigsRequest.DescribeConfigsResource(
-                resource_type=_TOPIC_RESOURCE, resource_name=name, configuration_keys=[key]
+                resource_type=_TOPIC_RESOURCE, resource_name=name, configuration_keys=settings
             )
             for name in wanted
         ],
     )
     response = cluster.ask(request, "DescribeConfigs", deadline)
-    values: dict[str, str | None] = dict.fromkeys(wanted)
+    values: dict[str, dict[str, str | None]] = {name: dict.fromkeys(settings) for name in wanted}
     for result in response.results:
         for config in result.configs or []:
-            if result.error_code == 0 and config.name == key:
-                values[result.resource_name] = config.value
+            if result.error_code == 0 and config.name in settings:
+                values[result.resource_name][config.name] = config.value
     return values

@@ -1,0 +1,318 @@
+"""What a cluster and its other clients can do to a flow, told before it hurts.
+
+- Settings that can lose what was acknowledged: read once, at a start.
+- Transactions of other producers that stay open on a source: readers get nothing behind them, and a flow that waits
+  there looks idle.
+
+Both are warnings, never a reason to stop. Who may not look (ACLs) is not told; nothing here raises for that.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime, timezone
+
+from kafka.protocol.admin import DescribeProducersRequest, ListTransactionsRequest
+from kafka.protocol.metadata import MetadataRequest
+
+from onceflow.client.cluster import Cluster, ConnectionFailedError
+from onceflow.client.deadline import Deadline
+from onceflow.client.offsets import LATEST, list_offsets
+from onceflow.client.topics import topic_configs
+from onceflow.client.transactions import describe_transaction
+from onceflow.errors import OnceflowError
+
+log = logging.getLogger("onceflow")
+
+#: They hold the decisions of transactions and the offsets of groups.
+CLUSTER_TOPICS = ("__transaction_state", "__consumer_offsets")
+_UNCLEAN, _IN_SYNC_LEAST = "unclean.leader.election.enable", "min.insync.replicas"
+_SETTINGS_SECONDS = 10.0
+_EXISTS = (0, 5)  # NONE, LEADER_NOT_AVAILABLE: of one partition
+
+Offsets = Mapping[str, Mapping[int, int]]
+
+
+# ---- settings --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Safety:
+    """How well a topic keeps what it has acknowledged.
+
+    Args:
+        replicas: of the partition that has the fewest.
+        unclean: ``unclean.leader.election.enable``, of the topic or by the brokers' default; None: may not be read.
+        in_sync_least: ``min.insync.replicas``, likewise.
+    """
+
+    topic: str
+    replicas: int
+    unclean: bool | None = None
+    in_sync_least: int | None = None
+
+
+def settings_warnings(topics: Iterable[Safety], brokers: int) -> list[str]:
+    """What can go wrong with these topics in a cluster of so many brokers; one sentence for each kind.
+
+    One copy is no fault of a single broker. What may not be read is taken for good.
+    """
+    ordered = sorted(topics, key=lambda topic: topic.topic)
+    unclean = [topic.topic for topic in ordered if topic.unclean]
+    single = [topic.topic for topic in ordered if topic.replicas == 1 and brokers > 1]
+    lonely = [topic.topic for topic in ordered if topic.replicas > 1 and topic.in_sync_least == 1]
+    found = []
+    if unclean:
+        found.append(
+            f"{_UNCLEAN}=true for {', '.join(unclean)}: a replica that lacks committed records may become the leader, "
+            "and they are lost; set it to false"
+        )
+    if single:
+        found.append(
+            f"a single copy of {', '.join(single)}, in a cluster of {brokers} brokers: what the one broker has is lost "
+            f"with it, and nothing commits while it is down; raise the replication factor to {min(3, brokers)}"
+        )
+    if lonely:
+        found.append(
+            f"{_IN_SYNC_LEAST}=1 for {', '.join(lonely)}: one broker alone may acknowledge a record, and it is lost "
+            "with it; set it to 2, with a replication factor of 3"
+        )
+    return found
+
+
+def read_safety(cluster: Cluster, topics: Iterable[str], deadline: Deadline) -> tuple[list[Safety], int]:
+    """What is visible of the topics and of Kafka's own ones, and how many brokers there are. Two requests.
+
+    Topics that do not exist or may not be described are left out.
+    """
+    cluster.connect(deadline)
+    names = sorted({*topics, *CLUSTER_TOPICS})
+    listed = [MetadataRequest.MetadataRequestTopic(name=name) for name in names]
+    response = cluster.ask(MetadataRequest(topics=listed, allow_auto_topic_creation=False), "Metadata", deadline)
+    replicas = {
+        str(topic.name): min(len(partition.replica_nodes) for partition in topic.partitions)
+        for topic in response.topics
+        if topic.error_code in _EXISTS and topic.partitions
+    }
+    configs = topic_configs(cluster, replicas, (_UNCLEAN, _IN_SYNC_LEAST), deadline) if replicas else {}
+    found = []
+    for name, count in replicas.items():
+        unclean, in_sync = configs[name][_UNCLEAN], configs[name][_IN_SYNC_LEAST]
+        found.append(
+            Safety(
+                topic=name,
+                replicas=count,
+                unclean=None if unclean is None else unclean == "true",
+                in_sync_least=None if in_sync is None else int(in_sync),
+            )
+        )
+    return found, len(response.brokers)
+
+
+def warn_of_settings(cluster: Cluster, topics: Iterable[str | None], deadline: Deadline, *, flow: str) -> None:
+    """Log a warning for each kind of setting that can lose records of these topics. Never fails.
+
+    Args:
+        topics: outputs, progress, tables; None is skipped (a flow whose rows name their topics).
+    """
+    look = Deadline(deadline.capped(_SETTINGS_SECONDS), "looking at the settings of topics")
+    try:
+        found, brokers = read_safety(cluster, [name for name in topics if name is not None], look)
+    except OnceflowError as error:
+        log.debug("flow %s: could not look at the settings of topics: %s", flow, error)
+        return
+    for sentence in settings_warnings(found, brokers):
+        log.warning("flow %s: %s", flow, sentence)
+
+
+# ---- transactions of others ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Held:
+    """A partition whose last stable offset stands still in front of records.
+
+    Args:
+        stable, high: last stable offset and high watermark. seconds: for how long, at least.
+    """
+
+    topic: str
+    partition: int
+    stable: int
+    high: int
+    seconds: float
+
+
+@dataclass
+class _Standing:
+    stable: int
+    since: float
+    tell_after_s: float
+
+
+class StableOffsets:
+    """Remembers how long last stable offsets have been standing still. Pure: it is told what is read.
+
+    Args:
+        after_s: how long one may stand still before it is told. It is told again whenever that has doubled.
+        clock: monotonic, seconds.
+    """
+
+    def __init__(self, after_s: float = 60.0, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._after_s = after_s
+        self._clock = clock
+        self._standing: dict[tuple[str, int], _Standing] = {}
+
+    def look(self, stable: Offsets, high: Offsets) -> list[Held]:
+        """Those to be told of now.
+
+        Args:
+            stable, high: last stable offsets, and high watermarks read after them.
+        """
+        now = self._clock()
+        found = []
+        for topic, partitions in stable.items():
+            for partition, offset in partitions.items():
+                place, end = (topic, partition), high[topic][partition]
+                standing = self._standing.get(place)
+                if end <= offset:
+                    self._standing.pop(place, None)
+                elif standing is None or standing.stable != offset:
+                    self._standing[place] = _Standing(offset, now, self._after_s)
+                elif now - standing.since >= standing.tell_after_s:
+                    standing.tell_after_s = 2 * (now - standing.since)
+                    found.append(Held(topic, partition, offset, end, now - standing.since))
+        return found
+
+
+@dataclass(frozen=True)
+class OpenTransaction:
+    """Somebody's open transaction, as far as this principal may see.
+
+    Args:
+        start_offset: its first record in the partition. last_write_ms: of its last one there, epoch milliseconds.
+        transactional_id: None: no coordinator tells. state: of the transactional id, ``Ongoing`` unless it hangs.
+        started_ms, timeout_ms: -1 when they are not known.
+    """
+
+    producer_id: int
+    producer_epoch: int
+    start_offset: int
+    last_write_ms: int
+    transactional_id: str | None = None
+    state: str = ""
+    started_ms: int = -1
+    timeout_ms: int = -1
+
+
+def held_back(
+    cluster: Cluster, watch: StableOffsets, partitions: Mapping[str, Sequence[int]], deadline: Deadline
+) -> list[str]:
+    """Warnings about partitions that an open transaction has held back for long. Never fails.
+
+    Two requests for each leader, and a few more when there is something to tell. Needs nothing beyond READ on the
+    topics; the name of the transaction needs DESCRIBE on its transactional id.
+
+    Args:
+        watch: of the run; it remembers what earlier calls have seen.
+        partitions: of the sources.
+    """
+    span = {topic: list(numbers) for topic, numbers in partitions.items()}
+    try:
+        stable = list_offsets(cluster, span, LATEST, deadline)
+        high = list_offsets(cluster, span, LATEST, deadline, committed=False)
+    except OnceflowError as error:
+        log.debug("could not look at the last stable offsets: %s", error)
+        return []
+    return [told(held, _open_transaction(cluster, held, deadline)) for held in watch.look(stable, high)]
+
+
+def told(held: Held, transaction: OpenTransaction | None) -> str:
+    """The warning: what, since when, by whom, and what to do."""
+    text = (
+        f"nothing behind offset {held.stable} of {held.topic}-{held.partition} can be read since at least "
+        f"{held.seconds:.0f} s ({held.high - held.stable} offsets wait there): a transaction is open"
+    )
+    if transaction is None:
+        return f"{text}; whose it is could not be found out"
+    text += (
+        f" since offset {transaction.start_offset}, of producer id {transaction.producer_id}, epoch "
+        f"{transaction.producer_epoch}, last write {_time(transaction.last_write_ms)}"
+    )
+    if transaction.transactional_id is not None and transaction.state == "Ongoing":
+        return (
+            f"{text}; transactional id {transaction.transactional_id!r}, begun {_time(transaction.started_ms)}. End it "
+            f"there, or wait until the broker aborts it, {transaction.timeout_ms / 1000:g} s after it was begun"
+        )
+    if transaction.transactional_id is None:
+        text += "; no coordinator names it: it hangs, or this principal lacks DESCRIBE on its transactional id"
+    else:
+        text += f"; its transactional id {transaction.transactional_id!r} is {transaction.state}, so it hangs"
+    return (
+        f"{text}. See `kafka-transactions.sh find-hanging`, and `abort --topic {held.topic} "
+        f"--partition {held.partition} --start-offset {transaction.start_offset}`"
+    )
+
+
+def _open_transaction(cluster: Cluster, held: Held, deadline: Deadline) -> OpenTransaction | None:
+    """The oldest open transaction of the partition (KIP-664); None when it is not to be seen."""
+    try:
+        request = DescribeProducersRequest(
+            version=cluster.version(DescribeProducersRequest, least=0, most=0),
+            topics=[DescribeProducersRequest.TopicRequest(name=held.topic, partition_indexes=[held.partition])],
+        )
+        response = cluster.exchange(request, cluster.leader(held.topic, held.partition, deadline), deadline)
+    except (ConnectionFailedError, OnceflowError) as error:
+        log.debug("could not look at the producers of %s-%d: %s", held.topic, held.partition, error)
+        return None
+    producers = response.topics[0].partitions[0].active_producers or []
+    open_ones = [producer for producer in producers if producer.current_txn_start_offset >= 0]
+    if not open_ones:
+        return None
+    oldest = min(open_ones, key=lambda producer: int(producer.current_txn_start_offset))
+    seen = OpenTransaction(
+        producer_id=int(oldest.producer_id),
+        producer_epoch=int(oldest.producer_epoch),
+        start_offset=int(oldest.current_txn_start_offset),
+        last_write_ms=int(oldest.last_timestamp),
+    )
+    try:
+        return _named(cluster, seen, deadline)
+    except OnceflowError as error:
+        log.debug("could not look for the transaction of producer id %d: %s", seen.producer_id, error)
+        return seen
+
+
+def _named(cluster: Cluster, seen: OpenTransaction, deadline: Deadline) -> OpenTransaction:
+    """The same with what its coordinator knows. Any broker may be the coordinator, so all are asked."""
+    for broker in cluster.manager.cluster.brokers():
+        request = ListTransactionsRequest(
+            version=cluster.version(ListTransactionsRequest, least=0, most=0),
+            state_filters=[],
+            producer_id_filters=[seen.producer_id],
+        )
+        try:
+            response = cluster.exchange(request, broker.node_id, deadline)
+        except ConnectionFailedError:
+            continue
+        for state in response.transaction_states or []:
+            name = str(state.transactional_id)
+            described = describe_transaction(cluster, name, deadline)
+            return replace(
+                seen,
+                transactional_id=name,
+                state=str(described["state"]),
+                started_ms=int(described.get("started_ms", -1)),
+                timeout_ms=int(described.get("timeout_ms", -1)),
+            )
+    return seen
+
+
+def _time(epoch_ms: int) -> str:
+    """UTC, to the second."""
+    if epoch_ms < 0:
+        return "at an unknown time"
+    return datetime.fromtimestamp(epoch_ms / 1000, tz=timezone.utc).isoformat(timespec="seconds")

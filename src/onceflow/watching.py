@@ -1,0 +1,70 @@
+"""Tells of what keeps a running flow from its records: transactions of others that stay open on its sources.
+
+Spark runs no batch while there is nothing to read, so the sink cannot notice. A thread looks now and then, over a
+connection of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+
+from onceflow.client.brokers import StableOffsets, held_back
+from onceflow.client.cluster import Cluster
+from onceflow.client.deadline import Deadline
+from onceflow.client.settings import ClientSettings
+from onceflow.errors import OnceflowError
+
+log = logging.getLogger("onceflow")
+
+#: How often it looks, and for how long a transaction may be open before it is told, in seconds.
+INTERVAL_S = 20.0
+TELL_AFTER_S = 60.0
+_LOOK_S = 10.0
+_END_S = 2.0
+
+
+class Watch:
+    """From its making to ``stop``.
+
+    Args:
+        partitions: of the sources. over: whether the flow has ended by itself.
+    """
+
+    def __init__(
+        self,
+        settings: ClientSettings,
+        partitions: Mapping[str, Sequence[int]],
+        *,
+        flow: str,
+        over: Callable[[], bool],
+    ) -> None:
+        self._settings = settings
+        self._partitions = partitions
+        self._flow = flow
+        self._over = over
+        self._ending = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True, name=f"onceflow-watch-{flow}")
+        self._thread.start()
+
+    def stop(self) -> None:
+        """A look that is under way is not waited for: a broker may be silent."""
+        self._ending.set()
+        self._thread.join(_END_S)
+
+    def _run(self) -> None:
+        stable = StableOffsets(TELL_AFTER_S)
+        cluster: Cluster | None = None
+        try:
+            while not self._ending.wait(INTERVAL_S) and not self._over():
+                try:
+                    cluster = cluster or Cluster(self._settings)
+                    deadline = Deadline(_LOOK_S, f"looking at the sources of flow {self._flow}")
+                    for warning in held_back(cluster, stable, self._partitions, deadline):
+                        log.warning("flow %s: %s", self._flow, warning)
+                except OnceflowError as error:
+                    log.debug("flow %s: could not look at its sources: %s", self._flow, error)
+        finally:
+            if cluster is not None:
+                cluster.close()

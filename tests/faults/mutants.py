@@ -1,0 +1,336 @@
+"""Deliberately broken builds of the sink, and the faults that show what is broken. Both are patches in the driver.
+
+A fault is what the world does (a crash, a task that fails half-way); the sound build is put through it, too. A mutant
+leaves out or swaps one thing that the sink does for exactly-once. Batches are 20 records from one source partition, to
+two output partitions; the driver writes them itself, a batch that is run again is written by a task.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from pyspark import cloudpickle
+
+from onceflow import BatchAbortedError, OnceflowError, hooks
+from onceflow.client.deadline import Deadline
+from onceflow.client.produce import Acknowledged, Producer
+from onceflow.client.transactions import Transactions
+from onceflow.sink import batch as batch_module
+from onceflow.sink import progress_log, queries, tasks
+from onceflow.sink.batch import BatchSink
+from onceflow.sink.delivery import ExactlyOnce
+from onceflow.testing import faults, recorder
+
+BATCH_ROWS = 20
+# The batch that something happens to: neither the first nor the last.
+BATCH = 2
+Patch = pytest.MonkeyPatch
+
+# Tasks cannot import test modules.
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+
+# ---- faults ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What happens to a flow.
+
+    Args:
+        first, second: patches for its first and second run.
+        placed: whether user code puts a row somewhere else when it is run again after the fault.
+        more: whether there are more source records for the second run; which takes place then in any case.
+        restart: whether the flow is started again after an error.
+    """
+
+    first: Callable[[Patch, Path], None] | None = None
+    second: Callable[[Patch, Path], None] | None = None
+    placed: bool = False
+    more: bool = False
+    restart: bool = True
+
+
+def half_written(patch: Patch, once: Path) -> None:
+    """The rows of the first output partition are with the broker, the others not yet, and the attempt fails."""
+    encode = tasks.RowWriter._encode
+
+    def failing(self: Any, topic: str, partition: int, rows: Any, target: Any) -> None:
+        encode(self, topic, partition, rows, target)
+        if self._order.batch == BATCH and not once.exists():
+            self._producer.flush()
+            once.touch()
+            raise BatchAbortedError("injected after half of the rows", next_step="none: the batch is run again")
+
+    patch.setattr(tasks.RowWriter, "_encode", failing)
+
+
+def failed(step: str) -> Callable[[Patch, Path], None]:
+    """An exception in the driver."""
+
+    def fault(patch: Patch, once: Path) -> None:
+        faults._fired.clear()
+        patch.setenv(hooks.VARIABLE, faults.fault(step, "raise", batch=BATCH, once_file=str(once)))
+
+    return fault
+
+
+def killed(step: str) -> Callable[[Patch, Path], None]:
+    """The driver is gone, as by SIGKILL: nothing is aborted, nothing is recorded, the transaction stays open."""
+
+    def fault(patch: Patch, once: Path) -> None:
+        def gone(self: Any, problem: BaseException, batch: int) -> None:
+            raise problem
+
+        patch.setattr(BatchSink, "_abort", gone)
+        failed(step)(patch, once)
+
+    return fault
+
+
+def stale_start(patch: Patch, once: Path) -> None:
+    """Spark reads from five records before the place where progress ends."""
+    original = queries.starting_offsets_json
+    once.touch()
+    patch.setattr(
+        queries, "starting_offsets_json", lambda topic, offsets: original(topic, {p: o - 5 for p, o in offsets.items()})
+    )
+
+
+def two_arrow_batches(patch: Patch, once: Path) -> None:
+    """The rows of a batch come in two halves."""
+    original = batch_module.collect
+
+    def halves(df: Any, *, interpreted: bool) -> list[pa.RecordBatch]:
+        once.touch()
+        table = pa.Table.from_batches(original(df, interpreted=interpreted)).combine_chunks()
+        return [rows for half in (table[: BATCH_ROWS // 2], table[BATCH_ROWS // 2 :]) for rows in half.to_batches()]
+
+    patch.setattr(batch_module, "collect", halves)
+
+
+FAULTS = {
+    "none": Fault(),
+    "an attempt fails half-way": Fault(first=half_written, placed=True),
+    "killed after write": Fault(first=killed("write")),
+    "killed after progress": Fault(first=killed("progress")),
+    "failed after write, and not started again": Fault(first=failed("write"), restart=False),
+    "stopped and started again": Fault(more=True),
+    "started again too early in the source": Fault(more=True, second=stale_start),
+    "rows come in two equal halves": Fault(first=two_arrow_batches, placed=True),
+    "rows come in two halves, by key": Fault(first=two_arrow_batches),
+}
+
+
+# ---- mutants ---------------------------------------------------------------------------------------------
+
+
+def sound(patch: Patch) -> None:
+    """The build as it is."""
+
+
+#: What the broker answered to writes that came too late.
+refused: list[OnceflowError] = []
+
+
+def commit_before_flush(patch: Patch) -> None:
+    """Rows are reported as acknowledged at once; they are sent when the transaction has ended."""
+    late: list[Any] = []
+    refused.clear()
+
+    def queue_only(self: Any, topic: str, partition: int, encoded: Any) -> None:
+        with patch.context() as inner:
+            inner.setattr(Producer, "_pump", lambda self, *, wait: None)
+            send(self, topic, partition, encoded)
+
+    def finish(self: Any) -> Mapping[tuple[str, int], Acknowledged]:
+        late.append(self._producer)
+        return {place: Acknowledged(0, count) for place, count in self._sequences.items()}
+
+    def end(self: Any, deadline: Deadline) -> Any:
+        outcome = original(self, deadline)
+        while late:
+            try:
+                late.pop().flush()
+            except OnceflowError as error:
+                refused.append(error)
+        return outcome
+
+    send, original = Producer.send, ExactlyOnce.end
+    patch.setattr(Producer, "send", queue_only)
+    patch.setattr(tasks.RowWriter, "finish", finish)
+    patch.setattr(ExactlyOnce, "end", end)
+
+
+def next_attempt_continues(patch: Patch) -> None:
+    """An attempt that failed is not aborted: the next one goes on in its transaction, under its epoch."""
+
+    def abort(self: Any, deadline: Deadline) -> None:
+        self._used = False
+
+    patch.setattr(Transactions, "abort", abort)
+
+
+def abort_keeps_the_epoch(patch: Patch) -> None:
+    """The transaction is aborted, and the next one is begun under the same epoch."""
+
+    def abort(self: Any, deadline: Deadline) -> None:
+        identity = self.identity
+        self.end(deadline, commit=False)
+        self._identity, self._used = identity, False
+
+    patch.setattr(Transactions, "abort", abort)
+
+
+def retry_under_one_epoch(patch: Patch) -> None:
+    """Writes that failed are tried again where they are, and the audit sees the second try only."""
+    original = BatchSink._write
+
+    def write(self: Any, *arguments: Any) -> Any:
+        parts = original(self, *arguments)
+        if any(report.error is not None for part in parts for report in part.reports):
+            return original(self, *arguments)
+        return parts
+
+    patch.setattr(BatchSink, "_write", write)
+
+
+def progress_outside_the_transaction(patch: Patch) -> None:
+    """Progress is written without the transaction, just before its end."""
+    original = progress_log.write_progress
+
+    def plain(cluster: Any, transactions: Any, names: Any, progress: Any, *rest: Any) -> None:
+        original(cluster, None if progress.batch_id else transactions, names, progress, *rest)
+
+    patch.setattr(progress_log, "write_progress", plain)
+
+
+def progress_in_a_transaction_before(patch: Patch) -> None:
+    """Two transactions: first progress, then rows."""
+    original = BatchSink._attempt
+
+    def attempt(self: Any, df: Any, batch: int, source: Any, summary: Any) -> bool:
+        self._delivery.begin(Deadline(30, "mutant"))
+        progress = self._progress(batch, source)
+        self._delivery.end(Deadline(30, "mutant"))
+        self._move_progress = lambda *_: progress
+        return original(self, df, batch, source, summary)
+
+    patch.setattr(BatchSink, "_attempt", attempt)
+
+
+def plan_is_off_by_one(patch: Patch) -> None:
+    """Ends are taken for inclusive: one more is committed than was read, in all batches alike."""
+    original = batch_module.read_range
+
+    def shifted(checkpoint: Any, spark_batch_id: int, topics: Any = None) -> Any:
+        def moved(offsets: Any) -> Any:
+            return {topic: {p: offset + 1 for p, offset in found.items()} for topic, found in offsets.items()}
+
+        found = original(checkpoint, spark_batch_id, topics)
+        return replace(found, start=moved(found.start) if spark_batch_id else found.start, end=moved(found.end))
+
+    patch.setattr(batch_module, "read_range", shifted)
+
+
+def no_contiguity_check(patch: Patch) -> None:
+    """A batch may start anywhere."""
+    patch.setattr(batch_module, "check_contiguous", lambda *_, **__: None)
+
+
+def two_transactions(patch: Patch) -> None:
+    """A batch takes two transactions, half of its rows in each."""
+    original, write_rows = BatchSink._write, batch_module.write_rows
+
+    def write(self: Any, *arguments: Any) -> Any:
+        def halves(order: Any, place: Any, rows: Any, cluster: Any) -> list[Any]:
+            table = pa.Table.from_batches(rows)
+            half = table.num_rows // 2
+            first = write_rows(order, place, table[:half].to_batches(), cluster)
+            self._delivery.end(Deadline(30, "mutant"))
+            order = replace(order, identity=self._delivery.begin(Deadline(30, "mutant")))
+            second = write_rows(order, place, table[half:].to_batches(), cluster)
+            counts = {(r.topic, r.partition): r.count for r in first}
+            return [replace(r, count=r.count + counts[r.topic, r.partition], rows=table.num_rows) for r in second]
+
+        with patch.context() as inner:
+            inner.setattr(batch_module, "write_rows", halves)
+            return original(self, *arguments)
+
+    patch.setattr(BatchSink, "_write", write)
+
+
+def sequences_start_anew(patch: Patch) -> None:
+    """Every Arrow batch is numbered from 0 again."""
+    original = tasks.RowWriter._encode
+
+    def encode(self: Any, topic: str, partition: int, rows: Any, target: Any) -> None:
+        self._sequences.pop((topic, partition), None)
+        original(self, topic, partition, rows, target)
+
+    patch.setattr(tasks.RowWriter, "_encode", encode)
+
+
+# ---- a run -----------------------------------------------------------------------------------------------
+
+
+class Placed:
+    """User code whose result differs from run to run: rows go to the two partitions in turn, from either on."""
+
+    SCHEMA = f"{recorder._SCHEMA}, partition int"
+
+    def __init__(self, once: Path) -> None:
+        self.once = once
+
+    def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        for rows in batches:
+            partitions = (np.arange(rows.num_rows) + self.once.exists()) % 2
+            yield rows.append_column("partition", pa.array(partitions, pa.int32()))
+
+
+def write_everything(pipe: Any, fault: Fault, once: Path) -> BaseException | None:
+    """One run of the flow; what stopped it, if something did."""
+    flow = pipe.open()
+    try:
+        rows = recorder.tagged(flow.read(pipe.source, max_records_per_batch=BATCH_ROWS), pipe.flow)
+        if fault.placed:
+            rows = rows.mapInArrow(Placed(once), Placed.SCHEMA)
+        query = flow.write(rows, topic=pipe.target).start()
+        try:
+            query.processAllAvailable()
+        finally:
+            query.stop()
+    except Exception as error:
+        return error
+    finally:
+        flow.close()
+    return None
+
+
+def run(pipe: Any, mutant: Callable[[Patch], None], fault: Fault) -> tuple[Any, list[BaseException | None]]:
+    """The verdict on a build that was put through a fault, and how each of its runs ended."""
+    once, path = pipe.tmp_path / "fired", pipe.tmp_path / "history"
+    pipe.fill(2 * BATCH_ROWS + BATCH_ROWS // 2)
+    ends = []
+    with Patch.context() as broken, recorder.Recorder(path):
+        mutant(broken)
+        runs = [fault.first, *([fault.second] if fault.more else []), None, None]
+        for number, happens in enumerate(runs):
+            with Patch.context() as patch:
+                if happens is not None:
+                    happens(patch, once)
+                ends.append(write_everything(pipe, fault, once))
+            if not fault.restart or (ends[-1] is None and not (fault.more and number == 0)):
+                break
+            if fault.more and number == 0:
+                pipe.fill(BATCH_ROWS)
+    assert once.exists() == (fault.first is not None or fault.second is not None), "the fault has not happened"
+    verdict = recorder.verify(path, pipe.bootstrap, pipe.flow, sources=[pipe.source], outputs=[pipe.target], seconds=30)
+    return verdict, ends

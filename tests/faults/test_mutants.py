@@ -1,0 +1,96 @@
+"""The checker finds what it is there for: broken builds of the sink fail, the sound one passes the same faults."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from onceflow import FencedError, ProgressConflictError, TransactionTimeoutError
+from onceflow.testing.history import ABORTED_READ, DUPLICATE, FAILED, GAP, LOST, PASSED, TORN
+
+pytestmark = [pytest.mark.integration, pytest.mark.faults]
+
+# Fault, mutant, and what it must be found out by. The first is the one that needs no fault.
+BROKEN = [
+    ("none", "commit_before_flush", {LOST, TORN}),
+    ("an attempt fails half-way", "next_attempt_continues", {LOST, DUPLICATE, TORN}),
+    ("an attempt fails half-way", "retry_under_one_epoch", {LOST, DUPLICATE, TORN}),
+    ("killed after progress", "progress_outside_the_transaction", {LOST, TORN}),
+    ("killed after write", "progress_in_a_transaction_before", {LOST, TORN}),
+    ("stopped and started again", "plan_is_off_by_one", {LOST, GAP, TORN}),
+    ("started again too early in the source", "no_contiguity_check", {DUPLICATE, GAP}),
+    ("failed after write, and not started again", "two_transactions", {TORN, ABORTED_READ}),
+    ("killed after write", "two_transactions", {DUPLICATE, ABORTED_READ}),
+    ("rows come in two equal halves", "sequences_start_anew", {LOST, TORN}),
+]
+
+
+@pytest.fixture(scope="module")
+def mutants() -> Any:
+    """The module ``mutants.py`` beside this file."""
+    sys.path.insert(0, str(Path(__file__).parent))
+    try:
+        return importlib.import_module("mutants")
+    finally:
+        sys.path.pop(0)
+
+
+@pytest.fixture
+def run(mutants: Any, make_pipe: Callable[..., Any]) -> Callable[[str, str], Any]:
+    """``run("killed after write", "two_transactions")``: the verdict, and how the runs ended."""
+
+    def run_(fault: str, mutant: str) -> Any:
+        pipe = make_pipe(partitions=1, target_partitions=2)
+        return mutants.run(pipe, getattr(mutants, mutant), mutants.FAULTS[fault])
+
+    return run_
+
+
+@pytest.mark.parametrize("fault, mutant, kinds", BROKEN, ids=[f"{mutant}-{fault}" for fault, mutant, _ in BROKEN])
+def test_a_broken_build_is_found_out(
+    run: Callable[[str, str], Any], mutants: Any, fault: str, mutant: str, kinds: set[str]
+) -> None:
+    verdict, _ = run(fault, mutant)
+    assert verdict.verdict == FAILED, verdict
+    assert verdict.kinds == kinds, verdict
+    if mutant == "commit_before_flush":  # Kafka refuses the late rows: they are of an epoch that is over
+        assert mutants.refused
+        assert all(isinstance(error, FencedError) for error in mutants.refused)
+
+
+@pytest.mark.parametrize("fault", list(dict.fromkeys(fault for fault, _, _ in BROKEN[1:])))
+def test_the_sound_build_passes(run: Callable[[str, str], Any], fault: str) -> None:
+    verdict, ends = run(fault, "sound")
+    assert verdict.verdict == PASSED, verdict
+    stopped = [error for error in ends if error is not None]
+    if fault == "started again too early in the source":
+        assert [type(error) for error in stopped] == [ProgressConflictError]
+    else:
+        assert len(stopped) == ("after" in fault)
+        assert all("injected at" in str(error) for error in stopped)
+    if fault in ("an attempt fails half-way", "failed after write, and not started again"):
+        assert verdict.counts["fail"] == 1
+    if fault.startswith("killed"):
+        assert verdict.counts["info"] == 1
+
+
+def test_kafka_refuses_an_epoch_that_was_aborted(run: Callable[[str, str], Any]) -> None:
+    """Nothing of it becomes visible: an abort moves the epoch on the broker (transaction version 2), so what is
+    written under the old one is refused. As nobody else owns the flow, it takes that for a timeout, again and again."""
+    verdict, ends = run("an attempt fails half-way", "abort_keeps_the_epoch")
+    assert isinstance(ends[0], TransactionTimeoutError)
+    assert ends[1:] == [None]
+    assert verdict.verdict == PASSED, verdict
+
+
+def test_kafka_refuses_sequences_that_start_anew(run: Callable[[str, str], Any]) -> None:
+    """Unless the halves of a batch have as many rows for a partition: then it takes the second for the first, above."""
+    verdict, ends = run("rows come in two halves, by key", "sequences_start_anew")
+    assert ends == [None]
+    assert verdict.counts["fail"] == 2, "the batches with two halves are aborted, and run again by tasks"
+    assert verdict.verdict == PASSED, verdict
