@@ -1,7 +1,8 @@
-"""TLS, SASL and ACLs on a real broker: least privileges work, and each missing one says which it is."""
+"""TLS, SASL (SCRAM and PLAIN) and ACLs on a real broker: least privileges work, a missing one says which it is."""
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from confluent_kafka import Producer
 from confluent_kafka.admin import (
     AclBinding,
     AclBindingFilter,
@@ -18,11 +20,18 @@ from confluent_kafka.admin import (
     AdminClient,
     ResourcePatternType,
     ResourceType,
+    ScramCredentialInfo,
+    ScramMechanism,
+    UserScramCredentialUpsertion,
 )
 
 import onceflow
 from onceflow import java
 from onceflow.broker.local import LocalBroker, free_ports
+from onceflow.client.brokers import Safety, StableOffsets, held_back, read_safety, warn_of_settings
+from onceflow.client.cluster import Cluster
+from onceflow.client.deadline import Deadline
+from onceflow.client.settings import ClientSettings
 from onceflow.sink.progress_log import partition_of
 from onceflow.testing import independent
 from onceflow.testing.broker import create_topic
@@ -31,6 +40,7 @@ from onceflow.wire.progress import PROGRESS_TOPIC
 pytestmark = pytest.mark.integration
 
 SECRET = "a-password-that-must-not-be-printed"
+SCRAM = "SCRAM-SHA-512"
 
 
 @dataclass(frozen=True)
@@ -41,15 +51,18 @@ class Secure:
     internal: str
     certificate: Path
 
-    def options(self, user: str = "flow", password: str = SECRET) -> dict[str, str]:
-        return {
+    def options(self, mechanism: str = SCRAM, user: str = "flow", password: str = SECRET) -> dict[str, str]:
+        """User and password in either way that there is."""
+        options = {
             "security.protocol": "SASL_SSL",
-            "sasl.mechanism": "PLAIN",
-            "sasl.jaas.config": "org.apache.kafka.common.security.plain.PlainLoginModule required "
-            f'username="{user}" password="{password}";',
+            "sasl.mechanism": mechanism,
             "ssl.truststore.type": "PEM",
             "ssl.truststore.location": str(self.certificate),
         }
+        if mechanism == SCRAM:
+            return {**options, "sasl.username": user, "sasl.password": password}
+        module = "org.apache.kafka.common.security.plain.PlainLoginModule"
+        return {**options, "sasl.jaas.config": f'{module} required username="{user}" password="{password}";'}
 
 
 def make_certificate(folder: Path) -> tuple[Path, Path]:
@@ -73,7 +86,8 @@ def secure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secure]:
     folder = tmp_path_factory.mktemp("secure")
     store, certificate = make_certificate(folder)
     port, internal = free_ports(2)
-    module = "org.apache.kafka.common.security.plain.PlainLoginModule required"
+    security = "org.apache.kafka.common.security"
+    plain = f'{security}.plain.PlainLoginModule required user_flow="{SECRET}";'
     properties = {
         "listeners": f"SASL_SSL://127.0.0.1:{port},INTERNAL://127.0.0.1:{internal}",
         "listener.security.protocol.map": "SASL_SSL:SASL_SSL,INTERNAL:PLAINTEXT,CONTROLLER:PLAINTEXT",
@@ -82,13 +96,41 @@ def secure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secure]:
         "ssl.keystore.location": str(store),
         "ssl.keystore.password": "storepass",
         "ssl.key.password": "storepass",
-        "sasl.enabled.mechanisms": "PLAIN",
-        "listener.name.sasl_ssl.plain.sasl.jaas.config": f'{module} user_flow="{SECRET}";',
+        "sasl.enabled.mechanisms": f"{SCRAM},PLAIN",
+        "listener.name.sasl_ssl.scram-sha-512.sasl.jaas.config": f"{security}.scram.ScramLoginModule required;",
+        "listener.name.sasl_ssl.plain.sasl.jaas.config": plain,
         "authorizer.class.name": "org.apache.kafka.metadata.authorizer.StandardAuthorizer",
         "super.users": "User:ANONYMOUS",
     }
     with LocalBroker(folder / "broker", properties=properties, client_listener="INTERNAL") as broker:
-        yield Secure(f"127.0.0.1:{port}", broker.bootstrap_servers, certificate)
+        found = Secure(f"127.0.0.1:{port}", broker.bootstrap_servers, certificate)
+        create_scram_user(found, "flow", SECRET)
+        yield found
+
+
+def create_scram_user(secure: Secure, user: str, password: str) -> None:
+    """Return when the broker lets the user in: it learns of it a moment after the controller has answered."""
+    credential = UserScramCredentialUpsertion(
+        user, ScramCredentialInfo(ScramMechanism.SCRAM_SHA_512, 4096), password.encode()
+    )
+    admin = AdminClient({"bootstrap.servers": secure.internal})
+    admin.alter_user_scram_credentials([credential])[user].result(30)
+    connected(secure, secure.options(user=user, password=password)).close()
+
+
+def connected(secure: Secure, options: dict[str, str]) -> Cluster:
+    """Connections of a client with these options."""
+    deadline = Deadline(30, "a test connects")
+    attempt = 0
+    while True:
+        cluster = Cluster(ClientSettings(secure.servers, options))
+        try:
+            cluster.connect(deadline)
+            return cluster
+        except onceflow.AuthenticationFailedError as error:
+            cluster.close()
+            deadline.pause(attempt, error.what)
+            attempt += 1
 
 
 @pytest.fixture
@@ -128,8 +170,9 @@ def grant(secure: Secure, acls: list[tuple[Any, str, Any]]) -> None:
             future.result(30)
 
 
-def run(secure: Secure, pipe: Any, **write: Any) -> Any:
-    flow = onceflow.Flow(pipe.flow, pipe.spark, bootstrap_servers=secure.servers, options=secure.options())
+def run(secure: Secure, pipe: Any, *, mechanism: str = SCRAM, **write: Any) -> Any:
+    options = secure.options(mechanism)
+    flow = onceflow.Flow(pipe.flow, pipe.spark, bootstrap_servers=secure.servers, options=options)
     try:
         df = flow.read(pipe.source, max_records_per_batch=1000).select("key", "value")
         query = flow.write(df, topic=pipe.target, **write).start()
@@ -146,27 +189,46 @@ def test_the_progress_topic_cannot_be_created(secure: Secure, pipe: Any) -> None
         run(secure, pipe)
 
 
-@pytest.mark.parametrize("small_batch_rows", [0, 4000])
-def test_least_privileges_over_tls(secure: Secure, pipe: Any, small_batch_rows: int) -> None:
+@pytest.mark.parametrize("mechanism, small_batch_rows", [(SCRAM, 0), ("PLAIN", 4000)])
+def test_least_privileges_over_tls(secure: Secure, pipe: Any, mechanism: str, small_batch_rows: int) -> None:
     # CREATE on the one topic; without it an operator makes the topic (see the test above).
     grant(secure, [*needed(pipe).values(), (ResourceType.TOPIC, PROGRESS_TOPIC, AclOperation.CREATE)])
-    run(secure, pipe, small_batch_rows=small_batch_rows)
+    run(secure, pipe, mechanism=mechanism, small_batch_rows=small_batch_rows)
     pipe.check()
 
 
 @pytest.mark.parametrize(
-    "missing", ["source", "target", "progress-read", "progress-write", "transactional-id", "group"]
+    "missing, step",
+    [
+        ("source", "grant READ on sources"),
+        ("target", "WRITE on outputs"),
+        ("progress-read", "grant READ on the topic"),
+        ("progress-write", "grant WRITE on the topic"),
+        ("transactional-id", "grant WRITE and DESCRIBE on the transactional id"),
+        ("group", "grant READ on the group id"),
+    ],
 )
-def test_each_missing_privilege_is_named(secure: Secure, pipe: Any, missing: str) -> None:
+def test_each_missing_privilege_is_named(secure: Secure, pipe: Any, missing: str, step: str) -> None:
     acls = needed(pipe)
     _, name, _ = acls.pop(missing)
     grant(secure, [*acls.values(), (ResourceType.TOPIC, PROGRESS_TOPIC, AclOperation.CREATE)])
-    with pytest.raises((onceflow.PermissionDeniedError, onceflow.UnknownTopicError)) as caught:
+    with pytest.raises(onceflow.PermissionDeniedError) as caught:
         run(secure, pipe)
     text = str(caught.value)
     assert name in text, text
-    assert "next step" in text
+    assert step in caught.value.next_step
     assert SECRET not in text
+    assert independent.read_topic(secure.internal, pipe.target) == []
+
+
+def test_write_is_missing_where_describe_is_not(secure: Secure, pipe: Any) -> None:
+    """The output can be seen at the start; the first batch finds out."""
+    acls = needed(pipe)
+    acls["target"] = (ResourceType.TOPIC, pipe.target, AclOperation.DESCRIBE)
+    grant(secure, [*acls.values(), (ResourceType.TOPIC, PROGRESS_TOPIC, AclOperation.CREATE)])
+    with pytest.raises(onceflow.PermissionDeniedError, match=f"may not use the topic.*{pipe.target}") as caught:
+        run(secure, pipe)
+    assert "grant WRITE on the topic" in caught.value.next_step
     assert independent.read_topic(secure.internal, pipe.target) == []
 
 
@@ -222,13 +284,19 @@ def test_missing_read_shows_at_the_first_start(secure: Secure, pipe: Any) -> Non
     assert independent.read_topic(secure.internal, fresh.target) == []
 
 
-def test_wrong_password(secure: Secure, pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "mechanism, user, password",
+    [(SCRAM, "flow", "guessed-password"), (SCRAM, "nobody", SECRET), ("PLAIN", "flow", "guessed-password")],
+)
+def test_wrong_credentials(
+    secure: Secure, pipe: Any, monkeypatch: pytest.MonkeyPatch, mechanism: str, user: str, password: str
+) -> None:
     monkeypatch.setattr("onceflow.flow._START_SECONDS", 30.0)
-    options = secure.options(password="guessed-password")
+    options = secure.options(mechanism, user, password)
     flow = onceflow.Flow(pipe.flow, pipe.spark, bootstrap_servers=secure.servers, options=options)
     with pytest.raises(onceflow.AuthenticationFailedError, match="refused the credentials") as caught:
         flow.read(pipe.source)
-    assert "guessed-password" not in str(caught.value)
+    assert password not in str(caught.value)
 
 
 def test_plain_connection_to_a_tls_listener(secure: Secure, pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,3 +304,48 @@ def test_plain_connection_to_a_tls_listener(secure: Secure, pipe: Any, monkeypat
     flow = onceflow.Flow(pipe.flow, pipe.spark, bootstrap_servers=secure.servers)
     with pytest.raises(onceflow.BrokerUnreachableError, match="did not complete the Kafka handshake as PLAINTEXT"):
         flow.read(pipe.source)
+
+
+# ---- warnings, with the least privileges -----------------------------------------------------------------
+
+
+def test_settings_that_may_not_be_read_are_no_reason_to_stop(
+    secure: Secure, pipe: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """DESCRIBE_CONFIGS is missing, and Kafka's own topics may not be described: what is left is the copies."""
+    grant(secure, list(needed(pipe).values()))
+    cluster = connected(secure, secure.options())
+    try:
+        found, brokers = read_safety(cluster, [pipe.target], Deadline(30, "a test"))
+        assert (found, brokers) == ([Safety(pipe.target, replicas=1)], 1)
+        warn_of_settings(cluster, [pipe.target, None], Deadline(30, "a test"), flow=pipe.flow)
+    finally:
+        cluster.close()
+    assert not [record for record in caplog.records if record.name == "onceflow"]
+
+
+@pytest.mark.parametrize("may_describe", [False, True])
+def test_an_open_transaction_of_somebody_else(secure: Secure, pipe: Any, may_describe: bool) -> None:
+    """READ on the source shows whose producer id it is; its name needs DESCRIBE on the transactional id."""
+    name = f"loader-{pipe.source}"
+    more = [(ResourceType.TRANSACTIONAL_ID, name, AclOperation.DESCRIBE)] if may_describe else []
+    grant(secure, [*needed(pipe).values(), *more])
+    producer = Producer({"bootstrap.servers": secure.internal, "transactional.id": name})
+    producer.init_transactions(30)
+    producer.begin_transaction()
+    producer.produce(pipe.source, b"undecided", partition=2)
+    assert producer.flush(30) == 0
+    now = [0.0]
+    watch = StableOffsets(60.0, clock=lambda: now[0])
+    cluster = connected(secure, secure.options())
+    try:
+        assert held_back(cluster, watch, {pipe.source: [0, 1, 2, 3]}, Deadline(30, "a test")) == []
+        now[0] += 61.0
+        (warning,) = held_back(cluster, watch, {pipe.source: [0, 1, 2, 3]}, Deadline(30, "a test"))
+    finally:
+        cluster.close()
+        producer.abort_transaction(30)
+    assert f" of {pipe.source}-2 " in warning
+    assert re.search(r"producer id \d+, epoch \d+", warning)
+    assert (repr(name) in warning) is may_describe
+    assert ("lacks DESCRIBE on its transactional id" in warning) is not may_describe
