@@ -9,7 +9,7 @@ PYTEST_FLAGS ?= $(if $(CI),--color=no -q,)
 PYTEST := $(BIN)/python -m pytest $(PYTEST_FLAGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test fast check lint format bench chaos lock clean
+.PHONY: help setup demo test test-long fast check lint format bench chaos lock clean
 
 # Checked while reading this file and reported with $(error): one line on stderr and exit 2, before anything is made.
 ifneq ($(filter-out help clean,$(MAKECMDGOALS)),)
@@ -21,16 +21,18 @@ HOST_PYTHON := $(firstword $(PREFLIGHT))
 endif
 
 help: ## show the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  %-8s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' Makefile
 
 setup: $(VENV)/.jars ## virtual environment, pinned packages, jars
 
 demo: setup ## run the main example: deposits, exactly once
 	$(BIN)/onceflow demo deposits
 
-# Two processes, whole files in turn, the slow ones first. A file's tests share what it has started.
-test: setup ## all tests
-	$(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder
+test: setup ## all tests but the longest
+	$(PYTEST) -m "not long"
+
+test-long: setup ## the longest tests: more of the same, and what takes its time
+	$(PYTEST) -m long
 
 fast: setup ## the tests that need neither broker nor Spark
 	$(PYTEST) tests/unit tests/wire $(wildcard tests/model)

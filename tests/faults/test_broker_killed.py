@@ -21,7 +21,9 @@ def own_broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalBroker
         yield broker
 
 
-@pytest.mark.parametrize("step", ["begin", "audit", "progress"])
+@pytest.mark.parametrize(
+    "step", ["progress", *(pytest.param(step, marks=pytest.mark.long) for step in ("begin", "audit"))]
+)
 def test_broker_killed_in_mid_batch(
     own_broker: LocalBroker, make_pipe: Callable[..., Any], inject: Callable[..., None], step: str
 ) -> None:

@@ -154,6 +154,7 @@ def check(direct: str, topic: str) -> None:
     ],
     ids=lambda rule: f"{rule.action}-{rule.direction}-{rule.seconds or 0}",
 )
+@pytest.mark.long
 def test_one_action(proxied: tuple[str, str, Proxy], topic: str, rule: Rule) -> None:
     direct, through, proxy = proxied
     network = Network(1, [rule])
@@ -166,7 +167,7 @@ def test_one_action(proxied: tuple[str, str, Proxy], topic: str, rule: Rule) -> 
     check(direct, topic)
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.long) for seed in (2, 3))])
 def test_all_actions(proxied: tuple[str, str, Proxy], topic: str, seed: int) -> None:
     direct, through, proxy = proxied
     rules = [

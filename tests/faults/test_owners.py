@@ -110,7 +110,7 @@ def test_two_tasks_on_one_partition_are_refused_before_commit(make_pipe: Any, mo
     pipe.check()
 
 
-@pytest.mark.parametrize("step, action", [("write", "raise"), ("begin", "orphan")])
+@pytest.mark.parametrize("step, action", [("begin", "orphan"), pytest.param("write", "raise", marks=pytest.mark.long)])
 def test_extra_attempts_of_a_task(make_pipe: Any, step: str, action: str) -> None:
     """I3. Spark retries a task that failed after producing; or one whose executor is gone while the task
     itself is only slow: it wakes up and writes while the second attempt runs, and after.

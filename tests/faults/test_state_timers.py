@@ -81,7 +81,9 @@ def test_timers_fire_once(make_state_pipe: Any, late_topic: str, inside: bool) -
     check(pipe, late_topic, expected)
 
 
-@pytest.mark.parametrize("step", ["begin", "write", "end", "settle"])
+@pytest.mark.parametrize(
+    "step", ["write", "end", *(pytest.param(step, marks=pytest.mark.long) for step in ("begin", "settle"))]
+)
 def test_driver_killed_among_timers(make_state_pipe: Any, late_topic: str, step: str) -> None:
     """Batch 5 has fired timers already, others are waiting."""
     pipe = make_state_pipe()

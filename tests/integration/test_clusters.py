@@ -181,6 +181,7 @@ def test_a_node_that_was_killed_comes_back_alone(three: LocalBroker, topic: str)
     assert after[1].port == before[1].port
 
 
+@pytest.mark.long
 def test_a_node_that_halts_loses_its_leaderships(three: LocalBroker, topic: str) -> None:
     leader = three.leader_of(topic, 1)
     assert three.pause(leader) is True
@@ -193,6 +194,7 @@ def test_a_node_that_halts_loses_its_leaderships(three: LocalBroker, topic: str)
     assert values(three, topic) == [b"without it"]
 
 
+@pytest.mark.long
 def test_a_rolling_restart_loses_nothing(three: LocalBroker, topic: str) -> None:
     before = three.status().pids
     done = threading.Event()
@@ -261,6 +263,7 @@ def test_commands_for_several_nodes(three: LocalBroker) -> None:
 # ---- other versions --------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_kafka_3_9_commits_transactions_at_version_1(tmp_path: Path) -> None:
     with LocalBroker(tmp_path / "broker", version="3.9.2", heap=HEAP) as broker:
         create_topic(broker.bootstrap_servers, "older", 1)
@@ -269,6 +272,7 @@ def test_kafka_3_9_commits_transactions_at_version_1(tmp_path: Path) -> None:
         assert broker.status().version == "3.9.2"
 
 
+@pytest.mark.long
 def test_the_transaction_version_changes_while_the_cluster_runs(tmp_path: Path) -> None:
     data_dir = tmp_path / "broker"
     broker = LocalBroker(data_dir, heap=HEAP)

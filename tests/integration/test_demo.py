@@ -20,6 +20,7 @@ from onceflow.testing import independent
 pytestmark = [pytest.mark.integration, pytest.mark.faults]
 
 
+@pytest.mark.long
 def test_deposits_survive_kills() -> None:
     command = [sys.executable, "-m", "onceflow.cli.main", "demo", "deposits", "--records", "20000", "--kills", "1"]
     answer = subprocess.run(command, capture_output=True, text=True, timeout=170, check=False)
@@ -37,6 +38,7 @@ def test_deposits_survive_kills() -> None:
     assert "SIGKILL after step" in answer.stderr
 
 
+@pytest.mark.long
 def test_guarantees_differ_as_promised(onceflow_broker: str) -> None:
     """The same kills at all three: at_most_once has lost, at_least_once has doubled, exactly_once neither."""
     command = [sys.executable, "-m", "onceflow.cli.main", "demo", "guarantees", "--records", "3000"]

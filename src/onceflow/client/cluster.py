@@ -206,7 +206,10 @@ class Cluster:
             node = self.manager.least_loaded_node()
             try:
                 if node is None:
-                    raise ConnectionFailedError("no broker is known")
+                    # Connections that the broker throttles are resumed by a timer, which only the loop looks at.
+                    with self.lock:
+                        self.net.poll(timeout_ms=0)
+                    raise ConnectionFailedError("no connection is ready: throttled by a quota, or broken")
                 return self.exchange(request, node, deadline)
             except ConnectionFailedError as problem:
                 deadline.pause(attempt, f"{api}: {problem}")

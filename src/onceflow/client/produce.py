@@ -33,6 +33,7 @@ from onceflow.wire.produce import LEAST_VERSION, MOST_VERSION, encode_produce
 MAX_IN_FLIGHT = 4
 _MAX_REQUEST_BYTES = 8_000_000
 _REPLICAS_TIMEOUT_MS = 30_000
+_THROTTLE_LOOK_S = 0.02
 
 
 class _Frame:
@@ -92,6 +93,7 @@ class _Partition:
     attempt: int = 0
     not_before: float = 0.0
     stale_leader: bool = False
+    problem: str = ""  # why the last batch has to be sent again
     done: Acknowledged = field(default_factory=Acknowledged)
 
     @property
@@ -173,7 +175,8 @@ class Producer:
         if self._deadline.expired:
             stuck = next((s for s in self._partitions.values() if s.queue), None)
             where = f"{stuck.topic}-{stuck.partition}" if stuck else "-"
-            raise self._deadline.error(f"unacknowledged batches for {where}")
+            last = f": {stuck.problem}" if stuck and stuck.problem else ""
+            raise self._deadline.error(f"unacknowledged batches for {where}{last}")
 
     def _run_loop(self, timeout_s: float) -> None:
         net = self._cluster.net
@@ -212,10 +215,15 @@ class Producer:
                 slot.not_before = now + self._deadline.backoff_s(slot.attempt)
                 slot.attempt += 1
                 slot.stale_leader = True
+                slot.problem = f"broker {node} cannot be reached"
             return
         if not _ready(connection):
             if connection.initializing:
                 connection.init_future.add_both(self._answer.set)
+            elif "throttle" in connection.paused:
+                for slot in slots:
+                    slot.problem = "throttled by a quota of the brokers"
+                    slot.not_before = now + _THROTTLE_LOOK_S
             return
         more = True
         while more and _ready(connection):
@@ -285,6 +293,7 @@ class Producer:
         slot.enrolled = True
         slot.recovering = slot.recovering and slot.under_way > 0
         slot.attempt = 0
+        slot.problem = ""
         self._unacked_bytes -= batch.nbytes
         if slot.done.count == 0:
             slot.done.base_offset = int(answer.base_offset)
@@ -312,6 +321,7 @@ class Producer:
 
     def _retry(self, slot: _Partition, problem: str, *, stale_leader: bool = False) -> None:
         slot.recovering = True
+        slot.problem = problem
         slot.stale_leader = slot.stale_leader or stale_leader
         slot.not_before = time.monotonic() + self._deadline.backoff_s(slot.attempt)
         slot.attempt += 1

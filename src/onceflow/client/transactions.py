@@ -40,7 +40,7 @@ class Outcome(enum.Enum):
     """How a transaction ended."""
 
     COMMITTED = "committed"
-    ABORTED = "aborted"  # not by us: it timed out
+    ABORTED = "aborted"  # not by us: it timed out, or a driver that is starting has aborted it
     FENCED = "fenced"  # somebody re-initialised the transactional id; progress in Kafka decides
 
 
