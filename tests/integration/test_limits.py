@@ -202,12 +202,11 @@ def test_settings_of_a_cluster_of_three(cluster_of_three: Cluster, caplog: pytes
         create_own_topic(cluster, name, partitions=2, configs=configs, deadline=soon(), replication=copies)
         await_topic(cluster, name, soon())
     names = [PROGRESS_TOPIC, "lonely", "safe", "single", "no-such-topic"]
-    deadline, attempt = soon(), 0
-    found, brokers = read_safety(cluster, names, deadline)
-    while len(found) < 5:  # each broker hears of a new topic at a time of its own, and any of them is asked
-        deadline.pause(attempt, "a broker does not know the topics yet")
-        attempt += 1
+    deadline, complete = soon(), 0
+    while complete < 10:  # each broker hears of a new topic at a time of its own, and any of them is asked
         found, brokers = read_safety(cluster, names, deadline)
+        complete = complete + 1 if len(found) == 5 else 0
+        deadline.pause(0, "a broker does not know the topics yet")
     assert brokers == 3
     assert {one.topic: one for one in found} == {
         "lonely": Safety("lonely", 3, True, 1),
