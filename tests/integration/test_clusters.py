@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 from confluent_kafka import KafkaError, KafkaException, Producer
+from kafka.protocol.metadata import MetadataRequest
 
 from onceflow.broker import LocalBroker
 from onceflow.broker.nodes import Partition, partitions
 from onceflow.broker.process import admin_client
 from onceflow.client import produce
-from onceflow.client.cluster import Cluster
+from onceflow.client.cluster import Cluster, ConnectionFailedError
 from onceflow.client.deadline import Deadline
 from onceflow.client.settings import ClientSettings
 from onceflow.client.topics import topic_config
@@ -171,7 +172,11 @@ def test_one_node_may_fail_and_two_may_not(three: LocalBroker, topic: str) -> No
 
 def test_a_node_that_was_killed_comes_back_alone(three: LocalBroker, topic: str) -> None:
     before = three.status().nodes
+    client, deadline = connected(three.bootstrap_servers), Deadline(60, "node 2 to answer a client that has seen it go")
     three.kill(2)
+    while client.broker_count() == 3:
+        client.refresh_brokers(deadline)
+        deadline.pause(3, "node 2 is still in the cluster")
     assert three.start_node(2) is True
     assert three.start_node(2) is False
     three.wait_in_sync()
@@ -179,6 +184,14 @@ def test_a_node_that_was_killed_comes_back_alone(three: LocalBroker, topic: str)
     assert [n.pid for n in after if n.node_id != 2] == [n.pid for n in before if n.node_id != 2]
     assert after[1].pid != before[1].pid
     assert after[1].port == before[1].port
+    soon = Deadline(20, "node 2 to answer")
+    while True:  # kafka-python has forgotten the node, and would learn of it after minutes
+        try:
+            client.exchange(MetadataRequest(topics=[]), 2, soon)
+            break
+        except ConnectionFailedError as problem:
+            soon.pause(3, str(problem))
+    client.close()
 
 
 @pytest.mark.long

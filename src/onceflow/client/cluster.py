@@ -194,6 +194,8 @@ class Cluster:
             except (kafka_errors.SaslAuthenticationFailedError, kafka_errors.AuthorizationError) as error:
                 raise authentication_failed(self.settings, error) from error
             except kafka_errors.KafkaError as error:
+                if isinstance(error, kafka_errors.UnknownBrokerIdError):
+                    self.refresh_brokers(deadline)
                 raise ConnectionFailedError(f"broker {node}: {type(error).__name__}: {error}") from error
             except (OSError, RuntimeError) as error:
                 raise ConnectionFailedError(f"broker {node}: {error}") from error
@@ -329,7 +331,10 @@ class Cluster:
             raise
 
     def refresh_brokers(self, deadline: Deadline) -> None:
-        """Learn brokers that have joined since (a new coordinator may be one of them), if they answer soon."""
+        """Learn brokers that have joined since, or come back, if anyone answers soon.
+
+        kafka-python forgets a broker that is down, and asks anew only every few minutes.
+        """
         timeout_ms = max(1, int(deadline.capped(_REFRESH_TIMEOUT_S) * 1000))
 
         async def run() -> None:

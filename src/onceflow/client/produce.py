@@ -210,7 +210,9 @@ class Producer:
         except (kafka_errors.SaslAuthenticationFailedError, kafka_errors.AuthorizationError) as error:
             self._failure = authentication_failed(self._cluster.settings, error)
             return
-        except kafka_errors.KafkaError:
+        except kafka_errors.KafkaError as error:
+            if isinstance(error, kafka_errors.UnknownBrokerIdError):
+                self._cluster.refresh_brokers(self._deadline)
             for slot in slots:
                 slot.not_before = now + self._deadline.backoff_s(slot.attempt)
                 slot.attempt += 1
