@@ -21,6 +21,7 @@ from onceflow.chaos import flows
 from onceflow.errors import OnceflowError
 from onceflow.session import session
 from onceflow.sink import progress_log
+from onceflow.testing.faults import InjectedFaultError
 from onceflow.testing.recorder import Recorder
 
 
@@ -49,7 +50,10 @@ def main() -> None:
         _say(error=type(error).__name__, text=str(error)[:1000])
         sys.exit(1)
     except Exception as error:
-        _say(error=f"{type(error).__module__}.{type(error).__name__}", text=str(error)[:2000], ours=False)
+        # An exception that was injected is raised by Spark, as one of user code is; any other is a finding.
+        planned = InjectedFaultError.__name__ in str(error) or isinstance(error, InjectedFaultError)
+        name = InjectedFaultError.__name__ if planned else f"{type(error).__module__}.{type(error).__name__}"
+        _say(error=name, text=str(error)[:2000], ours=planned)
         raise
 
 
