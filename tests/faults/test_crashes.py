@@ -137,6 +137,7 @@ def test_a_batch_that_always_fails_is_given_up_clearly(make_pipe: Any, inject: A
     check_recovered(pipe)
 
 
+@pytest.mark.long
 def test_many_restarts_of_one_driver(make_pipe: Any) -> None:
     """Killed again and again at changing steps, always with fresh scratch folders."""
     pipe = make_pipe()

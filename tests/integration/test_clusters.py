@@ -258,6 +258,7 @@ def test_wait_in_sync_does_not_return_while_a_node_is_down(three: LocalBroker) -
     assert "not running: node 3" in caught.value.detail
 
 
+@pytest.mark.long
 def test_commands_for_several_nodes(three: LocalBroker) -> None:
     code, fields = command(three.data_dir, "status")
     assert (code, fields["ready"], [node["node_id"] for node in fields["nodes"]]) == (0, True, [1, 2, 3])
