@@ -12,7 +12,6 @@ of everything or of ``central`` in ``~/.m2/settings.xml``, Ivy's own default (th
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -29,14 +28,14 @@ from pathlib import Path
 from xml.etree import ElementTree
 from xml.sax.saxutils import quoteattr
 
-from onceflow.errors import DeadlineExceededError, EnvironmentUnusableError
+from onceflow.errors import EnvironmentUnusableError
+from onceflow.file_lock import locked
 from onceflow.java import find_java
 
 log = logging.getLogger(__name__)
 
 BROKER_VERSION = "4.3.1"
 RESOLVE_TIMEOUT_S = 600
-LOCK_POLL_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -316,17 +315,10 @@ def _unresolved(
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """Hold an exclusive lock on a file; processes that want the same jars wait for one download."""
-    deadline = time.monotonic() + RESOLVE_TIMEOUT_S
-    with path.open("w") as handle:
-        while True:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise DeadlineExceededError(
-                        f"Another process has held {path} for {RESOLVE_TIMEOUT_S} s.",
-                        next_step="See which process downloads jars, and stop it if it hangs.",
-                    ) from None
-                time.sleep(LOCK_POLL_S)
-        yield  # closing the file releases the lock
+    with locked(
+        path,
+        RESOLVE_TIMEOUT_S,
+        busy=f"Another process has held {path} for {RESOLVE_TIMEOUT_S} s.",
+        next_step="See which process downloads jars, and stop it if it hangs.",
+    ):
+        yield

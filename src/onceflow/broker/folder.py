@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import random
 import socket
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from onceflow.broker.config import HOST, Cluster, Node
-from onceflow.broker.process import POLL_S
-from onceflow.errors import DeadlineExceededError, EnvironmentUnusableError, OptionError
+from onceflow.errors import EnvironmentUnusableError, OptionError
+from onceflow.file_lock import locked
 
 PORTS = range(20_000, 32_000)
 _given: set[int] = set()
@@ -108,17 +106,10 @@ class Folder:
     def exclusive(self, timeout_s: float) -> Iterator[None]:
         """One start or stop at a time per folder, over all processes."""
         self.path.mkdir(parents=True, exist_ok=True)
-        deadline = time.monotonic() + timeout_s
-        with (self.path / "lock").open("w") as handle:
-            while True:
-                try:
-                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    if time.monotonic() > deadline:
-                        raise DeadlineExceededError(
-                            f"Another process has been at {self.path} for {timeout_s:g} s.",
-                            next_step="See what that process waits for, then try again.",
-                        ) from None
-                    time.sleep(POLL_S)
+        with locked(
+            self.path / "lock",
+            timeout_s,
+            busy=f"Another process has been at {self.path} for {timeout_s:g} s.",
+            next_step="See what that process waits for, then try again.",
+        ):
             yield
