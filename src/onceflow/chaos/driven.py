@@ -41,7 +41,6 @@ class Stop:
     error: str
     text: str
     ours: bool
-    at: float
 
 
 @dataclass
@@ -116,7 +115,7 @@ class DriverProcess:
                 except ValueError:
                     continue
                 if "error" in told:
-                    self.stop = Stop(told["error"], told["text"], told.get("ours", True), time.monotonic())
+                    self.stop = Stop(told["error"], told["text"], told.get("ours", True))
                 elif "batch" in told:
                     self._told.batches[told["flow"]] = told["batch"]
                     self._told.at[told["flow"]] = time.monotonic()
@@ -128,7 +127,6 @@ class Driver:
 
     Args:
         kinds: of flows. master: Spark's.
-        leftovers: processes of dead drivers that are left running, to see what harm they do; ended with ``close``.
     """
 
     def __init__(
@@ -143,6 +141,7 @@ class Driver:
         self._bootstrap_servers = bootstrap_servers
         self._master = master
         self._spark = {**_SPARK, **spark}
+        # Drivers that others have taken over from, or what is left of dead ones; they end with ``close``.
         self._leftovers: list[DriverProcess] = []
         self.process: DriverProcess | None = None
         self.choices = Choices()
@@ -157,12 +156,10 @@ class Driver:
         """A new process. ``rule``: what happens to it, see ``onceflow.testing.faults``."""
         self.process = self._new(rule)
 
-    def intrude(self) -> DriverProcess:
-        """A second driver beside the first, which becomes the one that should run; returns the first."""
-        before = self.running
-        self._leftovers.append(before)
+    def intrude(self) -> None:
+        """A second driver beside the first, which becomes the one that should run."""
+        self._leftovers.append(self.running)
         self.start()
-        return before
 
     def kill(self, *, jvm_only: bool = False, leave_rest: bool = False) -> None:
         """SIGKILL, and what is left of it is ended, too, unless it shall be left to itself."""
@@ -191,7 +188,7 @@ class Driver:
         self.start()
         return True
 
-    def await_commits(self, since: float, *, least: int = 1, timeout_s: float) -> float:
+    def await_commits(self, since: float, *, timeout_s: float) -> float:
         """Return how long after ``since`` every flow had committed; revives the driver meanwhile.
 
         Raises:
