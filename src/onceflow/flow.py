@@ -18,7 +18,6 @@ from onceflow.client.brokers import warn_of_settings
 from onceflow.client.cluster import Cluster, TopicInfo
 from onceflow.client.deadline import Deadline
 from onceflow.client.settings import ClientSettings
-from onceflow.client.transactions import Transactions
 from onceflow.errors import (
     OnceflowError,
     OptionError,
@@ -33,6 +32,7 @@ from onceflow.sink.delivery import GUARANTEES, delivery
 from onceflow.sink.options import SinkOptions
 from onceflow.sink.ownership import Columns, check_columns
 from onceflow.sink.state_step import Collected, state_columns, streamed_step
+from onceflow.sink.takeover import TakeOver
 from onceflow.sink.targets import load_targets
 from onceflow.state.durations import duration_ms
 from onceflow.state.processor import ColumnProcessor, Processor
@@ -85,8 +85,7 @@ class Flow:
         self._settings = ClientSettings(bootstrap_servers, options or {})
         queries.check_session(spark, name)
         self._spark = spark
-        self._cluster: Cluster | None = None
-        self._transactions: Transactions | None = None
+        self._hold: TakeOver | None = None
         self._committed: Progress | None = None
         self._sources: dict[str, recovery.SourceTopic] = {}
         self._steps: dict[str, Step] = {}
@@ -185,10 +184,9 @@ class Flow:
         return start
 
     def _connect(self, deadline: Deadline) -> None:
-        if self._cluster is None:
-            self._cluster = Cluster(self._settings)
-            self._transactions = Transactions(self._cluster, self._names.transactional_id)
-            self._transactions.check_supported(deadline)
+        if self._hold is None:
+            self._hold = TakeOver(Cluster(self._settings), self._names)
+            self._hold.transactions.check_supported(deadline)
 
     def _look_at(self, info: TopicInfo, deadline: Deadline) -> recovery.SourceTopic:
         cluster = self._connected()
@@ -201,12 +199,10 @@ class Flow:
         """Step ``init``: fence before reading progress, so that what is read cannot change any more."""
         if self._fresh:
             return
-        cluster = self._connected()
-        progress_log.ensure_topic(cluster, deadline)
-        self._initialised().init(deadline)
-        self._committed = progress_log.read_progress(
-            cluster, self._names.progress_key, self._names.group_id, sources, deadline
-        )
+        hold = self._held()
+        progress_log.ensure_topic(hold.cluster, deadline)
+        hold.init(deadline)
+        self._committed = hold.progress(sources, deadline)
         self._fresh = True
         hooks.at("init", where="driver", flow=self.name)
 
@@ -341,12 +337,14 @@ class Flow:
 
     def _commit_progress(self, progress: Progress, deadline: Deadline) -> None:
         """Commit what a start has decided, in a transaction of its own."""
-        transactions = self._initialised()
-        transactions.begin(deadline)
+        hold = self._held()
+        hold.markers.confirm(deadline)
+        hold.transactions.begin(deadline)
         # The group gets offsets of topics that are read; progress may know others, which may be gone.
         read = {topic: dict(offsets) for topic, offsets in progress.offsets.items() if topic in self._sources}
-        progress_log.write_progress(self._connected(), transactions, self._names, progress, read, deadline)
-        transactions.commit(deadline, flow=self.name, doing="starting")
+        at = progress_log.write_progress(hold.cluster, hold.transactions, self._names, progress, read, deadline)
+        hold.transactions.commit(deadline, flow=self.name, doing="starting")
+        hold.markers.ended({(PROGRESS_TOPIC, progress_log.partition_of(progress.flow)): at}, committed=True)
         self._committed = progress
 
     # ---- writing -------------------------------------------------------------------------------------
@@ -474,12 +472,15 @@ class Flow:
                 self._take_over({}, deadline)  # only a query without topics has not done it yet
                 progress = self._committed or Progress(self._names.progress_key, 0, {}, {}, progress_log.now_ms())
                 location = scratch(self.name) if run.checkpoint is None else kept(self._spark, run, progress, self.name)
-                load_targets(self._connected(), options.topic, deadline, more=process.letter_topics(self._steps))
-                written = [options.topic, PROGRESS_TOPIC, *(t for s in self._steps.values() for t in s.spec.topics.ids)]
-                warn_of_settings(self._connected(), written, deadline, flow=self.name)
-                transactions = self._initialised()
-                transactions.timeout_ms = int(options.transaction_timeout_s * 1000)
-                transactions.renew(deadline)
+                hold = self._held()
+                letters = process.letter_topics(self._steps)
+                load_targets(hold.cluster, options.topic, deadline, more=letters)
+                outputs = [t for t in (options.topic, *letters) if t is not None]
+                written = [*outputs, *(t for s in self._steps.values() for t in s.spec.topics.ids)]
+                warn_of_settings(hold.cluster, [*written, PROGRESS_TOPIC], deadline, flow=self.name)
+                hold.decide(written, self._committed, deadline)
+                hold.transactions.timeout_ms = int(options.transaction_timeout_s * 1000)
+                hold.transactions.renew(deadline)
             except OnceflowError as error:
                 raise error.located(flow=self.name) from error
             query = process.wire(
@@ -493,8 +494,8 @@ class Flow:
                 state=state,
                 names=self._names,
                 settings=self._settings,
-                cluster=self._connected(),
-                delivery=delivery(options.guarantee, self._connected(), transactions, self._names),
+                cluster=hold.cluster,
+                delivery=delivery(options.guarantee, hold, self._names, written),
                 progress=progress,
                 options=replace(query.options, reads_little=not run.facts.others and queries.reads_little(query.df)),
                 columns=query.columns,
@@ -546,9 +547,9 @@ class Flow:
 
     def _release(self) -> None:
         with self._lock:
-            if self._cluster is not None:
-                self._cluster.close()
-            self._cluster = self._transactions = self._committed = None
+            if self._hold is not None:
+                self._hold.cluster.close()
+            self._hold = self._committed = None
             self._sources = {}
             self._steps = {}
             self._fresh = False
@@ -560,14 +561,12 @@ class Flow:
         self.close()
 
     def _connected(self) -> Cluster:
-        if self._cluster is None:
-            raise OptionError("Nothing was read yet", flow=self.name, next_step="call Flow.read first")
-        return self._cluster
+        return self._held().cluster
 
-    def _initialised(self) -> Transactions:
-        if self._transactions is None:
+    def _held(self) -> TakeOver:
+        if self._hold is None:
             raise OptionError("Nothing was read yet", flow=self.name, next_step="call Flow.read first")
-        return self._transactions
+        return self._hold
 
 
 class FlowWriter:

@@ -40,6 +40,7 @@ from onceflow.errors import (
     UnknownTopicError,
 )
 from onceflow.sink import progress_log
+from onceflow.sink.takeover import TakeOver
 from onceflow.state.local_format import INTERNAL_SUFFIX
 from onceflow.state.moving import Mover, Told, Writer
 from onceflow.state.topics import TableTopics, check_known, committed_ends
@@ -125,7 +126,8 @@ class _Repartition:
         self._partitions = partitions
         self._timeout_ms = timeout_ms
         self._tell = tell
-        self._transactions = Transactions(cluster, names.transactional_id)
+        self._hold = TakeOver(cluster, names)
+        self._transactions = self._hold.transactions
 
     def run(self) -> Repartitioned:
         began = time.monotonic()
@@ -182,7 +184,7 @@ class _Repartition:
         self._transactions.timeout_ms = self._timeout_ms or TIMEOUT_MS
         while True:
             try:
-                self._transactions.init(deadline)
+                self._hold.init(deadline)
                 break
             except OptionError:
                 # To ask for the limit takes a privilege that flows do not need.
@@ -193,9 +195,7 @@ class _Repartition:
 
     def _progress(self, infos: Mapping[str, TopicInfo], deadline: Deadline) -> Progress:
         names = self._names
-        progress = progress_log.read_progress(
-            self._cluster, names.progress_key, names.group_id, {}, deadline, missing_is_fine=True
-        )
+        progress = self._hold.progress({}, deadline, missing_is_fine=True)
         ends: Offsets = {} if progress is None else progress.changelogs
         if progress is None or self._table not in ends or self._internal not in ends:
             tables = sorted(name for name in ends if name + INTERNAL_SUFFIX in ends)

@@ -13,6 +13,7 @@ from onceflow.client.produce import Producer
 from onceflow.client.settings import ClientSettings
 from onceflow.client.transactions import Transactions
 from onceflow.sink import progress_log
+from onceflow.sink.takeover import TakeOver
 from onceflow.wire import codes
 from onceflow.wire.batches import encode_single
 from onceflow.wire.names import Names
@@ -38,15 +39,13 @@ def reset(settings: ClientSettings, names: Names, source_topics: list[str]) -> P
     deadline = Deadline(_SECONDS, f"resetting flow {names.flow}")
     cluster = Cluster(settings)
     try:
-        transactions = Transactions(cluster, names.transactional_id)
-        transactions.check_supported(deadline)
+        hold = TakeOver(cluster, names)
+        hold.transactions.check_supported(deadline)
         progress_log.ensure_topic(cluster, deadline)
-        transactions.init(deadline)
+        hold.init(deadline)
         spans = {name: sorted(cluster.topic(name, deadline).leaders) for name in source_topics}
-        before = progress_log.read_progress(
-            cluster, names.progress_key, names.group_id, spans, deadline, missing_is_fine=True
-        )
-        _write_tombstone(cluster, transactions, names, deadline)
+        before = hold.progress(spans, deadline, missing_is_fine=True)
+        _write_tombstone(cluster, hold.transactions, names, deadline)
         _delete_group(cluster, names.group_id, deadline)
         return before
     finally:

@@ -15,12 +15,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 
-from kafka.protocol.admin import DescribeProducersRequest, ListTransactionsRequest
+from kafka.protocol.admin import ListTransactionsRequest
 from kafka.protocol.metadata import MetadataRequest
 
 from onceflow.client.cluster import Cluster, ConnectionFailedError
 from onceflow.client.deadline import Deadline
 from onceflow.client.offsets import LATEST, list_offsets
+from onceflow.client.producers import OpenTransaction, open_transactions
 from onceflow.client.topics import topic_configs
 from onceflow.client.transactions import describe_transaction
 from onceflow.errors import OnceflowError
@@ -188,26 +189,6 @@ class StableOffsets:
         return found
 
 
-@dataclass(frozen=True)
-class OpenTransaction:
-    """Somebody's open transaction, as far as this principal may see.
-
-    Args:
-        start_offset: its first record in the partition. last_write_ms: of its last one there, epoch milliseconds.
-        transactional_id: None: no coordinator tells. state: of the transactional id, ``Ongoing`` unless it hangs.
-        started_ms, timeout_ms: -1 when they are not known.
-    """
-
-    producer_id: int
-    producer_epoch: int
-    start_offset: int
-    last_write_ms: int
-    transactional_id: str | None = None
-    state: str = ""
-    started_ms: int = -1
-    timeout_ms: int = -1
-
-
 def held_back(
     cluster: Cluster, watch: StableOffsets, partitions: Mapping[str, Sequence[int]], deadline: Deadline
 ) -> list[str]:
@@ -258,27 +239,16 @@ def told(held: Held, transaction: OpenTransaction | None) -> str:
 
 
 def _open_transaction(cluster: Cluster, held: Held, deadline: Deadline) -> OpenTransaction | None:
-    """The oldest open transaction of the partition (KIP-664); None when it is not to be seen."""
+    """The oldest open transaction of the partition; None when it is not to be seen."""
+    place = (held.topic, held.partition)
     try:
-        request = DescribeProducersRequest(
-            version=cluster.version(DescribeProducersRequest, least=0, most=0),
-            topics=[DescribeProducersRequest.TopicRequest(name=held.topic, partition_indexes=[held.partition])],
-        )
-        response = cluster.exchange(request, cluster.leader(held.topic, held.partition, deadline), deadline)
-    except (ConnectionFailedError, OnceflowError) as error:
-        log.debug("could not look at the producers of %s-%d: %s", held.topic, held.partition, error)
+        found = open_transactions(cluster, [place], deadline)[place]
+    except OnceflowError as error:
+        log.debug("could not look at the producers of %s-%d: %s", *place, error)
         return None
-    producers = response.topics[0].partitions[0].active_producers or []
-    open_ones = [producer for producer in producers if producer.current_txn_start_offset >= 0]
-    if not open_ones:
+    if not found:
         return None
-    oldest = min(open_ones, key=lambda producer: int(producer.current_txn_start_offset))
-    seen = OpenTransaction(
-        producer_id=int(oldest.producer_id),
-        producer_epoch=int(oldest.producer_epoch),
-        start_offset=int(oldest.current_txn_start_offset),
-        last_write_ms=int(oldest.last_timestamp),
-    )
+    seen = min(found, key=lambda transaction: transaction.start_offset)
     try:
         return _named(cluster, seen, deadline)
     except OnceflowError as error:

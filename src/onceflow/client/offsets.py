@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kafka.protocol.consumer import ListOffsetsRequest, OffsetCommitRequest, OffsetFetchRequest
@@ -10,6 +10,7 @@ from kafka.protocol.consumer import ListOffsetsRequest, OffsetCommitRequest, Off
 from onceflow.client.cluster import GROUP, Cluster, ConnectionFailedError
 from onceflow.client.coordinators import repeat
 from onceflow.client.deadline import Deadline
+from onceflow.client.producers import by_leader
 from onceflow.wire import codes
 
 EARLIEST, LATEST = -2, -1
@@ -18,7 +19,7 @@ _NO_ERROR = 0
 
 def list_offsets(
     cluster: Cluster,
-    partitions: Mapping[str, list[int]],
+    partitions: Mapping[str, Sequence[int]],
     timestamp: int,
     deadline: Deadline,
     *,
@@ -36,11 +37,7 @@ def list_offsets(
     attempt = 0
     while missing:
         problem = ""
-        by_node: dict[int, dict[str, list[int]]] = {}
-        for topic, partition in sorted(missing):
-            node = cluster.leader(topic, partition, deadline, fresh=attempt > 0)
-            by_node.setdefault(node, {}).setdefault(topic, []).append(partition)
-        for node, wanted in by_node.items():
+        for node, wanted in by_leader(cluster, missing, deadline, fresh=attempt > 0).items():
             request = _list_offsets_request(version, wanted, timestamp, committed)
             try:
                 response = cluster.exchange(request, node, deadline)
@@ -63,7 +60,7 @@ def list_offsets(
     return found
 
 
-def _list_offsets_request(version: int, wanted: Mapping[str, list[int]], timestamp: int, committed: bool) -> Any:
+def _list_offsets_request(version: int, wanted: Mapping[str, Sequence[int]], timestamp: int, committed: bool) -> Any:
     topic_type = ListOffsetsRequest.ListOffsetsTopic
     return ListOffsetsRequest(
         version=version,

@@ -230,7 +230,7 @@ class BatchSink:
         self._begun_at = time.monotonic()
         progress: Progress | None = None
         if self._delivery.progress_first:
-            progress = self.progress = self._move_progress(batch, source, summary)
+            progress = self.progress = self._move_progress(batch, source, (), summary)
         with self._timed(summary, "write"):
             parts = self._write(df, batch, identity, source, summary)
         hooks.at("write", where="driver", flow=flow, batch=batch)
@@ -242,7 +242,7 @@ class BatchSink:
             return False  # timers were looked at; nothing was sent under this epoch
         hooks.at("audit", where="driver", flow=flow, batch=batch)
         if progress is None:
-            progress = self._move_progress(batch, source, summary)
+            progress = self._move_progress(batch, source, self._outputs(checked), summary)
         with self._timed(summary, "end"):
             self._end(progress)
         self._adopt(progress, checked, summary)
@@ -386,13 +386,18 @@ class BatchSink:
             written = [report.explained(why) for report in written]
         return audit(written, tasks=part.tasks, stage_attempts=attempts, flow=self._names.flow, batch=batch)
 
-    def _move_progress(self, batch: int, source: SourceRange, summary: BatchSummary) -> Progress:
+    def _outputs(self, checked: Audit) -> tuple[str, ...]:
+        return tuple(sorted(checked.partitions.keys() - (set() if self._state is None else self._state.topics)))
+
+    def _move_progress(
+        self, batch: int, source: SourceRange, outputs: tuple[str, ...], summary: BatchSummary
+    ) -> Progress:
         with self._timed(summary, "progress"):
-            progress = self._progress(batch, source)
+            progress = self._progress(batch, source, outputs)
         hooks.at("progress", where="driver", flow=self._names.flow, batch=batch)
         return progress
 
-    def _progress(self, batch: int, source: SourceRange) -> Progress:
+    def _progress(self, batch: int, source: SourceRange, outputs: tuple[str, ...]) -> Progress:
         """Progress record and source offsets, in the same transaction."""
         deadline = self._deadline("writing progress")
         progress = replace(
@@ -402,10 +407,13 @@ class BatchSink:
             checkpoint=(
                 None if self._numbering is None else self._numbering.current(has_run=not self._delivery.progress_first)
             ),
+            outputs=outputs,
+            producer_id=self._identity.producer_id,
+            producer_epoch=self._identity.producer_epoch,
             time_ms=progress_log.now_ms(),
         )
         if self._state is not None:
-            progress = self._state.progress(progress, self._identity)
+            progress = self._state.progress(progress)
         self._delivery.write_progress(progress, source.end, deadline)
         return progress
 

@@ -10,17 +10,23 @@ Everything else of a batch (plan, tasks, encoding, audit) is the same code for a
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 from onceflow.client.cluster import Cluster
 from onceflow.client.deadline import Deadline
-from onceflow.client.transactions import Outcome, Transactions, idempotent_identity
+from onceflow.client.producers import Place
+from onceflow.client.transactions import Outcome, describe_transaction, idempotent_identity
+from onceflow.errors import OnceflowError
 from onceflow.sink import progress_log
 from onceflow.sink.reports import Report
+from onceflow.sink.takeover import TakeOver, enrolled, partitions_of
 from onceflow.wire.batches import BatchHeader, next_sequence
 from onceflow.wire.names import Names
-from onceflow.wire.progress import Offsets, Progress
+from onceflow.wire.progress import PROGRESS_TOPIC, Offsets, Progress
+
+log = logging.getLogger("onceflow.sink")
 
 EXACTLY_ONCE, AT_LEAST_ONCE, AT_MOST_ONCE = "exactly_once", "at_least_once", "at_most_once"
 GUARANTEES = (EXACTLY_ONCE, AT_LEAST_ONCE, AT_MOST_ONCE)
@@ -73,30 +79,65 @@ class ExactlyOnce:
 
     progress_first = False
 
-    def __init__(self, cluster: Cluster, transactions: Transactions, names: Names) -> None:
+    def __init__(self, hold: TakeOver, names: Names, topics: Iterable[str]) -> None:
         self.sequences: Sequences = {}  # every transaction has an epoch of its own, and starts at 0 (I4)
-        self._cluster = cluster
-        self._transactions = transactions
+        self._cluster = hold.cluster
+        self._transactions = hold.transactions
+        self._markers = hold.markers
         self._names = names
+        self._topics = {*topics}  # that are written to, as far as is known
+        self._places: dict[Place, int | None] = {}  # of this transaction: its first offset in each partition
+        self._begun = False
 
     @property
     def transactional_id(self) -> str | None:
         return self._transactions.transactional_id
 
     def begin(self, deadline: Deadline) -> BatchHeader:
-        return self._transactions.begin(deadline)
+        self._markers.confirm(deadline)
+        identity = self._transactions.begin(deadline)
+        self._begun, self._places = True, {}
+        return identity
 
     def written(self, reports: Iterable[Report]) -> None:
-        """Nothing is kept from one transaction to the next."""
+        """Remembers where this transaction begins in each partition; nothing is kept beyond it."""
+        for report in reports:
+            if report.topic is not None:
+                self._places[report.topic, report.partition] = report.base_offset
+                self._topics.add(report.topic)
 
     def write_progress(self, progress: Progress, offsets: Offsets, deadline: Deadline) -> None:
-        progress_log.write_progress(self._cluster, self._transactions, self._names, progress, offsets, deadline)
+        offset = progress_log.write_progress(
+            self._cluster, self._transactions, self._names, progress, offsets, deadline
+        )
+        self._places[PROGRESS_TOPIC, progress_log.partition_of(progress.flow)] = offset
 
     def end(self, deadline: Deadline) -> Outcome:
-        return self._transactions.end(deadline, commit=True)
+        outcome = self._transactions.end(deadline, commit=True)
+        if outcome is Outcome.COMMITTED:
+            self._begun = False
+            self._markers.ended(self._places, committed=True)
+        return outcome
 
     def abort(self, deadline: Deadline) -> None:
+        if self._markers.stuck:
+            return
+        # What failed may have been the look at the last transaction: then that one still counts.
+        places = self._enrolled(deadline) if self._begun else None
         self._transactions.abort(deadline)
+        self._begun = False
+        if places is not None:
+            self._markers.ended(places, committed=False)
+
+    def _enrolled(self, deadline: Deadline) -> dict[Place, int | None]:
+        """Where an attempt that failed may have written: more than it has reported, and more than Kafka tells."""
+        progress = (PROGRESS_TOPIC, progress_log.partition_of(self._names.progress_key))
+        try:
+            described = describe_transaction(self._cluster, self._transactions.transactional_id, deadline)
+        except OnceflowError as error:
+            log.debug("could not look at the transaction: %s", error)
+            described = {"partitions": {}}
+        return dict.fromkeys({progress, *enrolled(described), *partitions_of(self._cluster, self._topics, deadline)})
 
 
 class WithoutTransactions:
@@ -139,8 +180,12 @@ class WithoutTransactions:
         self._identity = None
 
 
-def delivery(guarantee: str, cluster: Cluster, transactions: Transactions, names: Names) -> Delivery:
-    """The way of a guarantee, which has been checked."""
+def delivery(guarantee: str, hold: TakeOver, names: Names, topics: Iterable[str]) -> Delivery:
+    """The way of a guarantee, which has been checked.
+
+    Args:
+        topics: outputs and tables, as far as they are known at a start.
+    """
     if guarantee == EXACTLY_ONCE:
-        return ExactlyOnce(cluster, transactions, names)
-    return WithoutTransactions(cluster, names, progress_first=guarantee == AT_MOST_ONCE)
+        return ExactlyOnce(hold, names, topics)
+    return WithoutTransactions(hold.cluster, names, progress_first=guarantee == AT_MOST_ONCE)

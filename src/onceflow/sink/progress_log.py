@@ -130,7 +130,7 @@ def read_progress(
     end = kafka_offsets.list_offsets(cluster, span, kafka_offsets.LATEST, deadline, committed=False)[PROGRESS_TOPIC][
         partition
     ]
-    hinted = _hinted_offset(cluster, group, source_topics, partition, deadline)
+    hinted = hinted_offset(cluster, group, source_topics, partition, deadline)
     latest = None
     if hinted is not None and begin <= hinted < end:
         latest = _latest(cluster, flow, partition, hinted, end, deadline)
@@ -155,9 +155,10 @@ def read_progress(
         raise error.located(flow=flow, topic=f"{PROGRESS_TOPIC}-{partition}") from error
 
 
-def _hinted_offset(
+def hinted_offset(
     cluster: Cluster, group: str, source_topics: Mapping[str, list[int]], partition: int, deadline: Deadline
 ) -> int | None:
+    """Where the group's committed offsets say that the record is."""
     try:
         committed = kafka_offsets.fetch_committed(cluster, group, source_topics, deadline)
     except PermissionDeniedError as error:
@@ -201,8 +202,8 @@ def write_progress(
     progress: Progress,
     offsets: Offsets,
     deadline: Deadline,
-) -> None:
-    """Step ``progress``: the record, then the group offsets that point to it.
+) -> int:
+    """Step ``progress``: the record, then the group offsets that point to it. Returns the record's offset.
 
     Args:
         transactions: both become visible with the transaction; None: at once, in this order.
@@ -220,12 +221,13 @@ def write_progress(
     producer.send(PROGRESS_TOPIC, partition, batch)
     written = producer.flush()[PROGRESS_TOPIC, partition].base_offset
     if not offsets:
-        return  # no source is a topic; the record is found without the group's hint
+        return written  # no source is a topic; the record is found without the group's hint
     metadata = hint(partition, written)
     if transactions is None:
         kafka_offsets.commit_offsets(cluster, names.group_id, offsets, deadline, metadata=metadata)
     else:
         transactions.commit_offsets(names.group_id, offsets, deadline, metadata=metadata)
+    return written
 
 
 def now_ms() -> int:

@@ -330,7 +330,7 @@ class StateStep:
         for table in self.tables:
             table.check(self._reports.get(table.spec.table, []), self._moments[table.spec.table])
 
-    def progress(self, progress: Progress, identity: BatchHeader) -> Progress:
+    def progress(self, progress: Progress) -> Progress:
         """The batch's progress, with what it says of the tables."""
         changelogs = {name: dict(ends) for name, ends in progress.changelogs.items()}
         known = dict(progress.tables)
@@ -338,13 +338,7 @@ class StateStep:
             ends, more = table.progress_after(self._reports.get(table.spec.table, []))
             changelogs |= ends
             known[table.spec.table] = more
-        return replace(
-            progress,
-            changelogs=changelogs,
-            tables=known,
-            producer_id=identity.producer_id,
-            producer_epoch=identity.producer_epoch,
-        )
+        return replace(progress, changelogs=changelogs, tables=known)
 
     def adopt(self) -> None:
         """The batch is committed."""

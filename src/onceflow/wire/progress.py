@@ -69,8 +69,9 @@ class Progress:
         checkpoint: what the batch was in Spark's checkpoint, if the query keeps one.
         watermark_ms: event-time watermark handed to the next batch, epoch milliseconds.
         tables: name of the table topic to what else is known of it.
-        producer_id, producer_epoch: the transaction that wrote this record: tells a store whether the changes
-            it holds back are committed. -1: unknown.
+        outputs: topics that the batch has written to, tables left out.
+        producer_id, producer_epoch: the batch's transaction: tells whether the changes that a store holds back are
+            committed, and records that Kafka has left undecided. -1: unknown.
         time_ms: when the record was made, epoch milliseconds.
         format: version of this record's format.
     """
@@ -84,6 +85,7 @@ class Progress:
     checkpoint: CheckpointProgress | None = None
     watermark_ms: int | None = None
     tables: Mapping[str, TableProgress] = field(default_factory=dict)
+    outputs: tuple[str, ...] = ()
     producer_id: int = -1
     producer_epoch: int = -1
     format: int = PROGRESS_FORMAT
@@ -114,6 +116,8 @@ def encode(progress: Progress) -> tuple[bytes, bytes]:
         content["checkpoint"] = kept
     if progress.producer_id >= 0:
         content |= {"producer_id": int(progress.producer_id), "producer_epoch": int(progress.producer_epoch)}
+    if progress.outputs:
+        content["outputs"] = list(progress.outputs)
     if progress.tables:
         content["tables"] = {
             name: {"version": int(table.version), "watermark_ms": table.watermark_ms}
@@ -167,6 +171,7 @@ def decode(key: bytes | None, value: bytes) -> Progress:
         checkpoint=_checkpoint(content, name),
         watermark_ms=None if watermark_ms is None else _take(content, name, "watermark_ms", int),
         tables=_tables(content, name) if "tables" in content else {},
+        outputs=_topics(content, name) if "outputs" in content else (),
         producer_id=_take(content, name, "producer_id", int) if "producer_id" in content else -1,
         producer_epoch=_take(content, name, "producer_epoch", int) if "producer_epoch" in content else -1,
         time_ms=_take(content, name, "time_ms", int),
@@ -220,6 +225,14 @@ def _topic_ids(content: dict[str, Any], flow: str) -> dict[str, str]:
         if not isinstance(topic_id, str):
             _garbage(flow, f"topic_ids of {topic} is {_short(topic_id)}")
     return dict(ids)
+
+
+def _topics(content: dict[str, Any], flow: str) -> tuple[str, ...]:
+    topics = _take(content, flow, "outputs", list)
+    for topic in topics:
+        if not isinstance(topic, str):
+            _garbage(flow, f"outputs has {_short(topic)}")
+    return tuple(topics)
 
 
 def _tables(content: dict[str, Any], flow: str) -> dict[str, TableProgress]:

@@ -1,0 +1,250 @@
+"""Transaction markers that Kafka leaves out, and how they are written after all.
+
+When a transaction ends while one of its partitions has no leader, the coordinator takes the partition for a deleted
+one: it writes no marker there and calls the transaction complete (Kafka 4.3: TransactionMarkerChannelManager,
+KRaftMetadataCache.getPartitionLeaderEndpoint). The records stay undecided, and the producer's next transaction in
+that partition decides them, too: aborted ones become visible, or committed ones never do. So before a transaction is
+begun, the last one must be decided wherever it has written. Where it is not, a transaction without records, which
+only adds these partitions, ends the same way as the last one.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterable, Mapping
+
+from onceflow.client.cluster import Cluster
+from onceflow.client.deadline import Deadline
+from onceflow.client.offsets import LATEST, list_offsets
+from onceflow.client.producers import OpenTransaction, Place, open_transactions
+from onceflow.client.transactions import Outcome, Transactions, describe_transaction
+from onceflow.errors import (
+    BrokerUnsupportedError,
+    DataLossError,
+    DeadlineExceededError,
+    FencedError,
+    OnceflowError,
+    PermissionDeniedError,
+    UnknownTopicError,
+)
+
+log = logging.getLogger("onceflow.client")
+
+_LOOK_S = 2.0
+_FIRST_LOOK_S = 0.004  # markers are a matter of milliseconds
+_END_S = 120.0
+#: States of a transactional id whose last transaction has its markers, or has them left out for good.
+_OVER = frozenset({"CompleteCommit", "CompleteAbort", "Empty", "Dead"})
+
+
+class Markers:
+    """Sees to it that one transaction is decided everywhere before the next one begins. Not thread-safe.
+
+    Args:
+        transactions: whose transactions; initialised before anything is asked of it.
+        name: of the flow, for what is logged.
+    """
+
+    def __init__(self, cluster: Cluster, transactions: Transactions, name: str) -> None:
+        self._cluster = cluster
+        self._transactions = transactions
+        self._name = name
+        self._places: dict[Place, int | None] = {}
+        self._committed = False
+        self._look: _Look | None = None
+        self.stuck = False  # a transaction that commits what is left is open: nobody may abort it
+
+    def ended(self, places: Mapping[Place, int | None], *, committed: bool) -> None:
+        """The last transaction has ended; a look at its markers starts, and takes nobody's time.
+
+        Args:
+            places: where it has written, or may have; with the offset of its first record there, where it is known.
+        """
+        self._places, self._committed = dict(places), committed
+        self._look = _Look(self._cluster, self._places) if committed and places else None
+
+    def confirm(self, deadline: Deadline) -> None:
+        """Returns when the last transaction is decided wherever it has written. Costs no request when it is.
+
+        Raises:
+            FencedError: somebody else owns the transactional id.
+            DeadlineExceededError: it is not known, and nothing may be written under the transactional id yet.
+            DataLossError: committed records may be lost, see `write`.
+        """
+        if self._places and not (self._look is not None and self._look.seen()):
+            self._decide(self._places, self._committed, deadline)
+        self._places, self._look = {}, None
+
+    def left_open(self, places: Iterable[Place], deadline: Deadline) -> dict[Place, OpenTransaction]:
+        """Where this producer has an open transaction. Call it when none should be.
+
+        Two requests for each leader, and one more for those of partitions where anybody's transaction is open. Where
+        this principal lacks READ, a warning is logged, and nothing is found.
+        """
+        suspects = self._undecided(dict.fromkeys(places), deadline)
+        found: dict[Place, OpenTransaction] = {}
+        for topic in sorted({topic for topic, _ in suspects}):
+            own = self._own(topic, [place for place in suspects if place[0] == topic], deadline)
+            if own is None:
+                log.warning(
+                    "flow %s: somebody's transaction is open in %s; that it is not this flow's can only be seen with "
+                    "READ on the topic",
+                    self._name,
+                    topic,
+                )
+            else:
+                found |= own
+        return found
+
+    def write(self, places: Iterable[Place], *, committed: bool, deadline: Deadline) -> None:
+        """Write the markers of a transaction that is over, and see that they are there.
+
+        Raises:
+            FencedError, DeadlineExceededError: as of `confirm`.
+            DataLossError: records of a committed transaction may not become visible. This takes another failure in
+                the moment between adding the partitions and the commit.
+        """
+        if wanted := dict.fromkeys(places):
+            self._write(wanted, committed, deadline)
+            self._decide(wanted, committed, deadline)
+
+    # ---- ---------------------------------------------------------------------------------------------------
+
+    def _decide(self, places: Mapping[Place, int | None], committed: bool, deadline: Deadline) -> None:
+        suspects = self._undecided(places, deadline)
+        hidden: set[Place] = set()  # those that were decided unseen, once
+        attempt = 0
+        while suspects:
+            if self._is_over(deadline):
+                # Markers were under way at the first look: only what is open now is left out.
+                suspects = self._undecided(suspects, deadline)
+                left_out: dict[Place, int | None] = {}
+                for topic in {topic for topic, _ in suspects}:
+                    at = {place: first for place, first in suspects.items() if place[0] == topic}
+                    own = self._own(topic, at, deadline)
+                    if own is None:  # harmless where a marker is there already
+                        left_out |= {place: first for place, first in at.items() if place not in hidden}
+                        hidden |= at.keys()
+                    else:
+                        left_out |= {place: at[place] for place in own}
+                if not left_out:
+                    return
+                self._write(left_out, committed, deadline)
+                suspects = left_out
+            deadline.pause(attempt, f"transaction markers are missing in {_named(suspects)}")
+            attempt += 1
+            suspects = self._undecided(suspects, deadline)
+
+    def _undecided(self, places: Mapping[Place, int | None], deadline: Deadline) -> dict[Place, int | None]:
+        """Those where a transaction is open that may be the last one. A topic that is gone is left out."""
+        found: dict[Place, int | None] = {}
+        for topic, numbers in _by_topic(places).items():
+            unknown = [partition for partition in numbers if places[topic, partition] is None]
+            try:
+                stable = list_offsets(self._cluster, {topic: numbers}, LATEST, deadline)[topic]
+                high = list_offsets(self._cluster, {topic: unknown}, LATEST, deadline, committed=False)[topic]
+            except UnknownTopicError as error:
+                log.debug("no markers are missing in a topic that is gone: %s", error)
+                continue
+            for partition in numbers:
+                first = places[topic, partition]
+                if stable[partition] < high[partition] if first is None else stable[partition] <= first:
+                    found[topic, partition] = first
+        return found
+
+    def _own(self, topic: str, places: Iterable[Place], deadline: Deadline) -> dict[Place, OpenTransaction] | None:
+        """Where this producer has an open transaction; None: it may not be looked at."""
+        try:
+            found = open_transactions(self._cluster, places, deadline)
+        except (PermissionDeniedError, BrokerUnsupportedError) as error:
+            log.debug("could not look at the producers of %s: %s", topic, error)
+            return None
+        mine = self._transactions.identity.producer_id
+        return {place: each for place, all_ in found.items() for each in all_ if each.producer_id == mine}
+
+    def _is_over(self, deadline: Deadline) -> bool:
+        described = describe_transaction(self._cluster, self._transactions.transactional_id, deadline)
+        return described["state"] in _OVER
+
+    def _write(self, places: Mapping[Place, int | None], committed: bool, deadline: Deadline) -> None:
+        log.warning(
+            "flow %s: Kafka has left out transaction markers in %s, which had no leader then; a transaction without "
+            "records %s what was left undecided there",
+            self._name,
+            _named(places),
+            "commits" if committed else "aborts",
+        )
+        transactions = self._transactions
+        transactions.begin(deadline)
+        transactions.add_partitions(_by_topic(places), deadline)
+        # From here on an abort would decide the records: whatever it takes, this transaction has to end as meant.
+        try:
+            outcome = transactions.end(Deadline(_END_S, f"deciding what is open in {_named(places)}"), commit=committed)
+        except DeadlineExceededError as error:
+            if not committed:
+                raise  # whoever comes next aborts it, which is what it is for
+            self.stuck = True
+            raise self._lost(places, "the coordinator does not answer when that transaction is to commit") from error
+        if outcome is Outcome.FENCED:
+            raise FencedError(
+                f"A newer driver of flow {self._name!r} has taken over before this one could begin",
+                flow=self._name,
+                next_step="a flow has one driver: stop the other one, or leave it to it",
+            )
+        if outcome is Outcome.ABORTED and committed:
+            raise self._lost(places, "the broker has aborted that transaction")
+
+    def _lost(self, places: Iterable[Place], why: str) -> DataLossError:
+        return DataLossError(
+            f"Records of the last committed batch may have been lost in {_named(places)}",
+            flow=self._name,
+            detail=f"Kafka had left out their transaction markers, and the transaction that writes them failed: {why}",
+            next_step="compare the end of these partitions with the source; if records are missing, `onceflow reset` "
+            "the flow and run it into a new topic",
+        )
+
+
+class _Look:
+    """A look, on a thread of its own, at whether a committed transaction is decided. It only ever says yes."""
+
+    def __init__(self, cluster: Cluster, places: Mapping[Place, int | None]) -> None:
+        self._cluster = cluster
+        self._places = {place: first for place, first in places.items() if first is not None}
+        self._whole = len(self._places) == len(places)
+        self._yes = False
+        self._given_up = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="onceflow-markers", daemon=True)
+        self._thread.start()
+
+    def seen(self) -> bool:
+        """Whether all is decided, as far as was seen until now."""
+        self._given_up.set()
+        self._thread.join()
+        return self._yes
+
+    def _run(self) -> None:
+        deadline = Deadline(_LOOK_S, "looking at transaction markers")
+        pause_s = _FIRST_LOOK_S
+        try:
+            while not self._yes and not deadline.expired:
+                last = self._given_up.wait(pause_s)
+                stable = list_offsets(self._cluster, _by_topic(self._places), LATEST, deadline)
+                self._yes = self._whole and all(stable[t][p] > first for (t, p), first in self._places.items())
+                pause_s *= 2
+                if last:
+                    return
+        except OnceflowError as error:
+            log.debug("%s", error)
+
+
+def _by_topic(places: Iterable[Place]) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = {}
+    for topic, partition in sorted(places):
+        found.setdefault(topic, []).append(partition)
+    return found
+
+
+def _named(places: Iterable[Place]) -> str:
+    named = [f"{topic}-{partition}" for topic, partition in sorted(places)]
+    return ", ".join(named[:5]) + (f" and {len(named) - 5} more" if len(named) > 5 else "")

@@ -1,0 +1,120 @@
+"""Step ``init``: whoever starts takes over what the flow has in Kafka, and finds all of it decided.
+
+The transactional id is initialised first: that fences older drivers and aborts what they left open, so what is read
+afterwards does not change any more. Then markers that Kafka left out are written (``client/markers.py``); the
+progress record's own one first, for it tells how the last batch has ended.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from onceflow.client.cluster import Cluster
+from onceflow.client.deadline import Deadline
+from onceflow.client.markers import Markers
+from onceflow.client.producers import OpenTransaction, Place
+from onceflow.client.transactions import Transactions, describe_transaction
+from onceflow.errors import OnceflowError, PermissionDeniedError, UnknownTopicError
+from onceflow.sink import progress_log
+from onceflow.wire.names import Names
+from onceflow.wire.progress import PROGRESS_TOPIC, Progress
+
+log = logging.getLogger("onceflow.sink")
+
+_GROUPS_TOPIC = "__consumer_offsets"  # the group's offsets: the next transaction overwrites them, however it ends
+_COMMITTED = ("PrepareCommit", "CompleteCommit")
+
+
+class TakeOver:
+    """What one driver holds of a flow: its transactional id, and the sight of its markers.
+
+    Args:
+        cluster: stays with the caller, who closes it.
+    """
+
+    def __init__(self, cluster: Cluster, names: Names) -> None:
+        self.cluster = cluster
+        self.transactions = Transactions(cluster, names.transactional_id)
+        self.markers = Markers(cluster, self.transactions, names.flow)
+        self._names = names
+        self._described: dict[str, Any] = {"state": "", "partitions": {}}
+        self._looked_at: set[Place] = set()
+
+    def init(self, deadline: Deadline) -> None:
+        """Fence older drivers. What the coordinator knew of their last transaction is remembered: init forgets it.
+
+        Raises:
+            OptionError: the brokers do not grant so long a transaction timeout.
+        """
+        try:
+            self._described = describe_transaction(self.cluster, self.transactions.transactional_id, deadline)
+        except OnceflowError as error:
+            log.debug("flow %s: could not look at the last transaction: %s", self._names.flow, error)
+        self.transactions.init(deadline)
+
+    def progress(
+        self, source_topics: Mapping[str, list[int]], deadline: Deadline, *, missing_is_fine: bool = False
+    ) -> Progress | None:
+        """The last committed progress, and what it tells of is decided. Arguments as of `read_progress`."""
+        names = self._names
+        partition = progress_log.partition_of(names.progress_key)
+        own = (PROGRESS_TOPIC, partition)
+        left = self._left_open([own, *enrolled(self._described)], deadline)
+        if own in left:
+            hinted = progress_log.hinted_offset(self.cluster, names.group_id, source_topics, partition, deadline)
+            # The group's offsets are a part of the same transaction: when they point to the record, it is committed.
+            points_there = hinted is not None and hinted >= left[own].start_offset
+            committed = self._described["state"] in _COMMITTED or points_there
+            self.markers.write([own], committed=committed, deadline=deadline)
+        found = progress_log.read_progress(
+            self.cluster, names.progress_key, names.group_id, source_topics, deadline, missing_is_fine=missing_is_fine
+        )
+        self._decide({place: each for place, each in left.items() if place != own}, found, deadline)
+        if found is not None:
+            self.decide([*found.changelogs, *found.outputs], found, deadline)
+        return found
+
+    def decide(self, topics: Iterable[str], progress: Progress | None, deadline: Deadline) -> None:
+        """Decide what this flow's last batch may have left undecided in these topics.
+
+        Args:
+            topics: those that are gone are skipped.
+        """
+        self._decide(self._left_open(partitions_of(self.cluster, topics, deadline), deadline), progress, deadline)
+
+    def _left_open(self, places: Iterable[Place], deadline: Deadline) -> dict[Place, OpenTransaction]:
+        new = {*places} - self._looked_at
+        self._looked_at |= new
+        return self.markers.left_open(new, deadline) if new else {}
+
+    def _decide(self, left: Mapping[Place, OpenTransaction], progress: Progress | None, deadline: Deadline) -> None:
+        for committed in (True, False):
+            places = [place for place, each in left.items() if self._is_committed(each, progress) is committed]
+            self.markers.write(places, committed=committed, deadline=deadline)
+
+    def _is_committed(self, left: OpenTransaction, progress: Progress | None) -> bool:
+        """Whether it is the transaction that progress tells of. Every attempt has an epoch of its own (I3)."""
+        if progress is None:
+            return False
+        if progress.producer_id < 0:  # written by an earlier onceflow
+            return self._described["state"] in _COMMITTED
+        return (progress.producer_id, progress.producer_epoch) == (left.producer_id, left.producer_epoch)
+
+
+def enrolled(described: Mapping[str, Any]) -> list[Place]:
+    """The partitions of a transaction, as `describe_transaction` tells them, without the group's."""
+    partitions: Mapping[str, list[int]] = described["partitions"]
+    return [(topic, number) for topic, numbers in partitions.items() for number in numbers if topic != _GROUPS_TOPIC]
+
+
+def partitions_of(cluster: Cluster, topics: Iterable[str], deadline: Deadline) -> list[Place]:
+    """All partitions of these topics; of those that are gone, none."""
+    found: list[Place] = []
+    for topic in sorted({*topics}):
+        try:
+            found += [(topic, partition) for partition in sorted(cluster.topic(topic, deadline).leaders)]
+        except (UnknownTopicError, PermissionDeniedError) as error:
+            log.debug("nothing is open in %s: %s", topic, error)
+    return found
