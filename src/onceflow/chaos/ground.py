@@ -16,8 +16,10 @@ from onceflow.chaos.driven import Driver
 from onceflow.chaos.feeder import Feeder
 from onceflow.chaos.flows import COPY, LEDGER, TOTALS, Names
 from onceflow.chaos.spark_cluster import SparkCluster
+from onceflow.sink.progress_log import PROGRESS_PARTITIONS
 from onceflow.testing.broker import create_topic
 from onceflow.testing.proxy import Proxies, proxied_node_properties
+from onceflow.wire.progress import PROGRESS_TOPIC
 
 OLDER_KAFKA = "3.9.2"
 _BROKER = {
@@ -28,6 +30,7 @@ _BROKER = {
     "controller.quorum.election.timeout.ms": "500",
     "controller.quorum.fetch.timeout.ms": "1500",
 }
+_ONE_IN_SYNC = {"min.insync.replicas": "1"}
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,8 @@ class Setup:
     """A combination.
 
     Args:
-        nodes: of Kafka. version: of Kafka; None: the newest.
+        nodes: of Kafka. copies: of each partition, Kafka's own topics left out; None: three, where there are as many
+            nodes. version: of Kafka; None: the newest.
         features: of the cluster, to have another transaction version.
         workers: of a Spark standalone cluster; 0: Spark runs in the driver.
         flows: kinds, see ``flows.py``.
@@ -44,6 +48,7 @@ class Setup:
 
     name: str
     nodes: int = 1
+    copies: int | None = None
     version: str | None = None
     features: Mapping[str, int] = field(default_factory=dict)
     workers: int = 0
@@ -57,6 +62,7 @@ SETUPS = {
     for setup in (
         Setup("one-node"),
         Setup("three-nodes", nodes=3),
+        Setup("one-copy", nodes=3, copies=1),
         Setup("executors", workers=2),
         Setup("checkpoint", flows=(COPY, TOTALS)),
         Setup("version-1", features={"transaction.version": 1}),
@@ -98,13 +104,14 @@ def standing(setup: Setup, folder: Path) -> Iterator[Ground]:
     """The ground, with everything started; all of it is ended afterwards."""
     with contextlib.ExitStack() as stack:
         properties, ports = proxied_node_properties(range(1, setup.nodes + 1))
+        copies = {} if setup.copies is None else {"default.replication.factor": str(setup.copies), **_ONE_IN_SYNC}
         broker = stack.enter_context(
             LocalBroker(
                 folder / "kafka",
                 nodes=setup.nodes,
                 version=setup.version,
                 features=setup.features,
-                properties=_BROKER,
+                properties=_BROKER | copies,
                 node_properties=properties,
                 heap="400m" if setup.nodes > 1 else "700m",
             )
@@ -113,6 +120,8 @@ def standing(setup: Setup, folder: Path) -> Iterator[Ground]:
         names = Names("chaos", folder)
         for topic in [names.source, *names.outputs(setup.flows)]:
             create_topic(broker.bootstrap_servers, topic, setup.partitions)
+        if setup.copies is not None:  # a flow that makes it asks for more copies
+            create_topic(broker.bootstrap_servers, PROGRESS_TOPIC, PROGRESS_PARTITIONS, {"cleanup.policy": "compact"})
         spark_cluster = stack.enter_context(SparkCluster(folder / "spark", setup.workers)) if setup.workers else None
         driver = Driver(
             names,

@@ -91,7 +91,8 @@ def workers_kill(ground: Ground, rng: random.Random) -> str:
 
 
 def second_driver(ground: Ground, rng: random.Random) -> str:
-    stopped = rng.random() < 0.5
+    # A stopped application would keep the cores of a Spark cluster from the second one.
+    stopped = rng.random() < 0.5 and ground.spark_cluster is None
     first = ground.driver.running
     if stopped:
         first.send(signal.SIGSTOP, whole=True)
@@ -147,7 +148,7 @@ def shuffle_lost(ground: Ground, rng: random.Random) -> str:
 def broker_kill(ground: Ground, rng: random.Random) -> str:
     node = rng.choice(ground.node_ids)
     ground.broker.kill(node)
-    time.sleep(rng.uniform(0, 3))
+    time.sleep(rng.uniform(0, 6))  # missed or not: its session ends after 3 s
     ground.broker.start_node(node)
     return f"SIGKILL to broker {node}"
 
@@ -232,7 +233,7 @@ MENU: dict[str, Fault] = {
     "shuffle files lost": Fault(shuffle_lost, lambda setup: setup.workers > 0, weight=3),
     "broker killed": Fault(broker_kill, weight=2),
     "broker stopped for a while": Fault(broker_pause, weight=3),
-    "leaders moved": Fault(leaders_moved, lambda setup: setup.nodes > 1, weight=3),
+    "leaders moved": Fault(leaders_moved, lambda setup: setup.nodes > 1 and setup.copies is None, weight=3),
     "rolling restart": Fault(rolling_restart, lambda setup: setup.nodes > 1, weight=1),
     "frames delayed": Fault(network(DELAY), weight=2),
     "frames doubled": Fault(network(DUPLICATE), weight=2),
