@@ -173,9 +173,9 @@ def next_attempt_continues(patch: Patch) -> None:
     """An attempt that failed is not aborted: the next one goes on in its transaction, under its epoch."""
 
     def abort(self: Any, deadline: Deadline) -> None:
-        self._used = False
+        self._transactions._used = False
 
-    patch.setattr(Transactions, "abort", abort)
+    patch.setattr(ExactlyOnce, "abort", abort)
 
 
 def abort_keeps_the_epoch(patch: Patch) -> None:
@@ -218,7 +218,7 @@ def progress_in_a_transaction_before(patch: Patch) -> None:
 
     def attempt(self: Any, df: Any, batch: int, source: Any, summary: Any) -> bool:
         self._delivery.begin(Deadline(30, "mutant"))
-        progress = self._progress(batch, source)
+        progress = self._progress(batch, source, ())
         self._delivery.end(Deadline(30, "mutant"))
         self._move_progress = lambda *_: progress
         return original(self, df, batch, source, summary)
