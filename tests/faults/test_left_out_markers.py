@@ -35,7 +35,7 @@ from onceflow.wire.batches import encode_single
 from onceflow.wire.names import Names
 from onceflow.wire.progress import PROGRESS_TOPIC, Progress
 
-pytestmark = [pytest.mark.integration, pytest.mark.faults, pytest.mark.long]
+pytestmark = [pytest.mark.integration, pytest.mark.faults]
 
 SOURCE, OUT = "in", "out"
 QUICKLY = {  # a killed node is missed, and comes back, sooner
@@ -151,7 +151,11 @@ class Flow:
         return [record.value for record in records]
 
 
-@pytest.fixture(scope="module", params=[2, 1], ids=["v2", "v1"])
+# Version 1 is left to make test-long.
+VERSIONS = [pytest.param(2, id="v2"), pytest.param(1, id="v1", marks=pytest.mark.long)]
+
+
+@pytest.fixture(scope="module", params=VERSIONS)
 def broker(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalBroker]:
     features = {"transaction.version": request.param}
     folder = tmp_path_factory.mktemp("kafka")
@@ -178,6 +182,7 @@ def driver(flow: Flow) -> TakeOver:
     return driver
 
 
+@pytest.mark.long
 def test_aborted_records_become_visible(flow: Flow, driver: TakeOver) -> None:
     """Kafka alone."""
     driver.transactions.begin(soon())
@@ -189,6 +194,7 @@ def test_aborted_records_become_visible(flow: Flow, driver: TakeOver) -> None:
     assert flow.seen() == [b"aborted", b"committed"]
 
 
+@pytest.mark.long
 def test_an_aborted_attempt_is_decided_before_the_next(flow: Flow, driver: TakeOver) -> None:
     driver.transactions.begin(soon())
     flow.write(driver, "aborted")
@@ -201,6 +207,7 @@ def test_an_aborted_attempt_is_decided_before_the_next(flow: Flow, driver: TakeO
     assert flow.seen() == [b"committed"]
 
 
+@pytest.mark.long
 def test_a_committed_batch_is_decided_before_the_next(flow: Flow, driver: TakeOver) -> None:
     driver.transactions.begin(soon())
     first = flow.write(driver, "committed")
@@ -213,6 +220,7 @@ def test_a_committed_batch_is_decided_before_the_next(flow: Flow, driver: TakeOv
     assert flow.seen() == [b"committed"]
 
 
+@pytest.mark.long
 def test_others_open_transactions_are_left_alone(
     flow: Flow, driver: TakeOver, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -232,6 +240,7 @@ def test_others_open_transactions_are_left_alone(
     assert flow.seen() == [b"committed"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("commit", [True, False], ids=["committed", "aborted"])
 @pytest.mark.parametrize("starts", [1, 2], ids=["next-start", "after-a-start-that-died"])
 def test_the_next_start_decides_the_output(flow: Flow, driver: TakeOver, commit: bool, starts: int) -> None:
@@ -256,6 +265,7 @@ def test_the_next_start_decides_the_output(flow: Flow, driver: TakeOver, commit:
     assert flow.seen() == ([b"first", b"second"] if commit else [b"first"])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("commit", [True, False], ids=["committed", "aborted"])
 @pytest.mark.parametrize("starts", [1, 2], ids=["next-start", "after-a-start-that-died"])
 def test_the_next_start_decides_progress(broker: LocalBroker, commit: bool, starts: int) -> None:

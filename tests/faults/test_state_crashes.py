@@ -33,7 +33,13 @@ def options_of(step: str, by_tasks: dict[str, Any]) -> dict[str, Any]:
     return [{}, by_tasks, {"inside": True, **by_tasks}][turn]
 
 
-@pytest.mark.parametrize("step", hooks.STEPS)
+# Nothing is written before "write": the steps before it are as without state (test_crashes.py).
+_EARLY = ("init", "plan", "begin")
+
+
+@pytest.mark.parametrize(
+    "step", [pytest.param(step, marks=pytest.mark.long) if step in _EARLY else step for step in hooks.STEPS]
+)
 def test_driver_killed(make_state_pipe: Any, step: str) -> None:
     pipe = make_state_pipe()
     pipe.fill(3000)
@@ -61,7 +67,7 @@ def test_exception(make_state_pipe: Any, inject: Any, by_tasks: Any, step: str) 
     pipe.check()
 
 
-@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("inside", [pytest.param(False, marks=pytest.mark.long), True])
 def test_python_workers_killed(make_state_pipe: Any, inject_at_every_step: Any, by_tasks: Any, inside: bool) -> None:
     """Between jobs nobody needs them: what they held in memory is in the stores and in Kafka."""
     pipe = make_state_pipe()

@@ -66,7 +66,7 @@ def late_topic(onceflow_broker: str, make_topic: Any) -> str:
     return str(make_topic("late", 1))
 
 
-@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("inside", [pytest.param(False, marks=pytest.mark.long), True])
 def test_timers_fire_once(make_state_pipe: Any, late_topic: str, inside: bool) -> None:
     pipe = make_state_pipe()
     expected = fill(pipe)
@@ -82,7 +82,7 @@ def test_timers_fire_once(make_state_pipe: Any, late_topic: str, inside: bool) -
 
 
 @pytest.mark.parametrize(
-    "step", ["write", "end", *(pytest.param(step, marks=pytest.mark.long) for step in ("begin", "settle"))]
+    "step", ["end", *(pytest.param(step, marks=pytest.mark.long) for step in ("begin", "write", "settle"))]
 )
 def test_driver_killed_among_timers(make_state_pipe: Any, late_topic: str, step: str) -> None:
     """Batch 5 has fired timers already, others are waiting."""

@@ -56,12 +56,13 @@ def test_golden_bytes_of_a_flow_with_state() -> None:
         changelogs={"balances": {0: 4}},
         time_ms=5,
         tables={"balances": TableProgress(2, 77), "other": TableProgress()},
+        outputs=("settled", "statements"),
         producer_id=11,
         producer_epoch=6,
     )
     golden = (
         b'{"batch_id":3,"changelogs":{"balances":{"0":4}},"checkpoint_query_id":null,"flow":"orders","format":1,'
-        b'"offsets":{"a":{"0":9}},"producer_epoch":6,"producer_id":11,'
+        b'"offsets":{"a":{"0":9}},"outputs":["settled","statements"],"producer_epoch":6,"producer_id":11,'
         b'"tables":{"balances":{"version":2,"watermark_ms":77},"other":{"version":0,"watermark_ms":null}},'
         b'"time_ms":5,"topic_ids":{},"watermark_ms":null}'
     )
@@ -88,6 +89,7 @@ offsets = st.dictionaries(names, st.dictionaries(st.integers(0, 9999), st.intege
         tables=st.dictionaries(
             names, st.builds(TableProgress, st.integers(0, 99), st.one_of(st.none(), st.integers(0, 2**60))), max_size=2
         ),
+        outputs=st.lists(names, max_size=3).map(tuple),
     )
 )
 def test_round_trip(progress: Progress) -> None:
@@ -134,6 +136,8 @@ def test_record_of_another_flow() -> None:
         {"flow": 3},
         {"offsets": []},
         {"offsets": {"a": 5}},
+        {"outputs": "a"},
+        {"outputs": [5]},
         {"offsets": {"a": {"x": 5}}},
         {"offsets": {"a": {"-1": 5}}},
         {"offsets": {"a": {"²": 5}}},

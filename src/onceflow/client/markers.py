@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from onceflow.client.cluster import Cluster
 from onceflow.client.deadline import Deadline
@@ -24,7 +24,6 @@ from onceflow.errors import (
     DataLossError,
     DeadlineExceededError,
     FencedError,
-    OnceflowError,
     PermissionDeniedError,
     UnknownTopicError,
 )
@@ -62,7 +61,9 @@ class Markers:
             places: where it has written, or may have; with the offset of its first record there, where it is known.
         """
         self._places, self._committed = dict(places), committed
-        self._look = _Look(self._cluster, self._places) if committed and places else None
+        self._look = None
+        if committed and places:
+            self._look = _Look(self._cluster, self._places, self._own)
 
     def confirm(self, deadline: Deadline) -> None:
         """Returns when the last transaction is decided wherever it has written. Costs no request when it is.
@@ -82,20 +83,15 @@ class Markers:
         Two requests for each leader, and one more for those of partitions where anybody's transaction is open. Where
         this principal lacks READ, a warning is logged, and nothing is found.
         """
-        suspects = self._undecided(dict.fromkeys(places), deadline)
-        found: dict[Place, OpenTransaction] = {}
-        for topic in sorted({topic for topic, _ in suspects}):
-            own = self._own(topic, [place for place in suspects if place[0] == topic], deadline)
-            if own is None:
-                log.warning(
-                    "flow %s: somebody's transaction is open in %s; that it is not this flow's can only be seen with "
-                    "READ on the topic",
-                    self._name,
-                    topic,
-                )
-            else:
-                found |= own
-        return found
+        own, unseen = self._own(self._undecided(dict.fromkeys(places), deadline), deadline)
+        if unseen:
+            log.warning(
+                "flow %s: somebody's transaction is open in %s; that it is not this flow's can only be seen with READ "
+                "on the topic",
+                self._name,
+                _named(unseen),
+            )
+        return own
 
     def write(self, places: Iterable[Place], *, committed: bool, deadline: Deadline) -> None:
         """Write the markers of a transaction that is over, and see that they are there.
@@ -106,35 +102,27 @@ class Markers:
                 the moment between adding the partitions and the commit.
         """
         if wanted := dict.fromkeys(places):
-            self._write(wanted, committed, deadline)
+            self._write(wanted, committed, deadline, sure=True)
             self._decide(wanted, committed, deadline)
 
     # ---- ---------------------------------------------------------------------------------------------------
 
     def _decide(self, places: Mapping[Place, int | None], committed: bool, deadline: Deadline) -> None:
-        suspects = self._undecided(places, deadline)
-        hidden: set[Place] = set()  # those that were decided unseen, once
+        suspects = dict(places)
+        unseen_once: set[Place] = set()
         attempt = 0
-        while suspects:
-            if self._is_over(deadline):
-                # Markers were under way at the first look: only what is open now is left out.
-                suspects = self._undecided(suspects, deadline)
-                left_out: dict[Place, int | None] = {}
-                for topic in {topic for topic, _ in suspects}:
-                    at = {place: first for place, first in suspects.items() if place[0] == topic}
-                    own = self._own(topic, at, deadline)
-                    if own is None:  # harmless where a marker is there already
-                        left_out |= {place: first for place, first in at.items() if place not in hidden}
-                        hidden |= at.keys()
-                    else:
-                        left_out |= {place: at[place] for place in own}
-                if not left_out:
-                    return
-                self._write(left_out, committed, deadline)
-                suspects = left_out
-            deadline.pause(attempt, f"transaction markers are missing in {_named(suspects)}")
-            attempt += 1
+        while True:
+            over = self._is_over(deadline)  # asked first: what is open after that stays open
             suspects = self._undecided(suspects, deadline)
+            own, unseen = self._own(suspects, deadline)
+            if left_out := own.keys() | (unseen - unseen_once):
+                if over:
+                    self._write(left_out, committed, deadline, sure=bool(own))
+                    unseen_once |= unseen
+            elif over:
+                return
+            deadline.pause(attempt, f"transaction markers are missing in {_named(left_out or suspects)}")
+            attempt += 1
 
     def _undecided(self, places: Mapping[Place, int | None], deadline: Deadline) -> dict[Place, int | None]:
         """Those where a transaction is open that may be the last one. A topic that is gone is left out."""
@@ -153,22 +141,32 @@ class Markers:
                     found[topic, partition] = first
         return found
 
-    def _own(self, topic: str, places: Iterable[Place], deadline: Deadline) -> dict[Place, OpenTransaction] | None:
-        """Where this producer has an open transaction; None: it may not be looked at."""
-        try:
-            found = open_transactions(self._cluster, places, deadline)
-        except (PermissionDeniedError, BrokerUnsupportedError) as error:
-            log.debug("could not look at the producers of %s: %s", topic, error)
-            return None
+    def _own(self, places: Iterable[Place], deadline: Deadline) -> tuple[dict[Place, OpenTransaction], set[Place]]:
+        """Where this producer has an open transaction; and where that may not be looked at."""
         mine = self._transactions.identity.producer_id
-        return {place: each for place, all_ in found.items() for each in all_ if each.producer_id == mine}
+        own: dict[Place, OpenTransaction] = {}
+        unseen: set[Place] = set()
+        for topic, numbers in _by_topic(places).items():
+            at = [(topic, partition) for partition in numbers]
+            try:
+                found = open_transactions(self._cluster, at, deadline)
+            except UnknownTopicError:
+                continue
+            except (PermissionDeniedError, BrokerUnsupportedError) as error:
+                log.debug("could not look at the producers of %s: %s", topic, error)
+                unseen |= {*at}
+                continue
+            own |= {place: each for place, all_ in found.items() for each in all_ if each.producer_id == mine}
+        return own, unseen
 
     def _is_over(self, deadline: Deadline) -> bool:
         described = describe_transaction(self._cluster, self._transactions.transactional_id, deadline)
         return described["state"] in _OVER
 
-    def _write(self, places: Mapping[Place, int | None], committed: bool, deadline: Deadline) -> None:
-        log.warning(
+    def _write(self, places: Iterable[Place], committed: bool, deadline: Deadline, *, sure: bool) -> None:
+        """A transaction without records. Where nothing is open it changes nothing."""
+        log.log(
+            logging.WARNING if sure else logging.DEBUG,
             "flow %s: Kafka has left out transaction markers in %s, which had no leader then; a transaction without "
             "records %s what was left undecided there",
             self._name,
@@ -208,18 +206,24 @@ class Markers:
 class _Look:
     """A look, on a thread of its own, at whether a committed transaction is decided. It only ever says yes."""
 
-    def __init__(self, cluster: Cluster, places: Mapping[Place, int | None]) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        places: Mapping[Place, int | None],
+        own: Callable[[Iterable[Place], Deadline], tuple[dict[Place, OpenTransaction], set[Place]]],
+    ) -> None:
         self._cluster = cluster
         self._places = {place: first for place, first in places.items() if first is not None}
         self._whole = len(self._places) == len(places)
+        self._own = own
         self._yes = False
-        self._given_up = threading.Event()
+        self._last = threading.Event()
         self._thread = threading.Thread(target=self._run, name="onceflow-markers", daemon=True)
         self._thread.start()
 
     def seen(self) -> bool:
         """Whether all is decided, as far as was seen until now."""
-        self._given_up.set()
+        self._last.set()
         self._thread.join()
         return self._yes
 
@@ -227,15 +231,21 @@ class _Look:
         deadline = Deadline(_LOOK_S, "looking at transaction markers")
         pause_s = _FIRST_LOOK_S
         try:
-            while not self._yes and not deadline.expired:
-                last = self._given_up.wait(pause_s)
+            while self._whole and not self._yes and not deadline.expired:
+                last = self._last.wait(pause_s)
                 stable = list_offsets(self._cluster, _by_topic(self._places), LATEST, deadline)
-                self._yes = self._whole and all(stable[t][p] > first for (t, p), first in self._places.items())
+                waiting = [(t, p) for (t, p), first in self._places.items() if stable[t][p] <= first]
+                self._yes = not waiting
+                if waiting and pause_s > _FIRST_LOOK_S:  # by now it may be somebody else's transaction that is open
+                    own, unseen = self._own(waiting, deadline)
+                    self._yes = not own and not unseen
+                    if unseen:
+                        return
                 pause_s *= 2
                 if last:
                     return
-        except OnceflowError as error:
-            log.debug("%s", error)
+        except Exception as error:  # whatever it is (the cluster may have been closed): nothing was seen
+            log.debug("could not look at transaction markers: %s", error)
 
 
 def _by_topic(places: Iterable[Place]) -> dict[str, list[int]]:
