@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import shutil
 import subprocess
@@ -349,3 +350,30 @@ def test_an_open_transaction_of_somebody_else(secure: Secure, pipe: Any, may_des
     assert re.search(r"producer id \d+, epoch \d+", warning)
     assert (repr(name) in warning) is may_describe
     assert ("lacks DESCRIBE on its transactional id" in warning) is not may_describe
+
+
+@pytest.mark.parametrize("may_read", [False, True])
+def test_an_output_that_others_write_to(
+    secure: Secure, pipe: Any, may_read: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Their open transaction looks like a missing marker. Whose it is takes READ; nothing is lost without."""
+    more = [(ResourceType.TOPIC, pipe.target, AclOperation.READ)] if may_read else []
+    grant(secure, [*needed(pipe).values(), (ResourceType.TOPIC, PROGRESS_TOPIC, AclOperation.CREATE), *more])
+    producer = Producer({"bootstrap.servers": secure.internal, "transactional.id": f"other-{pipe.target}"})
+    producer.init_transactions(30)
+    producer.begin_transaction()
+    for partition in range(4):
+        producer.produce(pipe.target, b"never to be seen", partition=partition)
+    assert producer.flush(30) == 0
+    flow = onceflow.Flow(pipe.flow, pipe.spark, bootstrap_servers=secure.servers, options=secure.options())
+    try:
+        with caplog.at_level(logging.WARNING):
+            df = flow.read(pipe.source, max_records_per_batch=100).select("key", "value")
+            query = flow.write(df, topic=pipe.target).start()
+            query.processAllAvailable()
+    finally:
+        flow.close()
+        producer.abort_transaction(30)
+    assert ("can only be seen with READ on the topic" in caplog.text) is not may_read
+    assert "left out" not in caplog.text
+    pipe.check()
