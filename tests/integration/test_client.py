@@ -82,6 +82,7 @@ def test_offsets_are_stable_only_when_decided(cluster: Cluster, topic: str) -> N
     transactions.commit_offsets(topic, {topic: {0: 7, 1: 9}}, soon(), metadata="hint")
     with pytest.raises(DeadlineExceededError, match=f"OffsetFetch.*{topic}|OffsetFetch"):
         fetch_committed(cluster, topic, {topic: [0, 1]}, soon(0.5))
+    assert fetch_committed(cluster, topic, {topic: [0, 1]}, soon(), stable=False) == {}
     transactions.end(soon(), commit=True)
     assert fetch_committed(cluster, topic, {topic: [0, 1]}, soon()) == {topic: {0: (7, "hint"), 1: (9, "hint")}}
 

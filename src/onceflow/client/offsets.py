@@ -80,11 +80,14 @@ def _list_offsets_request(version: int, wanted: Mapping[str, Sequence[int]], tim
 
 
 def fetch_committed(
-    cluster: Cluster, group: str, partitions: Mapping[str, list[int]], deadline: Deadline
+    cluster: Cluster, group: str, partitions: Mapping[str, list[int]], deadline: Deadline, *, stable: bool = True
 ) -> dict[str, dict[int, tuple[int, str]]]:
-    """Committed (offset, metadata) of a group; waits while a transaction on them is undecided (KIP-447).
+    """Committed (offset, metadata) of a group.
 
     Partitions the group has no offset for are left out.
+
+    Args:
+        stable: wait while a transaction on them is undecided (KIP-447); otherwise those before it are returned.
     """
     cluster.connect(deadline)
     version = cluster.version(OffsetFetchRequest, least=7, most=7)
@@ -95,7 +98,7 @@ def fetch_committed(
             OffsetFetchRequest.OffsetFetchRequestTopic(name=topic, partition_indexes=sorted(numbers))
             for topic, numbers in sorted(partitions.items())
         ],
-        require_stable=True,
+        require_stable=stable,
     )
     response = repeat(cluster, request, "OffsetFetch", GROUP, group, deadline, code_of=_first_code)
     if _first_code(response):

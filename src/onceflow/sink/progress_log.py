@@ -156,11 +156,22 @@ def read_progress(
 
 
 def hinted_offset(
-    cluster: Cluster, group: str, source_topics: Mapping[str, list[int]], partition: int, deadline: Deadline
+    cluster: Cluster,
+    group: str,
+    source_topics: Mapping[str, list[int]],
+    partition: int,
+    deadline: Deadline,
+    *,
+    stable: bool = False,
 ) -> int | None:
-    """Where the group's committed offsets say that the record is."""
+    """Where the group's committed offsets say that the record is.
+
+    Args:
+        stable: what they say of the last transaction. Otherwise what they say may be older, which is as good for
+            finding the record, and nobody has to be waited for.
+    """
     try:
-        committed = kafka_offsets.fetch_committed(cluster, group, source_topics, deadline)
+        committed = kafka_offsets.fetch_committed(cluster, group, source_topics, deadline, stable=stable)
     except PermissionDeniedError as error:
         raise error.located(topic=None) from error
     hints = [

@@ -63,7 +63,9 @@ class TakeOver:
         own = (PROGRESS_TOPIC, partition)
         left = self._left_open([own, *enrolled(self._described)], deadline)
         if own in left:
-            hinted = progress_log.hinted_offset(self.cluster, names.group_id, source_topics, partition, deadline)
+            hinted = progress_log.hinted_offset(
+                self.cluster, names.group_id, source_topics, partition, deadline, stable=True
+            )
             # The group's offsets are a part of the same transaction: when they point to the record, it is committed.
             points_there = hinted is not None and hinted >= left[own].start_offset
             committed = self._described["state"] in _COMMITTED or points_there
