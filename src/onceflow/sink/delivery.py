@@ -30,6 +30,7 @@ log = logging.getLogger("onceflow.sink")
 
 EXACTLY_ONCE, AT_LEAST_ONCE, AT_MOST_ONCE = "exactly_once", "at_least_once", "at_most_once"
 GUARANTEES = (EXACTLY_ONCE, AT_LEAST_ONCE, AT_MOST_ONCE)
+_LOOK_S = 5.0
 
 Sequences = Mapping[tuple[str, int], int]
 
@@ -103,7 +104,8 @@ class ExactlyOnce:
         """Remembers where this transaction begins in each partition; nothing is kept beyond it."""
         for report in reports:
             if report.topic is not None:
-                self._places[report.topic, report.partition] = report.base_offset
+                known = report.base_offset >= 0  # a broker may not tell it of what it has seen before
+                self._places[report.topic, report.partition] = report.base_offset if known else None
                 self._topics.add(report.topic)
 
     def write_progress(self, progress: Progress, offsets: Offsets, deadline: Deadline) -> None:
@@ -132,8 +134,9 @@ class ExactlyOnce:
     def _enrolled(self, deadline: Deadline) -> dict[Place, int | None]:
         """Where an attempt that failed may have written: more than it has reported, and more than Kafka tells."""
         progress = (PROGRESS_TOPIC, progress_log.partition_of(self._names.progress_key))
+        look = Deadline(deadline.capped(_LOOK_S), "looking at the transaction")  # the abort needs the time more
         try:
-            described = describe_transaction(self._cluster, self._transactions.transactional_id, deadline)
+            described = describe_transaction(self._cluster, self._transactions.transactional_id, look)
         except OnceflowError as error:
             log.debug("could not look at the transaction: %s", error)
             described = {"partitions": {}}

@@ -53,6 +53,7 @@ class TakeOver:
         except OnceflowError as error:
             log.debug("flow %s: could not look at the last transaction: %s", self._names.flow, error)
         self.transactions.init(deadline)
+        self._looked_at = set()
 
     def progress(
         self, source_topics: Mapping[str, list[int]], deadline: Deadline, *, missing_is_fine: bool = False
