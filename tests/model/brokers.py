@@ -25,7 +25,7 @@ OUTSIDE = "committed, progress is not written"  # of a variant only
 # Where a Produce request is: its partition is still to be added (version 1), under way, or a late copy.
 TO_ADD, SENT, COPY = 0, 1, 2
 NONE = -9  # no epoch, nor near one
-FAULTS = ("crashes", "timeouts", "lost", "deaths", "copies", "rivals")
+FAULTS = ("crashes", "timeouts", "lost", "deaths", "copies", "rivals", "leaders")
 
 
 class Config(NamedTuple):
@@ -37,7 +37,8 @@ class Config(NamedTuple):
         outputs: output partitions; record n belongs to partition n mod outputs, a task writes one partition.
         crashes: of a driver, anywhere. timeouts: the coordinator aborts an open transaction. lost: answers of the
             coordinator. deaths: a task dies after it has produced. copies: a Produce request arrives twice.
-            rivals: another driver of the flow is started by mistake.
+            rivals: another driver of the flow is started by mistake. leaders: a partition has none when a transaction
+            ends, so its marker is left out.
         faults: at most so many of all these together.
         attempts: a driver gives a batch up after so many (``SinkOptions.attempts_most``).
         local: 1 if tasks keep a local copy of their state.
@@ -52,6 +53,7 @@ class Config(NamedTuple):
     deaths: int = 0
     copies: int = 0
     rivals: int = 0
+    leaders: int = 0
     faults: int = 9
     attempts: int = 3
     local: int = 0
@@ -86,11 +88,18 @@ class Record(NamedTuple):
 class Log(NamedTuple):
     """A partition: the producer's epoch and next sequence as its leader knows them, and what is not decided yet, which
     holds readers back. Aborted records are left out (nobody looks at them again), committed ones are
-    ``State.visible``."""
+    ``State.visible``.
+
+    Args:
+        unmarked: records of a transaction that is over and whose marker was left out. kept: whether it was committed:
+            the leader does not know.
+    """
 
     epoch: int
     sequence: int
     open: tuple[Record, ...]
+    unmarked: tuple[Record, ...] = ()
+    kept: bool = False
 
 
 class Message(NamedTuple):
@@ -221,15 +230,28 @@ class Kafka:
 
     def markers(self, s: State) -> Next:
         """All partitions learn the decision. One step, though they learn it one by one: until the last one has,
-        the coordinator answers "wait" to whoever wants to begin something, so no other order shows more."""
+        the coordinator answers "wait" to whoever wants to begin something, so no other order shows more. A partition
+        without a leader is left out (TransactionMarkerChannelManager.addTxnMarkersToBrokerQueue)."""
         c = s.coordinator
         if c.state not in PREPARING:
             return
+        what = ("commit" if c.state == PREPARE_COMMIT else "abort") + f" markers of epoch {c.epoch} are written"
+        yield what, self.marked(s, -1)
+        if left := self.spent(s, "leaders"):
+            for n, log in enumerate(s.parts):
+                if c.enrolled >> n & 1 and log.open and not log.unmarked:
+                    yield f"{what}, but not to {self.names[n]}", self.marked(s._replace(left=left), n)
+
+    def marked(self, s: State, without: int) -> State:
+        c = s.coordinator
         committed = c.state == PREPARE_COMMIT
         parts, visible, progress = list(s.parts), s.visible, s.progress
         for n, log in enumerate(s.parts):
+            if n == without:
+                parts[n] = log._replace(open=(), unmarked=log.open, kept=committed)
+                continue
             if committed and log.open:
-                visible, progress = self.shown(n, log, visible, progress)
+                visible, progress = self.shown(n, log, (*log.unmarked, *log.open), visible, progress)
             if c.enrolled >> n & 1:
                 parts[n] = Log(c.epoch, log.sequence if log.epoch == c.epoch else 0, ())
         after = s._replace(
@@ -238,14 +260,24 @@ class Kafka:
             visible=visible,
             progress=progress,
         )
-        yield ("commit" if committed else "abort") + f" markers of epoch {c.epoch} are written", self.swept(after)
+        return self.swept(after)
 
-    def shown(self, n: int, log: Log, visible: tuple[int, ...], progress: Progress) -> tuple[tuple[int, ...], Progress]:
-        """What readers see once a partition's open records are committed."""
+    def shown(
+        self, n: int, log: Log, records: tuple[Record, ...], visible: tuple[int, ...], progress: Progress
+    ) -> tuple[tuple[int, ...], Progress]:
+        """What readers see once these records of a partition are committed."""
         if n != self.progress:
-            return tuple(sorted((*visible, *(record.start for record in log.open)))), progress
-        last = log.open[-1]
+            return tuple(sorted((*visible, *(record.start for record in records)))), progress
+        last = records[-1]
         return visible, Progress(last.end, log.epoch, last.tag) if self.config.local else Progress(last.end)
+
+    def decided_so_far(self, s: State) -> tuple[tuple[int, ...], Progress]:
+        """What readers would see if no marker had been left out."""
+        visible, progress = s.visible, s.progress
+        for n, log in enumerate(s.parts):
+            if log.unmarked and log.kept:
+                visible, progress = self.shown(n, log, log.unmarked, visible, progress)
+        return visible, progress
 
     # ---- partition leaders -----------------------------------------------------------------------------
 
@@ -254,7 +286,8 @@ class Kafka:
         c = s.coordinator
         for n, m in enumerate(s.net):
             log = s.parts[m.part]
-            known = bool(log.open) and log.epoch == m.epoch  # in the transaction already: not verified again
+            # In the transaction already, as far as the leader knows: not verified again.
+            known = bool(log.open or log.unmarked) and log.epoch == m.epoch
             if c.state in PREPARING and (m.stage == TO_ADD or not known):
                 continue  # 51: the same bytes are sent again
             expected = log.sequence if log.epoch == m.epoch else 0
@@ -277,7 +310,11 @@ class Kafka:
             after = s._replace(coordinator=c2, net=s.net[:n] + s.net[n + 1 :])
             if m.seq == expected:
                 record = Record(m.seq, m.tag, m.writer, m.start, m.end)
-                entered = Log(m.epoch, m.seq + 1, (*log.open, record) if log.epoch == m.epoch else (record,))
+                if known and log.unmarked:
+                    entered = log._replace(sequence=m.seq + 1, unmarked=(*log.unmarked, record))
+                else:
+                    same = (*log.open, record) if log.epoch == m.epoch else (record,)
+                    entered = Log(m.epoch, m.seq + 1, same, log.unmarked, log.kept)
                 after = after._replace(parts=swap(s.parts, m.part, entered))
                 what = "appended to " + what
             else:
@@ -310,7 +347,7 @@ class Kafka:
         kept, tags = [], set()
         for m in s.net:
             log = s.parts[m.part]
-            if m.epoch == c.epoch or (log.open and log.epoch == m.epoch and m.stage != TO_ADD):
+            if m.epoch == c.epoch or ((log.open or log.unmarked) and log.epoch == m.epoch and m.stage != TO_ADD):
                 kept.append(m)
             elif m.stage != COPY:
                 tags.add(m.tag)

@@ -108,13 +108,17 @@ class TasksCommit(Model):
             return
         part = next(part for part, log in enumerate(s.parts) if log.open)
         log = s.parts[part]
-        visible, progress = self.shown(part, log, s.visible, s.progress)
+        visible, progress = self.shown(part, log, log.open, s.visible, s.progress)
         parts = swap(s.parts, part, Log(log.epoch, log.sequence, ()))
         after = s._replace(parts=parts, visible=visible, progress=progress)
         if part == self.progress:
             _, c = self.end_txn(s.coordinator, d.epoch, True)
             after = self.adopted(after, n, d, Coordinator(COMPLETE_COMMIT, c.epoch, c.last, 0, False))
         yield f"driver {d.name}: {self.names[part]} is committed by itself", after
+
+
+class BeginsWithoutLooking(Model):
+    looks_for_markers = False
 
 
 class SettlesWithoutAsking(Model):
@@ -173,6 +177,8 @@ VARIANTS = (
     Variant(EnrolsWithoutBump, "Produce v12, which enrols by itself, with EndTxn v4, which keeps the epoch", "I5",
             {"version": 1, "copies": 1}),
     Variant(TriesForEver, "a driver runs a batch again as often as it fails", "I5", {"rivals": 1}),
+    Variant(BeginsWithoutLooking, "a transaction begins though Kafka has left out a marker of the last one", "I5",
+            {"deaths": 1, "leaders": 1}),
     Variant(SettlesWithoutAsking, "what is pending locally is applied without asking Kafka", "I7",
             {"local": 1, "crashes": 1}),
     Variant(SettlesByOffset, "what is pending is applied if its offsets fit, whatever attempt it is of", "I7",
