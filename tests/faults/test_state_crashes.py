@@ -33,12 +33,12 @@ def options_of(step: str, by_tasks: dict[str, Any]) -> dict[str, Any]:
     return [{}, by_tasks, {"inside": True, **by_tasks}][turn]
 
 
-# Nothing is written before "write": the steps before it are as without state (test_crashes.py).
-_EARLY = ("init", "plan", "begin")
+# Left to `make test-long`: at these steps it is as without state (test_crashes.py), or as at the next one.
+_ALIKE = ("init", "plan", "begin", "audit", "settle")
 
 
 @pytest.mark.parametrize(
-    "step", [pytest.param(step, marks=pytest.mark.long) if step in _EARLY else step for step in hooks.STEPS]
+    "step", [pytest.param(step, marks=pytest.mark.long) if step in _ALIKE else step for step in hooks.STEPS]
 )
 def test_driver_killed(make_state_pipe: Any, step: str) -> None:
     pipe = make_state_pipe()

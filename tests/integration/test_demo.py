@@ -64,6 +64,7 @@ def test_guarantees_differ_as_promised(onceflow_broker: str) -> None:
             assert re.search(rf"copy-{name}-\w+: SIGKILL after step {step} \(in batch \d+\)", answer.stderr)
 
 
+@pytest.mark.long
 def test_balances_survive_kills_and_lost_state(
     onceflow_broker: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

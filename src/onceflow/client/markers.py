@@ -112,7 +112,8 @@ class Markers:
         unseen_once: set[Place] = set()
         attempt = 0
         while True:
-            over = self._is_over(deadline)  # asked first: what is open after that stays open
+            state = self._state(deadline)  # asked first: what is open after that stays open
+            over = state in _OVER
             suspects = self._undecided(suspects, deadline)
             own, unseen = self._own(suspects, deadline)
             if left_out := own.keys() | (unseen - unseen_once):
@@ -121,7 +122,8 @@ class Markers:
                     unseen_once |= unseen
             elif over:
                 return
-            deadline.pause(attempt, f"transaction markers are missing in {_named(left_out or suspects)}")
+            where = f", and undecided in {_named(left_out or suspects)}" if suspects else ""
+            deadline.pause(attempt, f"the last transaction is {state}{where}: markers wait for replicas, too")
             attempt += 1
 
     def _undecided(self, places: Mapping[Place, int | None], deadline: Deadline) -> dict[Place, int | None]:
@@ -159,9 +161,9 @@ class Markers:
             own |= {place: each for place, all_ in found.items() for each in all_ if each.producer_id == mine}
         return own, unseen
 
-    def _is_over(self, deadline: Deadline) -> bool:
+    def _state(self, deadline: Deadline) -> str:
         described = describe_transaction(self._cluster, self._transactions.transactional_id, deadline)
-        return described["state"] in _OVER
+        return str(described["state"])
 
     def _write(self, places: Iterable[Place], committed: bool, deadline: Deadline, *, sure: bool) -> None:
         """A transaction without records. Where nothing is open it changes nothing."""

@@ -175,8 +175,10 @@ class BatchSink:
             return  # woken up by the clock, and nothing is due
         summary.rows_most = source.rows_most
         last: BaseException | None = None
+        cause: BaseException | None = None
         for attempt in range(self._options.attempts_most):
             summary.attempts = attempt + 1
+            attempt_at = time.monotonic()
             try:
                 if attempt and self._numbering is not None:
                     self._numbering.forget_attempt(df)
@@ -184,6 +186,9 @@ class BatchSink:
             except (OnceflowError, PySparkException, Py4JError) as problem:
                 if self._undecided:
                     raise
+                begun = self._begun_at >= attempt_at
+                if cause is not None and not begun and isinstance(problem, DeadlineExceededError):
+                    problem = _after(problem, cause)  # it could not begin, because of what the one before met
                 self._abort(problem, batch)
                 if isinstance(problem, OnceflowError) and not isinstance(problem, _WORTH_A_RERUN):
                     raise
@@ -192,6 +197,7 @@ class BatchSink:
                 if isinstance(problem, FencedError):  # tasks met a newer epoch, and nobody else owns the id
                     problem = self._timed_out(time.monotonic() - self._begun_at)
                 last = problem
+                cause = problem if begun else cause
                 if self.progress.batch_id == batch:
                     self._lose(summary, problem)
                     if self._numbering is not None:
@@ -561,6 +567,12 @@ def _in_short(problem: BaseException) -> str:
     if isinstance(problem, OnceflowError):
         return f"{problem.what} ({problem.detail})" if problem.detail else problem.what
     return jvm.first_line(problem)
+
+
+def _after(problem: OnceflowError, earlier: BaseException) -> OnceflowError:
+    fields = problem.fields()
+    fields["detail"] = f"{fields['detail']}; the attempt before failed: {_in_short(earlier)}"
+    return type(problem)(problem.what, **fields)
 
 
 def _cancelled(problem: BaseException) -> bool:
