@@ -344,7 +344,7 @@ class Flow:
         read = {topic: dict(offsets) for topic, offsets in progress.offsets.items() if topic in self._sources}
         at = progress_log.write_progress(hold.cluster, hold.transactions, self._names, progress, read, deadline)
         hold.transactions.commit(deadline, flow=self.name, doing="starting")
-        hold.markers.ended({(PROGRESS_TOPIC, progress_log.partition_of(progress.flow)): at}, committed=True)
+        hold.markers.ended({progress_log.place_of(progress.flow): at}, committed=True)
         self._committed = progress
 
     # ---- writing -------------------------------------------------------------------------------------
@@ -495,7 +495,7 @@ class Flow:
                 names=self._names,
                 settings=self._settings,
                 cluster=hold.cluster,
-                delivery=delivery(options.guarantee, hold, self._names, written),
+                delivery=delivery(options.guarantee, hold, written),
                 progress=progress,
                 options=replace(query.options, reads_little=not run.facts.others and queries.reads_little(query.df)),
                 columns=query.columns,

@@ -30,7 +30,6 @@ _BROKER = {
     "controller.quorum.election.timeout.ms": "500",
     "controller.quorum.fetch.timeout.ms": "1500",
 }
-_ONE_IN_SYNC = {"min.insync.replicas": "1"}
 
 
 @dataclass(frozen=True)
@@ -104,7 +103,7 @@ def standing(setup: Setup, folder: Path) -> Iterator[Ground]:
     """The ground, with everything started; all of it is ended afterwards."""
     with contextlib.ExitStack() as stack:
         properties, ports = proxied_node_properties(range(1, setup.nodes + 1))
-        copies = {} if setup.copies is None else {"default.replication.factor": str(setup.copies), **_ONE_IN_SYNC}
+        copies = {"default.replication.factor": str(setup.copies), "min.insync.replicas": "1"} if setup.copies else {}
         broker = stack.enter_context(
             LocalBroker(
                 folder / "kafka",

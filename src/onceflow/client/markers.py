@@ -16,14 +16,14 @@ from collections.abc import Callable, Iterable, Mapping
 
 from onceflow.client.cluster import Cluster
 from onceflow.client.deadline import Deadline
+from onceflow.client.leaders import Place, by_topic
 from onceflow.client.offsets import LATEST, list_offsets
-from onceflow.client.producers import OpenTransaction, Place, open_transactions
-from onceflow.client.transactions import Outcome, Transactions, describe_transaction
+from onceflow.client.producers import OpenTransaction, open_transactions
+from onceflow.client.transactions import Outcome, Transactions, describe_transaction, fenced
 from onceflow.errors import (
     BrokerUnsupportedError,
     DataLossError,
     DeadlineExceededError,
-    FencedError,
     PermissionDeniedError,
     UnknownTopicError,
 )
@@ -61,9 +61,10 @@ class Markers:
             places: where it has written, or may have; with the offset of its first record there, where it is known.
         """
         self._places, self._committed = dict(places), committed
+        firsts = {place: first for place, first in places.items() if first is not None}
         self._look = None
-        if committed and places:
-            self._look = _Look(self._cluster, self._places, self._own)
+        if committed and places and len(firsts) == len(places):
+            self._look = _Look(self._cluster, firsts, self._own)
 
     def confirm(self, deadline: Deadline) -> None:
         """Returns when the last transaction is decided wherever it has written. Costs no request when it is.
@@ -80,8 +81,8 @@ class Markers:
     def left_open(self, places: Iterable[Place], deadline: Deadline) -> dict[Place, OpenTransaction]:
         """Where this producer has an open transaction. Call it when none should be.
 
-        Two requests for each leader, and one more for those of partitions where anybody's transaction is open. Where
-        this principal lacks READ, a warning is logged, and nothing is found.
+        Two requests for each topic and leader, and one more for those of partitions where anybody's transaction is
+        open. Where this principal lacks READ, a warning is logged, and nothing is found.
         """
         own, unseen = self._own(self._undecided(dict.fromkeys(places), deadline), deadline)
         if unseen:
@@ -105,7 +106,7 @@ class Markers:
             self._write(wanted, committed, deadline, sure=True)
             self._decide(wanted, committed, deadline)
 
-    # ---- ---------------------------------------------------------------------------------------------------
+    # ---- how -------------------------------------------------------------------------------------------
 
     def _decide(self, places: Mapping[Place, int | None], committed: bool, deadline: Deadline) -> None:
         suspects = dict(places)
@@ -129,7 +130,7 @@ class Markers:
     def _undecided(self, places: Mapping[Place, int | None], deadline: Deadline) -> dict[Place, int | None]:
         """Those where a transaction is open that may be the last one. A topic that is gone is left out."""
         found: dict[Place, int | None] = {}
-        for topic, numbers in _by_topic(places).items():
+        for topic, numbers in by_topic(places).items():
             unknown = [partition for partition in numbers if places[topic, partition] is None]
             try:
                 stable = list_offsets(self._cluster, {topic: numbers}, LATEST, deadline)[topic]
@@ -148,7 +149,7 @@ class Markers:
         mine = self._transactions.identity.producer_id
         own: dict[Place, OpenTransaction] = {}
         unseen: set[Place] = set()
-        for topic, numbers in _by_topic(places).items():
+        for topic, numbers in by_topic(places).items():
             at = [(topic, partition) for partition in numbers]
             try:
                 found = open_transactions(self._cluster, at, deadline)
@@ -177,7 +178,7 @@ class Markers:
         )
         transactions = self._transactions
         transactions.begin(deadline)
-        transactions.add_partitions(_by_topic(places), deadline)
+        transactions.add_partitions(by_topic(places), deadline)
         # From here on an abort would decide the records: whatever it takes, this transaction has to end as meant.
         try:
             outcome = transactions.end(Deadline(_END_S, f"deciding what is open in {_named(places)}"), commit=committed)
@@ -187,11 +188,7 @@ class Markers:
             self.stuck = True
             raise self._lost(places, "the coordinator does not answer when that transaction is to commit") from error
         if outcome is Outcome.FENCED:
-            raise FencedError(
-                f"A newer driver of flow {self._name!r} has taken over before this one could begin",
-                flow=self._name,
-                next_step="a flow has one driver: stop the other one, or leave it to it",
-            )
+            raise fenced(self._name, "writing the transaction markers that Kafka had left out")
         if outcome is Outcome.ABORTED and committed:
             raise self._lost(places, "the broker has aborted that transaction")
 
@@ -211,12 +208,11 @@ class _Look:
     def __init__(
         self,
         cluster: Cluster,
-        places: Mapping[Place, int | None],
+        places: Mapping[Place, int],
         own: Callable[[Iterable[Place], Deadline], tuple[dict[Place, OpenTransaction], set[Place]]],
     ) -> None:
         self._cluster = cluster
-        self._places = {place: first for place, first in places.items() if first is not None}
-        self._whole = len(self._places) == len(places)
+        self._places = places
         self._own = own
         self._yes = False
         self._last = threading.Event()
@@ -233,9 +229,9 @@ class _Look:
         deadline = Deadline(_LOOK_S, "looking at transaction markers")
         pause_s = _FIRST_LOOK_S
         try:
-            while self._whole and not self._yes and not deadline.expired:
+            while not self._yes and not deadline.expired:
                 last = self._last.wait(pause_s)
-                stable = list_offsets(self._cluster, _by_topic(self._places), LATEST, deadline)
+                stable = list_offsets(self._cluster, by_topic(self._places), LATEST, deadline)
                 waiting = [(t, p) for (t, p), first in self._places.items() if stable[t][p] <= first]
                 self._yes = not waiting
                 if waiting and pause_s > _FIRST_LOOK_S:  # by now it may be somebody else's transaction that is open
@@ -248,13 +244,6 @@ class _Look:
                     return
         except Exception as error:  # whatever it is (the cluster may have been closed): nothing was seen
             log.debug("could not look at transaction markers: %s", error)
-
-
-def _by_topic(places: Iterable[Place]) -> dict[str, list[int]]:
-    found: dict[str, list[int]] = {}
-    for topic, partition in sorted(places):
-        found.setdefault(topic, []).append(partition)
-    return found
 
 
 def _named(places: Iterable[Place]) -> str:

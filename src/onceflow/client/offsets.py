@@ -7,14 +7,13 @@ from typing import Any
 
 from kafka.protocol.consumer import ListOffsetsRequest, OffsetCommitRequest, OffsetFetchRequest
 
-from onceflow.client.cluster import GROUP, Cluster, ConnectionFailedError
+from onceflow.client.cluster import GROUP, Cluster
 from onceflow.client.coordinators import repeat
 from onceflow.client.deadline import Deadline
-from onceflow.client.producers import by_leader
+from onceflow.client.leaders import ask_leaders
 from onceflow.wire import codes
 
 EARLIEST, LATEST = -2, -1
-_NO_ERROR = 0
 
 
 def list_offsets(
@@ -32,31 +31,17 @@ def list_offsets(
     """
     cluster.connect(deadline)
     version = cluster.version(ListOffsetsRequest, least=2, most=6)
-    missing = {(topic, p) for topic, numbers in partitions.items() for p in numbers}
+    answers = ask_leaders(
+        cluster,
+        [(topic, partition) for topic, numbers in partitions.items() for partition in numbers],
+        deadline,
+        api="ListOffsets",
+        request=lambda wanted: _list_offsets_request(version, wanted, timestamp, committed),
+        read=lambda answer: int(answer.offset),
+    )
     found: dict[str, dict[int, int]] = {topic: {} for topic in partitions}
-    attempt = 0
-    while missing:
-        problem = ""
-        for node, wanted in by_leader(cluster, missing, deadline, fresh=attempt > 0).items():
-            request = _list_offsets_request(version, wanted, timestamp, committed)
-            try:
-                response = cluster.exchange(request, node, deadline)
-            except ConnectionFailedError as lost:
-                problem = str(lost)
-                continue
-            for topic in response.topics:
-                for answer in topic.partitions:
-                    if answer.error_code == _NO_ERROR:
-                        found[topic.name][answer.partition_index] = int(answer.offset)
-                        missing.discard((topic.name, answer.partition_index))
-                        continue
-                    row = codes.describe(int(answer.error_code))
-                    if not row.verdict.retriable:
-                        raise codes.error_for(row.code, api="ListOffsets", topic=topic.name)
-                    problem = f"{topic.name}-{answer.partition_index}: {row.name}"
-        if missing:
-            deadline.pause(attempt + 1, f"ListOffsets: {problem}")
-            attempt += 1
+    for (topic, partition), offset in answers.items():
+        found[topic][partition] = offset
     return found
 
 

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from kafka.protocol.admin import DescribeProducersRequest
 
-from onceflow.client.cluster import Cluster, ConnectionFailedError
+from onceflow.client.cluster import Cluster
 from onceflow.client.deadline import Deadline
-from onceflow.wire import codes
-
-log = logging.getLogger("onceflow.client")
-
-Place = tuple[str, int]
-"""A topic and the number of one of its partitions."""
+from onceflow.client.leaders import Place, ask_leaders
 
 
 @dataclass(frozen=True)
@@ -49,67 +44,26 @@ def open_transactions(
     """
     cluster.connect(deadline)
     version = cluster.version(DescribeProducersRequest, least=0, most=0)
-    missing = set(places)
-    found: dict[Place, list[OpenTransaction]] = {}
-    attempt = 0
-    while missing:
-        problem = ""
-        for node, wanted in by_leader(cluster, missing, deadline, fresh=attempt > 0).items():
-            topics = [
-                DescribeProducersRequest.TopicRequest(name=topic, partition_indexes=sorted(numbers))
-                for topic, numbers in sorted(wanted.items())
-            ]
-            try:
-                response = cluster.exchange(DescribeProducersRequest(version=version, topics=topics), node, deadline)
-            except ConnectionFailedError as lost:
-                problem = str(lost)
-                continue
-            for topic in response.topics:
-                for answer in topic.partitions:
-                    row = codes.describe(int(answer.error_code))
-                    if row.code and not row.verdict.retriable:
-                        raise codes.error_for(row.code, api="DescribeProducers", topic=topic.name)
-                    if row.code:
-                        problem = f"{topic.name}-{answer.partition_index}: {row.name}"
-                        continue
-                    place = (str(topic.name), int(answer.partition_index))
-                    found[place] = [_open(producer) for producer in answer.active_producers or [] if _is_open(producer)]
-                    missing.discard(place)
-        if missing:
-            deadline.pause(attempt + 1, f"DescribeProducers: {problem}")
-            attempt += 1
-    return found
+
+    def request(wanted: Mapping[str, Sequence[int]]) -> DescribeProducersRequest:
+        topic_type = DescribeProducersRequest.TopicRequest
+        topics = [topic_type(name=topic, partition_indexes=list(numbers)) for topic, numbers in wanted.items()]
+        return DescribeProducersRequest(version=version, topics=topics)
+
+    def read(answer: Any) -> list[OpenTransaction]:
+        return [_open(producer) for producer in answer.active_producers or [] if _is_open(producer)]
+
+    return ask_leaders(cluster, places, deadline, api="DescribeProducers", request=request, read=read)
 
 
-def by_leader(
-    cluster: Cluster, places: Iterable[Place], deadline: Deadline, *, fresh: bool
-) -> Mapping[int, Mapping[str, Sequence[int]]]:
-    """The partitions by their leaders' node ids, then by topic.
-
-    Args:
-        fresh: ask the cluster again who leads.
-    """
-    ordered = sorted(places)
-    if fresh:
-        cluster.topics({topic for topic, _ in ordered}, deadline)
-    found: dict[int, dict[str, list[int]]] = {}
-    for topic, partition in ordered:
-        node = cluster.leader(topic, partition, deadline)
-        found.setdefault(node, {}).setdefault(topic, []).append(partition)
-    return found
+def _is_open(producer: Any) -> bool:
+    return int(producer.current_txn_start_offset) >= 0
 
 
-def _is_open(producer: object) -> bool:
-    return int(getattr(producer, "current_txn_start_offset", -1)) >= 0
-
-
-def _open(producer: object) -> OpenTransaction:
-    def number(name: str) -> int:
-        return int(getattr(producer, name))
-
+def _open(producer: Any) -> OpenTransaction:
     return OpenTransaction(
-        producer_id=number("producer_id"),
-        producer_epoch=number("producer_epoch"),
-        start_offset=number("current_txn_start_offset"),
-        last_write_ms=number("last_timestamp"),
+        producer_id=int(producer.producer_id),
+        producer_epoch=int(producer.producer_epoch),
+        start_offset=int(producer.current_txn_start_offset),
+        last_write_ms=int(producer.last_timestamp),
     )

@@ -242,11 +242,7 @@ class Transactions:
         """
         outcome = self.end(deadline, commit=True)
         if outcome is Outcome.FENCED:
-            raise FencedError(
-                f"A newer driver of flow {flow!r} has taken over while this one was {doing}",
-                flow=flow,
-                next_step="a flow has one driver: stop the other one, or leave it to it",
-            )
+            raise fenced(flow, doing)
         if outcome is Outcome.ABORTED:
             raise TransactionTimeoutError(
                 f"The broker ended the transaction while the flow was {doing}", flow=flow, next_step="try again"
@@ -268,6 +264,15 @@ class Transactions:
 
     def _error(self, code: int, api: str, detail: str = "") -> Exception:
         return codes.error_for(code, api=api, detail=detail or f"transactional id {self.transactional_id}")
+
+
+def fenced(flow: str, doing: str) -> FencedError:
+    """The error of a driver that finds itself fenced. ``doing``: as of `Transactions.commit`."""
+    return FencedError(
+        f"A newer driver of flow {flow!r} has taken over while this one was {doing}",
+        flow=flow,
+        next_step="a flow has one driver: stop the other one, or leave it to it",
+    )
 
 
 def idempotent_identity(cluster: Cluster, deadline: Deadline) -> BatchHeader:

@@ -10,23 +10,19 @@ Everything else of a batch (plan, tasks, encoding, audit) is the same code for a
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 from onceflow.client.cluster import Cluster
 from onceflow.client.deadline import Deadline
-from onceflow.client.producers import Place
-from onceflow.client.transactions import Outcome, describe_transaction, idempotent_identity
-from onceflow.errors import OnceflowError
+from onceflow.client.leaders import Place
+from onceflow.client.transactions import Outcome, idempotent_identity
 from onceflow.sink import progress_log
 from onceflow.sink.reports import Report
 from onceflow.sink.takeover import TakeOver, enrolled, partitions_of
 from onceflow.wire.batches import BatchHeader, next_sequence
 from onceflow.wire.names import Names
-from onceflow.wire.progress import PROGRESS_TOPIC, Offsets, Progress
-
-log = logging.getLogger("onceflow.sink")
+from onceflow.wire.progress import Offsets, Progress
 
 EXACTLY_ONCE, AT_LEAST_ONCE, AT_MOST_ONCE = "exactly_once", "at_least_once", "at_most_once"
 GUARANTEES = (EXACTLY_ONCE, AT_LEAST_ONCE, AT_MOST_ONCE)
@@ -80,12 +76,11 @@ class ExactlyOnce:
 
     progress_first = False
 
-    def __init__(self, hold: TakeOver, names: Names, topics: Iterable[str]) -> None:
+    def __init__(self, hold: TakeOver, topics: Iterable[str]) -> None:
         self.sequences: Sequences = {}  # every transaction has an epoch of its own, and starts at 0 (I4)
-        self._cluster = hold.cluster
+        self._hold = hold
         self._transactions = hold.transactions
         self._markers = hold.markers
-        self._names = names
         self._topics = {*topics}  # that are written to, as far as is known
         self._places: dict[Place, int | None] = {}  # of this transaction: its first offset in each partition
         self._begun = False
@@ -109,10 +104,9 @@ class ExactlyOnce:
                 self._topics.add(report.topic)
 
     def write_progress(self, progress: Progress, offsets: Offsets, deadline: Deadline) -> None:
-        offset = progress_log.write_progress(
-            self._cluster, self._transactions, self._names, progress, offsets, deadline
+        self._places[progress_log.place_of(progress.flow)] = progress_log.write_progress(
+            self._hold.cluster, self._transactions, self._hold.names, progress, offsets, deadline
         )
-        self._places[PROGRESS_TOPIC, progress_log.partition_of(progress.flow)] = offset
 
     def end(self, deadline: Deadline) -> Outcome:
         outcome = self._transactions.end(deadline, commit=True)
@@ -133,14 +127,10 @@ class ExactlyOnce:
 
     def _enrolled(self, deadline: Deadline) -> dict[Place, int | None]:
         """Where an attempt that failed may have written: more than it has reported, and more than Kafka tells."""
-        progress = (PROGRESS_TOPIC, progress_log.partition_of(self._names.progress_key))
+        progress = progress_log.place_of(self._hold.names.progress_key)
         look = Deadline(deadline.capped(_LOOK_S), "looking at the transaction")  # the abort needs the time more
-        try:
-            described = describe_transaction(self._cluster, self._transactions.transactional_id, look)
-        except OnceflowError as error:
-            log.debug("could not look at the transaction: %s", error)
-            described = {"partitions": {}}
-        return dict.fromkeys({progress, *enrolled(described), *partitions_of(self._cluster, self._topics, deadline)})
+        told = enrolled(self._hold.described(look))
+        return dict.fromkeys({progress, *told, *partitions_of(self._hold.cluster, self._topics, deadline)})
 
 
 class WithoutTransactions:
@@ -183,12 +173,12 @@ class WithoutTransactions:
         self._identity = None
 
 
-def delivery(guarantee: str, hold: TakeOver, names: Names, topics: Iterable[str]) -> Delivery:
+def delivery(guarantee: str, hold: TakeOver, topics: Iterable[str]) -> Delivery:
     """The way of a guarantee, which has been checked.
 
     Args:
         topics: outputs and tables, as far as they are known at a start.
     """
     if guarantee == EXACTLY_ONCE:
-        return ExactlyOnce(hold, names, topics)
-    return WithoutTransactions(hold.cluster, names, progress_first=guarantee == AT_MOST_ONCE)
+        return ExactlyOnce(hold, topics)
+    return WithoutTransactions(hold.cluster, hold.names, progress_first=guarantee == AT_MOST_ONCE)

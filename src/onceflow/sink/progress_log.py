@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from onceflow.client import offsets as kafka_offsets
 from onceflow.client.cluster import Cluster, TopicInfo
 from onceflow.client.deadline import Deadline
+from onceflow.client.leaders import Place
 from onceflow.client.log_reader import LogRecord, read_log
 from onceflow.client.produce import Producer
 from onceflow.client.topics import await_topic, create_topic, topic_config
@@ -47,6 +48,11 @@ _HINT = re.compile(r"onceflow:(\d+):(\d+)")
 def partition_of(flow: str) -> int:
     """Partition of the progress topic that holds this flow's record."""
     return progress_partition(flow, PROGRESS_PARTITIONS)
+
+
+def place_of(flow: str) -> Place:
+    """Where this flow's record lives."""
+    return PROGRESS_TOPIC, partition_of(flow)
 
 
 def hint(partition: int, offset: int) -> str:

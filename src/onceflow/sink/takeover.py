@@ -13,17 +13,19 @@ from typing import Any
 
 from onceflow.client.cluster import Cluster
 from onceflow.client.deadline import Deadline
+from onceflow.client.leaders import Place
 from onceflow.client.markers import Markers
-from onceflow.client.producers import OpenTransaction, Place
+from onceflow.client.producers import OpenTransaction
 from onceflow.client.transactions import Transactions, describe_transaction
 from onceflow.errors import OnceflowError, PermissionDeniedError, UnknownTopicError
 from onceflow.sink import progress_log
 from onceflow.wire.names import Names
-from onceflow.wire.progress import PROGRESS_TOPIC, Progress
+from onceflow.wire.progress import Progress
 
 log = logging.getLogger("onceflow.sink")
 
 _GROUPS_TOPIC = "__consumer_offsets"  # the group's offsets: the next transaction overwrites them, however it ends
+_UNKNOWN: Mapping[str, Any] = {"state": "", "partitions": {}}
 _COMMITTED = ("PrepareCommit", "CompleteCommit")
 
 
@@ -38,8 +40,8 @@ class TakeOver:
         self.cluster = cluster
         self.transactions = Transactions(cluster, names.transactional_id)
         self.markers = Markers(cluster, self.transactions, names.flow)
-        self._names = names
-        self._described: dict[str, Any] = {"state": "", "partitions": {}}
+        self.names = names
+        self._described = dict(_UNKNOWN)
         self._looked_at: set[Place] = set()
 
     def init(self, deadline: Deadline) -> None:
@@ -48,24 +50,28 @@ class TakeOver:
         Raises:
             OptionError: the brokers do not grant so long a transaction timeout.
         """
-        try:
-            self._described = describe_transaction(self.cluster, self.transactions.transactional_id, deadline)
-        except OnceflowError as error:
-            log.debug("flow %s: could not look at the last transaction: %s", self._names.flow, error)
+        self._described = self.described(deadline)
         self.transactions.init(deadline)
         self._looked_at = set()
+
+    def described(self, deadline: Deadline) -> dict[str, Any]:
+        """As `describe_transaction`; with an empty state and no partitions when the coordinator does not tell."""
+        try:
+            return describe_transaction(self.cluster, self.transactions.transactional_id, deadline)
+        except OnceflowError as error:
+            log.debug("flow %s: could not look at the last transaction: %s", self.names.flow, error)
+            return dict(_UNKNOWN)
 
     def progress(
         self, source_topics: Mapping[str, list[int]], deadline: Deadline, *, missing_is_fine: bool = False
     ) -> Progress | None:
         """The last committed progress, and what it tells of is decided. Arguments as of `read_progress`."""
-        names = self._names
-        partition = progress_log.partition_of(names.progress_key)
-        own = (PROGRESS_TOPIC, partition)
+        names = self.names
+        own = progress_log.place_of(names.progress_key)
         left = self._left_open([own, *enrolled(self._described)], deadline)
         if own in left:
             hinted = progress_log.hinted_offset(
-                self.cluster, names.group_id, source_topics, partition, deadline, stable=True
+                self.cluster, names.group_id, source_topics, own[1], deadline, stable=True
             )
             # The group's offsets are a part of the same transaction: when they point to the record, it is committed.
             points_there = hinted is not None and hinted >= left[own].start_offset

@@ -1,0 +1,83 @@
+"""One question about many partitions: each leader is asked about its own, until all have answered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from onceflow.client.cluster import Cluster, ConnectionFailedError
+from onceflow.client.deadline import Deadline
+from onceflow.wire import codes
+
+Place = tuple[str, int]
+"""A topic and the number of one of its partitions."""
+
+T = TypeVar("T")
+_NO_ERROR = 0
+
+
+def ask_leaders(
+    cluster: Cluster,
+    places: Iterable[Place],
+    deadline: Deadline,
+    *,
+    api: str,
+    request: Callable[[Mapping[str, Sequence[int]]], Any],
+    read: Callable[[Any], T],
+) -> dict[Place, T]:
+    """What the leader of each partition answers. One request for each leader; waits for leaders.
+
+    Args:
+        api: the request's name, for errors.
+        request: makes it, of partition numbers by topic. Its response has ``topics``, and these ``partitions`` with
+            ``partition_index`` and ``error_code``.
+        read: what is wanted of a partition's answer.
+
+    Raises:
+        OnceflowError: a partition's error that asking again does not change.
+    """
+    missing = {*places}
+    found: dict[Place, T] = {}
+    attempt = 0
+    while missing:
+        problem = ""
+        for node, wanted in _by_leader(cluster, missing, deadline, fresh=attempt > 0).items():
+            try:
+                response = cluster.exchange(request(wanted), node, deadline)
+            except ConnectionFailedError as lost:
+                problem = str(lost)
+                continue
+            for topic in response.topics:
+                for answer in topic.partitions:
+                    place = (str(topic.name), int(answer.partition_index))
+                    if answer.error_code == _NO_ERROR:
+                        found[place] = read(answer)
+                        missing.discard(place)
+                        continue
+                    row = codes.describe(int(answer.error_code))
+                    if not row.verdict.retriable:
+                        raise codes.error_for(row.code, api=api, topic=topic.name)
+                    problem = f"{topic.name}-{answer.partition_index}: {row.name}"
+        if missing:
+            deadline.pause(attempt + 1, f"{api}: {problem}")
+            attempt += 1
+    return found
+
+
+def by_topic(places: Iterable[Place]) -> dict[str, list[int]]:
+    """The partition numbers of each topic, in order."""
+    found: dict[str, list[int]] = {}
+    for topic, partition in sorted(places):
+        found.setdefault(topic, []).append(partition)
+    return found
+
+
+def _by_leader(
+    cluster: Cluster, places: Iterable[Place], deadline: Deadline, *, fresh: bool
+) -> dict[int, dict[str, list[int]]]:
+    if fresh:
+        cluster.topics({topic for topic, _ in places}, deadline)
+    led: dict[int, list[Place]] = {}
+    for topic, partition in places:
+        led.setdefault(cluster.leader(topic, partition, deadline), []).append((topic, partition))
+    return {node: by_topic(own) for node, own in led.items()}
