@@ -35,7 +35,7 @@ test-long: setup ## the longest tests: more of the same, and what takes its time
 	$(PYTEST) -m long
 
 fast: setup ## the tests that need neither broker nor Spark
-	$(PYTEST) tests/unit tests/wire $(wildcard tests/model)
+	$(PYTEST) -m "not integration and not long" tests/unit tests/wire $(wildcard tests/model) examples
 
 check: lint test ## what has to hold before a change is merged: format, lint, types, tests
 

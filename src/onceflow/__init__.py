@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         UnsupportedQueryError,
     )
     from onceflow.flow import Flow
+    from onceflow.serving import serve
     from onceflow.session import session
     from onceflow.state import serdes
     from onceflow.state.local_table import LocalTable
@@ -67,6 +68,7 @@ __all__ = [
     "UnsupportedQueryError",
     "__version__",
     "serdes",
+    "serve",
     "session",
 ]
 
@@ -77,6 +79,7 @@ _HOMES = {
     "LocalTable": "onceflow.state.local",
     "Processor": "onceflow.state.processor",
     "Record": "onceflow.state.record",
+    "serve": "onceflow.serving",
     "session": "onceflow.session",
 }
 

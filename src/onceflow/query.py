@@ -71,6 +71,16 @@ class FlowQuery(StreamingQuery):
             return False
 
     @property
+    def flow(self) -> str:
+        """The name of its flow."""
+        return self._sink.flow
+
+    @property
+    def guarantee(self) -> str:
+        """The one that ``Flow.write`` was asked for."""
+        return self._sink.guarantee
+
+    @property
     def failure(self) -> BaseException | None:
         """The error onceflow stopped the query with, if it did."""
         return self._sink.failure

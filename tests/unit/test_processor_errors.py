@@ -48,7 +48,10 @@ class Touchy(Processor):
 
 
 def causes(letter: Record) -> dict[str, str]:
-    return {name.removeprefix("onceflow.error."): (content or b"").decode() for name, content in letter.headers}
+    """What the headers say of the error, but for the stack."""
+    known = {name: (content or b"").decode() for name, content in letter.headers if name.startswith("onceflow.error.")}
+    known.pop(letters.ERROR_STACK, None)
+    return {name.removeprefix("onceflow.error."): content for name, content in known.items()}
 
 
 def test_the_bad_record_goes_to_the_dead_letters_and_the_others_count() -> None:
@@ -72,8 +75,13 @@ def test_the_bad_record_goes_to_the_dead_letters_and_the_others_count() -> None:
     first = driver.dead_letters[0]
     assert first.headers[0] == ("h", b"x")
     assert first.timestamp_ms == 7
+    more = dict(first.headers)
+    assert b'raise RuntimeError("no good")\nRuntimeError: no good' in (more["onceflow.error.stack"] or b"").replace(
+        b"    ", b""
+    )
+    assert (more["onceflow.attempt"], more["onceflow.origin.topic"]) == (b"1", b"input")
+    assert (more["onceflow.origin.partition"], more["onceflow.origin.offset"]) == (b"0", b"4")
     assert causes(first) == {
-        "h": "x",
         "class": "RuntimeError",
         "message": "no good",
         "topic": "input",
@@ -300,6 +308,51 @@ def test_letters_have_short_messages_and_only_known_places() -> None:
     assert set(causes(letter)) == {"class", "message"}
     assert causes(letter)["message"] == "x" * 1000
     assert letters.dead(Record(), "dead", ValueError("\ud800")).headers[1] == ("onceflow.error.message", b"?")  # type: ignore[index]
+
+
+def test_a_letter_of_a_letter_counts_on_and_remembers_where_it_came_from_first() -> None:
+    record = Record(b"k", b"v", "orders", [("mine", b"1"), ("mine", b"2")], 9, 3, 12)
+    first = letters.dead(record, "dead", ValueError("one"))
+    read = Record(b"k", b"v", "retry", first.headers, 10, 0, 5)
+    second = letters.dead(read, "dead", KeyError("two"))
+    told = dict(second.headers)
+    assert len(second.headers) == len(told) + 1  # `mine` is there twice, as it was
+    assert second.headers[:2] == (("mine", b"1"), ("mine", b"2"))
+    assert (told[letters.ERROR_CLASS], told[letters.ATTEMPT]) == (b"KeyError", b"2")
+    assert [told[name] for name in (letters.ERROR_TOPIC, letters.ERROR_PARTITION, letters.ERROR_OFFSET)] == [
+        b"retry",
+        b"0",
+        b"5",
+    ]
+    assert [told[name] for name in (letters.ORIGIN_TOPIC, letters.ORIGIN_PARTITION, letters.ORIGIN_OFFSET)] == [
+        b"orders",
+        b"3",
+        b"12",
+    ]
+    late = letters.late(read, "late", 1, 2)
+    assert letters.ERROR_STACK not in dict(late.headers)
+    assert letters.attempts(late) == 1  # being late is no attempt
+
+
+@pytest.mark.parametrize("told", [b"", b"x", b"-1", None, b"1" * 30])
+def test_a_header_that_is_no_number_of_attempts_counts_for_nothing(told: bytes | None) -> None:
+    assert letters.attempts(Record(headers=[(letters.ATTEMPT, told)])) == 0
+
+
+def test_a_long_stack_is_cut_at_its_outer_end() -> None:
+    def even(depth: int) -> None:  # two of them: lines that repeat are shown once
+        odd(depth - 1)
+
+    def odd(depth: int) -> None:
+        if depth < 0:
+            raise ValueError("the bottom")
+        even(depth - 1)
+
+    with pytest.raises(ValueError, match="the bottom") as caught:
+        even(200)
+    stack = dict(letters.dead(Record(), "dead", caught.value).headers)[letters.ERROR_STACK] or b""
+    assert len(stack) <= 2000
+    assert stack.endswith(b"ValueError: the bottom")
 
 
 def test_options_that_lead_nowhere() -> None:

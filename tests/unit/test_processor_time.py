@@ -257,6 +257,9 @@ def test_late_records_go_to_their_topic_with_the_cause(own: bool) -> None:
                 ("onceflow.error.topic", b"input"),
                 ("onceflow.error.partition", b"0"),
                 ("onceflow.error.offset", b"2"),
+                ("onceflow.origin.topic", b"input"),
+                ("onceflow.origin.partition", b"0"),
+                ("onceflow.origin.offset", b"2"),
             ),
             3999,
         )

@@ -17,6 +17,8 @@ from onceflow.wire.partitioners import key_partitions
 
 Headers = tuple[tuple[str, bytes | None], ...]
 EXAMPLES_MAX = 5
+# A wrong value may be as large as a record can be.
+_SHOWN_MAX = 300
 KINDS = ("lost", "duplicated", "unexpected", "wrong", "misplaced", "reordered")
 
 
@@ -31,12 +33,26 @@ class Message(NamedTuple):
 
 
 class Expected(NamedTuple):
-    """One record that must be there exactly once."""
+    """One record that must be there exactly once.
+
+    Args:
+        headers: None: they are not compared.
+        free: it may be in any partition, and before or after others of its key.
+    """
 
     identity: str
-    key: bytes
-    value: bytes
-    headers: Headers = ()
+    key: bytes | None
+    value: bytes | None
+    headers: Headers | None = ()
+    free: bool = False
+
+
+class Origin(NamedTuple):
+    """Where the broker put a produced record, as it told the producer."""
+
+    topic: str
+    partition: int
+    offset: int
 
 
 @dataclass
@@ -65,7 +81,7 @@ def compare(
     found: Iterable[Message],
     *,
     partitions: int,
-    identify: Callable[[bytes | None], str | None],
+    identify: Callable[[Message], str | None],
 ) -> Findings:
     """Hold every record that was found against the expected ones.
 
@@ -73,17 +89,17 @@ def compare(
         expected: in the order in which they were produced; order is checked per key.
         found: all records of the topic, in offset order per partition.
         partitions: how many the topic has.
-        identify: the identity of a record, from its value.
+        identify: the identity of a record; None: it has none.
     """
     findings = Findings(topic)
     wanted = {record.identity: (position, record) for position, record in enumerate(expected)}
     findings.expected = len(wanted)
-    places = _places({record.key for _, record in wanted.values()}, partitions)
+    places = _places({record.key for _, record in wanted.values() if record.key is not None}, partitions)
     seen: set[str] = set()
     latest: dict[bytes, int] = {}
     for message in found:
         findings.found += 1
-        identity = identify(message.value)
+        identity = identify(message)
         where = f"{identity} at {topic}-{message.partition}@{message.offset}"
         if identity is None or identity not in wanted:
             findings.note("unexpected", where)
@@ -96,6 +112,8 @@ def compare(
         difference = _difference(record, message)
         if difference:
             findings.note("wrong", f"{where}: {difference}")
+        if record.free or record.key is None:
+            continue
         if message.partition != places[record.key]:
             findings.note("misplaced", f"{where}: its key belongs to partition {places[record.key]}")
         if position < latest.get(record.key, -1):
@@ -109,9 +127,27 @@ def compare(
 def _difference(record: Expected, message: Message) -> str:
     for name in ("key", "value", "headers"):
         want, got = getattr(record, name), getattr(message, name)
-        if want != got:
-            return f"{name} is {got!r}, must be {want!r}"
+        if want != got and not (name == "headers" and want is None):
+            return f"{name} is {_short(got)}, must be {_short(want)}"
     return ""
+
+
+def _short(content: object) -> str:
+    text = repr(content)
+    return text if len(text) <= _SHOWN_MAX else f"{text[:_SHOWN_MAX]}... ({len(text):,} characters)"
+
+
+def letter_cause(message: Message) -> dict[str, str]:
+    """What the headers of a dead letter say: those that onceflow has added, as text."""
+    return {
+        name: (raw or b"").decode(errors="replace") for name, raw in message.headers if name.startswith("onceflow.")
+    }
+
+
+def origin_headers(origin: Origin) -> dict[str, str]:
+    """What a dead letter's headers must say of where it came from, when it was read once."""
+    values = {"topic": origin.topic, "partition": str(origin.partition), "offset": str(origin.offset)}
+    return {f"onceflow.{kind}.{name}": value for kind in ("error", "origin") for name, value in values.items()}
 
 
 def _places(keys: set[bytes], partitions: int) -> Mapping[bytes, int]:

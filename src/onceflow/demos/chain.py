@@ -1,4 +1,4 @@
-"""One run of a chain of flows over generated deposits: produce, process, kill, audit, report.
+"""One run of flows over generated records: produce, process, kill, audit, report.
 
 What all demos have in common; a demo says which flows there are, what must be in which topic, and what else to look at.
 """
@@ -23,20 +23,20 @@ from rich.table import Table
 from onceflow.broker.local import LocalBroker
 from onceflow.broker.process import admin_client
 from onceflow.client.deadline import Deadline
-from onceflow.demos import deposits_data as data
-from onceflow.demos.audit import Expected, Findings, compare
+from onceflow.demos.audit import Expected, Findings, Message, Origin, compare
 from onceflow.demos.display import Display, print_result, services_table, topics_table
-from onceflow.demos.generator import Generator
+from onceflow.demos.generator import Generator, Input
 from onceflow.demos.harness import Kill, Service, Supervisor, plan_kills, plan_losses
-from onceflow.demos.reading import GroupLag, read_topic
+from onceflow.demos.reading import GroupLag, Tally, read_topic
 from onceflow.errors import OptionError
 from onceflow.testing.broker import create_topic
 
 SERVICES = Path(__file__).parent / "services"
 # So many batches leave room for kills between them; so few keep the fixed cost of a batch small.
 BATCHES_PER_LIFE = 5
-RECORDS_PER_BATCH_MIN = 100
 _LOOK_EVERY_S = 1.0
+# A flow that has read everything, and writes nothing more for so long, will not.
+_SETTLED_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -52,22 +52,24 @@ class Choices:
 
 @dataclass(frozen=True)
 class Link:
-    """One flow of the chain.
+    """One flow of the demo, a process of its own.
 
     Args:
         flow: its name.
-        source: the topic it reads.
+        sources: the topics it reads.
         done: what a record that it is through with counts as, on the display.
         script, arguments: how its process is started: a file in ``services``, and what comes before the options.
         keeps_state: it is given ``--state-dir``; after some of its deaths, what is in there is deleted.
+        share: how many of the demo's records it gets; kills are planned over its batches.
     """
 
     flow: str
-    source: str
+    sources: tuple[str, ...]
     done: str
     script: str
     arguments: tuple[str, ...] = ()
     keeps_state: bool = False
+    share: float = 1.0
 
 
 @dataclass
@@ -87,6 +89,11 @@ class Audit:
     tables: list[Table] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
 
+    def found(self, topics: Iterable[str]) -> int:
+        """How many records there are in some of the topics."""
+        names = set(topics)
+        return sum(finding.found for finding in self.topics if finding.topic in names)
+
 
 class Chain(abc.ABC):
     """One run of a demo.
@@ -99,85 +106,121 @@ class Chain(abc.ABC):
     name: ClassVar[str]
     #: Of the topics that the demo makes. Different counts on purpose: a record must be placed anew in every topic.
     partitions: ClassVar[Mapping[str, int]]
+    #: Configuration of these topics, where it is not the broker's.
+    configs: ClassVar[Mapping[str, Mapping[str, str]]] = {}
     #: In the order of the flow of records.
     links: ClassVar[Sequence[Link]]
+    #: Topics that are filled, that hold the results, and that hold what could not be processed.
+    inputs_of: ClassVar[tuple[str, ...]]
+    outputs: ClassVar[tuple[str, ...]]
+    letters: ClassVar[tuple[str, ...]] = ()
+    #: With fewer a batch is hardly one.
+    records_per_batch_min: ClassVar[int] = 100
 
     def __init__(self, choices: Choices, bootstrap_servers: str, folder: Path, deadline: Deadline) -> None:
         self.choices = choices
         self.servers = bootstrap_servers
         self.deadline = deadline
+        self.folder = folder
         self.state_dir = folder / "state"
         # Names are new in every run: on a shared cluster, an earlier run has left its progress there.
         self.suffix = f"-{uuid.uuid4().hex[:6]}"
         self.topics = {name: name + self.suffix for name in self.partitions}
         # A flow reads a bit less than the bound and the next some control records more: never fewer batches.
         self.batches = BATCHES_PER_LIFE * (choices.kills + 1)
-        self.records_per_batch = choices.records // self.batches
+        self.records_per_batch = max(1, choices.records // self.batches)
         rng = random.Random(f"kills-{choices.seed}")
-        self.services = [self._service(link, rng, folder) for link in self.links]
-        self._generator = Generator(
-            bootstrap_servers, self.topics["deposits"], self.deposits(), records=choices.records
-        )
+        self.services = [self._service(link, rng) for link in self.links]
+        self._generator = Generator(bootstrap_servers, self.topics, self.inputs())
+        self._tallies: dict[frozenset[str], Tally] = {}
 
-    def _service(self, link: Link, rng: random.Random, folder: Path) -> Service:
-        command = [sys.executable, str(SERVICES / link.script), *link.arguments]
-        command += ["--bootstrap-servers", self.servers, f"--suffix={self.suffix}"]
-        command += ["--batch", str(self.records_per_batch)]
-        kills = self.plan(rng)
+    def _service(self, link: Link, rng: random.Random) -> Service:
+        kills = self.plan(rng, link)
         flow = link.flow + self.suffix
         if not link.keeps_state:
-            return Service(flow, command, kills, folder)
-        command += ["--state-dir", str(self.state_dir)]
-        return Service(flow, command, plan_losses(kills, rng=rng), folder, state=self.state_dir / flow)
+            return Service(flow, self.command(link), kills, self.folder)
+        return Service(flow, self.command(link), plan_losses(kills, rng=rng), self.folder, state=self.state_dir / flow)
 
     # ---- what a demo adds ----------------------------------------------------------------------------
 
     @abc.abstractmethod
-    def expected(self, origins: Mapping[str, data.Origin]) -> Mapping[str, Iterable[Expected]]:
-        """The records that every topic of ``partitions`` must hold, in its order.
+    def inputs(self) -> Iterator[Input]:
+        """The records that are produced, in order, from the seed. May be asked for more than once."""
 
-        Args:
-            origins: where the broker put the deposits that are to be rejected.
-        """
+    @abc.abstractmethod
+    def expected(self) -> Mapping[str, Iterable[Expected]]:
+        """What topics of ``partitions`` must hold, in the order in which they are shown; see ``origins``."""
 
-    def plan(self, rng: random.Random) -> list[Kill]:
+    @abc.abstractmethod
+    def identify(self, topic: str, message: Message) -> str | None:
+        """The identity of a record that was found in a topic (its name without the suffix); None: it has none."""
+
+    def command(self, link: Link) -> list[str]:
+        """How the process of a flow is started."""
+        command = [sys.executable, str(SERVICES / link.script), *link.arguments]
+        command += ["--bootstrap-servers", self.servers, f"--suffix={self.suffix}"]
+        command += ["--batch", str(self.records_per_batch)]
+        return [*command, "--state-dir", str(self.state_dir)] if link.keeps_state else command
+
+    def plan(self, rng: random.Random, link: Link) -> list[Kill]:
         """The kills of one flow. Asked once for each of ``links``, in order, with the same ``rng``."""
-        return plan_kills(self.choices.kills, batches=self.batches, rng=rng)
+        return plan_kills(self.choices.kills, batches=int(self.batches * link.share), rng=rng)
+
+    def surroundings(self) -> contextlib.AbstractContextManager[Any]:
+        """What else must be there while the flows run."""
+        return contextlib.nullcontext()
+
+    def through(self, display: Display) -> bool:
+        """Whether all is out. Asked once a second when every flow has read its sources to their ends."""
+        return True
 
     def judge(self, name: str, finding: Findings) -> list[str]:
         """What is wrong with a topic, one line each."""
         return finding.examples
 
     def look_further(self, audit: Audit, display: Display) -> None:
-        """Audit what is no topic of records, when the topics have been audited."""
+        """Audit what is no topic of expected records, when these have been audited."""
         return
 
     def more_topics(self) -> list[str]:
         """Topics that the flows made."""
         return []
 
-    def deposits(self) -> Iterator[data.Deposit]:
-        """The input, from the seed."""
-        return data.generate(self.choices.seed, self.choices.records)
+    # ---- for demos -----------------------------------------------------------------------------------
+
+    @property
+    def origins(self) -> Mapping[str, Origin]:
+        """Where the broker put those of the inputs that have an identity."""
+        return self._generator.origins
+
+    def counted(self, **at_least: int) -> bool:
+        """Whether topics (names without suffix) hold so many committed records, or have got none for a long time: then
+        the audit will say what is missing."""
+        tally = self._tallies.get(frozenset(at_least))
+        if tally is None:
+            places = {self.topics[name]: self.partitions[name] for name in at_least}
+            tally = self._tallies[frozenset(at_least)] = Tally(self.servers, places)
+        counts = tally.look(self.deadline)
+        return tally.quiet_s > _SETTLED_S or all(counts[self.topics[name]] >= n for name, n in at_least.items())
 
     # ---- the run -------------------------------------------------------------------------------------
 
     def run(self) -> dict[str, Any]:
         """All of it. The verdict, as it is printed."""
-        valid = sum(deposit.cause is None for deposit in self.deposits())
-        totals = {"produced": self.choices.records}
-        totals |= {link.done: self.choices.records if link.source == "deposits" else valid for link in self.links}
+        totals = {"produced": self.choices.records, **{link.done: self.choices.records for link in self.links}}
         totals["kills"] = len(self.links) * self.choices.kills
-        with Display(totals) as display:
+        with Display(totals) as display, self.surroundings():
             display.say(f"seed {self.choices.seed}, brokers {self.servers}")
             for name, topic in self.topics.items():
-                create_topic(self.servers, topic, self.partitions[name])
+                create_topic(self.servers, topic, self.partitions[name], self.configs.get(name))
             self._generator.start()
             try:
                 self.process(display)
             finally:
                 self._generator.leave.set()
                 self._generator.join(10.0)
+                for tally in self._tallies.values():
+                    tally.close()
             display.say("every record is through; reading all topics")
             audit = self.audit(display)
         return self.report(audit)
@@ -187,10 +230,10 @@ class Chain(abc.ABC):
         self.run_together(range(len(self.links)), display)
 
     def await_source(self, display: Display) -> None:
-        """All deposits are in their topic: for a demo whose flows all find the same there."""
+        """All records are in their topics: for a demo whose flows all find the same there."""
         while not self._generator.check():
             if self.deadline.expired:
-                raise self.deadline.error(f"{self._generator.delivered} deposits are produced")
+                raise self.deadline.error(f"{self._generator.delivered} records are produced")
             display.count(produced=self._generator.delivered)
             self._generator.join(_LOOK_EVERY_S / 10)
         display.count(produced=self._generator.delivered)
@@ -201,7 +244,8 @@ class Chain(abc.ABC):
         with contextlib.ExitStack() as stack:
             lags = []
             for service, link in zip(services, links, strict=True):
-                lag = GroupLag(self.servers, service.flow, self.topics[link.source], self.partitions[link.source])
+                sources = {self.topics[name]: self.partitions[name] for name in link.sources}
+                lag = GroupLag(self.servers, service.flow, sources)
                 stack.callback(lag.close)
                 lags.append(lag)
             supervisor = stack.enter_context(Supervisor(services))
@@ -220,7 +264,7 @@ class Chain(abc.ABC):
                     return False  # never judged by an older look
                 through = {link.done: offset for link, (offset, _) in zip(links, reached, strict=True)}
                 display.count(produced=self._generator.delivered, **through, kills=self.kills)
-                return complete and all(offset == end for offset, end in reached)
+                return complete and all(offset == end for offset, end in reached) and self.through(display)
 
             supervisor.run(done, self.deadline)
             display.count(kills=self.kills)
@@ -243,21 +287,31 @@ class Chain(abc.ABC):
     def audit(self, display: Display) -> Audit:
         """Read everything with an independent consumer, and compare."""
         audit = Audit()
-        for name, records in self.expected(self._generator.origins).items():
-            topic = self.topics[name]
-            found = read_topic(self.servers, topic, self.deadline)
-            finding = compare(topic, records, found, partitions=self.partitions[name], identify=data.identify)
+        for name, records in self.expected().items():
+            finding = self.compare(name, records)
             audit.topics.append(finding)
             audit.problems += self.judge(name, finding)
-            display.say(f"{topic}: {finding.found:,} records read, {finding.expected:,} expected")
-            if name != "deposits":
-                everything = read_topic(self.servers, topic, self.deadline, isolation="read_uncommitted")
-                audit.hidden[topic] = sum(1 for _ in everything) - finding.found
+            display.say(f"{finding.topic}: {finding.found:,} records read, {finding.expected:,} expected")
+            if name not in self.inputs_of:
+                everything = read_topic(self.servers, finding.topic, self.deadline, isolation="read_uncommitted")
+                audit.hidden[finding.topic] = sum(1 for _ in everything) - finding.found
         self.look_further(audit, display)
         missed = sum(service.planned - len(service.deaths) for service in self.services)
         if missed:
             audit.problems.append(f"{missed} of the planned kills did not happen")
         return audit
+
+    def compare(self, name: str, records: Iterable[Expected]) -> Findings:
+        """Hold a topic (its name without suffix) against what it must hold."""
+        topic = self.topics[name]
+        found = read_topic(self.servers, topic, self.deadline)
+        return compare(
+            topic,
+            records,
+            found,
+            partitions=self.partitions[name],
+            identify=lambda message: self.identify(name, message),
+        )
 
     def report(self, audit: Audit) -> dict[str, Any]:
         """Print what was found; the last line."""
@@ -265,11 +319,11 @@ class Chain(abc.ABC):
         print_result(tables, audit.problems)
         counts = [sum(column) for column in zip(*(finding.counts.values() for finding in audit.topics), strict=True)]
         lost, duplicated, *others = counts
-        found = {name: finding.found for name, finding in zip(self.topics, audit.topics, strict=True)}
         return {
             "demo": self.name,
-            "in": found.pop("deposits"),
-            **found,
+            "in": self._generator.delivered,
+            "out": audit.found(self.topics[name] for name in self.outputs),
+            "dead_letters": audit.found(self.topics[name] for name in self.letters),
             "lost": lost,
             "duplicated": duplicated,
             "wrong": sum(others),
@@ -294,7 +348,7 @@ def run_chain(kind: type[Chain], choices: Choices) -> dict[str, Any]:
         OptionError: too few records for so many kills.
         OnceflowError: it could not be brought to its end; the logs are kept.
     """
-    least = RECORDS_PER_BATCH_MIN * BATCHES_PER_LIFE * (choices.kills + 1)
+    least = kind.records_per_batch_min * BATCHES_PER_LIFE * (choices.kills + 1)
     if choices.records < least:
         raise OptionError(
             f"{choices.records} records are too few for {choices.kills} kills per flow",

@@ -11,20 +11,22 @@ the same batches, and their drivers are killed after the same steps of the same 
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from rich.table import Table
 
-from onceflow.demos import deposits_data as data
-from onceflow.demos.audit import Expected, Findings
+from onceflow.demos.audit import Expected, Findings, Message
 from onceflow.demos.chain import Audit, Chain, Choices, Link, run_chain
 from onceflow.demos.display import Display, print_result
+from onceflow.demos.generator import Input
 from onceflow.demos.harness import Kill
 from onceflow.sink.delivery import AT_LEAST_ONCE, AT_MOST_ONCE, EXACTLY_ONCE
 
 SOURCE = "deposits"
+_ID = re.compile(rb"dep-\d{9}")
 #: In the order in which they are run and shown.
 GUARANTEES = (AT_MOST_ONCE, AT_LEAST_ONCE, EXACTLY_ONCE)
 #: The one kind of damage that a guarantee allows, and the step that a kill has to follow to cause it: with at_most_once
@@ -60,21 +62,29 @@ class Guarantees(Chain):
     name = "guarantees"
     partitions: ClassVar[Mapping[str, int]] = {SOURCE: 4, **dict.fromkeys(GUARANTEES, 3)}
     links: ClassVar[Sequence[Link]] = tuple(
-        Link(f"copy-{guarantee}", SOURCE, guarantee, "guarantees.py", (guarantee,)) for guarantee in GUARANTEES
+        Link(f"copy-{guarantee}", (SOURCE,), guarantee, "guarantees.py", (guarantee,)) for guarantee in GUARANTEES
     )
+    inputs_of = (SOURCE,)
+    outputs = GUARANTEES
 
-    def deposits(self) -> Iterator[data.Deposit]:
-        """Keyed by their ids: no key is there twice. To a copy none of them is invalid."""
-        for deposit in super().deposits():
-            yield deposit._replace(account=deposit.id, cause=None)
+    def inputs(self) -> Iterator[Input]:
+        """Keyed by their ids: no key is there twice."""
+        rng = random.Random(f"guarantees-{self.choices.seed}")
+        for number in range(self.choices.records):
+            identity = f"dep-{number:09d}".encode()
+            yield Input(SOURCE, identity, b'{"id": "%s", "amount": %d}' % (identity, rng.randint(1, 1_000_000)))
 
-    def expected(self, origins: Mapping[str, data.Origin]) -> Mapping[str, Iterable[Expected]]:
-        return {
-            name: (Expected(deposit.id, deposit.key, deposit.value) for deposit in self.deposits())
-            for name in self.partitions
-        }
+    def expected(self) -> Mapping[str, Iterable[Expected]]:
+        return {name: self._copies() for name in self.partitions}
 
-    def plan(self, rng: random.Random) -> list[Kill]:
+    def _copies(self) -> Iterator[Expected]:
+        return (Expected((record.key or b"").decode(), record.key, record.value) for record in self.inputs())
+
+    def identify(self, topic: str, message: Message) -> str | None:
+        found = _ID.search(message.value or b"")
+        return None if found is None else found[0].decode()
+
+    def plan(self, rng: random.Random, link: Link) -> list[Kill]:
         return self.points()
 
     def points(self) -> list[Kill]:

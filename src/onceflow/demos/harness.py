@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import IO
+from typing import IO, Any
 
 from onceflow.client.deadline import Deadline
 from onceflow.errors import DeadlineExceededError, OnceflowError
@@ -110,8 +110,9 @@ def plan_losses(kills: Sequence[Kill], *, rng: random.Random) -> list[Kill]:
 class Service:
     """One flow in a process of its own, over all its deaths.
 
-    The process prints one JSON line per committed batch, with ``batch``, ``records`` and, if it likes, the
-    ``seconds`` that it took; all else goes to its log. ``records`` and ``seconds`` are the sums of what it told.
+    The process prints one JSON line per committed batch, as ``onceflow.serve`` does, with ``batch``, ``records`` and,
+    if it likes, the ``seconds`` that it took and more; all else goes to its log. ``records`` and ``seconds`` are the
+    sums of what it told, ``told`` are the lines.
 
     Args:
         flow: the flow's name in Kafka.
@@ -129,6 +130,7 @@ class Service:
         self.batch = 0
         self.records = 0
         self.seconds = 0.0
+        self.told: list[dict[str, Any]] = []
         self.planned = len(kills)
         self.planned_losses = sum(kill.loses_state for kill in kills)
         self.log_file = folder / f"{flow}.log"
@@ -262,6 +264,7 @@ class Service:
                     with self.log_file.open("a") as log:
                         log.write(line)
                     continue
+                self.told.append(told)
                 self.batch = max(self.batch, batch)
                 self.records += records
                 self.seconds += seconds

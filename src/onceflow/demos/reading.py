@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, KafkaException, TopicPartition
@@ -54,16 +55,17 @@ def read_topic(
 
 
 class GroupLag:
-    """How far a consumer group is through a topic.
+    """How far a consumer group is through its topics.
 
     Args:
         group: whose committed offsets are looked at; nothing is consumed.
+        partitions: topics and how many partitions they have.
     """
 
-    def __init__(self, bootstrap_servers: str, group: str, topic: str, partitions: int) -> None:
+    def __init__(self, bootstrap_servers: str, group: str, partitions: Mapping[str, int]) -> None:
         # With read_committed the offset fetch would block while an offset commit is pending in a transaction.
         self._consumer = _consumer(bootstrap_servers, group, "read_uncommitted")
-        self._span = [TopicPartition(topic, partition) for partition in range(partitions)]
+        self._span = [TopicPartition(topic, at) for topic, count in partitions.items() for at in range(count)]
 
     def read(self) -> tuple[int, int] | None:
         """(committed, end): sums of the group's offsets and of the log end offsets, over all partitions.
@@ -81,6 +83,51 @@ class GroupLag:
             raise
         ends = [self._consumer.get_watermark_offsets(place, timeout=_CALL_S)[1] for place in self._span]
         return sum(max(0, place.offset) for place in committed), sum(ends)
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._consumer.close()
+
+
+class Tally:
+    """Counts the committed records of topics, again and again without reading them twice.
+
+    Args:
+        partitions: topics and how many partitions they have.
+    """
+
+    def __init__(self, bootstrap_servers: str, partitions: Mapping[str, int]) -> None:
+        self._consumer = _consumer(bootstrap_servers, "onceflow-demo-tally", "read_committed")
+        places = [
+            TopicPartition(name, at, OFFSET_BEGINNING) for name, count in partitions.items() for at in range(count)
+        ]
+        self._consumer.assign(places)
+        self.counts = dict.fromkeys(partitions, 0)
+        self._changed_at = time.monotonic()
+
+    @property
+    def quiet_s(self) -> float:
+        """For how long looks have found nothing new."""
+        return time.monotonic() - self._changed_at
+
+    def look(self, deadline: Deadline) -> Mapping[str, int]:
+        """The counts, up to the ends that the topics have now.
+
+        Raises:
+            BrokerUnreachableError: a consumer error.
+        """
+        while not deadline.expired:
+            found = self._consumer.consume(_CHUNK, timeout=0.3)
+            for message in found:
+                error = message.error()
+                if error is None:
+                    self.counts[message.topic()] += 1
+                    self._changed_at = time.monotonic()
+                elif error.code() != KafkaError._PARTITION_EOF and not error.retriable():
+                    raise _unreadable(message.topic(), str(error))
+            if not found:
+                break
+        return self.counts
 
     def close(self) -> None:
         """Close the connections."""

@@ -126,6 +126,8 @@ class BatchSink:
         self._undecided = False
         self._begun_at = 0.0
         self._identity = BatchHeader(-1, -1)
+        self.flow = names.flow
+        self.guarantee = options.guarantee
         self.progress = progress
         self.failure: BaseException | None = None
         self.stopping = False

@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
+import re
+import traceback
+
 from onceflow.state.record import Header, Record
 
+PREFIX = "onceflow."
 ERROR_CLASS = "onceflow.error.class"
 ERROR_MESSAGE = "onceflow.error.message"
+ERROR_STACK = "onceflow.error.stack"
 ERROR_TOPIC = "onceflow.error.topic"
 ERROR_PARTITION = "onceflow.error.partition"
 ERROR_OFFSET = "onceflow.error.offset"
+ORIGIN_TOPIC = "onceflow.origin.topic"
+ORIGIN_PARTITION = "onceflow.origin.partition"
+ORIGIN_OFFSET = "onceflow.origin.offset"
+ATTEMPT = "onceflow.attempt"
+"""How often the record has become a dead letter, this time included."""
 
 LATE = "LateRecord"
 """Class of the cause of a late letter."""
 
 # A message may quote the whole record, and headers are limited by the topic's record size.
 _MESSAGE_CHARACTERS = 1000
+_STACK_CHARACTERS = 2000
+_COUNT = re.compile(rb"[0-9]{1,9}")
 
 
-def put_aside(record: Record, topic: str, kind: str, message: str) -> Record:
+def put_aside(record: Record, topic: str, kind: str, message: str, further: tuple[Header, ...] = ()) -> Record:
     """The record for the topic of late or dead letters.
 
     Args:
@@ -25,22 +37,31 @@ def put_aside(record: Record, topic: str, kind: str, message: str) -> Record:
         topic: of the letters.
         kind: the cause, a class name.
         message: what was wrong.
+        further: more headers that say so.
 
     Returns:
-        the same key, value, headers and timestamp, and the cause in further headers.
+        the same key, value, headers and timestamp, and the cause in further headers. Where the record has been put
+        aside before, the headers of that time make way, but those that say where it came from first.
     """
+    before = dict(record.headers)
     cause: list[Header] = [
         (ERROR_CLASS, kind.encode()),
         (ERROR_MESSAGE, message[:_MESSAGE_CHARACTERS].encode(errors="replace")),
+        *further,
     ]
-    for name, where in (
-        (ERROR_TOPIC, record.topic),
-        (ERROR_PARTITION, record.partition),
-        (ERROR_OFFSET, record.offset),
-    ):
-        if where is not None:
-            cause.append((name, str(where).encode()))
-    return Record(record.key, record.value, topic, (*record.headers, *cause), record.timestamp_ms)
+    places = (
+        (ERROR_TOPIC, ORIGIN_TOPIC, record.topic),
+        (ERROR_PARTITION, ORIGIN_PARTITION, record.partition),
+        (ERROR_OFFSET, ORIGIN_OFFSET, record.offset),
+    )
+    cause += [(name, str(where).encode()) for name, _, where in places if where is not None]
+    if ORIGIN_TOPIC in before:
+        cause += [(name, before[name]) for _, name, _ in places if name in before]
+    else:
+        cause += [(name, str(where).encode()) for _, name, where in places if where is not None]
+    replaced = {name for name, _ in cause} | {ERROR_STACK}
+    kept = [header for header in record.headers if header[0] not in replaced]
+    return Record(record.key, record.value, topic, (*kept, *cause), record.timestamp_ms)
 
 
 def late(record: Record, topic: str, event_ms: int, watermark_ms: int) -> Record:
@@ -49,6 +70,21 @@ def late(record: Record, topic: str, event_ms: int, watermark_ms: int) -> Record
     return put_aside(record, topic, LATE, message)
 
 
-def dead(record: Record, topic: str, error: Exception) -> Record:
+def dead(record: Record, topic: str, error: BaseException) -> Record:
     """A letter of a record that could not be processed."""
-    return put_aside(record, topic, type(error).__name__, str(error))
+    further = ((ERROR_STACK, _stack(error).encode(errors="replace")), (ATTEMPT, str(attempts(record) + 1).encode()))
+    return put_aside(record, topic, type(error).__name__, str(error), further)
+
+
+def attempts(record: Record) -> int:
+    """How often a record has been a dead letter: 0 for one that never was, or whose header is no number."""
+    told = dict(record.headers).get(ATTEMPT)
+    return int(told) if told is not None and _COUNT.fullmatch(told) else 0
+
+
+def _stack(error: BaseException) -> str:
+    """The innermost lines of a traceback: they tell the place, the outermost are those of the engine."""
+    text = "".join(traceback.format_exception(type(error), error, error.__traceback__)).rstrip("\n")
+    if len(text) <= _STACK_CHARACTERS:
+        return text
+    return text[-_STACK_CHARACTERS:].split("\n", 1)[-1]

@@ -6,9 +6,6 @@ python service.py at_most_once --bootstrap-servers localhost:9092
 from __future__ import annotations
 
 import argparse
-import json
-import signal
-import threading
 
 import onceflow
 
@@ -21,29 +18,14 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=4_000, help="most records of one batch")
     given = parser.parse_args()
 
-    stop = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: stop.set())
     name = f"copy-{given.guarantee}"
     # A driver that lives for seconds spends most of them compiling: with the quick compiler alone it is up sooner.
     config = {"spark.driver.memory": "640m", "spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1"}
     spark = onceflow.session(name, master="local[2]", config=config)
     flow = onceflow.Flow(name + given.suffix, spark, bootstrap_servers=given.bootstrap_servers)
     copy = flow.read(f"deposits{given.suffix}", max_records_per_batch=given.batch).select("key", "value")
-    query = flow.write(copy, topic=f"{given.guarantee}{given.suffix}", guarantee=given.guarantee).start()
-
-    told, leaving = 0, False
-    while query.isActive and not leaving:
-        leaving = stop.wait(0.1)
-        if leaving:
-            # An orderly end loses nothing, with at_most_once neither: a batch whose progress has moved is written.
-            query.processAllAvailable()
-        for batch in query.batches:
-            if batch.batch > told:
-                told, seconds = batch.batch, sum(batch.seconds.values())
-                print(json.dumps({"batch": told, "records": batch.records, "seconds": seconds}), flush=True)
-    if query.isActive:
-        query.stop()
-    query.awaitTermination()  # raises why it stopped, if nobody asked it to
+    # An orderly end loses nothing, with at_most_once neither: serve() sees to it.
+    onceflow.serve(flow.write(copy, topic=f"{given.guarantee}{given.suffix}", guarantee=given.guarantee).start())
 
 
 if __name__ == "__main__":

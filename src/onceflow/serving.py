@@ -1,0 +1,102 @@
+"""``serve``: run queries as a service does, until it is asked to stop."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+from onceflow.errors import OptionError
+from onceflow.query import FlowQuery
+from onceflow.sink.delivery import AT_MOST_ONCE
+from onceflow.sink.options import BatchSummary
+
+_LOOK_EVERY_S = 0.1
+
+
+def serve(*queries: FlowQuery, more: Callable[[FlowQuery], dict[str, Any]] | None = None) -> None:
+    """Run until SIGTERM or Ctrl-C, or until one of the queries ends; then stop all of them between two batches.
+
+    Every committed batch is a line of JSON on stdout: ``flow``, ``batch`` (its number), ``records`` (written),
+    ``seconds`` (that its steps took). Call it in the main thread, where signals are handled; a second one interrupts
+    at once.
+
+    ::
+
+        onceflow.serve(flow.write(rows, topic="validated", trigger="200 milliseconds").start())
+
+    Args:
+        queries: as ``Flow.write(...).start()`` returned them.
+        more: what else a line says of a query, when there is a batch to tell of; must be fit for JSON.
+
+    Raises:
+        OnceflowError: why a query stopped that nobody asked to.
+        OptionError: no query, or not in the main thread.
+    """
+    if not queries:
+        raise OptionError("serve() was given no query", next_step="give it what Flow.write(...).start() returned")
+    if threading.current_thread() is not threading.main_thread():
+        raise OptionError(
+            "serve() must run in the main thread: it handles SIGTERM and Ctrl-C",
+            next_step="in another thread wait with query.awaitTermination()",
+        )
+    told = dict.fromkeys(queries, 0)
+
+    def tell() -> None:
+        for query in queries:
+            for batch in query.batches:
+                if batch.batch > told[query]:
+                    told[query] = batch.batch
+                    line = _line(query, batch) | ({} if more is None else more(query))
+                    print(json.dumps(line), flush=True)
+
+    try:
+        with _asked_to_stop() as asked:
+            while all(query.isActive for query in queries) and not asked.wait(_LOOK_EVERY_S):
+                tell()
+            ended = [query for query in queries if not query.isActive]
+            for query in queries:
+                _end(query)
+            tell()
+        for query in ended:
+            query.awaitTermination()  # raises why it stopped
+    finally:
+        for query in queries:
+            if query.isActive:
+                query.stop()
+
+
+def _line(query: FlowQuery, batch: BatchSummary) -> dict[str, Any]:
+    seconds = round(sum(batch.seconds.values()), 3)
+    return {"flow": query.flow, "batch": batch.batch, "records": batch.records, "seconds": seconds}
+
+
+def _end(query: FlowQuery) -> None:
+    if not query.isActive:
+        return
+    if query.guarantee == AT_MOST_ONCE:
+        # A batch whose progress has moved is written: an orderly end loses nothing, with at_most_once neither.
+        query.processAllAvailable()
+    query.stop()
+
+
+@contextlib.contextmanager
+def _asked_to_stop() -> Iterator[threading.Event]:
+    """Set by SIGTERM and Ctrl-C."""
+    asked = threading.Event()
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        if asked.is_set():
+            raise KeyboardInterrupt
+        asked.set()
+
+    before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
