@@ -34,12 +34,16 @@ if TYPE_CHECKING:
         UnsupportedQueryError,
     )
     from onceflow.flow import Flow
+    from onceflow.query import FlowQuery
     from onceflow.serving import serve
     from onceflow.session import session
     from onceflow.state import serdes
+    from onceflow.state.handle import State
     from onceflow.state.local_table import LocalTable
     from onceflow.state.processor import ColumnProcessor, Processor
     from onceflow.state.record import Record
+    from onceflow.state.retry import Retry
+    from onceflow.state.timers import Timer
 
 __all__ = [
     "AuthenticationFailedError",
@@ -53,6 +57,7 @@ __all__ = [
     "EnvironmentUnusableError",
     "FencedError",
     "Flow",
+    "FlowQuery",
     "LocalTable",
     "OnceflowError",
     "OptionError",
@@ -62,7 +67,10 @@ __all__ = [
     "ProgressConflictError",
     "ProtocolError",
     "Record",
+    "Retry",
     "SchemaError",
+    "State",
+    "Timer",
     "TransactionTimeoutError",
     "UnknownTopicError",
     "UnsupportedQueryError",
@@ -76,9 +84,13 @@ __all__ = [
 _HOMES = {
     "ColumnProcessor": "onceflow.state.processor",
     "Flow": "onceflow.flow",
+    "FlowQuery": "onceflow.query",
     "LocalTable": "onceflow.state.local",
     "Processor": "onceflow.state.processor",
     "Record": "onceflow.state.record",
+    "Retry": "onceflow.state.retry",
+    "State": "onceflow.state.handle",
+    "Timer": "onceflow.state.timers",
     "serve": "onceflow.serving",
     "session": "onceflow.session",
 }

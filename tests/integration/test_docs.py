@@ -30,10 +30,15 @@ README = ROOT / "README.md"
 OPERATIONS = ROOT / "docs" / "operations.md"
 STATE = ROOT / "docs" / "state.md"
 SPARK_STATE = ROOT / "docs" / "spark-state.md"
-PAGES = [README, ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    README,
+    ROOT / "CHANGELOG.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "examples").glob("*/README.md")),
+]
 LINE_LENGTH_MAX = 140
 
-per_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+per_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 
 def blocks(page: Path, language: str, containing: str = "") -> list[str]:

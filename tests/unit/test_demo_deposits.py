@@ -1,268 +1,278 @@
-"""The demo `deposits`: what it generates, what it expects, and that its auditor sees what is wrong."""
+"""The demo `deposits`: what it generates, what it expects, and that its audits see what is wrong."""
 
 from __future__ import annotations
 
 import json
-import random
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
-from onceflow.cli.demo import demo
+from onceflow import Record
 from onceflow.demos import deposits_data as data
-from onceflow.demos.audit import KINDS, Expected, Findings, Message, compare
-from onceflow.demos.deposits import Choices, run
-from onceflow.demos.harness import plan_kills
-from onceflow.errors import OptionError
-from onceflow.hooks import STEPS
-from onceflow.wire.partitioners import key_partitions
+from onceflow.demos.audit import KINDS, Headers, Message, Origin, origin_headers
+from onceflow.demos.chain import Audit, Choices
+from onceflow.demos.deposits import Deposits
+from onceflow.demos.harness import Death
+from onceflow.demos.services import deposits as service
+from onceflow.testing.processor_driver import ProcessorDriver
 
 SEED = 42
-PARTITIONS = 3
-Records = list[Message]
+ORIGIN = Origin("deposits-1a2b3c", 1, 7)
 
 
 @pytest.fixture(scope="module")
-def deposits() -> list[data.Deposit]:
+def operations() -> list[data.Operation]:
     return list(data.generate(SEED, 20_000))
 
 
 # ---- generator ---------------------------------------------------------------------------------------
 
 
-def test_a_seed_gives_the_same_deposits_again(deposits: list[data.Deposit]) -> None:
-    assert list(data.generate(SEED, 20_000)) == deposits
-    assert list(data.generate(SEED + 1, 100)) != deposits[:100]
+def test_a_seed_gives_the_same_records_again(operations: list[data.Operation]) -> None:
+    assert list(data.generate(SEED, 20_000)) == operations
+    assert list(data.generate(SEED + 1, 100)) != operations[:100]
 
 
-def test_a_longer_run_of_a_seed_begins_like_a_shorter_one(deposits: list[data.Deposit]) -> None:
-    assert list(data.generate(SEED, 500)) == deposits[:500]
+def test_a_longer_run_of_a_seed_begins_like_a_shorter_one(operations: list[data.Operation]) -> None:
+    assert list(data.generate(SEED, 500)) == operations[:500]
 
 
-def test_one_percent_is_invalid_in_every_way(deposits: list[data.Deposit]) -> None:
-    causes = Counter(deposit.cause for deposit in deposits if deposit.cause)
+def test_one_percent_is_invalid_in_every_way(operations: list[data.Operation]) -> None:
+    causes = Counter(each.cause for each in operations if each.cause)
     assert set(causes) == set(data.CAUSES)
-    assert 0.007 < causes.total() / len(deposits) < 0.013
+    assert 0.007 < causes.total() / len(operations) < 0.013
 
 
-def test_every_value_tells_its_id(deposits: list[data.Deposit]) -> None:
-    assert [data.identify(deposit.value) for deposit in deposits] == [deposit.id for deposit in deposits]
-    assert len({deposit.id for deposit in deposits}) == len(deposits)
+def test_all_kinds_are_there(operations: list[data.Operation]) -> None:
+    kinds = Counter(each.kind for each in operations if not each.cause)
+    assert kinds["open"] == data.ACCOUNTS
+    assert min(kinds["deposit"], kinds["transfer"]) > 0.3 * len(operations)
+    assert any(each.timestamp_ms in data.ABSURD_TIMES_MS and each.cause is None for each in operations)
+    assert any(each.timestamp_ms in data.ABSURD_TIMES_MS and each.cause is not None for each in operations)
+    assert any(each.headers and each.cause is None for each in operations)
+    # Written in all the ways that parsers may read differently.
+    values = [each.value or b"" for each in operations if each.cause is None]
+    assert all(any(before.encode() + b', "amount"' in value for value in values) for before, _ in data._ODD[:2])
+    assert all(any(value.endswith(after.encode() + b"}") for value in values) for _, after in data._ODD[2:])
+
+
+def test_every_record_tells_its_id(operations: list[data.Operation]) -> None:
+    assert [data.identify(each.value, each.headers) for each in operations] == [each.id for each in operations]
+    ids = Counter(each.id for each in operations)
+    assert {each.id for each in operations if ids[each.id] > 1} == {
+        each.id for each in operations if each.cause == "double id"
+    }
+    assert max(ids.values()) == 2
     assert data.identify(None) is None
+    assert data.identify(b"op-1") is None
 
 
-def test_valid_values_are_json_with_the_fields(deposits: list[data.Deposit]) -> None:
-    for deposit in deposits[:1000]:
-        if deposit.cause is None:
-            fields = {
-                "id": deposit.id,
-                "account": deposit.account,
-                "amount": deposit.amount,
-                "currency": deposit.currency,
-            }
-            assert json.loads(deposit.value) == fields
-            assert 0 < deposit.amount <= data.AMOUNT_MAX
+def test_huge_values_are_huge_and_still_fit_into_a_record(operations: list[data.Operation]) -> None:
+    sizes = [len(each.value or b"") for each in operations if each.cause == "huge value"]
+    assert sizes
+    assert all(200_000 <= size < 1_000_000 for size in sizes)
+    assert max(len(each.value or b"") for each in operations if each.cause not in ("huge value", "no JSON")) < 1_000
 
 
-@pytest.mark.parametrize("cause", data.CAUSES)
-def test_invalid_values_are_invalid_in_the_way_they_say(deposits: list[data.Deposit], cause: str) -> None:
-    values = [deposit.value for deposit in deposits if deposit.cause == cause]
-    assert values
-    for value in values:
-        assert _cause_of(value) == cause, value
+def test_valid_records_are_what_the_values_say(operations: list[data.Operation]) -> None:
+    for each in operations:
+        if each.cause is None:
+            fields = json.loads(each.value or b"")
+            assert json.loads(data.validated(each)).items() <= fields.items()
+            assert (fields["kind"], fields["account"].encode()) == (each.kind, each.key)
+            assert fields.get("to") == each.to != each.account
 
 
-def _cause_of(value: bytes) -> str | None:
-    """The service's rules, once more in Python."""
-    try:
-        fields = json.loads(value.decode())
-    except ValueError:
-        return "not JSON"
-    if {"id", "account", "amount", "currency"} - fields.keys():
-        return "missing field"
-    if type(fields["amount"]) is not int:
-        return "amount not a whole number"
-    if fields["amount"] <= 0:
-        return "amount not positive"
-    if fields["amount"] > data.AMOUNT_MAX:
-        return "amount too large"
-    return None if fields["currency"] in data.CURRENCIES else "unknown currency"
+# ---- the service's rules, once more --------------------------------------------------------------------
+
+
+def test_the_service_does_what_the_seed_says(operations: list[data.Operation]) -> None:
+    """The processors, without Kafka and Spark, over batches of 1,000."""
+    driver = ProcessorDriver(service.Validate(), on_error="dead-letter")
+    for first in range(0, len(operations), 1_000):
+        part = operations[first : first + 1_000]
+        driver.send_many([Record(each.key, each.value, headers=each.headers) for each in part])
+    valid = {each.id: each for each in operations if each.cause is None}
+    assert len(driver.outputs) == len(valid)
+    for record in driver.outputs:
+        each = valid[record.value["id"]]
+        assert (record.key, record.headers) == (each.account, each.headers)
+        assert json.dumps(record.value, separators=(",", ":")).encode() == data.validated(each)
+    bad = {each.id: each for each in operations if each.cause is not None}
+    assert len(driver.dead_letters) == len(bad)
+    for nth, letter in enumerate(driver.dead_letters):
+        each = bad.pop(data.identify(letter.value, tuple(letter.headers)) or "")
+        assert letter.key == each.key
+        message = Message(0, nth, letter.key, letter.value, tuple(letter.headers))
+        place = {name: value.decode() for name, value in letter.headers if name.startswith("onceflow.") and value}
+        origin = {name: place[name] for name in origin_headers(ORIGIN)}
+        assert data.wrong_letter(each, message, origin) == "", each
+    accounts = {key.encode(): account for key, account in driver.states.items()}
+    assert accounts == data.final_accounts(operations)
+    ids = {(key, entry) for key in accounts for entry in driver.map(key.decode(), "ids")}
+    assert ids == set(data.ids(operations))
+
+
+def test_booking_adds_up(operations: list[data.Operation]) -> None:
+    driver = ProcessorDriver(service.Book())
+    entries = list(data.entries(operations))
+    driver.send_many([(entry.account, {"id": entry.id, "amount": entry.amount}) for entry in entries])
+    balances = {
+        key: {"balance": each.balance, "count": each.count} for key, each in data.final_balances(operations).items()
+    }
+    assert {key.encode(): balance for key, balance in driver.states.items()} == balances
+    assert sum(balance["balance"] for balance in driver.states.values()) == 0
+    assert {(each.value["id"], each.key, each.value["amount"]) for each in driver.outputs} == set(entries)
 
 
 # ---- expected results --------------------------------------------------------------------------------
 
 
-def test_every_deposit_is_expected_in_one_of_two_topics(deposits: list[data.Deposit]) -> None:
-    origins = {deposit.id: data.Origin("deposits", 1, 7) for deposit in deposits if deposit.cause}
-    validated = [record.identity for record in data.expected_validated(iter(deposits))]
-    rejected = [record.identity for record in data.expected_rejected(iter(deposits), origins)]
-    settled = [record.identity for record in data.expected_settled(iter(deposits))]
-    assert sorted(validated + rejected) == [deposit.id for deposit in deposits]
-    assert settled == validated
+def test_every_movement_has_two_entries_that_add_up_to_zero(operations: list[data.Operation]) -> None:
+    sums: Counter[str] = Counter()
+    for entry in data.entries(operations):
+        sums[entry.id] += entry.amount
+    assert set(sums.values()) == {0}
+    assert len(sums) == sum(each.cause is None and each.kind != "open" for each in operations)
+    assert len(list(data.entries(operations))) == 2 * len(sums)
 
 
-def test_rejected_deposits_say_why_and_where_they_came_from(deposits: list[data.Deposit]) -> None:
-    bad = next(deposit for deposit in deposits if deposit.cause)
-    (record,) = data.expected_rejected(iter([bad]), {bad.id: data.Origin("deposits", 1, 7)})
-    assert record.value == bad.value
-    assert dict(record.headers) == {
-        "cause": str(bad.cause).encode(),
-        "origin-topic": b"deposits",
-        "origin-partition": b"1",
-        "origin-offset": b"7",
-    }
+def test_nobody_owes_anything_in_whatever_order_money_is_received(operations: list[data.Operation]) -> None:
+    """An account's own records keep their order; what others send may come at any time, and first of all never."""
+    own: Counter[str] = Counter()
+    for each in operations:
+        if each.cause is None and each.kind != "open":
+            own[each.account] += each.amount if each.to is None else -each.amount
+            assert own[each.account] == each.funds >= 0
+    final = data.final_balances(operations)
+    assert min(balance.balance for key, balance in final.items() if key != b"cash") >= 0
+    assert final[b"cash"].balance == -sum(
+        each.amount for each in operations if not each.cause and each.kind == "deposit"
+    )
 
 
-def test_settled_deposits_have_their_fee(deposits: list[data.Deposit]) -> None:
-    good = next(deposit for deposit in deposits if deposit.cause is None)
-    (record,) = data.expected_settled(iter([good]))
-    assert json.loads(record.value) == {**json.loads(good.value), "fee": good.amount // 200, "settled": True}
+class _Deadline:
+    seconds = remaining = 1.0
 
 
-# ---- auditor -----------------------------------------------------------------------------------------
+@pytest.fixture
+def chain(tmp_path: Path) -> Deposits:
+    return Deposits(Choices(10_000, SEED, 3), "localhost:1", tmp_path, _Deadline())  # type: ignore[arg-type]
 
 
-def _expected() -> list[Expected]:
-    return list(data.expected_validated(data.generate(SEED, 300)))
+def test_every_record_is_expected_in_one_of_two_topics(chain: Deposits) -> None:
+    expected = {name: [record.identity for record in records] for name, records in chain.expected().items()}
+    assert list(expected) == ["validated", "rejected", "ledger"]
+    inputs = list(chain.inputs())
+    assert len(inputs) == len(expected["validated"]) + len(expected["rejected"]) == 10_000
+    # Where these were put is remembered: the letters must say the same.
+    assert [record.identity for record in inputs if record.identity is not None] == expected["rejected"]
+    for name, identities in expected.items():
+        assert len(set(identities)) == len(identities), name
 
 
-def _topic(expected: list[Expected]) -> Records:
-    """The messages of a flawless topic, partition by partition, as a consumer may deliver them."""
-    import pyarrow as pa
-
-    places = key_partitions(pa.array([record.key for record in expected], pa.binary()), PARTITIONS)
-    offsets: Counter[int] = Counter()
-    found = []
-    for place, record in zip(places.tolist(), expected, strict=True):
-        found.append(Message(place, offsets[place], record.key, record.value, record.headers))
-        offsets[place] += 1
-    return sorted(found)
+def test_both_flows_have_kills_and_lose_state(chain: Deposits) -> None:
+    assert [each.flow.split("-")[0] for each in chain.services] == ["validate", "book"]
+    assert [each.planned for each in chain.services] == [3, 3]
+    assert all(each.planned_losses for each in chain.services)
 
 
-def _audit(found: Records) -> Findings:
-    return compare("validated", _expected(), found, partitions=PARTITIONS, identify=data.identify)
+# ---- auditors ----------------------------------------------------------------------------------------
 
 
-def test_a_flawless_topic_passes() -> None:
-    findings = _audit(_topic(_expected()))
-    assert findings.holds
-    assert findings.found == findings.expected == len(_expected())
-    assert findings.examples == []
-
-
-def _lose(found: Records) -> None:
-    del found[17]
-
-
-def _double(found: Records) -> None:
-    found.append(found[17]._replace(offset=10_000))
-
-
-def _double_elsewhere(found: Records) -> None:
-    found.append(found[17]._replace(partition=(found[17].partition + 1) % PARTITIONS, offset=10_000))
-
-
-def _add_foreign(found: Records) -> None:
-    found.append(Message(0, 10_000, b"acc-00001", b'{"id": "dep-999999999"}'))
-
-
-def _add_unidentified(found: Records) -> None:
-    found.append(Message(0, 10_000, None, None))
-
-
-def _change_amount(found: Records) -> None:
-    found[17] = found[17]._replace(value=(found[17].value or b"").replace(b'"amount": ', b'"amount": 1'))
-
-
-def _change_key(found: Records) -> None:
-    found[17] = found[17]._replace(key=b"acc-99999")
-
-
-def _add_header(found: Records) -> None:
-    found[17] = found[17]._replace(headers=(("cause", b"not JSON"),))
-
-
-def _misplace(found: Records) -> None:
-    found[17] = found[17]._replace(partition=(found[17].partition + 1) % PARTITIONS)
-
-
-def _reorder(found: Records) -> None:
-    by_key: dict[bytes | None, int] = {}
-    for index, message in enumerate(found):
-        if message.key in by_key:
-            first = by_key[message.key]
-            found[first], found[index] = found[index], found[first]
-            return
-        by_key[message.key] = index
-    raise AssertionError("no key is there twice")
+def _found(chain: Deposits, topic: str) -> list[Message]:
+    return [
+        Message(0, nth, record.key, record.value, record.headers or ())
+        for nth, record in enumerate(chain.expected()[topic])
+    ]
 
 
 @pytest.mark.parametrize(
-    "mutate, kind",
+    "change, kind",
     [
-        (_lose, "lost"),
-        (_double, "duplicated"),
-        (_double_elsewhere, "duplicated"),
-        (_add_foreign, "unexpected"),
-        (_add_unidentified, "unexpected"),
-        (_change_amount, "wrong"),
-        (_change_key, "wrong"),
-        (_add_header, "wrong"),
-        (_misplace, "misplaced"),
-        (_reorder, "reordered"),
+        (lambda one: [], "lost"),
+        (lambda one: [one, one], "duplicated"),
+        (lambda one: [one, one._replace(key=b"acc-99999")], "unexpected"),
+        (lambda one: [one, Message(0, 0, None, None)], "unexpected"),
+        (lambda one: [one, Message(0, 0, b"\xff", b"\xff")], "unexpected"),
+        (lambda one: [one._replace(value=one.value + b"1")], "wrong"),
+        (lambda one: [one._replace(headers=(("more", b""),))], "wrong"),
     ],
 )
-def test_the_auditor_sees_every_kind_of_damage(mutate: Callable[[Records], None], kind: str) -> None:
-    found = _topic(_expected())
-    mutate(found)
-    findings = _audit(found)
-    assert not findings.holds
+def test_the_ledger_is_compared_with_the_seed(
+    chain: Deposits, monkeypatch: pytest.MonkeyPatch, change: Callable[[Message], list[Message]], kind: str
+) -> None:
+    found = _found(chain, "ledger")
+    found[17:18] = change(found[17])
+    told = [message._replace(value=(message.value or b"") + b',"balance":1,"count":1}') for message in found]
+    monkeypatch.setattr("onceflow.demos.deposits.read_topic", lambda *_: iter(told))
+    findings = chain.compare("ledger", chain.expected()["ledger"])
     assert findings.counts == {**dict.fromkeys(KINDS, 0), kind: 1}
-    assert findings.examples[0].startswith(f"validated: {kind}: ")
+    assert len(chain.lines) + len(chain.problems) == findings.found
 
 
-def test_an_empty_topic_has_lost_everything() -> None:
-    findings = _audit([])
-    assert findings.counts["lost"] == findings.expected == len(_expected())
+def _letter(each: data.Operation, **changed: str | None) -> Message:
+    kind, text = data.CAUSES[each.cause or ""]
+    headers = {
+        **origin_headers(ORIGIN),
+        "onceflow.error.class": kind,
+        "onceflow.error.message": text or "something",
+        "onceflow.error.stack": "a line",
+        "onceflow.attempt": "1",
+    }
+    told = headers | {f"onceflow.{name.replace('_', '.')}": value for name, value in changed.items()}
+    cause: Headers = tuple((name, value.encode()) for name, value in told.items() if value is not None)
+    return Message(0, 0, each.key, each.value, (*each.headers, *cause))
 
 
-def test_a_wrong_cause_is_seen() -> None:
-    deposits = [deposit for deposit in data.generate(SEED, 2000) if deposit.cause]
-    origins = {deposit.id: data.Origin("deposits", 0, 1) for deposit in deposits}
-    expected = list(data.expected_rejected(iter(deposits), origins))
-    found = _topic(expected)
-    found[0] = found[0]._replace(headers=(("cause", b"no reason"), *found[0].headers[1:]))
-    findings = compare("rejected", expected, found, partitions=PARTITIONS, identify=data.identify)
-    assert findings.counts["wrong"] == 1
+@pytest.mark.parametrize("cause", data.CAUSES)
+def test_a_letter_must_say_why_and_where_it_came_from(operations: list[data.Operation], cause: str) -> None:
+    each = next(each for each in operations if each.cause == cause)
+    origin = origin_headers(ORIGIN)
+    assert data.wrong_letter(each, _letter(each), origin) == ""
+    assert "class is 'OSError'" in data.wrong_letter(each, _letter(each, error_class="OSError"), origin)
+    assert "attempt is '2'" in data.wrong_letter(each, _letter(each, attempt="2"), origin)
+    assert "origin.offset is '8'" in data.wrong_letter(each, _letter(each, origin_offset="8"), origin)
+    assert "error.topic is None" in data.wrong_letter(each, _letter(each, error_topic=None), origin)
+    assert "stack" in data.wrong_letter(each, _letter(each, error_stack=None), origin)
+    assert "message" in data.wrong_letter(each, _letter(each, error_message=""), origin)
+    more = _letter(each)._replace(headers=(*_letter(each).headers, ("more", b"")))
+    assert "own headers" in data.wrong_letter(each, more, origin)
 
 
-# ---- kills and command -------------------------------------------------------------------------------
+def test_wrong_letters_are_problems(chain: Deposits, monkeypatch: pytest.MonkeyPatch) -> None:
+    bad = [each for each in chain.operations if each.cause is not None]
+    chain._generator.origins.update({each.id: ORIGIN for each in bad})
+    letters = [_letter(each) for each in bad]
+    monkeypatch.setattr("onceflow.demos.deposits.read_topic", lambda *_: iter(letters))
+    assert chain.audit_letters() == []
+    letters[3] = _letter(bad[3], origin_partition="0")
+    (problem,) = chain.audit_letters()
+    assert bad[3].id in problem
 
 
-@pytest.mark.parametrize("seed", range(20))
-@pytest.mark.parametrize("count", [1, 3, 12])
-def test_all_planned_kills_fit_into_the_batches_there_are(seed: int, count: int) -> None:
-    batches = 5 * (count + 1)
-    kills = plan_kills(count, batches=batches, rng=random.Random(seed))
-    assert len(kills) == count
-    assert all(kill.step in STEPS and kill.batches >= 1 for kill in kills)
-    # Each kill needs its batches, and one more at `settle`, which belongs to the batch after.
-    assert sum(kill.batches + 1 for kill in kills) < batches
-    assert plan_kills(count, batches=batches, rng=random.Random(seed)) == kills
+@pytest.mark.parametrize(
+    "lost, restores, problem",
+    [
+        ([True, True, False], 8, None),
+        ([True, False, False], 1, None),
+        ([False, False, False], 8, "never deleted"),
+        ([True, True, True], 0, "nothing was read back"),
+    ],
+)
+def test_state_must_have_been_deleted_and_read_back(
+    chain: Deposits, monkeypatch: pytest.MonkeyPatch, lost: list[bool], restores: int, problem: str | None
+) -> None:
+    """A driver that dies before it has opened its state again has none to lose: that deletion does not count."""
+    monkeypatch.setattr(chain, "restores", lambda: restores)
+    chain.services[-1].deaths = [Death("plan", 4, 0.0, lost_state=one) for one in lost]
+    audit = Audit()
+    assert chain.losses(audit) == {"restores": restores, "state_deleted": sum(lost)}
+    assert [problem in text for text in audit.problems] == ([True] if problem else [])
 
 
-def test_no_kills_are_none() -> None:
-    assert plan_kills(0, batches=5, rng=random.Random(1)) == []
-
-
-def test_too_few_records_for_the_kills_are_refused_before_anything_starts() -> None:
-    with pytest.raises(OptionError, match="too few"):
-        run(Choices(records=1000, kills=3))
-
-
-def test_the_command_lists_the_demos() -> None:
-    answer = CliRunner().invoke(demo, [])
-    assert answer.exit_code == 0
-    assert answer.output.startswith("deposits ")
+def test_the_example_is_the_service_of_the_demo() -> None:
+    example = Path(__file__).parents[2] / "examples" / "deposits" / "deposits.py"
+    assert example.resolve() == Path(service.__file__).resolve()

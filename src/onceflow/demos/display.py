@@ -11,7 +11,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from onceflow.demos.audit import KINDS, Findings
-from onceflow.demos.balances_data import BalanceFindings
 from onceflow.demos.harness import Service
 
 _PLAIN_EVERY_S = 5.0
@@ -76,18 +75,6 @@ def topics_table(findings: Sequence[Findings], hidden: Mapping[str, int]) -> Tab
         aborted = f"{hidden[finding.topic]:,}" if finding.topic in hidden else ""
         numbers = (finding.expected, finding.found, lost, duplicated, sum(others))
         table.add_row(finding.topic, *(f"{number:,}" for number in numbers), aborted)
-    return table
-
-
-def balances_table(findings: Sequence[BalanceFindings]) -> Table:
-    """One row per place that has the balances."""
-    table = Table(title="Balances: the sum of each account's valid deposits", caption="sums in cents")
-    table.add_column("place")
-    for name in ("accounts", "found", "wrong", "sum of all", "must be"):
-        table.add_column(name, justify="right")
-    for finding in findings:
-        numbers = (finding.expected, finding.found, finding.wrong, finding.total, finding.expected_total)
-        table.add_row(finding.place, *(f"{number:,}" for number in numbers))
     return table
 
 

@@ -1,90 +1,150 @@
-"""Two flows in a chain: deposits are validated, valid ones are settled. Each runs as a process of its own.
+"""Money in two flows: what an account may not do is rejected, all else is booked twice. Each is a process of its own.
 
-python service.py validate --bootstrap-servers localhost:9092
-python service.py settle   --bootstrap-servers localhost:9092
+python deposits.py validate --bootstrap-servers localhost:9092
+python deposits.py book     --bootstrap-servers localhost:9092
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import signal
-import threading
+import logging
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 
 import onceflow
+from onceflow import Record
 
-# Everything as text first: a number that is none is then a cause of rejection, not a null.
-DEPOSIT = "id string, account string, amount string, currency string"
-CAUSE = """
-    CASE WHEN deposit IS NULL OR deposit.broken IS NOT NULL THEN 'not JSON'
-         WHEN deposit.id IS NULL OR deposit.account IS NULL OR deposit.amount IS NULL OR deposit.currency IS NULL
-              THEN 'missing field'
-         WHEN try_cast(deposit.amount AS bigint) IS NULL THEN 'amount not a whole number'
-         WHEN try_cast(deposit.amount AS bigint) <= 0 THEN 'amount not positive'
-         WHEN try_cast(deposit.amount AS bigint) > 1000000 THEN 'amount too large'
-         WHEN deposit.currency NOT IN ('EUR', 'GBP', 'USD') THEN 'unknown currency'
-    END"""
-HEADERS = """
-    array(struct('cause' AS key, binary(cause) AS value),
-          struct('origin-topic' AS key, binary(topic) AS value),
-          struct('origin-partition' AS key, binary(string(partition)) AS value),
-          struct('origin-offset' AS key, binary(string(offset)) AS value))"""
+JSON, STRING = onceflow.serdes.JSON, onceflow.serdes.STRING
+CASH = "cash"  # the account that deposits come from
+ACCOUNT = re.compile("acc-[0-9]{5}")
+LIMIT_MAX = 1_000_000_000  # whole cents; sums stay far below 64 bits
+VALUE_BYTES_MAX = 1_000
+COMMON = {"kind": str, "id": str, "account": str}
+FIELDS = {
+    "open": {**COMMON, "limit": int},
+    "deposit": {**COMMON, "amount": int},
+    "transfer": {**COMMON, "to": str, "amount": int},
+}
 
 
-def validate(deposits: DataFrame, suffix: str = "") -> DataFrame:
-    """Every row to one of two topics. One transaction covers both, so none is in both or in neither."""
-    kept = {"columnNameOfCorruptRecord": "broken"}
-    parsed = F.from_json(F.col("value").cast("string"), f"{DEPOSIT}, broken string", kept)
-    checked = deposits.withColumn("deposit", parsed).withColumn("cause", F.expr(CAUSE))
-    valid = F.col("cause").isNull()
-    return checked.select(
-        F.when(valid, f"validated{suffix}").otherwise(f"rejected{suffix}").alias("topic"),
-        "key",
-        "value",
-        F.when(~valid, F.expr(HEADERS)).alias("headers"),
-    )
+class Rejected(Exception):
+    """A record can be read, and breaks a rule."""
 
 
-def settle(validated: DataFrame) -> DataFrame:
-    """Half a percent of the amount is the fee. Amounts are whole cents."""
-    deposit = F.from_json(F.col("value").cast("string"), DEPOSIT)
-    settled = F.expr("""named_struct(
-        'id', deposit.id, 'account', deposit.account, 'amount', bigint(deposit.amount), 'currency', deposit.currency,
-        'fee', bigint(deposit.amount) div 200, 'settled', true)""")
-    return validated.withColumn("deposit", deposit).select("key", F.to_json(settled).alias("value"))
+class Validate(onceflow.Processor):
+    """Lets pass what the account may do. Whatever is raised for a record is the cause in its dead letter."""
+
+    key = STRING
+    state = output = JSON
+
+    def process(self, key: str, records: Sequence[Record], state: Any) -> Iterator[Record]:
+        account, ids = state.get(), state.map("ids")
+        for record in records:
+            asked = read(record.value)
+            if asked["account"] != key or not ACCOUNT.fullmatch(key):
+                raise Rejected("not the account of the key")
+            account = opened(account, asked) if asked["kind"] == "open" else moved(account, asked, ids)
+            yield Record(key, asked, headers=record.headers)
+        state.put(account)
+
+
+def read(value: bytes | None) -> dict[str, Any]:
+    """The fields that a record of its kind has, and nothing else: what goes on is what was checked."""
+    if value is None or len(value) > VALUE_BYTES_MAX:
+        raise ValueError("no value" if value is None else f"a value of {len(value)} bytes")
+    asked = JSON.decode(value)
+    fields = FIELDS[asked["kind"]]
+    for name, kind in fields.items():
+        if type(asked[name]) is not kind:
+            raise TypeError(f"{name} is no {kind.__name__}")
+    return {name: asked[name] for name in fields}
+
+
+def opened(account: dict[str, int] | None, asked: dict[str, Any]) -> dict[str, int]:
+    if account is not None:
+        raise Rejected("already open")
+    if not 0 < asked["limit"] <= LIMIT_MAX:
+        raise Rejected("limit out of range")
+    return {"limit": asked["limit"], "funds": 0}
+
+
+def moved(account: dict[str, int] | None, asked: dict[str, Any], ids: Any) -> dict[str, int]:
+    """The account after a deposit or a transfer. Money that was received does not count as funds: it is booked by the
+    next flow, and of that this one knows nothing."""
+    amount, to = asked["amount"], asked.get("to")
+    if account is None:
+        raise Rejected("unknown account")
+    if asked["id"] in ids:
+        raise Rejected("double id")
+    if not 0 < amount <= account["limit"]:
+        raise Rejected("not positive" if amount <= 0 else "over the limit")
+    if to is not None and (to == asked["account"] or not ACCOUNT.fullmatch(to)):
+        raise Rejected("no receiver")
+    if to is not None and amount > account["funds"]:
+        raise Rejected("insufficient funds")
+    ids.put(asked["id"], True, ttl="7 days")
+    return {**account, "funds": account["funds"] + (amount if to is None else -amount)}
+
+
+def entries(validated: DataFrame) -> DataFrame:
+    """Two rows for each movement, one per account: their amounts add up to zero."""
+    fields = "kind string, id string, account string, to string, amount bigint"
+    # It is not the parser that validated. Should it ever not understand a value, it must not pass it over.
+    asked = F.from_json(F.col("value").cast("string"), fields, {"mode": "FAILFAST"})
+    pair = F.expr(f"""array(
+        struct(if(kind = 'deposit', '{CASH}', account) AS key, to_json(struct(id, -amount AS amount)) AS value),
+        struct(if(kind = 'deposit', account, to) AS key, to_json(struct(id, amount)) AS value))""")
+    moves = validated.withColumn("asked", asked).select("partition", "offset", "asked.*").where("kind <> 'open'")
+    return moves.select("partition", "offset", F.inline(pair))
+
+
+class Book(onceflow.Processor):
+    """Adds up the entries of an account. Its table is a topic for everybody: account -> balance."""
+
+    key = STRING
+    value = state = output = JSON
+
+    def process(self, key: str, records: Sequence[Record], state: Any) -> Iterator[Record]:
+        account = state.get({"balance": 0, "count": 0})
+        for record in records:
+            account = {"balance": account["balance"] + record.value["amount"], "count": account["count"] + 1}
+            yield Record(key, {"id": record.value["id"], "account": key, "amount": record.value["amount"], **account})
+        state.put(account)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("flow", choices=["validate", "settle"])
+    parser.add_argument("flow", choices=["validate", "book"])
     parser.add_argument("--bootstrap-servers", required=True)
     parser.add_argument("--suffix", default="", help="of all topic and flow names")
     parser.add_argument("--batch", type=int, default=20_000, help="most records of one transaction")
+    parser.add_argument("--state-dir", help="for the local stores  [default: ~/.local/state/onceflow]")
     given = parser.parse_args()
 
-    stop = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    # Tells when state was read back from the table topic, how much and how fast.
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("onceflow.state").setLevel(logging.INFO)
     spark = onceflow.session(given.flow, master="local[2]", config={"spark.driver.memory": "640m"})
     flow = onceflow.Flow(given.flow + given.suffix, spark, bootstrap_servers=given.bootstrap_servers)
     if given.flow == "validate":
-        rows = flow.read(f"deposits{given.suffix}", max_records_per_batch=given.batch)
-        write = flow.write(validate(rows, given.suffix), trigger="200 milliseconds")
+        asked = flow.read(f"deposits{given.suffix}", max_records_per_batch=given.batch, include_headers=True)
+        rows = flow.process(
+            asked,
+            Validate(),
+            table=f"accounts{given.suffix}",
+            on_error="dead-letter",
+            dead_letter_topic=f"rejected{given.suffix}",
+            state_dir=given.state_dir,
+        )
     else:
-        rows = flow.read(f"validated{given.suffix}", max_records_per_batch=given.batch)
-        write = flow.write(settle(rows), topic=f"settled{given.suffix}", trigger="200 milliseconds")
-
-    query, told = write.start(), 0
-    while query.isActive and not stop.wait(0.1):
-        for batch in query.batches:
-            if batch.batch > told:
-                told = batch.batch
-                print(json.dumps({"flow": flow.name, "batch": told, "records": batch.records}), flush=True)
-    if query.isActive:
-        query.stop()
-    query.awaitTermination()  # raises why it stopped, if nobody asked it to
+        validated = flow.read(f"validated{given.suffix}", max_records_per_batch=given.batch)
+        rows = flow.process(entries(validated), Book(), table=f"balances{given.suffix}", state_dir=given.state_dir)
+    topic = {"validate": "validated", "book": "ledger"}[given.flow] + given.suffix
+    onceflow.serve(flow.write(rows, topic=topic, trigger="200 milliseconds").start())
 
 
 if __name__ == "__main__":

@@ -1,1 +1,0 @@
-../../src/onceflow/demos/services/balances.py

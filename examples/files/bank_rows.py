@@ -1,0 +1,1 @@
+../../src/onceflow/demos/services/bank_rows.py

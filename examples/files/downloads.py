@@ -1,0 +1,1 @@
+../../src/onceflow/demos/services/downloads.py

@@ -1,0 +1,1 @@
+../../src/onceflow/demos/services/pairs_spark.py

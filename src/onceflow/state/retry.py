@@ -1,0 +1,265 @@
+"""``Retry``: brings dead letters back after a while, and parks those that no retry heals."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import struct
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from onceflow.errors import OptionError, SchemaError
+from onceflow.state import letters
+from onceflow.state.durations import duration_ms
+from onceflow.state.processor import Processor
+from onceflow.state.record import Header, Record
+from onceflow.state.serdes import STRING, Serde
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+
+    from onceflow.state.handle import State
+    from onceflow.state.timers import Timer
+
+KEY = "onceflow.key"
+"""The record's own key, where another one has its place: in a parked record. Absent: it has no key."""
+NULL_VALUE = "onceflow.value.null"
+"""On a parked record: its value was null. In a compacted topic a null value would delete it."""
+RETRY_TOPIC = "onceflow.retry.topic"
+"""On a parked record: where its retries went."""
+
+_ORIGIN = (letters.ORIGIN_TOPIC, letters.ORIGIN_PARTITION, letters.ORIGIN_OFFSET)
+_IDENTITY = re.compile(r"[a-zA-Z0-9._-]{1,249}/[0-9]{1,10}/[0-9]{1,19}")
+_TIMER = "due"
+_LENGTH = struct.Struct(">i")
+_HEADERS_TYPE = "array<struct<key:string,value:binary>>"
+
+
+def _encoded(record: Record) -> bytes:
+    """All of a record but its place, in hardly more bytes than it has in Kafka: it must fit into the table, too."""
+    at_ms = None if record.timestamp_ms is None else str(record.timestamp_ms).encode()
+    fields: list[bytes | None] = [record.key, record.value, at_ms]
+    for name, content in record.headers:
+        fields += [name.encode(), content]
+    parts = []
+    for field in fields:
+        parts += [_LENGTH.pack(-1)] if field is None else [_LENGTH.pack(len(field)), field]
+    return b"".join(parts)
+
+
+def _decoded(raw: bytes) -> Record:
+    fields: list[bytes | None] = []
+    at = 0
+    while at < len(raw):
+        (length,) = _LENGTH.unpack_from(raw, at)
+        at += _LENGTH.size
+        fields.append(None if length < 0 else raw[at : at + length])
+        at += max(0, length)
+    key, value, at_ms, *listed = fields
+    headers: list[Header] = [
+        ((name or b"").decode(), content) for name, content in zip(listed[::2], listed[1::2], strict=True)
+    ]
+    return Record(key, value, headers=headers, timestamp_ms=None if at_ms is None else int(at_ms))
+
+
+class Retry(Processor):
+    """Reads dead letters, writes each to a retry topic when its time has come, or to a topic of parked records.
+
+    ::
+
+        failed = flow.read("failed", include_headers=True)
+        retry = onceflow.Retry(retry_topic="retry", parked_topic="parked", base="1 second", max_attempts=8)
+        flow.write(flow.process(onceflow.Retry.by_origin(failed), retry, table="waiting")).start()
+
+    The flow that fails reads the retry topic beside its source, with ``include_headers=True``: so its next dead letter
+    knows how often the record has failed. The wait grows from attempt to attempt, and is counted from when this flow
+    has read the letter. A record that has failed for the last time, or for a cause that no retry heals, is parked:
+    ``parked_topic`` should be compacted, its key is the origin (``topic/partition/offset``) of the record.
+    ``onceflow parked`` lists, retries and drops what is there.
+
+    What waits is in the table, a timer for each record. Both are deleted in the transaction that writes the record
+    to the retry topic: a record is in one place at any time.
+
+    Args:
+        retry_topic: gets key, value, timestamp and headers of the record, those of the last failure included.
+        parked_topic: gets the same under another key; a null value is an empty one there, with a header that says so.
+        base: the wait after the first failure.
+        factor: by which the wait grows from one failure to the next.
+        ceiling: the longest wait.
+        jitter: the share of the wait that is left to chance, so that records that failed together do not all come back
+            together: a wait of 10 seconds with 0.5 is one between 5 and 10. The same attempt of a record always
+            waits for the same time, for a batch may run twice.
+        max_attempts: how often a record is processed before it is parked, the first time included.
+        permanent: causes that no retry heals: exception classes, or their names. A class stands for itself only, not
+            for its subclasses: a letter carries just the name.
+
+    Raises:
+        OptionError: an argument makes no sense.
+    """
+
+    #: What is wrong with the record, not with the world.
+    PERMANENT = frozenset(
+        {
+            "AttributeError",
+            "IndexError",
+            "JSONDecodeError",
+            "KeyError",
+            "LateRecord",
+            "TypeError",
+            "UnicodeDecodeError",
+            "ValueError",
+        }
+    )
+
+    key = STRING
+    state = Serde(_encoded, _decoded, "record")
+
+    def __init__(
+        self,
+        *,
+        retry_topic: str,
+        parked_topic: str,
+        base: str | float = "1 second",
+        factor: float = 2.0,
+        ceiling: str | float = "10 minutes",
+        jitter: float = 0.5,
+        max_attempts: int = 5,
+        permanent: Iterable[str | type[BaseException]] = PERMANENT,
+    ) -> None:
+        if not retry_topic or not parked_topic or retry_topic == parked_topic:
+            raise _option("retry_topic and parked_topic must be two topics", "name both")
+        try:
+            self.base_ms, self.ceiling_ms = duration_ms(base), duration_ms(ceiling)
+        except ValueError as error:
+            raise _option(f"base={base!r}, ceiling={ceiling!r}: {error}", 'for example "2 seconds"') from None
+        if not 0 < self.base_ms <= self.ceiling_ms:
+            raise _option(f"base={base!r} must be positive, and at most ceiling={ceiling!r}", "change one of them")
+        if not factor >= 1:
+            raise _option(f"factor={factor!r} would let the wait shrink", "give 1 or more")
+        if not 0 <= jitter <= 1:
+            raise _option(f"jitter={jitter!r} is no share of the wait", "give a number from 0 to 1")
+        if max_attempts < 1:
+            raise _option(f"max_attempts={max_attempts!r} is too few", "give at least 1: then nothing is retried")
+        if isinstance(permanent, str):
+            raise _option(f"permanent={permanent!r} is one text", 'give a set of names: {"ValueError"}')
+        self.retry_topic, self.parked_topic = retry_topic, parked_topic
+        self.factor, self.jitter, self.max_attempts = factor, jitter, max_attempts
+        self.permanent = frozenset(each if isinstance(each, str) else each.__name__ for each in permanent)
+
+    @staticmethod
+    def by_origin(df: DataFrame) -> DataFrame:
+        """The same letters with their origins, ``topic/partition/offset``, as keys: what ``Retry`` takes.
+
+        Dead letters may have no key, or share it with others; the place where a record was read first is its own. The
+        record's key goes along in a header. A letter whose headers do not tell its origin has come from
+        elsewhere: its origin is its own place.
+
+        Args:
+            df: as ``flow.read(..., include_headers=True)`` returns it; more rows may be filtered out, but not columns.
+
+        Raises:
+            SchemaError: a column is missing.
+        """
+        from pyspark.sql import functions as F
+
+        needed = ("key", "value", "headers", "topic", "partition", "offset", "timestamp")
+        missing = [name for name in needed if name not in df.columns]
+        if missing:
+            raise SchemaError(
+                f"dead letters without the columns {', '.join(missing)} cannot be told apart",
+                next_step="take what flow.read(..., include_headers=True) returns",
+            )
+
+        def told(name: str) -> Any:
+            return F.expr(f"cast(try_element_at(filter(headers, h -> h.key = '{name}'), -1).value AS string)")
+
+        # `\z`, because `$` would let a line feed at the end pass.
+        places = [
+            (told(letters.ORIGIN_TOPIC), r"^[a-zA-Z0-9._-]{1,249}\z", F.col("topic")),
+            (told(letters.ORIGIN_PARTITION), r"^[0-9]{1,10}\z", F.col("partition").cast("string")),
+            (told(letters.ORIGIN_OFFSET), r"^[0-9]{1,19}\z", F.col("offset").cast("string")),
+        ]
+        complete = F.lit(True)
+        for header, pattern, _ in places:
+            complete = complete & F.coalesce(header.rlike(pattern), F.lit(False))
+        identity = F.when(complete, F.concat_ws("/", *(header for header, _, _ in places))).otherwise(
+            F.concat_ws("/", *(own for _, _, own in places))
+        )
+        kept = (
+            f"filter(coalesce(headers, cast(array() AS {_HEADERS_TYPE})), h -> h.key NOT IN ('{KEY}', '{NULL_VALUE}'))"
+        )
+        own_key = f"filter(array(named_struct('key', '{KEY}', 'value', cast(key AS binary))), h -> h.value IS NOT NULL)"
+        headers = F.expr(f"concat({kept}, {own_key})").alias("headers")
+        # Without the partition: a letter is not where its new key belongs, and the step need not try.
+        return df.select(identity.alias("key"), "value", headers, "topic", "offset", "timestamp")
+
+    def delay_ms(self, origin: str, attempt: int) -> int:
+        """How long a record waits after a failure.
+
+        Args:
+            origin: ``topic/partition/offset``.
+            attempt: how often it has failed.
+        """
+        try:
+            wait_ms = min(self.base_ms * self.factor ** (attempt - 1), self.ceiling_ms)
+        except OverflowError:
+            wait_ms = self.ceiling_ms
+        digest = hashlib.blake2b(f"{origin}#{attempt}".encode(), digest_size=8).digest()
+        chance = int.from_bytes(digest, "big") / (1 << 64)
+        return round(wait_ms * (1 - self.jitter * chance))
+
+    # ---- the processor ---------------------------------------------------------------------------------
+
+    def process(self, key: str, records: Sequence[Record], state: State) -> Iterator[Record]:
+        """Let letters wait, or park them. See `Processor.process`."""
+        if not _IDENTITY.fullmatch(key):
+            raise ValueError(f"key {key!r:.200} is no origin: Retry takes what Retry.by_origin(df) returns")
+        for record in records:
+            attempt = max(1, letters.attempts(record))
+            if attempt >= self.max_attempts or _cause(record) in self.permanent:
+                state.delete()
+                state.timers.cancel(_TIMER)
+                yield self._parked(key, record)
+            else:
+                state.put(_original(record))
+                state.timers.register(_TIMER, state.now_ms + self.delay_ms(key, attempt), "processing")
+
+    def on_timer(self, key: str, timer: Timer, state: State) -> Iterator[Record]:
+        """Write the record to the retry topic. See `Processor.on_timer`."""
+        waiting: Record | None = state.get()
+        if waiting is not None:
+            state.delete()
+            headers = (*waiting.headers, *_origin_headers(key))
+            yield Record(waiting.key, waiting.value, self.retry_topic, headers, waiting.timestamp_ms)
+
+    def _parked(self, origin: str, record: Record) -> Record:
+        original = _original(record)
+        headers = [*original.headers, *_origin_headers(origin), (RETRY_TOPIC, self.retry_topic.encode())]
+        if original.key is not None:
+            headers.append((KEY, original.key))
+        value = original.value
+        if value is None:
+            value = b""
+            headers.append((NULL_VALUE, b"true"))
+        return Record(origin, value, self.parked_topic, headers, original.timestamp_ms)
+
+
+def _original(letter: Record) -> Record:
+    """The record that has failed, with its own key, and without the headers that are made again from its origin."""
+    headers = [(name, content) for name, content in letter.headers if name not in (*_ORIGIN, KEY, RETRY_TOPIC)]
+    at_ms = letter.timestamp_ms
+    # Records without a timestamp are read with a negative one, which nobody may write.
+    at_ms = None if at_ms is not None and at_ms < 0 else at_ms
+    return Record(dict(letter.headers).get(KEY), letter.value, headers=headers, timestamp_ms=at_ms)
+
+
+def _origin_headers(origin: str) -> list[Header]:
+    return [(name, part.encode()) for name, part in zip(_ORIGIN, origin.rsplit("/", 2), strict=True)]
+
+
+def _cause(letter: Record) -> str:
+    return (dict(letter.headers).get(letters.ERROR_CLASS) or b"").decode(errors="replace")
+
+
+def _option(what: str, next_step: str) -> OptionError:
+    return OptionError(f"Retry: {what}", next_step=next_step)
