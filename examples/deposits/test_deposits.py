@@ -219,7 +219,7 @@ def test_an_entry_has_the_balance_after_it() -> None:
 
 @pytest.mark.integration
 @pytest.mark.faults
-def test_deposits_survive_kills_and_lost_state(run_demo: Callable[..., dict[str, Any]]) -> None:
+def test_killed(run_demo: Callable[..., dict[str, Any]]) -> None:
     result = run_demo("deposits", records=4_000, kills=1)
     assert result["in"] == 4_000
     assert result["dead_letters"] > 0

@@ -177,7 +177,7 @@ def test_a_second_event_of_a_type_is_no_duplicate(driver: ProcessorDriver) -> No
 def test_an_event_under_a_key_that_is_no_timestamp_is_a_dead_letter(driver: ProcessorDriver) -> None:
     """An object with a field twice has no one timestamp: Spark, which makes the key, finds none."""
     assert driver.send("none", event("A"), timestamp_ms=NOON_MS) == []
-    assert reasons(driver.dead_letters) == ["none"]
+    assert reasons(driver.dead_letters) == ["the key is not its timestamp"]
     assert driver.states == {}
 
 

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from onceflow.state import serdes
     from onceflow.state.handle import State
     from onceflow.state.local_table import LocalTable
-    from onceflow.state.processor import ColumnProcessor, Processor
+    from onceflow.state.processor import BadRows, ColumnProcessor, Processor
     from onceflow.state.record import Record
     from onceflow.state.retry import Retry
     from onceflow.state.timers import Timer
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AuthenticationFailedError",
     "BadRecordError",
+    "BadRows",
     "BatchAbortedError",
     "BrokerUnreachableError",
     "BrokerUnsupportedError",
@@ -82,6 +83,7 @@ __all__ = [
 
 # Every other public name is an error.
 _HOMES = {
+    "BadRows": "onceflow.state.processor",
     "ColumnProcessor": "onceflow.state.processor",
     "Flow": "onceflow.flow",
     "FlowQuery": "onceflow.query",

@@ -81,12 +81,12 @@ def test_letters_without_headers_are_refused(onceflow_spark: Any) -> None:
 def test_letters_come_back_when_nothing_else_arrives(
     onceflow_broker: str, onceflow_spark: Any, make_topic: Callable[..., str], tmp_path: Any
 ) -> None:
-    """A record without key and value, and one that is not a letter at all; the timers fire in batches without input."""
+    """A record without key and value, and one that is no letter and has no time; timers fire in batches without input."""
     failed, again, parked = make_topic("failed", 2), make_topic("retry", 3), make_topic("parked", 1)
     producer = Producer({"bootstrap.servers": onceflow_broker, "log_level": 0})
     told = headers(b"orders", b"3", b"17", ("onceflow.error.class", b"OSError"), ("onceflow.attempt", b"1"))
     producer.produce(failed, None, None, headers=told, partition=0, timestamp=1_700_000_000_000)
-    producer.produce(failed, b"v", b"k", partition=1)
+    producer.produce(failed, b"v", b"k", partition=1, timestamp=-1)
     producer.produce(failed, b"v", b"k", headers=[("onceflow.error.class", b"KeyError")], partition=1)
     producer.flush(30)
     flow = onceflow.Flow(f"flow-{failed}", onceflow_spark, bootstrap_servers=onceflow_broker)
@@ -112,6 +112,7 @@ def test_letters_come_back_when_nothing_else_arrives(
     )
     assert dict(found[b"orders"].headers) == dict(told)
     assert (found[failed.encode()].key, found[failed.encode()].value) == (b"k", b"v")
+    assert found[failed.encode()].timestamp_ms > 1_700_000_000_000
     (given_up,) = independent.read_topic(onceflow_broker, parked, decided=True)
     assert given_up.key == f"{failed}/1/1".encode()
     assert dict(given_up.headers)["onceflow.key"] == b"k"

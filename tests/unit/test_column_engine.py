@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from onceflow.errors import ProcessorError
 from onceflow.state import rows
 from onceflow.state.columns import ColumnEngine
 from onceflow.state.memory_store import MemoryStore
-from onceflow.state.processor import ColumnProcessor
+from onceflow.state.processor import BadRows, ColumnProcessor
 from onceflow.state.serdes import struct
 from onceflow.testing.processor_driver import ProcessorDriver
 
@@ -364,6 +365,82 @@ def test_bad_records_are_found_by_halves() -> None:
     assert sum(state["total"] for state in driver.states.values()) == sum(i for i in range(100) if values[i] != "bad")
     assert driver.counts == {"records": 100, "late": 0, "dead_letters": 4, "timers_fired": 0, "expired": 0}
     assert len(calls) < 60
+
+
+class Choosy(Columns):
+    """Rejects what is no number, all at once or one after the other."""
+
+    at_once = True
+    calls = 0
+
+    def process(self, records: Any, states: Any, context: Any) -> Any:
+        type(self).calls += 1
+        bad = [i for i, value in enumerate(records["value"].to_pylist()) if not value.isdigit()]
+        if bad:
+            raise BadRows({i: ValueError(f"row {i} is bad") for i in bad[: None if self.at_once else 1]})
+        return sums(records, states)
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_rejected_records_leave_the_others(at_once: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Choosy, "calls", 0)
+    driver = ProcessorDriver(Choosy(at_once=at_once), on_error="dead-letter")
+    values = ["bad" if i % 3 else str(i) for i in range(3000)]
+    driver.send_many([(f"key-{i % 7}", value) for i, value in enumerate(values)])
+    headers = [dict(letter.headers) for letter in driver.dead_letters]
+    assert [each["onceflow.error.offset"] for each in headers] == [b"%d" % i for i in range(3000) if i % 3]
+    assert {each["onceflow.error.class"] for each in headers} == {b"ValueError"}
+    assert headers[0]["onceflow.error.message"] == b"row 1 is bad"
+    assert sum(state["total"] for state in driver.states.values()) == sum(range(0, 3000, 3))
+    assert driver.counts["dead_letters"] == 2000
+    assert Choosy.calls == (2 if at_once else 2001)
+
+
+def test_all_records_may_be_rejected() -> None:
+    driver = ProcessorDriver(Choosy(), on_error="dead-letter")
+    assert driver.send_many([("a", "bad"), ("b", "bad")]) == []
+    assert len(driver.dead_letters) == 2
+    assert driver.states == {}
+
+
+def test_rejected_rows_are_those_that_were_in_time() -> None:
+    """And late records are put aside once, however often the others are processed."""
+
+    class Timed(Choosy):
+        def event_time(self, records: Any) -> Any:
+            return records["timestamp_ms"]
+
+    driver = ProcessorDriver(Timed(allowed_lateness="1 s"), on_error="dead-letter")
+    driver.send("a", "1", timestamp_ms=10_000)
+    for value, at_ms in (("2", 1), ("bad", 2), ("bad", 10_000), ("3", 10_001), ("4", 3), ("worse", 10_002)):
+        driver.send("a", value, timestamp_ms=at_ms, run=False)
+    driver.run()
+    assert [letter.value for letter in driver.dead_letters] == [b"bad", b"worse"]
+    assert [letter.value for letter in driver.late] == [b"2", b"bad", b"4"]
+    assert driver.states == {b"a": {"total": 4, "last": "3"}}
+    assert (driver.counts["late"], driver.counts["dead_letters"]) == (3, 2)
+
+
+def test_a_rejected_record_fails_the_batch_by_default(store: Any) -> None:
+    run = engine(Choosy(), store, source_topic="deposits")
+    with pytest.raises(ProcessorError, match="ValueError: row 1 is bad") as raised:
+        run.feed(batch((b"a", b"1"), (b"b", b"bad"), (b"c", b"2"), offset=pa.array([7, 8, 9])))
+    assert raised.value.detail.startswith("offset 8, key b'b', table t-2")
+
+
+@pytest.mark.parametrize("causes", [{}, {2: ValueError("x")}, {-1: ValueError("x")}])
+def test_rows_that_there_are_not_cannot_be_rejected(store: Any, causes: dict[int, Exception]) -> None:
+    def run(records: Any, states: Any, context: Any) -> Any:
+        raise BadRows(causes)
+
+    with pytest.raises(ProcessorError, match="BadRows names"):
+        engine(Columns(run), store).feed(batch((b"a", b"1"), (b"b", b"2")))
+
+
+def test_bad_rows_can_be_pickled() -> None:
+    bad = pickle.loads(pickle.dumps(BadRows({3: ValueError("too much")})))
+    assert str(bad) == "1 records; row 3: too much"
+    assert list(bad.causes) == [3]
 
 
 def test_a_bad_record_fails_the_batch_by_default(store: Any) -> None:

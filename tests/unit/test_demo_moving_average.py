@@ -165,8 +165,7 @@ def test_the_service_makes_these_averages_and_letters(
     assert sorted(data.identify(letter) or "" for letter in letters) == [each.identity for each in bad]
     # The driver counts offsets from 0, for each topic and partition.
     offsets = {each.identity: Origin(TOPIC, 0, n) for n, each in enumerate(measurements)}
-    columns = version is service.ColumnAverages
-    assert data.letter_problems(letters, measurements, offsets, columns=columns) == []
+    assert data.letter_problems(letters, measurements, offsets) == []
 
 
 # ---- auditor -----------------------------------------------------------------------------------------
@@ -248,22 +247,11 @@ Letters = tuple[list[Message], dict[str, Origin]]
 def letters(measurements: list[Measurement]) -> Letters:
     """What a run record by record would leave, and where the bad records came from."""
     messages, origins = [], {}
-    causes = {
-        **dict.fromkeys(data.CAUSES, "ValueError: missing field"),
-        "not JSON": "JSONDecodeError: unexpected",
-        "huge": "JSONDecodeError: number is infinity",
-        **dict.fromkeys(("type of value", "out of range", "beyond 64 bits"), "ValueError: value is no whole number"),
-        **dict.fromkeys(("type of time", "no time"), "ValueError: time is no time like 2010"),
-        "no key": "ValueError: the record has no key",
-        "other key": "ValueError: series is not the key",
-        "no such day": "ValueError: day is out of range",
-        "time goes back": "ValueError: time goes back",
-    }
     for n, each in enumerate(measurements):
         if each.cause is None:
             continue
         origins[each.identity] = Origin(TOPIC, 1, n)
-        kind, _, text = causes[each.cause].partition(": ")
+        kind, _, text = data.CAUSES[each.cause].partition(": ")
         told = {"attempt": "1", "error.class": kind, "error.message": text, "error.stack": "line 1"}
         for place in ("error", "origin"):
             told |= {f"{place}.topic": TOPIC, f"{place}.partition": "1", f"{place}.offset": str(n)}
@@ -275,7 +263,7 @@ def letters(measurements: list[Measurement]) -> Letters:
 
 def test_right_letters_pass(measurements: list[Measurement], letters: Letters) -> None:
     messages, origins = letters
-    assert data.letter_problems(messages, measurements, origins, columns=False) == []
+    assert data.letter_problems(messages, measurements, origins) == []
     findings = _compare(list(data.expected_letters(measurements)), messages)
     assert findings.holds
     assert findings.found == len(origins)
@@ -300,11 +288,11 @@ def test_a_wrong_header_of_a_letter_is_seen(
     messages, origins = letters
     headers = dict(messages[3].headers)
     messages[3] = messages[3]._replace(headers=tuple({**headers, f"onceflow.{header}": value.encode()}.items()))
-    (problem,) = data.letter_problems(messages, measurements, origins, columns=False)
+    (problem,) = data.letter_problems(messages, measurements, origins)
     assert problem.startswith(data.identify(messages[3]) or "nothing")
     del headers[f"onceflow.{header}"]
     messages[3] = messages[3]._replace(headers=tuple(headers.items()))
-    assert len(data.letter_problems(messages, measurements, origins, columns=False)) == 1
+    assert len(data.letter_problems(messages, measurements, origins)) == 1
 
 
 def test_a_letter_that_is_not_as_the_record_was_is_seen(measurements: list[Measurement], letters: Letters) -> None:

@@ -17,6 +17,8 @@ from onceflow.client.deadline import Deadline
 from onceflow.demos import pairs as demo
 from onceflow.demos import pairs_data as data
 from onceflow.demos.audit import KINDS, Expected, Findings, Message, Origin, compare, origin_headers
+from onceflow.demos.chain import Audit
+from onceflow.demos.display import Display
 from onceflow.demos.pairs_data import Arrival, Bad, Moment
 from onceflow.demos.services import pairs as service
 from onceflow.testing.processor_driver import ProcessorDriver
@@ -158,7 +160,7 @@ def _cause(bad: Bad, told_ms: int) -> str | None:
     except service.BadEvent as error:
         # A key is looked at before the value is.
         return data.LONG_KEY if bad.told is not None and len(bad.told) > 470 else str(error)
-    return None
+    return data.TWICE if bad.told != event["timestamp"] else None
 
 
 def test_bad_events_share_timestamps_with_good_ones(story: list[Moment | Bad], moments: list[Moment]) -> None:
@@ -330,6 +332,43 @@ def test_a_letter_that_says_something_else_is_seen(
     wrong = [_letter(run, name, topic, **changed) for name in run.bad]
     monkeypatch.setattr(demo, "read_topic", lambda *_: iter(wrong))
     assert len(run.wrong_causes(topic)) == len(run.bad)
+
+
+def _table(run: demo.Pairs, moments: int, left: int) -> Records:
+    """A table topic in which so many rows were put, and all but some of them deleted."""
+    put = [Message(0, n, b"%d" % n, b"{}") for n in range(moments)]
+    return put + [Message(0, moments + n, b"%d" % n, None) for n in range(moments - left)]
+
+
+@pytest.mark.parametrize(
+    "moments, left, told, problems",
+    [
+        (1000, 2 * PARTITIONS, 900, []),
+        (1000, 2 * PARTITIONS + 1, 900, ["7 rows are left", "7 rows are left"]),
+        (1000, 0, 900, ["0 rows are left", "0 rows are left"]),
+        (COUNT, 2 * PARTITIONS, 900, ["processor: 16,000 rows of state"]),
+        (1000, 2 * PARTITIONS, COUNT, ["grouped: 8,000 rows of state"]),
+        (1000, 2 * PARTITIONS, 0, ["grouped: 0 rows of state"]),
+    ],
+)
+def test_state_that_is_not_what_it_should_be_is_seen(
+    run_of: Callable[..., demo.Pairs],
+    monkeypatch: pytest.MonkeyPatch,
+    moments: int,
+    left: int,
+    told: int,
+    problems: list[str],
+) -> None:
+    run = run_of()
+    for each in run.services:
+        each.told = [{"state_rows": told if "grouped" in each.flow else 1}, {}]
+    letters = {run.topics[topic]: [_letter(run, name, topic) for name in run.bad] for topic in run.letters}
+    table = _table(run, moments, left)
+    monkeypatch.setattr(demo, "read_topic", lambda _, topic, *__: iter(letters.get(topic, table)))
+    audit = Audit()
+    run.look_further(audit, Display({}))
+    assert [problem for problem, part in zip(audit.problems, problems, strict=True) if part not in problem] == []
+    assert audit.facts["state_rows_peak"] == {"processor": 2 * moments, "join": 1, "grouped": told}
 
 
 # ---- versions ----------------------------------------------------------------------------------------

@@ -95,8 +95,7 @@ class MovingAverage(Chain):
     def look_further(self, audit: Audit, display: Display) -> None:
         for name in self.letters:
             found = read_topic(self.servers, self.topics[name], self.deadline)
-            columns = name.endswith("-columns")
-            problems = data.letter_problems(found, self.measurements, self.origins, columns=columns)
+            problems = data.letter_problems(found, self.measurements, self.origins)
             audit.problems += [f"{self.topics[name]}: {problem}" for problem in problems]
         path = (self.choices.plot or PICTURE).absolute()
         read = {name: read_topic(self.servers, self.topics[name], self.deadline) for name in (data.SOURCE, "averages")}

@@ -41,6 +41,8 @@ LINKS = {
 ROWS_OF_A_MOMENT = {PROCESSOR: 2, JOIN: 6, GROUPED: 1}
 #: A long run has more batches, not larger ones: what is remembered is some minutes, and up to three batches.
 BATCH_MAX = 12_000
+#: What `sort` says of what it does not tell apart.
+SORTED_AS = {data.LONG_KEY: data.NO_TIME, data.TWICE: data.NOT_JSON}
 #: Records keep the timestamps of the demo's own time, long ago: a broker would delete them for their age.
 KEPT = {"retention.ms": "-1"}
 
@@ -214,8 +216,9 @@ def expected_cause(bad: data.Bad, *, of_processor: bool) -> dict[str, str]:
         return {"onceflow.error.class": "JSONDecodeError"}
     if of_processor and bad.cause == data.LONG_KEY:
         return {"onceflow.error.class": "ValueError"}
-    cause = data.NO_TIME if bad.cause == data.LONG_KEY else bad.cause
-    return {"onceflow.error.class": "BadEvent", "onceflow.error.message": cause}
+    # What the two find when they look at it in their own way.
+    other = {data.TWICE: "the key is not its timestamp"} if of_processor else SORTED_AS
+    return {"onceflow.error.class": "BadEvent", "onceflow.error.message": other.get(bad.cause, bad.cause)}
 
 
 def state_table(peaks: Mapping[str, int], moments: int, bound: int) -> Table:

@@ -43,7 +43,8 @@ BAD_VALUE = "value is not a whole number below 10^15"
 NO_TIME = "timestamp is not like 2026-01-31T23:59:59.999Z"
 ABSURD_TIME = "timestamp is far from the record's own"
 LONG_KEY = "the key is too long"
-CAUSES = (NOT_JSON, NO_OBJECT, BAD_ID, BAD_TYPE, BAD_VALUE, NO_TIME, ABSURD_TIME, LONG_KEY)
+TWICE = "a field is there twice"
+CAUSES = (NOT_JSON, NO_OBJECT, BAD_ID, BAD_TYPE, BAD_VALUE, NO_TIME, ABSURD_TIME, LONG_KEY, TWICE)
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
 
@@ -307,6 +308,12 @@ def _no_object(bad: Bad, fields: _Fields, rng: random.Random) -> Bad:
     return bad._replace(cause=NO_OBJECT, value=value, told=None)
 
 
+def _twice(bad: Bad, fields: _Fields, rng: random.Random) -> Bad:
+    whole, field = _json(fields), rng.choice(list(fields))
+    again = _json({field: fields[field]})
+    return bad._replace(cause=TWICE, value=whole[:-1] + b"," + again[1:], told=None)
+
+
 def _with(cause: str, name: str, values: Iterable[object]) -> _Kind:
     """Bad for one field, which is missing or has one of these values."""
     choices = [_MISSING, None, *values]
@@ -356,6 +363,7 @@ _KINDS: tuple[_Kind, ...] = (
     _no_value,
     _not_json,
     _no_object,
+    _twice,
     _with(BAD_ID, "id", [17, "", ["evt"], True, "x" * 65]),
     _with(BAD_TYPE, "type", ["C", "a", 1, "", ["A"], "AB"]),
     _with(BAD_VALUE, "value", ["12", 1.5, 12.0, True, 10**15, -(10**18), -(2**63), 10**30, [1]]),

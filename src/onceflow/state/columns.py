@@ -14,7 +14,7 @@ from onceflow.state import inbox, rows
 from onceflow.state.base import NOT_OF_A_RECORD, BaseEngine
 from onceflow.state.maps import ABSENT
 from onceflow.state.outbox import one_chunk, output_batch
-from onceflow.state.processor import ColumnProcessor
+from onceflow.state.processor import BadRows, ColumnProcessor
 from onceflow.state.serdes import BYTES, Struct
 
 _PREFIX = pa.scalar(rows.VALUE, pa.binary())
@@ -38,7 +38,8 @@ class ColumnContext(NamedTuple):
 class ColumnEngine(BaseEngine):
     """See `BaseEngine`.
 
-    A call of process() that fails is done again with the halves of its records, until the bad ones are found.
+    A call of process() that fails is done again: without the bad records if it names them (``BadRows``), else with the
+    halves of its records, until the bad ones are found.
     """
 
     processor: ColumnProcessor
@@ -55,17 +56,12 @@ class ColumnEngine(BaseEngine):
         self._context = ColumnContext(self.partition, self.now_ms, self.watermark_ms)
 
     def _feed(self, batch: pa.RecordBatch) -> None:
-        mark, counts = self._outbox.mark(), dict(self.counts)
-        try:
-            self._work(batch)
+        error = self._attempt(batch)
+        while isinstance(error, BadRows) and self._scope.fatal is None:
+            batch = self._without(batch, error)
+            error = self._attempt(batch)
+        if error is None:
             return
-        except NOT_OF_A_RECORD:
-            raise
-        except Exception as failed:
-            error = failed
-        # Outside of the except clause, or the errors of all halves would hang together.
-        self._outbox.truncate(mark)
-        self.counts.update(counts)
         first = self._raw(batch.slice(0, 1))[0]
         if batch.num_rows == 1 or self._scope.fatal is not None:
             self._reject(first, error)
@@ -77,8 +73,36 @@ class ColumnEngine(BaseEngine):
             what = f"{batch.num_rows} records could not be processed together"
             raise self._failed(what, error, first, "fewer at a time succeed") from error
 
+    def _attempt(self, batch: pa.RecordBatch) -> Exception | None:
+        """Process all or nothing; what went wrong.
+
+        The error is handed back and not handled in an except clause: those of all attempts would hang together.
+        """
+        if not batch.num_rows:
+            return None
+        mark, counts = self._outbox.mark(), dict(self.counts)
+        try:
+            self._work(batch)
+        except NOT_OF_A_RECORD:
+            raise
+        except Exception as error:
+            self._outbox.truncate(mark)
+            self.counts.update(counts)
+            return error
+        return None
+
+    def _without(self, batch: pa.RecordBatch, bad: BadRows) -> pa.RecordBatch:
+        """The records that are not bad; dead letters of the others."""
+        numbers = sorted(bad.causes)
+        for record, row in zip(self._raw(batch.take(pa.array(numbers, pa.int64()))), numbers, strict=True):
+            self._reject(record, bad.causes[row])
+        others = np.ones(batch.num_rows, dtype=bool)
+        others[numbers] = False
+        return batch.filter(pa.array(others))
+
     def _work(self, batch: pa.RecordBatch) -> None:
         """Process all or nothing."""
+        places = np.arange(batch.num_rows)
         columns = dict(zip(batch.schema.names, batch.columns, strict=True))
         if "timestamp" in columns:
             columns["timestamp_ms"] = columns.pop("timestamp")
@@ -89,6 +113,7 @@ class ColumnEngine(BaseEngine):
                 in_time = self._see_times(batch, inbox.milliseconds(one_chunk(array)))
                 if in_time is not None:
                     mask = pa.array(in_time)
+                    places = places[in_time]
                     batch = batch.filter(mask)
                     columns = {name: column.filter(mask) for name, column in columns.items()}
                     if not batch.num_rows:
@@ -98,7 +123,11 @@ class ColumnEngine(BaseEngine):
         row_keys = pc.binary_join_element_wise(_PREFIX, keys, _NO_SEPARATOR).to_pylist()
         states = self._states(keys, self._overlay.get_many(row_keys))
         columns["state"] = encoded.indices
-        result: Any = self.processor.process(pa.table(columns), states, self._context)
+        result: Any
+        try:
+            result = self.processor.process(pa.table(columns), states, self._context)
+        except BadRows as bad:
+            raise _of_batch(bad, places.tolist()) from bad
         if result is None:
             return
         if not isinstance(result, tuple) or len(result) != 2:
@@ -218,6 +247,18 @@ class ColumnEngine(BaseEngine):
         if len(where) and np.bincount(where).max() > 1:
             raise ValueError("new states have a key twice")
         return [row_keys[i] for i in where.tolist()]
+
+
+def _of_batch(bad: BadRows, places: list[int]) -> Exception:
+    """The same with rows of the batch: late records are not processed.
+
+    Args:
+        places: rows of the batch that were processed.
+    """
+    strange = [row for row in bad.causes if not 0 <= row < len(places)]
+    if strange or not bad.causes:
+        return ValueError(f"BadRows names {strange or 'no records'}; there are {len(places)}")
+    return BadRows({places[row]: cause for row, cause in bad.causes.items()})
 
 
 def as_table(given: Any, what: str) -> pa.Table:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from onceflow.state.record import Record
@@ -98,6 +98,29 @@ class Processor:
         raise NotImplementedError(f"{type(self).__name__} registers timers, but does not define on_timer()")
 
 
+class BadRows(Exception):
+    """Raised by ``ColumnProcessor.process`` that knows which records it cannot process.
+
+    ::
+
+        raise onceflow.BadRows({row: ValueError("amount is negative") for row in np.flatnonzero(amounts < 0).tolist()})
+
+    They are dealt with as ``on_error`` says, each with its own cause, and the others are processed again without them.
+    Any other error leaves the search to the step, which processes halves of the records until it has found them.
+
+    Args:
+        causes: what is wrong, by row of ``records``; at least one.
+    """
+
+    def __init__(self, causes: Mapping[int, Exception]) -> None:
+        self.causes = dict(causes)
+        row = next(iter(self.causes), None)
+        super().__init__("no records" if row is None else f"{len(self.causes)} records; row {row}: {self.causes[row]}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return BadRows, (self.causes,)
+
+
 class ColumnProcessor:
     """Code with state per key, run over whole columns: several times faster than record by record.
 
@@ -153,5 +176,8 @@ class ColumnProcessor:
             Outputs (``key``, ``value``, optionally ``topic``, ``headers``, ``timestamp_ms``) and new states (``key``,
             the fields, optionally a boolean column ``deleted``); either may be None. Keys without a new state keep
             what they have.
+
+        Raises:
+            BadRows: these cannot be processed.
         """
         raise NotImplementedError(f"{type(self).__name__} does not define process()")

@@ -331,7 +331,7 @@ def _source_of(url: SplitResult, answer: http.client.HTTPResponse) -> _Source:
     zipped = (
         encoding == "gzip" or url.path.endswith(".gz") or content_type in ("application/gzip", "application/x-gzip")
     )
-    if answer.length is None and not answer.chunked and not zipped:  # gzip tells its end itself
+    if answer.length is None and not answer.chunked:  # gzip may have several parts, and one may be missing
         raise NoLengthError("no Content-Length: nobody can tell whether all of it has come")
     return _Source(answer.read1, answer.length, zipped, content_type)
 

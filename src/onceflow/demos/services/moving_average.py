@@ -97,8 +97,14 @@ class ColumnAverages(onceflow.ColumnProcessor):
     state_fields = {"times": "binary", "values": "binary", "sum": "int64", "count": "int64"}  # noqa: RUF012
 
     def process(self, records: pa.Table, states: pa.Table, context: Any) -> tuple[pa.Table, pa.Table]:
-        given = parse_json(records["value"], MEASUREMENT)
-        new_times = checked_columns(records["key"], given)
+        try:
+            given = parse_json(records["value"], MEASUREMENT)
+            new_times = checked_columns(records["key"], given)
+        except ValueError:
+            bad = bad_rows(records)
+            if not bad:
+                raise
+            raise onceflow.BadRows(bad) from None
         # Row after row: what is kept of the first key, what is new of it, what is kept of the second key, and so on.
         kept = pc.binary_length(states["times"]).fill_null(0).to_numpy() // 8
         keys = np.concatenate([np.repeat(np.arange(len(kept)), kept), records["state"].to_numpy()])
@@ -106,14 +112,15 @@ class ColumnAverages(onceflow.ColumnProcessor):
         keys = keys[order]
         times = np.concatenate([numbers(states["times"]), new_times])[order]
         values = np.concatenate([numbers(states["values"]), given["value"].to_numpy()])[order]
-        if (np.diff(times)[np.diff(keys) == 0] < 0).any():
-            raise ValueError(BACK)
+        # Each key has a stretch of its own on one line, further from the next than times can be apart.
+        line = keys * 2**36 + times
+        back = line < np.maximum.accumulate(line)
+        if back.any():
+            raise onceflow.BadRows({row: ValueError(BACK) for row in (order[back] - kept.sum()).tolist()})
 
         ends = np.arange(1, len(keys) + 1)
         first = np.searchsorted(keys, np.arange(len(kept)))  # row of each key
         start_n = np.maximum(first[keys], ends - LAST_N)
-        # One search for all keys: each has a stretch of its own on a line, further from the next than times can be.
-        line = keys * 2**36 + times
         start_t = np.searchsorted(line, line - LAST_T, side="right")
         if (ends - start_t > KEPT_MAX).any():
             raise ValueError(TOO_MANY)
@@ -164,6 +171,17 @@ def checked_columns(keys: Any, given: pa.Table) -> npt.NDArray[np.int64]:
         raise ValueError(BAD_VALUE)
     times: npt.NDArray[np.int64] = given["time"].cast(pa.timestamp("s", "UTC")).cast(pa.int64()).to_numpy()
     return times
+
+
+def bad_rows(records: pa.Table) -> dict[int, Exception]:
+    """Which records are no measurements, and why: looked for one by one."""
+    found: dict[int, Exception] = {}
+    for row, (key, value) in enumerate(zip(records["key"].to_pylist(), records["value"].to_pylist(), strict=True)):
+        try:
+            checked(key, None if value is None else onceflow.serdes.JSON.decode(value))
+        except ValueError as error:
+            found[row] = error
+    return found
 
 
 def numbers(column: Any) -> npt.NDArray[np.int64]:

@@ -52,6 +52,8 @@ class Pairs(onceflow.Processor):
         known = len(events)
         for record in records:
             event = {name: record.value[name] for name in FIELDS}
+            if event["timestamp"] != key:
+                raise BadEvent("the key is not its timestamp")  # a field is there twice, and Spark found neither
             first = events.setdefault(event["type"], event)
             if first["id"] != event["id"]:
                 raise BadEvent(f"{first['id']} is the {first['type']} of this timestamp already")
