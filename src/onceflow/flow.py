@@ -391,7 +391,8 @@ class Flow:
             compression: none, gzip, snappy, lz4 or zstd.
             small_batch_rows: a batch that cannot have more rows is written by the driver itself, through Arrow: no
                 Python task, no shuffle, much less latency. None: 8,000 rows, or 10,000 that go through a process
-                step; 0: always by tasks.
+                step; 0: always by tasks. With mapInArrow or mapInPandas in the query None means 0: few rows may become
+                any number there.
             once: process what is there now, in bounded batches, then stop (Spark's availableNow).
 
         Raises:
@@ -489,7 +490,10 @@ class Flow:
                 source_partitions={name: sorted(source.earliest) for name, source in self._sources.items()},
                 clock=not run.once,
             )  # fmt: skip
-            state = query.state
+            state, options = query.state, query.options
+            if options.small_batch_rows is None and queries.may_make_many(query.df):
+                options = replace(options, small_batch_rows=0)
+            reads_little = not run.facts.others and queries.reads_little(query.df)
             sink = BatchSink(
                 state=state,
                 names=self._names,
@@ -497,7 +501,7 @@ class Flow:
                 cluster=hold.cluster,
                 delivery=delivery(options.guarantee, hold, written),
                 progress=progress,
-                options=replace(query.options, reads_little=not run.facts.others and queries.reads_little(query.df)),
+                options=replace(options, reads_little=reads_little),
                 columns=query.columns,
                 cores=self._spark.sparkContext.defaultParallelism,
                 checkpoint=location.folder,

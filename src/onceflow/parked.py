@@ -312,7 +312,7 @@ def _parts(
     span = {topic: sorted(cluster.topics([topic], deadline)[topic].leaders)}
     ends = list_offsets(cluster, span, LATEST, deadline, committed=False)[topic]
     reader = CommittedReader(cluster)
-    for partition, end in ends.items():
+    for partition, end in sorted(ends.items()):
         live: dict[bytes, Parked] = {}
         for chunk in reader.read(topic, partition, 0, end):
             stamps = chunk.timestamps_ms.tolist()

@@ -20,7 +20,8 @@ from onceflow.sink import jvm
 from onceflow.sink.delivery import EXACTLY_ONCE
 from onceflow.sink.options import SinkOptions
 from onceflow.sink.ownership import Columns, check_columns
-from onceflow.sink.state_step import STEP_NAME, Collected, StateStep, ticking, with_default_topic
+from onceflow.sink.queries import STEP_NAME
+from onceflow.sink.state_step import Collected, StateStep, ticking, with_default_topic
 from onceflow.sink.state_tasks import StateOrder
 from onceflow.sink.tasks import Routing, Target, WriteOrder
 from onceflow.state.durations import duration_ms

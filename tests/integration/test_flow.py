@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+import onceflow
 from onceflow.testing import independent
 from onceflow.wire import progress as records
 from onceflow.wire.progress import PROGRESS_TOPIC
@@ -232,3 +233,25 @@ def test_an_output_topic_that_was_created_again_is_written_on(make_pipe: Any) ->
     pipe.run()
     seen = independent.read_topic(pipe.bootstrap, pipe.target, decided=True)
     assert sorted(s.value or b"" for s in seen) == sorted(v or b"" for _, v in pipe.sent[len(before) :])
+
+
+@pytest.mark.parametrize("small_batch_rows, path", [(None, "1 tasks"), (100, "driver")])
+def test_user_code_that_may_make_any_number_of_rows_runs_in_tasks(
+    make_pipe: Any, small_batch_rows: int | None, path: str
+) -> None:
+    """However few records come: the driver must not collect what they become, unless it is asked to."""
+    pipe = make_pipe(partitions=1, target_partitions=1)
+    pipe.fill(1)
+
+    def many(batches: Any) -> Any:
+        for batch in batches:
+            for _ in range(500):
+                yield batch
+
+    flow = onceflow.Flow(pipe.flow, pipe.spark, bootstrap_servers=pipe.bootstrap)
+    rows = flow.read(pipe.source).select("key", "value")
+    options = {"small_batch_rows": small_batch_rows, "once": True}
+    query = flow.write(rows.mapInArrow(many, rows.schema), topic=pipe.target, **options).start()
+    query.awaitTermination()
+    assert [(batch.records, batch.path) for batch in query.batches] == [(500, path)]
+    assert len(independent.read_topic(pipe.bootstrap, pipe.target, decided=True)) == 500

@@ -31,6 +31,9 @@ from onceflow.wire.partitioners import key_partitions
 
 pytestmark = pytest.mark.integration
 
+# The broker must not delete what has timestamps of long ago.
+KEPT = {"retention_ms": -1}
+
 
 @dataclass
 class Lot:
@@ -85,7 +88,7 @@ class Lot:
 
 @pytest.fixture
 def lot(onceflow_broker: str, make_topic: Callable[..., str]) -> Lot:
-    return Lot(onceflow_broker, make_topic("parked", 3, cleanup_policy="compact"), make_topic("retry", 4))
+    return Lot(onceflow_broker, make_topic("parked", 3, cleanup_policy="compact"), make_topic("retry", 4, **KEPT))
 
 
 MANY = [(f"orders/{n % 3}/{n}", b"key-%d" % n, b"value-%d" % n) for n in range(40)]
@@ -179,7 +182,7 @@ def test_what_fails_again_is_parked_again(lot: Lot) -> None:
 
 
 def test_retry_somewhere_else(lot: Lot, make_topic: Callable[..., str]) -> None:
-    elsewhere = make_topic("elsewhere", 1)
+    elsewhere = make_topic("elsewhere", 1, **KEPT)
     lot.park(*MANY[:3])
     assert lot.call("retry", MANY[0][0], "--to", elsewhere).exit_code == 0
     assert len(independent.read_topic(lot.servers, elsewhere, decided=True)) == 1
@@ -286,7 +289,7 @@ def test_a_record_that_is_too_large_for_the_retry_topic_stays_and_so_do_all(
     lot: Lot, make_topic: Callable[..., str]
 ) -> None:
     """It is in the last partition: others have been written when it is found, and are taken back."""
-    small = make_topic("small", 1, max_message_bytes=1000)
+    small = make_topic("small", 1, max_message_bytes=1000, **KEPT)
     origins = [f"orders/9/{n}" for n in range(100)]
     last = origins[key_partitions(pa.array(origins), 3).tolist().index(2)]
     lot.park(*MANY, (last, b"k", b"x" * 5000))

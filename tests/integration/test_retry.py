@@ -81,8 +81,11 @@ def test_letters_without_headers_are_refused(onceflow_spark: Any) -> None:
 def test_letters_come_back_when_nothing_else_arrives(
     onceflow_broker: str, onceflow_spark: Any, make_topic: Callable[..., str], tmp_path: Any
 ) -> None:
-    """A record without key and value, and one that is no letter and has no time; timers fire in batches without input."""
-    failed, again, parked = make_topic("failed", 2), make_topic("retry", 3), make_topic("parked", 1)
+    """A record without key and value, and one that is no letter and has no time; timers fire without input."""
+    # The broker must not delete what has timestamps of long ago.
+    failed, again, parked = (
+        make_topic(name, count, retention_ms=-1) for name, count in (("failed", 2), ("retry", 3), ("parked", 1))
+    )
     producer = Producer({"bootstrap.servers": onceflow_broker, "log_level": 0})
     told = headers(b"orders", b"3", b"17", ("onceflow.error.class", b"OSError"), ("onceflow.attempt", b"1"))
     producer.produce(failed, None, None, headers=told, partition=0, timestamp=1_700_000_000_000)

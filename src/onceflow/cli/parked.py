@@ -82,7 +82,7 @@ def show(topic: str, origin: str, bootstrap_servers: str, options: tuple[str, ..
 
 @parked.command()
 @click.argument("topic")
-@click.argument("origins", metavar="ORIGIN...", nargs=-1)
+@click.argument("origins", metavar="[ORIGIN]...", nargs=-1)
 @click.option("--all", "everything", is_flag=True, help="All that are parked, in place of ORIGIN...")
 @click.option("--to", metavar="TOPIC", help="The retry topic.  [default: where the retries of a record went before]")
 @_connection
@@ -94,9 +94,10 @@ def retry(
     bootstrap_servers: str,
     options: tuple[str, ...],
 ) -> None:
-    """Retry parked records: write them to the retry topic and take them out of TOPIC.
+    """Retry parked records: all of them, or none.
 
-    That is one transaction: all of them, or none. Their attempts are counted from the beginning.
+    They are written to the retry topic and taken out of TOPIC in one transaction. Their attempts are counted from the
+    beginning.
     """
     from onceflow import parked as parking
 
@@ -110,7 +111,7 @@ def retry(
 
 @parked.command()
 @click.argument("topic")
-@click.argument("origins", metavar="ORIGIN...", nargs=-1)
+@click.argument("origins", metavar="[ORIGIN]...", nargs=-1)
 @click.option("--all", "everything", is_flag=True, help="All that are parked, in place of ORIGIN...")
 @click.option("--yes", is_flag=True, help="Do not ask.")
 @_connection
@@ -122,7 +123,7 @@ def drop(
     bootstrap_servers: str,
     options: tuple[str, ...],
 ) -> None:
-    """Drop parked records for good. One transaction: all of them, or none."""
+    """Drop parked records for good: all of them, or none."""
     from onceflow import parked as parking
 
     chosen = _chosen(origins, everything)

@@ -98,6 +98,12 @@ def check_session(spark: SparkSession, flow: str) -> None:
         )
 
 
+#: What the name of a process step in a query plan begins with.
+STEP_NAME = "onceflow_state_"
+# mapInArrow and mapInPandas.
+_FREE = ("MapInArrow", "MapInPandas")
+
+
 @dataclass(frozen=True)
 class PlanFacts:
     """What a query's plan says about it.
@@ -173,3 +179,12 @@ def reads_little(df: DataFrame) -> bool:
         if not node.isStreaming() or kind == "Join" or kind in _STATEFUL:
             return False
     return True
+
+
+def may_make_many(df: DataFrame) -> bool:
+    """Whether user code turns rows into as many as it likes: a link into the rows of its file, for example."""
+    for node in jvm.nodes(df._jdf.queryExecution().analyzed()):
+        kind = str(node.getClass().getSimpleName())
+        if kind in _FREE and not str(node.functionExpr().name()).startswith(STEP_NAME):
+            return True
+    return False

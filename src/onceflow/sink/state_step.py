@@ -138,7 +138,7 @@ class RowsTask:
         self.order = order
         self.collected = collected
         self.streamed = streamed
-        self.__name__ = f"{STEP_NAME}{order.spec.table}"
+        self.__name__ = f"{queries.STEP_NAME}{order.spec.table}"
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         order = self._from_property() if self.streamed else self.order
@@ -172,8 +172,6 @@ class RowsTask:
 
 #: Column of the rows that only wake a step up; the task they are for.
 TICK = "__onceflow_tick"
-#: What the name of a process step in a query plan begins with.
-STEP_NAME = "onceflow_state_"
 
 
 class StateStep:

@@ -81,7 +81,8 @@ class Retry(Processor):
     to the retry topic: a record is in one place at any time.
 
     Args:
-        retry_topic: gets key, value, timestamp and headers of the record, those of the last failure included.
+        retry_topic: gets key, value, timestamp and headers of the record, those of the last failure included. Its
+            retention should not go by these timestamps: a record may be old (``message.timestamp.type=LogAppendTime``).
         parked_topic: gets the same under another key; a null value is an empty one there, with a header that says so.
         base: the wait after the first failure.
         factor: by which the wait grows from one failure to the next.

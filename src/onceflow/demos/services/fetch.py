@@ -6,8 +6,8 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-import bank_rows  # type: ignore[import-not-found]
-import downloads  # type: ignore[import-not-found]
+import bank_rows
+import downloads
 import pyarrow as pa
 import pyarrow.compute as pc
 

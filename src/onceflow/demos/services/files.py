@@ -10,9 +10,9 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import bank_rows  # type: ignore[import-not-found]
-import downloads  # type: ignore[import-not-found]
-import fetch  # type: ignore[import-not-found]
+import bank_rows
+import downloads
+import fetch
 from pyspark.sql import functions as F
 
 import onceflow
@@ -76,8 +76,7 @@ def main() -> None:
         dead_letter_topic=f"failed{given.suffix}",
     )
     rows = fresh.mapInArrow(fetch.Fetch(downloads.Downloads(places, limits, given.folder), given.suffix), fresh.schema)
-    # A link may become millions of rows: they never go through the driver, however few links there are.
-    write = flow.write(rows, trigger="200 milliseconds", transaction_timeout="10 minutes", small_batch_rows=0)
+    write = flow.write(rows, trigger="200 milliseconds", transaction_timeout="10 minutes")
     onceflow.serve(write.start())
 
 
