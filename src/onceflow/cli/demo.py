@@ -62,8 +62,8 @@ def _options(*, records: int, kills: int, kills_min: int = 0, of: str = "Records
 def deposits(**given: Any) -> int:
     """Validate deposits and transfers, keep balances and a double-entry ledger.
 
-    Two flows in a chain, killed at random steps; now and then the local state of the second is deleted, too. Money is
-    neither made nor lost at any committed prefix of the ledger.
+    Two flows in a chain, killed at random steps; now and then their local state is deleted, too. Money is neither made
+    nor lost at any committed prefix of the ledger.
     """
     return _run("deposits", **given)
 

@@ -265,7 +265,9 @@ class ProcessorDriver:
         return self.processor.key.encode, self.processor.value.encode
 
     def _partition_of(self, raw_key: bytes | None) -> int:
-        return 0 if raw_key is None else int(key_partitions(pa.array([raw_key], pa.binary()), len(self._stores))[0])
+        if raw_key is None or len(self._stores) == 1:
+            return 0
+        return int(key_partitions(pa.array([raw_key], pa.binary()), len(self._stores))[0])
 
     def _state(self, key: Any) -> State:
         raw_key = key if isinstance(key, bytes) else self._encoders()[0](key)
