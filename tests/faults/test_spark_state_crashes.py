@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.faults]
     [
         # Each of them everywhere is left to `make test-long`: here they share those that matter.
         ("aggregation", ("end",)),
-        ("outer_join", ("write", "progress", "end", "settle")),
+        ("outer_join", ("progress", "end")),
         pytest.param("aggregation", hooks.STEPS, marks=pytest.mark.long),
         pytest.param("outer_join", hooks.STEPS, marks=pytest.mark.long),
     ],

@@ -159,6 +159,7 @@ def test_options_of_the_jvm_are_kept_and_an_archive_is_only_used_when_it_exists(
     assert with_archive("-Xshare:off") == "-Xshare:off"
 
 
+@pytest.mark.long
 def test_an_archive_that_does_not_fit_is_ignored_in_silence(tmp_path: Path) -> None:
     archive = tmp_path / "wrong.jsa"
     archive.write_bytes(b"not an archive")
