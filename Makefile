@@ -34,8 +34,8 @@ test: setup ## all tests but the longest
 test-long: setup ## the longest tests: more of the same, and what takes its time
 	$(PYTEST) -m long
 
-fast: setup ## the tests that need neither broker nor Spark
-	$(PYTEST) -m "not integration and not long" tests/unit tests/wire $(wildcard tests/model) examples
+fast: setup ## the tests that need neither broker nor Spark, but those of the demos
+	$(PYTEST) -m "not long" tests/unit tests/wire $(wildcard tests/model)
 
 check: lint test ## what has to hold before a change is merged: format, lint, types, tests
 

@@ -12,7 +12,6 @@ import contextlib
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import cast
 
 import pyarrow as pa
 
@@ -242,8 +241,7 @@ class _Change:
         places[places < 0] = spread[places < 0]
         for partition, rows in group_by_partition(places, count):
             again = [(found[n].key, found[n].again()) for n in rows.tolist()]
-            # The writer takes null keys, too; tables have none.
-            writer.write(target, partition, cast("list[tuple[bytes, Row]]", again))
+            writer.write(target, partition, again)
 
     def _commit(self) -> None:
         try:

@@ -16,11 +16,10 @@ from onceflow.client.cluster import Cluster
 from onceflow.client.deadline import Deadline
 from onceflow.client.settings import ClientSettings
 from onceflow.errors import OptionError, ProgressConflictError, UnsupportedQueryError
-from onceflow.sink import jvm
+from onceflow.sink import jvm, queries
 from onceflow.sink.delivery import EXACTLY_ONCE
 from onceflow.sink.options import SinkOptions
 from onceflow.sink.ownership import Columns, check_columns
-from onceflow.sink.queries import STEP_NAME
 from onceflow.sink.state_step import Collected, StateStep, ticking, with_default_topic
 from onceflow.sink.state_tasks import StateOrder
 from onceflow.sink.tasks import Routing, Target, WriteOrder
@@ -313,6 +312,7 @@ def wire(
     if not found:
         return Query(df, options, columns, None)
     whole = next((step for step in found if step.output is df), None)
+    source_keys = False
     inside = [step for step in found if step is not whole]
     if whole is not None:
         if options.partitioner != "key":
@@ -322,6 +322,7 @@ def wire(
                 next_step='leave it out: outputs are placed by their keys, partitioner="key"',
             )
         df = whole.input
+        source_keys = queries.has_source_keys(df)
     elif options.topic is not None and columns.has_topic:
         # Dead letters, late records and records that name their topic keep it.
         df, options = with_default_topic(df, options.topic), replace(options, topic=None)
@@ -344,6 +345,7 @@ def wire(
         local=re.match(r"local(\[|$)", str(context.master)) is not None,
         small_batch_rows=options.small_batch_rows,
         source_partitions={name: len(partitions) for name, partitions in source_partitions.items()},
+        source_keys=source_keys,
         collected=context.accumulator([], Collected()),
     )
     return Query(df, options, columns, state)
@@ -381,12 +383,12 @@ def steps_in(df: DataFrame, steps: Mapping[str, Step], flow: str) -> list[Step]:
         if node.getClass().getSimpleName() != "MapInArrow":
             continue
         name = str(node.functionExpr().name())
-        if not name.startswith(STEP_NAME):
+        if not name.startswith(queries.STEP_NAME):
             continue
-        step = steps.get(name.removeprefix(STEP_NAME))
+        step = steps.get(name.removeprefix(queries.STEP_NAME))
         if step is None or step in found:
             raise UnsupportedQueryError(
-                f"The query has the process step of table {name.removeprefix(STEP_NAME)!r} "
+                f"The query has the process step of table {name.removeprefix(queries.STEP_NAME)!r} "
                 + ("of another run or flow" if step is None else "twice: its state would be written twice"),
                 flow=flow,
                 next_step="call Flow.read and Flow.process again for this run, and use every step once",

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from confluent_kafka.admin import AdminClient, ConfigResource, NewPartitions
+from pyspark.sql import functions as F
 
 import onceflow
 from onceflow.sink import state_step
@@ -62,6 +63,23 @@ def test_source_that_is_partitioned_in_another_way(make_state_pipe: Any, by_task
     independent.fill(pipe.bootstrap, pipe.source, pipe.sent, options={"partitioner": "consistent_random"})
     query = pipe.run(**by_tasks)
     assert [batch.attempts for batch in query.batches][:2] == [2, 1]
+    pipe.check()
+
+
+def test_keys_that_are_made_are_shuffled_at_once(make_state_pipe: Any, by_tasks: Any) -> None:
+    """They cannot be where the source has its records: nothing is tried first."""
+    pipe = make_state_pipe()
+    pipe.fill(2500)
+    flow = onceflow.Flow(pipe.flow, pipe.spark, bootstrap_servers=pipe.bootstrap)
+    source = flow.read(pipe.source, max_records_per_batch=1000).withColumn("key", F.expr("unhex(hex(key))"))
+    output = flow.process(source, pipe.ledger.Ledger(), table=pipe.table, state_dir=pipe.state_dir)
+    query = flow.write(output, topic=pipe.target, **by_tasks).start()
+    try:
+        query.processAllAvailable()
+    finally:
+        query.stop()
+    assert paths(query) == {"2 tasks"}
+    assert query._sink._state._by_source is False
     pipe.check()
 
 

@@ -355,6 +355,21 @@ def test_a_long_stack_is_cut_at_its_outer_end() -> None:
     assert stack.endswith(b"ValueError: the bottom")
 
 
+def test_a_long_message_does_not_push_the_places_out_of_the_stack() -> None:
+    with pytest.raises(ValueError, match="xxx") as caught:
+        raise ValueError("x" * 5000)
+    stack = (dict(letters.dead(Record(), "dead", caught.value).headers)[letters.ERROR_STACK] or b"").decode()
+    assert len(stack) <= 2000
+    assert 'raise ValueError("x" * 5000)' in stack
+    assert "\nValueError: xxx" in stack
+
+
+def test_a_negative_timestamp_is_not_written_again() -> None:
+    """Some clients may write it, and Kafka takes it; a letter that nobody may write would stop the flow for ever."""
+    assert letters.dead(Record(timestamp_ms=-2), "dead", ValueError()).timestamp_ms is None
+    assert letters.dead(Record(timestamp_ms=0), "dead", ValueError()).timestamp_ms == 0
+
+
 def test_options_that_lead_nowhere() -> None:
     place = {"flow": "f", "table": "t", "partition": 0, "batch": 0, "now_ms": 0}
     for options in ({"on_error": "skip"}, {"on_error": "dead-letter"}):

@@ -188,3 +188,17 @@ def may_make_many(df: DataFrame) -> bool:
         if kind in _FREE and not str(node.functionExpr().name()).startswith(STEP_NAME):
             return True
     return False
+
+
+def has_source_keys(df: DataFrame) -> bool:
+    """Whether the column ``key`` is that of the source, not one that was made from other columns."""
+    plan = df._jdf.queryExecution().analyzed()
+    key = _attribute(plan, "key")
+    return any(node.children().isEmpty() and _attribute(node, "key") == key for node in jvm.nodes(plan))
+
+
+def _attribute(plan: Any, name: str) -> int | None:
+    """Number of an output column of a plan; Spark keeps it as long as the column is passed on as it is."""
+    output = plan.output()
+    found = [int(a.exprId().id()) for a in map(output.apply, range(output.size())) if str(a.name()) == name]
+    return found[0] if found else None

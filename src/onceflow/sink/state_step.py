@@ -181,6 +181,7 @@ class StateStep:
         together: the step whose outputs are written as they are, if there is one. Its input is the query's DataFrame.
         streamed: steps inside the query, with where their reports arrive.
         topic: where outputs go that name no topic.
+        source_keys: whether the keys of the first are those of the source: else they are not in its partitions.
         local: whether tasks run on this machine, so that the driver may process small batches itself.
     """
 
@@ -194,6 +195,7 @@ class StateStep:
         local: bool,
         small_batch_rows: int | None,
         source_partitions: Mapping[str, int],
+        source_keys: bool,
         collected: Any,
     ) -> None:
         self._together = together
@@ -205,7 +207,7 @@ class StateStep:
         self._small_batch_rows = _SMALL_BATCH_ROWS if small_batch_rows is None else small_batch_rows
         self._collected = collected
         self._apart = False
-        self._by_source: bool | None = None
+        self._by_source: bool | None = None if source_keys else False
         self._source_partitions = dict(source_partitions)
         self._moments: dict[str, Moment] = {}
         self._reports: dict[str, list[StateReport]] = {}

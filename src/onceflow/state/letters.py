@@ -40,8 +40,9 @@ def put_aside(record: Record, topic: str, kind: str, message: str, further: tupl
         further: more headers that say so.
 
     Returns:
-        the same key, value, headers and timestamp, and the cause in further headers. Where the record has been put
-        aside before, the headers of that time make way, but those that say where it came from first.
+        the same key, value, headers and timestamp (but a negative one), and the cause in further headers. Where the
+        record has been put aside before, the headers of that time make way, but those that say where it came from
+        first.
     """
     before = dict(record.headers)
     cause: list[Header] = [
@@ -61,7 +62,9 @@ def put_aside(record: Record, topic: str, kind: str, message: str, further: tupl
         cause += [(name, str(where).encode()) for _, name, where in places if where is not None]
     replaced = {name for name, _ in cause} | {ERROR_STACK}
     kept = [header for header in record.headers if header[0] not in replaced]
-    return Record(record.key, record.value, topic, (*kept, *cause), record.timestamp_ms)
+    # Brokers take negative timestamps from some clients, which nobody may write again.
+    at_ms = record.timestamp_ms if record.timestamp_ms is not None and record.timestamp_ms >= 0 else None
+    return Record(record.key, record.value, topic, (*kept, *cause), at_ms)
 
 
 def late(record: Record, topic: str, event_ms: int, watermark_ms: int) -> Record:
@@ -84,7 +87,7 @@ def attempts(record: Record) -> int:
 
 def _stack(error: BaseException) -> str:
     """The innermost lines of a traceback: they tell the place, the outermost are those of the engine."""
-    text = "".join(traceback.format_exception(type(error), error, error.__traceback__)).rstrip("\n")
-    if len(text) <= _STACK_CHARACTERS:
-        return text
-    return text[-_STACK_CHARACTERS:].split("\n", 1)[-1]
+    last = f"{type(error).__name__}: {error}"[: _STACK_CHARACTERS // 2]
+    places = "".join(traceback.format_tb(error.__traceback__))
+    room = _STACK_CHARACTERS - len(last)
+    return (places if len(places) <= room else places[-room:].split("\n", 1)[-1]) + last

@@ -70,8 +70,8 @@ class Writer:
         self._producer = Producer(cluster, transactional_id=transactions.transactional_id, deadline=deadline)
         self._sequences: dict[tuple[str, int], int] = {}
 
-    def write(self, topic: str, partition: int, found: Iterable[tuple[bytes, Row]]) -> None:
-        """Write rows under these keys, with their headers and timestamps."""
+    def write(self, topic: str, partition: int, found: Iterable[tuple[bytes | None, Row]]) -> None:
+        """Write rows under these keys (those of a table are never null), with their headers and timestamps."""
         keys, values, stamps, headers = [], [], [], []
         for key, row in found:
             keys.append(key)
@@ -97,7 +97,7 @@ class Writer:
         return self._producer.flush()
 
     def _send(
-        self, topic: str, partition: int, keys: list[bytes], values: object, headers: object, stamps: object
+        self, topic: str, partition: int, keys: Sequence[bytes | None], values: object, headers: object, stamps: object
     ) -> None:
         if (topic, partition) not in self._sequences and not self._transactions.version_2:
             self._transactions.add_partitions({topic: [partition]}, self._deadline)
