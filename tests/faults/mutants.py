@@ -302,7 +302,8 @@ def write_everything(pipe: Any, fault: Fault, once: Path) -> BaseException | Non
         rows = recorder.tagged(flow.read(pipe.source, max_records_per_batch=BATCH_ROWS), pipe.flow)
         if fault.placed:
             rows = rows.mapInArrow(Placed(once), Placed.SCHEMA)
-        query = flow.write(rows, topic=pipe.target).start()
+        # As without `placed`, whose function may make any number of rows as far as onceflow knows.
+        query = flow.write(rows, topic=pipe.target, small_batch_rows=8_000).start()
         try:
             query.processAllAvailable()
         finally:

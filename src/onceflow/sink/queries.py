@@ -100,6 +100,8 @@ def check_session(spark: SparkSession, flow: str) -> None:
 
 #: What the name of a process step in a query plan begins with.
 STEP_NAME = "onceflow_state_"
+# Likewise of any function of onceflow's own: all of them make a row of a row, or are process steps.
+_OUR_NAMES = "onceflow_"
 # mapInArrow and mapInPandas.
 _FREE = ("MapInArrow", "MapInPandas")
 
@@ -185,7 +187,7 @@ def may_make_many(df: DataFrame) -> bool:
     """Whether user code turns rows into as many as it likes: a link into the rows of its file, for example."""
     for node in jvm.nodes(df._jdf.queryExecution().analyzed()):
         kind = str(node.getClass().getSimpleName())
-        if kind in _FREE and not str(node.functionExpr().name()).startswith(STEP_NAME):
+        if kind in _FREE and not str(node.functionExpr().name()).startswith(_OUR_NAMES):
             return True
     return False
 

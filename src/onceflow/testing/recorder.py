@@ -149,6 +149,8 @@ class _Tagging:
 
     def __init__(self, flow: str) -> None:
         self.flow = flow
+        # Its name in the query's plan: one that makes a row of a row (``queries.may_make_many``).
+        self.__name__ = "onceflow_tags"
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         begun = _of_task(self.flow)
