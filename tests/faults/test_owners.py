@@ -110,7 +110,7 @@ def test_two_tasks_on_one_partition_are_refused_before_commit(make_pipe: Any, mo
     pipe.check()
 
 
-@pytest.mark.parametrize("step, action", [("begin", "orphan"), pytest.param("write", "raise", marks=pytest.mark.long)])
+@pytest.mark.parametrize("step, action", [pytest.param("begin", "orphan", marks=pytest.mark.long), ("write", "raise")])
 def test_extra_attempts_of_a_task(make_pipe: Any, step: str, action: str) -> None:
     """I3. Spark retries a task that failed after producing; or one whose executor is gone while the task
     itself is only slow: it wakes up and writes while the second attempt runs, and after.
@@ -190,6 +190,7 @@ def test_a_transaction_that_timed_out_is_run_again(make_pipe: Any, inject: Any) 
     pipe.check()
 
 
+@pytest.mark.long
 def test_a_transaction_that_always_times_out_says_what_to_do(make_pipe: Any, inject: Any) -> None:
     pipe = make_pipe()
     pipe.fill(500)

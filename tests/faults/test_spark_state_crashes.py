@@ -22,13 +22,12 @@ pytestmark = [pytest.mark.integration, pytest.mark.faults]
 @pytest.mark.parametrize(
     "query, steps",
     [
-        # Each of them everywhere is left to `make test-long`: here they share those that matter.
+        # Each of them everywhere is left to `make test-long`.
         ("aggregation", ("end",)),
-        ("outer_join", ("progress", "end")),
         pytest.param("aggregation", hooks.STEPS, marks=pytest.mark.long),
         pytest.param("outer_join", hooks.STEPS, marks=pytest.mark.long),
     ],
-    ids=["aggregation", "outer_join", "aggregation-all", "outer_join-all"],
+    ids=["aggregation", "aggregation-all", "outer_join-all"],
 )
 def test_killed_at_every_step(make_spark_state_pipe: Any, query: str, steps: tuple[str, ...]) -> None:
     """One flow, killed at one step after the other, each in a batch in the middle of a run, then finished."""

@@ -34,7 +34,7 @@ def options_of(step: str, by_tasks: dict[str, Any]) -> dict[str, Any]:
 
 
 # Left to `make test-long`: at these steps it is as without state (test_crashes.py), or as at the next one.
-_ALIKE = ("init", "plan", "begin", "audit", "settle")
+_ALIKE = ("init", "plan", "begin", "audit", "progress", "settle")
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,8 @@ def test_exception(make_state_pipe: Any, inject: Any, by_tasks: Any, step: str) 
     pipe.check()
 
 
-@pytest.mark.parametrize("inside", [pytest.param(False, marks=pytest.mark.long), True])
+@pytest.mark.long
+@pytest.mark.parametrize("inside", [False, True])
 def test_python_workers_killed(make_state_pipe: Any, inject_at_every_step: Any, by_tasks: Any, inside: bool) -> None:
     """Between jobs nobody needs them: what they held in memory is in the stores and in Kafka."""
     pipe = make_state_pipe()

@@ -144,6 +144,7 @@ def test_everything_has_three_copies(three: LocalBroker, topic: str) -> None:
         cluster.close()
 
 
+@pytest.mark.long
 def test_one_node_may_fail_and_two_may_not(three: LocalBroker, topic: str) -> None:
     assert send(three, topic, b"by three") is None
     leader = three.leader_of(topic, 0)

@@ -287,7 +287,11 @@ def test_missing_read_shows_at_the_first_start(secure: Secure, pipe: Any) -> Non
 
 @pytest.mark.parametrize(
     "mechanism, user, password",
-    [(SCRAM, "flow", "guessed-password"), (SCRAM, "nobody", SECRET), ("PLAIN", "flow", "guessed-password")],
+    [
+        (SCRAM, "flow", "guessed-password"),
+        (SCRAM, "nobody", SECRET),
+        pytest.param("PLAIN", "flow", "guessed-password", marks=pytest.mark.long),
+    ],
 )
 def test_wrong_credentials(
     secure: Secure, pipe: Any, monkeypatch: pytest.MonkeyPatch, mechanism: str, user: str, password: str
