@@ -167,7 +167,8 @@ def test_one_action(proxied: tuple[str, str, Proxy], topic: str, rule: Rule) -> 
     check(direct, topic)
 
 
-@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.long) for seed in (2, 3))])
+@pytest.mark.long
+@pytest.mark.parametrize("seed", [1, 2, 3])
 def test_all_actions(proxied: tuple[str, str, Proxy], topic: str, seed: int) -> None:
     direct, through, proxy = proxied
     rules = [

@@ -65,6 +65,7 @@ def test_a_crash_at_the_same_step(make_pipe: Any, inject: Any, guarantee: str, s
     )
 
 
+@pytest.mark.long
 def test_a_task_that_dies(make_pipe: Any, inject: Any) -> None:
     """All of a task's records are acknowledged, then it raises: run again, or not."""
     found = {}
