@@ -9,7 +9,6 @@ and reads the topic only when what the first has done is decided. So nothing is 
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -31,14 +30,12 @@ from onceflow.errors import (
     TransactionTimeoutError,
 )
 from onceflow.state import letters
-from onceflow.state.moving import Row, Writer
+from onceflow.state.moving import Row, Writer, abort_anew
 from onceflow.state.record import Header
 from onceflow.state.retry import KEY, NULL_VALUE, RETRY_TOPIC
 from onceflow.wire.partitioners import group_by_partition, key_partitions
 
-log = logging.getLogger("onceflow.state")
-
-_PREPARE_S, _COMMIT_S, _ABORT_S = 60.0, 60.0, 10.0
+_PREPARE_S, _COMMIT_S = 60.0, 60.0
 _TIMEOUT_MS = 60_000
 
 
@@ -228,7 +225,7 @@ class _Change:
             self._at("write")
         except BaseException as problem:
             if not isinstance(problem, FencedError):
-                self._abort()
+                abort_anew(self._cluster, self._transactions)
             raise
         return counts
 
@@ -261,22 +258,6 @@ class _Change:
                 topic=self._topic,
                 next_step="try again, or choose fewer records",
             )
-
-    def _abort(self) -> None:
-        """On a connection of its own: the one in use was left in the middle of something.
-
-        When it fails, the transaction's timeout aborts.
-        """
-        cluster = Cluster(self._cluster.settings)
-        try:
-            deadline = Deadline(_ABORT_S, "aborting")
-            cluster.connect(deadline)
-            identity = self._transactions.identity
-            Transactions(cluster, self._transactions.transactional_id, identity=identity).end(deadline, commit=False)
-        except OnceflowError as error:
-            log.warning("the transaction could not be aborted now: %s", error.what)
-        finally:
-            cluster.close()
 
     def _at(self, step: str) -> None:
         hooks.at(step, where="driver", flow=f"parked.{self._topic}")

@@ -28,7 +28,6 @@ from onceflow.client.deadline import Deadline
 from onceflow.client.produce import Acknowledged
 from onceflow.client.settings import ClientSettings
 from onceflow.client.topics import create_partitions, max_message_bytes
-from onceflow.client.transactions import Transactions
 from onceflow.errors import (
     DeadlineExceededError,
     FencedError,
@@ -42,7 +41,7 @@ from onceflow.errors import (
 from onceflow.sink import progress_log
 from onceflow.sink.takeover import TakeOver
 from onceflow.state.local_format import INTERNAL_SUFFIX
-from onceflow.state.moving import Mover, Told, Writer
+from onceflow.state.moving import Mover, Told, Writer, abort_anew
 from onceflow.state.topics import TableTopics, check_known, committed_ends
 from onceflow.wire.names import Names
 from onceflow.wire.progress import Offsets, Progress
@@ -51,7 +50,7 @@ log = logging.getLogger("onceflow.state")
 
 TIMEOUT_MS = 900_000  # what brokers allow by default (transaction.max.timeout.ms)
 _TIMEOUT_MS_LEAST = 50_000
-_PREPARE_S, _COMMIT_S, _ABORT_S = 60.0, 60.0, 10.0
+_PREPARE_S, _COMMIT_S = 60.0, 60.0
 
 
 @dataclass(frozen=True)
@@ -285,7 +284,7 @@ class _Repartition:
             hooks.at("progress", where="driver", flow=names.flow)
         except BaseException as problem:
             if not isinstance(problem, FencedError):
-                self._abort()
+                abort_anew(self._cluster, self._transactions)
             if isinstance(problem, FencedError | DeadlineExceededError) and deadline.expired:
                 raise self._timed_out(problem) from problem
             raise
@@ -310,22 +309,6 @@ class _Repartition:
         return {
             p: written[name, p].end_offset if (name, p) in written else known.get(p, 0) for p in range(self._partitions)
         }
-
-    def _abort(self) -> None:
-        """Right away, and on a connection of its own: the one in use was left in the middle of something.
-
-        When it fails, the next take-over aborts, or the transaction's timeout does.
-        """
-        cluster = Cluster(self._cluster.settings)
-        try:
-            deadline = Deadline(_ABORT_S, "aborting")
-            cluster.connect(deadline)
-            identity = self._transactions.identity
-            Transactions(cluster, self._names.transactional_id, identity=identity).end(deadline, commit=False)
-        except OnceflowError as error:
-            log.warning("the transaction could not be aborted now: %s", error.what)
-        finally:
-            cluster.close()
 
     def _timed_out(self, problem: OnceflowError) -> TransactionTimeoutError:
         return TransactionTimeoutError(

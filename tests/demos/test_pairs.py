@@ -416,6 +416,6 @@ def test_batches_do_not_grow_with_the_run_and_kills_are_spread_over_all_of_them(
     choices = demo.PairsChoices(records=1_000_000, seed=SEED, kills=3)
     run = demo.chosen(4, "all")(choices, "127.0.0.1:1", tmp_path, Deadline(60, "the test"))
     command = run.command(run.links[0])
-    assert command[-command[::-1].index("--batch")] == str(run.batch) == "12000"
+    assert command[-command[::-1].index("--batch")] == str(run.records_per_batch) == "12000"
     last = [sum(kill.batches for kill in run.plan(random.Random(n), run.links[0])) for n in range(50)]
     assert 30 < max(last) < 1_000_000 // 12_000

@@ -198,7 +198,8 @@ def test_drop(lot: Lot) -> None:
     assert (lot.rows(), lot.retried()) == ([], [])
 
 
-def test_what_was_aborted_is_not_there(lot: Lot) -> None:
+def begun(lot: Lot) -> Producer:
+    """A producer in a transaction of its own."""
     producer = Producer(
         {
             "bootstrap.servers": lot.servers,
@@ -209,6 +210,11 @@ def test_what_was_aborted_is_not_there(lot: Lot) -> None:
     )
     producer.init_transactions(30)
     producer.begin_transaction()
+    return producer
+
+
+def test_what_was_aborted_is_not_there(lot: Lot) -> None:
+    producer = begun(lot)
     lot.park(*MANY[:5], producer=producer)
     producer.flush(30)
     producer.abort_transaction(30)
@@ -222,16 +228,7 @@ def test_what_was_aborted_is_not_there(lot: Lot) -> None:
 def test_what_was_done_behind_an_open_transaction_is_seen(lot: Lot) -> None:
     """The flow that parks has a transaction open, and behind its beginning the record was dropped."""
     lot.park(MANY[0])
-    producer = Producer(
-        {
-            "bootstrap.servers": lot.servers,
-            "partitioner": "murmur2_random",
-            "log_level": 0,
-            "transactional.id": lot.parked,
-        }
-    )
-    producer.init_transactions(30)
-    producer.begin_transaction()
+    producer = begun(lot)
     lot.park((MANY[0][0], b"key", b"aborted"), producer=producer)
     producer.flush(30)
     independent.fill(lot.servers, lot.parked, [(MANY[0][0].encode(), None)])

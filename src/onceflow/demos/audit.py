@@ -75,6 +75,24 @@ class Findings:
             self.examples.append(f"{self.topic}: {kind}: {example}")
 
 
+@dataclass
+class Remarks:
+    """What an audit of anything else found wrong: how many things, and the first of them; ``holds`` when none."""
+
+    place: str
+    wrong: int = 0
+    examples: list[str] = field(default_factory=list)
+
+    @property
+    def holds(self) -> bool:
+        return not self.wrong
+
+    def note(self, example: str) -> None:
+        self.wrong += 1
+        if self.wrong <= EXAMPLES_MAX:
+            self.examples.append(f"{self.place}: {example}")
+
+
 def compare(
     topic: str,
     expected: Iterable[Expected],

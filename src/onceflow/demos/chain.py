@@ -116,6 +116,8 @@ class Chain(abc.ABC):
     letters: ClassVar[tuple[str, ...]] = ()
     #: With fewer a batch is hardly one.
     records_per_batch_min: ClassVar[int] = 100
+    #: A longer run than that has more batches, not larger ones.
+    records_per_batch_max: ClassVar[int | None] = None
 
     def __init__(self, choices: Choices, bootstrap_servers: str, folder: Path, deadline: Deadline) -> None:
         self.choices = choices
@@ -129,6 +131,9 @@ class Chain(abc.ABC):
         # A flow reads a bit less than the bound and the next some control records more: never fewer batches.
         self.batches = BATCHES_PER_LIFE * (choices.kills + 1)
         self.records_per_batch = max(1, choices.records // self.batches)
+        if self.records_per_batch_max is not None and self.records_per_batch > self.records_per_batch_max:
+            self.records_per_batch = self.records_per_batch_max
+            self.batches = choices.records // self.records_per_batch
         rng = random.Random(f"kills-{choices.seed}")
         self.services = [self._service(link, rng) for link in self.links]
         self._generator = Generator(bootstrap_servers, self.topics, self.inputs())
@@ -301,14 +306,17 @@ class Chain(abc.ABC):
             audit.problems.append(f"{missed} of the planned kills did not happen")
         return audit
 
-    def compare(self, name: str, records: Iterable[Expected]) -> Findings:
-        """Hold a topic (its name without suffix) against what it must hold."""
+    def compare(self, name: str, records: Iterable[Expected], found: Iterable[Message] | None = None) -> Findings:
+        """Hold a topic (its name without suffix) against what it must hold.
+
+        Args:
+            found: what counts of its records; None: all of them, read now.
+        """
         topic = self.topics[name]
-        found = read_topic(self.servers, topic, self.deadline)
         return compare(
             topic,
             records,
-            found,
+            read_topic(self.servers, topic, self.deadline) if found is None else found,
             partitions=self.partitions[name],
             identify=lambda message: self.identify(name, message),
         )

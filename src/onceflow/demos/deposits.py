@@ -21,7 +21,7 @@ from rich.table import Table
 import onceflow
 from onceflow.demos import deposits_data as data
 from onceflow.demos import ledger
-from onceflow.demos.audit import EXAMPLES_MAX, Expected, Findings, Message, compare, origin_headers
+from onceflow.demos.audit import EXAMPLES_MAX, Expected, Findings, Message, origin_headers
 from onceflow.demos.chain import Audit, Chain, Choices, Link, run_chain
 from onceflow.demos.display import Display
 from onceflow.demos.generator import Input
@@ -82,16 +82,8 @@ class Deposits(Chain):
         identity = data.identify(message.value, message.headers)
         return f"{identity} of {(message.key or b'').decode(errors='replace')}" if topic == "ledger" else identity
 
-    def compare(self, name: str, records: Iterable[Expected]) -> Findings:
-        if name != "ledger":
-            return super().compare(name, records)
-        return compare(
-            self.topics[name],
-            records,
-            self._read_ledger(),
-            partitions=self.partitions[name],
-            identify=lambda message: self.identify(name, message),
-        )
+    def compare(self, name: str, records: Iterable[Expected], found: Iterable[Message] | None = None) -> Findings:
+        return super().compare(name, records, self._read_ledger() if name == "ledger" else found)
 
     def _read_ledger(self) -> Iterator[Message]:
         """Its records, without the balances; the whole ones are kept in ``lines``."""

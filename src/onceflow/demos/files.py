@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
-from onceflow.demos.audit import Expected, Findings, Message, compare
+from onceflow.demos.audit import Expected, Findings, Message
 from onceflow.demos.chain import Audit, Chain, Choices, Link, run_chain
 from onceflow.demos.display import Display
 from onceflow.demos.files_data import ATTEMPTS, BIG_IDENTITY, DEADLINE_S, BigFile, Links, identify
@@ -109,19 +109,13 @@ class Files(Chain):
     def identify(self, topic: str, message: Message) -> str | None:
         return identify(topic, message, self.origins)
 
-    def compare(self, name: str, records: Iterable[Expected]) -> Findings:
+    def compare(self, name: str, records: Iterable[Expected], found: Iterable[Message] | None = None) -> Findings:
         if name != "transactions" or not self.wanted.big_rows:
-            return super().compare(name, records)
+            return super().compare(name, records, found)
         big = BigFile(self.wanted.big_link, self.wanted.big_rows)
         everything = read_topic(self.servers, self.topics[name], self.deadline)
         others = (message for message in everything if not big.takes(message))
-        finding = compare(
-            self.topics[name],
-            records,
-            others,
-            partitions=self.partitions[name],
-            identify=lambda message: self.identify(name, message),
-        )
+        finding = super().compare(name, records, others)
         finding.expected += self.wanted.big_rows
         finding.found += big.found
         for kind, count in big.counts.items():

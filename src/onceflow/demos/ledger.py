@@ -13,13 +13,13 @@ import itertools
 import json
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
 import orjson
 import pyarrow as pa
 
-from onceflow.demos.audit import EXAMPLES_MAX, Message
+from onceflow.demos.audit import EXAMPLES_MAX, Message, Remarks
 from onceflow.demos.deposits_data import CASH, Balance
 from onceflow.wire.partitioners import key_partitions
 
@@ -44,7 +44,7 @@ class Line(NamedTuple):
 
 
 @dataclass
-class Books:
+class Books(Remarks):
     """What an audit of the ledger found; ``holds`` when nothing is wrong.
 
     Args:
@@ -53,20 +53,10 @@ class Books:
         money: the sum of all entries.
     """
 
+    place: str = "ledger"
     prefixes: int = 0
     torn: int = 0
     money: int = 0
-    wrong: int = 0
-    examples: list[str] = field(default_factory=list)
-
-    @property
-    def holds(self) -> bool:
-        return not self.wrong
-
-    def note(self, example: str) -> None:
-        self.wrong += 1
-        if self.wrong <= EXAMPLES_MAX:
-            self.examples.append(f"ledger: {example}")
 
 
 def line_of(message: Message) -> Line | None:
@@ -222,7 +212,7 @@ def own_order(lines: Iterable[Line], owners: Mapping[str, tuple[str, int]]) -> l
 
 
 @dataclass
-class BalanceFindings:
+class BalanceFindings(Remarks):
     """What an audit of a table in one place found; ``holds`` when every row is right.
 
     Args:
@@ -230,21 +220,9 @@ class BalanceFindings:
         wrong: accounts, or records of the table topic, with something wrong.
     """
 
-    place: str
     expected: int = 0
     found: int = 0
     total: int = 0
-    wrong: int = 0
-    examples: list[str] = field(default_factory=list)
-
-    @property
-    def holds(self) -> bool:
-        return not self.wrong
-
-    def note(self, example: str) -> None:
-        self.wrong += 1
-        if self.wrong <= EXAMPLES_MAX:
-            self.examples.append(f"{self.place}: {example}")
 
 
 def audit_rows(place: str, expected: Mapping[bytes, object], rows: Iterable[tuple[bytes, bytes]]) -> BalanceFindings:

@@ -10,7 +10,6 @@ They run one after the other over the same events, and must come to the same.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,7 +22,6 @@ from onceflow.demos.audit import Expected, Message, letter_cause, origin_headers
 from onceflow.demos.chain import Audit, Chain, Choices, Link, run_chain
 from onceflow.demos.display import Display
 from onceflow.demos.generator import Input
-from onceflow.demos.harness import Kill, plan_kills
 from onceflow.demos.reading import read_topic
 
 PROCESSOR, SORT, JOIN, GROUPED = "processor", "sort", "join", "grouped"
@@ -39,8 +37,6 @@ LINKS = {
 #: How many rows of state a moment may take: its events and their timer; two halves of a join and two ids, which Spark
 #: remembers for five minutes longer than the halves; one row of an aggregation.
 ROWS_OF_A_MOMENT = {PROCESSOR: 2, JOIN: 6, GROUPED: 1}
-#: A long run has more batches, not larger ones: what is remembered is some minutes, and up to three batches.
-BATCH_MAX = 12_000
 #: What `sort` says of what it does not tell apart.
 SORTED_AS = {data.LONG_KEY: data.NO_TIME, data.TWICE: data.NOT_JSON}
 #: Records keep the timestamps of the demo's own time, long ago: a broker would delete them for their age.
@@ -64,6 +60,7 @@ class Pairs(Chain):
 
     name = "pairs"
     inputs_of = ("events",)
+    records_per_batch_max = 12_000  # what the state holds is some minutes, and up to three batches
     configs: ClassVar[Mapping[str, Mapping[str, str]]] = dict.fromkeys(
         ("events", "late", "dead-letters", "as", "bs", "dead-letters-sort"), KEPT
     )
@@ -118,18 +115,9 @@ class Pairs(Chain):
 
     # ---- the run -------------------------------------------------------------------------------------
 
-    @property
-    def batch(self) -> int:
-        """Most records of one transaction."""
-        return min(self.records_per_batch, BATCH_MAX)
-
     def command(self, link: Link) -> list[str]:
         kept = ["--checkpoint", str(self.folder / f"checkpoint-{link.done}")] if link.done in (JOIN, GROUPED) else []
-        return [*super().command(link), "--batch", str(self.batch), *kept]  # the last --batch counts
-
-    def plan(self, rng: random.Random, link: Link) -> list[Kill]:
-        batches = self.choices.records // self.batch
-        return plan_kills(self.choices.kills, batches=int(batches * link.share), rng=rng)
+        return [*super().command(link), *kept]
 
     def process(self, display: Display) -> None:
         """One after the other, over the same records: these are all there before the first starts.
@@ -163,7 +151,7 @@ class Pairs(Chain):
             self.choices.seed,
             self.choices.records,
             self.partitions["events"],
-            records_per_batch=self.batch,
+            records_per_batch=self.records_per_batch,
         )
         for version, peak in peaks.items():
             if not 0 < peak <= bound * ROWS_OF_A_MOMENT[version]:

@@ -9,10 +9,9 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from onceflow.demos.audit import EXAMPLES_MAX, Expected, Headers, Message, Origin, letter_cause
+from onceflow.demos.audit import Expected, Headers, Message, Origin, Remarks, letter_cause
 from onceflow.demos.generator import Input
 
 ATTEMPTS_MAX = 4
@@ -205,20 +204,6 @@ def identify(topic: str, message: Message) -> str | None:
 
 
 # ---- what else is looked at --------------------------------------------------------------------------
-
-
-@dataclass
-class Remarks:
-    """What an audit found wrong: how many things, and the first of them."""
-
-    place: str
-    wrong: int = 0
-    examples: list[str] = field(default_factory=list)
-
-    def note(self, example: str) -> None:
-        self.wrong += 1
-        if self.wrong <= EXAMPLES_MAX:
-            self.examples.append(f"{self.place}: {example}")
 
 
 def check_headers(

@@ -6,6 +6,7 @@ memory is bounded by the rows of one partition. (Tables of snapshots are small b
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from onceflow.client.committed import Chunk, CommittedReader
 from onceflow.client.deadline import Deadline
 from onceflow.client.produce import Acknowledged, Producer
 from onceflow.client.transactions import Transactions
-from onceflow.errors import ProgressConflictError
+from onceflow.errors import OnceflowError, ProgressConflictError
 from onceflow.state import rows
 from onceflow.state.local import rows_of_snapshot, snapshot
 from onceflow.state.local_format import INTERNAL_SUFFIX
@@ -28,6 +29,9 @@ from onceflow.state.run import SNAPSHOT_KEY
 from onceflow.wire.batches import encode_batches, next_sequence
 from onceflow.wire.partitioners import group_by_partition, murmur2
 
+log = logging.getLogger("onceflow.state")
+
+_ABORT_S = 10.0
 _SLICE_ROWS, _SLICE_BYTES = 20_000, 16_000_000
 _SNAPSHOT_START = b'{"format":'
 _HEADERS = pa.list_(pa.struct([("key", pa.string()), ("value", pa.binary())]))
@@ -115,6 +119,23 @@ class Writer:
             self._producer.send(topic, partition, encoded)
             sequence = next_sequence(sequence, encoded.count)
         self._sequences[topic, partition] = sequence
+
+
+def abort_anew(cluster: Cluster, transactions: Transactions) -> None:
+    """Abort right away, and on a connection of its own: the one in use was left in the middle of something.
+
+    When it fails, the next take-over aborts, or the transaction's timeout does.
+    """
+    another = Cluster(cluster.settings)
+    try:
+        deadline = Deadline(_ABORT_S, "aborting")
+        another.connect(deadline)
+        identity = transactions.identity
+        Transactions(another, transactions.transactional_id, identity=identity).end(deadline, commit=False)
+    except OnceflowError as error:
+        log.warning("the transaction could not be aborted now: %s", error.what)
+    finally:
+        another.close()
 
 
 class Mover:
