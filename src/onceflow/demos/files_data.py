@@ -226,11 +226,14 @@ class Links:
                 yield Expected(case.identity, self.key(case), self.value(case) or b"")
 
     def expected_failed(self) -> Iterator[Expected]:
-        """Their headers hold the cause, see ``wrong_causes``. The two of a link may be in any order."""
-        for case in self.cases:
-            if case.about.error:
-                key = self.link(case).encode()
-                yield Expected(case.identity, key, self.value(case), None, free=case.kind in ("missing", "again"))
+        """Their headers hold the cause, see ``wrong_causes``. Those of one key may be in any order: they came from
+        different partitions, and records without a link all have the same key."""
+        failed = [case for case in self.cases if case.about.error]
+        keys = Counter(self.link(case) for case in failed)
+        for case in failed:
+            link = self.link(case)
+            free = keys[link] > 1 or case.kind in ("missing", "again")
+            yield Expected(case.identity, link.encode(), self.value(case), None, free=free)
 
     def expected_table(self) -> dict[bytes, int]:
         """How often every link has come: the state of the service."""
