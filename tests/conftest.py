@@ -270,6 +270,14 @@ def ledger() -> Any:
     return module
 
 
+@pytest.fixture(scope="session")
+def side_outputs() -> Any:
+    """The module ``tests/faults/side_outputs.py``."""
+    module = fault_module("side_outputs")
+    module.use()
+    return module
+
+
 @pytest.fixture
 def make_spark_state_pipe(
     onceflow_broker: str, onceflow_spark: Any, make_topic: Callable[..., str], tmp_path: Path

@@ -12,7 +12,7 @@ from typing import Any
 from pyspark.errors import AnalysisException
 from pyspark.sql import DataFrame, SparkSession
 
-from onceflow import checkpoints, hooks, process, recovery
+from onceflow import checkpoints, hooks, process, recovery, step_query
 from onceflow.client import offsets as kafka_offsets
 from onceflow.client.brokers import warn_of_settings
 from onceflow.client.cluster import Cluster, TopicInfo
@@ -31,7 +31,7 @@ from onceflow.sink.batch import BatchSink
 from onceflow.sink.delivery import GUARANTEES, delivery
 from onceflow.sink.options import SinkOptions
 from onceflow.sink.ownership import Columns, check_columns
-from onceflow.sink.state_step import Collected, state_columns, streamed_step
+from onceflow.sink.step_frames import state_columns
 from onceflow.sink.takeover import TakeOver
 from onceflow.sink.targets import load_targets
 from onceflow.state.durations import duration_ms
@@ -40,7 +40,7 @@ from onceflow.state.store import Store
 from onceflow.state.topics import TableTopics
 from onceflow.watching import Watch
 from onceflow.wire.compression import compression_code
-from onceflow.wire.names import Names
+from onceflow.wire.names import Names, OwnTopics
 from onceflow.wire.progress import PROGRESS_TOPIC, Progress
 
 log = logging.getLogger("onceflow")
@@ -297,27 +297,13 @@ class Flow:
                 flow_key=self._names.progress_key,
                 source_topic=one_topic,
             )
-            collected = self._spark.sparkContext.accumulator([], Collected())
-            order = process.streamed_order(
-                spec, self._settings, self._names.transactional_id, self._connected().transaction_version
-            )
-            output = streamed_step(
-                rows,
-                order,
-                collected,
-                self._spark.sparkContext.defaultParallelism,
-                clock=process.needs_clock(spec),
-            )
             lateness = checked.allowed_lateness
             self._steps[table] = Step(
                 spec=spec,
-                input=rows,
-                output=output,
-                collected=collected,
                 lateness_ms=None if lateness is None else duration_ms(lateness),
                 idle_s=duration_ms(idle_timeout) / 1000,
             )
-            return output
+            return step_query.step_frame(rows, table)
 
     def _ensure_table(
         self, options: StepOptions, processor: Processor | ColumnProcessor, deadline: Deadline
@@ -425,15 +411,7 @@ class Flow:
             if once:
                 raise OptionError("trigger and once exclude each other", flow=self.name, next_step="give one of them")
         facts = queries.check_plan(df, self.name, checkpoint=checkpoint is not None)
-        tables = {name for step in self._steps.values() for name in step.spec.topics.ids}
-        if topic in tables:
-            raise OptionError(
-                f"The output topic {topic!r} belongs to a table of this flow", flow=self.name,
-                next_step="state is written by itself; give outputs a topic of their own",
-            )  # fmt: skip
-        if topic is not None and (topic in self._sources or topic.startswith("__")):
-            what = "is a source of this flow" if topic in self._sources else "is an internal topic"
-            raise OptionError(f"The output topic {topic!r} {what}", flow=self.name, next_step="write to another topic")
+        self._check_output(topic)
         columns = check_columns(df.schema, topic=topic, flow=self.name)
         if columns.ignored:
             log.info("flow %s: columns not written: %s", self.name, ", ".join(columns.ignored))
@@ -449,6 +427,17 @@ class Flow:
             facts,
         )
         return FlowWriter(self, df, options, columns, run)
+
+    def _own_topics(self) -> OwnTopics:
+        tables = frozenset(name for step in self._steps.values() for name in step.spec.topics.ids)
+        return OwnTopics(frozenset(self._sources), tables)
+
+    def _check_output(self, topic: str | None) -> None:
+        why = "" if topic is None else self._own_topics().refusal(topic)
+        if why:
+            raise OptionError(
+                f"The output topic {topic!r} {why}", flow=self.name, next_step="give outputs a topic of their own"
+            )
 
     def _start(self, df: DataFrame, options: SinkOptions, columns: Columns, run: RunOptions) -> FlowQuery:
         with self._lock:
@@ -467,14 +456,16 @@ class Flow:
                 )
             queries.check_session(self._spark, self.name)
             deadline = Deadline(_START_SECONDS, f"starting flow {self.name}")
-            process.check_goes_with(df, self._steps, options.guarantee, run.checkpoint, flow=self.name)
+            step_query.check_goes_with(df, self._steps, options.guarantee, run.checkpoint, flow=self.name)
+            self._check_output(options.topic)  # sources may have been read since Flow.write
+            process.check_side_topics(process.side_topics(self._steps), self._own_topics(), self.name)
             try:
                 self._connect(deadline)
                 self._take_over({}, deadline)  # only a query without topics has not done it yet
                 progress = self._committed or Progress(self._names.progress_key, 0, {}, {}, progress_log.now_ms())
                 location = scratch(self.name) if run.checkpoint is None else kept(self._spark, run, progress, self.name)
                 hold = self._held()
-                letters = process.letter_topics(self._steps)
+                letters = process.side_topics(self._steps)
                 load_targets(hold.cluster, options.topic, deadline, more=letters)
                 outputs = [t for t in (options.topic, *letters) if t is not None]
                 written = [*outputs, *(t for s in self._steps.values() for t in s.spec.topics.ids)]
@@ -484,16 +475,14 @@ class Flow:
                 hold.transactions.renew(deadline)
             except OnceflowError as error:
                 raise error.located(flow=self.name) from error
-            query = process.wire(
+            query = step_query.wire(
                 df, options, columns, self._steps, progress,
                 flow=self.name,
                 source_partitions={name: sorted(source.earliest) for name, source in self._sources.items()},
                 clock=not run.once,
             )  # fmt: skip
             state, options = query.state, query.options
-            if options.small_batch_rows is None and queries.may_make_many(query.df):
-                options = replace(options, small_batch_rows=0)
-            reads_little = not run.facts.others and queries.reads_little(query.df)
+            reads_little = not run.facts.others and queries.reads_little(df)
             sink = BatchSink(
                 state=state,
                 names=self._names,
@@ -503,7 +492,7 @@ class Flow:
                 progress=progress,
                 options=replace(options, reads_little=reads_little),
                 columns=query.columns,
-                cores=self._spark.sparkContext.defaultParallelism,
+                cores=step_query.current_cores(self._spark),
                 checkpoint=location.folder,
                 numbering=location.numbering,
                 source_starts={name: dict(source.earliest) for name, source in self._sources.items()},

@@ -3,34 +3,20 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
-
-from pyspark.sql import DataFrame
-from pyspark.sql import functions as F
 
 from onceflow.client.cluster import Cluster
 from onceflow.client.deadline import Deadline
-from onceflow.client.settings import ClientSettings
-from onceflow.errors import OptionError, ProgressConflictError, UnsupportedQueryError
-from onceflow.sink import jvm, queries
-from onceflow.sink.delivery import EXACTLY_ONCE
-from onceflow.sink.options import SinkOptions
-from onceflow.sink.ownership import Columns, check_columns
-from onceflow.sink.state_step import Collected, StateStep, ticking, with_default_topic
-from onceflow.sink.state_tasks import StateOrder
-from onceflow.sink.tasks import Routing, Target, WriteOrder
+from onceflow.errors import OptionError, ProgressConflictError
 from onceflow.state.durations import duration_ms
-from onceflow.state.local import Commit, default_state_dir
+from onceflow.state.local import default_state_dir
 from onceflow.state.processor import ColumnProcessor, Processor
-from onceflow.state.spec import Moment, ProcessSpec
+from onceflow.state.spec import ProcessSpec
 from onceflow.state.store import Store
-from onceflow.state.table_state import TableState
 from onceflow.state.topics import TableTopics, check_known, check_readable, committed_ends, ensure_topics
-from onceflow.wire.batches import BatchHeader
+from onceflow.wire.names import OwnTopics
 from onceflow.wire.progress import Progress, TableProgress
 
 log = logging.getLogger("onceflow.state")
@@ -41,17 +27,9 @@ STORES = ("lmdb", "memory", "rocksdb")
 
 @dataclass(frozen=True)
 class Step:
-    """One ``Flow.process`` of a flow.
-
-    Args:
-        input: the rows it takes, columns selected. output: the DataFrame the user was given.
-        collected: accumulator of the reports of its tasks, when it runs inside the query.
-    """
+    """One ``Flow.process`` of a flow."""
 
     spec: ProcessSpec
-    input: DataFrame
-    output: DataFrame
-    collected: Any
     lateness_ms: int | None
     idle_s: float
 
@@ -118,6 +96,8 @@ def check_options(
             flow=flow,
             next_step="give both (late records go to the topic, they never vanish), or neither (none is late)",
         )
+    known = OwnTopics(frozenset(sources), frozenset(t for name in (*tables, table) for t in (name, name + "-internal")))
+    check_side_topics((options.dead_letter_topic, options.late_topic), known, flow)
     if options.partitions is not None and options.partitions < 1:
         raise OptionError(f"partitions={options.partitions} is too few", flow=flow, next_step="give at least 1")
     for name, duration in (
@@ -134,6 +114,22 @@ def check_options(
     if isinstance(options.store, str) and options.store not in STORES:
         raise OptionError(f"store={options.store!r} is unknown", flow=flow, next_step=f"use one of {STORES}")
     return processor
+
+
+def check_side_topics(topics: Iterable[str | None], own: OwnTopics, flow: str) -> None:
+    """Refuse topics that dead letters and late records must not go to.
+
+    Raises:
+        OptionError: one is an internal topic, a source or a table of the flow.
+    """
+    for topic in topics:
+        why = "" if topic is None else own.refusal(topic)
+        if why:
+            raise OptionError(
+                f"Dead letters or late records cannot go to {topic!r}, which {why}",
+                flow=flow,
+                next_step="give them a topic of their own",
+            )
 
 
 def store_class(store: str | type[Store]) -> type[Store]:
@@ -251,160 +247,6 @@ def make_spec(
     )
 
 
-def streamed_order(
-    spec: ProcessSpec, settings: ClientSettings, transactional_id: str, transaction_version: int
-) -> StateOrder:
-    """What the tasks of a step inside a query know before it runs; the rest they are told batch by batch."""
-    write = WriteOrder(
-        flow=spec.flow,
-        batch=-1,
-        settings=settings,
-        transactional_id=transactional_id,
-        identity=BatchHeader(-1, -1),
-        compression="none",
-        topic=None,
-        targets={name: Target(spec.topics.partitions, spec.topics.max_message_bytes) for name in spec.topics.ids},
-        routing=Routing("key", 1, False),
-        transaction_version=transaction_version,
-        deadline_s=60.0,
-    )
-    moment = Moment(-1, Commit(-1, -1, -1), 0, None, {}, {}, {})
-    return StateOrder(spec, moment, write, together=False, topic=None, modulus=1)
-
-
-def letter_topics(steps: Mapping[str, Step]) -> set[str]:
-    """Topics of late and dead letters: that one is missing is better told at the start."""
-    specs = [step.spec for step in steps.values()]
-    return {name for spec in specs for name in (spec.late_topic, spec.dead_letter_topic) if name is not None}
-
-
-@dataclass(frozen=True)
-class Query:
-    """A query as the sink runs it."""
-
-    df: DataFrame
-    options: SinkOptions
-    columns: Columns
-    state: StateStep | None
-
-
-def wire(
-    df: DataFrame,
-    options: SinkOptions,
-    columns: Columns,
-    steps: Mapping[str, Step],
-    progress: Progress,
-    *,
-    flow: str,
-    source_partitions: Mapping[str, list[int]],
-    clock: bool,
-) -> Query:
-    """Decide where each process step of a query runs.
-
-    The step whose output is written as it is takes the query's place: its input is streamed, and the sink runs it in
-    every batch, with as many tasks as the batch is worth. Others stay inside the query.
-
-    Args:
-        clock: whether a flow with timers is woken up when there are no data (steps inside the query see to it
-            themselves).
-    """
-    found = steps_in(df, steps, flow)
-    if not found:
-        return Query(df, options, columns, None)
-    whole = next((step for step in found if step.output is df), None)
-    source_keys = False
-    inside = [step for step in found if step is not whole]
-    if whole is not None:
-        if options.partitioner != "key":
-            raise OptionError(
-                f"partitioner={options.partitioner!r} does not go with the outputs of Flow.process",
-                flow=flow,
-                next_step='leave it out: outputs are placed by their keys, partitioner="key"',
-            )
-        df = whole.input
-        source_keys = queries.has_source_keys(df)
-    elif options.topic is not None and columns.has_topic:
-        # Dead letters, late records and records that name their topic keep it.
-        df, options = with_default_topic(df, options.topic), replace(options, topic=None)
-        columns = check_columns(df.schema, topic=None, flow=flow)
-    if clock and whole is not None and needs_clock(whole.spec):
-        df = with_clock(df, flow)
-    places = [(name, partition) for name, partitions in source_partitions.items() for partition in partitions]
-
-    def table(step: Step) -> TableState:
-        return TableState(
-            step.spec, progress, source_partitions=places, lateness_ms=step.lateness_ms, idle_s=step.idle_s
-        )
-
-    context = df.sparkSession.sparkContext
-    state = StateStep(
-        together=None if whole is None else table(whole),
-        streamed=[(table(step), step.collected) for step in inside],
-        topic=options.topic,
-        cores=context.defaultParallelism,
-        local=re.match(r"local(\[|$)", str(context.master)) is not None,
-        small_batch_rows=options.small_batch_rows,
-        source_partitions={name: len(partitions) for name, partitions in source_partitions.items()},
-        source_keys=source_keys,
-        collected=context.accumulator([], Collected()),
-    )
-    return Query(df, options, columns, state)
-
-
-def check_goes_with(
-    df: DataFrame, steps: Mapping[str, Step], guarantee: str, checkpoint: str | None, *, flow: str
-) -> None:
-    """Refuse process steps where they could not keep what they promise.
-
-    Raises:
-        UnsupportedQueryError: with a weaker guarantee, or beside Spark's own state.
-    """
-    if not steps or not steps_in(df, steps, flow):
-        return
-    if guarantee != EXACTLY_ONCE:
-        raise UnsupportedQueryError(
-            f"Flow.process does not go with guarantee={guarantee!r}",
-            flow=flow,
-            detail="its state and its outputs are committed together, or not at all",
-            next_step="leave guarantee out; only queries without Flow.process have a choice",
-        )
-    if checkpoint is not None:
-        raise UnsupportedQueryError(
-            "Flow.process does not go with checkpoint=: its state is in Kafka, Spark's in the checkpoint",
-            flow=flow,
-            next_step="divide the query into two flows: one writes a topic that the other one reads",
-        )
-
-
-def steps_in(df: DataFrame, steps: Mapping[str, Step], flow: str) -> list[Step]:
-    """The process steps that are part of a query's plan."""
-    found = []
-    for node in jvm.nodes(df._jdf.queryExecution().analyzed()):
-        if node.getClass().getSimpleName() != "MapInArrow":
-            continue
-        name = str(node.functionExpr().name())
-        if not name.startswith(queries.STEP_NAME):
-            continue
-        step = steps.get(name.removeprefix(queries.STEP_NAME))
-        if step is None or step in found:
-            raise UnsupportedQueryError(
-                f"The query has the process step of table {name.removeprefix(queries.STEP_NAME)!r} "
-                + ("of another run or flow" if step is None else "twice: its state would be written twice"),
-                flow=flow,
-                next_step="call Flow.read and Flow.process again for this run, and use every step once",
-            )
-        found.append(step)
-    return found
-
-
-def with_clock(df: DataFrame, flow: str) -> DataFrame:
-    """The same rows, woken up every second without data, too: timers must fire.
-
-    The source has news every second; the filter keeps its rows out, and the optimizer the rest.
-    """
-    nothing = (
-        ticking(df.sparkSession, flow)
-        .where(F.lit(False))
-        .select(*[F.lit(None).cast(field.dataType).alias(field.name) for field in df.schema.fields])
-    )
-    return df.unionByName(nothing)
+def side_topics(steps: Mapping[str, Step]) -> set[str]:
+    """Topics of dead letters and late records: that one is missing is better told at the start."""
+    return {topic for step in steps.values() for topic in step.spec.side_topics}

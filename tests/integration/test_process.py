@@ -94,20 +94,19 @@ def test_outputs_that_belong_to_other_tasks(make_state_pipe: Any, by_tasks: Any)
 def test_many_outputs_that_belong_to_other_tasks(
     make_state_pipe: Any, by_tasks: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Many(state_step.TogetherTask):
+    class Many(state_step.FusedTask):
         def __call__(self, batches: Any) -> Any:
-            from onceflow.sink import state_tasks
+            from onceflow.sink import step_outputs
 
-            state_tasks.RETURNED_ROWS_MAX = 10
+            step_outputs.RETURNED_ROWS_MAX = 10
             return super().__call__(batches)
 
-    monkeypatch.setattr(state_step, "TogetherTask", Many)
+    monkeypatch.setattr(state_step, "FusedTask", Many)
     pipe = make_state_pipe(target_partitions=3)
     pipe.fill(2500)
     query = pipe.run(**by_tasks)
     assert [batch.attempts for batch in query.batches] == [2, 1, 1]
-    assert query.batches[-1].path.count("tasks") == 1
-    assert "+" in query.batches[-1].path
+    assert query.batches[-1].path == "2 + 1 tasks"
     pipe.check()
 
 
@@ -298,21 +297,6 @@ def test_output_to_the_table_is_refused(make_state_pipe: Any) -> None:
     pipe.target = pipe.table
     with pytest.raises(onceflow.OptionError, match="belongs to a table"):
         pipe.run()
-
-
-def test_a_coalesce_behind_a_step_is_refused(make_state_pipe: Any) -> None:
-    """It would run two tasks of the step as one, which then does not know its partitions."""
-    pipe = make_state_pipe()
-    pipe.fill(100)
-    flow = onceflow.Flow(pipe.flow, pipe.spark, bootstrap_servers=pipe.bootstrap)
-    with flow:
-        output = flow.process(flow.read(pipe.source), pipe.ledger.Ledger(), table=pipe.table, state_dir=pipe.state_dir)
-        query = flow.write(output.coalesce(1), topic=pipe.target).start()
-        with pytest.raises(
-            (onceflow.UnsupportedQueryError, onceflow.ProgressConflictError), match=r"coalesce|Two tasks"
-        ):
-            query.processAllAvailable()
-    assert independent.read_topic(pipe.bootstrap, pipe.target) == []
 
 
 def test_outputs_are_placed_by_key(make_state_pipe: Any) -> None:

@@ -15,7 +15,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -46,11 +46,11 @@ from onceflow.sink.numbering import Numbering
 from onceflow.sink.offsets import SourceRange, check_contiguous, read_range
 from onceflow.sink.options import BatchSummary, SinkOptions
 from onceflow.sink.ownership import Columns, prepare
-from onceflow.sink.state_step import Part, StateStep
+from onceflow.sink.state_step import Outgoing, Part, StateStep
 from onceflow.sink.targets import load_targets
 from onceflow.sink.tasks import Routing, Target, TaskPlace, WriteOrder, WriteTask, write_rows
 from onceflow.wire.batches import BatchHeader
-from onceflow.wire.names import Names
+from onceflow.wire.names import Names, OwnTopics
 from onceflow.wire.progress import Progress
 
 log = logging.getLogger("onceflow.sink")
@@ -73,6 +73,8 @@ _DRIVER_BYTES_MAX = 8_000_000
 _TASK_BYTES = 16_000_000
 _GUESSED_ROW_BYTES = 1_000
 _ARROW_BYTES = "spark.sql.execution.arrow.maxBytesPerBatch"
+_ADAPTIVE = "spark.sql.adaptive.enabled"
+_NO_ROUTING = Routing("key", 1, False)  # of an order whose stages decide for themselves
 
 
 class BatchSink:
@@ -80,7 +82,8 @@ class BatchSink:
 
     Args:
         progress: committed progress as read after ``init``; the sink keeps it current.
-        columns: what the rows have, checked. cores: how many tasks Spark runs at once.
+        columns: what the rows have, checked. cores: how many tasks Spark runs at once, now: asked for every batch,
+            because executors come and go.
         delivery: what the guarantee makes of the steps.
         checkpoint: folder of the query's checkpoint (Spark's offset log is read from there).
         numbering: how Spark's batch numbers and progress go together, when the checkpoint is kept; None: it is
@@ -99,7 +102,7 @@ class BatchSink:
         progress: Progress,
         options: SinkOptions,
         columns: Columns,
-        cores: int,
+        cores: Callable[[], int],
         checkpoint: Folder,
         numbering: Numbering | None = None,
         source_starts: dict[str, dict[int, int]],
@@ -118,6 +121,8 @@ class BatchSink:
         self._source_partitions = source_partitions
         self._targets: dict[str, Target] = {}
         self._targets_at = float("-inf")
+        self._all_targets: dict[str, Target] = {}  # of all topics, for rows that name theirs behind a process step
+        self._all_targets_at = float("-inf")
         self._columns = columns
         self._cores = cores
         self._row_bytes: float | None = None  # of the last batches; unknown at first
@@ -158,7 +163,7 @@ class BatchSink:
     def _run(self, df: DataFrame, spark_batch_id: int, batch: int) -> None:
         self._settle()
         if not self.history:
-            _bound_arrow_batches(df)
+            _set_session(df)
         summary = BatchSummary(batch, 0)
         with self._timed(summary, "plan"):
             source, is_committed = self._plan(spark_batch_id, batch)
@@ -297,73 +302,95 @@ class BatchSink:
         described = {"batch": batch, "producer_id": identity.producer_id, "producer_epoch": identity.producer_epoch}
         df.sparkSession.sparkContext.setLocalProperty("onceflow.transaction", json.dumps(described))
         if self._state is not None:
-            self._state.begin(df, batch, identity, progress_log.now_ms(), self._task_seconds)
+            self._state.begin(batch, identity, progress_log.now_ms())
         return identity
 
     def _write(
         self, df: DataFrame, batch: int, identity: BatchHeader, source: SourceRange, summary: BatchSummary
     ) -> list[Part]:
         """Produce every row under the identity and collect what was acknowledged."""
-
-        def order(routing: Routing) -> WriteOrder:
-            return WriteOrder(
-                flow=self._names.flow,
-                batch=batch,
-                settings=self._settings,
-                transactional_id=self._delivery.transactional_id,
-                identity=identity,
-                sequences=self._delivery.sequences,
-                compression=self._options.compression,
-                topic=self._options.topic,
-                targets=self._targets,
-                routing=routing,
-                transaction_version=self._cluster.transaction_version,
-                deadline_s=self._task_seconds,
-                faults=hooks.configured(),
-            )
-
         expected_rows = self._expected_rows(source)
         expected_bytes = expected_rows * (self._row_bytes or _GUESSED_ROW_BYTES)
-        if self._state is not None and self._state.writes:
-            summary.path, parts = self._state.write(
-                df,
-                rows_most=source.rows_most,
-                order=order,
-                cluster=self._cluster,
-                targets=lambda: load_targets(self._cluster, None, self._deadline("reading topic metadata")),
-                on_driver=summary.attempts == 1 and expected_bytes <= 2 * _DRIVER_BYTES_MAX,
-                reads_little=self._options.reads_little,
-            )
-            return parts
+        outgoing = Outgoing(df, self._columns, self._options.topic, "")
+        if self._state is not None:
+            order = self._order(batch, identity, outgoing.topic, self._targets)
+            if self._state.fused:
+                summary.path, parts = self._state.write(
+                    df,
+                    rows_most=source.rows_most,
+                    order=order,
+                    cluster=self._cluster,
+                    on_driver=summary.attempts == 1 and expected_bytes <= 2 * _DRIVER_BYTES_MAX,
+                    reads_little=self._options.reads_little,
+                )
+                return parts
+            outgoing = self._state.outgoing(df, rows_most=source.rows_most, order=order)
         small = self._options.small_batch_rows
         on_driver = (
             expected_rows <= (_SMALL_BATCH_ROWS if small is None else small)
             and expected_bytes <= _DRIVER_BYTES_MAX
             and summary.attempts == 1
         )
+        cores = 1 if on_driver else self._cores()
         if not math.isfinite(expected_rows):
-            expected_rows, expected_bytes = 0.0, float(self._cores * _TASK_BYTES)  # not known: all cores
+            expected_rows, expected_bytes = 0.0, float(cores * _TASK_BYTES)  # not known: all cores
+        targets = self._targets if outgoing.topic == self._options.topic else self._every_target()
         prepared = prepare(
-            df,
-            self._columns,
+            outgoing.df,
+            outgoing.columns,
             partitioner=self._options.partitioner,
-            topic=self._options.topic,
-            targets=self._targets,
+            topic=outgoing.topic,
+            targets=targets,
             source=self._source_partitions,
-            tasks_most=max(1, min(self._cores, round(expected_bytes / _TASK_BYTES + 0.5))),
+            tasks_most=max(1, min(cores, round(expected_bytes / _TASK_BYTES + 0.5))),
             on_driver=on_driver,
             # One task for all partitions of Spark's state would be slow, however few rows come out of them.
             keep_tasks=self._state is not None or self._options.stateful,
         )
-        summary.path = "driver" if on_driver else f"{prepared.routing.tasks} tasks"
+        order = self._order(batch, identity, outgoing.topic, targets, prepared.routing)
         if on_driver:
-            rows = collect(prepared.df, interpreted=self._options.reads_little)
-            written = write_rows(order(prepared.routing), TaskPlace("driver", -1, 0), rows, self._cluster)
-            parts = [Part(written, None, False)]
+            rows = collect(prepared.df, interpreted=self._options.reads_little and not outgoing.tasks)
+            parts = [Part(write_rows(order, TaskPlace("driver", -1, 0), rows, self._cluster), None, False)]
         else:
-            collected = prepared.df.mapInArrow(WriteTask(order(prepared.routing)), reports.SPARK_SCHEMA).collect()
+            collected = prepared.df.mapInArrow(WriteTask(order), reports.SPARK_SCHEMA).collect()
             parts = [Part(reports.from_rows(collected), prepared.routing.tasks, prepared.shuffled)]
-        return parts if self._state is None else parts + self._state.gather()
+        written_by = "driver" if on_driver else f"{prepared.routing.tasks} tasks"
+        summary.path = f"{outgoing.tasks} + {written_by}" if outgoing.tasks else written_by
+        return parts if self._state is None else parts + self._state.gather(order, self._cluster)
+
+    def _order(
+        self,
+        batch: int,
+        identity: BatchHeader,
+        topic: str | None,
+        targets: Mapping[str, Target],
+        routing: Routing = _NO_ROUTING,
+    ) -> WriteOrder:
+        """What the tasks of a stage are told."""
+        tables = set() if self._state is None else self._state.topics
+        return WriteOrder(
+            flow=self._names.flow,
+            batch=batch,
+            settings=self._settings,
+            transactional_id=self._delivery.transactional_id,
+            identity=identity,
+            sequences=self._delivery.sequences,
+            compression=self._options.compression,
+            topic=topic,
+            targets=targets,
+            routing=routing,
+            transaction_version=self._cluster.transaction_version,
+            deadline_s=self._task_seconds,
+            own_topics=OwnTopics(frozenset(self._source_partitions), frozenset(tables)),
+            faults=hooks.configured(),
+        )
+
+    def _every_target(self) -> dict[str, Target]:
+        """All topics there are, for rows that name theirs; as old as `_targets` at most."""
+        if time.monotonic() - self._all_targets_at >= _METADATA_AGE_S_MAX:
+            self._all_targets = load_targets(self._cluster, None, self._deadline("reading topic metadata"))
+            self._all_targets_at = time.monotonic()
+        return self._all_targets
 
     def _expected_rows(self, source: SourceRange) -> float:
         """At most so many rows will come out of a batch, as far as one can know; infinite: one cannot."""
@@ -555,12 +582,17 @@ def _plain(offsets: Any) -> dict[str, dict[int, int]]:
     return {topic: dict(partitions) for topic, partitions in offsets.items()}
 
 
-def _bound_arrow_batches(df: DataFrame) -> None:
-    """Keep Arrow batches small, so that workers need little memory for large rows, too; 4 MiB is no slower.
+def _set_session(df: DataFrame) -> None:
+    """Settings of the query's own clone of the session.
 
-    In the query's own clone of the session; a value the user has set stays.
+    Adaptive execution runs every stage in front of a shuffle as a job of its own, as soon as somebody asks for the RDD
+    of a plan: rows were read and shuffled twice. A batch is one job, whose tasks are known before it runs.
+
+    Arrow batches are kept small, so that workers need little memory for large rows, too; 4 MiB is no slower. Here a
+    value the user has set stays.
     """
     conf = df.sparkSession.conf
+    conf.set(_ADAPTIVE, "false")
     if conf.get(_ARROW_BYTES, None) is None:
         conf.set(_ARROW_BYTES, str(4 * 1024 * 1024))
 

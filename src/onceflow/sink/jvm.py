@@ -186,12 +186,7 @@ def source_partitions(df: DataFrame) -> list[tuple[str, int]]:
     Raises:
         OptionError: something in between (a shuffle, a union) mixes partitions.
     """
-    rdd = df._jdf.queryExecution().toRdd()
-    while rdd.getClass().getSimpleName() != "DataSourceRDD":
-        dependencies = rdd.dependencies()
-        if dependencies.size() != 1 or dependencies.head().getClass().getSimpleName() != "OneToOneDependency":
-            raise _not_source_partitioned(f"it goes through {rdd.getClass().getSimpleName()}")
-        rdd = dependencies.head().rdd()
+    rdd = _followed(df._jdf.queryExecution().toRdd(), "DataSourceRDD")
     found: list[tuple[str, int]] = []
     for partition in rdd.partitions():
         inputs = partition.inputPartition()
@@ -204,6 +199,27 @@ def source_partitions(df: DataFrame) -> list[tuple[str, int]]:
             "a source partition is split over tasks (minPartitions or maxRecordsPerPartition)"
         )
     return found
+
+
+def task_total(df: DataFrame) -> int:
+    """How many tasks compute a DataFrame. Nothing is run for it, as adaptive execution is off (``batch.py``)."""
+    return int(df._jdf.queryExecution().toRdd().getNumPartitions())
+
+
+def coalesced_tasks(df: DataFrame) -> list[list[int]]:
+    """For each task of a DataFrame behind a ``coalesce``, the numbers of the tasks that it has taken together."""
+    rdd = _followed(df._jdf.queryExecution().toRdd(), "CoalescedRDD")
+    return [[int(number) for number in partition.parentsIndices()] for partition in rdd.partitions()]
+
+
+def _followed(rdd: Any, kind: str) -> Any:
+    """The RDD of this class that an RDD is made from one to one."""
+    while rdd.getClass().getSimpleName() != kind:
+        dependencies = rdd.dependencies()
+        if dependencies.size() != 1 or dependencies.head().getClass().getSimpleName() != "OneToOneDependency":
+            raise _not_source_partitioned(f"it goes through {rdd.getClass().getSimpleName()}")
+        rdd = dependencies.head().rdd()
+    return rdd
 
 
 def _not_source_partitioned(why: str) -> OptionError:

@@ -199,7 +199,7 @@ def _fewer(df: DataFrame, tasks: int, keep_tasks: bool) -> DataFrame:
 
 def _spread(df: DataFrame, target: Target, tasks_most: int, keep_tasks: bool) -> Prepared:
     """No shuffle: a task keeps its rows and spreads them over the partitions it owns."""
-    present = int(df._jdf.queryExecution().toRdd().getNumPartitions())
+    present = jvm.task_total(df)
     tasks = max(1, min(present, tasks_most, target.partitions))
     moved = _fewer(df, tasks, keep_tasks) if tasks < present else df
     return Prepared(moved, Routing("key", tasks, False), keep_tasks or jvm.has_shuffle(df))

@@ -98,12 +98,34 @@ def check_session(spark: SparkSession, flow: str) -> None:
         )
 
 
-#: What the name of a process step in a query plan begins with.
-STEP_NAME = "onceflow_state_"
+# What the name of a process step in a query plan begins with.
+_STEP_NAME = "onceflow_state_"
 # Likewise of any function of onceflow's own: all of them make a row of a row, or are process steps.
 _OUR_NAMES = "onceflow_"
 # mapInArrow and mapInPandas.
 _FREE = ("MapInArrow", "MapInPandas")
+
+
+def step_name(table: str) -> str:
+    """The name of a process step's function in a query plan."""
+    return _STEP_NAME + table
+
+
+def step_table(node: Any) -> str | None:
+    """The table of the process step that a node of a plan is, if it is one."""
+    if str(node.getClass().getSimpleName()) != "MapInArrow":
+        return None
+    name = str(node.functionExpr().name())
+    return name.removeprefix(_STEP_NAME) if name.startswith(_STEP_NAME) else None
+
+
+def topics_read(plan: Any) -> set[str]:
+    """The topics that the streams of a plan read."""
+    found = set()
+    for node in jvm.nodes(plan):
+        if str(node.getClass().getSimpleName()) == "StreamingRelationV2" and node.extraOptions().get("subscribe"):
+            found.add(str(node.extraOptions().get("subscribe")))
+    return found
 
 
 @dataclass(frozen=True)
@@ -195,11 +217,11 @@ def may_make_many(df: DataFrame) -> bool:
 def has_source_keys(df: DataFrame) -> bool:
     """Whether the column ``key`` is that of the source, not one that was made from other columns."""
     plan = df._jdf.queryExecution().analyzed()
-    key = _attribute(plan, "key")
-    return any(node.children().isEmpty() and _attribute(node, "key") == key for node in jvm.nodes(plan))
+    key = attribute(plan, "key")
+    return any(node.children().isEmpty() and attribute(node, "key") == key for node in jvm.nodes(plan))
 
 
-def _attribute(plan: Any, name: str) -> int | None:
+def attribute(plan: Any, name: str) -> int | None:
     """Number of an output column of a plan; Spark keeps it as long as the column is passed on as it is."""
     output = plan.output()
     found = [int(a.exprId().id()) for a in map(output.apply, range(output.size())) if str(a.name()) == name]

@@ -11,49 +11,33 @@ from __future__ import annotations
 import contextlib
 import pickle
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from pyspark.accumulators import AccumulatorParam
 
 from onceflow import hooks
 from onceflow.client.cluster import Cluster
 from onceflow.client.committed import CommittedReader
 from onceflow.client.deadline import Deadline
 from onceflow.client.transactions import describe_transaction
-from onceflow.errors import BadRecordError, BatchAbortedError, OnceflowError
-from onceflow.sink import reports
+from onceflow.errors import BatchAbortedError, OnceflowError, OptionError
+from onceflow.sink import queries, reports
+from onceflow.sink.step_outputs import TaskOutputs, output_rows, packed, unpacked
 from onceflow.sink.tasks import RowWriter, TaskPlace, WriteOrder, extra_attempt, reports_of, worker_cluster
 from onceflow.state.run import StateRun
 from onceflow.state.spec import Moment, ProcessSpec, StateReport
-from onceflow.wire.partitioners import group_by_partition, key_partitions
+from onceflow.wire.partitioners import key_partitions
 
-#: Rows that a task returns to the driver instead of writing them; more of them, and the batch runs apart.
-RETURNED_ROWS_MAX = 20_000
+#: What a fused task sends back: reports, each with what belongs to the whole task in its first row.
+FUSED_SPARK_SCHEMA = reports.SPARK_SCHEMA + ", states binary, returned binary"
 
-HEADERS_TYPE = pa.list_(pa.struct([("key", pa.string()), ("value", pa.binary())]))
-#: Rows that a process step yields: Spark's name of the schema, and Arrow's.
-OUTPUT_SPARK_SCHEMA = (
-    "key binary, value binary, topic string, headers array<struct<key: string, value: binary>>, timestamp timestamp"
-)
-OUTPUT_SCHEMA = pa.schema(
-    [
-        ("key", pa.binary()),
-        ("value", pa.binary()),
-        ("topic", pa.string()),
-        ("headers", HEADERS_TYPE),
-        ("timestamp", pa.timestamp("us", tz="UTC")),
-    ]
-)
-#: What a task that writes together sends back: reports, each with what belongs to the whole task in its first row.
-TOGETHER_SPARK_SCHEMA = reports.SPARK_SCHEMA + ", states binary, returned binary"
-
-
-class NotColocatedError(BatchAbortedError):
-    """Internal: outputs belong to partitions of other tasks. The batch runs again, apart."""
+#: What a state task writes of what its processor yields: everything; only *side outputs* (dead letters, late records,
+#: records that name a topic of their own); nothing.
+Writes = Literal["everything", "side outputs", "nothing"]
 
 
 class NotCopartitionedError(BatchAbortedError):
@@ -65,22 +49,32 @@ class StateOrder:
     """All a state task needs. ``write`` holds secrets: it travels with the task's code only.
 
     Args:
-        together: whether the task writes the outputs.
-        topic: where outputs go that name no topic.
+        writes: what the task writes itself; the rest are rows that it yields.
+        topic: where outputs go that name no topic. A record that names this one is no side output.
         modulus: a partition belongs to the task (or to the table partition, see ``by_source``) whose number is
             its remainder by this.
         by_source: rows came straight from source partitions that are numbered as those of the table.
         due: partitions to open even if they have no rows: something is due there.
+        taken: with ``by_source``, the source partitions that each task reads; empty where nothing is due.
     """
 
     spec: ProcessSpec
     moment: Moment
     write: WriteOrder
-    together: bool
+    writes: Writes
     topic: str | None
     modulus: int
     by_source: bool = False
     due: frozenset[int] = frozenset()
+    taken: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+
+    def due_in(self, task: int) -> list[int]:
+        """The due partitions that a task has to open; -1: the driver, which runs all of them."""
+        if task < 0:
+            return sorted(self.due)
+        if self.by_source:
+            return sorted(self.due & set(self.taken.get(task, ())))
+        return sorted(p for p in self.due if p % self.modulus == task)
 
 
 @dataclass
@@ -92,16 +86,72 @@ class Done:
     returned: pa.Table | None = None
 
 
-class TogetherTask:
-    """The function given to ``mapInArrow`` when tasks write their outputs."""
+class Collected(AccumulatorParam[list[bytes]]):
+    """What state tasks tell the driver when their rows go on to other tasks: an accumulator of pickled `Done`."""
+
+    def zero(self, value: list[bytes]) -> list[bytes]:
+        return []
+
+    def addInPlace(self, value1: list[bytes], value2: list[bytes]) -> list[bytes]:
+        return value1 + value2
+
+
+class StepMarker:
+    """The place of a process step in a query's plan. In a batch it is replaced by `RowsTask` or `FusedTask`."""
+
+    def __init__(self, table: str) -> None:
+        self.table = table
+        self.__name__ = queries.step_name(table)
+
+    def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        raise OptionError(
+            f"The process step of table {self.table} does not run outside its flow",
+            next_step="write the DataFrame with Flow.write(...).start() of the flow that made it",
+        )
+
+
+class FusedTask:
+    """The function given to ``mapInArrow`` when state tasks write their outputs themselves."""
 
     def __init__(self, order: StateOrder) -> None:
         self.order = order
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         place = place_of_task(self.order.write)
-        done = run_together(self.order, place, batches, worker_cluster(self.order.write.settings))
+        done = run_fused(self.order, place, batches, worker_cluster(self.order.write.settings))
         yield done_to_arrow(done)
+
+
+class RowsTask:
+    """The function given to ``mapInArrow`` when outputs go on as rows; what the task has done goes to ``collected``."""
+
+    def __init__(self, order: StateOrder, collected: Any) -> None:
+        self.order = order
+        self.collected = collected
+        self.__name__ = queries.step_name(order.spec.table)
+
+    def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        place = place_of_task(self.order.write)
+        work = StateWork(self.order, place, worker_cluster(self.order.write.settings))
+        yield from work.rows(batches)
+        done = work.done()
+        self.collected.add([pickle.dumps((done.reports, done.states, packed(done.returned)))])
+
+
+def told(collected: Any) -> tuple[int, Done]:
+    """What the tasks of a stage have told since the last call: how many there were, and all they did."""
+    every: list[bytes] = collected.value
+    collected.value = []
+    done = Done([], [])
+    returned: list[pa.Table] = []
+    for raw in every:
+        found, states, rows = pickle.loads(raw)
+        done.reports += found
+        done.states += states
+        if rows is not None:
+            returned.append(unpacked(rows))
+    done.returned = pa.concat_tables(returned) if returned else None
+    return len(every), done
 
 
 def place_of_task(order: WriteOrder) -> TaskPlace:
@@ -116,7 +166,7 @@ def place_of_task(order: WriteOrder) -> TaskPlace:
     return TaskPlace("task", context.partitionId(), context.attemptNumber(), context.stageId())
 
 
-def run_together(order: StateOrder, place: TaskPlace, batches: Iterable[pa.RecordBatch], cluster: Cluster) -> Done:
+def run_fused(order: StateOrder, place: TaskPlace, batches: Iterable[pa.RecordBatch], cluster: Cluster) -> Done:
     """Process rows and write what they yield."""
     work = StateWork(order, place, cluster)
     for _ in work.rows(batches):
@@ -136,7 +186,15 @@ class StateWork:
         self._cluster = cluster
         self._started = time.monotonic()
         self._writer = RowWriter(order.write, place, cluster)
-        self._outputs = _Outputs(order, self._writer) if order.together else None
+        self._outputs: TaskOutputs | None = None
+        if order.writes != "nothing":
+            self._outputs = TaskOutputs(
+                self._writer,
+                topic=order.topic,
+                modulus=order.modulus,
+                by_source=order.by_source,
+                turn=order.write.batch,
+            )
         self._waiting: list[pa.RecordBatch] = []
         self._error: OnceflowError | None = None
         self._states: list[StateReport] = []
@@ -144,8 +202,9 @@ class StateWork:
 
     def rows(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         order, place = self._order, self._place
+        everything = self._outputs is not None and order.writes == "everything"
         emit: Callable[[pa.RecordBatch, int], None]
-        emit = self._outputs.emit if self._outputs is not None else lambda batch, _: self._waiting.append(batch)
+        emit = self._outputs.emit if everything and self._outputs is not None else self._emit_rows
         run = StateRun(
             order.spec,
             order.moment,
@@ -154,13 +213,13 @@ class StateWork:
             emit=emit,
             opened=self._opened,
             still_owner=self._still_owner,
+            own_topics=order.write.own_topics,
         )
         with contextlib.closing(run):
             try:
                 if place.attempt > 0:
                     raise extra_attempt(f"task {place.task} is at attempt {place.attempt}", order.write)
-                if not order.by_source:  # else the rows open them, in the task that reads their partition
-                    run.open(sorted(p for p in order.due if p % order.modulus == max(0, place.task)))
+                run.open(order.due_in(place.task))
                 yield from self._take()
                 for batch in batches:
                     self._feed(run, batch)
@@ -203,6 +262,22 @@ class StateWork:
         write = self._order.write
         hooks.at("settle", where=self._place.where, flow=write.flow, batch=write.batch, task=self._place.task)
 
+    def _emit_rows(self, batch: pa.RecordBatch, partition: int) -> None:
+        """Outputs that go on as rows: their topic is null. Side outputs keep it, or are written here."""
+        topics = batch.column("topic")
+        if topics.null_count < len(topics):
+            for topic in pc.unique(topics).drop_null().to_pylist():
+                self._writer.check_topic(topic, batch.filter(pc.equal(topics, topic)))
+            if self._order.topic is not None:
+                topics = pc.if_else(pc.equal(topics, self._order.topic), pa.scalar(None, pa.string()), topics)
+                batch = batch.set_column(batch.schema.get_field_index("topic"), "topic", topics)
+            if self._outputs is not None and topics.null_count < len(topics):
+                named = topics.is_valid()
+                self._outputs.emit(batch.filter(named), partition)
+                batch = batch.filter(pc.invert(named))
+        if batch.num_rows:
+            self._waiting.append(batch)
+
     def _take(self) -> Iterator[pa.RecordBatch]:
         waiting, self._waiting = self._waiting, []
         for batch in waiting:
@@ -225,85 +300,6 @@ class StateWork:
         run.feed_placed(rows, source)
 
 
-class _Outputs:
-    """Writes what user code yields, to partitions that nobody else writes."""
-
-    def __init__(self, order: StateOrder, writer: RowWriter) -> None:
-        self._order = order
-        self._writer = writer
-        self._returned: list[pa.RecordBatch] = []
-        self._returned_rows = 0
-        self._turn = order.write.batch
-
-    def emit(self, batch: pa.RecordBatch, partition: int) -> None:
-        """Rows that came from one partition of the table."""
-        order = self._order
-        residue = partition if order.by_source else partition % order.modulus
-        for topic, rows in self._by_topic(batch):
-            target = self._writer.target(topic)
-            if target.partitions % order.modulus:
-                self._return(topic, rows)
-            else:
-                self._write(topic, rows, target.partitions, residue)
-
-    def returned(self) -> pa.Table | None:
-        """Rows for topics that cannot be divided among the tasks: the driver writes them."""
-        return pa.Table.from_batches(self._returned, OUTPUT_SCHEMA) if self._returned else None
-
-    def _by_topic(self, batch: pa.RecordBatch) -> Iterator[tuple[str, pa.RecordBatch]]:
-        column = batch.column("topic")
-        rows = batch.drop_columns(["topic"])
-        if column.null_count == len(column):
-            yield self._default(), rows
-            return
-        if column.null_count:
-            column = pc.fill_null(column, self._default())
-        names = column.dictionary_encode()
-        codes = names.indices.to_numpy(zero_copy_only=False)
-        for code, indices in group_by_partition(codes, len(names.dictionary)):
-            whole = len(indices) == batch.num_rows
-            yield names.dictionary[code].as_py(), rows if whole else rows.take(pa.array(indices))
-
-    def _default(self) -> str:
-        if self._order.topic is None:
-            raise BadRecordError(
-                "The processor yielded a record without a topic",
-                flow=self._order.write.flow,
-                batch=self._order.write.batch,
-                next_step="give Record(topic=...), or the topic= argument of Flow.write",
-            )
-        return self._order.topic
-
-    def _write(self, topic: str, rows: pa.RecordBatch, count: int, residue: int) -> None:
-        modulus = self._order.modulus
-        partitions = key_partitions(rows.column("key"), count)
-        if int(partitions.min()) < 0:  # no key: any partition of ours will do, another one each time
-            self._turn += 1
-            free = residue + modulus * (self._turn % (count // modulus))
-            partitions = np.where(partitions < 0, np.int32(free), partitions)
-        if modulus > 1 and (partitions % modulus != residue).any():
-            raise NotColocatedError(
-                f"Outputs for {topic} have other keys than the records they come from",
-                next_step="none: the batch runs again, in two stages",
-            )
-        low, high = int(partitions.min()), int(partitions.max())
-        if low == high:
-            self._writer.write_to(topic, low, rows)
-            return
-        for partition, indices in group_by_partition(partitions, count):
-            self._writer.write_to(topic, partition, rows.take(pa.array(indices)))
-
-    def _return(self, topic: str, rows: pa.RecordBatch) -> None:
-        self._returned_rows += rows.num_rows
-        if self._returned_rows > RETURNED_ROWS_MAX:
-            raise NotColocatedError(
-                f"Many outputs go to {topic}, whose partitions cannot be divided among the tasks",
-                next_step="none: the batch runs again, in two stages",
-            )
-        with_topic = rows.append_column("topic", pa.array([topic] * rows.num_rows, pa.string()))
-        self._returned.append(output_rows(with_topic))
-
-
 def engine_rows(batch: pa.RecordBatch) -> pa.RecordBatch:
     """Spark's columns as the engines take them: the timestamp in milliseconds."""
     position = batch.schema.get_field_index("timestamp")
@@ -313,24 +309,10 @@ def engine_rows(batch: pa.RecordBatch) -> pa.RecordBatch:
     return batch.set_column(position, "timestamp", millis)
 
 
-def output_rows(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """What an engine yields as rows of ``OUTPUT_SCHEMA``."""
-    millis = batch.column("timestamp")
-    if not pa.types.is_timestamp(millis.type):
-        millis = pc.multiply(millis, 1000).cast(pa.timestamp("us", tz="UTC"))
-    columns = {name: batch.column(name) for name in ("key", "value", "topic", "headers")}
-    return pa.record_batch([*columns.values(), millis], schema=OUTPUT_SCHEMA)
-
-
 def done_to_arrow(done: Done) -> pa.RecordBatch:
     """For the way back to the driver."""
     batch = reports.to_arrow(done.reports)
-    returned = None
-    if done.returned is not None:
-        stream = pa.BufferOutputStream()
-        with pa.ipc.new_stream(stream, OUTPUT_SCHEMA) as writer:
-            writer.write_table(done.returned)
-        returned = stream.getvalue().to_pybytes()
+    returned = packed(done.returned)
     rest = [None] * (batch.num_rows - 1)
     states = pa.array([pickle.dumps(done.states), *rest], pa.binary())
     return batch.append_column("states", states).append_column("returned", pa.array([returned, *rest], pa.binary()))
@@ -344,6 +326,6 @@ def done_from_rows(collected: Iterable[Any]) -> tuple[list[reports.Report], list
         if fields["states"] is not None:
             states += pickle.loads(fields["states"])
         if fields["returned"] is not None:
-            returned.append(pa.ipc.open_stream(pa.py_buffer(bytes(fields["returned"]))).read_all())
+            returned.append(unpacked(bytes(fields["returned"])))
         found.append({name: value for name, value in fields.items() if name not in ("states", "returned")})
     return reports.from_dicts(found), states, returned

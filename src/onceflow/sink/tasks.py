@@ -29,6 +29,7 @@ from onceflow.client.transactions import Transactions
 from onceflow.errors import BadRecordError, BatchAbortedError, OnceflowError, ProtocolError
 from onceflow.sink import reports
 from onceflow.wire.batches import BatchHeader, encode_batches, next_sequence
+from onceflow.wire.names import OwnTopics
 from onceflow.wire.partitioners import group_by_partition, key_partitions
 
 
@@ -74,6 +75,7 @@ class WriteOrder:
     Args:
         topic: the one output topic; None when rows name theirs in a ``topic`` column.
         transactional_id: None when the guarantee does without transactions.
+        own_topics: topics of the flow that no row may name.
         sequences: where the identity's sequence numbers go on, for an identity that outlives a batch.
         transaction_version: as the driver sees it; tasks must not mix protocols with the driver's EndTxn.
     """
@@ -89,6 +91,7 @@ class WriteOrder:
     routing: Routing
     transaction_version: int
     deadline_s: float
+    own_topics: OwnTopics = field(default_factory=OwnTopics)
     sequences: Mapping[tuple[str, int], int] = field(default_factory=dict)
     faults: str | None = None  # rules of the driver's environment (tests only), see onceflow.hooks
 
@@ -183,6 +186,17 @@ def extra_attempt(what: str, order: WriteOrder) -> BatchAbortedError:
     )
 
 
+def refused_topic(topic: str, why: str, rows: pa.RecordBatch) -> BadRecordError:
+    """The error of rows that name a topic which no output may go to."""
+    key = rows.column("key")[0].as_py() if "key" in rows.schema.names and rows.num_rows else None
+    return BadRecordError(
+        f"A record names the topic {topic!r}, which {why}",
+        topic=topic,
+        detail=f"the first of {rows.num_rows} such records of an Arrow batch has the key {key!r:.120}",
+        next_step="mend the topic column, or the Record(topic=...) of the processor: outputs need topics of their own",
+    )
+
+
 class RowWriter:
     """Routes Arrow rows to (topic, partition), encodes them and hands them to the producer."""
 
@@ -196,6 +210,7 @@ class RowWriter:
         self._sequences: dict[tuple[str, int], int] = {}
         self._turns: dict[str, int] = {}
         self._owned: dict[str, list[int]] = {}
+        self._checked: set[str] = set()
         self.rows = 0
 
     @property
@@ -242,7 +257,22 @@ class RowWriter:
         codes = names.indices.to_numpy(zero_copy_only=False)
         for code, indices in group_by_partition(codes, len(names.dictionary)):
             name = names.dictionary[code].as_py()
-            yield name, batch if len(indices) == batch.num_rows else batch.take(pa.array(indices))
+            rows = batch if len(indices) == batch.num_rows else batch.take(pa.array(indices))
+            self.check_topic(name, rows)
+            yield name, rows
+
+    def check_topic(self, topic: str, rows: pa.RecordBatch) -> None:
+        """Refuse a topic that rows name and that no output may go to.
+
+        Raises:
+            BadRecordError: with the topic and the first of the rows.
+        """
+        if topic in self._checked:
+            return
+        why = self._order.own_topics.refusal(topic)
+        if why:
+            raise refused_topic(topic, why, rows).located(flow=self._order.flow, batch=self._order.batch)
+        self._checked.add(topic)
 
     def _write_topic(self, topic: str, rows: pa.RecordBatch) -> None:
         target = self.target(topic)

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from onceflow.errors import EnvironmentUnusableError, OptionError, ProcessorError
+from onceflow.errors import BadRecordError, EnvironmentUnusableError, OnceflowError, OptionError, ProcessorError
 from onceflow.state import inbox, letters, timers
 from onceflow.state.durations import duration_ms
 from onceflow.state.handle import Scope
@@ -20,6 +20,7 @@ from onceflow.state.outbox import Outbox
 from onceflow.state.overlay import Overlay
 from onceflow.state.record import Record
 from onceflow.state.store import Store, StoreCorruptError
+from onceflow.wire.names import OwnTopics
 
 EXPIRED_PER_BATCH = 100_000
 """Rows that a batch deletes at most because their time is over."""
@@ -48,6 +49,7 @@ class BaseEngine:
         on_error: what a record does that cannot be processed: ``fail`` the batch or go to the dead letters.
         dead_letter_topic, late_topic: where letters go.
         source_topic: of records that do not name theirs.
+        own_topics: that no output may go to.
 
     Attributes:
         max_event_ms: the latest event time by topic and partition of the source (None and the table's partition where
@@ -74,6 +76,7 @@ class BaseEngine:
         dead_letter_topic: str | None = None,
         late_topic: str | None = None,
         source_topic: str | None = None,
+        own_topics: OwnTopics | None = None,
     ) -> None:
         self.processor = copy.copy(processor)
         self.flow, self.table, self.partition, self.batch = flow, table, partition, batch
@@ -94,7 +97,8 @@ class BaseEngine:
             watermark_ms=watermark_ms,
             ttl_ms=default_ttl_ms,
         )
-        self._outbox = Outbox()
+        self._own_topics = own_topics or OwnTopics()
+        self._outbox = Outbox(own_topics=self._own_topics)
         self.max_event_ms: dict[tuple[str | None, int], int] = {}
         self.counts = dict.fromkeys(COUNTS, 0)
 
@@ -228,11 +232,15 @@ class BaseEngine:
         self._outbox.extend([letters.dead(record, self._dead_letter_topic, error)])
         self.counts["dead_letters"] += 1
 
-    def _failed(self, what: str, error: Exception, record: Record | None = None, detail: str = "") -> ProcessorError:
+    def _failed(self, what: str, error: Exception, record: Record | None = None, detail: str = "") -> OnceflowError:
         """The error of a batch that fails; to be raised."""
         place = None
         if record is not None and record.topic is not None:
             place = record.topic if record.partition is None else f"{record.topic}-{record.partition}"
+        if isinstance(error, BadRecordError):  # what was yielded cannot be written, and the error says why
+            known = filter(None, (error.detail, f"for a record of {place}" if place else "", detail))
+            fields = {**error.fields(), "detail": ", ".join([*known, f"table {self.table}-{self.partition}"])}
+            return BadRecordError(error.what, **fields).located(flow=self.flow, batch=self.batch)
         failed = ProcessorError(
             f"{what}: {type(error).__name__}: {error}",
             next_step="correct the processor or the record; with on_error='dead-letter' such records go to a topic.",

@@ -135,6 +135,8 @@ class ColumnEngine(BaseEngine):
         outputs, new_states = result
         batch = None if outputs is None else output_batch(as_table(outputs, "outputs"))
         changed = None if new_states is None else self._rows(as_table(new_states, "new states"), keys, row_keys)
+        if batch is not None:
+            self._outbox.check_batch(batch)
         # Nothing can fail any more.
         if batch is not None:
             self._outbox.add_batch(batch)

@@ -36,7 +36,7 @@ class Engine(BaseEngine):
 
     def __init__(self, processor: Processor, *arguments: Any, **options: Any) -> None:
         super().__init__(processor, *arguments, **options)
-        self._outbox = Outbox(processor.key.encode, processor.output.encode)
+        self._outbox = Outbox(processor.key.encode, processor.output.encode, self._own_topics)
         self._own_event_time = type(processor).event_time is not Processor.event_time
 
     def start(self) -> None:

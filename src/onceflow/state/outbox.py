@@ -8,9 +8,13 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from onceflow.errors import BadRecordError
 from onceflow.state.inbox import binary, milliseconds
 from onceflow.state.record import Header, Record
 from onceflow.state.serdes import BYTES
+from onceflow.wire.names import OwnTopics
+
+_NO_TOPICS = OwnTopics()
 
 SCHEMA = pa.schema(
     [
@@ -29,9 +33,16 @@ class Outbox:
 
     Args:
         encode_key, encode_value: for keys and values that are not bytes.
+        own_topics: that no record may name.
     """
 
-    def __init__(self, encode_key: Any = BYTES.encode, encode_value: Any = BYTES.encode) -> None:
+    def __init__(
+        self,
+        encode_key: Any = BYTES.encode,
+        encode_value: Any = BYTES.encode,
+        own_topics: OwnTopics = _NO_TOPICS,
+    ) -> None:
+        self._own_topics = own_topics
         self._encode_key = encode_key
         self._encode_value = encode_value
         self._keys: list[bytes | None] = []
@@ -60,6 +71,7 @@ class Outbox:
 
         Raises:
             TypeError, ValueError: not records, or not such as can be written; and whatever a generator or serde raises.
+            BadRecordError: a record names a topic that outputs must not go to.
         """
         if isinstance(records, Record):
             raise TypeError("expected records, got one Record: yield it, or return a list")
@@ -80,9 +92,34 @@ class Outbox:
                 if type(value) is not bytes:
                     _checked(value, "value")
             if record.topic is not None or record.timestamp_ms is not None or record.headers:
-                self._extras[len(keys)] = _extras(record)
+                self._extras[len(keys)] = extras = _extras(record)
+                if extras[0] is not None:
+                    self._check(extras[0], record)
             keys.append(out_key)
             values.append(value)
+
+    def _check(self, topic: str, record: Record) -> None:
+        why = self._own_topics.refusal(topic)
+        if why:
+            raise BadRecordError(
+                f"A record names the topic {topic!r}, which {why}",
+                topic=topic,
+                detail=f"yielded with the key {record.key!r:.120}",
+                next_step="give outputs topics of their own",
+            )
+
+    def check_batch(self, batch: pa.RecordBatch) -> None:
+        """Look at the topics of records that are columns already.
+
+        Raises:
+            BadRecordError: one names a topic that outputs must not go to.
+        """
+        topics = batch.column("topic")
+        if topics.null_count == len(topics):
+            return
+        for topic in pc.unique(topics).drop_null().to_pylist():
+            first = pc.index(topics, topic).as_py()
+            self._check(topic, Record(batch.column("key")[first].as_py(), None))
 
     def add_batch(self, batch: pa.RecordBatch) -> None:
         """Take records that are columns already, of `SCHEMA`."""

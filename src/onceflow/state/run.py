@@ -24,6 +24,7 @@ from onceflow.state.engine import Engine
 from onceflow.state.local import Opened, Source, open_partition, partition_folder, set_pending, snapshot
 from onceflow.state.processor import ColumnProcessor
 from onceflow.state.spec import Moment, ProcessSpec, StateReport
+from onceflow.wire.names import OwnTopics
 from onceflow.wire.partitioners import group_by_partition, key_partitions
 
 log = logging.getLogger("onceflow.state")
@@ -54,6 +55,7 @@ class StateRun:
         emit: takes what user code yielded, and the partition of the table it came from.
         still_owner: whether no newer driver has taken the flow over; asked only when that is in doubt.
         opened: told of every partition whose store has been brought up to date.
+        own_topics: topics that no output may go to.
     """
 
     def __init__(
@@ -66,7 +68,9 @@ class StateRun:
         emit: Callable[[pa.RecordBatch, int], None],
         opened: Callable[[int], None] | None = None,
         still_owner: Callable[[], bool] | None = None,
+        own_topics: OwnTopics | None = None,
     ) -> None:
+        self._own_topics = own_topics
         self._spec = spec
         self._moment = moment
         self._source = source
@@ -158,6 +162,7 @@ class StateRun:
             dead_letter_topic=spec.dead_letter_topic,
             late_topic=spec.late_topic,
             source_topic=spec.source_topic,
+            own_topics=self._own_topics,
         )
         self._open[partition] = _Open(opened, engine, [])
         if self._opened is not None:

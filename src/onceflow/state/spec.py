@@ -45,6 +45,11 @@ class ProcessSpec:
     def table(self) -> str:
         return self.topics.table
 
+    @property
+    def side_topics(self) -> frozenset[str]:
+        """Where dead letters and late records go."""
+        return frozenset(topic for topic in (self.dead_letter_topic, self.late_topic) if topic is not None)
+
 
 @dataclass(frozen=True)
 class Moment:

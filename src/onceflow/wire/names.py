@@ -95,3 +95,28 @@ def _after(text: str, start: str) -> str | None:
         return validate_flow_name(text[len(start) :])
     except OptionError:
         return None
+
+
+@dataclass(frozen=True)
+class OwnTopics:
+    """Topics of a flow that its outputs must not go to.
+
+    Args:
+        sources: what it reads: an output there would come back as an input.
+        tables: topics of its tables: rows there would be state that no processor has written.
+    """
+
+    sources: frozenset[str] = frozenset()
+    tables: frozenset[str] = frozenset()
+
+    def refusal(self, topic: str) -> str:
+        """Why nothing may be written to a topic, to go behind "which" or the topic; empty: it may.
+
+        Kafka's own topics begin with two underscores, and so does the topic of progress: a record there could pass for
+        the progress of a flow.
+        """
+        if topic.startswith("__"):
+            return "is an internal topic"
+        if topic in self.sources:
+            return "is a source of this flow"
+        return "belongs to a table of this flow" if topic in self.tables else ""

@@ -1,0 +1,127 @@
+"""Logical plans of Spark's, taken apart at process steps and put together again for a batch.
+
+What stands behind a process step in a query is ordinary Spark: ``select``, ``where``, a join with a static
+DataFrame. The streaming query itself only brings the rows that go into the steps. In a batch the step runs with as many
+tasks as the batch is worth, and the operators behind it are put on top of its rows: the same nodes of the analyzed
+plan, with another child. Nodes are found by their *path*, the numbers of the children from the root.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from pyspark.errors import AnalysisException
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F
+
+from onceflow.errors import UnsupportedQueryError
+
+Path = tuple[int, ...]
+
+#: Operators whose tasks are those of their child, one to one and each run once (Spark: the physical operators that
+#: return ``child.execute().mapPartitions...``). Behind these a process step knows its partitions by its task.
+NARROW = frozenset(
+    ("EventTimeWatermark", "Filter", "Generate", "MapInArrow", "MapInPandas", "Project", "SubqueryAlias")
+)
+
+
+def analyzed(df: DataFrame) -> Any:
+    """The analyzed plan of a DataFrame."""
+    return df._jdf.queryExecution().analyzed()
+
+
+def kind(plan: Any) -> str:
+    """Class of a node, without its package."""
+    return str(plan.getClass().getSimpleName())
+
+
+def children(plan: Any) -> list[Any]:
+    found = plan.children()
+    return [found.apply(i) for i in range(found.size())]
+
+
+def at(plan: Any, path: Path) -> Any:
+    """The node at a path."""
+    for number in path:
+        plan = plan.children().apply(number)
+    return plan
+
+
+def frame(spark: SparkSession, plan: Any) -> DataFrame:
+    """A DataFrame of a plan, analyzed again where it is new."""
+    jvm: Any = spark._jvm
+    return DataFrame(jvm.org.apache.spark.sql.classic.Dataset.ofRows(spark._jsparkSession, plan), spark)
+
+
+def named_as(df: DataFrame, plan: Any) -> Any:
+    """The plan of a DataFrame whose columns take the place of another plan's: the same names and expression ids.
+
+    Args:
+        plan: has as many columns, of the same types in the same order.
+    """
+    jvm: Any = df.sparkSession._jvm
+    own, wanted = analyzed(df), plan.output()
+    columns = own.output()
+    expressions = jvm.org.apache.spark.sql.catalyst.expressions
+    none = jvm.scala.Option.empty()
+    aliases = []
+    for i in range(wanted.size()):
+        attribute = wanted.apply(i)
+        alias = expressions.Alias(
+            columns.apply(i), attribute.name(), attribute.exprId(), attribute.qualifier(), none, _sequence(jvm, ())
+        )
+        aliases.append(alias)
+    return jvm.org.apache.spark.sql.catalyst.plans.logical.Project(_sequence(jvm, aliases), own)
+
+
+def grafted(spark: SparkSession, plan: Any, new: Mapping[Path, Any]) -> Any:
+    """The plan with other nodes at these paths. No path begins with another one."""
+    if () in new:
+        return new[()]
+    by_child: dict[int, dict[Path, Any]] = {}
+    for path, node in new.items():
+        by_child.setdefault(path[0], {})[path[1:]] = node
+    changed = [grafted(spark, child, by_child[i]) if i in by_child else child for i, child in enumerate(children(plan))]
+    return plan.withNewChildren(_sequence(spark._jvm, changed))
+
+
+def exchanged(df: DataFrame, tasks: int) -> DataFrame:
+    """The same rows behind a shuffle that every reader shares: what is in front of it runs once, whoever reads.
+
+    Each task's rows stay together and in their order. The DataFrame stands on the shuffled RDD itself
+    (as Spark's own ForeachBatchSink does it): the optimizer cannot move anything through it, and Spark computes the
+    stage of a shuffle once, for however many operators and jobs read it.
+
+    Args:
+        tasks: of the shuffle; each takes the rows of one task of the DataFrame, or of several where these are more.
+    """
+    spark = df.sparkSession
+    moved = df.repartitionById(tasks, F.pmod(F.spark_partition_id(), F.lit(tasks)))
+    rdd = moved._jdf.queryExecution().toRdd()
+    session: Any = spark._jsparkSession
+    return DataFrame(session.internalCreateDataFrame(rdd, moved._jdf.schema(), False), spark)
+
+
+def check_streaming(df: DataFrame, flow: str) -> None:
+    """Refuse what Spark refuses in a stream: it never sees the part of a query that stands behind a process step.
+
+    Raises:
+        UnsupportedQueryError: with Spark's reason (Spark: ``UnsupportedOperationChecker``).
+    """
+    jvm: Any = df.sparkSession._jvm
+    append = jvm.org.apache.spark.sql.streaming.OutputMode.Append()
+    checker = jvm.org.apache.spark.sql.catalyst.analysis.UnsupportedOperationChecker
+    try:
+        checker.checkForStreaming(analyzed(df), append)
+    except AnalysisException as error:
+        raise UnsupportedQueryError(
+            "Spark refuses the query",
+            flow=flow,
+            detail=str(error).splitlines()[0],
+            next_step="see Spark's Structured Streaming guide for what a stream without state can do",
+        ) from error
+
+
+def _sequence(jvm: Any, items: Iterable[Any]) -> Any:
+    return jvm.PythonUtils.toSeq(list(items))

@@ -1,0 +1,105 @@
+"""DataFrames around a process step: its input columns, the partition of a row, the clock, its output columns."""
+
+from __future__ import annotations
+
+from pyspark.sql import Column, DataFrame, SparkSession
+from pyspark.sql import functions as F
+from pyspark.sql import types as T
+
+from onceflow.errors import SchemaError
+from onceflow.sink import jvm, queries
+from onceflow.sink.ownership import Columns
+
+_SPREAD_MOST = 4
+_OPTIONAL: dict[str, type[T.DataType]] = {
+    "topic": T.StringType,
+    "partition": T.IntegerType,
+    "offset": T.LongType,
+    "timestamp": T.TimestampType,
+    "headers": T.ArrayType,
+}
+
+
+def state_columns(df: DataFrame, flow: str, *, one_topic: bool) -> DataFrame:
+    """The columns a process step takes, and no other: every column is copied several times on its way.
+
+    Args:
+        one_topic: all rows come from one topic, which they need not name.
+
+    Raises:
+        SchemaError: key or value is missing, or a column has a wrong type.
+    """
+    types = {field.name: field.dataType for field in df.schema.fields}
+    for name in ("key", "value"):
+        if not isinstance(types.get(name), (T.StringType, T.BinaryType)):
+            there = types[name].simpleString() if name in types else "missing"
+            raise SchemaError(
+                f"Flow.process needs the column {name!r} as string or binary; it is {there}",
+                flow=flow,
+                next_step="select key and value (and topic, partition, offset, timestamp, headers where there are any)",
+            )
+    wanted: list[Column] = []
+    for name in types:
+        kind = _OPTIONAL.get(name)
+        if name in ("key", "value"):
+            binary = isinstance(types[name], T.BinaryType)
+            wanted.append(F.col(name) if binary else F.col(name).cast("binary").alias(name))
+        elif kind is not None and isinstance(types[name], kind) and not (name == "topic" and one_topic):
+            wanted.append(F.col(name))
+    return df.select(*wanted)
+
+
+def task_count(partitions: int, wanted: int) -> int:
+    """How many tasks share the partitions of a table: evenly, so that equal keys of topics with a multiple of
+    its partitions fall to the same task."""
+    divisors = [n for n in range(1, partitions + 1) if partitions % n == 0]
+    above = [n for n in divisors if wanted <= n <= _SPREAD_MOST * wanted]
+    return above[0] if above else max(n for n in divisors if n <= max(1, wanted))
+
+
+def partition_of_key(df: DataFrame, partitions: int) -> Column:
+    """Where Kafka's default partitioner puts a row's key; 0 for rows without one."""
+    hashed = jvm.murmur2(df.sparkSession, F.col("key")).bitwiseAND(F.lit(0x7FFFFFFF))
+    return F.coalesce(hashed % F.lit(partitions), F.lit(0)).cast("int")
+
+
+def ticking(spark: SparkSession, flow: str) -> DataFrame:
+    """A stream with a row each second (Spark's ``rate`` source), marked as the flow's own."""
+    reader = spark.readStream.format("rate").option("rowsPerSecond", "1").option("numPartitions", "1")
+    return reader.option(queries.MARK, flow).load()
+
+
+def with_clock(df: DataFrame, flow: str) -> DataFrame:
+    """The same rows, woken up every second without data, too: timers must fire.
+
+    The source has news every second; the filter keeps its rows out, and the optimizer the rest.
+    """
+    nothing = (
+        ticking(df.sparkSession, flow)
+        .where(F.lit(False))
+        .select(*[F.lit(None).cast(field.dataType).alias(field.name) for field in df.schema.fields])
+    )
+    return df.unionByName(nothing)
+
+
+def with_default_topic(df: DataFrame, topic: str | None) -> DataFrame:
+    """Rows that name no topic go to the default one."""
+    return df if topic is None else df.withColumn("topic", F.coalesce(F.col("topic"), F.lit(topic)))
+
+
+def sink_columns(df: DataFrame, columns: Columns, topic: str | None) -> DataFrame:
+    """The columns of a query that the sink takes, of the types that a process step's outputs have.
+
+    Args:
+        columns: of the query, checked.
+        topic: where rows go that name no topic.
+    """
+    wanted: list[Column] = []
+    for name in columns.taken:
+        if name in columns.cast:
+            wanted.append(F.col(name).cast("binary").alias(name))
+        elif name != "topic":
+            wanted.append(F.col(name))
+    named = [F.col("topic")] if columns.has_topic else []
+    default = [F.lit(topic)] if topic is not None else []
+    return df.select(*wanted, F.coalesce(*named, *default).alias("topic"))
