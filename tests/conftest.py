@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -268,6 +268,24 @@ def ledger() -> Any:
     module = fault_module("ledger")
     module.use()
     return module
+
+
+@pytest.fixture
+def driver_process() -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """``run_driver``; what is left of a driver is ended before the next one starts, and with the test."""
+    running: list[subprocess.Popen[str]] = []
+
+    def end() -> None:
+        while running:
+            end_driver(running.pop())
+
+    def start(*arguments: Any) -> subprocess.Popen[str]:
+        end()
+        running.append(run_driver(*arguments))
+        return running[-1]
+
+    yield start
+    end()
 
 
 @pytest.fixture(scope="session")

@@ -114,8 +114,9 @@ def wire(
     )
 
     def table(name: str, step: Step) -> TableState:
-        # Event time waits for the sources that reach the step, and for no other.
-        topics = queries.topics_read(nodes[name].input.plan) & source_partitions.keys()
+        # Event time waits for the sources that reach the step, and for no other. What another step yields has no place.
+        below = nodes[name].input
+        topics = set() if below.steps else queries.topics_read(below.plan) & source_partitions.keys()
         places = [(topic, partition) for topic in sorted(topics) for partition in source_partitions[topic]]
         return TableState(
             step.spec, progress, source_partitions=places, lateness_ms=step.lateness_ms, idle_s=step.idle_s

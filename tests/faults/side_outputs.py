@@ -18,6 +18,7 @@ from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 
 import onceflow
+from onceflow.testing import independent
 
 KEYS = 40
 #: From here on records may be late: all partitions have brought some by then, and the watermark is known.
@@ -38,6 +39,21 @@ class Topics:
     named: str
     table: str
     second_table: str
+
+
+def make_topics(make_topic: Callable[..., str]) -> Topics:
+    """The topic of dead letters cannot be divided among tasks, that of late records can."""
+    source = make_topic("in", 4)
+    return Topics(
+        source=source,
+        beside=make_topic("beside", 2),
+        target=make_topic("out", 4),
+        dead=make_topic("dead", 1),
+        late=make_topic("late", 4),
+        named=make_topic("named", 3),
+        table=source.replace("in-", "sums-", 1),
+        second_table=source.replace("in-", "again-", 1),
+    )
 
 
 class Sorter(onceflow.Processor):
@@ -243,6 +259,16 @@ def frame_of(flow: Any, operator: str, topics: Topics, *, records_per_batch: int
         **options,
     )
     return OPERATORS[operator].frame(flow, output, topics, options)
+
+
+def check(bootstrap: str, topics: Topics, wanted: Expected) -> None:
+    """Every topic has just what it must have, by an independent consumer."""
+    for name in ("target", "dead", "late", "named"):
+        seen = independent.read_topic(bootstrap, getattr(topics, name), decided=True)
+        got, expected = Counter((record.key, record.value) for record in seen), getattr(wanted, name)
+        lost, more = expected - got, got - expected
+        assert not lost, f"{name}: {lost.total()} lost, for example {list(lost)[:3]}"
+        assert not more, f"{name}: {more.total()} too many, for example {list(more)[:3]}"
 
 
 def use() -> None:

@@ -8,9 +8,11 @@ import time
 from collections import Counter
 from typing import Any
 
+import pyarrow as pa
 import pytest
 
 from onceflow.testing import faults, independent
+from onceflow.wire.partitioners import key_partitions
 
 pytestmark = [pytest.mark.integration, pytest.mark.faults]
 
@@ -173,3 +175,38 @@ def test_processing_time_and_ttl(make_state_pipe: Any, make_topic: Any) -> None:
         query.stop()
     assert Counter(record.key for record in seen) == Counter(keys)
     assert dict.fromkeys(keys, b"x") == {row.key: row.value for row in rows if row.value is not None}
+
+
+def test_timers_of_a_partition_whose_records_are_filtered_out(
+    make_state_pipe: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tasks that take source partitions as they are open those with due timers, whether or not any row is left."""
+    import onceflow
+    from onceflow.sink import state_step
+
+    class Reminder(onceflow.Processor):
+        def process(self, key: bytes, records: Any, state: Any) -> Any:
+            if records[0].value == b"remind":
+                state.timers.register("reminder", state.now_ms + 1, clock="processing")
+            return ()
+
+        def on_timer(self, key: bytes, timer: Any, state: Any) -> Any:
+            yield onceflow.Record(key, b"reminded")
+
+    monkeypatch.setattr(state_step, "_TASK_ROWS", 20)
+    pipe = make_state_pipe()
+    keys = [f"key-{n}".encode() for n in range(40)]
+    for content in (b"remind", b"other"):
+        empty = (0, 3) if content == b"other" else ()
+        placed = key_partitions(pa.array(keys), 4)
+        records = [(key, b"skip" if at in empty else content) for key, at in zip(keys, placed, strict=True)]
+        independent.fill(pipe.bootstrap, pipe.source, records)
+        with onceflow.Flow(pipe.flow, pipe.spark, bootstrap_servers=pipe.bootstrap) as flow:
+            wanted = flow.read(pipe.source).where("CAST(value AS STRING) != 'skip'")
+            output = flow.process(wanted, Reminder(), table=pipe.table, state_dir=pipe.state_dir)
+            query = flow.write(output, topic=pipe.target, small_batch_rows=0, once=True).start()
+            query.awaitTermination()
+            assert query.batches[-1].path == "2 tasks"
+            assert query._sink._state._by_source is True
+    seen = independent.read_topic(pipe.bootstrap, pipe.target, decided=True)
+    assert Counter(record.key for record in seen) == Counter(keys)

@@ -299,6 +299,69 @@ def test_output_to_the_table_is_refused(make_state_pipe: Any) -> None:
         pipe.run()
 
 
+def test_a_shuffled_batch_is_one_job(make_state_pipe: Any, by_tasks: Any) -> None:
+    """Its rows are read and shuffled once, whatever is asked of its plan before it runs."""
+    pipe = make_state_pipe(partitions=2, target_partitions=4)
+    pipe.fill(2500)
+    store = pipe.spark.sparkContext._jsc.sc().statusStore()
+    for inside in (False, True):
+        query = pipe.start(process={"partitions": 4}, inside=inside, **by_tasks)
+        try:
+            query.processAllAvailable()
+            pipe.spark.sparkContext._jsc.sc().listenerBus().waitUntilEmpty(20_000)
+            jobs = store.jobsList(None)
+            own = [jobs.apply(i) for i in range(jobs.size())]
+            own = [job for job in own if job.jobGroup().isDefined() and job.jobGroup().get() == query.runId]
+            stages = [job.stageIds().apply(i) for job in own for i in range(job.stageIds().size())]
+            read = sum(store.lastStageAttempt(stage).shuffleReadRecords() for stage in stages)
+        finally:
+            query.stop()
+        batches, records = len(query.batches), sum(batch.rows_most for batch in query.batches)
+        assert batches >= 1
+        assert len(own) == batches
+        assert read == (2 if inside else 1) * records
+        pipe.fill(1000)
+    pipe.run(process={"partitions": 4})
+    pipe.check()
+
+
+@pytest.mark.parametrize("named", ["__onceflow_progress", "__consumer_offsets", "source", "table", "table-internal"])
+@pytest.mark.parametrize("inside", [False, True])
+def test_topics_that_a_record_must_not_name(make_state_pipe: Any, named: str, inside: bool) -> None:
+    pipe = make_state_pipe(partitions=2)
+    pipe.fill(20)
+    topic = named.replace("source", pipe.source).replace("table", pipe.table)
+
+    class Named(pipe.ledger.Ledger):  # type: ignore[misc,name-defined]
+        def process(self, key: bytes, records: Any, state: Any) -> Any:
+            for record in super().process(key, records, state):
+                yield onceflow.Record(key, record.value, topic=topic if record.value["n"] == 7 else None)
+
+    with pytest.raises(onceflow.BadRecordError, match=rf"(?s){topic}.*key-") as caught:
+        pipe.run(process={"processor": Named()}, inside=inside)
+    assert pipe.source in str(caught.value)
+    assert independent.read_topic(pipe.bootstrap, pipe.target) == []
+
+
+def test_topics_that_a_column_must_not_name(make_pipe: Any) -> None:
+    pipe = make_pipe(partitions=2)
+    pipe.fill(20)
+    for topic in ("__onceflow_progress", pipe.source):
+        with pipe.open() as flow:
+            named = F.when(F.expr("CAST(value AS INT) = 7"), F.lit(topic)).otherwise(F.lit(pipe.target))
+            query = flow.write(flow.read(pipe.source).select("key", "value", named.alias("topic"))).start()
+            with pytest.raises(onceflow.BadRecordError, match=rf"(?s){topic}.*key-7"):
+                query.processAllAvailable()
+    assert independent.read_topic(pipe.bootstrap, pipe.target) == []
+
+
+def test_side_outputs_must_not_go_to(make_state_pipe: Any) -> None:
+    pipe = make_state_pipe()
+    for topic in ("__onceflow_progress", pipe.source, pipe.table, f"{pipe.table}-internal"):
+        with pytest.raises(onceflow.OptionError, match=f"cannot go to '{topic}'"):
+            pipe.run(process={"on_error": "dead-letter", "dead_letter_topic": topic})
+
+
 def test_outputs_are_placed_by_key(make_state_pipe: Any) -> None:
     pipe = make_state_pipe()
     with pytest.raises(onceflow.OptionError, match="does not go with the outputs"):
