@@ -35,8 +35,16 @@ HEAP = "300m"
 
 @pytest.fixture(scope="module")
 def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalBroker]:
-    with LocalBroker(tmp_path_factory.mktemp("cluster"), nodes=3, heap=HEAP) as broker:
+    # A node that was killed is missed, and comes back, sooner.
+    properties = {
+        "broker.session.timeout.ms": "3000",
+        "broker.heartbeat.interval.ms": "500",
+        "controller.quorum.election.timeout.ms": "500",
+        "controller.quorum.fetch.timeout.ms": "1500",
+    }
+    with LocalBroker(tmp_path_factory.mktemp("cluster"), nodes=3, heap=HEAP, properties=properties) as broker:
         yield broker
+        broker.kill()  # the last test leaves two nodes, which would take their time to stop
 
 
 @pytest.fixture
