@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.faults]
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("seconds", [45, pytest.param(150, marks=pytest.mark.long)])
+@pytest.mark.parametrize("seconds", [10, pytest.param(150, marks=pytest.mark.long)])
 def test_a_short_run(tmp_path: Path, seconds: int) -> None:
     command = [sys.executable, "-m", "onceflow.cli.main", "chaos", "--seconds", str(seconds), "--seed", "216"]
     command += ["--setup", "three-nodes", "--keep", str(tmp_path / "run")]

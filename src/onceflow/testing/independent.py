@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -129,8 +130,7 @@ def fill(
     Raises:
         RuntimeError: a record was refused. TimeoutError: not all were delivered in time.
     """
-    producer = _producer(bootstrap_servers, tuple(sorted((options or {}).items())))
-    producer.list_topics(topic, timeout=60)  # it may know the topic from before somebody added partitions
+    producer = _producer_for(bootstrap_servers, topic, tuple(sorted((options or {}).items())))
     refused: list[str] = []
 
     def failed(error: KafkaError | None, _: Any) -> None:
@@ -153,10 +153,24 @@ def fill(
     return count
 
 
+def _producer_for(bootstrap_servers: str, topic: str, options: tuple[tuple[str, str], ...]) -> Producer:
+    """A producer that knows how many partitions the topic has now: asking makes it see more, but never fewer."""
+    while True:
+        producer, known = _producer(bootstrap_servers, options)
+        count = len(producer.list_topics(topic, timeout=60).topics[topic].partitions)
+        if count >= known.get(topic, 0):
+            known[topic] = count
+            return producer
+        _producer.cache_clear()  # the topic was deleted and made again
+
+
 @lru_cache(maxsize=4)
-def _producer(bootstrap_servers: str, options: tuple[tuple[str, str], ...]) -> Producer:
-    """One for all calls: an idempotent producer of librdkafka waits half a second before it asks for its id."""
-    return Producer(
+def _producer(bootstrap_servers: str, options: tuple[tuple[str, str], ...]) -> tuple[Producer, dict[str, int]]:
+    """One for all calls: an idempotent producer of librdkafka waits half a second before it asks for its id.
+
+    With it: how many partitions topics had when it was asked.
+    """
+    producer = Producer(
         {
             "bootstrap.servers": bootstrap_servers,
             "enable.idempotence": True,
@@ -167,10 +181,11 @@ def _producer(bootstrap_servers: str, options: tuple[tuple[str, str], ...]) -> P
             # It outlives brokers that tests stop, and finds those that come back.
             "reconnect.backoff.ms": 20,
             "reconnect.backoff.max.ms": 200,
-            "log_level": 0,
             **dict(options),
-        }
+        },
+        logger=logging.getLogger("onceflow.testing.librdkafka"),
     )
+    return producer, {}
 
 
 def committed_offsets(
