@@ -25,6 +25,9 @@ from onceflow.testing import faults, independent
 from onceflow.wire import progress as progress_records
 from onceflow.wire.progress import PROGRESS_TOPIC, Progress
 
+# The JVMs of tests live for minutes at most, on few cores: there the second compiler takes more than it gives back.
+os.environ["JAVA_TOOL_OPTIONS"] = f"{os.environ.get('JAVA_TOOL_OPTIONS', '')} -XX:TieredStopAtLevel=1".strip()
+
 DRIVER = Path(__file__).parent / "faults" / "driver.py"
 STATE_DRIVER = DRIVER.with_name("state_driver.py")
 DRIVERS = DRIVER.with_name("drivers.py")

@@ -24,8 +24,7 @@ def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str
     """Class paths and defaults belong to a JVM, and there is one per Python process: hence another one."""
     return subprocess.run(
         [sys.executable, "-c", code],
-        # It lives for a query or none: the second compiler would never pay.
-        env={**os.environ, "JAVA_TOOL_OPTIONS": "-XX:TieredStopAtLevel=1", **environment},
+        env={**os.environ, **environment},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
