@@ -211,7 +211,8 @@ def certificate_for(host: str, jvm: Any) -> tuple[str, str]:
         command = [
             str(find_java().with_name("keytool")), "-genkeypair", "-alias", "onceflow", "-keyalg", "EC",
             "-groupname", "secp256r1", "-storetype", "PKCS12", "-keystore", str(store),
-            "-startdate", "-1d", "-validity", str(_VALID_DAYS), "-dname", "CN=onceflow", "-ext", f"SAN={'ip' if _is_address(host) else 'dns'}:{host}",
+            "-startdate", "-1d", "-validity", str(_VALID_DAYS), "-dname", "CN=onceflow",
+            "-ext", f"SAN={'ip' if _is_address(host) else 'dns'}:{host}",
             "-storepass:env", "ONCEFLOW_STORE_PASSWORD",
         ]  # fmt: skip
         try:

@@ -71,7 +71,9 @@ class IdentityProvider:
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"provider": self}))
         self._server.daemon_threads = True
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}/token"
-        self._thread = threading.Thread(target=self._server.serve_forever, name="identity-provider", daemon=True)
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(0.05,), name="identity-provider", daemon=True
+        )
 
     def __enter__(self) -> IdentityProvider:
         self._thread.start()
