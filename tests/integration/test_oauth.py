@@ -383,10 +383,7 @@ def run_program(guarded: Guarded, pipes: list[Any], arguments: dict[str, Any], *
     with log.open("w") as output:
         process = subprocess.Popen(
             [sys.executable, str(Path(__file__).with_name("oauth_driver.py")), json.dumps(given)],
-            env={
-                **os.environ,
-                "PYTHONPATH": os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(folder)])),
-            },
+            env={**os.environ, "PYTHONPATH": path},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
