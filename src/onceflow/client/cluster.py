@@ -43,6 +43,7 @@ logging.getLogger("kafka").setLevel(logging.CRITICAL)
 TRANSACTION, GROUP = 1, 0  # coordinator key types of FindCoordinator (KIP-699)
 _KNOCK_S_LEAST = 2.0
 _REFRESH_TIMEOUT_S = 5.0
+_TOKEN_PATIENCE_S = 20.0  # a new task waits out a short outage of whoever gives out tokens
 _REQUEST_TIMEOUT_S = 30.0
 
 
@@ -99,7 +100,7 @@ class Cluster:
 
     def _knock(self, deadline: Deadline) -> None:
         """Connect to any bootstrap server. kafka-python's own loop would repeat a refused password in silence."""
-        self._first_token()
+        self._first_token(deadline)
         brokers = self.manager.cluster.bootstrap_brokers()
         attempt = 0
         # One connection that hangs in its handshake must not use up all the time there is.
@@ -134,13 +135,16 @@ class Cluster:
                 raise self._unreachable(deadline, problem) from error
             attempt += 1
 
-    def _first_token(self) -> None:
+    def _first_token(self, deadline: Deadline) -> None:
         """Without a token no broker has to be asked, and an error here says more than one of a connection."""
-        if self.tokens is not None:
+        patience = Deadline(deadline.capped(_TOKEN_PATIENCE_S), "a first token")
+        while self.tokens is not None:
             try:
                 self.tokens.token()
+                return
             except (TokenUnavailableError, TokenRefusedError) as error:
-                raise authentication_failed(self.settings, error) from error
+                if isinstance(error, TokenRefusedError) or patience.remaining < 1.0:
+                    raise authentication_failed(self.settings, error) from error
 
     def may_log_in_again(self, error: Exception) -> bool:
         """Whether a broker that refused a login may accept a new token: once, then a refusal is final."""
