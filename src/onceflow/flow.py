@@ -12,7 +12,7 @@ from typing import Any
 from pyspark.errors import AnalysisException
 from pyspark.sql import DataFrame, SparkSession
 
-from onceflow import checkpoints, hooks, process, recovery, step_query
+from onceflow import checkpoints, hooks, process, recovery, step_query, token_endpoint
 from onceflow.client import offsets as kafka_offsets
 from onceflow.client.brokers import warn_of_settings
 from onceflow.client.cluster import Cluster, TopicInfo
@@ -148,7 +148,8 @@ class Flow:
             except OnceflowError as error:
                 self._fresh = False  # whatever was open is aborted by the next take-over
                 raise error.located(flow=self.name, topic=topic) from error
-        reader = self._spark.readStream.format("kafka").options(**self._settings.spark_reader()).options(**extra)
+        connection = {**self._settings.spark_reader(), **token_endpoint.reader_options(self._spark, self._settings)}
+        reader = self._spark.readStream.format("kafka").options(**connection).options(**extra)
         reader = (
             reader.option("subscribe", topic)
             .option("startingOffsets", queries.starting_offsets_json(topic, start.offsets))

@@ -115,7 +115,7 @@ def session(
         # Workers must be this Python: another one lacks our package, and Spark refuses another minor version.
         os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
 
-    has_local_fs = class_path_open or _has_class(SparkContext._jvm, LOCAL_FS_CLASS)
+    has_local_fs = class_path_open or has_class(SparkContext._jvm, LOCAL_FS_CLASS)
     settings = {**defaults_for(user["spark.master"], local_fs=has_local_fs), **user}
     if class_path_open:
         settings.update(_class_paths(user, jars.spark_connector_jars()))
@@ -213,7 +213,7 @@ def _get_or_create(spark_session: type[SparkSession], settings: Mapping[str, str
 
 
 def _require_connector(jvm: Any) -> None:
-    if not _has_class(jvm, CONNECTOR_CLASS):
+    if not has_class(jvm, CONNECTOR_CLASS):
         connector = ",".join(map(str, jars.spark_connector_coordinates(jars.installed_spark_version())[:1]))
         raise EnvironmentUnusableError(
             "Spark runs already, without its Kafka connector, and a running JVM keeps its class path.",
@@ -222,7 +222,8 @@ def _require_connector(jvm: Any) -> None:
         )
 
 
-def _has_class(jvm: Any, name: str) -> bool:
+def has_class(jvm: Any, name: str) -> bool:
+    """Whether the driver's JVM can load a class."""
     from py4j.protocol import Py4JJavaError
 
     loader = jvm.java.lang.Thread.currentThread().getContextClassLoader()

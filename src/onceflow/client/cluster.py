@@ -25,6 +25,7 @@ from kafka.protocol.metadata import ApiVersionsRequest, FindCoordinatorRequest, 
 
 from onceflow.client.deadline import Deadline
 from onceflow.client.settings import ClientSettings
+from onceflow.client.token_sources import TokenRefusedError, TokenUnavailableError
 from onceflow.errors import (
     AuthenticationFailedError,
     BrokerUnreachableError,
@@ -42,6 +43,7 @@ logging.getLogger("kafka").setLevel(logging.CRITICAL)
 TRANSACTION, GROUP = 1, 0  # coordinator key types of FindCoordinator (KIP-699)
 _KNOCK_S_LEAST = 2.0
 _REFRESH_TIMEOUT_S = 5.0
+_TOKEN_PATIENCE_S = 20.0  # a new task waits out a short outage of whoever gives out tokens
 _REQUEST_TIMEOUT_S = 30.0
 
 
@@ -72,6 +74,7 @@ class Cluster:
         self.net = NetworkSelector(slow_task_threshold_secs=0)
         config = settings.kafka_python()
         self.manager = KafkaConnectionManager(self.net, **config)
+        self.tokens = settings.tokens
         self._topics: dict[str, TopicInfo] = {}
         self._coordinators: dict[tuple[int, str], int] = {}
         self._features: dict[str, int] | None = None
@@ -97,6 +100,7 @@ class Cluster:
 
     def _knock(self, deadline: Deadline) -> None:
         """Connect to any bootstrap server. kafka-python's own loop would repeat a refused password in silence."""
+        self._first_token(deadline)
         brokers = self.manager.cluster.bootstrap_brokers()
         attempt = 0
         # One connection that hangs in its handshake must not use up all the time there is.
@@ -112,8 +116,10 @@ class Cluster:
                 self.net.run(run)
                 return
             except (kafka_errors.SaslAuthenticationFailedError, kafka_errors.AuthorizationError) as error:
-                raise authentication_failed(self.settings, error) from error
-            except kafka_errors.UnsupportedSaslMechanismError as error:
+                if not self.may_log_in_again(error):
+                    raise authentication_failed(self.settings, error) from error
+                problem = str(error)
+            except (kafka_errors.UnsupportedSaslMechanismError, TokenUnavailableError) as error:
                 raise authentication_failed(self.settings, error) from error
             except kafka_errors.IncompatibleBrokerVersion as error:
                 raise BrokerUnsupportedError(
@@ -128,6 +134,24 @@ class Cluster:
             except DeadlineExceededError as error:
                 raise self._unreachable(deadline, problem) from error
             attempt += 1
+
+    def _first_token(self, deadline: Deadline) -> None:
+        """Without a token no broker has to be asked, and an error here says more than one of a connection."""
+        patience = Deadline(deadline.capped(_TOKEN_PATIENCE_S), "a first token")
+        while self.tokens is not None:
+            try:
+                self.tokens.token()
+                return
+            except (TokenUnavailableError, TokenRefusedError) as error:
+                if isinstance(error, TokenRefusedError) or patience.remaining < 1.0:
+                    raise authentication_failed(self.settings, error) from error
+
+    def may_log_in_again(self, error: Exception) -> bool:
+        """Whether a broker that refused a login may accept a new token: once, then a refusal is final."""
+        refused = isinstance(error, kafka_errors.SaslAuthenticationFailedError)
+        if self.tokens is None or not refused or isinstance(error, TokenRefusedError):
+            return False
+        return self.tokens.refused(error)
 
     def _unreachable(self, deadline: Deadline, problem: str) -> BrokerUnreachableError:
         return BrokerUnreachableError(
@@ -190,8 +214,14 @@ class Cluster:
 
         with self.lock:
             try:
+                if self.tokens is not None:
+                    # Nobody runs the loop between two requests. A login that is due goes first: a broker closes a
+                    # connection that asks for anything else when its session is over.
+                    self.net.poll(timeout_ms=0)
                 return self.net.run(run)
             except (kafka_errors.SaslAuthenticationFailedError, kafka_errors.AuthorizationError) as error:
+                if self.may_log_in_again(error):
+                    raise ConnectionFailedError(f"broker {node}: {error}") from error
                 raise authentication_failed(self.settings, error) from error
             except kafka_errors.KafkaError as error:
                 if isinstance(error, kafka_errors.UnknownBrokerIdError):
@@ -367,10 +397,17 @@ def unknown_topic(name: str, why: str = "") -> UnknownTopicError:
 
 
 def authentication_failed(settings: ClientSettings, error: Exception) -> OnceflowError:
+    if isinstance(error, (TokenUnavailableError, TokenRefusedError)):
+        return AuthenticationFailedError(error.what, next_step=error.next_step)
+    if settings.tokens is not None:
+        next_step = (
+            "compare the issuer, audience, scope and expiry of the token with what the broker expects "
+            "(sasl.oauthbearer.expected.issuer and .audience), and the clocks of the machines"
+        )
+    else:
+        next_step = "check sasl.mechanism, user name and password, and that the user exists on the broker"
     return AuthenticationFailedError(
-        f"The broker at {settings.bootstrap_servers} refused the credentials",
-        detail=str(error),
-        next_step="check sasl.mechanism, user name and password, and that the user exists on the broker",
+        f"The broker at {settings.bootstrap_servers} refused the credentials", detail=str(error), next_step=next_step
     )
 
 

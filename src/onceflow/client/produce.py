@@ -222,6 +222,7 @@ class Producer:
         if not _ready(connection):
             if connection.initializing:
                 connection.init_future.add_both(self._answer.set)
+                connection.init_future.add_errback(self._no_login)
             elif "throttle" in connection.paused:
                 for slot in slots:
                     slot.problem = "throttled by a quota of the brokers"
@@ -320,6 +321,12 @@ class Producer:
             slot.under_way -= 1
             self._retry(slot, problem, stale_leader=True)
         self._answer.set()
+
+    def _no_login(self, error: Exception) -> None:
+        """A connection was not made. A refused login is told at once, anything else is tried again."""
+        refused = isinstance(error, kafka_errors.SaslAuthenticationFailedError)
+        if refused and not self._cluster.may_log_in_again(error):
+            self._fail(authentication_failed(self._cluster.settings, error))
 
     def _retry(self, slot: _Partition, problem: str, *, stale_leader: bool = False) -> None:
         slot.recovering = True
