@@ -31,11 +31,9 @@ LOCAL_FS_CLASS = "com.globalmentor.apache.hadoop.fs.BareLocalFileSystem"
 
 DEFAULTS: Mapping[str, str] = {
     "spark.log.level": "WARN",
-    # The progress bar writes over the output of the program; the UI costs start-up time and a port.
+    # The progress bar writes over the output of the program.
     "spark.ui.showConsoleProgress": "false",
-    "spark.ui.enabled": "false",
-    # Shorter Python tasks: no TCP between JVM and worker, no watchdog thread in the worker.
-    "spark.python.unix.domain.socket.enabled": "true",
+    # Shorter Python tasks: no watchdog thread in the worker.
     "spark.python.worker.tracebackDumpIntervalSeconds": "0",
     "spark.sql.execution.arrow.pyspark.enabled": "true",
     # Every batch runs two plans, and each is described for the UI before it starts: "formatted" takes milliseconds.
@@ -48,8 +46,14 @@ DEFAULTS: Mapping[str, str] = {
     "spark.sql.streaming.stateStore.rocksdb.changelogCheckpointing.enabled": "true",
 }
 
-# The host name of a laptop may not resolve, or resolve to an address that a VPN takes away.
+# Shorter Python tasks: no TCP between JVM and worker. Not on YARN: the sockets lie in java.io.tmpdir, which is a
+# folder of the container there, and its path is longer than the 107 bytes that the address of a socket may have.
+UNIX_SOCKETS: Mapping[str, str] = {"spark.python.unix.domain.socket.enabled": "true"}
+
 LOCAL_DEFAULTS: Mapping[str, str] = {
+    # It costs start-up time and a port. On a cluster people look at it, and so do their tools.
+    "spark.ui.enabled": "false",
+    # The host name of a laptop may not resolve, or resolve to an address that a VPN takes away.
     "spark.driver.host": "127.0.0.1",
     "spark.driver.bindAddress": "127.0.0.1",
 }
@@ -125,6 +129,8 @@ def session(
 def defaults_for(master: str, *, local_fs: bool = True) -> dict[str, str]:
     """The settings this module brings for a master, without class paths."""
     settings = dict(DEFAULTS)
+    if master != "yarn":
+        settings.update(UNIX_SOCKETS)
     cores = local_cores(master)
     if cores is not None:
         settings.update(LOCAL_DEFAULTS)
@@ -195,7 +201,7 @@ def _class_paths(user: Mapping[str, str], connector: list[Path]) -> dict[str, st
         paths["spark.jars"] = ",".join(filter(None, [user.get("spark.jars"), *map(str, connector)]))
     if local_cores(user["spark.master"]) is not None:
         # spark.jars come too late for the file system: Spark opens it while it reads them.
-        bare = [str(jar) for jar in connector if jar.name.startswith("hadoop-bare-naked-local-fs")]
+        bare = [str(jar) for jar in connector if jar.name.startswith(jars.LOCAL_FS_MODULE)]
         ours = [user.get("spark.driver.extraClassPath"), *bare]
         paths["spark.driver.extraClassPath"] = os.pathsep.join(filter(None, ours))
         options = class_archive.with_archive(user.get("spark.driver.extraJavaOptions", ""))

@@ -131,6 +131,15 @@ def test_a_cluster_gets_no_setting_that_only_fits_one_machine() -> None:
     assert "spark.driver.host" not in settings
     assert "spark.hadoop.fs.file.impl" not in settings
     assert "spark.sql.shuffle.partitions" not in settings
+    for master in ("yarn", "spark://host:7077", "k8s://https://host:6443", "local-cluster[2,1,1024]"):
+        assert "spark.ui.enabled" not in defaults_for(master)  # Spark's own default is true
+    assert defaults_for("local[2]")["spark.ui.enabled"] == "false"
+
+
+def test_unix_sockets_are_used_where_their_path_is_short() -> None:
+    name = "spark.python.unix.domain.socket.enabled"
+    assert defaults_for("spark://host:7077")[name] == "true"
+    assert name not in defaults_for("yarn")  # java.io.tmpdir is in the container's folder
 
 
 def test_settings_are_found_where_spark_takes_them_from() -> None:
