@@ -10,6 +10,7 @@ import shlex
 import subprocess
 import sys
 import types
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ README = ROOT / "README.md"
 OPERATIONS = ROOT / "docs" / "operations.md"
 STATE = ROOT / "docs" / "state.md"
 SPARK_STATE = ROOT / "docs" / "spark-state.md"
+DEPLOY = ROOT / "docs" / "deploy.md"
 PAGES = [
     README,
     ROOT / "CHANGELOG.md",
@@ -296,6 +298,64 @@ def test_make_targets_exist(page: Path) -> None:
     for line in shell_lines(page):
         if match := re.fullmatch(r"make ([a-z]+)", line):
             assert match[1] in targets, f"{page.name}: there is no target {match[1]}"
+
+
+# ---- Spark's options and settings ------------------------------------------------------------------------
+
+# Spark puts these together with names that the user chooses.
+OPEN_ENDED = ("spark.executorEnv.", "spark.yarn.appMasterEnv.", "spark.kubernetes.executor.volumes.")
+# Put together by Spark itself, of spark.kubernetes.authenticate.driver and .serviceAccountName.
+JOINED = {"spark.kubernetes.authenticate.driver.serviceAccountName"}
+
+
+def words_of_spark() -> set[str]:
+    """Every setting and option that is a constant in Spark's own classes."""
+    import pyspark
+
+    found: set[str] = set()
+    for jar in Path(pyspark.__file__).parent.glob("jars/spark-*.jar"):
+        with zipfile.ZipFile(jar) as classes:
+            for name in classes.namelist():
+                if name.endswith(".class"):
+                    words = re.findall(rb"spark(?:\.[A-Za-z][\w-]*)+|--[a-z][a-z-]+", classes.read(name))
+                    found.update(word.decode() for word in words)
+    return found
+
+
+def test_settings_of_spark_exist() -> None:
+    known = words_of_spark()
+    assert "spark.no.such.setting" not in known
+    text = DEPLOY.read_text()
+    submissions = blocks(DEPLOY, "sh", "spark-submit")
+    assert {master for block in submissions for master in re.findall(r"--master (\w+)", block)} == {
+        "spark",
+        "yarn",
+        "k8s",
+    }
+    options = {option for block in submissions for option in re.findall(r"(?<=[ (])--[\w-]+", block)}
+    settings = set(re.findall(r"--conf (spark[^= ]+)=", text)) | set(re.findall(r"`(spark\.[a-zA-Z.]+)[=`]", text))
+    assert len(options) > 8
+    assert len(settings) > 25
+    for option in options:
+        assert option in known, option
+    for setting in settings - JOINED:
+        assert setting in known or setting.startswith(OPEN_ENDED), setting
+
+
+def test_commands_of_the_deploy_page_are_of_the_shell() -> None:
+    for block in blocks(DEPLOY, "sh"):
+        checked = subprocess.run(["bash", "-n"], input=block, capture_output=True, text=True, check=False)
+        assert (checked.returncode, checked.stderr) == (0, ""), block
+
+
+def test_the_image_that_a_service_is_built_on_is_ours() -> None:
+    (tag,) = re.findall(r"^docker build .* -t (\S+) \.$", only(blocks(DEPLOY, "sh", "docker build")), re.MULTILINE)
+    (service,) = blocks(DEPLOY, "dockerfile")
+    assert service.startswith(f"FROM {tag}\n")
+    assert tag.endswith(f":{onceflow.__version__}")
+    image = (ROOT / "deploy" / "Dockerfile").read_text()
+    (state_dir,) = re.findall(r"ONCEFLOW_STATE_DIR=(\S+)", image)
+    assert f"volumes.persistentVolumeClaim.state.mount.path={state_dir} " in DEPLOY.read_text()
 
 
 # ---- options ---------------------------------------------------------------------------------------------
