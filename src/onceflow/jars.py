@@ -88,6 +88,11 @@ def cluster_jars() -> list[Path]:
     return [jar for jar in spark_connector_jars() if not jar.name.startswith(LOCAL_FS_MODULE)]
 
 
+def spark_has_connector() -> bool:
+    """Whether the Kafka connector lies among Spark's own jars, as in an image made for it."""
+    return any(_spark_jars_folder().glob("spark-sql-kafka-*.jar"))
+
+
 def kafka_broker_classpath(version: str = BROKER_VERSION) -> list[Path]:
     """The class path of an Apache Kafka broker of this version."""
     return resolve(
@@ -283,11 +288,15 @@ def _local_name(tag: str) -> str:
     return tag.rpartition("}")[2]
 
 
-def _ivy_jar() -> Path:
+def _spark_jars_folder() -> Path:
     spec = importlib.util.find_spec("pyspark")
     if spec is None or not spec.submodule_search_locations:
         raise _no_pyspark()
-    folder = Path(next(iter(spec.submodule_search_locations)), "jars")
+    return Path(next(iter(spec.submodule_search_locations)), "jars")
+
+
+def _ivy_jar() -> Path:
+    folder = _spark_jars_folder()
     jars = sorted(folder.glob("ivy-*.jar"))
     if not jars:
         raise EnvironmentUnusableError(

@@ -122,7 +122,7 @@ def session(
     has_local_fs = class_path_open or _has_class(SparkContext._jvm, LOCAL_FS_CLASS)
     settings = {**defaults_for(user["spark.master"], local_fs=has_local_fs), **user}
     if class_path_open:
-        settings.update(_class_paths(user, jars.spark_connector_jars()))
+        settings.update(_class_paths(user, _connector(user)))
     return _get_or_create(SparkSession, settings)
 
 
@@ -193,11 +193,21 @@ def _jvm_settings(jvm: Any) -> dict[str, str]:
     return {pair._1(): pair._2() for pair in jvm.org.apache.spark.SparkConf().getAll()}
 
 
+def _connector(user: Mapping[str, str]) -> list[Path]:
+    """Jars to bring: none, without a look into the cache, where a cluster's Spark or the user has the connector."""
+    if local_cores(user["spark.master"]) is not None:
+        return jars.spark_connector_jars()
+    return [] if _brings_connector(user) or jars.spark_has_connector() else jars.cluster_jars()
+
+
+def _brings_connector(user: Mapping[str, str]) -> bool:
+    return "spark-sql-kafka" in user.get("spark.jars", "") + user.get("spark.jars.packages", "")
+
+
 def _class_paths(user: Mapping[str, str], connector: list[Path]) -> dict[str, str]:
     """spark.jars, the driver's class path and JVM options: the user's entries first, then ours."""
     paths = {}
-    brings_own = re.search(r"spark-sql-kafka", user.get("spark.jars", "") + user.get("spark.jars.packages", ""))
-    if not brings_own:
+    if connector and not _brings_connector(user):
         paths["spark.jars"] = ",".join(filter(None, [user.get("spark.jars"), *map(str, connector)]))
     if local_cores(user["spark.master"]) is not None:
         # spark.jars come too late for the file system: Spark opens it while it reads them.

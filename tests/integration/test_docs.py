@@ -21,6 +21,7 @@ from click.testing import CliRunner
 
 import onceflow
 from onceflow.cli.main import cli
+from onceflow.session import submit_settings
 from onceflow.testing import independent
 from onceflow.testing.processor_driver import ProcessorDriver
 
@@ -32,6 +33,8 @@ OPERATIONS = ROOT / "docs" / "operations.md"
 STATE = ROOT / "docs" / "state.md"
 SPARK_STATE = ROOT / "docs" / "spark-state.md"
 DEPLOY = ROOT / "docs" / "deploy.md"
+MANIFEST = ROOT / "deploy" / "kubernetes.yaml"
+SUBMIT = "PYSPARK_SUBMIT_ARGS"
 PAGES = [
     README,
     ROOT / "CHANGELOG.md",
@@ -382,3 +385,32 @@ def test_errors_that_docs_name_exist() -> None:
             continue  # services have errors of their own
         for name in re.findall(r"`([A-Z]\w+Error)`", prose(page)):
             assert name in onceflow.__all__, f"{page.name}: {name}"
+
+
+def test_the_manifest_for_kubernetes(onceflow_spark: Any) -> None:
+    """Read by the Kubernetes client that Spark has. Names agree with each other, with the page and with Spark."""
+    text = MANIFEST.read_text()
+    read = onceflow_spark._jvm.io.fabric8.kubernetes.client.utils.KubernetesSerialization().unmarshal(text)
+    found = {thing.getKind(): thing for thing in read}
+    assert list(found) == ["ServiceAccount", "Role", "RoleBinding", "Service", "Deployment"]
+    assert {thing.getMetadata().getNamespace() for thing in found.values()} == {"streams"}
+    assert found["RoleBinding"].getRoleRef().getName() == found["Role"].getMetadata().getName()
+    template = found["Deployment"].getSpec().getTemplate()
+    assert template.getSpec().getServiceAccountName() == found["ServiceAccount"].getMetadata().getName()
+    labels = dict(template.getMetadata().getLabels())
+    assert dict(found["Service"].getSpec().getSelector()) == labels
+    assert dict(found["Deployment"].getSpec().getSelector().getMatchLabels()) == labels
+    (container,) = template.getSpec().getContainers()
+    things = [*found.values(), template, template.getSpec(), container, found["Service"].getSpec()]
+    assert not [dict(thing.getAdditionalProperties()) for thing in things if thing.getAdditionalProperties()]
+
+    settings = submit_settings({entry.getName(): entry.getValue() for entry in container.getEnv()}[SUBMIT])
+    ports = {port.getName(): str(port.getPort()) for port in found["Service"].getSpec().getPorts()}
+    assert settings["spark.driver.port"] == ports["driver"]
+    assert settings["spark.driver.blockManager.port"] == ports["block-manager"]
+    assert settings["spark.driver.host"].split(".")[0] == found["Service"].getMetadata().getName()
+    assert settings["spark.kubernetes.container.image"] == container.getImage()
+    assert f"container.image={container.getImage()} " in DEPLOY.read_text()
+    assert settings["spark.master"].startswith("k8s://https://")
+    known = words_of_spark()
+    assert not [name for name in settings if name not in known]
