@@ -277,8 +277,7 @@ def test_ten_executor_kills_a_driver_restart_and_a_late_worker(
             host.await_commits(3)
             workers = ["worker-0", "worker-1"]
             for kill in range(1, KILLS + 1):
-                host.await_true(lambda: bool(cluster.executors()), COMMIT_S, "an executor")
-                os.kill(rng.choice(cluster.executors()), signal.SIGKILL)
+                host.await_true(lambda: kill_executor(cluster, rng), COMMIT_S, "an executor to kill")
                 host.await_commits()
                 if kill == LATE_WORKER_AFTER:
                     workers.append(add_worker(cluster, host))
@@ -301,6 +300,17 @@ def test_ten_executor_kills_a_driver_restart_and_a_late_worker(
             assert cluster.state_files(worker), f"{worker} has no state of its own"
         state = host.folder / "home/.local/state"
         assert not [path for path in state.rglob("*") if path.is_file()], "tasks wrote on the driver's host"
+
+
+def kill_executor(cluster: SeparateHosts, rng: random.Random) -> bool:
+    found = cluster.executors()
+    if not found:
+        return False
+    try:
+        os.kill(rng.choice(found), signal.SIGKILL)
+    except ProcessLookupError:
+        return False  # it has just ended by itself
+    return True
 
 
 def add_worker(cluster: SeparateHosts, host: Host) -> str:
