@@ -296,6 +296,7 @@ def test_ten_executor_kills_a_driver_restart_and_a_late_worker(
             feeder.stop()
             host.kill()
         pipe.check(local=False)
+        assert max(host.attempts.values()) > 1, "no kill has hit a batch"
         for worker in workers:
             assert cluster.state_files(worker), f"{worker} has no state of its own"
         state = host.folder / "home/.local/state"
