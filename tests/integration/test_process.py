@@ -348,7 +348,7 @@ def test_topics_that_a_column_must_not_name(make_pipe: Any) -> None:
     pipe.fill(20)
     for topic in ("__onceflow_progress", pipe.source):
         with pipe.open() as flow:
-            named = F.when(F.expr("CAST(value AS INT) = 7"), F.lit(topic)).otherwise(F.lit(pipe.target))
+            named = F.when(F.expr("CAST(CAST(value AS STRING) AS INT) = 7"), F.lit(topic)).otherwise(F.lit(pipe.target))
             query = flow.write(flow.read(pipe.source).select("key", "value", named.alias("topic"))).start()
             with pytest.raises(onceflow.BadRecordError, match=rf"(?s){topic}.*key-7"):
                 query.processAllAvailable()

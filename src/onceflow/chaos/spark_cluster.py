@@ -28,11 +28,14 @@ class SparkCluster:
         folder: of logs, jars and shuffle files. workers: at the start, each with one core. memory_mb: of each.
     """
 
-    def __init__(self, folder: Path, workers: int = 2, *, memory_mb: int = 900) -> None:
+    def __init__(
+        self, folder: Path, workers: int = 2, *, memory_mb: int = 900, java_options: Sequence[str] = ()
+    ) -> None:
         self.folder = folder
         self.local = folder / "local"
         self._workers_wanted = workers
         self._memory_mb = memory_mb
+        self._java_options = list(java_options)
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self.master = ""
 
@@ -79,6 +82,10 @@ class SparkCluster:
         found = (descendants(process.pid) for process in chosen)
         return [pid for below in found for pid, line in below.items() if _EXECUTOR in line]
 
+    def pid(self, worker: str) -> int:
+        """Of a worker itself."""
+        return self._processes[worker].pid
+
     def environment(self, name: str) -> dict[str, str]:
         """Of the master or of a worker, and of the executors that the worker starts."""
         return {**os.environ, "SPARK_LOCAL_DIRS": str(self.local)}
@@ -113,7 +120,8 @@ class SparkCluster:
         home = Path(pyspark.__file__).parent
         command = [str(find_java()), "-Xmx256m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1"]
         # Executors die often here; that is no reason to give up on an application.
-        command += ["-Dspark.deploy.maxExecutorRetries=-1", "-cp", f"{home}/jars/*", main_class]
+        command += ["-Dspark.deploy.maxExecutorRetries=-1", *self._java_options]
+        command += ["-cp", f"{home}/jars/*", main_class]
         command += ["--host", _HOST, "--webui-port", "0", *arguments]
         environment = {
             **self.environment(name),
