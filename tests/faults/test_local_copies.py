@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -140,3 +141,58 @@ def test_readable_while_the_flow_writes(pipe: Any) -> None:
         for value in json.loads(line).values():
             assert (value["sum"], value["count"]) in known
     assert onceflow.LocalTable(pipe.folder).get(b"no such key") is None
+
+
+def test_pages_lost_when_the_machine_went_down_under_a_living_driver(
+    pipe: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """LMDB is not synced: what a machine finds after it has started again is not what was verified before."""
+    from onceflow.state import boots
+
+    query = pipe.start()
+    try:
+        pipe.fill(600)
+        query.processAllAvailable()
+        monkeypatch.setattr(boots, "boot_id", lambda: "the next one")
+        for partition in range(4):
+            assert other_rows(pipe.folder / str(partition) / "data.mdb")
+        pipe.fill(600)
+        query.processAllAvailable()
+    finally:
+        query.stop()
+    assert {batch.path for batch in query.batches} == {"driver"}  # this process has another boot, workers have not
+    assert caplog.text.count("local copy restored (its checksum does not hold)") == 4
+    pipe.check()
+
+
+def other_rows(path: Path) -> int:
+    """Change rows to other well-formed ones, in place, as an older page among newer ones would; how many."""
+    with path.open("r+b") as raw:
+        found = [*re.finditer(rb'"count":\s?(\d)', raw.read())]
+        for row in found:
+            raw.seek(row.start(1))
+            raw.write(b"8" if row[1] == b"9" else b"9")
+    return len(found)
+
+
+@pytest.mark.long
+def test_executors_go_by_their_own_environment(make_state_pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a cluster each host says where its copies are; the driver, elsewhere, knows nothing of such a folder."""
+    pipe = make_state_pipe()
+    pipe.fill(900)
+    of_driver, of_executors = pipe.tmp_path / "of-driver", pipe.tmp_path / "of-executors"
+    monkeypatch.setenv("ONCEFLOW_STATE_DIR", str(of_driver))
+    process = pipe.driver(
+        master="local-cluster[2,1,600]",
+        spark={"spark.executor.memory": "600m", "spark.executorEnv.ONCEFLOW_STATE_DIR": str(of_executors)},
+        process={"state_dir": None},
+    )
+    try:
+        output = process.communicate(timeout=150)[0]
+        assert process.returncode == 0, output
+    finally:
+        pipe.end_driver(process)
+    pipe.check(local=False)
+    places = {f"{pipe.flow}/{pipe.table}/{partition}" for partition in range(4)}
+    assert {str(file.parent.relative_to(of_executors)) for file in of_executors.rglob("data.mdb")} == places
+    assert not of_driver.exists()

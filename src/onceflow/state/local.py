@@ -163,9 +163,13 @@ def open_partition(
 
 
 def _brought_up(folder: Path, opener: type[Store], run: _Run, *, verify: bool) -> tuple[Store, str]:
-    if (folder / VERIFYING).exists():
+    try:
+        died, there = (folder / VERIFYING).exists(), opener.exists(folder)
+    except OSError as refused:
+        raise unusable(folder, "The local state cannot be opened", refused) from refused
+    if died:
         raise StoreCorruptError("the process that was verifying it died")
-    with _verifying(folder) if verify and opener.exists(folder) else nullcontext():
+    with _verifying(folder) if verify and there else nullcontext():
         store = opener.open(folder)
         try:
             if verify and not store.checksum_holds():

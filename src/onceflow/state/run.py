@@ -7,7 +7,6 @@ the batch's transaction, and left in the store as pending, to be applied when th
 from __future__ import annotations
 
 import logging
-import socket
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -18,10 +17,10 @@ import pyarrow as pa
 
 from onceflow.client.produce import Acknowledged
 from onceflow.errors import OnceflowError
-from onceflow.state import rows
+from onceflow.state import boots, rows
 from onceflow.state.columns import ColumnEngine
 from onceflow.state.engine import Engine
-from onceflow.state.local import Opened, Source, open_partition, partition_folder, set_pending, snapshot
+from onceflow.state.local import Opened, Source, open_partition, set_pending, snapshot
 from onceflow.state.processor import ColumnProcessor
 from onceflow.state.spec import Moment, ProcessSpec, StateReport
 from onceflow.wire.partitioners import group_by_partition, key_partitions
@@ -75,7 +74,7 @@ class StateRun:
         self._opened = opened
         self._still_owner = still_owner
         self._open: dict[int, _Open] = {}
-        self._host = socket.gethostname()
+        self._host = boots.host_boot()
 
     def open(self, partitions: Iterable[int]) -> None:
         """Bring the stores of these partitions up to date, expire rows and fire timers there."""
@@ -132,7 +131,7 @@ class StateRun:
             return known.engine
         spec, moment = self._spec, self._moment
         opened = open_partition(
-            partition_folder(spec.state_dir, spec.flow_key, spec.table, partition),
+            spec.folder(partition),
             spec.store,
             moment.goal(spec, partition),
             self._source,

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from onceflow.state.local import Commit, Goal
+from onceflow.state.local import Commit, Goal, default_state_dir, partition_folder
 from onceflow.state.processor import ColumnProcessor, Processor
 from onceflow.state.store import Store
 from onceflow.state.topics import TableTopics
@@ -26,6 +26,7 @@ class ProcessSpec:
         source_topic: the topic of rows that do not name theirs; None when several are read.
         default_ttl_ms: how long rows live that were put without a ttl; None: for ever.
         single_key: whether the whole state of a partition is one record of the table topic.
+        state_dir: folder of the local stores; None: every host has one of its own, `default_state_dir`.
     """
 
     flow: str
@@ -33,7 +34,7 @@ class ProcessSpec:
     processor: Processor | ColumnProcessor
     topics: TableTopics
     store: type[Store]
-    state_dir: Path
+    state_dir: Path | None = None
     on_error: str = "fail"
     dead_letter_topic: str | None = None
     late_topic: str | None = None
@@ -45,6 +46,11 @@ class ProcessSpec:
     def table(self) -> str:
         return self.topics.table
 
+    def folder(self, partition: int) -> Path:
+        """Where the local store of a partition is, on this host."""
+        state_dir = default_state_dir() if self.state_dir is None else self.state_dir
+        return partition_folder(state_dir, self.flow_key, self.table, partition)
+
 
 @dataclass(frozen=True)
 class Moment:
@@ -54,7 +60,8 @@ class Moment:
         now_ms: processing time, epoch milliseconds. watermark_ms: event time, None when it is not known.
         table_ends, internal_ends: committed end offsets of the two topics, per partition.
         last: per partition, the transaction that last committed something to it, if it is known.
-        verified: host and partition of the local stores that were verified in this run.
+        verified: host (`boots.host_boot`) and partition of the local stores that were verified in this run. A machine
+            that has started again since is another host.
     """
 
     batch: int
@@ -114,6 +121,7 @@ class StateReport:
     """What happened to one partition of a table in one task.
 
     Args:
+        host: where, and since which start of the machine (`boots.host_boot`).
         how: how the local store was brought up to date (``LocalPartition``). restored: records read for it.
         table_end, internal_end: where the topics end after this batch; None: nothing was written to them.
         max_event_ms: latest event time per source topic and partition.

@@ -8,6 +8,7 @@ file becomes `StoreCorruptError`, upon which the caller removes the data and res
 from __future__ import annotations
 
 import abc
+import socket
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -44,9 +45,10 @@ class StoreCorruptError(OnceflowError):
 def unusable(folder: Path, what: str, error: Exception) -> EnvironmentUnusableError:
     """An error of the machine, which a restore would not help."""
     return EnvironmentUnusableError(
-        f"{what}: {folder}",
+        f"{what}: {folder} on host {socket.gethostname()}",
         detail=f"{type(error).__name__}: {error}",
-        next_step="make the folder writable with room in it, or let ONCEFLOW_STATE_DIR name another one",
+        next_step="make the folder writable with room in it, or name another one: state_dir= of Flow.process, or "
+        "ONCEFLOW_STATE_DIR on that host",
     )
 
 
