@@ -259,7 +259,8 @@ class Flow:
                 processor's ttl.
             single_key: keep the whole state of a partition in one record. For small state: every batch writes it all.
             store: ``lmdb``, ``memory``, ``rocksdb`` (an extra), or a class of your own.
-            state_dir: folder of the local stores; by default ``$ONCEFLOW_STATE_DIR`` or ``~/.local/state/onceflow``.
+            state_dir: folder of the local stores, on every host; by default the host's ``$ONCEFLOW_STATE_DIR``, else
+                its ``~/.local/state/onceflow``.
             adopt_existing: take over the rows of a table topic that the flow has no progress of.
             idle_timeout: event time does not wait for a source partition that was silent for this long.
 
@@ -296,6 +297,7 @@ class Flow:
                 flow=self.name,
                 flow_key=self._names.progress_key,
                 source_topic=one_topic,
+                local=process.runs_here(self._spark),
             )
             collected = self._spark.sparkContext.accumulator([], Collected())
             order = process.streamed_order(

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pyspark.sql import DataFrame
+from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
 from onceflow.client.cluster import Cluster
@@ -200,6 +200,11 @@ def ensure_table(
     )
 
 
+def runs_here(spark: SparkSession) -> bool:
+    """Whether tasks run on this machine."""
+    return re.match(r"local(\[|$)", str(spark.sparkContext.master)) is not None
+
+
 def check_migration(processor: Processor | ColumnProcessor, known: int, *, table: str, flow: str) -> None:
     """Whether the processor can read what another version of it has written.
 
@@ -232,8 +237,15 @@ def make_spec(
     flow: str,
     flow_key: str,
     source_topic: str | None,
+    local: bool,
 ) -> ProcessSpec:
-    """What the step's tasks are told."""
+    """What the step's tasks are told.
+
+    Args:
+        local: whether they run on this machine. Then driver and workers share the stores, and one of them decides where
+            these are; elsewhere every host goes by its own environment.
+    """
+    state_dir = default_state_dir() if local else None
     ttl = options.retention if options.retention is not None else processor.ttl
     return ProcessSpec(
         flow=flow,
@@ -241,7 +253,7 @@ def make_spec(
         processor=processor,
         topics=topics,
         store=store_class(options.store),
-        state_dir=Path(options.state_dir) if options.state_dir is not None else default_state_dir(),
+        state_dir=state_dir if options.state_dir is None else Path(options.state_dir),
         on_error=options.on_error,
         dead_letter_topic=options.dead_letter_topic,
         late_topic=options.late_topic,
@@ -342,7 +354,7 @@ def wire(
         streamed=[(table(step), step.collected) for step in inside],
         topic=options.topic,
         cores=context.defaultParallelism,
-        local=re.match(r"local(\[|$)", str(context.master)) is not None,
+        local=runs_here(df.sparkSession),
         small_batch_rows=options.small_batch_rows,
         source_partitions={name: len(partitions) for name, partitions in source_partitions.items()},
         source_keys=source_keys,

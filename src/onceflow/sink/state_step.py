@@ -34,7 +34,7 @@ from onceflow.sink.state_tasks import (
     run_together,
 )
 from onceflow.sink.tasks import Routing, Target, TaskPlace, WriteOrder, WriteTask, worker_cluster, write_rows
-from onceflow.state.local import Commit, partition_folder, settle
+from onceflow.state.local import Commit, settle
 from onceflow.state.spec import Moment, ProcessSpec, StateReport
 from onceflow.state.table_state import TableState
 from onceflow.wire.batches import BatchHeader
@@ -366,9 +366,8 @@ class StateStep:
         for table in self.tables:
             spec = table.spec
             for partition, commit in table.last.items():
-                folder = partition_folder(spec.state_dir, spec.flow_key, spec.table, partition)
                 try:
-                    settle(folder, spec.store, commit)
+                    settle(spec.folder(partition), spec.store, commit)
                 except Exception as error:  # only a head start for readers and for the next run
                     log.warning("the local state of %s-%d was not settled: %s", spec.table, partition, error)
 
