@@ -21,6 +21,7 @@ from onceflow.state.lmdb_environment import forget
 from onceflow.state.lmdb_store import LmdbStore
 from onceflow.state.local import Commit
 from onceflow.state.processor import Processor
+from onceflow.state.record import Record
 from onceflow.state.rocksdb_store import RocksdbStore
 from onceflow.state.run import StateRun
 from onceflow.state.spec import ProcessSpec, StateReport
@@ -283,3 +284,37 @@ def test_a_folder_that_cannot_be_made_is_told_with_its_host(
     folder = tmp_path / below / "flow" / "table" / "0"
     assert raised.value.what == f"The local state cannot be opened: {folder} on host {socket.gethostname()}"
     assert "ONCEFLOW_STATE_DIR on that host" in str(raised.value)
+
+
+# ---- timers ------------------------------------------------------------------------------------------
+
+
+class Bells(Processor):
+    """Every record sets a timer for the same moment."""
+
+    def process(self, key: bytes, records: Sequence[Any], state: Any) -> None:
+        state.timers.register("bell", 50, clock="processing")
+
+    def on_timer(self, key: bytes, timer: Any, state: Any) -> Any:
+        return [Record(key, b"rings")]
+
+
+def test_a_table_knows_of_timers_that_a_batch_has_left(tmp_path: Path) -> None:
+    flow = Flow(tmp_path, processor=Bells(), max_timers_per_batch=5)
+    flow.run(KEYS)
+    assert not flow.table.timers_left
+    assert flow.table.due(49) == set()
+    in_partitions = [0] * PARTITIONS
+    for partition in key_partitions(pa.array([key.encode() for key in KEYS], pa.binary()), PARTITIONS).tolist():
+        in_partitions[partition] += 1
+    for batches in range(1, 10):
+        left = {partition for partition, count in enumerate(in_partitions) if count > 5 * (batches - 1)}
+        assert flow.table.due(50) == left
+        if not left:
+            break
+        reports = flow.run(now_ms=50)
+        left = {partition for partition, count in enumerate(in_partitions) if count > 5 * batches}
+        assert {report.partition for report in reports if report.timers_left} == left
+        assert flow.table.timers_left == bool(left)
+    assert flow.counts["timers_fired"] == len(KEYS)
+    assert sorted(key for batch in flow.outputs for key in batch["key"].to_pylist()) == sorted(map(str.encode, KEYS))

@@ -24,6 +24,9 @@ from onceflow.state.store import Store, StoreCorruptError
 EXPIRED_PER_BATCH = 100_000
 """Rows that a batch deletes at most because their time is over."""
 
+TIMERS_PER_BATCH = 1_000
+"""Timers that fire at most in one batch and partition, unless ``Flow.process`` says otherwise."""
+
 
 NOT_OF_A_RECORD = (StoreCorruptError, EnvironmentUnusableError, MemoryError)
 """Errors that are no record's fault, nor the processor's: the caller restores the store, or runs the batch again."""
@@ -48,8 +51,10 @@ class BaseEngine:
         on_error: what a record does that cannot be processed: ``fail`` the batch or go to the dead letters.
         dead_letter_topic, late_topic: where letters go.
         source_topic: of records that do not name theirs.
+        max_timers_per_batch: that fire, those with the earliest times; the others wait for the next batch. None: all.
 
     Attributes:
+        timers_left: whether more timers were due than one batch may fire.
         max_event_ms: the latest event time by topic and partition of the source (None and the table's partition where
             that is not known); only when the processor has ``allowed_lateness``.
         counts: what happened so far.
@@ -74,6 +79,7 @@ class BaseEngine:
         dead_letter_topic: str | None = None,
         late_topic: str | None = None,
         source_topic: str | None = None,
+        max_timers_per_batch: int | None = TIMERS_PER_BATCH,
     ) -> None:
         self.processor = copy.copy(processor)
         self.flow, self.table, self.partition, self.batch = flow, table, partition, batch
@@ -85,6 +91,8 @@ class BaseEngine:
         self._dead_letter_topic = dead_letter_topic if on_error == "dead-letter" else None
         self._late_topic = late_topic
         self._source_topic = source_topic
+        self._max_timers = max_timers_per_batch
+        self.timers_left = False
         self._overlay = Overlay(store)
         self._scope = Scope(
             processor,

@@ -157,6 +157,7 @@ class StateRun:
             dead_letter_topic=spec.dead_letter_topic,
             late_topic=spec.late_topic,
             source_topic=spec.source_topic,
+            max_timers_per_batch=spec.max_timers_per_batch,
         )
         self._open[partition] = _Open(opened, engine, [])
         if self._opened is not None:
@@ -222,6 +223,7 @@ class StateRun:
             max_event_ms=dict(run.engine.max_event_ms),
             next_timer_ms=dict(run.engine.next_timer_ms),
             counts=dict(run.engine.counts),
+            timers_left=run.engine.timers_left,
         )
 
 

@@ -26,6 +26,7 @@ class ProcessSpec:
         source_topic: the topic of rows that do not name theirs; None when several are read.
         default_ttl_ms: how long rows live that were put without a ttl; None: for ever.
         single_key: whether the whole state of a partition is one record of the table topic.
+        max_timers_per_batch: that fire in one partition; None: all that are due.
         state_dir: folder of the local stores; None: every host has one of its own, `default_state_dir`.
     """
 
@@ -41,6 +42,7 @@ class ProcessSpec:
     default_ttl_ms: int | None = None
     single_key: bool = False
     source_topic: str | None = None
+    max_timers_per_batch: int | None = None
 
     @property
     def table(self) -> str:
@@ -127,6 +129,7 @@ class StateReport:
         max_event_ms: latest event time per source topic and partition.
         next_timer_ms: earliest timer left, per clock.
         counts: records, late, dead_letters, timers_fired, expired.
+        timers_left: whether more timers were due than one batch may fire.
     """
 
     table: str
@@ -141,3 +144,4 @@ class StateReport:
     max_event_ms: Mapping[tuple[str | None, int], int] = field(default_factory=dict)
     next_timer_ms: Mapping[str, int | None] = field(default_factory=dict)
     counts: Mapping[str, int] = field(default_factory=dict)
+    timers_left: bool = False

@@ -49,10 +49,16 @@ class TableState:
         )
         # Earliest timer per partition and clock; a partition that is missing was not looked at in this run.
         self._timers: dict[int, dict[str, int | None]] = {}
+        self._left: set[int] = set()
 
     @property
     def partitions(self) -> int:
         return self.spec.topics.partitions
+
+    @property
+    def timers_left(self) -> bool:
+        """Whether the last batch has left timers that are due, because one batch may fire no more."""
+        return bool(self._left)
 
     def moment(self, batch: int, commit: Commit, now_ms: int) -> Moment:
         """What the tasks of a batch are told. Processing time never goes back, whatever the clock does."""
@@ -122,9 +128,8 @@ class TableState:
         self._table_ends, self._internal_ends = self._ends_after(reports)
         self._now_ms = moment.now_ms
         self.watermark.adopt(_latest(reports), watermark_ms)
+        self.looked_at(reports)
         for report in reports:
-            self._verified.add((report.host, report.partition))
-            self._timers[report.partition] = dict(report.next_timer_ms)
             if report.table_end is not None or report.internal_end is not None:
                 self.last[report.partition] = moment.commit
             if report.how in ("restored", "caught up"):
@@ -142,6 +147,7 @@ class TableState:
         for report in reports:
             self._verified.add((report.host, report.partition))
             self._timers[report.partition] = dict(report.next_timer_ms)
+            (self._left.add if report.timers_left else self._left.discard)(report.partition)
 
     def _ends_after(self, reports: Sequence[StateReport]) -> tuple[dict[int, int], dict[int, int]]:
         table_ends, internal_ends = dict(self._table_ends), dict(self._internal_ends)
