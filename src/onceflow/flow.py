@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections.abc import Mapping
 from dataclasses import replace
@@ -239,6 +240,7 @@ class Flow:
         state_dir: str | Path | None = None,
         adopt_existing: bool = False,
         idle_timeout: str = "30 seconds",
+        max_timers_per_batch: int | None = 1_000,
     ) -> DataFrame:
         """Run user code with state over a stream; the state is the compacted topic ``table``.
 
@@ -263,6 +265,8 @@ class Flow:
                 its ``~/.local/state/onceflow``.
             adopt_existing: take over the rows of a table topic that the flow has no progress of.
             idle_timeout: event time does not wait for a source partition that was silent for this long.
+            max_timers_per_batch: timers that fire in one partition and batch, the earliest first; what is left fires in
+                further batches, at once. None: all that are due, in one transaction.
 
         Returns:
             A streaming DataFrame of what the processor yields: key, value, topic, headers, timestamp.
@@ -274,7 +278,7 @@ class Flow:
         """
         options = StepOptions(
             table, partitions, on_error, dead_letter_topic, late_topic, retention, single_key, store, state_dir,
-            adopt_existing, idle_timeout,
+            adopt_existing, idle_timeout, max_timers_per_batch,
         )  # fmt: skip
         with self._lock:
             checked = process.check_options(
@@ -439,9 +443,11 @@ class Flow:
         columns = check_columns(df.schema, topic=topic, flow=self.name)
         if columns.ignored:
             log.info("flow %s: columns not written: %s", self.name, ", ".join(columns.ignored))
+        interval_s = 0.0 if trigger is None else duration_s(trigger, "trigger", self.name)
         options = SinkOptions(
-            topic, partitioner, compression, timeout_s, small_batch_rows, guarantee=guarantee, stateful=facts.stateful
-        )
+            topic, partitioner, compression, timeout_s, small_batch_rows, guarantee=guarantee, stateful=facts.stateful,
+            timers_s=math.inf if once else max(1.0, interval_s),
+        )  # fmt: skip
         run = RunOptions(
             trigger,
             once,

@@ -23,6 +23,7 @@ from onceflow.sink.ownership import Columns, check_columns
 from onceflow.sink.state_step import Collected, StateStep, ticking, with_default_topic
 from onceflow.sink.state_tasks import StateOrder
 from onceflow.sink.tasks import Routing, Target, WriteOrder
+from onceflow.state.base import TIMERS_PER_BATCH
 from onceflow.state.durations import duration_ms
 from onceflow.state.local import Commit, default_state_dir
 from onceflow.state.processor import ColumnProcessor, Processor
@@ -78,6 +79,7 @@ class StepOptions:
     state_dir: str | Path | None
     adopt_existing: bool
     idle_timeout: str
+    max_timers_per_batch: int | None = TIMERS_PER_BATCH
 
 
 def check_options(
@@ -120,6 +122,12 @@ def check_options(
         )
     if options.partitions is not None and options.partitions < 1:
         raise OptionError(f"partitions={options.partitions} is too few", flow=flow, next_step="give at least 1")
+    if options.max_timers_per_batch is not None and options.max_timers_per_batch < 1:
+        raise OptionError(
+            f"max_timers_per_batch={options.max_timers_per_batch} is too few",
+            flow=flow,
+            next_step="give at least 1, or None to fire all that are due in one batch",
+        )
     for name, duration in (
         ("retention", options.retention),
         ("idle_timeout", options.idle_timeout),
@@ -260,6 +268,7 @@ def make_spec(
         default_ttl_ms=None if ttl is None else duration_ms(ttl),
         single_key=options.single_key,
         source_topic=source_topic,
+        max_timers_per_batch=options.max_timers_per_batch,
     )
 
 

@@ -175,6 +175,37 @@ class BatchSink:
             return
         if self._state is not None and not source.rows_most and not self._state.due(progress_log.now_ms()):
             return  # woken up by the clock, and nothing is due
+        self._run_planned(df, batch, source, summary)
+        self._fire_left(df, source)
+
+    def _fire_left(self, df: DataFrame, source: SourceRange) -> None:
+        """Batches without records, for timers that are due and that the batch was not allowed to fire.
+
+        Spark would begin its next batch when a source has news, up to a second later.
+        """
+        state = self._state
+        if state is None or not state.are_timers_left():
+            return
+        if source.rows_most:
+            if not state.writes_all:
+                return  # a step inside the query runs with the rows of the query only
+            df = df.sparkSession.createDataFrame(df.sparkSession.sparkContext.emptyRDD(), df.schema)
+        nothing = replace(source, start=source.end)
+        until = time.monotonic() + self._options.timers_s
+        while state.are_timers_left() and not self.stopping and time.monotonic() < until:
+            batch = self.progress.batch_id + 1
+            self._settle()
+            hooks.at("plan", where="driver", flow=self._names.flow, batch=batch)
+            self._refresh_targets()
+            try:
+                self._run_planned(df, batch, nothing, BatchSummary(batch, 0))
+            except OnceflowError as error:
+                raise error.located(flow=self._names.flow, batch=batch) from error
+            if self.progress.batch_id != batch:
+                return  # the timers set themselves again: nothing has changed
+
+    def _run_planned(self, df: DataFrame, batch: int, source: SourceRange, summary: BatchSummary) -> None:
+        """Attempts, until one is committed."""
         summary.rows_most = source.rows_most
         last: BaseException | None = None
         cause: BaseException | None = None

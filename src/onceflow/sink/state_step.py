@@ -231,6 +231,15 @@ class StateStep:
         }
         return self.topics | letters
 
+    @property
+    def writes_all(self) -> bool:
+        """Whether no step is a part of the query, so that a batch without rows is nothing to Spark."""
+        return not self._streamed
+
+    def are_timers_left(self) -> bool:
+        """Whether more timers were due than the last batch was allowed to fire."""
+        return any(table.timers_left for table in self.tables)
+
     def due(self, now_ms: int) -> bool:
         """Whether a batch without rows would do anything."""
         return any(table.due(now_ms) for table in self.tables)
@@ -288,11 +297,11 @@ class StateStep:
             due=self._due[spec.table],
         )
         if self._local and on_driver and rows_most <= self._small_batch_rows:
-            rows = collect(df, interpreted=reads_little)
+            rows = collect(df, interpreted=reads_little) if rows_most else ()
             done = run_together(base, TaskPlace("driver", -1, 0), rows, cluster)
             self._reports[spec.table] = done.states
             return "driver", [Part(done.reports, None, False)]
-        by_source = self._straight(df, table)
+        by_source = bool(rows_most) and self._straight(df, table)  # without rows it may be another plan
         moved, tasks = self._moved(df, spec, rows_most, by_source)
         modulus = spec.topics.partitions if by_source else tasks
         state_order = replace(base, modulus=modulus, by_source=by_source)
