@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import re
+import shutil
 import socket
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from onceflow.state import boots
 from onceflow.state.lmdb_environment import forget
 from onceflow.state.lmdb_store import LmdbStore
 from onceflow.state.local import Commit
+from onceflow.state.memory_store import MemoryStore
+from onceflow.state.prepare import lacks, prepare_partition
 from onceflow.state.processor import Processor
 from onceflow.state.record import Record
 from onceflow.state.rocksdb_store import RocksdbStore
@@ -137,6 +140,11 @@ class Flow:
 
 
 KEYS = [f"key-{n}" for n in range(40)]
+
+
+@pytest.fixture(params=[LmdbStore, MemoryStore, RocksdbStore], ids=["lmdb", "memory", "rocksdb"])
+def store(request: pytest.FixtureRequest) -> Any:
+    return request.param
 
 
 @pytest.fixture
@@ -318,3 +326,63 @@ def test_a_table_knows_of_timers_that_a_batch_has_left(tmp_path: Path) -> None:
         assert flow.table.timers_left == bool(left)
     assert flow.counts["timers_fired"] == len(KEYS)
     assert sorted(key for batch in flow.outputs for key in batch["key"].to_pylist()) == sorted(map(str.encode, KEYS))
+
+
+# ---- before a batch ----------------------------------------------------------------------------------
+
+
+def test_a_prepared_partition_is_in_sync_when_the_batch_begins(tmp_path: Path, store: type[Store]) -> None:
+    flow = Flow(tmp_path / "here", store)
+    flow.run(KEYS)
+    flow.run(KEYS)
+    records = flow.kafka.read_records
+    elsewhere = replace(flow.spec, state_dir=tmp_path / "elsewhere")
+    moment = flow.table.moment(0, Commit(-1, -1, -1), 0)
+    ends = [len(flow.kafka.committed["table", partition]) - 1 for partition in range(PARTITIONS)]
+    assert [lacks(elsewhere, moment, partition) for partition in range(PARTITIONS)] == ends
+    found = [prepare_partition(elsewhere, moment, partition, flow.kafka) for partition in range(PARTITIONS)]
+    assert [each.how for each in found] == ["restored"] * PARTITIONS
+    assert sum(each.records for each in found) == flow.kafka.read_records - records == 2 * len(KEYS)
+    flow.table.prepared(found)
+    flow.spec = elsewhere
+    records = flow.kafka.read_records
+    assert [report.how for report in flow.run(KEYS)] == ["in sync"] * PARTITIONS
+    assert flow.counted() == dict.fromkeys(KEYS, 103)
+    assert flow.kafka.read_records == records
+
+
+def test_what_a_copy_lacks_is_known_before_it_is_opened(tmp_path: Path, store: type[Store]) -> None:
+    flow = Flow(tmp_path, store)
+
+    def lacking(partition: int) -> int | None:
+        return lacks(flow.spec, flow.table.moment(0, Commit(-1, -1, -1), 0), partition)
+
+    assert lacking(0) == 0
+    flow.run(KEYS)
+    assert lacking(0) == 0  # what is pending is of the transaction that was committed last
+    older = tmp_path / "older"
+    on_disk = store is not MemoryStore
+    if on_disk:  # without the lock file: whoever closes it loses all locks of this process
+        shutil.copytree(flow.spec.folder(0), older, ignore=shutil.ignore_patterns("lock.mdb"))
+    flow.run(KEYS)
+    flow.run(KEYS)
+    assert lacking(0) == 0
+    end = len(flow.kafka.committed["table", 0]) - 1
+    store.remove(flow.spec.folder(0))
+    assert lacking(0) == end
+    if on_disk:
+        shutil.copytree(older, flow.spec.folder(0), dirs_exist_ok=True)
+        assert 0 < (lacking(0) or 0) <= end
+        (flow.spec.folder(0) / "verifying").touch()
+        assert lacking(0) == end
+        (flow.spec.folder(0) / "verifying").unlink()
+        flow.table._verified.clear()
+        assert lacking(0) is None
+
+
+@pytest.mark.parametrize("below", ["file/state", "x" * 300])
+def test_a_folder_that_cannot_be_looked_at_is_told_with_its_host(tmp_path: Path, below: str) -> None:
+    (tmp_path / "file").touch()
+    flow = Flow(tmp_path / below)
+    with pytest.raises(EnvironmentUnusableError, match="on host"):
+        prepare_partition(flow.spec, flow.table.moment(0, Commit(-1, -1, -1), 0), 0, flow.kafka)

@@ -6,7 +6,8 @@ import logging
 from collections.abc import Iterable, Sequence
 
 from onceflow.errors import BatchAbortedError, ProgressConflictError
-from onceflow.state.local import Commit
+from onceflow.state.local import CAUGHT_UP, RESTORED, Commit
+from onceflow.state.prepare import Prepared
 from onceflow.state.spec import Moment, ProcessSpec, StateReport
 from onceflow.state.watermark import Place, Watermark
 from onceflow.wire.progress import Progress, TableProgress
@@ -132,15 +133,13 @@ class TableState:
         for report in reports:
             if report.table_end is not None or report.internal_end is not None:
                 self.last[report.partition] = moment.commit
-            if report.how in ("restored", "caught up"):
-                log.info(
-                    "table %s-%d: %s, %d records read in %.2f s",
-                    report.table,
-                    report.partition,
-                    report.how,
-                    report.restored,
-                    report.restore_seconds,
-                )
+            _tell(report.table, report.partition, report.how, report.restored, report.restore_seconds)
+
+    def prepared(self, found: Sequence[Prepared]) -> None:
+        """Local copies are up to date before a batch begins."""
+        for each in found:
+            self._verified.add((each.host, each.partition))
+            _tell(each.table, each.partition, each.how, each.records, each.seconds)
 
     def looked_at(self, reports: Sequence[StateReport]) -> None:
         """The stores were opened, and nothing was committed (a batch without effect)."""
@@ -165,6 +164,11 @@ class TableState:
         if self._lateness_ms is None:
             return None
         return self.watermark.after(_latest(reports))
+
+
+def _tell(table: str, partition: int, how: str, records: int, seconds: float) -> None:
+    if how in (RESTORED, CAUGHT_UP):
+        log.info("table %s-%d: %s, %d records read in %.2f s", table, partition, how, records, seconds)
 
 
 def _latest(reports: Sequence[StateReport]) -> dict[Place, int]:
