@@ -205,6 +205,31 @@ def test_timers_of_one_moment_fire_in_bounded_batches_at_once(make_state_pipe: A
 
 
 @pytest.mark.long
+def test_bounded_timers_on_a_cluster(make_state_pipe: Any, late_topic: str) -> None:
+    """Batches without rows run in tasks there, and have no source partitions that these could follow."""
+    pipe = make_state_pipe()
+    independent.fill(pipe.bootstrap, pipe.source, pipe.ledger.bell_inputs(1000))
+    driver = pipe.driver(
+        processor="Bells",
+        process={"late_topic": late_topic, "max_timers_per_batch": 100},
+        master="local-cluster[2,1,600]",
+        spark={"spark.executor.memory": "600m"},
+        forever=True,
+    )
+    try:
+        end = time.monotonic() + 120
+        while sum(fired(pipe).values()) < 1000:
+            assert driver.poll() is None, driver.communicate()[0]
+            assert time.monotonic() < end, sum(fired(pipe).values())
+            time.sleep(0.5)
+    finally:
+        driver.kill()
+        pipe.end_driver(driver)
+        driver.wait()
+    check(pipe, late_topic, dict.fromkeys(map(str, range(1000)), 0))
+
+
+@pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("inside", [False, True])
 def test_a_million_timers_of_one_moment(make_state_pipe: Any, late_topic: str, inside: bool) -> None:

@@ -278,6 +278,7 @@ def test_versions(make_state_pipe: Any) -> None:
         ({"retention": "soon"}, "is no duration"),
         ({"retention": "0 s"}, "must be positive"),
         ({"idle_timeout": "x"}, "is no duration"),
+        ({"max_timers_per_batch": 0}, "too few"),
     ],
 )
 def test_wrong_options(make_state_pipe: Any, options: dict[str, Any], message: str) -> None:
