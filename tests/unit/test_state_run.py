@@ -222,15 +222,19 @@ def test_hosts_are_told_apart_by_name_boot_and_container(what: str, monkeypatch:
     assert boots.host_boot() != here
 
 
-def test_hosts_of_one_name_verify_their_own_copies(tmp_path: Path, boot: Any) -> None:
-    """Two machines, or two containers that were given the same name, each with a folder of its own."""
+@pytest.mark.parametrize("other_machine", [True, False])
+def test_hosts_of_one_name_verify_their_own_copies(tmp_path: Path, boot: Any, other_machine: bool) -> None:
+    """Two machines or containers that were given the same name, or executors of one machine with their own folders."""
     flow = Flow(tmp_path / "one")
     flow.run(KEYS)
     there = Flow(tmp_path / "other")
     there.kafka, there.table = flow.kafka, flow.table
     there.run(KEYS)
     assert alter(there.spec.folder(0))
-    boot("of the other machine")
+    if other_machine:
+        boot("of the other machine")
+    else:  # a run that has not seen the other folder yet
+        flow.table._verified = {(flow.spec.place(), partition) for partition in range(PARTITIONS)}
     there.batch = flow.batch = 2
     there.run(KEYS)
     assert there.counted() == dict.fromkeys(KEYS, 103)

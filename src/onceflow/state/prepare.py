@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from onceflow.state import boots
 from onceflow.state.local import Opened, Source, missing_records, open_partition
 from onceflow.state.spec import Moment, ProcessSpec
 
@@ -26,13 +25,13 @@ class Prepared:
     """A local copy that holds what was committed when it was prepared, for `TableState.prepared`.
 
     Args:
-        host: see `boots.host_boot`.
+        place: see `ProcessSpec.place`.
         how, records, seconds: see `Opened`.
     """
 
     table: str
     partition: int
-    host: str
+    place: str
     how: str
     records: int
     seconds: float
@@ -52,7 +51,7 @@ def open_local(
         spec.store,
         moment.goal(spec, partition),
         source,
-        verify=not is_verified(moment, partition),
+        verify=not is_verified(spec, moment, partition),
         single_key=spec.single_key,
         tombstone_age_ms=spec.topics.tombstone_ms // 2,
         now_ms=int(time.time() * 1000),
@@ -81,7 +80,7 @@ def prepare_partition(
     """
     opened = open_local(spec, moment, partition, source, still_owner=still_owner)
     opened.store.close()
-    return Prepared(spec.table, partition, boots.host_boot(), opened.how, opened.records, opened.seconds)
+    return Prepared(spec.table, partition, spec.place(), opened.how, opened.records, opened.seconds)
 
 
 def lacks(spec: ProcessSpec, moment: Moment, partition: int) -> int | None:
@@ -89,13 +88,13 @@ def lacks(spec: ProcessSpec, moment: Moment, partition: int) -> int | None:
 
     Takes no longer than opening the store.
     """
-    verified = is_verified(moment, partition)
+    verified = is_verified(spec, moment, partition)
     return missing_records(spec.folder(partition), spec.store, moment.goal(spec, partition), verified=verified)
 
 
-def is_verified(moment: Moment, partition: int) -> bool:
+def is_verified(spec: ProcessSpec, moment: Moment, partition: int) -> bool:
     """Whether the copy on this host was verified in this run."""
-    return (boots.host_boot(), partition) in moment.verified
+    return (spec.place(), partition) in moment.verified
 
 
 class _Progress:

@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from onceflow.client.produce import Acknowledged
 from onceflow.errors import OnceflowError
-from onceflow.state import boots, rows
+from onceflow.state import rows
 from onceflow.state.columns import ColumnEngine
 from onceflow.state.engine import Engine
 from onceflow.state.local import Opened, Source, set_pending, snapshot
@@ -70,7 +70,7 @@ class StateRun:
         self._opened = opened
         self._still_owner = still_owner
         self._open: dict[int, _Open] = {}
-        self._host = boots.host_boot()
+        self._place = spec.place()
 
     def open(self, partitions: Iterable[int]) -> None:
         """Bring the stores of these partitions up to date, expire rows and fire timers there."""
@@ -198,7 +198,7 @@ class StateRun:
         return StateReport(
             table=spec.table,
             partition=partition,
-            host=self._host,
+            place=self._place,
             commit=moment.commit,
             how=run.opened.how,
             restored=run.opened.records,

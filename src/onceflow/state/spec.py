@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from onceflow.state import boots
 from onceflow.state.local import Commit, Goal, default_state_dir, partition_folder
 from onceflow.state.processor import ColumnProcessor, Processor
 from onceflow.state.store import Store
@@ -49,9 +50,15 @@ class ProcessSpec:
         return self.topics.table
 
     def folder(self, partition: int) -> Path:
-        """Where the local store of a partition is, on this host."""
-        state_dir = default_state_dir() if self.state_dir is None else self.state_dir
-        return partition_folder(state_dir, self.flow_key, self.table, partition)
+        """Where the local store of a partition is, as this process sees it."""
+        return partition_folder(self._state_dir(), self.flow_key, self.table, partition)
+
+    def place(self) -> str:
+        """Name of the host as it is now, and of its folder: executors of one host may have folders of their own."""
+        return f"{boots.host_boot()}:{self._state_dir()}"
+
+    def _state_dir(self) -> Path:
+        return default_state_dir() if self.state_dir is None else self.state_dir
 
 
 @dataclass(frozen=True)
@@ -62,8 +69,8 @@ class Moment:
         now_ms: processing time, epoch milliseconds. watermark_ms: event time, None when it is not known.
         table_ends, internal_ends: committed end offsets of the two topics, per partition.
         last: per partition, the transaction that last committed something to it, if it is known.
-        verified: host (`boots.host_boot`) and partition of the local stores that were verified in this run. A machine
-            that has started again since is another host.
+        verified: place (`ProcessSpec.place`) and partition of the local stores that were verified in this run. A
+            machine that has started again since is another place.
     """
 
     batch: int
@@ -114,7 +121,7 @@ class Moment:
             table_ends=dict(fields["table_ends"]),
             internal_ends=dict(fields["internal_ends"]),
             last={partition: Commit(*commit) for partition, commit in fields["last"]},
-            verified=frozenset((host, partition) for host, partition in fields["verified"]),
+            verified=frozenset((place, partition) for place, partition in fields["verified"]),
         )
 
 
@@ -123,7 +130,7 @@ class StateReport:
     """What happened to one partition of a table in one task.
 
     Args:
-        host: where, and since which start of the machine (`boots.host_boot`).
+        place: where, and since which start of the machine (`ProcessSpec.place`).
         how: how the local store was brought up to date (``LocalPartition``). restored: records read for it.
         table_end, internal_end: where the topics end after this batch; None: nothing was written to them.
         max_event_ms: latest event time per source topic and partition.
@@ -134,7 +141,7 @@ class StateReport:
 
     table: str
     partition: int
-    host: str
+    place: str
     commit: Commit
     how: str
     restored: int

@@ -138,13 +138,13 @@ class TableState:
     def prepared(self, found: Sequence[Prepared]) -> None:
         """Local copies are up to date before a batch begins."""
         for each in found:
-            self._verified.add((each.host, each.partition))
+            self._verified.add((each.place, each.partition))
             _tell(each.table, each.partition, each.how, each.records, each.seconds)
 
     def looked_at(self, reports: Sequence[StateReport]) -> None:
         """The stores were opened, and nothing was committed (a batch without effect)."""
         for report in reports:
-            self._verified.add((report.host, report.partition))
+            self._verified.add((report.place, report.partition))
             self._timers[report.partition] = dict(report.next_timer_ms)
             (self._left.add if report.timers_left else self._left.discard)(report.partition)
 
