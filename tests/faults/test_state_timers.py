@@ -264,4 +264,4 @@ def test_a_million_timers_of_one_moment(make_state_pipe: Any, late_topic: str, i
             driver.wait()
         print(until, fired_so_far(), f"{time.monotonic() - began:.1f} s, {most_kib} KiB")
     check(pipe, late_topic, dict.fromkeys(map(str, range(count)), 0))
-    assert most_kib < 400_000
+    assert most_kib < 500_000  # all timers in one batch would need several times as much

@@ -264,7 +264,7 @@ class BatchSink:
         """One transaction, from its first epoch to its end. False: there was nothing to commit."""
         flow = self._names.flow
         with self._timed(summary, "begin"):
-            identity = self._begin(df, batch)
+            identity = self._begin(df, batch, summary)
         hooks.at("begin", where="driver", flow=flow, batch=batch, identity=identity, source=source)
         self._begun_at = time.monotonic()
         progress: Progress | None = None
@@ -321,13 +321,15 @@ class BatchSink:
         """
         df.write.format("noop").mode("append").save()
 
-    def _begin(self, df: DataFrame, batch: int) -> BatchHeader:
+    def _begin(self, df: DataFrame, batch: int, summary: BatchSummary) -> BatchHeader:
         """A fresh epoch for this attempt (I3), where the tasks of this thread's jobs can read it."""
         identity = self._delivery.begin(self._deadline("beginning the transaction"))
         self._identity = identity
         described = {"batch": batch, "producer_id": identity.producer_id, "producer_epoch": identity.producer_epoch}
         df.sparkSession.sparkContext.setLocalProperty("onceflow.transaction", json.dumps(described))
         if self._state is not None:
+            owner = str(self._delivery.transactional_id), identity
+            self._state.prepare(df, self._settings, owner, again=summary.attempts > 1)
             self._state.begin(df, batch, identity, progress_log.now_ms(), self._task_seconds)
         return identity
 

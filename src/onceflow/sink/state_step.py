@@ -17,10 +17,13 @@ from pyspark.sql import types as T
 
 from onceflow import hooks
 from onceflow.client.cluster import Cluster
+from onceflow.client.settings import ClientSettings
 from onceflow.errors import OptionError, SchemaError, UnsupportedQueryError
 from onceflow.sink import jvm, queries, reports
 from onceflow.sink.collect import collect
 from onceflow.sink.ownership import check_columns, prepare
+from onceflow.sink.preparing import PrepareTask
+from onceflow.sink.preparing import prepare as prepare_copies
 from onceflow.sink.state_tasks import (
     OUTPUT_SPARK_SCHEMA,
     TOGETHER_SPARK_SCHEMA,
@@ -245,6 +248,19 @@ class StateStep:
         return any(table.due(now_ms) for table in self.tables)
 
     # ---- steps of a batch ----------------------------------------------------------------------------
+
+    def prepare(self, df: DataFrame, settings: ClientSettings, owner: tuple[str, BatchHeader], *, again: bool) -> None:
+        """Bring large local copies up to date while nothing is written yet, see ``preparing``.
+
+        Args:
+            owner: transactional id, and the identity that it has as long as no newer driver has taken the flow over.
+        """
+        if not self._local:
+            return
+        for table in self.tables:
+            moment = table.moment(-1, Commit(-1, -1, -1), 0)
+            task = PrepareTask(table.spec, moment, settings, *owner)
+            prepare_copies(table, task, df.sparkSession.sparkContext, again=again)
 
     def begin(self, df: DataFrame, batch: int, identity: BatchHeader, now_ms: int, deadline_s: float) -> None:
         """Tell the tasks of the query's own steps what this attempt is."""

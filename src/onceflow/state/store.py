@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from operator import lt
 from pathlib import Path
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import orjson
 
@@ -174,7 +174,12 @@ class Store(abc.ABC):
 
     Any method but `remove` and `exists` may raise `StoreCorruptError`, and `EnvironmentUnusableError` when the
     disk is full or the folder may not be used.
+
+    Attributes:
+        on_disk: whether all processes of the machine find the same rows in a folder.
     """
+
+    on_disk: ClassVar[bool] = True
 
     @classmethod
     @abc.abstractmethod
