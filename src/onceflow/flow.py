@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections.abc import Mapping
 from dataclasses import replace
@@ -240,6 +241,7 @@ class Flow:
         state_dir: str | Path | None = None,
         adopt_existing: bool = False,
         idle_timeout: str = "30 seconds",
+        max_timers_per_batch: int | None = 1_000,
     ) -> DataFrame:
         """Run user code with state over a stream; the state is the compacted topic ``table``.
 
@@ -260,9 +262,12 @@ class Flow:
                 processor's ttl.
             single_key: keep the whole state of a partition in one record. For small state: every batch writes it all.
             store: ``lmdb``, ``memory``, ``rocksdb`` (an extra), or a class of your own.
-            state_dir: folder of the local stores; by default ``$ONCEFLOW_STATE_DIR`` or ``~/.local/state/onceflow``.
+            state_dir: folder of the local stores, on every host; by default the host's ``$ONCEFLOW_STATE_DIR``, else
+                its ``~/.local/state/onceflow``.
             adopt_existing: take over the rows of a table topic that the flow has no progress of.
             idle_timeout: event time does not wait for a source partition that was silent for this long.
+            max_timers_per_batch: timers that fire in one partition and batch, the earliest first; what is left fires in
+                further batches, at once. None: all that are due, in one transaction.
 
         Returns:
             A streaming DataFrame of what the processor yields: key, value, topic, headers, timestamp.
@@ -274,7 +279,7 @@ class Flow:
         """
         options = StepOptions(
             table, partitions, on_error, dead_letter_topic, late_topic, retention, single_key, store, state_dir,
-            adopt_existing, idle_timeout,
+            adopt_existing, idle_timeout, max_timers_per_batch,
         )  # fmt: skip
         with self._lock:
             checked = process.check_options(
@@ -297,6 +302,7 @@ class Flow:
                 flow=self.name,
                 flow_key=self._names.progress_key,
                 source_topic=one_topic,
+                local=process.runs_here(self._spark),
             )
             lateness = checked.allowed_lateness
             self._steps[table] = Step(
@@ -416,9 +422,11 @@ class Flow:
         columns = check_columns(df.schema, topic=topic, flow=self.name)
         if columns.ignored:
             log.info("flow %s: columns not written: %s", self.name, ", ".join(columns.ignored))
+        interval_s = 0.0 if trigger is None else duration_s(trigger, "trigger", self.name)
         options = SinkOptions(
-            topic, partitioner, compression, timeout_s, small_batch_rows, guarantee=guarantee, stateful=facts.stateful
-        )
+            topic, partitioner, compression, timeout_s, small_batch_rows, guarantee=guarantee, stateful=facts.stateful,
+            timers_s=math.inf if once else max(1.0, interval_s),
+        )  # fmt: skip
         run = RunOptions(
             trigger,
             once,

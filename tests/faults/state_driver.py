@@ -20,14 +20,18 @@ def main() -> None:
         app_name=given["flow"],
         master=given.get("master", "local[2]"),
         # The process lives for a few batches only: the second compiler would never pay.
-        config={"spark.driver.memory": "700m", "spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1"},
+        config={
+            "spark.driver.memory": "700m",
+            "spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1",
+            **given.get("spark", {}),
+        },
     )
     state_step._TASK_ROWS = given.get("task_rows", 400)
     flow = onceflow.Flow(given["flow"], spark, bootstrap_servers=given["bootstrap"])
     source = flow.read(given["source"], max_records_per_batch=given.get("records_per_batch", 1000))
     processor = getattr(ledger, given.get("processor", "Ledger"))()
     output = flow.process(
-        source, processor, table=given["table"], state_dir=given["state_dir"], **given.get("process", {})
+        source, processor, **{"table": given["table"], "state_dir": given["state_dir"], **given.get("process", {})}
     )
     if given.get("inside"):
         output = output.where("value is not null")

@@ -180,6 +180,35 @@ class BatchSink:
             return
         if self._state is not None and not source.rows_most and not self._state.due(progress_log.now_ms()):
             return  # woken up by the clock, and nothing is due
+        self._run_planned(df, batch, source, summary)
+        self._fire_left(df, source)
+
+    def _fire_left(self, df: DataFrame, source: SourceRange) -> None:
+        """Batches without records, for timers that are due and that the batch was not allowed to fire.
+
+        Spark would begin its next batch when a source has news, up to a second later.
+        """
+        state = self._state
+        if state is None or not state.are_timers_left():
+            return
+        if source.rows_most:
+            df = df.sparkSession.createDataFrame(df.sparkSession.sparkContext.emptyRDD(), df.schema)
+        nothing = replace(source, start=source.end)
+        until = time.monotonic() + self._options.timers_s
+        while state.are_timers_left() and not self.stopping and time.monotonic() < until:
+            batch = self.progress.batch_id + 1
+            self._settle()
+            hooks.at("plan", where="driver", flow=self._names.flow, batch=batch)
+            self._refresh_targets()
+            try:
+                self._run_planned(df, batch, nothing, BatchSummary(batch, 0))
+            except OnceflowError as error:
+                raise error.located(flow=self._names.flow, batch=batch) from error
+            if self.progress.batch_id != batch:
+                return  # the timers set themselves again: nothing has changed
+
+    def _run_planned(self, df: DataFrame, batch: int, source: SourceRange, summary: BatchSummary) -> None:
+        """Attempts, until one is committed."""
         summary.rows_most = source.rows_most
         last: BaseException | None = None
         cause: BaseException | None = None
@@ -238,7 +267,7 @@ class BatchSink:
         """One transaction, from its first epoch to its end. False: there was nothing to commit."""
         flow = self._names.flow
         with self._timed(summary, "begin"):
-            identity = self._begin(df, batch)
+            identity = self._begin(df, batch, summary)
         hooks.at("begin", where="driver", flow=flow, batch=batch, identity=identity, source=source)
         self._begun_at = time.monotonic()
         progress: Progress | None = None
@@ -295,13 +324,15 @@ class BatchSink:
         """
         df.write.format("noop").mode("append").save()
 
-    def _begin(self, df: DataFrame, batch: int) -> BatchHeader:
+    def _begin(self, df: DataFrame, batch: int, summary: BatchSummary) -> BatchHeader:
         """A fresh epoch for this attempt (I3), where the tasks of this thread's jobs can read it."""
         identity = self._delivery.begin(self._deadline("beginning the transaction"))
         self._identity = identity
         described = {"batch": batch, "producer_id": identity.producer_id, "producer_epoch": identity.producer_epoch}
         df.sparkSession.sparkContext.setLocalProperty("onceflow.transaction", json.dumps(described))
         if self._state is not None:
+            owner = str(self._delivery.transactional_id), identity
+            self._state.prepare(df, self._settings, owner, again=summary.attempts > 1)
             self._state.begin(batch, identity, progress_log.now_ms())
         return identity
 
