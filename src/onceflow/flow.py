@@ -344,6 +344,7 @@ class Flow:
         read = {topic: dict(offsets) for topic, offsets in progress.offsets.items() if topic in self._sources}
         at = progress_log.write_progress(hold.cluster, hold.transactions, self._names, progress, read, deadline)
         hold.transactions.commit(deadline, flow=self.name, doing="starting")
+        hold.committed(progress)
         hold.markers.ended({progress_log.place_of(progress.flow): at}, committed=True)
         self._committed = progress
 

@@ -21,6 +21,7 @@ _COMPLETE = {PREPARE_COMMIT: COMPLETE_COMMIT, PREPARE_ABORT: COMPLETE_ABORT}
 STARTED, FENCED, TO_SETTLE, READY, PLANNED = "started", "fenced the others", "to settle", "ready", "planned"
 BEGUN, WRITING, AUDITED, IN_PROGRESS = "begun", "tasks are writing", "audited", "progress is sent"
 ENDING, FAILED, RENEWING = "waits for EndTxn's answer", "attempt failed", "aborted, needs an epoch"
+LOOKING, CONTINUING = "refused, looks why", "was aborted, needs an epoch"  # version 1
 OUTSIDE = "committed, progress is not written"  # of a variant only
 # Where a Produce request is: its partition is still to be added (version 1), under way, or a late copy.
 TO_ADD, SENT, COPY = 0, 1, 2

@@ -20,16 +20,19 @@ from brokers import (
     BEGUN,
     COMPLETE_ABORT,
     COMPLETE_COMMIT,
+    CONTINUING,
     EMPTY,
     ENDING,
     FAILED,
     FAULTS,
     FENCED,
     IN_PROGRESS,
+    LOOKING,
     NONE,
     ONGOING,
     OUTSIDE,
     PLANNED,
+    PREPARE_ABORT,
     PREPARE_COMMIT,
     PREPARING,
     READY,
@@ -66,6 +69,14 @@ class Model(Kafka):
     new_epoch_after_abort = True
     progress_in_transaction = True
     looks_for_markers = True
+    looks_before_it_stops = True
+    aborts_as_the_timeout_does = True
+    aborted_states = (COMPLETE_ABORT,)
+
+    @property
+    def looks_why(self) -> bool:
+        """Version 1: a driver that is refused looks whether that was a timeout."""
+        return not self.v2 and self.looks_before_it_stops
 
     def initial(self) -> State:
         counts = [getattr(self.config, fault) for fault in FAULTS]
@@ -133,11 +144,19 @@ class Model(Kafka):
             yield what + "it gives up", self.stopped(s, n)
         else:
             visible, progress = self.decided_so_far(s)
-            epoch = c.epoch + 1
+            commits = any(log.unmarked and log.kept for log in s.parts)
+            # Version 1 aborts by InitProducerId, so that the epoch of an abort is nobody's (Transactions.end).
+            epoch = c.epoch + (1 if self.v2 or commits else 3)
             parts = tuple(Log(epoch, 0, log.open) if log.unmarked else log for log in s.parts)
             after = s._replace(parts=parts, visible=visible, progress=progress)
-            after = self.moved(after, n, d, epoch=epoch, used=not self.v2)
-            yield what + "written now", self.decided(after, Coordinator(COMPLETE_ABORT, epoch, c.epoch, 0, False))
+            after = self.moved(after, n, d, epoch=epoch, used=commits and not self.v2)
+            if self.v2:
+                now = Coordinator(COMPLETE_ABORT, epoch, c.epoch, 0, False)
+            elif commits:
+                now = Coordinator(COMPLETE_COMMIT, epoch, c.epoch, 0, False)
+            else:
+                now = Coordinator(EMPTY, epoch, epoch - 1, 0, False)
+            yield what + "written now", self.decided(after, now)
 
     def settle(self, s: State) -> Next:
         """BatchSink._settle; local state: state/local.py _Run._step, with what the driver knows as committed."""
@@ -198,7 +217,10 @@ class Model(Kafka):
         answer, c = self.init_producer_id(s.coordinator, d.epoch)
         what = f"driver {d.name}: InitProducerId after epoch {d.epoch}: "
         if answer == "fenced":
-            yield what + "fenced, it stops", self.stopped(s, n)
+            if self.looks_why:
+                yield what + "refused", self.moved(s, n, d, phase=LOOKING, bad=d.phase == RENEWING)
+            else:
+                yield what + "fenced, it stops", self.stopped(s, n)
             return
         if c is not s.coordinator and (left := self.spent(s, "lost")):
             yield what + "done, the answer is lost", self.decided(s._replace(left=left), c)
@@ -287,6 +309,8 @@ class Model(Kafka):
             yield what + "committed", self.adopted(s, n, d, c)
         elif answer == "over":
             yield what + "it was aborted", self.has_failed(s, n, d)
+        elif answer == "fenced" and self.looks_why:
+            yield what + "refused", self.has_failed(s, n, d, LOOKING, bad=True)
         elif answer == "fenced":
             yield what + "fenced, it stops", self.stopped(s, n)
 
@@ -302,7 +326,17 @@ class Model(Kafka):
     def abort(self, s: State) -> Next:
         """BatchSink._abort, Transactions.abort: EndTxn(abort), and a fresh epoch if that did not bring one."""
         for n, d in enumerate(s.drivers):
-            if d.phase == FAILED or (d.phase == IN_PROGRESS and d.bad):
+            if d.phase == LOOKING:
+                yield from self.look(s, n, d)
+            elif d.phase == CONTINUING:
+                yield from self.go_on(s, n, d)
+            elif (
+                (d.phase == FAILED or (d.phase == IN_PROGRESS and d.bad))
+                and self.looks_why
+                and self.aborts_as_the_timeout_does
+            ):
+                yield from self.look(s, n, d)
+            elif d.phase == FAILED or (d.phase == IN_PROGRESS and d.bad):
                 answer, c = self.end_txn(s.coordinator, d.epoch, False)
                 what = f"driver {d.name}: EndTxn(abort), epoch {d.epoch}: "
                 if answer == "fenced":
@@ -323,9 +357,45 @@ class Model(Kafka):
             elif d.phase == RENEWING:
                 yield from self.renewed(s, n, d, self.rerun)
 
-    def has_failed(self, s: State, n: int, d: Driver, phase: str = FAILED) -> State:
+    def look(self, s: State, n: int, d: Driver) -> Next:
+        """Version 1, Transactions._standing: DescribeTransactions. Only the abort of a transaction of this very driver
+        leaves the epoch after its own with nobody, as aborted: here nobody sends EndTxn(abort)."""
+        c = s.coordinator
+        what = f"driver {d.name}: looks at the coordinator: "
+        if c.epoch == d.epoch and d.phase != LOOKING:
+            yield what + "its own epoch", self.has_failed(s, n, d, RENEWING)
+        elif c.epoch == d.epoch + 1 and c.state in (PREPARE_ABORT, *self.aborted_states):
+            failed = d.bad or d.phase != LOOKING
+            yield what + "its transaction was aborted", self.has_failed(s, n, d, CONTINUING, bad=failed)
+        else:
+            yield what + "fenced, it stops", self.stopped(s, n)
+
+    def go_on(self, s: State, n: int, d: Driver) -> Next:
+        """Version 1, Transactions._continue: InitProducerId that names the epoch of the abort. Then progress is read
+        once more (TakeOver._check_progress)."""
+        answer, c = self.init_producer_id(s.coordinator, d.epoch + 1)
+        what = f"driver {d.name}: InitProducerId after the abort's epoch {d.epoch + 1}: "
+        if answer == "fenced":
+            yield what + "fenced, it stops", self.stopped(s, n)
+            return
+        if c is not s.coordinator and (left := self.spent(s, "lost")):
+            yield what + "done, the answer is lost", self.decided(s._replace(left=left), c)
+        if answer == "ok":
+            after = self.decided(s, c)
+            if self.decided_so_far(after)[1].at != d.at:
+                yield what + "progress has moved, it stops", self.stopped(after, n)
+                return
+            if d.bad:
+                after = self.rerun(after, n, c.epoch)
+            else:
+                after = self.moved(after, n, after.drivers[n], phase=PLANNED, epoch=c.epoch, used=False)
+            yield what + f"epoch {c.epoch}" + ", it gives up" * (len(after.drivers) < len(s.drivers)), after
+        elif c is not s.coordinator:
+            yield what + "what is open is to be aborted", self.decided(s, c)
+
+    def has_failed(self, s: State, n: int, d: Driver, phase: str = FAILED, *, bad: bool = False) -> State:
         """Its tasks are nobody's any more."""
-        return self.moved(s, n, d, phase=phase, tag=0, waiting=0, bad=False)
+        return self.moved(s, n, d, phase=phase, tag=0, waiting=0, bad=bad)
 
     def rerun(self, s: State, n: int, epoch: int) -> State:
         """The batch again, under a new epoch; a driver that has tried often enough gives up."""

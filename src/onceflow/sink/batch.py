@@ -464,7 +464,7 @@ class BatchSink:
         try:
             self._delivery.abort(self._deadline(f"aborting batch {batch}"))
         except FencedError as error:
-            raise self._fenced(f"while batch {batch} was being written") from error
+            raise self._fenced(f"while batch {batch} was being written", error.detail) from error
         except OnceflowError as error:
             log.warning("flow %s: abort of batch %d failed, too: %s", self._names.flow, batch, error.what)
             raise problem from error
@@ -484,11 +484,11 @@ class BatchSink:
             _in_short(problem),
         )
 
-    def _fenced(self, when: str) -> FencedError:
+    def _fenced(self, when: str, detail: str = "") -> FencedError:
         return FencedError(
             f"A newer driver of flow {self._names.flow!r} has taken over, {when}",
             flow=self._names.flow,
-            detail=f"transactional id {self._delivery.transactional_id}",
+            detail="; ".join(filter(None, [f"transactional id {self._delivery.transactional_id}", detail])),
             next_step="stop one of the two: a flow has one driver; nothing was lost or doubled",
         )
 
