@@ -165,9 +165,7 @@ class Markers:
             own |= {place: each for place, all_ in found.items() for each in all_ if each.producer_id in mine}
         return own, unseen
 
-    def _without_forgotten(
-        self, own: Mapping[Place, OpenTransaction], committed: bool
-    ) -> dict[Place, OpenTransaction]:
+    def _without_forgotten(self, own: Mapping[Place, OpenTransaction], committed: bool) -> dict[Place, OpenTransaction]:
         """Those that can still be decided: not those of a producer id that Kafka has forgotten with the transactional
         id. Nor can another transaction of this flow decide them any more."""
         mine = self._transactions.identity.producer_id
@@ -176,11 +174,12 @@ class Markers:
             raise self._lost(forgotten, "the flow was idle, and Kafka has forgotten its transactional id since")
         for (topic, partition), each in forgotten.items():
             log.warning(
-                "flow %s: an aborted attempt has left records undecided in %s-%d, and Kafka has forgotten the "
-                "transactional id since: `kafka-transactions.sh abort --topic %s --partition %d --start-offset %d` lets "
-                "readers go on",
-                self._name, topic, partition, topic, partition, each.start_offset,
-            )  # fmt: skip
+                "flow %s: an aborted attempt has left records undecided in %s-%d, and Kafka has forgotten its "
+                "transactional id since: readers wait there until `kafka-transactions.sh abort --topic %s "
+                "--partition %d --start-offset %d`",
+                *(self._name, topic, partition),
+                *(topic, partition, each.start_offset),
+            )
         return {place: each for place, each in own.items() if place not in forgotten}
 
     def _state(self, deadline: Deadline) -> str:

@@ -274,6 +274,7 @@ class Transactions:
 
         Raises:
             DeadlineExceededError: the outcome is unknown. The caller must stop; a restart finds out.
+            FencedError: of an abort, when Kafka has forgotten the transactional id, and ``check`` says so.
         """
         if not commit and not self.version_2:
             outcome = self._abort_as_the_timeout_does(deadline)
@@ -298,7 +299,10 @@ class Transactions:
         if code in _FENCED_CODES:
             return Outcome.ABORTED if self._was_aborted(deadline) else Outcome.FENCED
         if code == _INVALID_PRODUCER_ID_MAPPING and not commit:
-            return Outcome.ABORTED  # forgotten, or another's: nothing of ours is open; ``renew`` tells which
+            # Forgotten, or another's: nothing of ours is open, and ``renew`` tells which. A look before that, too: it
+            # would take the transactional id from a newer driver that Kafka has forgotten as well.
+            self._check(deadline)
+            return Outcome.ABORTED
         raise self._error(code, "EndTxn")
 
     def _was_aborted(self, deadline: Deadline) -> bool:
