@@ -137,7 +137,7 @@ class Flow:
             )
         extra = queries.reader_options(options or {}, self.name)
         with self._lock:
-            if self._running is not None and self._running.isActive:
+            if self._runs():
                 raise OptionError(
                     "The flow is running; its sources cannot be changed",
                     flow=self.name,
@@ -453,7 +453,7 @@ class Flow:
 
     def _start(self, df: DataFrame, options: SinkOptions, columns: Columns, run: RunOptions) -> FlowQuery:
         with self._lock:
-            if self._running is not None and self._running.isActive:
+            if self._runs():
                 raise OptionError(
                     "The flow has a running write already",
                     flow=self.name,
@@ -526,7 +526,7 @@ class Flow:
                 if state is not None:
                     state.settle()
                 location.close()
-                self._release()
+                self._release(hold)
 
             try:
                 self._running = FlowQuery(run.apply(writer).start(), sink, stopped)
@@ -548,12 +548,22 @@ class Flow:
         with self._lock:
             if self._running is not None and self._running.isActive:
                 self._running.stop()
-            self._release()
-
-    def _release(self) -> None:
-        with self._lock:
             if self._hold is not None:
-                self._hold.cluster.close()
+                self._release(self._hold)
+
+    def _runs(self) -> bool:
+        """Whether the last query is active. One that has ended by itself gives back here what it holds."""
+        if self._running is not None and not self._running.isActive:
+            self._running.release()
+            self._running = None
+        return self._running is not None
+
+    def _release(self, hold: TakeOver) -> None:
+        """Close the connections of one run. Those of a newer run of this flow are its own, and stay."""
+        with self._lock:
+            hold.cluster.close()
+            if self._hold is not hold:
+                return
             self._hold = self._committed = None
             self._sources = {}
             self._steps = {}
