@@ -148,7 +148,7 @@ class BatchSink:
             log.debug("the batch failed here", exc_info=error)
             raise self.failure from None
         except (PySparkException, Py4JError) as error:
-            self.failure = self._stopped(error, batch)
+            self.failure = self._stopped(error, batch, stopped=self._is_stopped(df, error))
             log.debug("the batch failed here", exc_info=error)
             raise self.failure from None
         except BaseException as error:
@@ -194,7 +194,7 @@ class BatchSink:
                 self._abort(problem, batch)
                 if isinstance(problem, OnceflowError) and not isinstance(problem, _WORTH_A_RERUN):
                     raise
-                if self.stopping or _cancelled(problem):
+                if self._is_stopped(df, problem):
                     raise
                 if isinstance(problem, FencedError):  # tasks met a newer epoch, and nobody else owns the id
                     problem = self._timed_out(time.monotonic() - self._begun_at)
@@ -500,8 +500,12 @@ class BatchSink:
             "or raise transaction_timeout of Flow.write (broker limit: transaction.max.timeout.ms)",
         )
 
-    def _stopped(self, problem: BaseException, batch: int) -> BatchAbortedError:
-        what = "the query is being stopped" if self.stopping or _cancelled(problem) else "Spark failed"
+    def _is_stopped(self, df: DataFrame, problem: BaseException) -> bool:
+        """Whether the batch has failed because somebody stops the query, its jobs or Spark."""
+        return self.stopping or jvm.was_cancelled(problem) or jvm.is_being_stopped(df.sparkSession)
+
+    def _stopped(self, problem: BaseException, batch: int, *, stopped: bool) -> BatchAbortedError:
+        what = "the query is being stopped" if stopped else "Spark failed"
         return BatchAbortedError(
             f"Batch {batch} was aborted: {what}; nothing of it is visible",
             flow=self._names.flow,
@@ -575,9 +579,3 @@ def _after(problem: OnceflowError, earlier: BaseException) -> OnceflowError:
     fields = problem.fields()
     fields["detail"] = f"{fields['detail']}; the attempt before failed: {_in_short(earlier)}"
     return type(problem)(problem.what, **fields)
-
-
-def _cancelled(problem: BaseException) -> bool:
-    """Whether Spark itself stopped the job (the query is being stopped)."""
-    text = str(problem)
-    return "cancelled" in text or "InterruptedException" in text
