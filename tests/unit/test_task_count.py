@@ -8,7 +8,7 @@ from onceflow.sink.state_step import task_count
 
 
 @pytest.mark.parametrize(
-    ("partitions", "wanted", "tasks"),
+    "partitions, wanted, tasks",
     [
         (8, 8, 8),
         (12, 8, 12),  # somewhat more tasks than cores
@@ -18,7 +18,7 @@ from onceflow.sink.state_step import task_count
         (1, 8, 1),
         (37, 1, 1),
         (37, 8, 37),  # a prime number: every partition is a task, not one task for all of them
-        (74, 8, 74),
+        (74, 8, 37),
         (101, 8, 101),
         (37, 2, 1),  # half of the cores, and outputs stay where they are
         (1009, 8, 8),  # too many to be tasks: unequal shares
