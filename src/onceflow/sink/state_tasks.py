@@ -33,6 +33,8 @@ from onceflow.wire.partitioners import group_by_partition, key_partitions
 
 #: Rows that a task returns to the driver instead of writing them; more of them, and the batch runs apart.
 RETURNED_ROWS_MAX = 20_000
+# Of all tasks together: far below spark.driver.maxResultSize (1 GiB by default), beyond which Spark fails the job.
+RETURNED_BYTES_MAX = 64_000_000
 
 HEADERS_TYPE = pa.list_(pa.struct([("key", pa.string()), ("value", pa.binary())]))
 #: Rows that a process step yields: Spark's name of the schema, and Arrow's.
@@ -233,6 +235,7 @@ class _Outputs:
         self._writer = writer
         self._returned: list[pa.RecordBatch] = []
         self._returned_rows = 0
+        self._returned_bytes = 0
         self._turn = order.write.batch
 
     def emit(self, batch: pa.RecordBatch, partition: int) -> None:
@@ -295,7 +298,9 @@ class _Outputs:
 
     def _return(self, topic: str, rows: pa.RecordBatch) -> None:
         self._returned_rows += rows.num_rows
-        if self._returned_rows > RETURNED_ROWS_MAX:
+        self._returned_bytes += rows.nbytes
+        bytes_most = RETURNED_BYTES_MAX // max(1, self._order.modulus)
+        if self._returned_rows > RETURNED_ROWS_MAX or self._returned_bytes > bytes_most:
             raise NotColocatedError(
                 f"Many outputs go to {topic}, whose partitions cannot be divided among the tasks",
                 next_step="none: the batch runs again, in two stages",
