@@ -301,7 +301,8 @@ class Transactions:
         if code == _INVALID_PRODUCER_ID_MAPPING and not commit:
             # Forgotten, or another's: nothing of ours is open, and ``renew`` tells which. A look before that, too: it
             # would take the transactional id from a newer driver that Kafka has forgotten as well.
-            self._check(deadline)
+            self._unchecked = True
+            self._confirm(deadline)
             return Outcome.ABORTED
         raise self._error(code, "EndTxn")
 
