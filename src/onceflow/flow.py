@@ -19,6 +19,7 @@ from onceflow.client.cluster import Cluster, TopicInfo
 from onceflow.client.deadline import Deadline
 from onceflow.client.settings import ClientSettings
 from onceflow.errors import (
+    BatchAbortedError,
     OnceflowError,
     OptionError,
     UnsupportedQueryError,
@@ -337,6 +338,15 @@ class Flow:
 
     def _commit_progress(self, progress: Progress, deadline: Deadline) -> None:
         """Commit what a start has decided, in a transaction of its own."""
+        try:
+            self._try_to_commit(progress, deadline)
+        except BatchAbortedError as error:
+            # Between two calls of a start may be days: Kafka may have forgotten the transactional id meanwhile.
+            log.info("flow %s: what its start has decided is committed again: %s", self.name, error.what)
+            self._held().transactions.abort(deadline)
+            self._try_to_commit(progress, deadline)
+
+    def _try_to_commit(self, progress: Progress, deadline: Deadline) -> None:
         hold = self._held()
         hold.markers.confirm(deadline)
         hold.transactions.begin(deadline)

@@ -8,11 +8,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from kafka.protocol.admin import DescribeProducersRequest
 
 from onceflow import FencedError
 from onceflow.broker.local import LocalBroker
 from onceflow.client.cluster import Cluster
 from onceflow.client.deadline import Deadline
+from onceflow.client.leaders import ask_leaders
 from onceflow.client.settings import ClientSettings
 from onceflow.client.transactions import Outcome, describe_transaction
 from onceflow.errors import BatchAbortedError
@@ -30,6 +32,9 @@ PROPERTIES = {
     "transactional.id.expiration.ms": str(1000 * FORGETS_AFTER_S),
     "transaction.remove.expired.transaction.cleanup.interval.ms": "200",
     "transaction.abort.timed.out.transaction.cleanup.interval.ms": "500",
+    # What partitions know of a producer; by default they remember it for a day.
+    "producer.id.expiration.ms": str(1000 * FORGETS_AFTER_S),
+    "producer.id.expiration.check.interval.ms": "200",
 }
 
 
@@ -66,31 +71,72 @@ def wait_until_forgotten(cluster: Cluster, names: Names) -> None:
         time.sleep(0.1)
 
 
+def producers_of(cluster: Cluster, topic: str) -> int:
+    """How many producers the leaders of a topic with four partitions remember."""
+
+    def request(wanted: Any) -> Any:
+        kind = DescribeProducersRequest.TopicRequest
+        topics = [kind(name=name, partition_indexes=list(numbers)) for name, numbers in wanted.items()]
+        return DescribeProducersRequest(version=0, topics=topics)
+
+    places = [(topic, partition) for partition in range(4)]
+    answers = ask_leaders(
+        cluster, places, soon(), api="DescribeProducers", request=request, read=lambda a: len(a.active_producers or [])
+    )
+    return sum(answers.values())
+
+
 # ---- flows -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("small_batch_rows", [0, 4000])
-def test_the_next_batch_commits(
-    forgetful: str, make_pipe: Callable[..., Any], connect: Callable[[], Cluster], small_batch_rows: int
-) -> None:
+@pytest.fixture
+def pipe(forgetful: str, make_pipe: Callable[..., Any]) -> Any:
     pipe = replace(make_pipe(), bootstrap=forgetful)
     for topic in (pipe.source, pipe.target):
         create_topic(forgetful, topic, 4)
     pipe.fill(100)
+    return pipe
+
+
+@pytest.mark.parametrize(
+    "guarantee, small_batch_rows", [("exactly_once", 0), ("exactly_once", 4000), ("at_least_once", 4000)]
+)
+def test_the_next_batch_commits(
+    pipe: Any, connect: Callable[[], Cluster], guarantee: str, small_batch_rows: int
+) -> None:
     cluster = connect()
     flow = pipe.open()
     rows = flow.read(pipe.source).select("key", "value")
-    query = flow.write(rows, topic=pipe.target, small_batch_rows=small_batch_rows).start()
+    wait_until_forgotten(cluster, Names(pipe.flow))
+    writer = flow.write(rows, topic=pipe.target, small_batch_rows=small_batch_rows, guarantee=guarantee)
+    query = writer.start()
     try:
         query.processAllAvailable()
         for _ in range(2):
             wait_until_forgotten(cluster, Names(pipe.flow))
+            end = time.monotonic() + 30
+            while producers_of(cluster, pipe.target):
+                assert time.monotonic() < end, "the partitions do not forget the producer"
+                time.sleep(0.1)
             pipe.fill(100)
             query.processAllAvailable()
         assert query.isActive
         assert max(batch.attempts for batch in query.batches) <= 2
     finally:
         query.stop()
+    pipe.check()
+
+
+def test_a_start_may_take_its_time(pipe: Any, connect: Callable[[], Cluster], forgetful: str) -> None:
+    """What its second call of Flow.read decides is committed, too."""
+    other = f"{pipe.source}-other"
+    create_topic(forgetful, other, 1)
+    flow = pipe.open()
+    first = flow.read(pipe.source).select("key", "value")
+    wait_until_forgotten(connect(), Names(pipe.flow))
+    query = flow.write(first.union(flow.read(other).select("key", "value")), topic=pipe.target).start()
+    query.processAllAvailable()
+    query.stop()
     pipe.check()
 
 
