@@ -21,11 +21,13 @@ from brokers import (
     COMPLETE_ABORT,
     COMPLETE_COMMIT,
     CONTINUING,
+    DEAD,
     EMPTY,
     ENDING,
     FAILED,
     FAULTS,
     FENCED,
+    IDLE,
     IN_PROGRESS,
     LOOKING,
     NONE,
@@ -71,6 +73,7 @@ class Model(Kafka):
     looks_for_markers = True
     looks_before_it_stops = True
     aborts_as_the_timeout_does = True
+    checks_progress = True
     aborted_states = (COMPLETE_ABORT,)
 
     @property
@@ -224,11 +227,28 @@ class Model(Kafka):
             return
         if c is not s.coordinator and (left := self.spent(s, "lost")):
             yield what + "done, the answer is lost", self.decided(s._replace(left=left), c)
-        if answer == "ok":
+        if answer == "ok" and s.coordinator.state == DEAD:
+            yield from self.remembered(s, n, d, c, then)
+        elif answer == "ok":
             after = then(self.decided(s, c), n, c.epoch)
             yield what + f"epoch {c.epoch}" + ", it gives up" * (len(after.drivers) < len(s.drivers)), after
         elif c is not s.coordinator:
             yield what + "what is open is to be aborted", self.decided(s, c)
+
+    def remembered(self, s: State, n: int, d: Driver, c: Coordinator, then: Callable[[State, int, int], State]) -> Next:
+        """A new producer id, for an id that had been forgotten. TakeOver._check_progress: progress tells whether
+        somebody else has committed meanwhile. If not, this driver is the newest one."""
+        what = f"driver {d.name}: InitProducerId, a new producer id: "
+        if self.has_moved(s, d):
+            yield what + "progress has moved, it stops", self.decided(self.stopped(s, n), c)
+            return
+        newest = self.decided(s._replace(drivers=(*s.drivers[:n], *s.drivers[n + 1 :], d)), c)
+        after = then(newest, len(s.drivers) - 1, c.epoch)
+        yield what + f"epoch {c.epoch}" + ", it gives up" * (len(after.drivers) < len(s.drivers)), after
+
+    def has_moved(self, s: State, d: Driver) -> bool:
+        """Whether progress is another one than this driver has read or committed last."""
+        return self.checks_progress and self.decided_so_far(s)[1].at != d.at
 
     def free_tag(self, s: State) -> int:
         """A name for an attempt: the smallest that nothing bears any more. Names are compared for equality only."""
@@ -309,6 +329,8 @@ class Model(Kafka):
             yield what + "committed", self.adopted(s, n, d, c)
         elif answer == "over":
             yield what + "it was aborted", self.has_failed(s, n, d)
+        elif answer == "forgotten":
+            yield what + "the transactional id is forgotten", self.has_failed(s, n, d)
         elif answer == "fenced" and self.looks_why:
             yield what + "refused", self.has_failed(s, n, d, LOOKING, bad=True)
         elif answer == "fenced":
@@ -344,10 +366,15 @@ class Model(Kafka):
                     continue
                 if answer == "wait":
                     continue
+                if answer == "forgotten" and self.has_moved(s, d):
+                    yield what + "forgotten, and progress has moved: it stops", self.stopped(s, n)
+                    continue
                 if c is not s.coordinator and (left := self.spent(s, "lost")):
                     lost = self.has_failed(s._replace(left=left), n, d)
                     yield what + "aborted, the answer is lost", self.decided(lost, c)
-                if answer == "ok" and self.v2:
+                if answer == "forgotten":
+                    after = self.has_failed(s, n, d, RENEWING)
+                elif answer == "ok" and self.v2:
                     after = self.rerun(self.decided(s, c), n, c.epoch)
                 elif not self.new_epoch_after_abort:
                     after = self.rerun(self.decided(s, c), n, d.epoch)
@@ -362,7 +389,7 @@ class Model(Kafka):
         leaves the epoch after its own with nobody, as aborted: here nobody sends EndTxn(abort)."""
         c = s.coordinator
         what = f"driver {d.name}: looks at the coordinator: "
-        if c.epoch == d.epoch and d.phase != LOOKING:
+        if (c.epoch == d.epoch or c.state == DEAD) and d.phase != LOOKING:
             yield what + "its own epoch", self.has_failed(s, n, d, RENEWING)
         elif c.epoch == d.epoch + 1 and c.state in (PREPARE_ABORT, *self.aborted_states):
             failed = d.bad or d.phase != LOOKING
@@ -380,18 +407,21 @@ class Model(Kafka):
             return
         if c is not s.coordinator and (left := self.spent(s, "lost")):
             yield what + "done, the answer is lost", self.decided(s._replace(left=left), c)
-        if answer == "ok":
+        then = self.rerun if d.bad else self.planned_again
+        if answer == "ok" and s.coordinator.state == DEAD:
+            yield from self.remembered(s, n, d, c, then)
+        elif answer == "ok":
             after = self.decided(s, c)
-            if self.decided_so_far(after)[1].at != d.at:
+            if self.has_moved(after, d):
                 yield what + "progress has moved, it stops", self.stopped(after, n)
                 return
-            if d.bad:
-                after = self.rerun(after, n, c.epoch)
-            else:
-                after = self.moved(after, n, after.drivers[n], phase=PLANNED, epoch=c.epoch, used=False)
+            after = then(after, n, c.epoch)
             yield what + f"epoch {c.epoch}" + ", it gives up" * (len(after.drivers) < len(s.drivers)), after
         elif c is not s.coordinator:
             yield what + "what is open is to be aborted", self.decided(s, c)
+
+    def planned_again(self, s: State, n: int, epoch: int) -> State:
+        return self.moved(s, n, s.drivers[n], phase=PLANNED, epoch=epoch, used=False)
 
     def has_failed(self, s: State, n: int, d: Driver, phase: str = FAILED, *, bad: bool = False) -> State:
         """Its tasks are nobody's any more."""
@@ -495,7 +525,7 @@ class Model(Kafka):
 
     def final(self, s: State) -> str:
         """What is missing when a run is over (I5)."""
-        if s.coordinator.state not in (EMPTY, COMPLETE_COMMIT, COMPLETE_ABORT):
+        if s.coordinator.state not in (*IDLE, DEAD):
             return "a transaction hangs: readers wait at it"
         everything = tuple(range(self.config.batches))
         visible = self.decided_so_far(s)[0]  # markers that the last batch lacks are written before the next
@@ -522,6 +552,7 @@ class Model(Kafka):
             Action("markers", self.markers),
             Action("start", self.start),
             Action("timeout", self.timeout, fault=True),
+            Action("forgets", self.forgets, fault=True),
             Action("crash", self.crash, fault=True),
             Action("task dies", self.die, fault=True),
             Action("second driver", self.second, fault=True),
@@ -603,7 +634,7 @@ def described(s: State) -> list[str]:
 
 # ---- command line --------------------------------------------------------------------------------------
 
-_EVERY_FAULT = dict.fromkeys(FAULTS[:-1], 1)  # a leader that is missing goes with some of them only
+_EVERY_FAULT = dict.fromkeys(FAULTS[:6], 1)  # a leader that is missing, and expiry, go with some of them only
 #: Searched when no sizes are given. The tests take the small ones.
 SMALL: tuple[dict[str, int], ...] = (
     {"batches": 2, **_EVERY_FAULT, "faults": 2},
@@ -611,6 +642,7 @@ SMALL: tuple[dict[str, int], ...] = (
     {"batches": 2, "outputs": 1, **_EVERY_FAULT, "faults": 2},
     {"batches": 2, "crashes": 1, "deaths": 1, "timeouts": 1, "local": 1},
     {"batches": 2, "crashes": 1, "deaths": 1, "lost": 1, "rivals": 1, "leaders": 1, "faults": 2},
+    {"batches": 2, "crashes": 1, "deaths": 1, "lost": 1, "rivals": 1, "expiries": 1, "faults": 2},
 )
 LARGE: tuple[dict[str, int], ...] = (
     {"batches": 2, **_EVERY_FAULT, "faults": 3},
@@ -621,6 +653,7 @@ LARGE: tuple[dict[str, int], ...] = (
     {"batches": 2, "crashes": 1, "deaths": 1, "timeouts": 1, "rivals": 1, "faults": 2, "local": 1},
     {"batches": 2, **_EVERY_FAULT, "leaders": 1, "faults": 3},
     {"batches": 2, "crashes": 1, "deaths": 1, "leaders": 2, "faults": 3},
+    {"batches": 2, "crashes": 1, "deaths": 1, "timeouts": 1, "lost": 1, "rivals": 1, "expiries": 2, "faults": 3},
 )
 
 

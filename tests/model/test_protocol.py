@@ -32,7 +32,7 @@ explore, protocol, variants = module("explore"), module("protocol"), module("var
 
 # What is done by brokers, by whoever starts drivers, and by faults.
 OTHERS = {"append", "markers", "start"}
-FAULT_ACTIONS = {"timeout", "crash", "task dies", "second driver"}
+FAULT_ACTIONS = {"timeout", "forgets", "crash", "task dies", "second driver"}
 CONFIGS = [protocol.Config(version=version, **row) for row in protocol.SMALL for version in (1, 2)]
 VARIANTS = {variant.name: variant for variant in variants.VARIANTS}
 per_variant = pytest.mark.parametrize("name", VARIANTS)
@@ -62,9 +62,15 @@ def test_everything_holds(config: Any, capsys: pytest.CaptureFixture[str], recor
     record_property("states", result.states)
     record_property("seconds", round(result.seconds, 2))
     possible = {*hooks.STEPS, *OTHERS}
-    if config.deaths or config.timeouts or config.rivals:
+    if config.deaths or config.timeouts or config.rivals or config.expiries:
         possible.add(hooks.ABORTED)
-    kinds = {"timeout": "timeouts", "crash": "crashes", "task dies": "deaths", "second driver": "rivals"}
+    kinds = {
+        "forgets": "expiries",
+        "timeout": "timeouts",
+        "crash": "crashes",
+        "task dies": "deaths",
+        "second driver": "rivals",
+    }
     possible |= {name for name, kind in kinds.items() if getattr(config, kind)}
     assert result.actions == possible
 
@@ -94,7 +100,9 @@ def test_the_reduction_leaves_nothing_out(version: int) -> None:
     assert few == many
 
 
-@pytest.mark.parametrize("faults", ["rivals", "crashes copies", "deaths timeouts lost", "crashes timeouts local"])
+@pytest.mark.parametrize(
+    "faults", ["rivals", "crashes copies", "deaths timeouts lost", "crashes timeouts local", "rivals expiries"]
+)
 @pytest.mark.parametrize("version", [1, 2])
 def test_states_of_one_key_go_on_alike(version: int, faults: str) -> None:
     """Told apart or not, the same keys are reached: one state of a key does stand for the others."""
@@ -156,7 +164,7 @@ def shortest_to(model: Any, what: str, reached: Any) -> list[str]:
     return [f"{step.action}: {step.detail}" for step in found.trace]
 
 
-@pytest.mark.parametrize("fault", ["deaths", "timeouts", "lost", "copies"])
+@pytest.mark.parametrize("fault", ["deaths", "timeouts", "lost", "copies", "expiries"])
 @pytest.mark.parametrize("version", [1, 2])
 def test_a_driver_that_is_alone_is_never_fenced(version: int, fault: str) -> None:
     def alone(s: Any) -> bool:

@@ -40,6 +40,10 @@ class NoNewEpochAfterAbort(Model):
     looks_before_it_stops = False
 
 
+class GoesOnUnchecked(Model):
+    checks_progress = False
+
+
 class LooksAtTheEpochOnly(Model):
     aborted_states = (COMPLETE_ABORT, COMPLETE_COMMIT, EMPTY, ONGOING)
 
@@ -177,6 +181,8 @@ VARIANTS = (
     Variant(SecondAttemptWrites, "the second attempt of a task writes, in the same epoch", "I3", {"deaths": 1}),
     Variant(NoNewEpochAfterAbort, "after an abort the batch runs again in the same epoch", "I3",
             {"version": 1, "deaths": 1}),
+    Variant(GoesOnUnchecked, "a driver that Kafka has forgotten goes on without a look at progress", "I2",
+            {"batches": 2, "rivals": 1, "expiries": 1}),
     Variant(LooksAtTheEpochOnly, "version 1: the epoch after its own tells a driver of a timeout, whatever the state",
             "I6", {"version": 1, "rivals": 1}),
     Variant(AbortsByEndTxn, "version 1: drivers abort by EndTxn, which keeps the epoch", "I6",
