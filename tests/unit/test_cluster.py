@@ -113,6 +113,25 @@ def test_a_topic_that_should_be_there_is_waited_for(
         assert UNKNOWN_TOPIC_S <= clock.now - before < UNKNOWN_TOPIC_S + 1
 
 
+def grown(at: float, clock: Clock) -> Any:
+    """Metadata of a topic that one broker knows two partitions of, and others one, until some time."""
+    answer = metadata("t", 0)
+    if clock.now >= at:
+        answer.topics[0].partitions.append(SimpleNamespace(partition_index=1, leader_id=2))
+    return answer
+
+
+def test_a_partition_that_a_broker_does_not_know_yet(
+    cluster: Cluster, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at = clock.now + UNKNOWN_TOPIC_S / 2
+    monkeypatch.setattr(cluster, "ask", lambda *_: grown(at, clock))
+    assert cluster.leader("t", 1, clock.deadline()) == 2
+    with pytest.raises(UnknownTopicError, match="has no partition 2"):
+        cluster.leader("t", 2, clock.deadline())
+    assert clock.now < at + UNKNOWN_TOPIC_S + 1
+
+
 def test_a_topic_that_is_gone_is_not_waited_for_again(
     cluster: Cluster, clock: Clock, unknown_for: Callable[[float], None]
 ) -> None:

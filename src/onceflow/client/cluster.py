@@ -315,11 +315,19 @@ class Cluster:
         return self._topics[name]
 
     def leader(self, topic: str, partition: int, deadline: Deadline, *, fresh: bool = False) -> int:
-        """Node id of the partition's leader; waits for one to be elected."""
+        """Node id of the partition's leader; waits for one to be elected.
+
+        A partition that a broker does not know (yet) is asked for again for some seconds, like a topic.
+        """
+        missing_until = time.monotonic() + deadline.capped(UNKNOWN_TOPIC_S)
         attempt = 0
         while True:
             info = self.topic(topic, deadline, fresh=fresh or attempt > 0, patient=True)
             if partition not in info.leaders:
+                if time.monotonic() < missing_until:
+                    deadline.pause(attempt + 2, f"{topic}-{partition} is unknown")
+                    attempt += 1
+                    continue
                 raise UnknownTopicError(
                     f"Topic {topic} has no partition {partition}",
                     topic=f"{topic}-{partition}",
