@@ -32,7 +32,7 @@ def left_open(monkeypatch: pytest.MonkeyPatch) -> list[OpenTransaction]:
     monkeypatch.setattr(
         markers, "list_offsets", lambda c, span, *_, committed=True: {"out": {0: 10 if committed else 12}}
     )
-    monkeypatch.setattr(markers, "open_transactions", lambda c, places, d: {place: found for place in places})
+    monkeypatch.setattr(markers, "open_transactions", lambda c, places, d: dict.fromkeys(places, found))
     return found
 
 
