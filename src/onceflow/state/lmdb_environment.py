@@ -51,8 +51,12 @@ class Environment:
         with self.translated():
             if not read_only:
                 self.folder.mkdir(parents=True, exist_ok=True)
-            with nullcontext() if read_only else self.writer.held():
-                self._open_all(read_only)
+            try:
+                with nullcontext() if read_only else self.writer.held():
+                    self._open_all(read_only)
+            except BaseException:
+                self.writer.close()
+                raise
         self.identity = identity(self.folder)
 
     def _open_all(self, read_only: bool) -> None:
