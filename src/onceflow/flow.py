@@ -565,6 +565,8 @@ class Flow:
         """Whether the last query is active. One that has ended by itself gives back here what it holds."""
         if self._running is not None and not self._running.isActive:
             self._running.release()
+            if self._hold is not None:
+                self._release(self._hold)  # another thread may be about to, and must not close what is opened now
             self._running = None
         return self._running is not None
 
