@@ -20,6 +20,7 @@ from onceflow.client.cluster import Cluster, TopicInfo
 from onceflow.client.deadline import Deadline
 from onceflow.client.settings import ClientSettings
 from onceflow.errors import (
+    BatchAbortedError,
     OnceflowError,
     OptionError,
     UnsupportedQueryError,
@@ -138,7 +139,7 @@ class Flow:
             )
         extra = queries.reader_options(options or {}, self.name)
         with self._lock:
-            if self._running is not None and self._running.isActive:
+            if self._runs():
                 raise OptionError(
                     "The flow is running; its sources cannot be changed",
                     flow=self.name,
@@ -330,6 +331,15 @@ class Flow:
 
     def _commit_progress(self, progress: Progress, deadline: Deadline) -> None:
         """Commit what a start has decided, in a transaction of its own."""
+        try:
+            self._try_to_commit(progress, deadline)
+        except BatchAbortedError as error:
+            # Between two calls of a start may be days: Kafka may have forgotten the transactional id meanwhile.
+            log.info("flow %s: what its start has decided is committed again: %s", self.name, error.what)
+            self._held().transactions.abort(deadline)
+            self._try_to_commit(progress, deadline)
+
+    def _try_to_commit(self, progress: Progress, deadline: Deadline) -> None:
         hold = self._held()
         hold.markers.confirm(deadline)
         hold.transactions.begin(deadline)
@@ -337,6 +347,7 @@ class Flow:
         read = {topic: dict(offsets) for topic, offsets in progress.offsets.items() if topic in self._sources}
         at = progress_log.write_progress(hold.cluster, hold.transactions, self._names, progress, read, deadline)
         hold.transactions.commit(deadline, flow=self.name, doing="starting")
+        hold.committed(progress)
         hold.markers.ended({progress_log.place_of(progress.flow): at}, committed=True)
         self._committed = progress
 
@@ -450,7 +461,7 @@ class Flow:
 
     def _start(self, df: DataFrame, options: SinkOptions, columns: Columns, run: RunOptions) -> FlowQuery:
         with self._lock:
-            if self._running is not None and self._running.isActive:
+            if self._runs():
                 raise OptionError(
                     "The flow has a running write already",
                     flow=self.name,
@@ -523,7 +534,7 @@ class Flow:
                 if state is not None:
                     state.settle()
                 location.close()
-                self._release()
+                self._release(hold)
 
             try:
                 self._running = FlowQuery(run.apply(writer).start(), sink, stopped)
@@ -545,12 +556,24 @@ class Flow:
         with self._lock:
             if self._running is not None and self._running.isActive:
                 self._running.stop()
-            self._release()
-
-    def _release(self) -> None:
-        with self._lock:
             if self._hold is not None:
-                self._hold.cluster.close()
+                self._release(self._hold)
+
+    def _runs(self) -> bool:
+        """Whether the last query is active. One that has ended by itself gives back here what it holds."""
+        if self._running is not None and not self._running.isActive:
+            self._running.release()
+            if self._hold is not None:
+                self._release(self._hold)  # another thread may be about to, and must not close what is opened now
+            self._running = None
+        return self._running is not None
+
+    def _release(self, hold: TakeOver) -> None:
+        """Close the connections of one run. Those of a newer run of this flow are its own, and stay."""
+        with self._lock:
+            hold.cluster.close()
+            if self._hold is not hold:
+                return
             self._hold = self._committed = None
             self._sources = {}
             self._steps = {}

@@ -33,7 +33,7 @@ DYNAMIC = {
     "spark.dynamicAllocation.minExecutors": "1",
     "spark.dynamicAllocation.maxExecutors": "3",
     "spark.dynamicAllocation.executorIdleTimeout": "5s",
-    "spark.dynamicAllocation.schedulerBacklogTimeout": "1s",
+    "spark.dynamicAllocation.schedulerBacklogTimeout": "200ms",
 }
 
 
@@ -62,7 +62,7 @@ class Service:
         while not done():
             assert self.process.poll() is None, "".join(self.lines)[-5000:]
             assert time.monotonic() < end, f"not within {seconds:g} s: {what}; {''.join(self.lines[-3:])}"
-            self.pipe.fill(200)
+            self.pipe.fill(600)  # six tasks, so that some of them wait for a core
             time.sleep(0.2)
 
     def feed_batches(self, count: int) -> None:

@@ -31,6 +31,7 @@ from onceflow.errors import (
     AuthenticationFailedError,
     BadRecordError,
     BatchAbortedError,
+    BrokerUnsupportedError,
     DeadlineExceededError,
     FencedError,
     OnceflowError,
@@ -108,6 +109,7 @@ class World:
         self.fresh: list[tuple[str, int]] = []
         self.connects = 0
         self.asked_version: tuple[int, int] = (0, 0)
+        self.oldest: int | None = None  # the version that the leader understands, where it is older than others
         self.node = 1  # that leads every partition now
         self.known: dict[tuple[str, int], int] = {}  # what metadata said last
         self.refreshes_whole_topic = False
@@ -125,6 +127,14 @@ class World:
         assert request is ProduceRequest
         self.asked_version = (least, most)
         return most
+
+    def fits(self, key: int, version: int, connection: Any) -> int:
+        assert key == ProduceRequest.API_KEY
+        if self.oldest is None:
+            return version
+        if self.oldest < 9:
+            raise BrokerUnsupportedError("too old", next_step="upgrade it")
+        return min(version, self.oldest)
 
     def leader(self, topic: str, partition: int, deadline: Deadline, *, fresh: bool = False) -> int:
         if fresh:
@@ -801,7 +811,35 @@ def test_topic_that_stays_unknown(world: World) -> None:
     with pytest.raises(UnknownTopicError, match="'out' does not exist"):  # noqa: PT012
         producer.send("out", 0, encode(1)[0])
         producer.flush()
-    assert 5 < len(world.arrived) < 20
+    assert 5 < len(world.arrived) < 60
+    assert 109 < world.now < 115  # some seconds: a broker may be slow to learn of a topic
+
+
+def test_topic_that_is_unknown_for_some_seconds(world: World) -> None:
+    until = world.now + 5
+    world.script = lambda _: 3 if world.now < until else 0
+    producer = world.producer()
+    producer.send("out", 0, encode(1)[0])
+    assert producer.flush()["out", 0].count == 1
+
+
+@pytest.mark.parametrize("oldest", [9, 11])
+def test_a_leader_that_is_older_than_other_brokers(world: World, oldest: int) -> None:
+    """In a rolling upgrade: the request goes out with the version that its own broker understands."""
+    world.oldest = oldest
+    producer = world.producer()
+    producer.send("out", 0, encode(1)[0])
+    assert producer.flush()["out", 0].count == 1
+    assert [request.header.request_api_version for request in world.requests] == [oldest]
+
+
+def test_a_leader_that_is_too_old(world: World) -> None:
+    world.oldest = 8
+    producer = world.producer()
+    with pytest.raises(BrokerUnsupportedError, match="too old"):  # noqa: PT012
+        producer.send("out", 0, encode(1)[0])
+        producer.flush()
+    assert not world.arrived
 
 
 def test_45_of_the_oldest_batch_is_a_gap(world: World) -> None:

@@ -153,7 +153,7 @@ class BatchSink:
             log.debug("the batch failed here", exc_info=error)
             raise self.failure from None
         except (PySparkException, Py4JError) as error:
-            self.failure = self._stopped(error, batch)
+            self.failure = self._stopped(error, batch, stopped=self._is_stopped(df, error))
             log.debug("the batch failed here", exc_info=error)
             raise self.failure from None
         except BaseException as error:
@@ -228,7 +228,7 @@ class BatchSink:
                 self._abort(problem, batch)
                 if isinstance(problem, OnceflowError) and not isinstance(problem, _WORTH_A_RERUN):
                     raise
-                if self.stopping or _cancelled(problem):
+                if self._is_stopped(df, problem):
                     raise
                 if isinstance(problem, FencedError):  # tasks met a newer epoch, and nobody else owns the id
                     problem = self._timed_out(time.monotonic() - self._begun_at)
@@ -522,7 +522,7 @@ class BatchSink:
         try:
             self._delivery.abort(self._deadline(f"aborting batch {batch}"))
         except FencedError as error:
-            raise self._fenced(f"while batch {batch} was being written") from error
+            raise self._fenced(f"while batch {batch} was being written", error.detail) from error
         except OnceflowError as error:
             log.warning("flow %s: abort of batch %d failed, too: %s", self._names.flow, batch, error.what)
             raise problem from error
@@ -542,11 +542,11 @@ class BatchSink:
             _in_short(problem),
         )
 
-    def _fenced(self, when: str) -> FencedError:
+    def _fenced(self, when: str, detail: str = "") -> FencedError:
         return FencedError(
             f"A newer driver of flow {self._names.flow!r} has taken over, {when}",
             flow=self._names.flow,
-            detail=f"transactional id {self._delivery.transactional_id}",
+            detail="; ".join(filter(None, [f"transactional id {self._delivery.transactional_id}", detail])),
             next_step="stop one of the two: a flow has one driver; nothing was lost or doubled",
         )
 
@@ -558,8 +558,12 @@ class BatchSink:
             "or raise transaction_timeout of Flow.write (broker limit: transaction.max.timeout.ms)",
         )
 
-    def _stopped(self, problem: BaseException, batch: int) -> BatchAbortedError:
-        what = "the query is being stopped" if self.stopping or _cancelled(problem) else "Spark failed"
+    def _is_stopped(self, df: DataFrame, problem: BaseException) -> bool:
+        """Whether the batch has failed because somebody stops the query, its jobs or Spark."""
+        return self.stopping or jvm.was_cancelled(problem) or jvm.is_being_stopped(df.sparkSession)
+
+    def _stopped(self, problem: BaseException, batch: int, *, stopped: bool) -> BatchAbortedError:
+        what = "the query is being stopped" if stopped else "Spark failed"
         return BatchAbortedError(
             f"Batch {batch} was aborted: {what}; nothing of it is visible",
             flow=self._names.flow,
@@ -638,9 +642,3 @@ def _after(problem: OnceflowError, earlier: BaseException) -> OnceflowError:
     fields = problem.fields()
     fields["detail"] = f"{fields['detail']}; the attempt before failed: {_in_short(earlier)}"
     return type(problem)(problem.what, **fields)
-
-
-def _cancelled(problem: BaseException) -> bool:
-    """Whether Spark itself stopped the job (the query is being stopped)."""
-    text = str(problem)
-    return "cancelled" in text or "InterruptedException" in text
