@@ -544,7 +544,7 @@ def test_a_long_restore_holds_little_in_memory_and_leaves_no_file(
     opened = flow.open(folder, LmdbStore)
     flow.check(opened)
     assert 5 < len(commits) < 20
-    assert {file.name for file in folder.iterdir()} == {"data.mdb", "lock.mdb"}
+    assert {file.name for file in folder.iterdir()} == {"data.mdb", "lock.mdb", "writer.lock"}
 
 
 def test_somebody_who_never_stops_moving_the_marker_is_an_error(folder: Path) -> None:
