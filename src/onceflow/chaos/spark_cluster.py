@@ -7,7 +7,8 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -70,6 +71,35 @@ class SparkCluster:
     ) -> None:
         self.close()
 
+    @property
+    def workers(self) -> list[str]:
+        """Names of those that run."""
+        return [name for name, process in self._processes.items() if name != "master" and process.poll() is None]
+
+    def kill_worker(self, name: str) -> None:
+        """SIGKILL to a worker and all its executors."""
+        _kill_all(self._processes[name])
+
+    def kill_executors(self, *, meanwhile: Callable[[], None]) -> int:
+        """SIGKILL to all executors with their Python workers; how many there were.
+
+        Args:
+            meanwhile: called when all are gone, before new ones are started.
+        """
+        for name in self.workers:
+            os.kill(self.pid(name), signal.SIGSTOP)  # it would start others at once
+        try:
+            killed = self.executors()
+            for executor in killed:
+                for pid in [executor, *descendants(executor)]:
+                    with suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+            meanwhile()
+        finally:
+            for name in self.workers:
+                os.kill(self.pid(name), signal.SIGCONT)
+        return len(killed)
+
     def add_worker(self) -> str:
         """Start one more worker; its name, when the master knows it."""
         name = self._start_worker()
@@ -99,13 +129,7 @@ class SparkCluster:
 
     def close(self) -> None:
         for process in self._processes.values():
-            below = descendants(process.pid)
-            for pid in [process.pid, *below]:
-                try:
-                    os.kill(pid, signal.SIGKILL)
-                except ProcessLookupError:
-                    continue
-            process.wait()
+            _kill_all(process)
         self._processes = {}
 
     def _start_worker(self) -> str:
@@ -172,3 +196,13 @@ class SparkCluster:
                 next_step=f"see the logs in {self.folder}",
             )
         time.sleep(0.1)
+
+
+def _kill_all(process: subprocess.Popen[bytes]) -> None:
+    """A process and all below it; one that was ended before is fine."""
+    if process.poll() is not None:
+        return
+    for pid in [process.pid, *descendants(process.pid)]:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    process.wait()
