@@ -171,7 +171,8 @@ class Host:
         while not holds():
             running = self._process is not None and self._process.poll() is None
             if time.monotonic() > end or not running:
-                tail = "\n".join((self.folder / "driver.log").read_text(errors="replace").splitlines()[-60:])
+                log = (self.folder / "driver.log").read_text(errors="replace").splitlines()
+                tail = "\n".join([line for line in log if "falling behind" not in line][-60:])
                 pytest.fail(f"{what}: not within {seconds:g} s; the driver {'runs' if running else 'ended'}\n{tail}")
             time.sleep(0.1)
 
