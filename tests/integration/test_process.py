@@ -147,7 +147,7 @@ def test_large_copies_are_prepared_before_the_batch_writes(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO, "onceflow.state")
-    monkeypatch.setattr(preparing, "_RECORDS_LEAST", 1000)
+    monkeypatch.setattr(preparing, "_RECORDS_LEAST", 100)
     monkeypatch.setattr(preparing, "_BYTES_LEAST", 1)
     pipe = make_state_pipe()
     pipe.fill(2000)

@@ -164,7 +164,7 @@ def open_partition(
 
 
 def _brought_up(folder: Path, opener: type[Store], run: _Run, *, verify: bool) -> tuple[Store, str]:
-    died, there = _found(folder, opener)
+    died, there = found_in(folder, opener)
     if died:
         raise StoreCorruptError("the process that was verifying it died")
     with _verifying(folder) if verify and there else nullcontext():
@@ -182,7 +182,7 @@ def _brought_up(folder: Path, opener: type[Store], run: _Run, *, verify: bool) -
         raise
 
 
-def _found(folder: Path, opener: type[Store]) -> tuple[bool, bool]:
+def found_in(folder: Path, opener: type[Store]) -> tuple[bool, bool]:
     """Whether a process has died verifying what is there, and whether something is."""
     try:
         return (folder / VERIFYING).exists(), opener.exists(folder)
@@ -398,37 +398,6 @@ class _Run:
         if not store.write(changes, blobs, (MARKER, raw), index=True):
             raise _MovedError
         return marker.encode()
-
-
-def missing_records(folder: Path, opener: type[Store], goal: Goal, *, verified: bool) -> int | None:
-    """How many records (at most) have to be read before the copy is at the goal, as its marker says.
-
-    Args:
-        verified: whether the copy was. If not, it is not opened: what is damaged may crash the process that does.
-
-    Returns:
-        None: there is a copy, and it has to be verified first.
-    """
-    everything = goal.table_end + goal.internal_end
-    died, there = _found(folder, opener)
-    if died or not there:
-        return everything
-    if not verified:
-        return None
-    try:
-        store = opener.open(folder)
-        try:
-            marker = Marker.decode(store.blob(MARKER) or b"")
-            pending = Pending.decode(store.blob(PENDING))
-        finally:
-            store.close()
-    except StoreCorruptError:
-        return everything
-    if marker is None or marker.misfit(goal):
-        return everything
-    if pending is not None and pending.commit == goal.last and pending.follows(marker):
-        return 0
-    return everything - marker.table_end - marker.internal_end
 
 
 # ---- pending -----------------------------------------------------------------------------------------

@@ -11,9 +11,12 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
-from onceflow.state.local import Opened, Source, missing_records, open_partition
+from onceflow.state.local import Goal, Opened, Source, found_in, open_partition
+from onceflow.state.local_format import MARKER, PENDING, Marker, Pending
 from onceflow.state.spec import Moment, ProcessSpec
+from onceflow.state.store import Store, StoreCorruptError
 
 log = logging.getLogger("onceflow.state")
 
@@ -95,6 +98,37 @@ def lacks(spec: ProcessSpec, moment: Moment, partition: int) -> int | None:
 def is_verified(spec: ProcessSpec, moment: Moment, partition: int) -> bool:
     """Whether the copy on this host was verified in this run."""
     return (spec.place(), partition) in moment.verified
+
+
+def missing_records(folder: Path, opener: type[Store], goal: Goal, *, verified: bool) -> int | None:
+    """How many records (at most) have to be read before the copy is at the goal, as its marker says.
+
+    Args:
+        verified: whether the copy was. If not, it is not opened: what is damaged may crash the process that does.
+
+    Returns:
+        None: there is a copy, and it has to be verified first.
+    """
+    everything = goal.table_end + goal.internal_end
+    died, there = found_in(folder, opener)
+    if died or not there:
+        return everything
+    if not verified:
+        return None
+    try:
+        store = opener.open(folder)
+        try:
+            marker = Marker.decode(store.blob(MARKER) or b"")
+            pending = Pending.decode(store.blob(PENDING))
+        finally:
+            store.close()
+    except StoreCorruptError:
+        return everything
+    if marker is None or marker.misfit(goal):
+        return everything
+    if pending is not None and pending.commit == goal.last and pending.follows(marker):
+        return 0
+    return everything - marker.table_end - marker.internal_end
 
 
 class _Progress:
