@@ -101,7 +101,7 @@ def test_the_reduction_leaves_nothing_out(version: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "faults", ["rivals", "crashes copies", "deaths timeouts lost", "crashes timeouts local", "rivals expiries"]
+    "faults", ["rivals", "crashes copies", "deaths timeouts lost", "crashes timeouts local", "crashes expiries"]
 )
 @pytest.mark.parametrize("version", [1, 2])
 def test_states_of_one_key_go_on_alike(version: int, faults: str) -> None:
