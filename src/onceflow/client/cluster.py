@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import kafka.errors as kafka_errors
-from kafka.net.manager import KafkaConnectionManager
 from kafka.net.selector import NetworkSelector
 from kafka.protocol.metadata import ApiVersionsRequest, FindCoordinatorRequest, MetadataRequest
 
+from onceflow.client.connections import ConnectionManager
 from onceflow.client.deadline import Deadline
 from onceflow.client.settings import ClientSettings
 from onceflow.client.token_sources import TokenRefusedError, TokenUnavailableError
@@ -73,7 +73,7 @@ class Cluster:
         self.lock = threading.RLock()
         self.net = NetworkSelector(slow_task_threshold_secs=0)
         config = settings.kafka_python()
-        self.manager = KafkaConnectionManager(self.net, **config)
+        self.manager = ConnectionManager(self.net, **config)
         self.tokens = settings.tokens
         self._topics: dict[str, TopicInfo] = {}
         self._coordinators: dict[tuple[int, str], int] = {}
