@@ -457,5 +457,5 @@ def test_executors_ask_the_driver_for_tokens(six_seconds: Guarded, pipe: Any, tm
     }
     output = run_program(guarded, [pipe], arguments, seconds=20, folder=tmp_path)
     pipe.check()
-    assert "https://" in output, "the endpoint of the driver"
+    assert "endpoints [TokenEndpoint(https://" in output
     assert_no_secrets(guarded.provider, {"the output": output})
