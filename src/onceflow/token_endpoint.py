@@ -198,12 +198,13 @@ def endpoint_for(spark: SparkSession, tokens: Tokens) -> TokenEndpoint:
                 found = TokenEndpoint(tokens)
             else:
                 address = conf.get("spark.driver.bindAddress") or host
-                found = TokenEndpoint(tokens, address=address, host=host, tls=certificate_for(host, _jvm(spark)))
+                tls = certificate_for(host, spark.sparkContext._gateway)
+                found = TokenEndpoint(tokens, address=address, host=host, tls=tls)
             _endpoints[id(tokens), host] = found  # `shared` keeps the tokens, so the id stays theirs
         return found
 
 
-def certificate_for(host: str, jvm: Any) -> tuple[str, str]:
+def certificate_for(host: str, gateway: Any) -> tuple[str, str]:
     """A self-signed certificate for this host name or address, and its key, as PEM. Made by Java's keytool."""
     password = secrets.token_urlsafe(24)
     with tempfile.TemporaryDirectory(prefix="onceflow-tls-") as folder:
@@ -231,14 +232,16 @@ def certificate_for(host: str, jvm: Any) -> tuple[str, str]:
                 next_step="see that keytool is beside java on the driver, or use a token endpoint of your own "
                 "(sasl.oauthbearer.token.endpoint.url)",
             ) from error
-        return _pem_of(store, password, jvm)
+        return _pem_of(store, password, gateway)
 
 
-def _pem_of(store: Path, password: str, jvm: Any) -> tuple[str, str]:
+def _pem_of(store: Path, password: str, gateway: Any) -> tuple[str, str]:
     """Certificate and key. keytool does not hand out keys, and Python's ssl reads no PKCS12: the driver's JVM does."""
-    letters = jvm.java.lang.String(password).toCharArray()
-    keys = jvm.java.security.KeyStore.getInstance("PKCS12")
-    stream = jvm.java.io.FileInputStream(str(store))
+    letters = gateway.new_array(gateway.jvm.char, len(password))
+    for position, letter in enumerate(password):
+        letters[position] = letter
+    keys = gateway.jvm.java.security.KeyStore.getInstance("PKCS12")
+    stream = gateway.jvm.java.io.FileInputStream(str(store))
     try:
         keys.load(stream, letters)
     finally:

@@ -355,7 +355,7 @@ def test_the_endpoint_with_tls(guarded: Guarded, onceflow_spark: Any, tmp_path: 
     """What executors on other machines ask. The certificate is for the driver's name, and only the key it names."""
     tokens = ClientSettings(guarded.servers, guarded.credentials()).tokens
     assert tokens is not None
-    tls = token_endpoint.certificate_for("localhost", onceflow_spark.sparkContext._jvm)
+    tls = token_endpoint.certificate_for("localhost", onceflow_spark.sparkContext._gateway)
     endpoint = token_endpoint.TokenEndpoint(tokens, host="localhost", tls=tls)
     try:
         fields = jaas_fields(endpoint.jaas)
@@ -457,5 +457,5 @@ def test_executors_ask_the_driver_for_tokens(six_seconds: Guarded, pipe: Any, tm
     }
     output = run_program(guarded, [pipe], arguments, seconds=20, folder=tmp_path)
     pipe.check()
-    assert "https://" in output, "the endpoint of the driver"
+    assert "endpoints [TokenEndpoint(https://" in output
     assert_no_secrets(guarded.provider, {"the output": output})

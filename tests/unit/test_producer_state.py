@@ -27,6 +27,7 @@ from onceflow.client import produce
 from onceflow.client.deadline import Deadline
 from onceflow.client.produce import MAX_IN_FLIGHT, Acknowledged, Producer
 from onceflow.client.settings import ClientSettings
+from onceflow.client.token_sources import TokenUnavailableError
 from onceflow.errors import (
     AuthenticationFailedError,
     BadRecordError,
@@ -115,6 +116,7 @@ class World:
         self.refreshes_whole_topic = False
         self.connections: dict[int, Connection] = {}
         self.refuse_connection: Exception | None = None
+        self.login_again = False
         self.answers_per_poll: Callable[[], int] = lambda: 99
         self.shuffle: Callable[[list[Any]], None] = lambda _: None  # which broker answers first
         self.polls = 0
@@ -145,6 +147,9 @@ class World:
         if fresh or (topic, partition) not in self.known:
             self.known[topic, partition] = self.node
         return self.known[topic, partition]
+
+    def may_log_in_again(self, error: Exception) -> bool:
+        return self.login_again
 
     # KafkaConnectionManager
     def get_connection(self, node: int) -> Connection:
@@ -866,6 +871,39 @@ def test_refused_credentials_are_one_of_our_errors(world: World) -> None:
     with pytest.raises(AuthenticationFailedError):
         producer.flush()
     assert not world.arrived
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_login_that_is_refused_while_a_connection_is_made(world: World, again: bool) -> None:
+    """Told at once, unless a new token may do better; several pumps have waited for the one connection."""
+    world.login_again = again
+    connection = world.connections[1] = Connection(world)
+    connection.connected, connection.initializing = False, True
+    producer = world.producer()
+    producer.send("out", 0, encode(1)[0])
+    producer._pump(wait=False)
+    connection.initializing = False
+    del world.connections[1]
+    connection.init_future.failure(kafka_errors.SaslAuthenticationFailedError("token expired"))
+    if again:
+        producer.flush()
+        assert len(world.arrived) == 1
+        return
+    with pytest.raises(AuthenticationFailedError, match="h:9092 refused the credentials") as caught:
+        producer.flush()
+    assert "token expired" in caught.value.detail
+    assert not world.arrived
+
+
+def test_a_connection_that_breaks_while_it_is_made_is_made_again(world: World) -> None:
+    connection = world.connections[1] = Connection(world)
+    connection.connected, connection.initializing = False, True
+    producer = world.producer()
+    producer.send("out", 0, encode(1)[0])
+    del world.connections[1]
+    connection.init_future.failure(TokenUnavailableError("the token endpoint is down"))
+    producer.flush()
+    assert len(world.arrived) == 1
 
 
 @pytest.mark.parametrize("never", [19, 6, LOST, DELAY])

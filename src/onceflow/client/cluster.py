@@ -20,11 +20,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import kafka.errors as kafka_errors
-from kafka.net.manager import KafkaConnectionManager
 from kafka.net.selector import NetworkSelector
 from kafka.protocol.metadata import ApiVersionsRequest, FindCoordinatorRequest, MetadataRequest
 from kafka.protocol.producer import EndTxnRequest, ProduceRequest, TxnOffsetCommitRequest
 
+from onceflow.client.connections import ConnectionManager
 from onceflow.client.deadline import Deadline
 from onceflow.client.quiet import filter_loggers, quiet
 from onceflow.client.settings import ClientSettings
@@ -80,7 +80,7 @@ class Cluster:
         config = settings.kafka_python()
         filter_loggers()
         with quiet():
-            self.manager = KafkaConnectionManager(self.net, **config)
+            self.manager = ConnectionManager(self.net, **config)
         self.tokens = settings.tokens
         self._topics: dict[str, TopicInfo] = {}
         self._coordinators: dict[tuple[int, str], int] = {}

@@ -97,9 +97,9 @@ class Tokens(AbstractTokenProvider):  # type: ignore[misc]
         try:
             token = self._fetched(patience_s=self._patience_s if old is None else 0.0)
         except (TokenUnavailableError, TokenRefusedError) as error:
-            if old is None:
-                raise
             now = self._clock()
+            if old is None or old.expires_at <= now:
+                raise
             log.warning("the token is valid for another %.0f s and was not renewed: %s", old.expires_at - now, error)
             self._renew_at = min(now + _AGAIN_S, old.expires_at)
             return old
