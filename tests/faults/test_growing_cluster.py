@@ -33,7 +33,7 @@ DYNAMIC = {
     "spark.dynamicAllocation.minExecutors": "1",
     "spark.dynamicAllocation.maxExecutors": "3",
     "spark.dynamicAllocation.executorIdleTimeout": "5s",
-    "spark.dynamicAllocation.schedulerBacklogTimeout": "200ms",
+    "spark.dynamicAllocation.schedulerBacklogTimeout": "1s",
 }
 
 
@@ -92,6 +92,7 @@ def test_executors_come_late_and_leave(
             "folder": str(tmp_path),
             "master": cluster.master,
             "task_rows": 100,
+            "partition_s": 0.4 if dynamic else 0.0,  # executors are added when tasks have waited for a second
             "config": {**cluster.settings, **LEAVES_IN_ORDER, **(DYNAMIC if dynamic else {})},
         }
         process = driver_process(Path(__file__).with_name("growing_service.py"), None, arguments)
