@@ -452,10 +452,15 @@ def test_executors_ask_the_driver_for_tokens(six_seconds: Guarded, pipe: Any, tm
     options = {**guarded.base, "onceflow.token.provider": provider_script(tmp_path, guarded.provider.url)}
     arguments = {
         "master": "local-cluster[2,1,600]",
-        "spark": {"spark.executor.memory": "600m", "spark.executorEnv.PYTHONPATH": str(tmp_path)},
+        "spark": {
+            "spark.executor.memory": "600m",
+            "spark.executorEnv.PYTHONPATH": str(tmp_path),
+            "spark.driver.host": "localhost",
+            "spark.driver.bindAddress": "127.0.0.1",
+        },
         "flows": [flow_arguments(pipe, options, 0)],
     }
     output = run_program(guarded, [pipe], arguments, seconds=20, folder=tmp_path)
     pipe.check()
-    assert "endpoints [TokenEndpoint(https://" in output
+    assert "endpoints [TokenEndpoint(https://localhost:" in output
     assert_no_secrets(guarded.provider, {"the output": output})
