@@ -427,7 +427,12 @@ def test_five_minutes_with_tokens_of_thirty_seconds(six_seconds: Guarded, pipe: 
     events.mkdir()
     arguments = {
         "master": "local[2]",
-        "spark": {"spark.log.level": "INFO", "spark.eventLog.enabled": "true", "spark.eventLog.dir": events.as_uri()},
+        "spark": {
+            "spark.log.level": "INFO",
+            "spark.eventLog.enabled": "true",
+            "spark.eventLog.dir": events.as_uri(),
+            "spark.eventLog.compress": "false",
+        },
         "flows": [
             flow_arguments(pipe, guarded.credentials(), 0),
             flow_arguments(by_driver, {**guarded.base, "onceflow.token.provider": function}, 4000),
