@@ -401,7 +401,9 @@ def run_program(guarded: Guarded, pipes: list[Any], arguments: dict[str, Any], *
         finally:
             process.kill()
             process.wait()
-    return log.read_text()
+    printed = log.read_text()
+    assert "INFO ExpiringCredentialRefreshingLogin" in printed, "Java's clients log at INFO, too"
+    return printed
 
 
 def flow_arguments(pipe: Any, options: Mapping[str, str], rows: int) -> dict[str, Any]:
@@ -428,7 +430,6 @@ def test_five_minutes_with_tokens_of_thirty_seconds(six_seconds: Guarded, pipe: 
     arguments = {
         "master": "local[2]",
         "spark": {
-            "spark.log.level": "INFO",
             "spark.eventLog.enabled": "true",
             "spark.eventLog.dir": events.as_uri(),
             "spark.eventLog.compress": "false",
