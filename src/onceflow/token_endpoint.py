@@ -46,6 +46,7 @@ _HANDLERS = (
 )
 _PATH = "/token"
 _CLIENT_ID = "onceflow"
+_ALIAS = "onceflow"
 _VALID_DAYS = 3650
 _HANDLER_TIMEOUT_S = 20
 _KEYTOOL_TIMEOUT_S = 60
@@ -209,51 +210,56 @@ def certificate_for(host: str, gateway: Any) -> tuple[str, str]:
     password = secrets.token_urlsafe(24)
     with tempfile.TemporaryDirectory(prefix="onceflow-tls-") as folder:
         store = Path(folder, "key.p12")
-        command = [
-            str(find_java().with_name("keytool")), "-genkeypair", "-alias", "onceflow", "-keyalg", "EC",
-            "-groupname", "secp256r1", "-storetype", "PKCS12", "-keystore", str(store),
+        _keytool(
+            store, password,
+            "-genkeypair", "-keyalg", "EC", "-groupname", "secp256r1", "-storetype", "PKCS12",
             "-startdate", "-1d", "-validity", str(_VALID_DAYS), "-dname", "CN=onceflow",
             "-ext", f"SAN={'ip' if _is_address(host) else 'dns'}:{host}",
-            "-storepass:env", "ONCEFLOW_STORE_PASSWORD",
-        ]  # fmt: skip
-        try:
-            subprocess.run(
-                command,
-                env={**os.environ, "ONCEFLOW_STORE_PASSWORD": password},
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                timeout=_KEYTOOL_TIMEOUT_S,
-                check=True,
-            )
-        except (OSError, subprocess.SubprocessError) as error:
-            raise EnvironmentUnusableError(
-                "No certificate could be made for the token endpoint of the driver",
-                detail=f"keytool: {type(error).__name__}",
-                next_step="see that keytool is beside java on the driver, or use a token endpoint of your own "
-                "(sasl.oauthbearer.token.endpoint.url)",
-            ) from error
-        return _pem_of(store, password, gateway)
+        )  # fmt: skip
+        certificate = _keytool(store, password, "-exportcert", "-rfc")
+        return certificate, _private_key(store, password, gateway)
 
 
-def _pem_of(store: Path, password: str, gateway: Any) -> tuple[str, str]:
-    """Certificate and key. keytool does not hand out keys, and Python's ssl reads no PKCS12: the driver's JVM does."""
+def _keytool(store: Path, password: str, *arguments: str) -> str:
+    command = [str(find_java().with_name("keytool")), *arguments, "-alias", _ALIAS, "-keystore", str(store)]
+    try:
+        done = subprocess.run(
+            [*command, "-storepass:env", "ONCEFLOW_STORE_PASSWORD"],
+            env={**os.environ, "ONCEFLOW_STORE_PASSWORD": password},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_KEYTOOL_TIMEOUT_S,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        raise EnvironmentUnusableError(
+            "No certificate could be made for the token endpoint of the driver",
+            detail=f"keytool: {type(error).__name__}",
+            next_step="see that keytool is beside java on the driver, or use a token endpoint of your own "
+            "(sasl.oauthbearer.token.endpoint.url)",
+        ) from error
+    return done.stdout
+
+
+def _private_key(store: Path, password: str, gateway: Any) -> str:
+    """The key as PEM. keytool does not hand out keys, and Python's ssl reads no PKCS12: the driver's JVM does."""
+    java = gateway.jvm.java
     letters = gateway.new_array(gateway.jvm.char, len(password))
     for position, letter in enumerate(password):
         letters[position] = letter
-    keys = gateway.jvm.java.security.KeyStore.getInstance("PKCS12")
-    stream = gateway.jvm.java.io.FileInputStream(str(store))
+    keys = java.security.KeyStore.getInstance("PKCS12")
+    stream = java.io.FileInputStream(str(store))
     try:
         keys.load(stream, letters)
     finally:
         stream.close()
-    certificate = bytes(keys.getCertificate("onceflow").getEncoded())
-    return _pem("CERTIFICATE", certificate), _pem("PRIVATE KEY", bytes(keys.getKey("onceflow", letters).getEncoded()))
-
-
-def _pem(kind: str, der: bytes) -> str:
-    text = base64.b64encode(der).decode()
+    # The key's own class is hidden in its module: its methods cannot be called from outside.
+    encoded = java.lang.Class.forName("java.security.spec.PKCS8EncodedKeySpec")
+    key = java.security.KeyFactory.getInstance("EC").getKeySpec(keys.getKey(_ALIAS, letters), encoded)
+    text = base64.b64encode(bytes(key.getEncoded())).decode()
     lines = [text[at : at + 64] for at in range(0, len(text), 64)]
-    return "\n".join([f"-----BEGIN {kind}-----", *lines, f"-----END {kind}-----", ""])
+    return "\n".join(["-----BEGIN PRIVATE KEY-----", *lines, "-----END PRIVATE KEY-----", ""])
 
 
 def _server_context(certificate: str, key: str) -> ssl.SSLContext:

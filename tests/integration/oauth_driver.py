@@ -24,6 +24,7 @@ def main() -> None:
             **given.get("spark", {}),
         },
     )
+    spark.sparkContext.setLogLevel("INFO")
     flows, queries = [], []
     for each in given["flows"]:
         flow = onceflow.Flow(each["flow"], spark, bootstrap_servers=given["bootstrap"], options=each["options"])

@@ -401,7 +401,9 @@ def run_program(guarded: Guarded, pipes: list[Any], arguments: dict[str, Any], *
         finally:
             process.kill()
             process.wait()
-    return log.read_text()
+    printed = log.read_text()
+    assert "INFO ExpiringCredentialRefreshingLogin" in printed, "Java's clients log at INFO, too"
+    return printed
 
 
 def flow_arguments(pipe: Any, options: Mapping[str, str], rows: int) -> dict[str, Any]:
@@ -427,7 +429,11 @@ def test_five_minutes_with_tokens_of_thirty_seconds(six_seconds: Guarded, pipe: 
     events.mkdir()
     arguments = {
         "master": "local[2]",
-        "spark": {"spark.log.level": "INFO", "spark.eventLog.enabled": "true", "spark.eventLog.dir": events.as_uri()},
+        "spark": {
+            "spark.eventLog.enabled": "true",
+            "spark.eventLog.dir": events.as_uri(),
+            "spark.eventLog.compress": "false",
+        },
         "flows": [
             flow_arguments(pipe, guarded.credentials(), 0),
             flow_arguments(by_driver, {**guarded.base, "onceflow.token.provider": function}, 4000),
@@ -452,10 +458,15 @@ def test_executors_ask_the_driver_for_tokens(six_seconds: Guarded, pipe: Any, tm
     options = {**guarded.base, "onceflow.token.provider": provider_script(tmp_path, guarded.provider.url)}
     arguments = {
         "master": "local-cluster[2,1,600]",
-        "spark": {"spark.executor.memory": "600m", "spark.executorEnv.PYTHONPATH": str(tmp_path)},
+        "spark": {
+            "spark.executor.memory": "600m",
+            "spark.executorEnv.PYTHONPATH": str(tmp_path),
+            "spark.driver.host": "localhost",
+            "spark.driver.bindAddress": "127.0.0.1",
+        },
         "flows": [flow_arguments(pipe, options, 0)],
     }
     output = run_program(guarded, [pipe], arguments, seconds=20, folder=tmp_path)
     pipe.check()
-    assert "endpoints [TokenEndpoint(https://" in output
+    assert "endpoints [TokenEndpoint(https://localhost:" in output
     assert_no_secrets(guarded.provider, {"the output": output})
