@@ -92,7 +92,8 @@ def test_many_side_outputs_that_belong_to_other_tasks(
     monkeypatch.setattr(state_step, "_TASK_ROWS", 800)
     topics = side_outputs.make_topics(make_topic)
     query = run_flow(onceflow_broker, onceflow_spark, side_outputs, topics, "select", tmp_path)
-    assert [batch.attempts for batch in query.batches] == [2, 1]
+    first, *others = [batch.attempts for batch in query.batches]
+    assert (first, set(others)) == (2, {1})
     side_outputs.check(onceflow_broker, topics, side_outputs.expected("select", side_outputs.inputs(0, 3000), []))
 
 
