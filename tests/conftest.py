@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -17,13 +20,17 @@ from typing import Any
 import pytest
 
 from onceflow import hooks
+from onceflow.sink import progress_log
 from onceflow.testing import faults, independent
+from onceflow.wire import progress as progress_records
+from onceflow.wire.progress import PROGRESS_TOPIC, Progress
 
 DRIVER = Path(__file__).parent / "faults" / "driver.py"
 STATE_DRIVER = DRIVER.with_name("state_driver.py")
+DRIVERS = DRIVER.with_name("drivers.py")
 
 
-def run_driver(script: Path, rule: str | None, arguments: dict[str, Any]) -> subprocess.Popen[str]:
+def run_driver(script: Path, rule: str | None, arguments: Any) -> subprocess.Popen[str]:
     """A driver process in a session of its own, with a fault rule or none."""
     environment = {key: value for key, value in os.environ.items() if key != hooks.VARIABLE}
     if rule is not None:
@@ -88,17 +95,28 @@ class Pipe:
 
     def driver(self, rule: str | None = None, **options: Any) -> subprocess.Popen[str]:
         """The same flow as a process of its own (``tests/faults/driver.py``)."""
-        arguments = {
+        return run_driver(DRIVER, rule, self.arguments(**options))
+
+    def arguments(self, **options: Any) -> dict[str, Any]:
+        return {
             "bootstrap": self.bootstrap,
             "flow": self.flow,
             "source": self.source,
             "target": self.target,
             **options,
         }
-        return run_driver(DRIVER, rule, arguments)
 
     def end_driver(self, process: subprocess.Popen[str]) -> None:
         end_driver(process)
+
+    def committed_progress(self) -> list[Progress]:
+        """What the progress topic shows of the flow, in order."""
+        found = []
+        for seen in independent.read_topic(self.bootstrap, PROGRESS_TOPIC):
+            if seen.key == self.flow.encode() and seen.value is not None:
+                assert seen.partition == progress_log.partition_of(self.flow)
+                found.append(progress_records.decode(seen.key, seen.value))
+        return found
 
     def check(self) -> list[independent.Seen]:
         """Exactly once: every record once, in order of its key, in the partition of its key; progress agrees."""
@@ -172,7 +190,10 @@ class StatePipe:
 
     def driver(self, rule: str | None = None, **options: Any) -> subprocess.Popen[str]:
         """The same flow as a process of its own (``tests/faults/state_driver.py``)."""
-        arguments = {
+        return run_driver(STATE_DRIVER, rule, self.arguments(**options))
+
+    def arguments(self, **options: Any) -> dict[str, Any]:
+        return {
             "bootstrap": self.bootstrap,
             "flow": self.flow,
             "source": self.source,
@@ -181,9 +202,9 @@ class StatePipe:
             "state_dir": str(self.state_dir),
             **options,
         }
-        return run_driver(STATE_DRIVER, rule, arguments)
 
     end_driver = Pipe.end_driver
+    committed_progress = Pipe.committed_progress
 
     def table_rows(self) -> dict[bytes, Any]:
         """The table topic as any reader sees it: last value per key, decoded."""
@@ -286,6 +307,41 @@ def driver_process() -> Iterator[Callable[..., subprocess.Popen[str]]]:
 
     yield start
     end()
+
+
+@pytest.fixture
+def killed_together(tmp_path: Path) -> Iterator[Callable[..., None]]:
+    """``killed_together({step: pipe}, {step: options})``: one driver runs all these flows, each up to its step in
+    batch 2, and is killed (SIGKILL) when all are there. What it leaves behind is ended with the test."""
+    killed: list[tuple[subprocess.Popen[str], threading.Thread]] = []
+
+    def kill(pipes: dict[str, Any], options: dict[str, dict[str, Any]]) -> None:
+        reached = {step: tmp_path / f"at-{step}" for step in pipes}
+        rules = []
+        for step, pipe in pipes.items():
+            batch = {} if step == "init" else {"batch": 2}
+            rule = faults.fault(step, "pause", flow=pipe.flow, once_file=str(reached[step]), **batch)
+            rules += json.loads(rule)
+        arguments = [pipe.arguments(**options[step]) for step, pipe in pipes.items()]
+        process = run_driver(DRIVERS, json.dumps(rules), arguments)
+        said: list[str] = []
+        reader = threading.Thread(target=lambda: said.extend(process.stdout or ()), daemon=True)
+        reader.start()
+        killed.append((process, reader))
+        end = time.monotonic() + 120
+        while missing := [step for step, file in reached.items() if not file.exists()]:
+            assert process.poll() is None, "".join(said)
+            assert time.monotonic() < end, f"not reached: {missing}\n{''.join(said)}"
+            time.sleep(0.05)
+        process.kill()
+        assert process.wait(30) == -signal.SIGKILL
+
+    yield kill
+    for process, reader in killed:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        reader.join(30)  # its last lines, before the pipe is closed
+        end_driver(process)
 
 
 @pytest.fixture(scope="session")

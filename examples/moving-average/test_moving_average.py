@@ -237,9 +237,8 @@ def test_both_versions_yield_the_same_bytes(seed: int) -> None:
 
 @pytest.mark.integration
 @pytest.mark.faults
-@pytest.mark.parametrize(
-    "records, kills", [(3000, 1), pytest.param(40_000, 3, marks=pytest.mark.long, id="all-of-the-series-and-again")]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("records, kills", [(3000, 1), pytest.param(40_000, 3, id="all-of-the-series-and-again")])
 def test_averages_survive_kills(
     run_demo: Callable[..., dict[str, Any]], tmp_path: Path, records: int, kills: int
 ) -> None:

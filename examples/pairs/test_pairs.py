@@ -186,6 +186,7 @@ def test_an_event_under_a_key_that_is_no_timestamp_is_a_dead_letter(driver: Proc
 
 @pytest.mark.integration
 @pytest.mark.faults
+@pytest.mark.long
 def test_killed_twice(run_demo: Callable[..., dict[str, Any]]) -> None:
     result = run_demo("pairs", "--version", "processor", records=6000, kills=2)
     assert result["in"] == 6000

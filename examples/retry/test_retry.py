@@ -155,6 +155,7 @@ def test_all_of_it() -> None:
 
 @pytest.mark.integration
 @pytest.mark.faults
+@pytest.mark.long
 def test_every_order_ends_in_one_place_whoever_is_killed(run_demo: Callable[..., dict[str, Any]]) -> None:
     result = run_demo("retry", records=2000, kills=1)
     assert result["in"] == result["out"] == 2000

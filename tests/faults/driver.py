@@ -5,16 +5,16 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from typing import Any
 
 import onceflow
 from onceflow.sink import batch
 
 
-def main() -> None:
-    given = json.loads(sys.argv[1])
-    logging.basicConfig(level=logging.WARNING)
-    spark = onceflow.session(
-        app_name=given["flow"],
+def session(given: dict[str, Any]) -> Any:
+    logging.basicConfig(level=logging.INFO if given.get("verbose") else logging.WARNING)
+    return onceflow.session(
+        app_name=given.get("flow", "flows"),
         master=given.get("master", "local[2]"),
         config={
             "spark.driver.memory": "700m",
@@ -23,12 +23,19 @@ def main() -> None:
             **given.get("spark", {}),
         },
     )
+
+
+def start(given: dict[str, Any], spark: Any) -> Any:
     # Small data is to be written by as many tasks as large data would be.
     batch._TASK_BYTES = given.get("task_bytes", batch._TASK_BYTES)
     flow = onceflow.Flow(given["flow"], spark, bootstrap_servers=given["bootstrap"])
     source = flow.read(given["source"], max_records_per_batch=given.get("records_per_batch", 1000))
-    write = given.get("write", {})
-    query = flow.write(source.select("key", "value"), topic=given["target"], **write).start()
+    return flow.write(source.select("key", "value"), topic=given["target"], **given.get("write", {})).start()
+
+
+def main() -> None:
+    given = json.loads(sys.argv[1])
+    query = start(given, session(given))
     print("started", flush=True)
     if given.get("forever"):
         query.awaitTermination()

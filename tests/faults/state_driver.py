@@ -3,29 +3,18 @@
 from __future__ import annotations
 
 import json
-import logging
 import sys
+from typing import Any
 
 import ledger
+from driver import session
 
 import onceflow
 from onceflow.sink import state_step
 
 
-def main() -> None:
-    given = json.loads(sys.argv[1])
-    logging.basicConfig(level=logging.INFO if given.get("verbose") else logging.WARNING)
+def start(given: dict[str, Any], spark: Any) -> Any:
     ledger.use()
-    spark = onceflow.session(
-        app_name=given["flow"],
-        master=given.get("master", "local[2]"),
-        # The process lives for a few batches only: the second compiler would never pay.
-        config={
-            "spark.driver.memory": "700m",
-            "spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1",
-            **given.get("spark", {}),
-        },
-    )
     state_step._TASK_ROWS = given.get("task_rows", 400)
     flow = onceflow.Flow(given["flow"], spark, bootstrap_servers=given["bootstrap"])
     source = flow.read(given["source"], max_records_per_batch=given.get("records_per_batch", 1000))
@@ -35,7 +24,12 @@ def main() -> None:
     )
     if given.get("inside"):
         output = output.where("value is not null")
-    query = flow.write(output, topic=given["target"], **given.get("write", {})).start()
+    return flow.write(output, topic=given["target"], **given.get("write", {})).start()
+
+
+def main() -> None:
+    given = json.loads(sys.argv[1])
+    query = start(given, session(given))
     print("started", flush=True)
     if given.get("forever"):
         query.awaitTermination()

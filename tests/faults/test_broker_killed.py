@@ -17,7 +17,9 @@ pytestmark = [pytest.mark.integration, pytest.mark.faults]
 
 @pytest.fixture
 def own_broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalBroker]:
-    with LocalBroker(tmp_path_factory.mktemp("mortal")) as broker:
+    # It comes back only when the session of the broker before has run out.
+    properties = {"broker.session.timeout.ms": "3000", "broker.heartbeat.interval.ms": "500"}
+    with LocalBroker(tmp_path_factory.mktemp("mortal"), properties=properties) as broker:
         yield broker
 
 
@@ -31,9 +33,8 @@ def test_broker_killed_in_mid_batch(
     for topic in (pipe.source, pipe.target):
         create_topic(pipe.bootstrap, topic, 4)
     pipe.fill(2000)
-    paused = pipe.tmp_path / "paused"
-    # The driver waits at the step, long enough for the broker to be killed there.
-    inject(step, "pause", batch=2, seconds=3, once_file=str(paused))
+    paused, killed = pipe.tmp_path / "paused", pipe.tmp_path / "killed"
+    inject(step, "pause", batch=2, seconds=60, once_file=str(paused), until=str(killed))
     flow = pipe.open()
     df = flow.read(pipe.source, max_records_per_batch=1000).select("key", "value")
     query = flow.write(df, topic=pipe.target, small_batch_rows=0 if step == "begin" else 4000).start()
@@ -44,6 +45,7 @@ def test_broker_killed_in_mid_batch(
             assert time.monotonic() < end
             time.sleep(0.05)
         own_broker.kill()
+        killed.touch()
         own_broker.start()
         query.processAllAvailable()
         pipe.fill(300)

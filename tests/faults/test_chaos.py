@@ -13,8 +13,9 @@ pytestmark = [pytest.mark.integration, pytest.mark.faults]
 
 
 @pytest.mark.timeout(600)
-def test_a_short_run(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "onceflow.cli.main", "chaos", "--seconds", "100", "--seed", "216"]
+@pytest.mark.parametrize("seconds", [10, pytest.param(150, marks=pytest.mark.long)])
+def test_a_short_run(tmp_path: Path, seconds: int) -> None:
+    command = [sys.executable, "-m", "onceflow.cli.main", "chaos", "--seconds", str(seconds), "--seed", "216"]
     command += ["--setup", "three-nodes", "--keep", str(tmp_path / "run")]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=580, check=False)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,8 +18,6 @@ from pyspark.errors import StreamingQueryException
 from onceflow import hooks
 from onceflow.sink import progress_log
 from onceflow.testing import faults, independent
-from onceflow.wire import progress as records
-from onceflow.wire.progress import PROGRESS_TOPIC, Progress
 
 pytestmark = [pytest.mark.integration, pytest.mark.faults]
 
@@ -32,25 +31,16 @@ def rule_of(step: str, action: str, **fields: Any) -> str:
     return faults.fault(step, action, **fields)
 
 
-def committed_progress(pipe: Any) -> list[Progress]:
-    found = []
-    for seen in independent.read_topic(pipe.bootstrap, PROGRESS_TOPIC):
-        if seen.key == pipe.flow.encode() and seen.value is not None:
-            assert seen.partition == progress_log.partition_of(pipe.flow)
-            found.append(records.decode(seen.key, seen.value))
-    return found
-
-
 def check_visible_iff_progress(pipe: Any) -> None:
     """I1, on whatever state the crash left: records visible = records covered by progress."""
-    history = committed_progress(pipe)
+    history = pipe.committed_progress()
     covered = sum(history[-1].offsets[pipe.source].values()) if history else 0
     assert len(independent.read_topic(pipe.bootstrap, pipe.target)) == covered
 
 
 def check_contiguous(pipe: Any) -> None:
     """I2: batch numbers without gap, offsets that only grow."""
-    history = committed_progress(pipe)
+    history = pipe.committed_progress()
     batches = [p.batch_id for p in history]
     assert batches == list(range(len(batches)))
     for before, after in itertools.pairwise(history):
@@ -63,38 +53,62 @@ def check_recovered(pipe: Any) -> None:
     check_contiguous(pipe)
 
 
-# Left to `make test-long`: what a kill leaves behind at these steps is what it leaves at their neighbours.
-_ALIKE = ("begin", "audit")
+def rows_of(step: str) -> int:
+    """Odd and even steps take the two write paths in turn."""
+    return 0 if hooks.STEPS.index(step) % 2 else 4000
 
 
-@pytest.mark.parametrize(
-    "step", [pytest.param(step, marks=pytest.mark.long) if step in _ALIKE else step for step in hooks.STEPS]
-)
-def test_driver_killed(make_pipe: Any, step: str) -> None:
+def test_driver_killed(make_pipe: Any, killed_together: Any) -> None:
+    """One SIGKILL meets eight flows of one driver, each at another step."""
+    pipes = {step: make_pipe() for step in hooks.STEPS}
+    # A read_committed reader stops in front of the record of the flow that is at `progress`: no other may be behind it.
+    taken = {progress_log.partition_of(pipe.flow) for step, pipe in pipes.items() if step != "progress"}
+    pipe = pipes["progress"]
+    names = (f"{pipe.flow}-{n}" for n in itertools.count())
+    pipes["progress"] = replace(pipe, flow=next(n for n in names if progress_log.partition_of(n) not in taken))
+    for pipe in pipes.values():
+        pipe.fill(1500)
+    killed_together(
+        pipes, {step: {"write": {"small_batch_rows": rows_of(step)}, "records_per_batch": 500} for step in pipes}
+    )
+    for pipe in pipes.values():
+        check_visible_iff_progress(pipe)
+    for step, pipe in pipes.items():
+        pipe.fill(500)
+        pipe.run(small_batch_rows=rows_of(step))
+        check_recovered(pipe)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("step", hooks.STEPS)
+def test_driver_kills_itself(make_pipe: Any, step: str) -> None:
+    """As ``test_driver_killed``, each flow in a driver of its own."""
     pipe = make_pipe()
     pipe.fill(3000)
-    # Odd and even steps take the two write paths in turn.
-    rows = 0 if hooks.STEPS.index(step) % 2 else 4000
-    process = pipe.driver(rule_of(step, "kill"), write={"small_batch_rows": rows})
+    process = pipe.driver(rule_of(step, "kill"), write={"small_batch_rows": rows_of(step)})
     try:
         output = process.communicate(timeout=120)[0]
         assert process.returncode == -signal.SIGKILL, output
         check_visible_iff_progress(pipe)
         pipe.fill(500)
-        pipe.run(small_batch_rows=rows)
+        pipe.run(small_batch_rows=rows_of(step))
     finally:
         pipe.end_driver(process)
     check_recovered(pipe)
 
 
-@pytest.mark.parametrize("step", hooks.STEPS)
-def test_exception(make_pipe: Any, inject: Any, step: str) -> None:
+def test_exception(make_pipe: Any, inject: Any) -> None:
+    """In one flow: what follows a failed batch fails itself, at the next step."""
     pipe = make_pipe()
-    pipe.fill(3000)
-    inject(step, "raise", **({} if step == "init" else {"batch": BATCH}))
-    with pytest.raises((StreamingQueryException, faults.InjectedFaultError), match="injected at"):
-        pipe.run(small_batch_rows=0 if hooks.STEPS.index(step) % 2 == 0 else 4000)
-    check_visible_iff_progress(pipe)
+    for step in hooks.STEPS:
+        history = pipe.committed_progress()
+        done = history[-1].batch_id if history else 0
+        pipe.fill(1500)
+        # Not in the first batch of a start, nor in its last one.
+        inject(step, "raise", **({} if step == "init" else {"batch": done + BATCH}))
+        with pytest.raises((StreamingQueryException, faults.InjectedFaultError), match="injected at"):
+            pipe.run(read={"max_records_per_batch": 500}, small_batch_rows=4000 - rows_of(step))
+        check_visible_iff_progress(pipe)
     pipe.run()
     check_recovered(pipe)
 

@@ -107,7 +107,10 @@ def test_newer_than_kafka(pipe: Any, make_state_pipe: Any) -> None:
     goes_on(pipe)
 
 
-@pytest.mark.parametrize("seed,tasks", [(0, False), (1, False), (2, True), (3, True)])
+@pytest.mark.parametrize(
+    "seed,tasks",
+    [(0, False), (2, True), *(pytest.param(*more, marks=pytest.mark.long) for more in ((1, False), (3, True)))],
+)
 def test_flipped_bytes(pipe: Any, seed: int, tasks: bool) -> None:
     """Also where a damaged page makes LMDB crash the worker that reads it: then the batch runs twice."""
     for partition in range(4):

@@ -32,47 +32,60 @@ def proxied_pipe(proxied: tuple[str, str, Proxy], make_pipe: Callable[..., Any])
     return replace(pipe, bootstrap=direct)
 
 
-@pytest.mark.parametrize("times", [1, 3])
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_end_txn(proxied: tuple[str, str, Proxy], proxied_pipe: Any, when: str, times: int) -> None:
-    _, through, proxy = proxied
-    pipe = proxied_pipe
-    pipe.fill(1000)
+@pytest.fixture
+def start(proxied: tuple[str, str, Proxy], proxied_pipe: Any) -> Iterator[Callable[..., Any]]:
+    """``start()``: the flow, through the proxy; the query before is stopped. ``start(cut=(api_key, "before"))``"""
     from onceflow import Flow
 
-    flow = Flow(pipe.flow, pipe.spark, bootstrap_servers=through)
-    df = flow.read(pipe.source, max_records_per_batch=400).select("key", "value")
-    proxy.cut(END_TXN, when, times)
-    query = flow.write(df, topic=pipe.target).start()
-    try:
+    running: list[Any] = []
+
+    def start_(cut: tuple[int, str] | None = None) -> Any:
+        while running:
+            running.pop().stop()
+        flow = Flow(proxied_pipe.flow, proxied_pipe.spark, bootstrap_servers=proxied[1])
+        if cut is not None:
+            proxied[2].cut(*cut)
+        df = flow.read(proxied_pipe.source, max_records_per_batch=400).select("key", "value")
+        running.append(flow.write(df, topic=proxied_pipe.target).start())
+        return running[-1]
+
+    yield start_
+    while running:
+        running.pop().stop()
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_end_txn(proxied: tuple[str, str, Proxy], proxied_pipe: Any, start: Callable[..., Any], when: str) -> None:
+    _, _, proxy = proxied
+    query = start()
+    for times in (1, 3):
+        proxy.cut(END_TXN, when, times)
+        proxied_pipe.fill(1000)
         query.processAllAvailable()
-    finally:
-        query.stop()
-    assert proxy.cuts == times
+        assert proxy.cuts == times
     # Decided as it was: no batch was run twice because its outcome was misread.
+    assert len(query.batches) >= 4
     assert [b.attempts for b in query.batches] == [1] * len(query.batches)
-    pipe.check()
+    proxied_pipe.check()
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("api_key", [PRODUCE, FIND_COORDINATOR, INIT_PRODUCER_ID, TXN_OFFSET_COMMIT])
-def test_other_requests(proxied: tuple[str, str, Proxy], proxied_pipe: Any, api_key: int, when: str) -> None:
+def test_other_requests(
+    proxied: tuple[str, str, Proxy], proxied_pipe: Any, start: Callable[..., Any], when: str
+) -> None:
     """A lost Produce or TxnOffsetCommit is sent again, the same bytes; the broker recognises what it has."""
-    _, through, proxy = proxied
-    pipe = proxied_pipe
-    pipe.fill(1000)
-    from onceflow import Flow
-
-    flow = Flow(pipe.flow, pipe.spark, bootstrap_servers=through)
-    proxy.cut(api_key, when)
-    df = flow.read(pipe.source, max_records_per_batch=400).select("key", "value")
-    query = flow.write(df, topic=pipe.target).start()
-    try:
+    _, _, proxy = proxied
+    for api_key in (FIND_COORDINATOR, INIT_PRODUCER_ID):  # of a start
+        proxied_pipe.fill(500)
+        query = start(cut=(api_key, when))
         query.processAllAvailable()
-    finally:
-        query.stop()
-    assert proxy.cuts == 1
-    pipe.check()
+        assert proxy.cuts == 1
+    for api_key in (PRODUCE, TXN_OFFSET_COMMIT):
+        proxy.cut(api_key, when)
+        proxied_pipe.fill(500)
+        query.processAllAvailable()
+        assert proxy.cuts == 1
+    proxied_pipe.check()
 
 
 def test_fenced_while_the_answer_was_lost(proxied: tuple[str, str, Proxy], proxied_pipe: Any) -> None:

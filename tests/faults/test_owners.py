@@ -57,13 +57,14 @@ def test_a_driver_fenced_in_mid_batch(make_pipe: Any) -> None:
     """The older driver sleeps (a long garbage collection) between its writes and its commit."""
     pipe = make_pipe()
     pipe.fill(1500)
-    ready = pipe.tmp_path / "paused"
-    rule = faults.fault("audit", "pause", batch=1, seconds=15, once_file=str(ready))
+    ready, go_on = pipe.tmp_path / "paused", pipe.tmp_path / "go-on"
+    rule = faults.fault("audit", "pause", batch=1, seconds=60, once_file=str(ready), until=str(go_on))
     process = pipe.driver(rule)
     try:
         wait_until(ready.exists, "the older driver reaches its pause")
         pipe.run()
         pipe.fill(200)
+        go_on.touch()
         output = process.communicate(timeout=90)[0]
         assert process.returncode != 0
         assert "FencedError" in output
@@ -110,13 +111,20 @@ def test_two_tasks_on_one_partition_are_refused_before_commit(make_pipe: Any, mo
     pipe.check()
 
 
-@pytest.mark.parametrize("step, action", [pytest.param("begin", "orphan", marks=pytest.mark.long), ("write", "raise")])
-def test_extra_attempts_of_a_task(make_pipe: Any, step: str, action: str) -> None:
+@pytest.mark.parametrize(
+    "step, action, master",
+    [
+        ("write", "raise", "local[2,2]"),
+        pytest.param("write", "raise", "local-cluster[2,1,600]", marks=pytest.mark.long),
+        pytest.param("begin", "orphan", "local-cluster[2,1,600]", marks=pytest.mark.long),
+    ],
+)
+def test_extra_attempts_of_a_task(make_pipe: Any, step: str, action: str, master: str) -> None:
     """I3. Spark retries a task that failed after producing; or one whose executor is gone while the task
     itself is only slow: it wakes up and writes while the second attempt runs, and after.
 
-    Needs executors, so a local-cluster. (Speculation would do the same, but a flow refuses it, and Spark
-    starts no speculative copy on the same host.)
+    The second needs executors, so a local-cluster. (Speculation would do the same, but a flow refuses it, and
+    Spark starts no speculative copy on the same host.)
     """
     pipe = make_pipe()
     pipe.fill(2000)
@@ -124,7 +132,7 @@ def test_extra_attempts_of_a_task(make_pipe: Any, step: str, action: str) -> Non
     rule = faults.fault(step, action, where="task", task=0, seconds=8, once_file=str(once))
     process = pipe.driver(
         rule,
-        master="local-cluster[2,1,600]",
+        master=master,
         spark={"spark.executor.memory": "600m"},
         write={"small_batch_rows": 0, "partitioner": "source"},
     )

@@ -33,7 +33,7 @@ def of_the_page(version: int) -> dict[str, range]:
     return found
 
 
-@pytest.mark.parametrize("version", [2, 1])
+@pytest.mark.parametrize("version", [2, pytest.param(1, marks=pytest.mark.long)])
 def test_requests_of_a_batch(version: int, make_pipe: Callable[..., Any], tmp_path: Path) -> None:
     expected = of_the_page(version)
     assert len(expected) == 6

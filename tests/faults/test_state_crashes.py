@@ -33,19 +33,33 @@ def options_of(step: str, by_tasks: dict[str, Any]) -> dict[str, Any]:
     return [{}, by_tasks, {"inside": True, **by_tasks}][turn]
 
 
-# Left to `make test-long`: at these steps it is as without state (test_crashes.py), or as at the next one.
-_ALIKE = ("init", "plan", "begin", "audit", "progress", "settle")
+def driver_options(step: str) -> dict[str, Any]:
+    """The same for a driver process, which has small tasks anyway."""
+    turn = hooks.STEPS.index(step) % 3
+    return {"write": {"small_batch_rows": 0 if turn else 4000}, "inside": turn == 2}
 
 
-@pytest.mark.parametrize(
-    "step", [pytest.param(step, marks=pytest.mark.long) if step in _ALIKE else step for step in hooks.STEPS]
-)
-def test_driver_killed(make_state_pipe: Any, step: str) -> None:
+def test_driver_killed(make_state_pipe: Any, killed_together: Any) -> None:
+    """One SIGKILL meets flows of one driver at different steps: at the others it is as without state
+    (test_crashes.py), or as at the next one."""
+    pipes = {step: make_state_pipe() for step in ("write", "progress", "end", "settle")}
+    for pipe in pipes.values():
+        pipe.fill(1500)
+    killed_together(pipes, {step: {**driver_options(step), "records_per_batch": 500} for step in pipes})
+    for pipe in pipes.values():
+        pipe.fill(500)
+        pipe.run()
+        pipe.check()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("step", hooks.STEPS)
+def test_driver_kills_itself(make_state_pipe: Any, step: str) -> None:
+    """At every step, each flow in a driver of its own."""
     pipe = make_state_pipe()
     pipe.fill(3000)
-    turn = hooks.STEPS.index(step) % 3
     rule = faults.fault(step, "kill", **({} if step == "init" else {"batch": BATCH}))
-    process = pipe.driver(rule, write={"small_batch_rows": 0 if turn else 4000}, inside=turn == 2)
+    process = pipe.driver(rule, **driver_options(step))
     try:
         output = process.communicate(timeout=120)[0]
         assert process.returncode == -signal.SIGKILL, output
@@ -56,13 +70,16 @@ def test_driver_killed(make_state_pipe: Any, step: str) -> None:
     pipe.check()
 
 
-@pytest.mark.parametrize("step", hooks.STEPS)
-def test_exception(make_state_pipe: Any, inject: Any, by_tasks: Any, step: str) -> None:
+def test_exception(make_state_pipe: Any, inject: Any, by_tasks: dict[str, Any]) -> None:
+    """In one flow: what follows a failed batch fails itself, at the next step."""
     pipe = make_state_pipe()
-    pipe.fill(3000)
-    inject(step, "raise", **({} if step == "init" else {"batch": BATCH}))
-    with pytest.raises((StreamingQueryException, faults.InjectedFaultError), match="injected at"):
-        pipe.run(**options_of(step, by_tasks))
+    for step in hooks.STEPS:
+        history = pipe.committed_progress()
+        done = history[-1].batch_id if history else 0
+        pipe.fill(1500)
+        inject(step, "raise", **({} if step == "init" else {"batch": done + BATCH}))
+        with pytest.raises((StreamingQueryException, faults.InjectedFaultError), match="injected at"):
+            pipe.run(read={"max_records_per_batch": 500}, **options_of(step, by_tasks))
     pipe.run(**by_tasks)
     pipe.check()
 
@@ -82,12 +99,13 @@ def test_python_workers_killed(make_state_pipe: Any, inject_at_every_step: Any, 
 @pytest.mark.parametrize(
     "step, action, inside",
     [
-        ("begin", "kill", False),
         ("begin", "raise", True),
         ("settle", "kill", True),
-        ("settle", "raise", False),
         ("write", "kill", False),
-        ("write", "raise", True),
+        # The other way at each step is left to `make test-long`.
+        pytest.param("begin", "kill", False, marks=pytest.mark.long),
+        pytest.param("settle", "raise", False, marks=pytest.mark.long),
+        pytest.param("write", "raise", True, marks=pytest.mark.long),
     ],
 )
 def test_task_dies(make_state_pipe: Any, inject: Any, by_tasks: Any, step: str, action: str, inside: bool) -> None:

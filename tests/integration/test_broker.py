@@ -19,10 +19,13 @@ from onceflow.testing.broker import create_topic
 
 pytestmark = pytest.mark.integration
 
+# A broker that was killed comes back only when its session has run out.
+QUICKLY = {"broker.session.timeout.ms": "3000", "broker.heartbeat.interval.ms": "500"}
+
 
 @pytest.fixture
 def broker(tmp_path: Path) -> Iterator[LocalBroker]:
-    local = LocalBroker(tmp_path / "broker", heap="512m")
+    local = LocalBroker(tmp_path / "broker", heap="512m", properties=QUICKLY)
     yield local
     local.stop()
 
@@ -63,7 +66,7 @@ def test_a_killed_broker_comes_back_with_its_data_and_ports(broker: LocalBroker)
     assert broker.status().running is False
     assert broker.kill() is False
 
-    again = LocalBroker(broker.data_dir, heap="512m")
+    again = LocalBroker(broker.data_dir, heap="512m", properties=QUICKLY)
     assert again.start() is True
     assert again.bootstrap_servers == before.bootstrap_servers
     assert again.status().pids != before.pids
@@ -74,10 +77,13 @@ def test_a_killed_broker_comes_back_with_its_data_and_ports(broker: LocalBroker)
     assert broker.status().ready is False
 
 
-def test_a_process_that_only_has_the_pid_of_the_broker_is_left_alone(broker: LocalBroker) -> None:
+def test_a_folder_of_a_broker_that_was_stopped(broker: LocalBroker) -> None:
+    """It keeps its version, and a process that only has the pid of the broker is left alone."""
     broker.start()
     node = broker.cluster.nodes[0]
     broker.stop()
+    with pytest.raises(OptionError, match=r"not 3\.9\.2"):
+        LocalBroker(broker.data_dir, version="3.9.2").start()
     stranger = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
         node.pid_file.write_text(json.dumps({"pid": stranger.pid, "started": "1"}))
@@ -95,13 +101,6 @@ def test_an_unusable_property_is_reported_with_the_log(tmp_path: Path) -> None:
         broker.start()
     assert "num.io.threads" in caught.value.detail
     assert broker.status().running is False
-
-
-def test_a_folder_keeps_its_version(broker: LocalBroker) -> None:
-    broker.start()
-    broker.stop()
-    with pytest.raises(OptionError, match=r"not 3\.9\.2"):
-        LocalBroker(broker.data_dir, version="3.9.2").start()
 
 
 def test_a_context_manager_stops_what_it_started(tmp_path: Path) -> None:

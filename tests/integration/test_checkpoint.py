@@ -132,7 +132,7 @@ def setting(onceflow_spark: Any) -> Iterator[Callable[[str, str], None]]:
         onceflow_spark.conf.unset(name)
 
 
-@pytest.fixture(params=[1, 2], ids=["state format 1", "state format 2"])
+@pytest.fixture
 def state_format(request: pytest.FixtureRequest, setting: Callable[[str, str], None]) -> int:
     setting(STATE_FORMAT, str(request.param))
     return int(request.param)
@@ -324,7 +324,7 @@ def test_the_session_keeps_state_in_rocksdb_with_changelogs(onceflow_spark: Any)
     assert settings.get("spark.sql.streaming.stateStore.rocksdb.changelogCheckpointing.enabled") == "true"
 
 
-@pytest.mark.parametrize("output_mode", ["update", "complete"])
+@pytest.mark.parametrize("output_mode", ["complete", pytest.param("update", marks=pytest.mark.long)])
 def test_totals(make_service: Any, output_mode: str) -> None:
     service = make_service(totals, output_mode=output_mode)
     first, more = every_second(0, 30), [(30, "a", 7), (31, "d", 8)]
@@ -336,7 +336,7 @@ def test_totals(make_service: Any, output_mode: str) -> None:
     assert service.new() == sums(first + more, of="ad" if output_mode == "update" else None)
 
 
-@pytest.mark.parametrize("kind", ["inner", "left_outer"])
+@pytest.mark.parametrize("kind", ["left_outer", pytest.param("inner", marks=pytest.mark.long)])
 def test_join_of_two_topics(make_service: Any, setting: Any, kind: str) -> None:
     """Pairs are found across a restart; the left without a partner comes out when none can come any more."""
     setting(STATE_FORMAT, "2" if kind == "inner" else "1")
@@ -409,7 +409,7 @@ def end_offsets(service: Service, topic: str) -> dict[tuple[str, int], int]:
     return independent.end_offsets(service.bootstrap, topic)
 
 
-@pytest.mark.parametrize("topics", [0, 1])
+@pytest.mark.parametrize("topics", [1, pytest.param(0, marks=pytest.mark.long)])
 def test_files_and_a_rate_source(make_service: Any, tmp_path: Path, topics: int) -> None:
     """Their position is in the checkpoint only: each of their rows comes out once, whatever the runs."""
     files = tmp_path / "files"
@@ -467,7 +467,17 @@ def draining(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(running, "COMPLETE_COMMIT_LOG", False)
 
 
-@pytest.mark.parametrize("completes", [True, False], ids=["completed", "drained"])
+@pytest.mark.parametrize(
+    "state_format, completes",
+    [
+        (1, True),
+        (2, False),
+        # Each format and each way is left for `make test`.
+        pytest.param(1, False, marks=pytest.mark.long),
+        pytest.param(2, True, marks=pytest.mark.long),
+    ],
+    indirect=["state_format"],
+)
 def test_a_batch_that_spark_does_not_know_to_be_committed(
     make_service: Any, setting: Any, state_format: int, completes: bool, request: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -518,6 +528,7 @@ def test_the_very_first_batch_is_run_again_for_its_state_only(
     assert service.new() == sums(first + more)
 
 
+@pytest.mark.parametrize("state_format", [2, pytest.param(1, marks=pytest.mark.long)], indirect=True)
 def test_a_failed_attempt_leaves_nothing_in_the_state(
     make_service: Any, state_format: int, inject: Callable[..., None], tmp_path: Path
 ) -> None:

@@ -28,15 +28,24 @@ from onceflow.testing import independent
 from onceflow.testing.broker import create_topic
 from onceflow.wire.batches import encode_single
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
+# `make test` has three nodes, killed and started again while flows run, in test_left_out_markers.py and test_chaos.py.
+pytestmark = [pytest.mark.integration, pytest.mark.long, pytest.mark.timeout(240)]
 
 HEAP = "300m"
 
 
 @pytest.fixture(scope="module")
 def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalBroker]:
-    with LocalBroker(tmp_path_factory.mktemp("cluster"), nodes=3, heap=HEAP) as broker:
+    # A node that was killed is missed, and comes back, sooner.
+    properties = {
+        "broker.session.timeout.ms": "3000",
+        "broker.heartbeat.interval.ms": "500",
+        "controller.quorum.election.timeout.ms": "500",
+        "controller.quorum.fetch.timeout.ms": "1500",
+    }
+    with LocalBroker(tmp_path_factory.mktemp("cluster"), nodes=3, heap=HEAP, properties=properties) as broker:
         yield broker
+        broker.kill()  # the last test leaves two nodes, which would take their time to stop
 
 
 @pytest.fixture
@@ -144,7 +153,6 @@ def test_everything_has_three_copies(three: LocalBroker, topic: str) -> None:
         cluster.close()
 
 
-@pytest.mark.long
 def test_one_node_may_fail_and_two_may_not(three: LocalBroker, topic: str) -> None:
     assert send(three, topic, b"by three") is None
     leader = three.leader_of(topic, 0)
@@ -195,7 +203,6 @@ def test_a_node_that_was_killed_comes_back_alone(three: LocalBroker, topic: str)
     client.close()
 
 
-@pytest.mark.long
 def test_a_node_that_halts_loses_its_leaderships(three: LocalBroker, topic: str) -> None:
     leader = three.leader_of(topic, 1)
     assert three.pause(leader) is True
@@ -208,7 +215,6 @@ def test_a_node_that_halts_loses_its_leaderships(three: LocalBroker, topic: str)
     assert values(three, topic) == [b"without it"]
 
 
-@pytest.mark.long
 def test_a_rolling_restart_loses_nothing(three: LocalBroker, topic: str) -> None:
     before = three.status().pids
     done = threading.Event()
@@ -259,7 +265,6 @@ def test_wait_in_sync_does_not_return_while_a_node_is_down(three: LocalBroker) -
     assert "not running: node 3" in caught.value.detail
 
 
-@pytest.mark.long
 def test_commands_for_several_nodes(three: LocalBroker) -> None:
     code, fields = command(three.data_dir, "status")
     assert (code, fields["ready"], [node["node_id"] for node in fields["nodes"]]) == (0, True, [1, 2, 3])
@@ -278,7 +283,6 @@ def test_commands_for_several_nodes(three: LocalBroker) -> None:
 # ---- other versions --------------------------------------------------------------------------------------
 
 
-@pytest.mark.long
 def test_kafka_3_9_commits_transactions_at_version_1(tmp_path: Path) -> None:
     with LocalBroker(tmp_path / "broker", version="3.9.2", heap=HEAP) as broker:
         create_topic(broker.bootstrap_servers, "older", 1)
@@ -287,7 +291,6 @@ def test_kafka_3_9_commits_transactions_at_version_1(tmp_path: Path) -> None:
         assert broker.status().version == "3.9.2"
 
 
-@pytest.mark.long
 def test_the_transaction_version_changes_while_the_cluster_runs(tmp_path: Path) -> None:
     data_dir = tmp_path / "broker"
     broker = LocalBroker(data_dir, heap=HEAP)

@@ -40,7 +40,12 @@ def cluster(onceflow_broker: str) -> Iterator[Cluster]:
 @pytest.fixture(scope="module")
 def own_broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalBroker]:
     """A broker that may be killed, and that compacts at once."""
-    properties = {"log.cleaner.backoff.ms": "100"}
+    properties = {
+        "log.cleaner.backoff.ms": "100",
+        # It comes back only when the session of the broker before has run out.
+        "broker.session.timeout.ms": "3000",
+        "broker.heartbeat.interval.ms": "500",
+    }
     with LocalBroker(tmp_path_factory.mktemp("own"), properties=properties) as broker:
         yield broker
 

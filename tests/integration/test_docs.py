@@ -75,8 +75,8 @@ def run_python(code: str) -> str:
 
 
 def execute(code: str) -> dict[str, Any]:
-    """Run code of a page in this process; the names it defines."""
-    names: dict[str, Any] = {}
+    """Run code of a page in this process, as a program; the names it defines."""
+    names: dict[str, Any] = {"__name__": "__main__"}
     exec(code, names)  # noqa: S102
     return names
 
@@ -126,7 +126,12 @@ def adapted(code: str, bootstrap_servers: str, names: dict[str, str]) -> str:
 
 
 def test_the_example_with_state(
-    onceflow_broker: str, make_topic: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    onceflow_broker: str,
+    onceflow_spark: Any,
+    make_topic: Callable[..., str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """It runs, twice; the outputs, the table topic and the local stores hold what the page says."""
     monkeypatch.setenv("ONCEFLOW_STATE_DIR", str(tmp_path))
@@ -135,10 +140,12 @@ def test_the_example_with_state(
     code = only(blocks(STATE, "python", "onceflow.session"))
     assert len(code.splitlines()) <= 25
     names = {'"settled"': settled, 'topic="statements"': statements, 'Flow("balances"': flow, 'table="balances"': table}
+    assert code.endswith("    spark.stop()\n")
+    code = adapted(code.removesuffix("    spark.stop()\n"), onceflow_broker, names)
     for _ in range(2):
         sent = [(name.encode(), json.dumps({"amount": 2}).encode()) for name in ("ada", "bob", "ada")]
         independent.fill(onceflow_broker, settled, sent)
-        run_python(adapted(code, onceflow_broker, names))
+        execute(code)  # in this process: onceflow.session hands out the session of the tests
     last = {b"ada": {"balance": 8, "count": 4}, b"bob": {"balance": 4, "count": 2}}
     for topic in (table, statements):
         seen = independent.read_topic(onceflow_broker, topic, decided=True)
@@ -147,7 +154,9 @@ def test_the_example_with_state(
     reading = only(blocks(STATE, "python", "LocalTable"))
     folder = 'Path.home() / ".local/state/onceflow/balances/balances"'
     assert folder in reading
-    first, _ = run_python(reading.replace(folder, repr(str(tmp_path / flow / table)))).splitlines()
+    capsys.readouterr()
+    execute(reading.replace(folder, repr(str(tmp_path / flow / table))))
+    first, _ = capsys.readouterr().out.splitlines()
     assert json.loads(ast.literal_eval(first)) == last[b"ada"]
 
 

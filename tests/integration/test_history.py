@@ -134,7 +134,7 @@ def test_what_was_not_recorded_or_cannot_be_read_is_unknown(make_pipe: Any, tmp_
     producer.begin_transaction()
     producer.produce(pipe.target, b"value")
     assert producer.flush(30) == 0
-    undecided = verdict_on(pipe, path, foreign=True, seconds=4)
+    undecided = verdict_on(pipe, path, foreign=True, seconds=2)
     assert undecided.verdict == UNKNOWN
     assert undecided.why.startswith("the final read is not complete: ")
     assert undecided.why.endswith(" was not read to its end in time")

@@ -36,7 +36,8 @@ def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str
     """Class paths and defaults belong to a JVM, and there is one per Python process: hence another one."""
     return subprocess.run(
         [sys.executable, "-c", code],
-        env={**os.environ, **environment},
+        # It lives for a query or none: the second compiler would never pay.
+        env={**os.environ, "JAVA_TOOL_OPTIONS": "-XX:TieredStopAtLevel=1", **environment},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -91,8 +92,8 @@ def test_the_settings_of_the_user_win(tmp_path: Path) -> None:
 
 def test_spark_that_runs_without_the_connector_is_refused() -> None:
     answer = run_python(
-        "from pyspark.sql import SparkSession\n"
-        "SparkSession.builder.master('local[1]').config('spark.ui.enabled', 'false').getOrCreate()\n"
+        "from pyspark import SparkConf, SparkContext\n"
+        "SparkContext(conf=SparkConf().setMaster('local[1]').setAppName('other').set('spark.ui.enabled', 'false'))\n"
         "import onceflow\n"
         "try:\n"
         "    onceflow.session()\n"

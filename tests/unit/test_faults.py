@@ -205,6 +205,25 @@ def test_pause(monkeypatch: pytest.MonkeyPatch, slept: list[float], seconds: Any
     assert slept == [expected]
 
 
+def test_pause_until_there_is_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file, sleeps = tmp_path / "go-on", []
+
+    def sleep(seconds: float) -> None:
+        sleeps.append(seconds)
+        if len(sleeps) == 3:
+            file.touch()
+
+    monkeypatch.setattr(faults.time, "sleep", sleep)
+    rules(monkeypatch, {"step": "progress", "action": "pause", "seconds": 60, "until": str(file)})
+    assert not fires()
+    assert len(sleeps) == 3
+    file.unlink()
+    sleeps.append(0)  # nobody makes the file any more
+    rules(monkeypatch, {"step": "progress", "action": "pause", "seconds": 0.01, "until": str(file)})
+    assert not fires()
+    assert not file.exists()
+
+
 def test_kill(monkeypatch: pytest.MonkeyPatch, killed: list[tuple[int, int]]) -> None:
     rules(monkeypatch, {"step": "progress", "action": "kill"})
     assert not fires("end")

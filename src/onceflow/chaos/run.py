@@ -26,6 +26,8 @@ FIRST_COMMIT_S = 120.0
 # A broker may have to come back, a transaction to time out, and a Spark to be started.
 RECOVERY_S = 180.0
 DRAIN_S = 240.0
+# Of each setup, however long it took to start.
+FAULTS_LEAST = 3
 
 
 @dataclass
@@ -97,7 +99,7 @@ class Report:
 def run(
     *, seconds: float, seed: int, setups: Sequence[str], kinds: Sequence[str] = (), keep: Path | None = None
 ) -> dict[str, Any]:
-    """Break things for about this long, divided evenly over the setups.
+    """Break things for about this long, divided evenly over the setups; each gets ``FAULTS_LEAST`` faults at least.
 
     Args:
         kinds: of faults, names of ``MENU``; all that make sense in a setup when empty.
@@ -131,7 +133,8 @@ def _run_setup(
         begun = time.monotonic()
         ground.driver.start()
         ground.driver.await_commits(begun, timeout_s=FIRST_COMMIT_S)
-        while time.monotonic() < until and menu:
+        before = len(report.injected)
+        while menu and (time.monotonic() < until or len(report.injected) - before < FAULTS_LEAST):
             display.count(seconds=int(time.monotonic() - started))
             (kind,) = rng.choices(list(menu), weights)
             at = time.monotonic()

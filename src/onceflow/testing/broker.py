@@ -24,7 +24,10 @@ def running_broker(data_dir: Path) -> Iterator[str]:
     # The broker looks for timed-out transactions every 10 s; a test that waits for one should not.
     properties = {"transaction.abort.timed.out.transaction.cleanup.interval.ms": "500"}
     with LocalBroker(data_dir, properties=properties) as broker:
-        yield broker.bootstrap_servers
+        try:
+            yield broker.bootstrap_servers
+        finally:
+            broker.kill()  # to close thousands of logs in order takes seconds, and nobody opens them again
 
 
 def create_topic(

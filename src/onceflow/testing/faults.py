@@ -10,8 +10,9 @@ Further fields narrow a rule: ``flow``, ``batch``, ``task``, ``batch_from`` (tha
 Actions: ``kill`` (SIGKILL to the own process), ``kill-workers`` (SIGKILL to the Python workers of this driver),
 ``orphan`` (in a task: SIGKILL to its executor, the worker goes on after ``seconds``), ``lose-shuffle``
 (delete Spark's shuffle files below ``folder``), ``exit``, ``raise``, ``pause``
-(``seconds``). A rule fires ``times`` times (default 1) in a process; with ``once_file`` it fires once over all
-processes and restarts: the file is created then, and tells a test that it has fired.
+(``seconds``, or less: until there is a file ``until``). A rule fires ``times`` times (default 1) in a process; with
+``once_file`` it fires once over all processes and restarts: the file is created then, and tells a test that it has
+fired.
 """
 
 from __future__ import annotations
@@ -100,7 +101,16 @@ def _act(rule: Mapping[str, Any], place: str) -> None:
     elif action == "raise":
         raise InjectedFaultError(f"injected at {place}")
     else:
-        time.sleep(float(rule.get("seconds", 3600)))
+        _pause(float(rule.get("seconds", 3600)), rule.get("until"))
+
+
+def _pause(seconds: float, until: str | None) -> None:
+    if until is None:
+        time.sleep(seconds)
+        return
+    end = time.monotonic() + seconds
+    while time.monotonic() < end and not Path(until).exists():
+        time.sleep(0.02)
 
 
 def python_workers(driver_pid: int) -> list[int]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from confluent_kafka import (
@@ -66,14 +68,14 @@ def read_topic(
         if decided:
             highs = end_offsets(bootstrap_servers, topic, isolation="read_uncommitted", options=options)
             spans = {p: (low, highs[topic, p]) for p, (low, _) in spans.items()}
-        consumer.assign([TopicPartition(topic, p, low) for p, (low, _) in spans.items()])
         waiting = {p for p, (low, high) in spans.items() if low < high}
+        consumer.assign([TopicPartition(topic, p, spans[p][0]) for p in sorted(waiting)])
         records: list[Seen] = []
         end = time.monotonic() + seconds
         while waiting:
             if time.monotonic() > end:
                 raise TimeoutError(f"{topic}: partitions {sorted(waiting)} were not read to their end in {seconds} s")
-            for message in consumer.consume(10_000, 0.1):
+            for message in consumer.consume(10_000, 0.02):
                 if message.error() is not None:
                     raise RuntimeError(f"{topic}: {message.error()}")
                 if int(message.offset() or 0) < spans[int(message.partition() or 0)][1]:
@@ -97,6 +99,8 @@ def _consumer(bootstrap_servers: str, isolation: str, options: Mapping[str, str]
             "enable.partition.eof": False,
             "log_level": 0,
             "auto.offset.reset": "error",
+            # A first request that asks for an empty partition only would hold up the others.
+            "fetch.wait.max.ms": 20,
             **(options or {}),
         }
     )
@@ -121,22 +125,22 @@ def fill(
     *,
     options: Mapping[str, str] | None = None,
 ) -> int:
-    """Produce (key, value) pairs with the Java client's partitioner; returns how many."""
-    producer = Producer(
-        {
-            "bootstrap.servers": bootstrap_servers,
-            "enable.idempotence": True,
-            "partitioner": "murmur2_random",
-            "linger.ms": 20,
-            "queue.buffering.max.messages": 1_000_000,
-            **(options or {}),
-        }
-    )
+    """Produce (key, value) pairs with the Java client's partitioner; returns how many.
+
+    Raises:
+        RuntimeError: a record was refused. TimeoutError: not all were delivered in time.
+    """
+    producer = _producer_for(bootstrap_servers, topic, tuple(sorted((options or {}).items())))
+    refused: list[str] = []
+
+    def failed(error: KafkaError | None, _: Any) -> None:
+        refused.append(str(error))
+
     count = 0
     for key, value in records:
         while True:
             try:
-                producer.produce(topic, value, key)
+                producer.produce(topic, value, key, on_delivery=failed)
                 break
             except BufferError:
                 producer.poll(0.05)
@@ -144,7 +148,44 @@ def fill(
     left = producer.flush(60)
     if left:
         raise TimeoutError(f"{left} records were not delivered to {topic}")
+    if refused:
+        raise RuntimeError(f"{topic}: {len(refused)} of {count} records were refused: {refused[0]}")
     return count
+
+
+def _producer_for(bootstrap_servers: str, topic: str, options: tuple[tuple[str, str], ...]) -> Producer:
+    """A producer that knows how many partitions the topic has now: asking makes it see more, but never fewer."""
+    while True:
+        producer, known = _producer(bootstrap_servers, options)
+        count = len(producer.list_topics(topic, timeout=60).topics[topic].partitions)
+        if count >= known.get(topic, 0):
+            known[topic] = count
+            return producer
+        _producer.cache_clear()  # the topic was deleted and made again
+
+
+@lru_cache(maxsize=4)
+def _producer(bootstrap_servers: str, options: tuple[tuple[str, str], ...]) -> tuple[Producer, dict[str, int]]:
+    """One for all calls: an idempotent producer of librdkafka waits half a second before it asks for its id.
+
+    With it: how many partitions topics had when it was asked.
+    """
+    producer = Producer(
+        {
+            "bootstrap.servers": bootstrap_servers,
+            "enable.idempotence": True,
+            "partitioner": "murmur2_random",
+            "linger.ms": 20,
+            "queue.buffering.max.messages": 1_000_000,
+            "delivery.report.only.error": True,
+            # It outlives brokers that tests stop, and finds those that come back.
+            "reconnect.backoff.ms": 20,
+            "reconnect.backoff.max.ms": 200,
+            **dict(options),
+        },
+        logger=logging.getLogger("onceflow.testing.librdkafka"),
+    )
+    return producer, {}
 
 
 def committed_offsets(

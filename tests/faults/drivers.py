@@ -1,0 +1,24 @@
+"""A driver process of many flows, until somebody kills it. Argument: a JSON list, see ``killed_together``."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+
+import driver
+import state_driver
+
+
+def main() -> None:
+    flows = json.loads(sys.argv[1])
+    spark = driver.session({})
+    for given in flows:
+        start = state_driver.start if "table" in given else driver.start
+        # In a thread of its own: the start of a flow that is to die at its first step does not return.
+        threading.Thread(target=start, args=(given, spark), daemon=True).start()
+    threading.Event().wait()
+
+
+if __name__ == "__main__":
+    main()
