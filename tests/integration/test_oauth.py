@@ -320,6 +320,7 @@ def test_the_provider_is_down_for_a_while(six_seconds: Guarded) -> None:
 # ---- Spark's reader ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_tokens_of_a_file_that_is_renewed(six_seconds: Guarded, pipe: Any, tmp_path: Path) -> None:
     """As with a projected token of Kubernetes. The Java client alone would read the file once."""
     guarded = six_seconds
@@ -351,6 +352,7 @@ def test_tokens_of_a_file_that_is_renewed(six_seconds: Guarded, pipe: Any, tmp_p
     pipe.check()
 
 
+@pytest.mark.long
 def test_the_endpoint_with_tls(guarded: Guarded, onceflow_spark: Any, tmp_path: Path) -> None:
     """What executors on other machines ask. The certificate is for the driver's name, and only the key it names."""
     tokens = ClientSettings(guarded.servers, guarded.credentials()).tokens

@@ -139,7 +139,7 @@ def state(cluster: Cluster, transactions: Transactions) -> str:
     return str(describe_transaction(cluster, transactions.transactional_id, soon())["state"])
 
 
-@pytest.mark.parametrize("commit", [True, False])
+@pytest.mark.parametrize("commit", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_who_timed_out_goes_on_with_an_epoch_of_its_own(cluster: Cluster, pipe: Any, commit: bool) -> None:
     transactions = opened(cluster, pipe.target, 1_000)
     before = transactions.identity
@@ -163,8 +163,16 @@ def test_an_abort_leaves_the_epoch_after_it_with_nobody(cluster: Cluster, pipe: 
     assert (found["state"], found["producer_epoch"]) == ("Empty", transactions.identity.producer_epoch)
 
 
-@pytest.mark.parametrize("commit", [True, False])
-@pytest.mark.parametrize("rival", ["has begun nothing", "writes", "has committed", "has aborted", "timed out"])
+# The others are states of the model (tests/model), and left to `make test-long`.
+@pytest.mark.parametrize("commit", [True, pytest.param(False, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "rival",
+    [
+        "has committed",
+        "writes",
+        *(pytest.param(rival, marks=pytest.mark.long) for rival in ("has begun nothing", "has aborted", "timed out")),
+    ],
+)
 def test_who_was_fenced_stays_fenced(cluster: Cluster, pipe: Any, version_1: str, commit: bool, rival: str) -> None:
     """Whatever the newer owner does; and what it has open is left alone."""
     older = opened(cluster, pipe.target)
