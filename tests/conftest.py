@@ -381,15 +381,23 @@ def make_spark_state_pipe(
 
 @pytest.fixture
 def make_state_pipe(
-    onceflow_broker: str, onceflow_spark: Any, make_topic: Callable[..., str], tmp_path: Path, ledger: Any
+    request: pytest.FixtureRequest,
+    onceflow_broker: str,
+    make_topic: Callable[..., str],
+    tmp_path: Path,
+    ledger: Any,
 ) -> Callable[..., StatePipe]:
-    """``make_state_pipe(partitions=4, target_partitions=None)``: an empty source and target, no table yet."""
+    """``make_state_pipe(partitions=4, target_partitions=None)``: an empty source and target, no table yet.
 
-    def make(partitions: int = 4, target_partitions: int | None = None) -> StatePipe:
+    ``spark=False``: for a flow that only other processes run.
+    """
+
+    def make(partitions: int = 4, target_partitions: int | None = None, *, spark: bool = True) -> StatePipe:
+        session = request.getfixturevalue("onceflow_spark") if spark else None
         source = make_topic("in", partitions)
         target = make_topic("out", target_partitions or partitions)
         table = source.replace("in-", "table-", 1)
-        return StatePipe(onceflow_broker, source, target, table, f"flow-{source}", onceflow_spark, tmp_path, ledger)
+        return StatePipe(onceflow_broker, source, target, table, f"flow-{source}", session, tmp_path, ledger)
 
     return make
 

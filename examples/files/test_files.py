@@ -723,11 +723,6 @@ def test_a_link_that_leads_to_nothing_is_not_lost(tmp_path: Path) -> None:
     }
 
 
-def test_what_has_its_topic_passes(tmp_path: Path) -> None:
-    row = {"key": None, "value": None, "topic": "failed-x", "headers": [{"key": "a", "value": None}], "timestamp": None}
-    assert _fetched(tmp_path, row) == [row]
-
-
 @pytest.mark.long
 def test_a_file_of_a_gigabyte_is_never_in_memory() -> None:
     """Download, parse and Arrow batches in a process of their own, which says how much memory it ever had.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections.abc import Mapping
 from dataclasses import replace
@@ -12,13 +13,14 @@ from typing import Any
 from pyspark.errors import AnalysisException
 from pyspark.sql import DataFrame, SparkSession
 
-from onceflow import checkpoints, hooks, process, recovery, step_query
+from onceflow import checkpoints, hooks, process, recovery, step_query, token_endpoint
 from onceflow.client import offsets as kafka_offsets
 from onceflow.client.brokers import warn_of_settings
 from onceflow.client.cluster import Cluster, TopicInfo
 from onceflow.client.deadline import Deadline
 from onceflow.client.settings import ClientSettings
 from onceflow.errors import (
+    BatchAbortedError,
     OnceflowError,
     OptionError,
     UnsupportedQueryError,
@@ -137,7 +139,7 @@ class Flow:
             )
         extra = queries.reader_options(options or {}, self.name)
         with self._lock:
-            if self._running is not None and self._running.isActive:
+            if self._runs():
                 raise OptionError(
                     "The flow is running; its sources cannot be changed",
                     flow=self.name,
@@ -148,7 +150,8 @@ class Flow:
             except OnceflowError as error:
                 self._fresh = False  # whatever was open is aborted by the next take-over
                 raise error.located(flow=self.name, topic=topic) from error
-        reader = self._spark.readStream.format("kafka").options(**self._settings.spark_reader()).options(**extra)
+        connection = {**self._settings.spark_reader(), **token_endpoint.reader_options(self._spark, self._settings)}
+        reader = self._spark.readStream.format("kafka").options(**connection).options(**extra)
         reader = (
             reader.option("subscribe", topic)
             .option("startingOffsets", queries.starting_offsets_json(topic, start.offsets))
@@ -239,6 +242,7 @@ class Flow:
         state_dir: str | Path | None = None,
         adopt_existing: bool = False,
         idle_timeout: str = "30 seconds",
+        max_timers_per_batch: int | None = 1_000,
     ) -> DataFrame:
         """Run user code with state over a stream; the state is the compacted topic ``table``.
 
@@ -259,9 +263,12 @@ class Flow:
                 processor's ttl.
             single_key: keep the whole state of a partition in one record. For small state: every batch writes it all.
             store: ``lmdb``, ``memory``, ``rocksdb`` (an extra), or a class of your own.
-            state_dir: folder of the local stores; by default ``$ONCEFLOW_STATE_DIR`` or ``~/.local/state/onceflow``.
+            state_dir: folder of the local stores, on every host; by default the host's ``$ONCEFLOW_STATE_DIR``, else
+                its ``~/.local/state/onceflow``.
             adopt_existing: take over the rows of a table topic that the flow has no progress of.
             idle_timeout: event time does not wait for a source partition that was silent for this long.
+            max_timers_per_batch: timers that fire in one partition and batch, the earliest first; what is left fires in
+                further batches, at once. None: all that are due, in one transaction.
 
         Returns:
             A streaming DataFrame of what the processor yields: key, value, topic, headers, timestamp.
@@ -273,7 +280,7 @@ class Flow:
         """
         options = StepOptions(
             table, partitions, on_error, dead_letter_topic, late_topic, retention, single_key, store, state_dir,
-            adopt_existing, idle_timeout,
+            adopt_existing, idle_timeout, max_timers_per_batch,
         )  # fmt: skip
         with self._lock:
             checked = process.check_options(
@@ -296,6 +303,7 @@ class Flow:
                 flow=self.name,
                 flow_key=self._names.progress_key,
                 source_topic=one_topic,
+                local=process.runs_here(self._spark),
             )
             lateness = checked.allowed_lateness
             self._steps[table] = Step(
@@ -323,6 +331,15 @@ class Flow:
 
     def _commit_progress(self, progress: Progress, deadline: Deadline) -> None:
         """Commit what a start has decided, in a transaction of its own."""
+        try:
+            self._try_to_commit(progress, deadline)
+        except BatchAbortedError as error:
+            # Between two calls of a start may be days: Kafka may have forgotten the transactional id meanwhile.
+            log.info("flow %s: what its start has decided is committed again: %s", self.name, error.what)
+            self._held().transactions.abort(deadline)
+            self._try_to_commit(progress, deadline)
+
+    def _try_to_commit(self, progress: Progress, deadline: Deadline) -> None:
         hold = self._held()
         hold.markers.confirm(deadline)
         hold.transactions.begin(deadline)
@@ -330,6 +347,7 @@ class Flow:
         read = {topic: dict(offsets) for topic, offsets in progress.offsets.items() if topic in self._sources}
         at = progress_log.write_progress(hold.cluster, hold.transactions, self._names, progress, read, deadline)
         hold.transactions.commit(deadline, flow=self.name, doing="starting")
+        hold.committed(progress)
         hold.markers.ended({progress_log.place_of(progress.flow): at}, committed=True)
         self._committed = progress
 
@@ -415,9 +433,11 @@ class Flow:
         columns = check_columns(df.schema, topic=topic, flow=self.name)
         if columns.ignored:
             log.info("flow %s: columns not written: %s", self.name, ", ".join(columns.ignored))
+        interval_s = 0.0 if trigger is None else duration_s(trigger, "trigger", self.name)
         options = SinkOptions(
-            topic, partitioner, compression, timeout_s, small_batch_rows, guarantee=guarantee, stateful=facts.stateful
-        )
+            topic, partitioner, compression, timeout_s, small_batch_rows, guarantee=guarantee, stateful=facts.stateful,
+            timers_s=math.inf if once else max(1.0, interval_s),
+        )  # fmt: skip
         run = RunOptions(
             trigger,
             once,
@@ -441,7 +461,7 @@ class Flow:
 
     def _start(self, df: DataFrame, options: SinkOptions, columns: Columns, run: RunOptions) -> FlowQuery:
         with self._lock:
-            if self._running is not None and self._running.isActive:
+            if self._runs():
                 raise OptionError(
                     "The flow has a running write already",
                     flow=self.name,
@@ -514,7 +534,7 @@ class Flow:
                 if state is not None:
                     state.settle()
                 location.close()
-                self._release()
+                self._release(hold)
 
             try:
                 self._running = FlowQuery(run.apply(writer).start(), sink, stopped)
@@ -536,12 +556,24 @@ class Flow:
         with self._lock:
             if self._running is not None and self._running.isActive:
                 self._running.stop()
-            self._release()
-
-    def _release(self) -> None:
-        with self._lock:
             if self._hold is not None:
-                self._hold.cluster.close()
+                self._release(self._hold)
+
+    def _runs(self) -> bool:
+        """Whether the last query is active. One that has ended by itself gives back here what it holds."""
+        if self._running is not None and not self._running.isActive:
+            self._running.release()
+            if self._hold is not None:
+                self._release(self._hold)  # another thread may be about to, and must not close what is opened now
+            self._running = None
+        return self._running is not None
+
+    def _release(self, hold: TakeOver) -> None:
+        """Close the connections of one run. Those of a newer run of this flow are its own, and stay."""
+        with self._lock:
+            hold.cluster.close()
+            if self._hold is not hold:
+                return
             self._hold = self._committed = None
             self._sources = {}
             self._steps = {}

@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 
 BROKER_VERSION = "4.3.1"
 RESOLVE_TIMEOUT_S = 600
+LOCAL_FS_MODULE = "hadoop-bare-naked-local-fs"
 
 
 @dataclass(frozen=True)
@@ -73,13 +74,23 @@ def spark_connector_coordinates(spark_version: str) -> list[Coordinate]:
         Coordinate("org.apache.commons", "commons-pool2", "2.13.1"),
         Coordinate("org.scala-lang.modules", "scala-parallel-collections_2.13", "1.2.0"),
         # A local file system that sets permissions in the JVM. Hadoop's own starts a `chmod` for every file.
-        Coordinate("com.globalmentor", "hadoop-bare-naked-local-fs", "0.1.0"),
+        Coordinate("com.globalmentor", LOCAL_FS_MODULE, "0.1.0"),
     ]
 
 
 def spark_connector_jars() -> list[Path]:
     """The jars of the Kafka connector for the installed pyspark, without any that Spark has itself."""
     return resolve(spark_connector_coordinates(installed_spark_version()), transitive=False)
+
+
+def cluster_jars() -> list[Path]:
+    """Those of `spark_connector_jars` that a cluster needs: the local file system is for local masters."""
+    return [jar for jar in spark_connector_jars() if not jar.name.startswith(LOCAL_FS_MODULE)]
+
+
+def spark_has_connector() -> bool:
+    """Whether the Kafka connector lies among Spark's own jars, as in an image made for it."""
+    return any(_spark_jars_folder().glob("spark-sql-kafka-*.jar"))
 
 
 def kafka_broker_classpath(version: str = BROKER_VERSION) -> list[Path]:
@@ -277,11 +288,15 @@ def _local_name(tag: str) -> str:
     return tag.rpartition("}")[2]
 
 
-def _ivy_jar() -> Path:
+def _spark_jars_folder() -> Path:
     spec = importlib.util.find_spec("pyspark")
     if spec is None or not spec.submodule_search_locations:
         raise _no_pyspark()
-    folder = Path(next(iter(spec.submodule_search_locations)), "jars")
+    return Path(next(iter(spec.submodule_search_locations)), "jars")
+
+
+def _ivy_jar() -> Path:
+    folder = _spark_jars_folder()
     jars = sorted(folder.glob("ivy-*.jar"))
     if not jars:
         raise EnvironmentUnusableError(

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from pyspark.sql import SparkSession
+
 from onceflow.client.cluster import Cluster
 from onceflow.client.deadline import Deadline
 from onceflow.errors import OptionError, ProgressConflictError
+from onceflow.state.base import TIMERS_PER_BATCH
 from onceflow.state.durations import duration_ms
 from onceflow.state.local import default_state_dir
 from onceflow.state.processor import ColumnProcessor, Processor
@@ -56,6 +60,7 @@ class StepOptions:
     state_dir: str | Path | None
     adopt_existing: bool
     idle_timeout: str
+    max_timers_per_batch: int | None = TIMERS_PER_BATCH
 
 
 def check_options(
@@ -100,6 +105,12 @@ def check_options(
     check_side_topics((options.dead_letter_topic, options.late_topic), known, flow)
     if options.partitions is not None and options.partitions < 1:
         raise OptionError(f"partitions={options.partitions} is too few", flow=flow, next_step="give at least 1")
+    if options.max_timers_per_batch is not None and options.max_timers_per_batch < 1:
+        raise OptionError(
+            f"max_timers_per_batch={options.max_timers_per_batch} is too few",
+            flow=flow,
+            next_step="give at least 1, or None to fire all that are due in one batch",
+        )
     for name, duration in (
         ("retention", options.retention),
         ("idle_timeout", options.idle_timeout),
@@ -196,6 +207,11 @@ def ensure_table(
     )
 
 
+def runs_here(spark: SparkSession) -> bool:
+    """Whether tasks run on this machine."""
+    return re.match(r"local(\[|$)", str(spark.sparkContext.master)) is not None
+
+
 def check_migration(processor: Processor | ColumnProcessor, known: int, *, table: str, flow: str) -> None:
     """Whether the processor can read what another version of it has written.
 
@@ -228,8 +244,15 @@ def make_spec(
     flow: str,
     flow_key: str,
     source_topic: str | None,
+    local: bool,
 ) -> ProcessSpec:
-    """What the step's tasks are told."""
+    """What the step's tasks are told.
+
+    Args:
+        local: whether they run on this machine. Then driver and workers share the stores, and one of them decides where
+            these are; elsewhere every host goes by its own environment.
+    """
+    state_dir = default_state_dir() if local else None
     ttl = options.retention if options.retention is not None else processor.ttl
     return ProcessSpec(
         flow=flow,
@@ -237,13 +260,14 @@ def make_spec(
         processor=processor,
         topics=topics,
         store=store_class(options.store),
-        state_dir=Path(options.state_dir) if options.state_dir is not None else default_state_dir(),
+        state_dir=state_dir if options.state_dir is None else Path(options.state_dir),
         on_error=options.on_error,
         dead_letter_topic=options.dead_letter_topic,
         late_topic=options.late_topic,
         default_ttl_ms=None if ttl is None else duration_ms(ttl),
         single_key=options.single_key,
         source_topic=source_topic,
+        max_timers_per_batch=options.max_timers_per_batch,
     )
 
 

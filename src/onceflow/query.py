@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 
 from py4j.protocol import Py4JError, Py4JNetworkError
@@ -25,6 +26,15 @@ class FlowQuery(StreamingQuery):
         super().__init__(query._jsq)
         self._sink = sink
         self._on_stop = on_stop
+        self._release_lock = threading.Lock()
+        self._released = False
+
+    def release(self) -> None:
+        """Give back what the run holds, when it is over. Only the first call does something."""
+        with self._release_lock:
+            released, self._released = self._released, True
+        if not released:
+            self._on_stop()
 
     def awaitTermination(self, timeout: float | None = None) -> bool | None:
         """Wait for the query to stop. ``timeout`` in seconds; True when it has stopped.
@@ -37,10 +47,10 @@ class FlowQuery(StreamingQuery):
             with _jvm_needed():
                 ended = super().awaitTermination(timeout)  # type: ignore[arg-type]
             if not self.isActive:
-                self._on_stop()
+                self.release()
             return ended
         except StreamingQueryException as error:
-            self._on_stop()
+            self.release()
             raise self._reason(error) from error
 
     def processAllAvailable(self) -> None:
@@ -49,7 +59,7 @@ class FlowQuery(StreamingQuery):
             with _jvm_needed():
                 super().processAllAvailable()
         except StreamingQueryException as error:
-            self._on_stop()
+            self.release()
             raise self._reason(error) from error
 
     def stop(self) -> None:
@@ -59,7 +69,7 @@ class FlowQuery(StreamingQuery):
             with contextlib.suppress(EnvironmentUnusableError), _jvm_needed():
                 super().stop()
         finally:
-            self._on_stop()
+            self.release()
 
     @property
     def isActive(self) -> bool:

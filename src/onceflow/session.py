@@ -31,11 +31,9 @@ LOCAL_FS_CLASS = "com.globalmentor.apache.hadoop.fs.BareLocalFileSystem"
 
 DEFAULTS: Mapping[str, str] = {
     "spark.log.level": "WARN",
-    # The progress bar writes over the output of the program; the UI costs start-up time and a port.
+    # The progress bar writes over the output of the program.
     "spark.ui.showConsoleProgress": "false",
-    "spark.ui.enabled": "false",
-    # Shorter Python tasks: no TCP between JVM and worker, no watchdog thread in the worker.
-    "spark.python.unix.domain.socket.enabled": "true",
+    # Shorter Python tasks: no watchdog thread in the worker.
     "spark.python.worker.tracebackDumpIntervalSeconds": "0",
     "spark.sql.execution.arrow.pyspark.enabled": "true",
     # Every batch runs two plans, and each is described for the UI before it starts: "formatted" takes milliseconds.
@@ -48,8 +46,14 @@ DEFAULTS: Mapping[str, str] = {
     "spark.sql.streaming.stateStore.rocksdb.changelogCheckpointing.enabled": "true",
 }
 
-# The host name of a laptop may not resolve, or resolve to an address that a VPN takes away.
+# Shorter Python tasks: no TCP between JVM and worker. Not on YARN: the sockets lie in java.io.tmpdir, which is a
+# folder of the container there, and its path is longer than the 107 bytes that the address of a socket may have.
+UNIX_SOCKETS: Mapping[str, str] = {"spark.python.unix.domain.socket.enabled": "true"}
+
 LOCAL_DEFAULTS: Mapping[str, str] = {
+    # It costs start-up time and a port. On a cluster people look at it, and so do their tools.
+    "spark.ui.enabled": "false",
+    # The host name of a laptop may not resolve, or resolve to an address that a VPN takes away.
     "spark.driver.host": "127.0.0.1",
     "spark.driver.bindAddress": "127.0.0.1",
 }
@@ -115,16 +119,18 @@ def session(
         # Workers must be this Python: another one lacks our package, and Spark refuses another minor version.
         os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
 
-    has_local_fs = class_path_open or _has_class(SparkContext._jvm, LOCAL_FS_CLASS)
+    has_local_fs = class_path_open or has_class(SparkContext._jvm, LOCAL_FS_CLASS)
     settings = {**defaults_for(user["spark.master"], local_fs=has_local_fs), **user}
     if class_path_open:
-        settings.update(_class_paths(user, jars.spark_connector_jars()))
+        settings.update(_class_paths(user, _connector(user)))
     return _get_or_create(SparkSession, settings)
 
 
 def defaults_for(master: str, *, local_fs: bool = True) -> dict[str, str]:
     """The settings this module brings for a master, without class paths."""
     settings = dict(DEFAULTS)
+    if master != "yarn":
+        settings.update(UNIX_SOCKETS)
     cores = local_cores(master)
     if cores is not None:
         settings.update(LOCAL_DEFAULTS)
@@ -187,15 +193,25 @@ def _jvm_settings(jvm: Any) -> dict[str, str]:
     return {pair._1(): pair._2() for pair in jvm.org.apache.spark.SparkConf().getAll()}
 
 
+def _connector(user: Mapping[str, str]) -> list[Path]:
+    """Jars to bring: none, without a look into the cache, where a cluster's Spark or the user has the connector."""
+    if local_cores(user["spark.master"]) is not None:
+        return jars.spark_connector_jars()
+    return [] if _brings_connector(user) or jars.spark_has_connector() else jars.cluster_jars()
+
+
+def _brings_connector(user: Mapping[str, str]) -> bool:
+    return "spark-sql-kafka" in user.get("spark.jars", "") + user.get("spark.jars.packages", "")
+
+
 def _class_paths(user: Mapping[str, str], connector: list[Path]) -> dict[str, str]:
     """spark.jars, the driver's class path and JVM options: the user's entries first, then ours."""
     paths = {}
-    brings_own = re.search(r"spark-sql-kafka", user.get("spark.jars", "") + user.get("spark.jars.packages", ""))
-    if not brings_own:
+    if connector and not _brings_connector(user):
         paths["spark.jars"] = ",".join(filter(None, [user.get("spark.jars"), *map(str, connector)]))
     if local_cores(user["spark.master"]) is not None:
         # spark.jars come too late for the file system: Spark opens it while it reads them.
-        bare = [str(jar) for jar in connector if jar.name.startswith("hadoop-bare-naked-local-fs")]
+        bare = [str(jar) for jar in connector if jar.name.startswith(jars.LOCAL_FS_MODULE)]
         ours = [user.get("spark.driver.extraClassPath"), *bare]
         paths["spark.driver.extraClassPath"] = os.pathsep.join(filter(None, ours))
         options = class_archive.with_archive(user.get("spark.driver.extraJavaOptions", ""))
@@ -213,7 +229,7 @@ def _get_or_create(spark_session: type[SparkSession], settings: Mapping[str, str
 
 
 def _require_connector(jvm: Any) -> None:
-    if not _has_class(jvm, CONNECTOR_CLASS):
+    if not has_class(jvm, CONNECTOR_CLASS):
         connector = ",".join(map(str, jars.spark_connector_coordinates(jars.installed_spark_version())[:1]))
         raise EnvironmentUnusableError(
             "Spark runs already, without its Kafka connector, and a running JVM keeps its class path.",
@@ -222,7 +238,8 @@ def _require_connector(jvm: Any) -> None:
         )
 
 
-def _has_class(jvm: Any, name: str) -> bool:
+def has_class(jvm: Any, name: str) -> bool:
+    """Whether the driver's JVM can load a class."""
     from py4j.protocol import Py4JJavaError
 
     loader = jvm.java.lang.Thread.currentThread().getContextClassLoader()

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from pyspark import SparkContext
 from pyspark.sql import DataFrame, SparkSession
 
 from onceflow.errors import OptionError, UnsupportedQueryError
-from onceflow.process import Step, needs_clock
+from onceflow.process import Step, needs_clock, runs_here
 from onceflow.sink import plans, queries
 from onceflow.sink.delivery import EXACTLY_ONCE
 from onceflow.sink.options import SinkOptions
@@ -55,11 +53,6 @@ def current_cores(spark: SparkSession) -> Callable[[], int]:
         return context.defaultParallelism * (_GROWTH if grows else 1)
 
     return cores
-
-
-def is_local(context: SparkContext) -> bool:
-    """Whether tasks run in the driver's JVM, on this machine."""
-    return re.match(r"local(\[|$)", str(context.master)) is not None
 
 
 def wire(
@@ -126,7 +119,7 @@ def wire(
         query,
         {name: table(name, step) for name, step in used.items()},
         cores=current_cores(df.sparkSession),
-        local=is_local(context),
+        local=runs_here(df.sparkSession),
         small_batch_rows=options.small_batch_rows,
         source_partitions={name: len(partitions) for name, partitions in source_partitions.items()},
         source_keys=source_keys,

@@ -66,6 +66,33 @@ class Alarms(onceflow.Processor):
         yield onceflow.Record(key, {"timer": timer.name, "at": timer.at_ms})
 
 
+class Bells(onceflow.Processor):
+    """Every record sets a timer for the same moment."""
+
+    value = onceflow.serdes.JSON
+    output = onceflow.serdes.JSON
+    allowed_lateness = "1 second"
+    at_ms = 1_000_000
+
+    def event_time(self, record: onceflow.Record) -> int:
+        return int(record.value["at"])
+
+    def process(self, key: bytes, records: Sequence[onceflow.Record], state: Any) -> None:
+        for record in records:
+            if record.value["at"] < self.at_ms:
+                state.timers.register(str(record.value["n"]), self.at_ms)
+
+    def on_timer(self, key: bytes, timer: Any, state: Any) -> Iterator[onceflow.Record]:
+        yield onceflow.Record(key, {"timer": timer.name})
+
+
+def bell_inputs(count: int) -> list[tuple[bytes, bytes]]:
+    """Records that set the timers, and behind them some in every partition that bring event time to their moment."""
+    sent = [(f"key-{n % 5000}".encode(), b'{"n": %d, "at": 1}' % n) for n in range(count)]
+    last = json.dumps({"n": -1, "at": Bells.at_ms + 1000}).encode()
+    return sent + [(f"key-{n}".encode(), last) for n in range(KEYS)]
+
+
 def alarm_inputs(first: int, count: int, *, at: int | None = None) -> list[tuple[bytes, bytes]]:
     """Records ``first`` and on, a tenth of a second of event time apart, or all at ``at``."""
     return [

@@ -20,7 +20,7 @@ def start(given: dict[str, Any], spark: Any) -> Any:
     source = flow.read(given["source"], max_records_per_batch=given.get("records_per_batch", 1000))
     processor = getattr(ledger, given.get("processor", "Ledger"))()
     output = flow.process(
-        source, processor, table=given["table"], state_dir=given["state_dir"], **given.get("process", {})
+        source, processor, **{"table": given["table"], "state_dir": given["state_dir"], **given.get("process", {})}
     )
     if given.get("inside"):
         output = output.where("value is not null")

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
+import re
 import shutil
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
+from confluent_kafka.admin import AdminClient, NewTopic
 
 import onceflow
+from onceflow.testing import independent
+from onceflow.wire.partitioners import key_partitions
+
+ROWS = 5_000_000
 
 pytestmark = [pytest.mark.integration, pytest.mark.faults]
 
@@ -82,8 +93,6 @@ def test_copy_of_another_partition(pipe: Any) -> None:
 
 def test_newer_than_kafka(pipe: Any, make_state_pipe: Any) -> None:
     """A copy from a flow's life before a reset: the table starts empty, the copy is ahead of it."""
-    from confluent_kafka.admin import AdminClient
-
     from onceflow.client.settings import ClientSettings
     from onceflow.reset import reset
     from onceflow.wire.names import Names
@@ -143,3 +152,100 @@ def test_readable_while_the_flow_writes(pipe: Any) -> None:
         for value in json.loads(line).values():
             assert (value["sum"], value["count"]) in known
     assert onceflow.LocalTable(pipe.folder).get(b"no such key") is None
+
+
+def test_pages_lost_when_the_machine_went_down_under_a_living_driver(
+    pipe: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """LMDB is not synced: what a machine finds after it has started again is not what was verified before."""
+    from onceflow.state import boots
+
+    query = pipe.start()
+    try:
+        pipe.fill(600)
+        query.processAllAvailable()
+        monkeypatch.setattr(boots, "boot_id", lambda: "the next one")
+        for partition in range(4):
+            assert other_rows(pipe.folder / str(partition) / "data.mdb")
+        pipe.fill(600)
+        query.processAllAvailable()
+    finally:
+        query.stop()
+    assert {batch.path for batch in query.batches} == {"driver"}  # this process has another boot, workers have not
+    assert caplog.text.count("local copy restored (its checksum does not hold)") == 4
+    pipe.check()
+
+
+def other_rows(path: Path) -> int:
+    """Change rows to other well-formed ones, in place, as an older page among newer ones would; how many."""
+    with path.open("r+b") as raw:
+        found = [*re.finditer(rb'"count":\s?(\d)', raw.read())]
+        for row in found:
+            raw.seek(row.start(1))
+            raw.write(b"8" if row[1] == b"9" else b"9")
+    return len(found)
+
+
+@pytest.mark.long
+def test_executors_go_by_their_own_environment(make_state_pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a cluster each host says where its copies are; the driver, elsewhere, knows nothing of such a folder."""
+    pipe = make_state_pipe()
+    pipe.fill(900)
+    of_driver, of_executors = pipe.tmp_path / "of-driver", pipe.tmp_path / "of-executors"
+    monkeypatch.setenv("ONCEFLOW_STATE_DIR", str(of_driver))
+    process = pipe.driver(
+        master="local-cluster[2,1,600]",
+        spark={"spark.executor.memory": "600m", "spark.executorEnv.ONCEFLOW_STATE_DIR": str(of_executors)},
+        process={"state_dir": None},
+    )
+    try:
+        output = process.communicate(timeout=150)[0]
+        assert process.returncode == 0, output
+    finally:
+        pipe.end_driver(process)
+    pipe.check(local=False)
+    places = {f"{pipe.flow}/{pipe.table}/{partition}" for partition in range(4)}
+    assert {str(file.parent.relative_to(of_executors)) for file in of_executors.rglob("data.mdb")} == places
+    assert not of_driver.exists()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_five_million_rows_are_restored_before_a_transaction_is_open(
+    make_state_pipe: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All in one partition: the tasks of the others would begin to write, and the transaction would time out."""
+    from onceflow.sink import state_step
+
+    monkeypatch.setattr(state_step, "_TASK_ROWS", 10)
+    pipe = make_state_pipe()
+    compact = {"config": {"cleanup.policy": "compact"}}
+    admin = AdminClient({"bootstrap.servers": pipe.bootstrap})
+    topics = [NewTopic(name, 4, **compact) for name in (pipe.table, f"{pipe.table}-internal")]
+    for future in admin.create_topics(topics).values():
+        future.result(30)
+    keys = [f"key-{n:03d}".encode() for n in range(pipe.ledger.KEYS)]
+    before = b'{"sum": 1000, "count": 1}'
+    independent.fill(pipe.bootstrap, pipe.table, [(key, before) for key in keys])
+    independent.fill(pipe.bootstrap, pipe.table, ((key, before) for key in islice(keys_of_partition(0, 4), ROWS)))
+    sent = [(key, json.dumps({"n": n, "op": "add"}).encode()) for n, key in enumerate(keys)]
+    independent.fill(pipe.bootstrap, pipe.source, sent)
+    query = pipe.start(process={"adopt_existing": True}, transaction_timeout="10 seconds", small_batch_rows=0)
+    began = time.monotonic()
+    try:
+        query.processAllAvailable()
+    finally:
+        query.stop()
+    print([(batch.attempts, batch.seconds) for batch in query.batches], time.monotonic() - began)
+    assert {batch.attempts for batch in query.batches} == {1}
+    seen = [json.loads(record.value or b"") for record in independent.read_topic(pipe.bootstrap, pipe.target)]
+    assert sorted(value["n"] for value in seen) == [*range(len(keys))]
+    assert {(value["sum"] - value["n"], value["count"]) for value in seen} == {(1000, 2)}
+    assert sum(1 for _ in onceflow.LocalTable(pipe.folder).range()) == ROWS + len(keys)
+
+
+def keys_of_partition(partition: int, partitions: int) -> Iterator[bytes]:
+    for first in itertools.count(0, 100_000):
+        keys = [b"row-%d" % n for n in range(first, first + 100_000)]
+        placed = key_partitions(pa.array(keys, pa.binary()), partitions)
+        yield from itertools.compress(keys, placed == partition)

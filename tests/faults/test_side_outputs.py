@@ -16,7 +16,8 @@ from onceflow.testing import independent
 pytestmark = [pytest.mark.integration, pytest.mark.faults, pytest.mark.long, pytest.mark.timeout(1500)]
 
 COUNT = 100_000
-BATCH = 5_000
+# The watermark is known after the first batch, so that one must end before records may be late.
+BATCH = 3_000
 OPERATORS = ["select", "where", "withColumn", "union", "mapInArrow", "static join", "second step"]
 # Each kill is planned in one flow, at a step and a batch of its own, and hits all others wherever they are.
 KILLS = ["begin", "write", "audit", "progress", "end", "settle"]

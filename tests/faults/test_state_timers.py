@@ -6,6 +6,7 @@ import json
 import signal
 import time
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -61,6 +62,15 @@ def check(pipe: Any, late: str, expected: dict[str, int]) -> None:
     assert set(counted) == set(expected)
     assert set(counted.values()) == {1}
     assert independent.read_topic(pipe.bootstrap, late, decided=True) == []
+
+
+def rss_kib(pid: int) -> int:
+    """The most memory a process has had so far."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except FileNotFoundError:
+        return 0
+    return next((int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM")), 0)
 
 
 @pytest.fixture
@@ -210,3 +220,85 @@ def test_timers_of_a_partition_whose_records_are_filtered_out(
             assert query._sink._state._by_source is True
     seen = independent.read_topic(pipe.bootstrap, pipe.target, decided=True)
     assert Counter(record.key for record in seen) == Counter(keys)
+
+
+def test_timers_of_one_moment_fire_in_bounded_batches_at_once(make_state_pipe: Any, late_topic: str) -> None:
+    """A clock that ticks each second would take as many seconds as there are batches."""
+    pipe = make_state_pipe()
+    independent.fill(pipe.bootstrap, pipe.source, pipe.ledger.bell_inputs(5000))
+    process = {"processor": pipe.ledger.Bells(), "late_topic": late_topic, "max_timers_per_batch": 40}
+    query = pipe.start(process=process)
+    try:
+        wait_for_all(pipe, query, dict.fromkeys(map(str, range(5000)), 0))
+    finally:
+        query.stop()
+    check(pipe, late_topic, dict.fromkeys(map(str, range(5000)), 0))
+    firing = [batch for batch in query.batches if not batch.rows_most and batch.records]
+    assert max(batch.records for batch in firing) == 4 * 40  # of four partitions
+    assert len(firing) >= 5000 / 160 - 1
+    seen = independent.read_topic(pipe.bootstrap, pipe.target, decided=True)
+    times = [record.timestamp_ms for record in seen]
+    assert (max(times) - min(times)) / 1000 < len(firing) / 2
+
+
+@pytest.mark.long
+def test_bounded_timers_on_a_cluster(make_state_pipe: Any, late_topic: str) -> None:
+    """Batches without rows run in tasks there, and have no source partitions that these could follow."""
+    pipe = make_state_pipe()
+    independent.fill(pipe.bootstrap, pipe.source, pipe.ledger.bell_inputs(1000))
+    driver = pipe.driver(
+        processor="Bells",
+        process={"late_topic": late_topic, "max_timers_per_batch": 100},
+        master="local-cluster[2,1,600]",
+        spark={"spark.executor.memory": "600m"},
+        forever=True,
+    )
+    try:
+        end = time.monotonic() + 120
+        while sum(fired(pipe).values()) < 1000:
+            assert driver.poll() is None, driver.communicate()[0]
+            assert time.monotonic() < end, sum(fired(pipe).values())
+            time.sleep(0.5)
+    finally:
+        driver.kill()
+        pipe.end_driver(driver)
+        driver.wait()
+    check(pipe, late_topic, dict.fromkeys(map(str, range(1000)), 0))
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_million_timers_of_one_moment(make_state_pipe: Any, late_topic: str, inside: bool) -> None:
+    """Bounded batches and bounded memory, with a driver that is killed on the way, twice."""
+    count = 200_000 if inside else 1_000_000  # inside the query they wait for the clock
+    pipe = make_state_pipe()
+    independent.fill(pipe.bootstrap, pipe.source, pipe.ledger.bell_inputs(count))
+
+    def fired_so_far() -> int:
+        return sum(independent.end_offsets(pipe.bootstrap, pipe.target).values())
+
+    most_kib = 0
+    for until in (count // 10, count // 2, count):
+        driver = pipe.driver(
+            processor="Bells",
+            process={"late_topic": late_topic, **({"max_timers_per_batch": 5000} if inside else {})},
+            records_per_batch=50_000,
+            forever=True,
+            inside=inside,
+        )
+        began = time.monotonic()
+        try:
+            # Ends count markers, too: the last word has the topic itself.
+            while fired_so_far() < until or (until == count and sum(fired(pipe).values()) < count):
+                assert driver.poll() is None, driver.communicate()[0]
+                assert time.monotonic() < began + 400, fired_so_far()
+                most_kib = max(most_kib, rss_kib(driver.pid)) if until > count // 10 else 0
+                time.sleep(0.1)
+            driver.send_signal(signal.SIGKILL)
+        finally:
+            pipe.end_driver(driver)
+            driver.wait()
+        print(until, fired_so_far(), f"{time.monotonic() - began:.1f} s, {most_kib} KiB")
+    check(pipe, late_topic, dict.fromkeys(map(str, range(count)), 0))
+    assert most_kib < 500_000  # all timers in one batch would need several times as much

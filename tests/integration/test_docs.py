@@ -10,6 +10,7 @@ import shlex
 import subprocess
 import sys
 import types
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from click.testing import CliRunner
 
 import onceflow
 from onceflow.cli.main import cli
+from onceflow.session import submit_settings
 from onceflow.testing import independent
 from onceflow.testing.processor_driver import ProcessorDriver
 
@@ -30,6 +32,9 @@ README = ROOT / "README.md"
 OPERATIONS = ROOT / "docs" / "operations.md"
 STATE = ROOT / "docs" / "state.md"
 SPARK_STATE = ROOT / "docs" / "spark-state.md"
+DEPLOY = ROOT / "docs" / "deploy.md"
+MANIFEST = ROOT / "deploy" / "kubernetes.yaml"
+SUBMIT = "PYSPARK_SUBMIT_ARGS"
 PAGES = [
     README,
     ROOT / "CHANGELOG.md",
@@ -307,6 +312,64 @@ def test_make_targets_exist(page: Path) -> None:
             assert match[1] in targets, f"{page.name}: there is no target {match[1]}"
 
 
+# ---- Spark's options and settings ------------------------------------------------------------------------
+
+# Spark puts these together with names that the user chooses.
+OPEN_ENDED = ("spark.executorEnv.", "spark.yarn.appMasterEnv.", "spark.kubernetes.executor.volumes.")
+# Put together by Spark itself, of spark.kubernetes.authenticate.driver and .serviceAccountName.
+JOINED = {"spark.kubernetes.authenticate.driver.serviceAccountName"}
+
+
+def words_of_spark() -> set[str]:
+    """Every setting and option that is a constant in Spark's own classes."""
+    import pyspark
+
+    found: set[str] = set()
+    for jar in Path(pyspark.__file__).parent.glob("jars/spark-*.jar"):
+        with zipfile.ZipFile(jar) as classes:
+            for name in classes.namelist():
+                if name.endswith(".class"):
+                    words = re.findall(rb"spark(?:\.[A-Za-z][\w-]*)+|--[a-z][a-z-]+", classes.read(name))
+                    found.update(word.decode() for word in words)
+    return found
+
+
+def test_settings_of_spark_exist() -> None:
+    known = words_of_spark()
+    assert "spark.no.such.setting" not in known
+    text = DEPLOY.read_text()
+    submissions = blocks(DEPLOY, "sh", "spark-submit")
+    assert {master for block in submissions for master in re.findall(r"--master (\w+)", block)} == {
+        "spark",
+        "yarn",
+        "k8s",
+    }
+    options = {option for block in submissions for option in re.findall(r"(?<=[ (])--[\w-]+", block)}
+    settings = set(re.findall(r"--conf (spark[^= ]+)=", text)) | set(re.findall(r"`(spark\.[a-zA-Z.]+)[=`]", text))
+    assert len(options) > 8
+    assert len(settings) > 25
+    for option in options:
+        assert option in known, option
+    for setting in settings - JOINED:
+        assert setting in known or setting.startswith(OPEN_ENDED), setting
+
+
+def test_commands_of_the_deploy_page_are_of_the_shell() -> None:
+    for block in blocks(DEPLOY, "sh"):
+        checked = subprocess.run(["bash", "-n"], input=block, capture_output=True, text=True, check=False)
+        assert (checked.returncode, checked.stderr) == (0, ""), block
+
+
+def test_the_image_that_a_service_is_built_on_is_ours() -> None:
+    (tag,) = re.findall(r"^docker build .* -t (\S+) \.$", only(blocks(DEPLOY, "sh", "docker build")), re.MULTILINE)
+    (service,) = blocks(DEPLOY, "dockerfile")
+    assert service.startswith(f"FROM {tag}\n")
+    assert tag.endswith(f":{onceflow.__version__}")
+    image = (ROOT / "deploy" / "Dockerfile").read_text()
+    (state_dir,) = re.findall(r"ONCEFLOW_STATE_DIR=(\S+)", image)
+    assert f"volumes.persistentVolumeClaim.state.mount.path={state_dir} " in DEPLOY.read_text()
+
+
 # ---- options ---------------------------------------------------------------------------------------------
 
 
@@ -331,3 +394,32 @@ def test_errors_that_docs_name_exist() -> None:
             continue  # services have errors of their own
         for name in re.findall(r"`([A-Z]\w+Error)`", prose(page)):
             assert name in onceflow.__all__, f"{page.name}: {name}"
+
+
+def test_the_manifest_for_kubernetes(onceflow_spark: Any) -> None:
+    """Read by the Kubernetes client that Spark has. Names agree with each other, with the page and with Spark."""
+    text = MANIFEST.read_text()
+    read = onceflow_spark._jvm.io.fabric8.kubernetes.client.utils.KubernetesSerialization().unmarshal(text)
+    found = {thing.getKind(): thing for thing in read}
+    assert list(found) == ["ServiceAccount", "Role", "RoleBinding", "Service", "Deployment"]
+    assert {thing.getMetadata().getNamespace() for thing in found.values()} == {"streams"}
+    assert found["RoleBinding"].getRoleRef().getName() == found["Role"].getMetadata().getName()
+    template = found["Deployment"].getSpec().getTemplate()
+    assert template.getSpec().getServiceAccountName() == found["ServiceAccount"].getMetadata().getName()
+    labels = dict(template.getMetadata().getLabels())
+    assert dict(found["Service"].getSpec().getSelector()) == labels
+    assert dict(found["Deployment"].getSpec().getSelector().getMatchLabels()) == labels
+    (container,) = template.getSpec().getContainers()
+    things = [*found.values(), template, template.getSpec(), container, found["Service"].getSpec()]
+    assert not [dict(thing.getAdditionalProperties()) for thing in things if thing.getAdditionalProperties()]
+
+    settings = submit_settings({entry.getName(): entry.getValue() for entry in container.getEnv()}[SUBMIT])
+    ports = {port.getName(): str(port.getPort()) for port in found["Service"].getSpec().getPorts()}
+    assert settings["spark.driver.port"] == ports["driver"]
+    assert settings["spark.driver.blockManager.port"] == ports["block-manager"]
+    assert settings["spark.driver.host"].split(".")[0] == found["Service"].getMetadata().getName()
+    assert settings["spark.kubernetes.container.image"] == container.getImage()
+    assert f"container.image={container.getImage()} " in DEPLOY.read_text()
+    assert settings["spark.master"].startswith("k8s://https://")
+    known = words_of_spark()
+    assert not [name for name in settings if name not in known]

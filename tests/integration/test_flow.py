@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +15,13 @@ from onceflow.wire import progress as records
 from onceflow.wire.progress import PROGRESS_TOPIC
 
 pytestmark = pytest.mark.integration
+
+
+def wait_until(condition: Callable[[], bool], what: str, seconds: float = 60.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, what
+        time.sleep(0.05)
 
 
 @pytest.mark.parametrize("partitioner", ["key", "source"])
@@ -255,3 +265,71 @@ def test_user_code_that_may_make_any_number_of_rows_runs_in_tasks(
     query.awaitTermination()
     assert [(batch.records, batch.path) for batch in query.batches] == [(500, path)]
     assert len(independent.read_topic(pipe.bootstrap, pipe.target, decided=True)) == 500
+
+
+# ---- ends of a run -----------------------------------------------------------------------------------------
+
+
+def test_the_query_of_an_older_run_leaves_the_newer_one_alone(make_pipe: Any) -> None:
+    pipe = make_pipe()
+    pipe.fill(200)
+    with pipe.open() as flow:
+        older = flow.write(flow.read(pipe.source).select("key", "value"), topic=pipe.target).start()
+        older.processAllAvailable()
+        pipe.spark.streams.get(older.id).stop()  # by Spark: nobody has told the flow
+        newer = flow.write(flow.read(pipe.source).select("key", "value"), topic=pipe.target).start()
+        for _ in range(2):
+            older.stop()
+            pipe.fill(200)
+            newer.processAllAvailable()
+        assert newer.isActive
+        assert newer.failure is None
+    pipe.check()
+
+
+def slow(batches: Any) -> Any:
+    for batch in batches:
+        time.sleep(60)
+        yield batch
+
+
+def test_a_query_that_spark_stops_is_not_run_again(make_pipe: Any) -> None:
+    pipe = make_pipe()
+    pipe.fill(10)
+    flow = pipe.open()
+    rows = flow.read(pipe.source).select("key", "value")
+    query = flow.write(rows.mapInPandas(slow, rows.schema), topic=pipe.target).start()
+    tracker = pipe.spark.sparkContext.statusTracker()
+    wait_until(lambda: bool(tracker.getJobIdsForGroup(str(query.runId))), "the batch runs")
+    pipe.spark.streams.get(query.id).stop()
+    wait_until(lambda: query.failure is not None, "the batch has failed")
+    query.stop()
+    assert "the query is being stopped" in str(query.failure)
+    pipe.run()
+    pipe.check()
+
+
+def refuses_once(fired: str) -> Any:
+    """A function for mapInPandas that fails the first time, with words that Spark uses, too."""
+
+    def work(batches: Any) -> Any:
+        for batch in batches:
+            if not Path(fired).exists():
+                Path(fired).touch()
+                raise RuntimeError("order 17 was cancelled: InterruptedException")
+            yield batch
+
+    return work
+
+
+def test_an_error_of_user_code_that_speaks_of_cancelling_is_run_again(make_pipe: Any) -> None:
+    pipe = make_pipe()
+    pipe.fill(100)
+    flow = pipe.open()
+    rows = flow.read(pipe.source).select("key", "value")
+    work = refuses_once(str(pipe.tmp_path / "fired"))
+    query = flow.write(rows.mapInPandas(work, rows.schema), topic=pipe.target).start()
+    query.processAllAvailable()
+    query.stop()
+    assert [batch.attempts for batch in query.batches] == [2]
+    pipe.check()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from typing import Any
 
@@ -11,7 +12,7 @@ from confluent_kafka.admin import AdminClient, ConfigResource, NewPartitions
 from pyspark.sql import functions as F
 
 import onceflow
-from onceflow.sink import state_step
+from onceflow.sink import preparing, state_step
 from onceflow.testing import independent
 from onceflow.testing.broker import create_topic
 
@@ -135,6 +136,32 @@ def test_lost_local_state(make_state_pipe: Any) -> None:
     pipe.fill(500)
     pipe.run()
     pipe.check()
+
+
+@pytest.mark.parametrize("store", ["lmdb", "rocksdb"])
+def test_large_copies_are_prepared_before_the_batch_writes(
+    make_state_pipe: Any,
+    by_tasks: Any,
+    store: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, "onceflow.state")
+    monkeypatch.setattr(preparing, "_RECORDS_LEAST", 100)
+    monkeypatch.setattr(preparing, "_BYTES_LEAST", 1)
+    pipe = make_state_pipe()
+    pipe.fill(2000)
+    pipe.run(process={"store": store})
+    assert "local copies are prepared" not in caplog.text
+    for told in ("up to 0 records to read", "0 MiB to verify"):  # a copy of the run before; none
+        caplog.clear()
+        pipe.fill(300)
+        query = pipe.run(process={"store": store}, **by_tasks)
+        assert {batch.attempts for batch in query.batches} == {1}
+        assert told in caplog.text
+        shutil.rmtree(pipe.state_dir)
+    assert caplog.text.count(": restored, ") == 4
+    pipe.check(local=False)
 
 
 @pytest.mark.parametrize("store", ["memory", "rocksdb"])
@@ -277,6 +304,7 @@ def test_versions(make_state_pipe: Any) -> None:
         ({"retention": "soon"}, "is no duration"),
         ({"retention": "0 s"}, "must be positive"),
         ({"idle_timeout": "x"}, "is no duration"),
+        ({"max_timers_per_batch": 0}, "too few"),
     ],
 )
 def test_wrong_options(make_state_pipe: Any, options: dict[str, Any], message: str) -> None:
@@ -348,7 +376,7 @@ def test_topics_that_a_column_must_not_name(make_pipe: Any) -> None:
     pipe.fill(20)
     for topic in ("__onceflow_progress", pipe.source):
         with pipe.open() as flow:
-            named = F.when(F.expr("CAST(value AS INT) = 7"), F.lit(topic)).otherwise(F.lit(pipe.target))
+            named = F.when(F.expr("CAST(CAST(value AS STRING) AS INT) = 7"), F.lit(topic)).otherwise(F.lit(pipe.target))
             query = flow.write(flow.read(pipe.source).select("key", "value", named.alias("topic"))).start()
             with pytest.raises(onceflow.BadRecordError, match=rf"(?s){topic}.*key-7"):
                 query.processAllAvailable()

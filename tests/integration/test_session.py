@@ -9,10 +9,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from click.testing import CliRunner
 
+from onceflow import jars
 from onceflow import session as session_module
 from onceflow.class_archive import archive_path, with_archive
-from onceflow.session import LOCAL_FS_CLASS, defaults_for, local_cores, parse_defaults, submit_settings
+from onceflow.cli.main import cli
+from onceflow.jars import LOCAL_FS_MODULE
+from onceflow.session import (
+    LOCAL_FS_CLASS,
+    _class_paths,
+    _connector,
+    defaults_for,
+    local_cores,
+    parse_defaults,
+    submit_settings,
+)
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -131,6 +143,35 @@ def test_a_cluster_gets_no_setting_that_only_fits_one_machine() -> None:
     assert "spark.driver.host" not in settings
     assert "spark.hadoop.fs.file.impl" not in settings
     assert "spark.sql.shuffle.partitions" not in settings
+    for master in ("yarn", "spark://host:7077", "k8s://https://host:6443", "local-cluster[2,1,1024]"):
+        assert "spark.ui.enabled" not in defaults_for(master)  # Spark's own default is true
+    assert defaults_for("local[2]")["spark.ui.enabled"] == "false"
+
+
+def test_unix_sockets_are_used_where_their_path_is_short() -> None:
+    name = "spark.python.unix.domain.socket.enabled"
+    assert defaults_for("spark://host:7077")[name] == "true"
+    assert name not in defaults_for("yarn")  # java.io.tmpdir is in the container's folder
+
+
+def test_a_cluster_gets_the_connector_from_one_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    def brought(**user: str) -> list[str]:
+        return [jar.name for jar in _connector({"spark.master": "spark://host:7077", **user})]
+
+    names = brought()
+    assert [name for name in names if name.startswith("spark-sql-kafka")]
+    assert not [name for name in names if name.startswith(LOCAL_FS_MODULE)]
+    assert [jar.name for jar in jars.spark_connector_jars() if jar.name.startswith(LOCAL_FS_MODULE)]
+    assert brought(**{"spark.jars.packages": "org.apache.spark:spark-sql-kafka-0-10_2.13:4.2.0"}) == []
+    monkeypatch.setattr(jars, "spark_has_connector", lambda: True)  # as in deploy/Dockerfile
+    assert brought() == []
+    assert _class_paths({"spark.master": "spark://host:7077"}, []) == {}
+
+
+def test_jars_for_a_submission() -> None:
+    answer = CliRunner().invoke(cli, ["setup", "--jars"])
+    assert answer.exit_code == 0, answer.output
+    assert answer.output.strip().split(",") == [str(jar) for jar in jars.cluster_jars()]
 
 
 def test_settings_are_found_where_spark_takes_them_from() -> None:

@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
-import os
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from onceflow import FencedError, hooks
+from onceflow import FencedError
 from onceflow.broker.local import LocalBroker
 from onceflow.client.cluster import Cluster
 from onceflow.client.deadline import Deadline
 from onceflow.client.settings import ClientSettings
+from onceflow.client.transactions import Outcome, Transactions, describe_transaction
+from onceflow.testing import faults
 from onceflow.testing.broker import create_topic
 
 pytestmark = pytest.mark.integration
+
+
+def soon(seconds: float = 30.0) -> Deadline:
+    return Deadline(seconds, "a test")
+
+
+def wait_until(condition: Callable[[], bool], what: str, seconds: float = 60.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, what
+        time.sleep(0.05)
 
 
 @pytest.fixture(scope="module")
@@ -72,12 +85,113 @@ def test_the_older_of_two_drivers_is_fenced(pipe: Any) -> None:
     pipe.check()
 
 
-def test_a_transaction_that_timed_out_loses_nothing(pipe: Any, inject: Any) -> None:
-    """Version 1 answers a timeout like a fencing, so the flow may stop; a restart goes on exactly there."""
+def test_a_transaction_that_timed_out_is_run_again(pipe: Any, inject: Any) -> None:
+    """Version 1 answers a timeout like a fencing; the driver finds out that nobody else owns the id."""
     inject("audit", "pause", batch=1, seconds=4)
-    try:
-        pipe.run(transaction_timeout="2 seconds")
-    except FencedError:
-        os.environ.pop(hooks.VARIABLE, None)
-        pipe.run()
+    query = pipe.run(transaction_timeout="2 seconds")
+    assert {b.batch: b.attempts for b in query.batches}[1] == 2
     pipe.check()
+
+
+def test_a_timeout_that_the_commit_meets(pipe: Any, inject: Any) -> None:
+    inject("progress", "pause", batch=1, seconds=4)
+    query = pipe.run(transaction_timeout="2 seconds")
+    assert {b.batch: b.attempts for b in query.batches}[1] == 2
+    pipe.check()
+
+
+def test_a_driver_that_slept_while_another_one_started_is_fenced(pipe: Any) -> None:
+    """What it finds looks like a timeout at first sight: its transaction was aborted under another epoch."""
+    ready = pipe.tmp_path / "paused"
+    process = pipe.driver(faults.fault("progress", "pause", batch=1, seconds=12, once_file=str(ready)))
+    try:
+        wait_until(ready.exists, "the older driver reaches its pause")
+        pipe.run()
+        output = process.communicate(timeout=90)[0]
+        assert process.returncode != 0
+        assert "FencedError" in output
+    finally:
+        pipe.end_driver(process)
+    pipe.check()
+
+
+# ---- the protocol, without Spark ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cluster(version_1: str) -> Iterator[Cluster]:
+    cluster = Cluster(ClientSettings(version_1))
+    cluster.connect(soon())
+    yield cluster
+    cluster.close()
+
+
+def opened(cluster: Cluster, topic: str, timeout_ms: int = 60_000) -> Transactions:
+    """A transaction with one partition in it."""
+    transactions = Transactions(cluster, f"onceflow.{topic}", timeout_ms)
+    transactions.init(soon())
+    transactions.begin(soon())
+    transactions.add_partitions({topic: [0]}, soon())
+    return transactions
+
+
+def state(cluster: Cluster, transactions: Transactions) -> str:
+    return str(describe_transaction(cluster, transactions.transactional_id, soon())["state"])
+
+
+@pytest.mark.parametrize("commit", [True, pytest.param(False, marks=pytest.mark.long)])
+def test_who_timed_out_goes_on_with_an_epoch_of_its_own(cluster: Cluster, pipe: Any, commit: bool) -> None:
+    transactions = opened(cluster, pipe.target, 1_000)
+    before = transactions.identity
+    wait_until(lambda: state(cluster, transactions) == "CompleteAbort", "the transaction times out")
+    if commit:
+        assert transactions.end(soon(), commit=True) is Outcome.ABORTED
+    else:
+        transactions.abort(soon())
+    after = transactions.begin(soon())
+    assert after.producer_id == before.producer_id
+    assert after.producer_epoch >= before.producer_epoch + 2  # the one in between is the abort's
+    transactions.add_partitions({pipe.target: [0]}, soon())
+    assert transactions.end(soon(), commit=True) is Outcome.COMMITTED
+
+
+def test_an_abort_leaves_the_epoch_after_it_with_nobody(cluster: Cluster, pipe: Any) -> None:
+    """CompleteAbort under an epoch that somebody owns would look like a timeout to the owner before."""
+    transactions = opened(cluster, pipe.target)
+    transactions.abort(soon())
+    found = describe_transaction(cluster, transactions.transactional_id, soon())
+    assert (found["state"], found["producer_epoch"]) == ("Empty", transactions.identity.producer_epoch)
+
+
+# The others are states of the model (tests/model), and left to `make test-long`.
+@pytest.mark.parametrize("commit", [True, pytest.param(False, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "rival",
+    [
+        "has committed",
+        "writes",
+        *(pytest.param(rival, marks=pytest.mark.long) for rival in ("has begun nothing", "has aborted", "timed out")),
+    ],
+)
+def test_who_was_fenced_stays_fenced(cluster: Cluster, pipe: Any, version_1: str, commit: bool, rival: str) -> None:
+    """Whatever the newer owner does; and what it has open is left alone."""
+    older = opened(cluster, pipe.target)
+    elsewhere = Cluster(ClientSettings(version_1))
+    try:
+        newer = Transactions(elsewhere, older.transactional_id, 1_000 if rival == "timed out" else 60_000)
+        newer.init(soon())
+        if rival != "has begun nothing":
+            newer.begin(soon())
+            newer.add_partitions({pipe.target: [1]}, soon())
+        if rival == "has committed":
+            assert newer.end(soon(), commit=True) is Outcome.COMMITTED
+        elif rival == "has aborted":
+            newer.abort(soon())
+        elif rival == "timed out":
+            wait_until(lambda: state(elsewhere, newer) == "CompleteAbort", "the transaction times out")
+        assert older.end(soon(), commit=commit) is Outcome.FENCED
+        assert older.end(soon(), commit=commit) is Outcome.FENCED
+        if rival == "writes":
+            assert newer.end(soon(), commit=True) is Outcome.COMMITTED
+    finally:
+        elsewhere.close()

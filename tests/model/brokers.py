@@ -15,17 +15,21 @@ Next = Iterable[tuple[str, "State"]]
 EMPTY, ONGOING = "Empty", "Ongoing"
 PREPARE_COMMIT, PREPARE_ABORT = "PrepareCommit", "PrepareAbort"
 COMPLETE_COMMIT, COMPLETE_ABORT = "CompleteCommit", "CompleteAbort"
+DEAD = "Dead"  # forgotten: it was idle for longer than transactional.id.expiration.ms
 PREPARING = (PREPARE_COMMIT, PREPARE_ABORT)
+IDLE = (EMPTY, COMPLETE_COMMIT, COMPLETE_ABORT)
 _COMPLETE = {PREPARE_COMMIT: COMPLETE_COMMIT, PREPARE_ABORT: COMPLETE_ABORT}
 # What a driver has done last.
 STARTED, FENCED, TO_SETTLE, READY, PLANNED = "started", "fenced the others", "to settle", "ready", "planned"
 BEGUN, WRITING, AUDITED, IN_PROGRESS = "begun", "tasks are writing", "audited", "progress is sent"
 ENDING, FAILED, RENEWING = "waits for EndTxn's answer", "attempt failed", "aborted, needs an epoch"
+LOOKING, CONTINUING = "refused, looks why", "was aborted, needs an epoch"  # version 1
 OUTSIDE = "committed, progress is not written"  # of a variant only
 # Where a Produce request is: its partition is still to be added (version 1), under way, or a late copy.
 TO_ADD, SENT, COPY = 0, 1, 2
 NONE = -9  # no epoch, nor near one
-FAULTS = ("crashes", "timeouts", "lost", "deaths", "copies", "rivals", "leaders")
+_NEW_ID = 9  # epochs of a new producer id are near none of the old one's
+FAULTS = ("crashes", "timeouts", "lost", "deaths", "copies", "rivals", "leaders", "expiries")
 
 
 class Config(NamedTuple):
@@ -38,7 +42,7 @@ class Config(NamedTuple):
         crashes: of a driver, anywhere. timeouts: the coordinator aborts an open transaction. lost: answers of the
             coordinator. deaths: a task dies after it has produced. copies: a Produce request arrives twice.
             rivals: another driver of the flow is started by mistake. leaders: a partition has none when a transaction
-            ends, so its marker is left out.
+            ends, so its marker is left out. expiries: the coordinator forgets the idle transactional id.
         faults: at most so many of all these together.
         attempts: a driver gives a batch up after so many (``SinkOptions.attempts_most``).
         local: 1 if tasks keep a local copy of their state.
@@ -54,6 +58,7 @@ class Config(NamedTuple):
     copies: int = 0
     rivals: int = 0
     leaders: int = 0
+    expiries: int = 0
     faults: int = 9
     attempts: int = 3
     local: int = 0
@@ -199,6 +204,8 @@ class Kafka:
         """InitProducerId, of a new owner (NONE) or of one that names its epoch. The answer, and the coordinator."""
         if c.state in PREPARING:
             return "wait", c
+        if c.state == DEAD:  # a new producer id, whoever asks: its epochs are compared with no older one
+            return "ok", Coordinator(EMPTY, c.epoch + _NEW_ID, NONE, 0, False)
         if c.state == ONGOING:  # whatever epoch is named: Kafka compares it only when it increments
             return "wait", self.fence(c)
         if epoch in (NONE, c.epoch):
@@ -208,7 +215,9 @@ class Kafka:
         return "fenced", c
 
     def end_txn(self, c: Coordinator, epoch: int, commit: bool) -> tuple[str, Coordinator]:
-        """EndTxn v4 or v5: ``ok``, ``wait`` (51), ``over`` (48) or ``fenced`` (90)."""
+        """EndTxn v4 or v5: ``ok``, ``wait`` (51), ``over`` (48), ``fenced`` (90) or ``forgotten`` (49)."""
+        if c.state == DEAD:
+            return "forgotten", c
         again = self.v2 and c.epoch == epoch + 1  # the same request once more: its first answer was lost
         same = c.epoch == epoch
         if (
@@ -290,6 +299,11 @@ class Kafka:
             known = bool(log.open or log.unmarked) and log.epoch == m.epoch
             if c.state in PREPARING and (m.stage == TO_ADD or not known):
                 continue  # 51: the same bytes are sent again
+            if c.state == DEAD:  # 49
+                gone = s._replace(net=s.net[:n] + s.net[n + 1 :])
+                what = f"refused, the transactional id is forgotten: {self.names[m.part]}, attempt {m.tag}"
+                yield what, self.failed(gone, {m.tag} if m.stage != COPY else set())
+                continue
             expected = log.sequence if log.epoch == m.epoch else 0
             if m.seq > expected:
                 continue  # not sent yet: the first of a partition travels alone (client/produce.py); or 45, sent again
@@ -361,6 +375,12 @@ class Kafka:
         if (left := self.spent(s, "timeouts")) and s.coordinator.state == ONGOING:
             after = s._replace(coordinator=self.fence(s.coordinator), left=left)
             yield f"of the transaction of epoch {s.coordinator.epoch}", self.swept(after)
+
+    def forgets(self, s: State) -> Next:
+        """removeExpiredTransactionalIds. Not while a marker is missing: that is told (Markers._without_forgotten)."""
+        c = s.coordinator
+        if (left := self.spent(s, "expiries")) and c.state in IDLE and not any(log.unmarked for log in s.parts):
+            yield "the transactional id", s._replace(coordinator=Coordinator(DEAD, c.epoch, NONE, 0, False), left=left)
 
     def spent(self, s: State, fault: str) -> tuple[int, ...]:
         """What is left after one more fault of a kind; empty when none is."""

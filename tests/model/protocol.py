@@ -20,16 +20,21 @@ from brokers import (
     BEGUN,
     COMPLETE_ABORT,
     COMPLETE_COMMIT,
+    CONTINUING,
+    DEAD,
     EMPTY,
     ENDING,
     FAILED,
     FAULTS,
     FENCED,
+    IDLE,
     IN_PROGRESS,
+    LOOKING,
     NONE,
     ONGOING,
     OUTSIDE,
     PLANNED,
+    PREPARE_ABORT,
     PREPARE_COMMIT,
     PREPARING,
     READY,
@@ -66,6 +71,15 @@ class Model(Kafka):
     new_epoch_after_abort = True
     progress_in_transaction = True
     looks_for_markers = True
+    looks_before_it_stops = True
+    aborts_as_the_timeout_does = True
+    checks_progress = True
+    aborted_states = (COMPLETE_ABORT,)
+
+    @property
+    def looks_why(self) -> bool:
+        """Version 1: a driver that is refused looks whether that was a timeout."""
+        return not self.v2 and self.looks_before_it_stops
 
     def initial(self) -> State:
         counts = [getattr(self.config, fault) for fault in FAULTS]
@@ -133,11 +147,19 @@ class Model(Kafka):
             yield what + "it gives up", self.stopped(s, n)
         else:
             visible, progress = self.decided_so_far(s)
-            epoch = c.epoch + 1
+            commits = any(log.unmarked and log.kept for log in s.parts)
+            # Version 1 aborts by InitProducerId, so that the epoch of an abort is nobody's (Transactions.end).
+            epoch = c.epoch + (1 if self.v2 or commits else 3)
             parts = tuple(Log(epoch, 0, log.open) if log.unmarked else log for log in s.parts)
             after = s._replace(parts=parts, visible=visible, progress=progress)
-            after = self.moved(after, n, d, epoch=epoch, used=not self.v2)
-            yield what + "written now", self.decided(after, Coordinator(COMPLETE_ABORT, epoch, c.epoch, 0, False))
+            after = self.moved(after, n, d, epoch=epoch, used=commits and not self.v2)
+            if self.v2:
+                now = Coordinator(COMPLETE_ABORT, epoch, c.epoch, 0, False)
+            elif commits:
+                now = Coordinator(COMPLETE_COMMIT, epoch, c.epoch, 0, False)
+            else:
+                now = Coordinator(EMPTY, epoch, epoch - 1, 0, False)
+            yield what + "written now", self.decided(after, now)
 
     def settle(self, s: State) -> Next:
         """BatchSink._settle; local state: state/local.py _Run._step, with what the driver knows as committed."""
@@ -198,15 +220,35 @@ class Model(Kafka):
         answer, c = self.init_producer_id(s.coordinator, d.epoch)
         what = f"driver {d.name}: InitProducerId after epoch {d.epoch}: "
         if answer == "fenced":
-            yield what + "fenced, it stops", self.stopped(s, n)
+            if self.looks_why:
+                yield what + "refused", self.moved(s, n, d, phase=LOOKING, bad=d.phase == RENEWING)
+            else:
+                yield what + "fenced, it stops", self.stopped(s, n)
             return
         if c is not s.coordinator and (left := self.spent(s, "lost")):
             yield what + "done, the answer is lost", self.decided(s._replace(left=left), c)
-        if answer == "ok":
+        if answer == "ok" and s.coordinator.state == DEAD:
+            yield from self.remembered(s, n, d, c, then)
+        elif answer == "ok":
             after = then(self.decided(s, c), n, c.epoch)
             yield what + f"epoch {c.epoch}" + ", it gives up" * (len(after.drivers) < len(s.drivers)), after
         elif c is not s.coordinator:
             yield what + "what is open is to be aborted", self.decided(s, c)
+
+    def remembered(self, s: State, n: int, d: Driver, c: Coordinator, then: Callable[[State, int, int], State]) -> Next:
+        """A new producer id, for an id that had been forgotten. TakeOver._check_progress: progress tells whether
+        somebody else has committed meanwhile. If not, this driver is the newest one."""
+        what = f"driver {d.name}: InitProducerId, a new producer id: "
+        if self.has_moved(s, d):
+            yield what + "progress has moved, it stops", self.decided(self.stopped(s, n), c)
+            return
+        newest = self.decided(s._replace(drivers=(*s.drivers[:n], *s.drivers[n + 1 :], d)), c)
+        after = then(newest, len(s.drivers) - 1, c.epoch)
+        yield what + f"epoch {c.epoch}" + ", it gives up" * (len(after.drivers) < len(s.drivers)), after
+
+    def has_moved(self, s: State, d: Driver) -> bool:
+        """Whether progress is another one than this driver has read or committed last."""
+        return self.checks_progress and self.decided_so_far(s)[1].at != d.at
 
     def free_tag(self, s: State) -> int:
         """A name for an attempt: the smallest that nothing bears any more. Names are compared for equality only."""
@@ -287,6 +329,10 @@ class Model(Kafka):
             yield what + "committed", self.adopted(s, n, d, c)
         elif answer == "over":
             yield what + "it was aborted", self.has_failed(s, n, d)
+        elif answer == "forgotten":
+            yield what + "the transactional id is forgotten", self.has_failed(s, n, d)
+        elif answer == "fenced" and self.looks_why:
+            yield what + "refused", self.has_failed(s, n, d, LOOKING, bad=True)
         elif answer == "fenced":
             yield what + "fenced, it stops", self.stopped(s, n)
 
@@ -302,7 +348,17 @@ class Model(Kafka):
     def abort(self, s: State) -> Next:
         """BatchSink._abort, Transactions.abort: EndTxn(abort), and a fresh epoch if that did not bring one."""
         for n, d in enumerate(s.drivers):
-            if d.phase == FAILED or (d.phase == IN_PROGRESS and d.bad):
+            if d.phase == LOOKING:
+                yield from self.look(s, n, d)
+            elif d.phase == CONTINUING:
+                yield from self.go_on(s, n, d)
+            elif (
+                (d.phase == FAILED or (d.phase == IN_PROGRESS and d.bad))
+                and self.looks_why
+                and self.aborts_as_the_timeout_does
+            ):
+                yield from self.look(s, n, d)
+            elif d.phase == FAILED or (d.phase == IN_PROGRESS and d.bad):
                 answer, c = self.end_txn(s.coordinator, d.epoch, False)
                 what = f"driver {d.name}: EndTxn(abort), epoch {d.epoch}: "
                 if answer == "fenced":
@@ -310,10 +366,15 @@ class Model(Kafka):
                     continue
                 if answer == "wait":
                     continue
+                if answer == "forgotten" and self.has_moved(s, d):
+                    yield what + "forgotten, and progress has moved: it stops", self.stopped(s, n)
+                    continue
                 if c is not s.coordinator and (left := self.spent(s, "lost")):
                     lost = self.has_failed(s._replace(left=left), n, d)
                     yield what + "aborted, the answer is lost", self.decided(lost, c)
-                if answer == "ok" and self.v2:
+                if answer == "forgotten":
+                    after = self.has_failed(s, n, d, RENEWING)
+                elif answer == "ok" and self.v2:
                     after = self.rerun(self.decided(s, c), n, c.epoch)
                 elif not self.new_epoch_after_abort:
                     after = self.rerun(self.decided(s, c), n, d.epoch)
@@ -323,9 +384,48 @@ class Model(Kafka):
             elif d.phase == RENEWING:
                 yield from self.renewed(s, n, d, self.rerun)
 
-    def has_failed(self, s: State, n: int, d: Driver, phase: str = FAILED) -> State:
+    def look(self, s: State, n: int, d: Driver) -> Next:
+        """Version 1, Transactions._standing: DescribeTransactions. Only the abort of a transaction of this very driver
+        leaves the epoch after its own with nobody, as aborted: here nobody sends EndTxn(abort)."""
+        c = s.coordinator
+        what = f"driver {d.name}: looks at the coordinator: "
+        if (c.epoch == d.epoch or c.state == DEAD) and d.phase != LOOKING:
+            yield what + "its own epoch", self.has_failed(s, n, d, RENEWING)
+        elif c.epoch == d.epoch + 1 and c.state in (PREPARE_ABORT, *self.aborted_states):
+            failed = d.bad or d.phase != LOOKING
+            yield what + "its transaction was aborted", self.has_failed(s, n, d, CONTINUING, bad=failed)
+        else:
+            yield what + "fenced, it stops", self.stopped(s, n)
+
+    def go_on(self, s: State, n: int, d: Driver) -> Next:
+        """Version 1, Transactions._continue: InitProducerId that names the epoch of the abort. Then progress is read
+        once more (TakeOver._check_progress)."""
+        answer, c = self.init_producer_id(s.coordinator, d.epoch + 1)
+        what = f"driver {d.name}: InitProducerId after the abort's epoch {d.epoch + 1}: "
+        if answer == "fenced":
+            yield what + "fenced, it stops", self.stopped(s, n)
+            return
+        if c is not s.coordinator and (left := self.spent(s, "lost")):
+            yield what + "done, the answer is lost", self.decided(s._replace(left=left), c)
+        then = self.rerun if d.bad else self.planned_again
+        if answer == "ok" and s.coordinator.state == DEAD:
+            yield from self.remembered(s, n, d, c, then)
+        elif answer == "ok":
+            after = self.decided(s, c)
+            if self.has_moved(after, d):
+                yield what + "progress has moved, it stops", self.stopped(after, n)
+                return
+            after = then(after, n, c.epoch)
+            yield what + f"epoch {c.epoch}" + ", it gives up" * (len(after.drivers) < len(s.drivers)), after
+        elif c is not s.coordinator:
+            yield what + "what is open is to be aborted", self.decided(s, c)
+
+    def planned_again(self, s: State, n: int, epoch: int) -> State:
+        return self.moved(s, n, s.drivers[n], phase=PLANNED, epoch=epoch, used=False)
+
+    def has_failed(self, s: State, n: int, d: Driver, phase: str = FAILED, *, bad: bool = False) -> State:
         """Its tasks are nobody's any more."""
-        return self.moved(s, n, d, phase=phase, tag=0, waiting=0, bad=False)
+        return self.moved(s, n, d, phase=phase, tag=0, waiting=0, bad=bad)
 
     def rerun(self, s: State, n: int, epoch: int) -> State:
         """The batch again, under a new epoch; a driver that has tried often enough gives up."""
@@ -425,7 +525,7 @@ class Model(Kafka):
 
     def final(self, s: State) -> str:
         """What is missing when a run is over (I5)."""
-        if s.coordinator.state not in (EMPTY, COMPLETE_COMMIT, COMPLETE_ABORT):
+        if s.coordinator.state not in (*IDLE, DEAD):
             return "a transaction hangs: readers wait at it"
         everything = tuple(range(self.config.batches))
         visible = self.decided_so_far(s)[0]  # markers that the last batch lacks are written before the next
@@ -452,6 +552,7 @@ class Model(Kafka):
             Action("markers", self.markers),
             Action("start", self.start),
             Action("timeout", self.timeout, fault=True),
+            Action("forgets", self.forgets, fault=True),
             Action("crash", self.crash, fault=True),
             Action("task dies", self.die, fault=True),
             Action("second driver", self.second, fault=True),
@@ -533,7 +634,7 @@ def described(s: State) -> list[str]:
 
 # ---- command line --------------------------------------------------------------------------------------
 
-_EVERY_FAULT = dict.fromkeys(FAULTS[:-1], 1)  # a leader that is missing goes with some of them only
+_EVERY_FAULT = dict.fromkeys(FAULTS[:6], 1)  # a leader that is missing, and expiry, go with some of them only
 #: Searched when no sizes are given. The tests take the small ones.
 SMALL: tuple[dict[str, int], ...] = (
     {"batches": 2, **_EVERY_FAULT, "faults": 2},
@@ -541,6 +642,7 @@ SMALL: tuple[dict[str, int], ...] = (
     {"batches": 2, "outputs": 1, **_EVERY_FAULT, "faults": 2},
     {"batches": 2, "crashes": 1, "deaths": 1, "timeouts": 1, "local": 1},
     {"batches": 2, "crashes": 1, "deaths": 1, "lost": 1, "rivals": 1, "leaders": 1, "faults": 2},
+    {"batches": 2, "crashes": 1, "deaths": 1, "lost": 1, "rivals": 1, "expiries": 1, "faults": 2},
 )
 LARGE: tuple[dict[str, int], ...] = (
     {"batches": 2, **_EVERY_FAULT, "faults": 3},
@@ -551,6 +653,7 @@ LARGE: tuple[dict[str, int], ...] = (
     {"batches": 2, "crashes": 1, "deaths": 1, "timeouts": 1, "rivals": 1, "faults": 2, "local": 1},
     {"batches": 2, **_EVERY_FAULT, "leaders": 1, "faults": 3},
     {"batches": 2, "crashes": 1, "deaths": 1, "leaders": 2, "faults": 3},
+    {"batches": 2, "crashes": 1, "deaths": 1, "timeouts": 1, "lost": 1, "rivals": 1, "expiries": 2, "faults": 3},
 )
 
 

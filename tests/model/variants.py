@@ -9,7 +9,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from brokers import (
+    COMPLETE_ABORT,
     COMPLETE_COMMIT,
+    EMPTY,
     NONE,
     ONGOING,
     PLANNED,
@@ -35,6 +37,19 @@ class CommitsBeforeAcks(Model):
 
 class NoNewEpochAfterAbort(Model):
     new_epoch_after_abort = False
+    looks_before_it_stops = False
+
+
+class GoesOnUnchecked(Model):
+    checks_progress = False
+
+
+class LooksAtTheEpochOnly(Model):
+    aborted_states = (COMPLETE_ABORT, COMPLETE_COMMIT, EMPTY, ONGOING)
+
+
+class AbortsByEndTxn(Model):
+    aborts_as_the_timeout_does = False
 
 
 class ReadsBeforeFencing(Model):
@@ -166,6 +181,12 @@ VARIANTS = (
     Variant(SecondAttemptWrites, "the second attempt of a task writes, in the same epoch", "I3", {"deaths": 1}),
     Variant(NoNewEpochAfterAbort, "after an abort the batch runs again in the same epoch", "I3",
             {"version": 1, "deaths": 1}),
+    Variant(GoesOnUnchecked, "a driver that Kafka has forgotten goes on without a look at progress", "I2",
+            {"batches": 2, "rivals": 1, "expiries": 1}),
+    Variant(LooksAtTheEpochOnly, "version 1: the epoch after its own tells a driver of a timeout, whatever the state",
+            "I6", {"version": 1, "rivals": 1}),
+    Variant(AbortsByEndTxn, "version 1: drivers abort by EndTxn, which keeps the epoch", "I6",
+            {"version": 1, "rivals": 1, "deaths": 2}),
     Variant(ProgressAfterCommit, "progress is written after the transaction, not in it", "I1", {}),
     Variant(TasksCommit, "each task commits what it has written", "I1", {"crashes": 1}),
     Variant(LostAnswerIsAnAbort, "an EndTxn without an answer counts as aborted, the batch runs again", "I2",

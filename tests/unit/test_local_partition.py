@@ -13,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -461,7 +462,7 @@ def test_an_interrupted_restore_counts_its_age_from_its_beginning(
         flow.check(opened)
 
 
-def test_another_attempt_may_move_the_marker_meanwhile(folder: Path) -> None:
+def test_another_attempt_may_move_the_marker_meanwhile(opener: type[Store], folder: Path) -> None:
     flow = Flow()
     for _ in range(4):
         flow.commit(flow.changes())
@@ -469,14 +470,81 @@ def test_another_attempt_may_move_the_marker_meanwhile(folder: Path) -> None:
     class Interrupting(Topics):
         def read(self, topic: str, partition: int, start: int, end: int) -> Iterator[Chunk]:
             for part in super().read(topic, partition, start, end):
-                flow.open(folder, MemoryStore)
+                flow.open(folder, opener).store.close()
                 yield part
 
     topics = Interrupting()
     topics.records, topics.ends = flow.topics.records, flow.topics.ends
-    opened = open_partition(folder, MemoryStore, flow.goal, topics, verify=False, now_ms=NOW)
+    opened = open_partition(folder, opener, flow.goal, topics, verify=False, now_ms=NOW)
     assert opened.how == "in sync"
     flow.check(opened)
+
+
+def test_two_attempts_that_take_turns_both_get_there(opener: type[Store], folder: Path) -> None:
+    """Each commit of the one makes the other read again, more often than a marker may move without getting on."""
+    flow = Flow()
+    for _ in range(4):
+        flow.commit(flow.changes())
+    goals = iter([replace(flow.goal, table_end=end, internal_end=0) for end in range(1, 31)])
+
+    class Overtaken(Topics):
+        def read(self, topic: str, partition: int, start: int, end: int) -> Iterator[Chunk]:
+            yield from super().read(topic, partition, start, end)
+            goal = next(goals, None)
+            if goal is not None:
+                open_partition(folder, opener, goal, flow.topics, verify=False, now_ms=NOW).store.close()
+
+    topics = Overtaken()
+    topics.records, topics.ends = flow.topics.records, flow.topics.ends
+    opened = open_partition(folder, opener, flow.goal, topics, verify=False, now_ms=NOW)
+    assert next(goals, None) is None
+    flow.check(opened)
+
+
+def test_nothing_is_locked_while_kafka_is_read(opener: type[Store], folder: Path) -> None:
+    """A broker may take a minute to answer, and another attempt is not to wait for it."""
+    flow = Flow()
+    flow.run(folder, opener, settled=True)
+    for _ in range(4):
+        flow.commit(flow.changes())
+    written = []
+
+    def write() -> None:
+        store = opener.open(folder)
+        store.write((), {"of another": b"x"})
+        store.close()
+        written.append(1)
+
+    class Slow(Topics):
+        def read(self, topic: str, partition: int, start: int, end: int) -> Iterator[Chunk]:
+            for part in super().read(topic, partition, start, end):
+                thread = threading.Thread(target=write, daemon=True)
+                thread.start()
+                thread.join(10)
+                assert not thread.is_alive()
+                yield part
+
+    topics = Slow()
+    topics.records, topics.ends = flow.topics.records, flow.topics.ends
+    flow.check(open_partition(folder, opener, flow.goal, topics, verify=False, now_ms=NOW))
+    assert len(written) > 4
+
+
+def test_a_long_restore_holds_little_in_memory_and_leaves_no_file(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local, "_WRITTEN_ROWS", 10)
+    monkeypatch.setattr(local, "_COMMITTED_ROWS", 50)
+    commits = []
+    bulk = LmdbStore.bulk
+    monkeypatch.setattr(LmdbStore, "bulk", lambda store: commits.append(1) or bulk(store))
+    flow = Flow(keys=1000, chunk_size=5)
+    for _ in range(20):
+        flow.commit(flow.changes())
+    opened = flow.open(folder, LmdbStore)
+    flow.check(opened)
+    assert 5 < len(commits) < 20
+    assert {file.name for file in folder.iterdir()} == {"data.mdb", "lock.mdb", "writer.lock"}
 
 
 def test_somebody_who_never_stops_moving_the_marker_is_an_error(folder: Path) -> None:

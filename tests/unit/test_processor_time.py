@@ -169,6 +169,52 @@ def test_timers_are_replaced_by_name_cancelled_and_registered_again_while_firing
     assert driver.timers == []
 
 
+def test_timers_are_bounded_per_batch_and_the_earliest_come_first(store: Any) -> None:
+    fired: list[Any] = []
+    processor = timers_of(fired)
+    run = engine(processor, store)
+    both = [(b"a", b"p%d processing %d" % (at, at)) for at in range(0, 100, 10)]
+    both += [(b"b", b"e%d event %d" % (at, at)) for at in range(5, 100, 10)]
+    run.feed(batch(*both, (b"c", b"later event 1000"), (b"d", b"gone processing 42")))
+    commit(run, store)
+    for batches in range(1, 8):
+        run = engine(processor, store, now_ms=100, watermark_ms=100, max_timers_per_batch=3)
+        run.start()
+        run.feed(batch((b"d", b"gone")) if batches == 1 else batch())
+        assert len(fired) == min(20, 3 * batches)
+        assert run.counts["timers_fired"] == min(3, 20 - 3 * (batches - 1))
+        assert run.timers_left == (batches < 7)
+        left = sorted(set(range(0, 100, 5)) - {timer[2] for timer in fired})
+        events, others = [at for at in left if at % 10], [at for at in left if not at % 10]
+        assert run.next_timer_ms == {"event": min([*events, 1000]), "processing": min(others, default=None)}
+        commit(run, store)
+    assert [timer[2] for timer in fired] == [*range(0, 100, 5)]
+    assert len(run.changes()) == 2
+
+
+def test_exactly_as_many_timers_as_a_batch_may_fire_leave_none(store: Any) -> None:
+    fired: list[Any] = []
+    run = engine(timers_of(fired, again=True), store)
+    run.feed(batch((b"a", b"x processing 1"), (b"b", b"x processing 2")))
+    commit(run, store)
+    for bound in (2, None):  # what they register anew is not left over
+        run = engine(timers_of(fired, again=True), store, now_ms=100, max_timers_per_batch=bound)
+        run.start()
+        assert (run.counts["timers_fired"], run.timers_left) == (2, False)
+        commit(run, store)
+
+
+def test_a_driver_fires_all_that_is_due_however_few_a_batch_may_fire() -> None:
+    fired: list[Any] = []
+    driver = ProcessorDriver(timers_of(fired), partitions=2, max_timers_per_batch=7)
+    driver.send_many([(f"key-{n}", f"t processing {n}") for n in range(1, 20_001)])
+    assert len(driver.advance(20)) == len(fired) == 20_000
+    assert driver.timers == []
+    for partition in range(2):
+        times = [at for key, _, at, _ in fired if driver._partition_of(key.encode()) == partition]
+        assert times == sorted(times)
+
+
 def test_an_earlier_timer_may_cancel_or_move_a_later_one(store: Any) -> None:
     fired = []
 

@@ -58,6 +58,14 @@ def test_it_can_be_stopped(query: FlowQuery) -> None:
     assert query.stopped == [True]  # type: ignore[attr-defined]
 
 
+def test_it_gives_back_what_it_holds_once(query: FlowQuery) -> None:
+    """A newer run of the flow may hold things of the same names by then."""
+    query.stop()
+    query.stop()
+    query.release()
+    assert query.stopped == [True]  # type: ignore[attr-defined]
+
+
 def test_errors_of_java_are_not_taken_for_it() -> None:
     class JavaError(Py4JError):
         pass

@@ -49,3 +49,13 @@ def test_there_and_back() -> None:
     assert sent[1].error is not None
     assert type(bad.error) is BatchAbortedError
     assert bad.error.fields() == sent[1].error.fields()
+
+
+def test_an_error_with_a_very_long_text_is_cut() -> None:
+    """Every task may have one, and Spark fails a job whose results are larger than spark.driver.maxResultSize."""
+    rows = reports.to_arrow([failed("x" * 5_000_000)])
+    assert rows.nbytes < 2 * reports.TEXT_MOST
+    (bad,) = reports.from_dicts(rows.to_pylist())
+    assert type(bad.error) is BatchAbortedError
+    assert bad.error.detail.endswith("x... (5000000 characters)")
+    assert bad.error.next_step == "none"

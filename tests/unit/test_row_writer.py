@@ -92,7 +92,7 @@ class FakeCluster:
     def __init__(self) -> None:
         self.asked: list[tuple[str, bool]] = []
 
-    def topic(self, name: str, deadline: Any, *, fresh: bool = False) -> TopicInfo:
+    def topic(self, name: str, deadline: Any, *, fresh: bool = False, patient: bool = False) -> TopicInfo:
         self.asked.append((name, fresh))
         if name != "late":
             raise UnknownTopicError(f"Topic {name!r} does not exist", topic=name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import pickle
 import re
@@ -13,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onceflow.client.settings import ClientSettings
+from onceflow.client.token_sources import ClientCredentials, Provider, TokenFile
 from onceflow.errors import OptionError
 
 PLAIN = {"security.protocol": "SASL_SSL", "sasl.mechanism": "PLAIN"}
@@ -409,6 +411,12 @@ def test_secrets_are_not_shown(secret: str) -> None:
         {**PLAIN, "sasl.password": secret},
         {**PLAIN, "sasl.jaas.config": f"x required password={quoted};"},
         {"security.protocol": "SASL_SSL", "sasl.password": secret},
+        {**OAUTH, "sasl.oauthbearer.client.secret": secret},
+        {**OAUTH, **ENDPOINT, "sasl.oauthbearer.client.secret": secret},
+        {**CLIENT, "sasl.oauthbearer.token.endpoint.url": secret, "sasl.oauthbearer.client.secret": secret},
+        {**CLIENT, "sasl.oauthbearer.extensions": secret},
+        {**OAUTH, "onceflow.token.provider": secret},
+        {**MSK, "sasl.jaas.config": f"x required a={quoted};"},
     ]
     for options in wrong:
         error = refused(options)
@@ -420,3 +428,168 @@ def test_secrets_are_not_shown(secret: str) -> None:
         while cause is not None:
             assert "§" not in str(cause)
             cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
+
+
+# ---- tokens ------------------------------------------------------------------------------------------------
+
+OAUTH = {"security.protocol": "SASL_SSL", "sasl.mechanism": "OAUTHBEARER"}
+ENDPOINT = {"sasl.oauthbearer.token.endpoint.url": "https://idp/token"}
+CLIENT = {**OAUTH, **ENDPOINT, "sasl.oauthbearer.client.id": "me", "sasl.oauthbearer.client.secret": 'hu"sh'}
+OAUTH_JAAS = "org.apache.kafka.common.security.oauthbearer.OAuthBearerLoginModule required"
+
+
+def source_of(options: dict[str, Any]) -> Any:
+    tokens = ClientSettings("h:9092", options).tokens
+    assert tokens is not None
+    return tokens.source
+
+
+def test_client_credentials_for_both_clients() -> None:
+    client = ClientSettings("h:9092", {**CLIENT, "sasl.oauthbearer.scope": "kafka", "https.ca.location": "/ca.pem"})
+    assert client.tokens is not None
+    assert client.tokens.source == ClientCredentials(
+        "https://idp/token", "me", 'hu"sh', scope="kafka", ca_file="/ca.pem", urlencode=False
+    )
+    assert client.kafka_python()["sasl_oauth_token_provider"] is client.tokens
+    assert not client.java_needs_tokens
+    found = client.spark_reader()
+    assert found["kafka.sasl.oauthbearer.token.endpoint.url"] == "https://idp/token"
+    assert found["kafka.sasl.jaas.config"] == (
+        OAUTH_JAAS + r' clientId="me" clientSecret="hu\"sh" scope="kafka" '
+        'ssl.truststore.type="PEM" ssl.truststore.location="/ca.pem";'
+    )
+    assert not [name for name in found if "client" in name or "https" in name or name.endswith("bearer.scope")]
+
+
+def test_client_credentials_from_jaas() -> None:
+    text = (
+        f'{OAUTH_JAAS} clientId="me" clientSecret=\'hush\' scope=kafka extension_logicalCluster="lkc-1" '
+        'ssl.truststore.type="PEM" ssl.truststore.location="/ca.pem";'
+    )
+    client = ClientSettings("h:9092", {**OAUTH, **ENDPOINT, "sasl.jaas.config": text})
+    assert client.tokens is not None
+    assert client.tokens.source == ClientCredentials("https://idp/token", "me", "hush", "kafka", "/ca.pem")
+    assert client.tokens.extensions() == {"logicalCluster": "lkc-1"}
+    assert client.spark_reader()["kafka.sasl.jaas.config"] == text
+
+
+def test_extensions() -> None:
+    client = ClientSettings("h:9092", {**CLIENT, "sasl.oauthbearer.extensions": "logicalCluster=lkc-1, poolId=p=2"})
+    assert client.tokens is not None
+    assert client.tokens.extensions() == {"logicalCluster": "lkc-1", "poolId": "p=2"}
+    jaas = client.spark_reader()["kafka.sasl.jaas.config"]
+    assert ' extension_logicalCluster="lkc-1" extension_poolId="p=2";' in jaas
+    assert "letters only" in refused({**CLIENT, "sasl.oauthbearer.extensions": "a-b=c"}).next_step
+    assert "letters only" in refused({**CLIENT, "sasl.oauthbearer.extensions": "abc"}).next_step
+
+
+def test_a_function_gives_the_tokens() -> None:
+    options = {**OAUTH, "onceflow.token.provider": "my.tokens:Provider.token"}
+    client = ClientSettings("h:9092", options)
+    assert source_of(options) == Provider("my.tokens:Provider.token")
+    assert client.java_needs_tokens
+    assert not [name for name in client.spark_reader() if "onceflow" in name or "jaas" in name]
+
+
+def test_a_java_class_gives_the_tokens_of_the_reader() -> None:
+    options = {**OAUTH, "onceflow.token.provider": "m:f", "sasl.login.callback.handler.class": "com.example.Login"}
+    client = ClientSettings("h:9092", options)
+    assert not client.java_needs_tokens
+    assert client.spark_reader()["kafka.sasl.login.callback.handler.class"] == "com.example.Login"
+
+
+def test_a_file_gives_the_tokens() -> None:
+    options = {**OAUTH, "sasl.oauthbearer.token.endpoint.url": "file:///var/run/a%20token"}
+    assert source_of(options) == TokenFile("/var/run/a token")
+    assert ClientSettings("h:9092", options).java_needs_tokens
+
+
+@pytest.mark.parametrize(
+    "options, problem",
+    [
+        (OAUTH, "no option says where they come from"),
+        ({**OAUTH, **ENDPOINT}, "the id and the secret of a client"),
+        ({**OAUTH, **ENDPOINT, "sasl.oauthbearer.client.id": "me"}, "the id and the secret of a client"),
+        ({**OAUTH, **ENDPOINT, "sasl.jaas.config": f'{OAUTH_JAAS} clientId="me";'}, "the id and the secret"),
+        ({**CLIENT, "sasl.oauthbearer.token.endpoint.url": "idp/token"}, "no URL of a known kind"),
+        ({**CLIENT, "sasl.oauthbearer.token.endpoint.url": "ftp://idp/token"}, "no URL of a known kind"),
+        ({**OAUTH, "onceflow.token.provider": "my_tokens.token"}, "no import path of a function"),
+        ({**OAUTH, "onceflow.token.provider": "import os; os:x"}, "no import path of a function"),
+        ({**CLIENT, "onceflow.token.provider": "m:f"}, "both given"),
+        (
+            {
+                **OAUTH,
+                **ENDPOINT,
+                "sasl.jaas.config": f'{OAUTH_JAAS} clientId="me" clientSecret="hush" ssl.truststore.location="/x.jks";',
+            },
+            "knows no Java key stores",
+        ),
+    ],
+    ids=range(10),
+)
+def test_options_that_give_no_tokens(options: dict[str, Any], problem: str) -> None:
+    error = refused(options)
+    assert problem in error.what
+    assert "hush" not in str(error)
+    assert "idp" not in str(error), "a URL may have a password in it"
+
+
+def test_tokens_are_not_of_other_mechanisms() -> None:
+    options = {**PLAIN, "sasl.username": "u", "sasl.password": "p", "onceflow.token.provider": "m:f"}
+    assert ClientSettings("h:9092", options).tokens is None
+    assert ClientSettings("h:9092", {"sasl.mechanism": "OAUTHBEARER", **ENDPOINT}).tokens is None
+
+
+def test_settings_with_tokens_pickle() -> None:
+    client = ClientSettings("h:9092", CLIENT)
+    copy = pickle.loads(pickle.dumps(client))
+    assert copy == client
+    assert copy.tokens is client.tokens, "one process has one token"
+    assert "hu" not in repr(copy).replace("h:9092", "")
+
+
+# ---- Amazon MSK --------------------------------------------------------------------------------------------
+
+MSK = {"security.protocol": "SASL_SSL", "sasl.mechanism": "AWS_MSK_IAM"}
+
+
+def test_msk_with_a_signer_of_the_user() -> None:
+    """Our own connections show a signed token; the Java client has a mechanism of its own."""
+    client = ClientSettings("h:9092", {**MSK, "onceflow.token.provider": "m:f"})
+    found = client.kafka_python()
+    assert found["sasl_mechanism"] == "OAUTHBEARER"
+    assert found["sasl_oauth_token_provider"].source == Provider("m:f")
+    assert not client.java_needs_tokens
+    reader = client.spark_reader()
+    assert reader["kafka.sasl.mechanism"] == "AWS_MSK_IAM"
+    assert reader["kafka.sasl.jaas.config"] == "software.amazon.msk.auth.iam.IAMLoginModule required;"
+    assert reader["kafka.sasl.client.callback.handler.class"] == "software.amazon.msk.auth.iam.IAMClientCallbackHandler"
+
+
+def test_msk_with_botocore(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: object() if name == "botocore" else found(name, *rest)
+    )
+    client = ClientSettings("h:9092", MSK)
+    assert client.kafka_python()["sasl_mechanism"] == "AWS_MSK_IAM"
+    assert client.tokens is None
+
+
+@pytest.mark.parametrize(
+    "options, problem, step",
+    [
+        (MSK, "no signer|none is installed", "install botocore"),
+        ({**MSK, "security.protocol": "SASL_PLAINTEXT"}, "needs TLS", "SASL_SSL"),
+        ({**MSK, "sasl.jaas.config": 'IAMLoginModule required awsProfileName="x";'}, "has fields", "AWS_PROFILE"),
+    ],
+    ids=range(3),
+)
+def test_msk_options(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], problem: str, step: str) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name == "botocore" else found(name, *rest)
+    )
+    error = refused(options)
+    assert re.search(problem, error.what)
+    assert step in error.next_step

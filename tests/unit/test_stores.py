@@ -6,19 +6,21 @@ import mmap
 import os
 import random
 import shutil
+import signal
 import struct
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onceflow.errors import EnvironmentUnusableError
-from onceflow.state import lmdb_environment, rocksdb_store, rows
+from onceflow.errors import DeadlineExceededError, EnvironmentUnusableError
+from onceflow.state import lmdb_environment, lmdb_lock, rocksdb_store, rows
 from onceflow.state.lmdb_pages import Meta, check_pages, read_meta
 from onceflow.state.lmdb_store import LmdbStore
 from onceflow.state.memory_store import MemoryStore
@@ -513,6 +515,67 @@ def test_another_process_reads_while_this_one_writes(tmp_path: Path) -> None:
 
 
 # ---- RocksDB -----------------------------------------------------------------------------------------
+
+
+WRITES_AND_STOPS = """
+import os, signal, sys
+from pathlib import Path
+from onceflow.state.lmdb_store import LmdbStore
+
+store = LmdbStore.open(Path(sys.argv[1]))
+store.write([(b"va", b"1")])
+with store.bulk():
+    store.write([(b"vb", b"2")])
+    print("writing", flush=True)
+    os.kill(os.getpid(), signal.SIGSTOP)
+"""
+
+
+def test_a_writer_that_is_stopped_is_not_waited_for_without_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lmdb_lock, "WAIT_S", 0.3)
+    folder = tmp_path / "store"
+    store = LmdbStore.open(folder)
+    command = [sys.executable, "-c", WRITES_AND_STOPS, str(folder)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "writing\n"
+            told = f"process {process.pid} is writing to the local state in {folder}"
+            with pytest.raises(DeadlineExceededError, match=told):
+                store.write([(b"vc", b"3")])
+            with pytest.raises(DeadlineExceededError, match=told), store.bulk():
+                pass
+            assert store.get(b"va") == b"1"  # nobody waits for a writer to read
+            store.close()
+            lmdb_environment.forget(folder)
+            with pytest.raises(DeadlineExceededError, match=told):
+                LmdbStore.open(folder)
+            with closing(LmdbStore.open(folder, read_only=True)) as reader:
+                assert reader.get(b"va") == b"1"
+            os.kill(process.pid, signal.SIGCONT)
+            assert process.wait(30) == 0
+        finally:
+            process.kill()
+    store = LmdbStore.open(folder)
+    with store.bulk() as commit:
+        store.write([(b"vd", b"4")])
+        commit()
+        store.write([(b"ve", b"5")])
+    assert store.get_many([b"vb", b"vc", b"vd", b"ve"]) == [b"2", None, b"4", b"5"]
+    store.close()
+
+
+def test_threads_of_a_process_write_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lmdb_lock, "WAIT_S", 0.3)
+    store, same = LmdbStore.open(tmp_path), LmdbStore.open(tmp_path)
+    with store.bulk(), pytest.raises(DeadlineExceededError, match=f"process {os.getpid()} "):
+        same.write([(b"va", b"1")])
+    same.write([(b"va", b"1")])
+    assert store.get(b"va") == b"1"
+    for one in (store, same):
+        one.close()
 
 
 def test_the_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

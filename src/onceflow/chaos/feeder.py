@@ -34,6 +34,7 @@ class Feeder:
             }
         )
         self._stopping = threading.Event()
+        self._paused_s = 0.0
         self._thread = threading.Thread(target=self._feed, daemon=True, name="feeder")
         self.sent = 0
         self.failed: str | None = None
@@ -47,6 +48,11 @@ class Feeder:
     ) -> None:
         self._stopping.set()
         self._thread.join(10)
+
+    def pause(self, seconds: float) -> None:
+        """Send nothing for so long."""
+        self._paused_s = seconds
+        time.sleep(seconds)
 
     def stop(self, timeout_s: float = 60.0) -> None:
         """Send what is waiting, and no more.
@@ -63,6 +69,10 @@ class Feeder:
     def _feed(self) -> None:
         started = time.monotonic()
         while not self._stopping.is_set():
+            if self._paused_s:
+                paused_s, self._paused_s = self._paused_s, 0.0
+                self._stopping.wait(paused_s)
+                started += paused_s
             due = int((time.monotonic() - started) * self._rate)
             while self.sent < due:
                 key, value = f"key-{self.sent % KEYS:03d}".encode(), b'{"n": %d}' % self.sent

@@ -3,6 +3,7 @@
 - ``copy``: every record once, as it is. Tagged, so that the history checker can judge it.
 - ``ledger``: a processor with state per key, and processing-time timers. Tagged, too.
 - ``totals``: an aggregation whose state is Spark's, in a checkpoint that is kept.
+- ``sorter``: a processor with dead letters and late records, and other operators behind it, others from start to start.
 
 Values are JSON ``{"n": number}``; ``n`` is unique in the source.
 """
@@ -20,10 +21,15 @@ from pyspark.sql import functions as F
 import onceflow
 from onceflow.testing.recorder import tag_of, tagged
 
-COPY, LEDGER, TOTALS = "copy", "ledger", "totals"
-FLOWS = (COPY, LEDGER, TOTALS)
+COPY, LEDGER, TOTALS, SORTER = "copy", "ledger", "totals", "sorter"
+FLOWS = (COPY, LEDGER, TOTALS, SORTER)
 ALARM_EVERY = 10
 ALARM_AFTER_MS = 500
+# Of the sorter: numbers that are bad, and numbers that are late as soon as event time is known.
+BAD_EVERY, BAD = 100, 13
+LATE_EVERY, LATE = 200, 50
+#: What may stand behind the sorter's step; none of it changes a key or a value.
+OPERATORS = ("as it is", "select", "where", "repartition", "coalesce", "static join")
 
 
 @dataclass(frozen=True)
@@ -44,6 +50,24 @@ class Names:
     @property
     def alarms(self) -> str:
         return f"{self.prefix}-alarms"
+
+    @property
+    def sums(self) -> str:
+        """The sorter's table."""
+        return f"{self.prefix}-sums"
+
+    @property
+    def dead(self) -> str:
+        return f"{self.prefix}-dead"
+
+    @property
+    def late(self) -> str:
+        return f"{self.prefix}-late"
+
+    @property
+    def boot(self) -> Path:
+        """The boot id of the machine that the executors believe to be on."""
+        return self.folder / "boot"
 
     @property
     def state(self) -> Path:
@@ -71,7 +95,10 @@ class Names:
 
     def outputs(self, kinds: Iterable[str]) -> list[str]:
         """Every topic that the flows of these kinds write to, tables left out."""
-        return [self.output(kind) for kind in kinds] + ([self.alarms] if LEDGER in kinds else [])
+        outputs = [self.output(kind) for kind in kinds]
+        return (
+            outputs + ([self.alarms] if LEDGER in kinds else []) + ([self.dead, self.late] if SORTER in kinds else [])
+        )
 
 
 class Ledger(onceflow.Processor):
@@ -99,6 +126,29 @@ class Ledger(onceflow.Processor):
         yield onceflow.Record(key, {"n": int(timer.name)}, topic=self.alarms)
 
 
+class Sorter(onceflow.Processor):
+    """Sums the numbers of a key. Some are bad, some are late: every one has to be in one of three topics."""
+
+    value = onceflow.serdes.JSON
+    state = onceflow.serdes.JSON
+    output = onceflow.serdes.JSON
+    allowed_lateness = "1 second"
+
+    def event_time(self, record: onceflow.Record) -> int:
+        n = int(record.value["n"])
+        return 0 if n % LATE_EVERY == LATE else 1_000_000 + n
+
+    def process(self, key: bytes, records: Any, state: Any) -> Iterator[onceflow.Record]:
+        total = state.get(0)
+        for record in records:
+            n = record.value["n"]
+            if n % BAD_EVERY == BAD:
+                raise ValueError(f"{n} is bad")
+            total += n
+            yield onceflow.Record(key, {"n": n})
+        state.put(total)
+
+
 @dataclass(frozen=True)
 class Choices:
     """What a driver does differently from start to start.
@@ -106,11 +156,13 @@ class Choices:
     Args:
         small_batch_rows: up to how many rows the driver writes itself; 0: tasks always do.
         records_per_batch: at most.
+        operator: one of `OPERATORS`.
     """
 
     small_batch_rows: int | None = None
     records_per_batch: int = 5_000
     transaction_timeout: str = "20 seconds"
+    operator: str = "select"
 
     def write(self) -> dict[str, Any]:
         """Arguments of ``Flow.write``."""
@@ -130,8 +182,33 @@ def start(kind: str, spark: SparkSession, bootstrap_servers: str, names: Names, 
     if kind == LEDGER:
         accounts = flow.process(source, Ledger(flow.name, names.alarms), table=names.table, state_dir=names.state)
         return flow.write(accounts, topic=names.output(kind), **choices.write()).start()
-    options = {**choices.write(), "checkpoint": str(names.checkpoint), "output_mode": "update"}
+    if kind == SORTER:
+        rows = flow.process(
+            source,
+            Sorter(),
+            table=names.sums,
+            state_dir=names.state,
+            on_error="dead-letter",
+            dead_letter_topic=names.dead,
+            late_topic=names.late,
+        )
+        return flow.write(_behind(rows, choices.operator), topic=names.output(kind), **choices.write()).start()
+    options: dict[str, Any] = {**choices.write(), "checkpoint": str(names.checkpoint), "output_mode": "update"}
     return flow.write(_totals(source), topic=names.output(kind), **options).start()
+
+
+def _behind(rows: DataFrame, operator: str) -> DataFrame:
+    if operator == "select":
+        return rows.select("key", "value")
+    if operator == "where":
+        return rows.where("value IS NOT NULL")
+    if operator == "repartition":
+        return rows.repartition(3)
+    if operator == "coalesce":
+        return rows.coalesce(1)
+    if operator == "static join":
+        return rows.join(rows.sparkSession.range(1).withColumnRenamed("id", "nothing")).select("key", "value")
+    return rows
 
 
 def _totals(source: DataFrame) -> DataFrame:

@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from onceflow.broker.local import LocalBroker
+from onceflow.chaos import daemon
 from onceflow.chaos.driven import Driver
 from onceflow.chaos.feeder import Feeder
-from onceflow.chaos.flows import COPY, LEDGER, TOTALS, Names
+from onceflow.chaos.flows import COPY, LEDGER, SORTER, TOTALS, Names
 from onceflow.chaos.spark_cluster import SparkCluster
 from onceflow.sink.progress_log import PROGRESS_PARTITIONS
 from onceflow.testing.broker import create_topic
@@ -43,6 +44,7 @@ class Setup:
         workers: of a Spark standalone cluster; 0: Spark runs in the driver.
         flows: kinds, see ``flows.py``.
         rate: records per second.
+        properties: of the brokers.
     """
 
     name: str
@@ -54,15 +56,25 @@ class Setup:
     flows: Sequence[str] = (COPY, LEDGER)
     rate: int = 1_500
     partitions: int = 4
+    properties: Mapping[str, str] = field(default_factory=dict)
+
+
+# A flow that is idle for some seconds is forgotten: Kafka's own defaults are a week, and a look every hour.
+_FORGETS = {
+    "transactional.id.expiration.ms": "8000",
+    "transaction.remove.expired.transaction.cleanup.interval.ms": "1000",
+    "producer.id.expiration.ms": "8000",
+}
 
 
 SETUPS = {
     setup.name: setup
     for setup in (
-        Setup("one-node"),
+        Setup("one-node", flows=(COPY, LEDGER, SORTER)),
         Setup("three-nodes", nodes=3),
         Setup("one-copy", nodes=3, copies=1),
-        Setup("executors", workers=2),
+        Setup("executors", workers=2, flows=(LEDGER, SORTER), rate=1_000),
+        Setup("forgetful", properties=_FORGETS),
         Setup("checkpoint", flows=(COPY, TOTALS)),
         Setup("version-1", features={"transaction.version": 1}),
         Setup("kafka-3.9", version=OLDER_KAFKA),
@@ -98,6 +110,14 @@ class Ground:
         return [node.node_id for node in self.broker.cluster.nodes]
 
 
+def rebooting_hosts(names: Names) -> dict[str, str]:
+    """Settings of Spark with which executors take the boot id of their host from a file."""
+    return {
+        "spark.python.daemon.module": daemon.__name__,
+        f"spark.executorEnv.{daemon.VARIABLE}": str(names.boot),
+    }
+
+
 @contextlib.contextmanager
 def standing(setup: Setup, folder: Path) -> Iterator[Ground]:
     """The ground, with everything started; all of it is ended afterwards."""
@@ -110,7 +130,7 @@ def standing(setup: Setup, folder: Path) -> Iterator[Ground]:
                 nodes=setup.nodes,
                 version=setup.version,
                 features=setup.features,
-                properties=_BROKER | copies,
+                properties={**_BROKER, **copies, **setup.properties},
                 node_properties=properties,
                 heap="400m" if setup.nodes > 1 else "700m",
             )
@@ -121,13 +141,14 @@ def standing(setup: Setup, folder: Path) -> Iterator[Ground]:
             create_topic(broker.bootstrap_servers, topic, setup.partitions)
         if setup.copies is not None:  # a flow that makes it asks for more copies
             create_topic(broker.bootstrap_servers, PROGRESS_TOPIC, PROGRESS_PARTITIONS, {"cleanup.policy": "compact"})
+        names.boot.write_text("first")
         spark_cluster = stack.enter_context(SparkCluster(folder / "spark", setup.workers)) if setup.workers else None
         driver = Driver(
             names,
             setup.flows,
             proxies.bootstrap_servers,
             "local[2]" if spark_cluster is None else spark_cluster.master,
-            {} if spark_cluster is None else spark_cluster.settings,
+            {} if spark_cluster is None else {**spark_cluster.settings, **rebooting_hosts(names)},
         )
         stack.callback(driver.close)
         feeder = stack.enter_context(Feeder(broker.bootstrap_servers, names.source, setup.rate))

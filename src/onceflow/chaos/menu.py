@@ -14,8 +14,9 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
-from onceflow.chaos.flows import LEDGER
+from onceflow.chaos.flows import LEDGER, OPERATORS
 from onceflow.chaos.ground import Ground, Setup
 from onceflow.chaos.spark_cluster import SparkCluster
 from onceflow.hooks import STEPS
@@ -26,6 +27,7 @@ from onceflow.testing.network import CUT, DELAY, DIRECTIONS, DROP, DUPLICATE, RE
 AHEAD_MS, BEHIND_MS = 3_000_000, 7_200_000
 _APIS = ("Produce", "EndTxn", "InitProducerId", "AddPartitionsToTxn", "TxnOffsetCommit", "FindCoordinator", "Metadata")
 _STEP_WAIT_S = 60.0
+_PAGE_BYTES = 4096
 
 
 @dataclass(frozen=True)
@@ -142,6 +144,46 @@ def shuffle_lost(ground: Ground, rng: random.Random) -> str:
     return "shuffle files deleted while tasks run" + ("" if mark.exists() else " (not reached)")
 
 
+def worker_replaced(ground: Ground, rng: random.Random) -> str:
+    """A machine is lost for good, and another one comes a little later."""
+    cluster = _spark_cluster(ground)
+    name = rng.choice(cluster.workers)
+    cluster.kill_worker(name)
+    time.sleep(rng.uniform(0, 5))
+    return f"SIGKILL to {name} with its executors, {cluster.add_worker()} instead of it"
+
+
+def worker_added(ground: Ground, rng: random.Random) -> str:
+    """A third worker comes, and goes again."""
+    cluster = _spark_cluster(ground)
+    name = cluster.add_worker()
+    time.sleep(rng.uniform(5, 15))
+    cluster.kill_worker(name)
+    return f"{name} came, and was killed"
+
+
+def host_rebooted(ground: Ground, rng: random.Random) -> str:
+    """The executors' machine goes down under a living driver: LMDB, which is not synced, has lost some of its pages."""
+
+    def torn() -> None:
+        for file in sorted(ground.names.state.rglob("data.mdb")):
+            if rng.random() < 0.5:
+                _tear(file, rng)
+        ground.names.boot.write_text(f"boot {rng.random()}")
+
+    killed = _spark_cluster(ground).kill_executors(meanwhile=torn)
+    return f"the host of {killed} executors rebooted, local state torn"
+
+
+def _tear(file: Path, rng: random.Random) -> None:
+    """Some pages are as if they had never been written."""
+    with file.open("r+b") as pages:
+        size = os.fstat(pages.fileno()).st_size
+        for _ in range(4):
+            pages.seek(rng.randrange(max(1, size // _PAGE_BYTES)) * _PAGE_BYTES)
+            pages.write(rng.randbytes(_PAGE_BYTES))
+
+
 # ---- brokers -----------------------------------------------------------------------------------------
 
 
@@ -159,6 +201,13 @@ def broker_pause(ground: Ground, rng: random.Random) -> str:
     time.sleep(seconds)
     ground.broker.resume(node)
     return f"SIGSTOP to broker {node}, {seconds:.1f} s"
+
+
+def idle(ground: Ground, rng: random.Random) -> str:
+    """No records for so long that the brokers forget the flows' transactional ids."""
+    seconds = rng.uniform(10, 14)
+    ground.feeder.pause(seconds)
+    return f"no records for {seconds:.1f} s"
 
 
 def leaders_moved(ground: Ground, rng: random.Random) -> str:
@@ -210,7 +259,10 @@ def _choose(ground: Ground, rng: random.Random) -> None:
     """Drivers of a run are not all alike."""
     rows = rng.choice((None, 0))
     ground.driver.choices = replace(
-        ground.driver.choices, small_batch_rows=rows, records_per_batch=rng.choice((2_000, 10_000))
+        ground.driver.choices,
+        small_batch_rows=rows,
+        records_per_batch=rng.choice((2_000, 10_000)),
+        operator=rng.choice(OPERATORS),
     )
 
 
@@ -231,6 +283,10 @@ MENU: dict[str, Fault] = {
     "clock jumps": Fault(clock_jump, lambda setup: LEDGER in setup.flows),
     "executor killed": Fault(executor_kill, lambda setup: setup.workers > 0, weight=6),
     "shuffle files lost": Fault(shuffle_lost, lambda setup: setup.workers > 0, weight=3),
+    "worker replaced": Fault(worker_replaced, lambda setup: setup.workers > 0, weight=3),
+    "worker comes and goes": Fault(worker_added, lambda setup: setup.workers > 0),
+    "host rebooted": Fault(host_rebooted, lambda setup: setup.workers > 0 and LEDGER in setup.flows, weight=4),
+    "idle until forgotten": Fault(idle, lambda setup: bool(setup.properties), weight=6),
     "broker killed": Fault(broker_kill, weight=2),
     "broker stopped for a while": Fault(broker_pause, weight=3),
     "leaders moved": Fault(leaders_moved, lambda setup: setup.nodes > 1 and setup.copies is None, weight=3),

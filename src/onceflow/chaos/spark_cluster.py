@@ -7,6 +7,8 @@ import signal
 import socket
 import subprocess
 import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -24,15 +26,18 @@ class SparkCluster:
     """As a context manager it is started and, at the end, killed with all its executors.
 
     Args:
-        folder: of logs, jars and shuffle files. workers: each with one core.
+        folder: of logs, jars and shuffle files. workers: at the start, each with one core. memory_mb: of each.
     """
 
-    def __init__(self, folder: Path, workers: int = 2, *, memory_mb: int = 900) -> None:
+    def __init__(
+        self, folder: Path, workers: int = 2, *, memory_mb: int = 900, java_options: Sequence[str] = ()
+    ) -> None:
         self.folder = folder
         self.local = folder / "local"
         self._workers_wanted = workers
         self._memory_mb = memory_mb
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._java_options = list(java_options)
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self.master = ""
 
     @property
@@ -54,11 +59,8 @@ class SparkCluster:
             self.master = f"spark://{_HOST}:{port}"
             self._spawn("master", "org.apache.spark.deploy.master.Master", "--port", str(port))
             self._await_port(port)
-            for number in range(self._workers_wanted):
-                work = self.folder / f"worker-{number}"
-                options = ["--cores", "1", "--memory", f"{self._memory_mb}M", "--work-dir", str(work), self.master]
-                self._spawn(f"worker-{number}", "org.apache.spark.deploy.worker.Worker", *options)
-            self._await_workers()
+            names = [self._start_worker() for _ in range(self._workers_wanted)]
+            self._await_workers(names)
         except BaseException:
             self.close()
             raise
@@ -69,10 +71,54 @@ class SparkCluster:
     ) -> None:
         self.close()
 
-    def executors(self) -> list[int]:
-        """Their pids."""
-        found = (descendants(process.pid) for process in self._processes)
+    @property
+    def workers(self) -> list[str]:
+        """Names of those that run."""
+        return [name for name, process in self._processes.items() if name != "master" and process.poll() is None]
+
+    def kill_worker(self, name: str) -> None:
+        """SIGKILL to a worker and all its executors."""
+        _kill_all(self._processes[name])
+
+    def kill_executors(self, *, meanwhile: Callable[[], None]) -> int:
+        """SIGKILL to all executors with their Python workers; how many there were.
+
+        Args:
+            meanwhile: called when all are gone, before new ones are started.
+        """
+        for name in self.workers:
+            os.kill(self.pid(name), signal.SIGSTOP)  # it would start others at once
+        try:
+            killed = self.executors()
+            for executor in killed:
+                for pid in [executor, *descendants(executor)]:
+                    with suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+            meanwhile()
+        finally:
+            for name in self.workers:
+                os.kill(self.pid(name), signal.SIGCONT)
+        return len(killed)
+
+    def add_worker(self) -> str:
+        """Start one more worker; its name, when the master knows it."""
+        name = self._start_worker()
+        self._await_workers([name])
+        return name
+
+    def executors(self, worker: str | None = None) -> list[int]:
+        """Their pids: of one worker, or of all."""
+        chosen = self._processes.values() if worker is None else [self._processes[worker]]
+        found = (descendants(process.pid) for process in chosen)
         return [pid for below in found for pid, line in below.items() if _EXECUTOR in line]
+
+    def pid(self, worker: str) -> int:
+        """Of a worker itself."""
+        return self._processes[worker].pid
+
+    def environment(self, name: str) -> dict[str, str]:
+        """Of the master or of a worker, and of the executors that the worker starts."""
+        return {**os.environ, "SPARK_LOCAL_DIRS": str(self.local)}
 
     def lose_shuffle_files(self) -> int:
         """Delete what map tasks have written; how many files there were."""
@@ -82,15 +128,15 @@ class SparkCluster:
         return len(files)
 
     def close(self) -> None:
-        for process in self._processes:
-            below = descendants(process.pid)
-            for pid in [process.pid, *below]:
-                try:
-                    os.kill(pid, signal.SIGKILL)
-                except ProcessLookupError:
-                    continue
-            process.wait()
-        self._processes = []
+        for process in self._processes.values():
+            _kill_all(process)
+        self._processes = {}
+
+    def _start_worker(self) -> str:
+        name = f"worker-{len(self._processes) - 1}"  # one of the processes is the master
+        options = ["--cores", "1", "--memory", f"{self._memory_mb}M", "--work-dir", str(self.folder / name)]
+        self._spawn(name, "org.apache.spark.deploy.worker.Worker", *options, self.master)
+        return name
 
     def _spawn(self, name: str, main_class: str, *arguments: str) -> None:
         import pyspark
@@ -98,25 +144,24 @@ class SparkCluster:
         home = Path(pyspark.__file__).parent
         command = [str(find_java()), "-Xmx256m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1"]
         # Executors die often here; that is no reason to give up on an application.
-        command += ["-Dspark.deploy.maxExecutorRetries=-1", "-cp", f"{home}/jars/*", main_class]
+        command += ["-Dspark.deploy.maxExecutorRetries=-1", *self._java_options]
+        command += ["-cp", f"{home}/jars/*", main_class]
         command += ["--host", _HOST, "--webui-port", "0", *arguments]
         environment = {
-            **os.environ,
+            **self.environment(name),
             "SPARK_HOME": str(home),
             "SPARK_SCALA_VERSION": "2.13",  # a worker asks for it before it starts an executor
-            "SPARK_LOCAL_DIRS": str(self.local),
             "SPARK_LOCAL_IP": _HOST,
         }
         with (self.folder / f"{name}.log").open("wb") as log:
-            self._processes.append(
-                subprocess.Popen(
-                    command,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    env=environment,
-                    start_new_session=True,
-                )
+            self._processes[name] = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                cwd=self.folder,
+                start_new_session=True,
             )
 
     def _await_port(self, port: int) -> None:
@@ -129,15 +174,15 @@ class SparkCluster:
             except OSError:
                 self._wait(end, "the master does not listen")
 
-    def _await_workers(self) -> None:
+    def _await_workers(self, names: Sequence[str]) -> None:
         end = time.monotonic() + START_S
-        logs = [self.folder / f"worker-{number}.log" for number in range(self._workers_wanted)]
+        logs = [self.folder / f"{name}.log" for name in names]
         while not all("Successfully registered with master" in log.read_text(errors="replace") for log in logs):
             self._check()
             self._wait(end, "the workers did not find the master")
 
     def _check(self) -> None:
-        for process in self._processes:
+        for process in self._processes.values():
             if process.poll() is not None:
                 raise EnvironmentUnusableError(
                     "A part of the Spark cluster ended while it was started", next_step=f"see the logs in {self.folder}"
@@ -151,3 +196,13 @@ class SparkCluster:
                 next_step=f"see the logs in {self.folder}",
             )
         time.sleep(0.1)
+
+
+def _kill_all(process: subprocess.Popen[bytes]) -> None:
+    """A process and all below it; one that was ended before is fine."""
+    if process.poll() is not None:
+        return
+    for pid in [process.pid, *descendants(process.pid)]:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    process.wait()

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from onceflow import LocalTable
-from onceflow.chaos.flows import ALARM_EVERY, COPY, LEDGER, TOTALS, Names
+from onceflow.chaos.flows import ALARM_EVERY, BAD, BAD_EVERY, COPY, LATE, LATE_EVERY, LEDGER, SORTER, TOTALS, Names
 from onceflow.testing import history, independent, recorder
 
 READ_S = 180.0
@@ -85,6 +85,8 @@ def verify(bootstrap_servers: str, names: Names, kinds: Iterable[str]) -> Findin
         _ledger(bootstrap_servers, names, source, found)
     if TOTALS in kinds:
         _totals(bootstrap_servers, names, source, found)
+    if SORTER in kinds:
+        _sorter(bootstrap_servers, names, source, found)
     return found
 
 
@@ -132,6 +134,27 @@ def _ledger(bootstrap_servers: str, names: Names, source: list[independent.Seen]
     }
     if local != table:
         found.see(history.STATE, f"local copy of {names.table}: {_difference(local, table)}")
+
+
+def _sorter(bootstrap_servers: str, names: Names, source: list[independent.Seen], found: Findings) -> None:
+    """Every number is in one topic: where it has to be, and late ones that came before event time was known anywhere
+    but among the dead letters. The table has the sums of what was put out."""
+    out = Counter((record.key, _number(record)) for record in _read(bootstrap_servers, names.output(SORTER)))
+    late = Counter((record.key, _number(record)) for record in _read(bootstrap_servers, names.late))
+    dead = Counter((record.key, _number(record)) for record in _read(bootstrap_servers, names.dead))
+    numbers = [(record.key, _number(record)) for record in source]
+    may_be_late = {pair for pair in numbers if pair[1] % LATE_EVERY == LATE}
+    found.compare("dead letters", dead, Counter(pair for pair in numbers if pair[1] % BAD_EVERY == BAD))
+    found.compare("outputs and late records", out + late, Counter(p for p in numbers if p[1] % BAD_EVERY != BAD))
+    strange = set(late) - may_be_late
+    if strange:
+        found.see("wrong value", f"late records: {list(strange)[:3]}", len(strange))
+    sums: dict[bytes | None, int] = defaultdict(int)
+    for (key, number), count in out.items():
+        sums[key] += number * count
+    table = {record.key: json.loads(record.value or b"null") for record in _read(bootstrap_servers, names.sums)}
+    if table != dict(sums):
+        found.see(history.STATE, f"{names.sums}: {_difference(table, sums)}")
 
 
 def _totals(bootstrap_servers: str, names: Names, source: list[independent.Seen], found: Findings) -> None:

@@ -14,8 +14,17 @@ from onceflow.java import find_java
 
 
 @click.command()
-def setup() -> None:
+@click.option(
+    "--jars",
+    "jars_only",
+    is_flag=True,
+    help="Get only Spark's Kafka connector, and print its jars for `spark-submit --jars`.",
+)
+def setup(jars_only: bool) -> None:
     """Get the jars for Spark and for the local broker, and what makes Spark start faster, into the cache."""
+    if jars_only:
+        click.echo(",".join(map(str, jars.cluster_jars())))
+        return
     console = Console(highlight=False)
     find_java()
     steps: list[tuple[str, Callable[[], list[Path]]]] = [

@@ -13,18 +13,22 @@ from __future__ import annotations
 import logging
 import socket
 import threading
+import time
 import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import kafka.errors as kafka_errors
-from kafka.net.manager import KafkaConnectionManager
 from kafka.net.selector import NetworkSelector
 from kafka.protocol.metadata import ApiVersionsRequest, FindCoordinatorRequest, MetadataRequest
+from kafka.protocol.producer import EndTxnRequest, ProduceRequest, TxnOffsetCommitRequest
 
+from onceflow.client.connections import ConnectionManager
 from onceflow.client.deadline import Deadline
+from onceflow.client.quiet import filter_loggers, quiet
 from onceflow.client.settings import ClientSettings
+from onceflow.client.token_sources import TokenRefusedError, TokenUnavailableError
 from onceflow.errors import (
     AuthenticationFailedError,
     BrokerUnreachableError,
@@ -36,13 +40,16 @@ from onceflow.errors import (
 from onceflow.wire import codes
 
 log = logging.getLogger("onceflow.client")
-# kafka-python logs every refused connection as an error; ours are retried, counted and reported once.
-logging.getLogger("kafka").setLevel(logging.CRITICAL)
 
+# What begins and ends transactions in another way from transaction version 2 on: never the one with the other.
+_ENROL = frozenset({EndTxnRequest.API_KEY, TxnOffsetCommitRequest.API_KEY, ProduceRequest.API_KEY})
 TRANSACTION, GROUP = 1, 0  # coordinator key types of FindCoordinator (KIP-699)
 _KNOCK_S_LEAST = 2.0
 _REFRESH_TIMEOUT_S = 5.0
+_TOKEN_PATIENCE_S = 20.0  # a new task waits out a short outage of whoever gives out tokens
 _REQUEST_TIMEOUT_S = 30.0
+# A broker that has just started, or that has not heard of a topic yet, says that there is none.
+_UNKNOWN_ATTEMPTS, UNKNOWN_TOPIC_S = 3, 10.0
 
 
 @dataclass(frozen=True)
@@ -71,11 +78,15 @@ class Cluster:
         self.lock = threading.RLock()
         self.net = NetworkSelector(slow_task_threshold_secs=0)
         config = settings.kafka_python()
-        self.manager = KafkaConnectionManager(self.net, **config)
+        filter_loggers()
+        with quiet():
+            self.manager = ConnectionManager(self.net, **config)
+        self.tokens = settings.tokens
         self._topics: dict[str, TopicInfo] = {}
         self._coordinators: dict[tuple[int, str], int] = {}
         self._features: dict[str, int] | None = None
-        self._api_versions: dict[int, tuple[int, int]] = {}
+        self._api_versions: dict[int, tuple[int, int]] = {}  # that every broker understands which was asked so far
+        self._least_versions: dict[int, int] = {}  # that requests may be sent with, by API key
         self._bootstrapped = False
         # Whoever drops a Cluster without closing it (a failed start) must not leak sockets.
         self._finalizer = weakref.finalize(self, _close, self.manager, self.net)
@@ -89,7 +100,8 @@ class Cluster:
         with self.lock:
             self._knock(deadline)
             try:
-                self.manager.bootstrap(max(1, int(deadline.remaining * 1000)))
+                with quiet():
+                    self.manager.bootstrap(max(1, int(deadline.remaining * 1000)))
             except kafka_errors.KafkaError as error:
                 raise self._unreachable(deadline, str(error)) from error
             self._bootstrapped = True
@@ -97,6 +109,7 @@ class Cluster:
 
     def _knock(self, deadline: Deadline) -> None:
         """Connect to any bootstrap server. kafka-python's own loop would repeat a refused password in silence."""
+        self._first_token(deadline)
         brokers = self.manager.cluster.bootstrap_brokers()
         attempt = 0
         # One connection that hangs in its handshake must not use up all the time there is.
@@ -109,11 +122,14 @@ class Cluster:
                 await self.manager.get_connection(node, timeout_ms=timeout_ms, refresh_metadata_on_err=False)
 
             try:
-                self.net.run(run)
+                with quiet():
+                    self.net.run(run)
                 return
             except (kafka_errors.SaslAuthenticationFailedError, kafka_errors.AuthorizationError) as error:
-                raise authentication_failed(self.settings, error) from error
-            except kafka_errors.UnsupportedSaslMechanismError as error:
+                if not self.may_log_in_again(error):
+                    raise authentication_failed(self.settings, error) from error
+                problem = str(error)
+            except (kafka_errors.UnsupportedSaslMechanismError, TokenUnavailableError) as error:
                 raise authentication_failed(self.settings, error) from error
             except kafka_errors.IncompatibleBrokerVersion as error:
                 raise BrokerUnsupportedError(
@@ -128,6 +144,24 @@ class Cluster:
             except DeadlineExceededError as error:
                 raise self._unreachable(deadline, problem) from error
             attempt += 1
+
+    def _first_token(self, deadline: Deadline) -> None:
+        """Without a token no broker has to be asked, and an error here says more than one of a connection."""
+        patience = Deadline(deadline.capped(_TOKEN_PATIENCE_S), "a first token")
+        while self.tokens is not None:
+            try:
+                self.tokens.token()
+                return
+            except (TokenUnavailableError, TokenRefusedError) as error:
+                if isinstance(error, TokenRefusedError) or patience.remaining < 1.0:
+                    raise authentication_failed(self.settings, error) from error
+
+    def may_log_in_again(self, error: Exception) -> bool:
+        """Whether a broker that refused a login may accept a new token: once, then a refusal is final."""
+        refused = isinstance(error, kafka_errors.SaslAuthenticationFailedError)
+        if self.tokens is None or not refused or isinstance(error, TokenRefusedError):
+            return False
+        return self.tokens.refused(error)
 
     def _unreachable(self, deadline: Deadline, problem: str) -> BrokerUnreachableError:
         return BrokerUnreachableError(
@@ -161,11 +195,15 @@ class Cluster:
     def version(self, request: Any, *, least: int, most: int) -> int:
         """The version to send ``request`` with, between ``least`` and ``most``.
 
+        Brokers may understand different versions while a cluster is upgraded one by one. When the request turns out to
+        go to an older one, ``exchange`` sends it with a lower version, ``least`` or above.
+
         Raises:
             BrokerUnsupportedError: the broker's range does not meet ours.
         """
         name, key = request.name.removesuffix("Request"), request.API_KEY
         low, high = self._api_versions.get(key, (0, -1))
+        self._least_versions[key] = least
         chosen = min(high, most)
         if chosen < max(low, least):
             offer = "does not offer it" if high < 0 else f"offers versions {low}-{high}"
@@ -186,12 +224,21 @@ class Cluster:
         async def run() -> Any:
             connection = self.manager.get_connection(node, timeout_ms=max(1, int(timeout_s * 1000)))
             await connection
+            self._fit(request, connection)
             return await connection.send_request(request, request_timeout_ms=max(1, int(timeout_s * 1000)))
 
         with self.lock:
             try:
-                return self.net.run(run)
+                if self.tokens is not None:
+                    # Nobody runs the loop between two requests. A login that is due goes first: a broker closes a
+                    # connection that asks for anything else when its session is over.
+                    with quiet():
+                        self.net.poll(timeout_ms=0)
+                with quiet():
+                    return self.net.run(run)
             except (kafka_errors.SaslAuthenticationFailedError, kafka_errors.AuthorizationError) as error:
+                if self.may_log_in_again(error):
+                    raise ConnectionFailedError(f"broker {node}: {error}") from error
                 raise authentication_failed(self.settings, error) from error
             except kafka_errors.KafkaError as error:
                 if isinstance(error, kafka_errors.UnknownBrokerIdError):
@@ -199,6 +246,32 @@ class Cluster:
                 raise ConnectionFailedError(f"broker {node}: {type(error).__name__}: {error}") from error
             except (OSError, RuntimeError) as error:
                 raise ConnectionFailedError(f"broker {node}: {error}") from error
+
+    def fits(self, key: int, version: int, connection: Any) -> int:
+        """The version to send a request with to the broker of this connection, which may be older than others.
+
+        Raises:
+            BrokerUnsupportedError: it is too old for any version we may send.
+        """
+        known = getattr(connection.broker_version_data, "api_versions", None)
+        if not known or version <= known.get(key, (0, -1))[1]:
+            return version
+        for api, (low, high) in self._api_versions.items():
+            theirs = known.get(api, (0, -1))
+            self._api_versions[api] = (max(low, theirs[0]), min(high, theirs[1]))
+        chosen = int(known.get(key, (0, -1))[1])
+        # At transaction version 2 every broker is new enough; one that says otherwise must not be sent less.
+        if chosen < self._least_versions.get(key, version) or (key in _ENROL and self.transaction_version >= 2):
+            raise BrokerUnsupportedError(
+                f"Broker {connection.node_id} understands request {key} up to version {chosen} only",
+                detail=f"it was to be sent with version {version}, which another broker offers",
+                next_step="upgrade all brokers to Apache Kafka 2.8 or later; leave transaction.version at 1 until then",
+            )
+        return chosen
+
+    def _fit(self, request: Any, connection: Any) -> None:
+        if request.API_VERSION is not None:
+            request.API_VERSION = self.fits(request.API_KEY, request.API_VERSION, connection)
 
     def ask(self, request: Any, api: str, deadline: Deadline) -> Any:
         """Send a request that any broker can answer, and that can be repeated, until one does."""
@@ -209,7 +282,7 @@ class Cluster:
             try:
                 if node is None:
                     # Connections that the broker throttles are resumed by a timer, which only the loop looks at.
-                    with self.lock:
+                    with self.lock, quiet():
                         self.net.poll(timeout_ms=0)
                     raise ConnectionFailedError("no connection is ready: throttled by a quota, or broken")
                 return self.exchange(request, node, deadline)
@@ -219,13 +292,18 @@ class Cluster:
 
     # ---- topics --------------------------------------------------------------------------------------
 
-    def topics(self, names: Iterable[str] | None, deadline: Deadline) -> dict[str, TopicInfo]:
+    def topics(self, names: Iterable[str] | None, deadline: Deadline, *, patient: bool = False) -> dict[str, TopicInfo]:
         """Metadata of the named topics (of all that are visible when None), fresh from a broker.
+
+        Args:
+            patient: the topics should be there, so a broker that knows nothing of one is asked again for some seconds;
+                so it is for topics that were there before. Otherwise a few times.
 
         Raises:
             UnknownTopicError: a topic does not exist or may not be described.
         """
         wanted = None if names is None else sorted(set(names))
+        unknown_until = time.monotonic() + deadline.capped(UNKNOWN_TOPIC_S)
         attempt = 0
         while True:
             listed = None if wanted is None else [MetadataRequest.MetadataRequestTopic(name=name) for name in wanted]
@@ -242,7 +320,9 @@ class Cluster:
                 elif topic.error_code == 29:
                     raise codes.error_for(29, api="Metadata", topic=topic.name)
                 elif topic.error_code == 3:
-                    if attempt >= 3:  # metadata of a topic just created may lag behind on this broker
+                    waits = patient or topic.name in self._topics
+                    if attempt >= _UNKNOWN_ATTEMPTS and not (waits and time.monotonic() < unknown_until):
+                        self._topics.pop(topic.name, None)
                         raise unknown_topic(topic.name)
                     unsettled = f"{topic.name} is unknown"
                 elif topic.error_code == 17:
@@ -259,17 +339,26 @@ class Cluster:
             deadline.pause(attempt + 3, unsettled)
             attempt += 1
 
-    def topic(self, name: str, deadline: Deadline, *, fresh: bool = False) -> TopicInfo:
+    def topic(self, name: str, deadline: Deadline, *, fresh: bool = False, patient: bool = False) -> TopicInfo:
+        """As `topics`; ``fresh``: not as it was seen before."""
         if fresh or name not in self._topics:
-            self.topics([name], deadline)
+            self.topics([name], deadline, patient=patient)
         return self._topics[name]
 
     def leader(self, topic: str, partition: int, deadline: Deadline, *, fresh: bool = False) -> int:
-        """Node id of the partition's leader; waits for one to be elected."""
+        """Node id of the partition's leader; waits for one to be elected.
+
+        A partition that a broker does not know (yet) is asked for again for some seconds, like a topic.
+        """
+        missing_until = time.monotonic() + deadline.capped(UNKNOWN_TOPIC_S)
         attempt = 0
         while True:
-            info = self.topic(topic, deadline, fresh=fresh or attempt > 0)
+            info = self.topic(topic, deadline, fresh=fresh or attempt > 0, patient=True)
             if partition not in info.leaders:
+                if time.monotonic() < missing_until:
+                    deadline.pause(attempt + 2, f"{topic}-{partition} is unknown")
+                    attempt += 1
+                    continue
                 raise UnknownTopicError(
                     f"Topic {topic} has no partition {partition}",
                     topic=f"{topic}-{partition}",
@@ -293,12 +382,10 @@ class Cluster:
         attempt = 0
         while True:
             version = self.version(FindCoordinatorRequest, least=1, most=4)
-            if version >= 4:
-                request = FindCoordinatorRequest(version=version, key_type=kind, coordinator_keys=[key])
-            else:
-                request = FindCoordinatorRequest(version=version, key_type=kind, key=key)
+            # Version 4 has a list of keys instead of one (KIP-699).
+            request = FindCoordinatorRequest(version=version, key_type=kind, key=key, coordinator_keys=[key])
             response = self.ask(request, "FindCoordinator", deadline)
-            answer = response.coordinators[0] if version >= 4 else response
+            answer = response.coordinators[0] if response.coordinators else response
             if answer.error_code == 0:
                 node = int(answer.node_id)
                 self._coordinators[kind, key] = node
@@ -344,18 +431,20 @@ class Cluster:
 
         with self.lock:
             try:
-                self.net.run(run)
+                with quiet():
+                    self.net.run(run)
             except (kafka_errors.KafkaError, OSError, RuntimeError) as error:
                 log.debug("metadata refresh failed: %s", error)
 
 
 def _close(manager: Any, net: Any) -> None:
     if not manager.closed:
-        for connection in list(manager._conns.values()):
-            if connection.transport is not None:
-                connection.transport.abort()  # ``close`` would wait for a flush that no loop runs any more
-        manager.close()
-        net.close()
+        with quiet():
+            for connection in list(manager._conns.values()):
+                if connection.transport is not None:
+                    connection.transport.abort()  # ``close`` would wait for a flush that no loop runs any more
+            manager.close()
+            net.close()
 
 
 def unknown_topic(name: str, why: str = "") -> UnknownTopicError:
@@ -367,10 +456,17 @@ def unknown_topic(name: str, why: str = "") -> UnknownTopicError:
 
 
 def authentication_failed(settings: ClientSettings, error: Exception) -> OnceflowError:
+    if isinstance(error, (TokenUnavailableError, TokenRefusedError)):
+        return AuthenticationFailedError(error.what, next_step=error.next_step)
+    if settings.tokens is not None:
+        next_step = (
+            "compare the issuer, audience, scope and expiry of the token with what the broker expects "
+            "(sasl.oauthbearer.expected.issuer and .audience), and the clocks of the machines"
+        )
+    else:
+        next_step = "check sasl.mechanism, user name and password, and that the user exists on the broker"
     return AuthenticationFailedError(
-        f"The broker at {settings.bootstrap_servers} refused the credentials",
-        detail=str(error),
-        next_step="check sasl.mechanism, user name and password, and that the user exists on the broker",
+        f"The broker at {settings.bootstrap_servers} refused the credentials", detail=str(error), next_step=next_step
     )
 
 

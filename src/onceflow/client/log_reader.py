@@ -65,16 +65,8 @@ def read_log(
         except ConnectionFailedError as lost:
             problem = str(lost)
         else:
-            answer = response.responses[0].partitions[0]
-            row = codes.describe(int(answer.error_code))
-            if answer.error_code == _OFFSET_OUT_OF_RANGE:
-                raise DataLossError(
-                    f"Offset {position} of {topic}-{partition} is gone",
-                    topic=f"{topic}-{partition}",
-                    detail=f"the log starts at {answer.log_start_offset}",
-                    next_step="start again; the log was cleaned while it was being read",
-                )
-            if answer.error_code == 0:
+            answer, problem = _answer(response, f"{topic}-{partition}", position)
+            if answer is not None:
                 asked = True
                 if position >= end:
                     return
@@ -91,12 +83,28 @@ def read_log(
                     position, attempt = advanced, 0
                     continue
                 problem = f"no progress at offset {position}"
-            elif row.verdict.retriable:
-                problem = row.name
-            else:
-                raise codes.error_for(row.code, api="Fetch", topic=f"{topic}-{partition}")
         deadline.pause(attempt, f"Fetch {topic}-{partition}: {problem}")
         attempt += 1
+
+
+def _answer(response: Any, name: str, position: int) -> tuple[Any, str]:
+    """The partition's part of a response; or None, and a problem that may pass."""
+    if not response.error_code and not response.responses:
+        return None, "the broker throttles this client"  # it answers with no partition at all
+    answer = response.responses[0].partitions[0] if response.responses else None
+    row = codes.describe(int(response.error_code) if answer is None else int(answer.error_code))
+    if row.code == _OFFSET_OUT_OF_RANGE and answer is not None:
+        raise DataLossError(
+            f"Offset {position} of {name} is gone",
+            topic=name,
+            detail=f"the log starts at {answer.log_start_offset}",
+            next_step="start again; the log was cleaned while it was being read",
+        )
+    if row.verdict is codes.Verdict.OK:
+        return answer, ""
+    if row.verdict.retriable:
+        return None, row.name
+    raise codes.error_for(row.code, api="Fetch", topic=name)
 
 
 def _request(cluster: Cluster, topic: str, partition: int, position: int, wait_ms: int) -> Any:

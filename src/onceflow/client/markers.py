@@ -51,6 +51,7 @@ class Markers:
         self._name = name
         self._places: dict[Place, int | None] = {}
         self._committed = False
+        self._producer_ids: set[int] = set()  # of this flow: Kafka gives another one to an id that it had forgotten
         self._look: _Look | None = None
         self.stuck = False  # a transaction that commits what is left is open: nobody may abort it
 
@@ -61,6 +62,7 @@ class Markers:
             places: where it has written, or may have; with the offset of its first record there, where it is known.
         """
         self._places, self._committed = dict(places), committed
+        self._producer_ids.add(self._transactions.identity.producer_id)
         firsts = {place: first for place, first in places.items() if first is not None}
         self._look = None
         if committed and places and len(firsts) == len(places):
@@ -117,6 +119,7 @@ class Markers:
             over = state in _OVER
             suspects = self._undecided(suspects, deadline)
             own, unseen = self._own(suspects, deadline)
+            own = self._without_forgotten(own, committed)
             if left_out := own.keys() | (unseen - unseen_once):
                 if over:
                     self._write(left_out, committed, deadline, sure=bool(own))
@@ -146,7 +149,7 @@ class Markers:
 
     def _own(self, places: Iterable[Place], deadline: Deadline) -> tuple[dict[Place, OpenTransaction], set[Place]]:
         """Where this producer has an open transaction; and where that may not be looked at."""
-        mine = self._transactions.identity.producer_id
+        mine = self._producer_ids | {self._transactions.identity.producer_id}
         own: dict[Place, OpenTransaction] = {}
         unseen: set[Place] = set()
         for topic, numbers in by_topic(places).items():
@@ -159,8 +162,25 @@ class Markers:
                 log.debug("could not look at the producers of %s: %s", topic, error)
                 unseen |= {*at}
                 continue
-            own |= {place: each for place, all_ in found.items() for each in all_ if each.producer_id == mine}
+            own |= {place: each for place, all_ in found.items() for each in all_ if each.producer_id in mine}
         return own, unseen
+
+    def _without_forgotten(self, own: Mapping[Place, OpenTransaction], committed: bool) -> dict[Place, OpenTransaction]:
+        """Those that can still be decided: not those of a producer id that Kafka has forgotten with the transactional
+        id. Nor can another transaction of this flow decide them any more."""
+        mine = self._transactions.identity.producer_id
+        forgotten = {place: each for place, each in own.items() if each.producer_id != mine}
+        if forgotten and committed:
+            raise self._lost(forgotten, "the flow was idle, and Kafka has forgotten its transactional id since")
+        for (topic, partition), each in forgotten.items():
+            log.warning(
+                "flow %s: an aborted attempt has left records undecided in %s-%d, and Kafka has forgotten its "
+                "transactional id since: readers wait there until `kafka-transactions.sh abort --topic %s "
+                "--partition %d --start-offset %d`",
+                *(self._name, topic, partition),
+                *(topic, partition, each.start_offset),
+            )
+        return {place: each for place, each in own.items() if place not in forgotten}
 
     def _state(self, deadline: Deadline) -> str:
         described = describe_transaction(self._cluster, self._transactions.transactional_id, deadline)

@@ -24,13 +24,16 @@ from typing import Any
 import kafka.errors as kafka_errors
 from kafka.protocol.producer import ProduceRequest
 
-from onceflow.client.cluster import Cluster, authentication_failed, unknown_topic
+from onceflow.client.cluster import UNKNOWN_TOPIC_S, Cluster, authentication_failed, unknown_topic
 from onceflow.client.deadline import Deadline
+from onceflow.client.quiet import quiet
+from onceflow.errors import BrokerUnsupportedError
 from onceflow.wire import codes
 from onceflow.wire.batches import EncodedBatch
 from onceflow.wire.produce import LEAST_VERSION, MOST_VERSION, encode_produce
 
 MAX_IN_FLIGHT = 4
+_UNKNOWN_TOPIC_OR_PARTITION = 3
 _MAX_REQUEST_BYTES = 8_000_000
 _REPLICAS_TIMEOUT_MS = 30_000
 _THROTTLE_LOOK_S = 0.02
@@ -93,6 +96,7 @@ class _Partition:
     attempt: int = 0
     not_before: float = 0.0
     stale_leader: bool = False
+    unknown_since: float | None = None  # when its leader first said that there is no such topic
     problem: str = ""  # why the last batch has to be sent again
     done: Acknowledged = field(default_factory=Acknowledged)
 
@@ -166,7 +170,7 @@ class Producer:
         """Send what can be sent, then let the event loop run once."""
         if self._failure is not None:
             raise self._failure
-        with self._cluster.lock:
+        with self._cluster.lock, quiet():
             now = time.monotonic()
             self._submit(now)
             self._run_loop(0.05 if wait else 0.0)
@@ -222,6 +226,7 @@ class Producer:
         if not _ready(connection):
             if connection.initializing:
                 connection.init_future.add_both(self._answer.set)
+                connection.init_future.add_errback(self._no_login)
             elif "throttle" in connection.paused:
                 for slot in slots:
                     slot.problem = "throttled by a quota of the brokers"
@@ -259,7 +264,12 @@ class Producer:
         topics: dict[str, list[tuple[int, EncodedBatch]]] = {}
         for slot, batch in chosen:
             topics.setdefault(slot.topic, []).append((slot.partition, batch))
-        frame = _Frame(self._version, list(topics.items()), self._transactional_id)
+        try:
+            version = self._cluster.fits(ProduceRequest.API_KEY, self._version, connection)
+        except BrokerUnsupportedError as error:
+            self._fail(error)
+            return
+        frame = _Frame(version, list(topics.items()), self._transactional_id)
         try:
             future = connection.send_request(frame, request_timeout_ms=int(self._deadline.capped(30.0) * 1000) + 1)
             if not future.is_done:
@@ -295,6 +305,7 @@ class Producer:
         slot.enrolled = True
         slot.recovering = slot.recovering and slot.under_way > 0
         slot.attempt = 0
+        slot.unknown_since = None
         slot.problem = ""
         self._unacked_bytes -= batch.nbytes
         if slot.done.count == 0:
@@ -309,7 +320,11 @@ class Producer:
         if row.verdict.retriable or (code == 45 and slot.queue[0] is not batch):
             # 45 behind a failed batch only says that the failed one is missing: it goes first next time.
             self._retry(slot, row.name, stale_leader=row.verdict is not codes.Verdict.RETRY)
-            if code == 3 and slot.attempt > 12:
+            if code != _UNKNOWN_TOPIC_OR_PARTITION:
+                slot.unknown_since = None
+            elif slot.unknown_since is None:
+                slot.unknown_since = time.monotonic()
+            elif time.monotonic() - slot.unknown_since > UNKNOWN_TOPIC_S:
                 self._fail(unknown_topic(slot.topic))
             return
         message = getattr(answer, "error_message", None) or ""
@@ -320,6 +335,12 @@ class Producer:
             slot.under_way -= 1
             self._retry(slot, problem, stale_leader=True)
         self._answer.set()
+
+    def _no_login(self, error: Exception) -> None:
+        """A connection was not made. A refused login is told at once, anything else is tried again."""
+        refused = isinstance(error, kafka_errors.SaslAuthenticationFailedError)
+        if refused and not self._cluster.may_log_in_again(error):
+            self._fail(authentication_failed(self._cluster.settings, error))
 
     def _retry(self, slot: _Partition, problem: str, *, stale_leader: bool = False) -> None:
         slot.recovering = True

@@ -8,11 +8,14 @@ our own connections, so it is translated here, once. Values may be secrets: they
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from onceflow.client import oauth
+from onceflow.client.jaas import OAUTH_MODULE, jaas, jaas_fields
+from onceflow.client.token_options import client_fields, msk_iam, oauthbearer
+from onceflow.client.token_sources import ClientCredentials
 from onceflow.errors import OptionError
 
 # Java client name -> kafka-python argument, for those that need no thought.
@@ -42,6 +45,29 @@ _SPECIAL = {
     "ssl.endpoint.identification.algorithm",
     "ssl.ca.location",
     "default.api.timeout.ms",
+    # Tokens. Those with client.id, client.secret, scope, extensions and https are librdkafka's names.
+    "sasl.oauthbearer.token.endpoint.url",
+    "sasl.oauthbearer.client.id",
+    "sasl.oauthbearer.client.secret",
+    "sasl.oauthbearer.scope",
+    "sasl.oauthbearer.extensions",
+    "sasl.oauthbearer.header.urlencode",
+    "https.ca.location",
+    "sasl.login.callback.handler.class",
+    "sasl.client.callback.handler.class",
+    "onceflow.token.provider",
+}
+# Not for the Java client: it would warn of names that it does not know.
+_NOT_JAVA = {
+    "sasl.username",
+    "sasl.password",
+    "ssl.ca.location",
+    "https.ca.location",
+    "sasl.oauthbearer.client.id",
+    "sasl.oauthbearer.client.secret",
+    "sasl.oauthbearer.scope",
+    "sasl.oauthbearer.extensions",
+    "onceflow.token.provider",
 }
 # Meant for Spark's reader alone; passed on to it and not used by our own connections.
 _READER_ONLY = {
@@ -59,6 +85,17 @@ _READER_ONLY = {
     "ssl.enabled.protocols",
     "ssl.truststore.password",
     "ssl.keystore.password",
+    "sasl.login.class",
+    "sasl.login.connect.timeout.ms",
+    "sasl.login.read.timeout.ms",
+    "sasl.login.retry.backoff.ms",
+    "sasl.login.retry.backoff.max.ms",
+    "sasl.login.refresh.window.factor",
+    "sasl.login.refresh.window.jitter",
+    "sasl.login.refresh.min.period.seconds",
+    "sasl.login.refresh.buffer.seconds",
+    "sasl.oauthbearer.scope.claim.name",
+    "sasl.oauthbearer.sub.claim.name",
 }
 # Spark's consumer asks for the log's ends after every poll, on the connection that a fetch of the next records is
 # under way on, and a broker answers one request of a connection after the other. At the end of the log that fetch
@@ -85,10 +122,11 @@ _OWNED = {
     "bootstrap.servers": "use the bootstrap_servers argument",
 }
 
-# Java's tokenizer takes double quotes, single quotes and plain words; a backslash quotes the next character.
-_JAAS_FIELD = re.compile(
-    r"""(\w+)\s*=\s*(?:"(?P<double>(?:[^"\\]|\\.)*)"|'(?P<single>(?:[^'\\]|\\.)*)'|(?P<word>[^\s;"']+))"""
-)
+_PLAIN_MODULE = "org.apache.kafka.common.security.plain.PlainLoginModule"
+_SCRAM_MODULE = "org.apache.kafka.common.security.scram.ScramLoginModule"
+# Of the jar aws-msk-iam-auth, which the user adds.
+_MSK_MODULE = "software.amazon.msk.auth.iam.IAMLoginModule"
+_MSK_HANDLER = "software.amazon.msk.auth.iam.IAMClientCallbackHandler"
 
 
 @dataclass(frozen=True)
@@ -127,16 +165,31 @@ class ClientSettings:
         out.update(_tls(self.options))
         return out
 
+    @property
+    def tokens(self) -> oauth.Tokens | None:
+        """Where our own connections get their tokens; None when the mechanism has none. One object in a process."""
+        found: oauth.Tokens | None = self.kafka_python().get("sasl_oauth_token_provider")
+        return found
+
+    @property
+    def java_needs_tokens(self) -> bool:
+        """Whether the Java client has no way of its own to get a token: it comes from a function or a file."""
+        own_login = {"sasl.login.class", "sasl.login.callback.handler.class"} & set(self.options)
+        return (
+            self.options.get("sasl.mechanism") == "OAUTHBEARER"
+            and not own_login
+            and self.tokens is not None
+            and not isinstance(self.tokens.source, ClientCredentials)
+        )
+
     def spark_reader(self) -> dict[str, str]:
-        """Options of Spark's Kafka source."""
+        """Options of Spark's Kafka source; where ``java_needs_tokens``, without those for its tokens."""
         out = {"kafka.bootstrap.servers": self.bootstrap_servers, **_READER_DEFAULTS}
-        for name, value in self.options.items():
-            if name == "ssl.ca.location":  # librdkafka's name; the Java client reads PEM files as trust stores
-                out["kafka.ssl.truststore.type"], out["kafka.ssl.truststore.location"] = "PEM", value
-            elif name not in ("sasl.username", "sasl.password"):
-                out[f"kafka.{name}"] = value
-        if "sasl.username" in self.options and "sasl.jaas.config" not in self.options:
-            out["kafka.sasl.jaas.config"] = _jaas(self.options)
+        out.update({f"kafka.{name}": value for name, value in self.options.items() if name not in _NOT_JAVA})
+        if "ssl.ca.location" in self.options:  # librdkafka's name; the Java client reads PEM files as trust stores
+            out["kafka.ssl.truststore.type"] = "PEM"
+            out["kafka.ssl.truststore.location"] = self.options["ssl.ca.location"]
+        out.update({f"kafka.{name}": value for name, value in _java_login(self.options).items()})
         return out
 
 
@@ -169,6 +222,10 @@ def _whole_number(name: str, value: str) -> int:
     return number
 
 
+def _uses_sasl(options: Mapping[str, str]) -> bool:
+    return options.get("security.protocol", "PLAINTEXT").startswith("SASL")
+
+
 def _sasl(options: Mapping[str, str]) -> dict[str, Any]:
     protocol = options.get("security.protocol", "PLAINTEXT")
     if protocol not in ("PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL"):
@@ -176,18 +233,21 @@ def _sasl(options: Mapping[str, str]) -> dict[str, Any]:
             "option 'security.protocol' has an unknown value",
             next_step="use PLAINTEXT, SSL, SASL_PLAINTEXT or SASL_SSL",
         )
-    if not protocol.startswith("SASL"):
+    if not _uses_sasl(options):
         return {}
     mechanism = options.get("sasl.mechanism")
     if mechanism is None:
         raise OptionError(
             "security.protocol asks for SASL but 'sasl.mechanism' is not given",
-            next_step="for example PLAIN, SCRAM-SHA-256, SCRAM-SHA-512, GSSAPI or OAUTHBEARER",
+            next_step="for example PLAIN, SCRAM-SHA-256, SCRAM-SHA-512, GSSAPI, OAUTHBEARER or AWS_MSK_IAM",
         )
+    if mechanism == "OAUTHBEARER":
+        return oauthbearer(options)
+    if mechanism == "AWS_MSK_IAM":
+        return msk_iam(options)
     if mechanism not in ("PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512"):
         return {}
-    jaas = options.get("sasl.jaas.config")
-    fields = _jaas_fields(jaas or "")
+    fields = jaas_fields(options.get("sasl.jaas.config", ""))
     username = fields.get("username", options.get("sasl.username"))
     password = fields.get("password", options.get("sasl.password"))
     if username is None or password is None:
@@ -198,28 +258,21 @@ def _sasl(options: Mapping[str, str]) -> dict[str, Any]:
     return {"sasl_plain_username": username, "sasl_plain_password": password}
 
 
-def _jaas_fields(text: str) -> dict[str, str]:
-    fields = {}
-    for match in _JAAS_FIELD.finditer(text):
-        quoted = match["double"] if match["double"] is not None else match["single"]
-        fields[match[1]] = match["word"] if quoted is None else re.sub(r"\\(.)", r"\1", quoted)
-    return fields
-
-
-def _jaas(options: Mapping[str, str]) -> str:
-    module = (
-        "org.apache.kafka.common.security.plain.PlainLoginModule"
-        if options.get("sasl.mechanism") == "PLAIN"
-        else "org.apache.kafka.common.security.scram.ScramLoginModule"
-    )
-
-    def quoted(text: str) -> str:
-        return text.replace("\\", "\\\\").replace('"', '\\"')
-
-    return (
-        f'{module} required username="{quoted(options["sasl.username"])}" '
-        f'password="{quoted(options.get("sasl.password", ""))}";'
-    )
+def _java_login(options: Mapping[str, str]) -> dict[str, str]:
+    """What the Java client needs to log in, where the user has not written it in its own terms."""
+    mechanism = options.get("sasl.mechanism") if _uses_sasl(options) else None
+    if mechanism == "AWS_MSK_IAM":
+        handler = {"sasl.client.callback.handler.class": _MSK_HANDLER, "sasl.jaas.config": jaas(_MSK_MODULE, {})}
+        return {name: value for name, value in handler.items() if name not in options}
+    if mechanism == "OAUTHBEARER":
+        if "sasl.jaas.config" in options or "sasl.oauthbearer.client.id" not in options:
+            return {}
+        return {"sasl.jaas.config": jaas(OAUTH_MODULE, client_fields(options))}
+    if "sasl.username" in options and "sasl.jaas.config" not in options:
+        module = _PLAIN_MODULE if mechanism == "PLAIN" else _SCRAM_MODULE
+        fields = {"username": options["sasl.username"], "password": options.get("sasl.password", "")}
+        return {"sasl.jaas.config": jaas(module, fields)}
+    return {}
 
 
 def _tls(options: Mapping[str, str]) -> dict[str, Any]:

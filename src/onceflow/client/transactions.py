@@ -4,12 +4,17 @@ Transaction version 2 (KIP-890): Produce v12 and TxnOffsetCommit v5 enrol implic
 the next (producer id, epoch). Version 1: partitions and the group are added explicitly, the epoch does
 not move by itself, so ``begin`` calls InitProducerId before every transaction; otherwise a late write of
 an aborted attempt could enter the next transaction (KAFKA-17754).
+
+Version 1 answers the owner of a transaction that timed out like somebody who is fenced: the coordinator has aborted it
+under the next epoch. To tell the two apart, no driver sends EndTxn(abort) there. It lets InitProducerId abort, as the
+timeout does. So the state CompleteAbort under the epoch after ours means: our transaction was aborted, and nobody has
+been given that epoch. Its owner may then name it in InitProducerId (KIP-360), which fails if anybody was faster.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from kafka.protocol.admin import DescribeTransactionsRequest
@@ -26,13 +31,14 @@ from onceflow.client.cluster import GROUP, TRANSACTION, Cluster
 from onceflow.client.coordinators import repeat
 from onceflow.client.deadline import Deadline
 from onceflow.client.offsets import offset_topics, offsets_code
-from onceflow.errors import FencedError, TransactionTimeoutError
+from onceflow.errors import BrokerUnsupportedError, FencedError, PermissionDeniedError, TransactionTimeoutError
 from onceflow.wire import codes
 from onceflow.wire.batches import BatchHeader
 from onceflow.wire.produce import LEAST_VERSION, MOST_VERSION
 
 _FENCED_CODES = (47, 90)
 _INVALID_TXN_STATE = 48
+_INVALID_PRODUCER_ID_MAPPING = 49
 _TRANSACTIONAL_ID_NOT_FOUND = 105
 
 
@@ -44,6 +50,15 @@ class Outcome(enum.Enum):
     FENCED = "fenced"  # somebody re-initialised the transactional id; progress in Kafka decides
 
 
+class _Standing(enum.Enum):
+    """What the coordinator has under the transactional id, as seen by who held it last."""
+
+    OWN = "own"  # our epoch, or nothing at all: it was idle for longer than transactional.id.expiration.ms
+    ABORTED = "aborted"  # the coordinator has aborted our transaction, under the next epoch, which nobody was given
+    FENCED = "fenced"  # somebody else has initialised it
+    UNKNOWN = "unknown"  # this broker does not tell
+
+
 class Transactions:
     """One transactional id. Not thread-safe.
 
@@ -51,6 +66,9 @@ class Transactions:
         transactional_id: one per flow; whoever initialises it last owns it (zombie fencing, KIP-98).
         timeout_ms: the broker aborts a transaction open for longer than this.
         identity: what the driver was given, for a task that writes in the driver's transaction.
+        check: raises ``FencedError`` when somebody else has committed under the transactional id since this owner did.
+            Called when Kafka itself cannot tell: it has forgotten the id (``transactional.id.expiration.ms``), or it
+            has aborted the owner's transaction.
     """
 
     def __init__(
@@ -60,11 +78,14 @@ class Transactions:
         timeout_ms: int = 60_000,
         *,
         identity: BatchHeader | None = None,
+        check: Callable[[Deadline], None] = lambda deadline: None,
     ) -> None:
         self._cluster = cluster
         self.transactional_id = transactional_id
         self.timeout_ms = timeout_ms
         self._identity = identity
+        self._check = check
+        self._unchecked = False  # whether ``check`` has to be asked before anything is written
         self._used = False  # whether this epoch may have been written under
 
     @property
@@ -93,7 +114,9 @@ class Transactions:
 
         Returns only when an open transaction of the id has been decided.
         """
-        return self._init_producer_id(-1, -1, deadline)
+        self._adopt(self._init_producer_id(-1, -1, deadline))
+        self._unchecked = False  # whoever takes over looks at what was committed before
+        return self.identity
 
     def renew(self, deadline: Deadline) -> BatchHeader:
         """A fresh epoch for the same owner. Nothing may be open.
@@ -101,15 +124,58 @@ class Transactions:
         Raises:
             FencedError: somebody else has taken over.
         """
-        current = self.identity
-        return self._init_producer_id(current.producer_id, current.producer_epoch, deadline)
+        mine = self.identity
+        try:
+            fresh = self._init_producer_id(mine.producer_id, mine.producer_epoch, deadline)
+        except FencedError:
+            if self.version_2 or self._standing(deadline) is not _Standing.ABORTED:
+                raise
+            return self._continue(deadline)
+        # Another producer id for the same owner: Kafka had forgotten the transactional id, or epochs have run out.
+        self._adopt(fresh, sure=fresh.producer_id == mine.producer_id)
+        self._confirm(deadline)
+        return self.identity
 
     def begin(self, deadline: Deadline) -> BatchHeader:
         """An identity nothing has been written under yet (I3)."""
+        self._confirm(deadline)
         if self._used:
             self.renew(deadline)
         self._used = True
         return self.identity
+
+    def _continue(self, deadline: Deadline) -> BatchHeader:
+        """Version 1: go on after the coordinator has aborted our transaction.
+
+        Raises:
+            FencedError: somebody else was faster, or has committed meanwhile.
+        """
+        mine = self.identity
+        self._adopt(self._init_producer_id(mine.producer_id, mine.producer_epoch + 1, deadline), sure=False)
+        self._confirm(deadline)
+        return self.identity
+
+    def _adopt(self, identity: BatchHeader, *, sure: bool = True) -> None:
+        self._identity = identity
+        self._used = False
+        self._unchecked = self._unchecked or not sure
+
+    def _confirm(self, deadline: Deadline) -> None:
+        if self._unchecked:
+            self._check(deadline)
+            self._unchecked = False
+
+    def _standing(self, deadline: Deadline) -> _Standing:
+        mine = self.identity
+        try:
+            seen = describe_transaction(self._cluster, self.transactional_id, deadline)
+        except (BrokerUnsupportedError, PermissionDeniedError):
+            return _Standing.UNKNOWN
+        epoch = int(seen["producer_epoch"])
+        if seen["state"] == "Dead" or (seen["producer_id"], epoch) == (mine.producer_id, mine.producer_epoch):
+            return _Standing.OWN
+        aborted = seen["state"] in ("PrepareAbort", "CompleteAbort") and epoch == mine.producer_epoch + 1
+        return _Standing.ABORTED if aborted and seen["producer_id"] == mine.producer_id else _Standing.FENCED
 
     def _init_producer_id(self, producer_id: int, epoch: int, deadline: Deadline) -> BatchHeader:
         self._cluster.connect(deadline)
@@ -123,9 +189,7 @@ class Transactions:
         response = repeat(self._cluster, request, "InitProducerId", TRANSACTION, self.transactional_id, deadline)
         if response.error_code:
             raise self._error(response.error_code, "InitProducerId")
-        self._identity = BatchHeader(int(response.producer_id), int(response.producer_epoch))
-        self._used = False
-        return self._identity
+        return BatchHeader(int(response.producer_id), int(response.producer_epoch))
 
     # ---- enrolment -----------------------------------------------------------------------------------
 
@@ -205,11 +269,17 @@ class Transactions:
 
         A lost response is not a lost decision: the same request, with the same epoch and before any
         InitProducerId, answers NONE when the commit was applied, INVALID_TXN_STATE when the transaction
-        had been aborted (timed out), a fencing code when somebody re-initialised the id.
+        had been aborted (timed out), a fencing code when somebody re-initialised the id. Version 1 answers a timeout
+        with a fencing code, too; then a look at the coordinator tells, and a fresh epoch is taken at once.
 
         Raises:
             DeadlineExceededError: the outcome is unknown. The caller must stop; a restart finds out.
+            FencedError: of an abort, when Kafka has forgotten the transactional id, and ``check`` says so.
         """
+        if not commit and not self.version_2:
+            outcome = self._abort_as_the_timeout_does(deadline)
+            if outcome is not None:
+                return outcome
         request = EndTxnRequest(
             version=self._cluster.version(EndTxnRequest, least=0, most=5 if self.version_2 else 4),
             transactional_id=self.transactional_id,
@@ -227,8 +297,43 @@ class Transactions:
         if code == _INVALID_TXN_STATE:
             return Outcome.ABORTED
         if code in _FENCED_CODES:
-            return Outcome.FENCED
+            return Outcome.ABORTED if self._was_aborted(deadline) else Outcome.FENCED
+        if code == _INVALID_PRODUCER_ID_MAPPING and not commit:
+            # Forgotten, or another's: nothing of ours is open, and ``renew`` tells which. A look before that, too: it
+            # would take the transactional id from a newer driver that Kafka has forgotten as well.
+            self._unchecked = True
+            self._confirm(deadline)
+            return Outcome.ABORTED
         raise self._error(code, "EndTxn")
+
+    def _was_aborted(self, deadline: Deadline) -> bool:
+        """Version 1: whether what looks like fencing was a timeout. Then there is a fresh epoch."""
+        if self.version_2 or self._standing(deadline) is not _Standing.ABORTED:
+            return False
+        try:
+            self._continue(deadline)
+        except FencedError:
+            return False
+        return True
+
+    def _abort_as_the_timeout_does(self, deadline: Deadline) -> Outcome | None:
+        """Version 1: abort by InitProducerId, see the top of this module. None: the broker is too old to look at it.
+
+        The look comes first: InitProducerId would abort the transaction of somebody else, too.
+        """
+        standing = self._standing(deadline)
+        if standing is _Standing.UNKNOWN:
+            return None
+        try:
+            if standing is _Standing.OWN:
+                self.renew(deadline)
+            elif standing is _Standing.ABORTED:
+                self._continue(deadline)
+            else:
+                return Outcome.FENCED
+        except FencedError:
+            return Outcome.FENCED
+        return Outcome.ABORTED
 
     def commit(self, deadline: Deadline, *, flow: str, doing: str) -> None:
         """Commit a transaction that is not a batch's: one outcome is good, the others are errors.
@@ -254,10 +359,9 @@ class Transactions:
         Raises:
             FencedError: somebody else owns the transactional id.
         """
-        # Not by InitProducerId alone: repeated while it aborts (CONCURRENT_TRANSACTIONS), it would fence itself.
         if self.end(deadline, commit=False) is Outcome.FENCED:
             raise self._error(90, "EndTxn")
-        if self._used:  # version 1, or there was nothing to abort: the epoch has not moved
+        if self._used:  # there was nothing to abort: the epoch has not moved
             self.renew(deadline)
 
     # ---- shared --------------------------------------------------------------------------------------

@@ -153,7 +153,7 @@ class BatchSink:
             log.debug("the batch failed here", exc_info=error)
             raise self.failure from None
         except (PySparkException, Py4JError) as error:
-            self.failure = self._stopped(error, batch)
+            self.failure = self._stopped(error, batch, stopped=self._is_stopped(df, error))
             log.debug("the batch failed here", exc_info=error)
             raise self.failure from None
         except BaseException as error:
@@ -180,6 +180,35 @@ class BatchSink:
             return
         if self._state is not None and not source.rows_most and not self._state.due(progress_log.now_ms()):
             return  # woken up by the clock, and nothing is due
+        self._run_planned(df, batch, source, summary)
+        self._fire_left(df, source)
+
+    def _fire_left(self, df: DataFrame, source: SourceRange) -> None:
+        """Batches without records, for timers that are due and that the batch was not allowed to fire.
+
+        Spark would begin its next batch when a source has news, up to a second later.
+        """
+        state = self._state
+        if state is None or not state.are_timers_left():
+            return
+        if source.rows_most:
+            df = df.sparkSession.createDataFrame(df.sparkSession.sparkContext.emptyRDD(), df.schema)
+        nothing = replace(source, start=source.end)
+        until = time.monotonic() + self._options.timers_s
+        while state.are_timers_left() and not self.stopping and time.monotonic() < until:
+            batch = self.progress.batch_id + 1
+            self._settle()
+            hooks.at("plan", where="driver", flow=self._names.flow, batch=batch)
+            self._refresh_targets()
+            try:
+                self._run_planned(df, batch, nothing, BatchSummary(batch, 0))
+            except OnceflowError as error:
+                raise error.located(flow=self._names.flow, batch=batch) from error
+            if self.progress.batch_id != batch:
+                return  # the timers set themselves again: nothing has changed
+
+    def _run_planned(self, df: DataFrame, batch: int, source: SourceRange, summary: BatchSummary) -> None:
+        """Attempts, until one is committed."""
         summary.rows_most = source.rows_most
         last: BaseException | None = None
         cause: BaseException | None = None
@@ -199,7 +228,7 @@ class BatchSink:
                 self._abort(problem, batch)
                 if isinstance(problem, OnceflowError) and not isinstance(problem, _WORTH_A_RERUN):
                     raise
-                if self.stopping or _cancelled(problem):
+                if self._is_stopped(df, problem):
                     raise
                 if isinstance(problem, FencedError):  # tasks met a newer epoch, and nobody else owns the id
                     problem = self._timed_out(time.monotonic() - self._begun_at)
@@ -238,7 +267,7 @@ class BatchSink:
         """One transaction, from its first epoch to its end. False: there was nothing to commit."""
         flow = self._names.flow
         with self._timed(summary, "begin"):
-            identity = self._begin(df, batch)
+            identity = self._begin(df, batch, summary)
         hooks.at("begin", where="driver", flow=flow, batch=batch, identity=identity, source=source)
         self._begun_at = time.monotonic()
         progress: Progress | None = None
@@ -295,13 +324,15 @@ class BatchSink:
         """
         df.write.format("noop").mode("append").save()
 
-    def _begin(self, df: DataFrame, batch: int) -> BatchHeader:
+    def _begin(self, df: DataFrame, batch: int, summary: BatchSummary) -> BatchHeader:
         """A fresh epoch for this attempt (I3), where the tasks of this thread's jobs can read it."""
         identity = self._delivery.begin(self._deadline("beginning the transaction"))
         self._identity = identity
         described = {"batch": batch, "producer_id": identity.producer_id, "producer_epoch": identity.producer_epoch}
         df.sparkSession.sparkContext.setLocalProperty("onceflow.transaction", json.dumps(described))
         if self._state is not None:
+            owner = str(self._delivery.transactional_id), identity
+            self._state.prepare(df, self._settings, owner, again=summary.attempts > 1)
             self._state.begin(batch, identity, progress_log.now_ms())
         return identity
 
@@ -491,7 +522,7 @@ class BatchSink:
         try:
             self._delivery.abort(self._deadline(f"aborting batch {batch}"))
         except FencedError as error:
-            raise self._fenced(f"while batch {batch} was being written") from error
+            raise self._fenced(f"while batch {batch} was being written", error.detail) from error
         except OnceflowError as error:
             log.warning("flow %s: abort of batch %d failed, too: %s", self._names.flow, batch, error.what)
             raise problem from error
@@ -511,11 +542,11 @@ class BatchSink:
             _in_short(problem),
         )
 
-    def _fenced(self, when: str) -> FencedError:
+    def _fenced(self, when: str, detail: str = "") -> FencedError:
         return FencedError(
             f"A newer driver of flow {self._names.flow!r} has taken over, {when}",
             flow=self._names.flow,
-            detail=f"transactional id {self._delivery.transactional_id}",
+            detail="; ".join(filter(None, [f"transactional id {self._delivery.transactional_id}", detail])),
             next_step="stop one of the two: a flow has one driver; nothing was lost or doubled",
         )
 
@@ -527,8 +558,12 @@ class BatchSink:
             "or raise transaction_timeout of Flow.write (broker limit: transaction.max.timeout.ms)",
         )
 
-    def _stopped(self, problem: BaseException, batch: int) -> BatchAbortedError:
-        what = "the query is being stopped" if self.stopping or _cancelled(problem) else "Spark failed"
+    def _is_stopped(self, df: DataFrame, problem: BaseException) -> bool:
+        """Whether the batch has failed because somebody stops the query, its jobs or Spark."""
+        return self.stopping or jvm.was_cancelled(problem) or jvm.is_being_stopped(df.sparkSession)
+
+    def _stopped(self, problem: BaseException, batch: int, *, stopped: bool) -> BatchAbortedError:
+        what = "the query is being stopped" if stopped else "Spark failed"
         return BatchAbortedError(
             f"Batch {batch} was aborted: {what}; nothing of it is visible",
             flow=self._names.flow,
@@ -607,9 +642,3 @@ def _after(problem: OnceflowError, earlier: BaseException) -> OnceflowError:
     fields = problem.fields()
     fields["detail"] = f"{fields['detail']}; the attempt before failed: {_in_short(earlier)}"
     return type(problem)(problem.what, **fields)
-
-
-def _cancelled(problem: BaseException) -> bool:
-    """Whether Spark itself stopped the job (the query is being stopped)."""
-    text = str(problem)
-    return "cancelled" in text or "InterruptedException" in text

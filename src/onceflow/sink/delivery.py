@@ -83,6 +83,7 @@ class ExactlyOnce:
         self._markers = hold.markers
         self._topics = {*topics}  # that are written to, as far as is known
         self._places: dict[Place, int | None] = {}  # of this transaction: its first offset in each partition
+        self._progress: Progress | None = None  # of this transaction
         self._begun = False
 
     @property
@@ -107,10 +108,13 @@ class ExactlyOnce:
         self._places[progress_log.place_of(progress.flow)] = progress_log.write_progress(
             self._hold.cluster, self._transactions, self._hold.names, progress, offsets, deadline
         )
+        self._progress = progress
 
     def end(self, deadline: Deadline) -> Outcome:
         outcome = self._transactions.end(deadline, commit=True)
         if outcome is Outcome.COMMITTED:
+            if self._progress is not None:
+                self._hold.committed(self._progress)
             self._begun = False
             self._markers.ended(self._places, committed=True)
         return outcome

@@ -18,6 +18,17 @@ from onceflow.errors import BatchAbortedError, EnvironmentUnusableError, OptionE
 
 #: Version of the state store's checkpoints; from 2 on, state files have unique ids that Spark's commit log names.
 STATE_FORMAT = "spark.sql.streaming.stateStore.checkpointFormatVersion"
+# How a job ends that was cancelled (a query that is stopped, the UI, SparkContext.cancelJobGroup).
+_JOB_CANCELLED = "SPARK_JOB_CANCELLED"
+_INTERRUPTIONS = frozenset(
+    {
+        "java.lang.InterruptedException",
+        "java.nio.channels.ClosedByInterruptException",
+        "org.apache.kafka.common.errors.InterruptException",
+    }
+)
+_CAUSES_MOST = 20
+_QUERY_ID = "sql.streaming.queryId"  # local property of the thread that runs a query's batches
 _MURMUR2_CLASS = "org.apache.kafka.common.utils.Utils"
 
 
@@ -228,6 +239,48 @@ def _not_source_partitioned(why: str) -> OptionError:
         detail=why,
         next_step='use partitioner="key", or drop the shuffle, join or union from the query',
     )
+
+
+def was_cancelled(error: BaseException) -> bool:
+    """Whether Spark has cancelled the job or interrupted the query, as its classes and error conditions say.
+
+    Texts do not count: they may be those of user code.
+    """
+    thrown = getattr(error, "_origin", None)
+    if thrown is None:
+        thrown = getattr(error, "java_exception", None)
+    for _ in range(_CAUSES_MOST):
+        if thrown is None:
+            return False
+        try:
+            if str(thrown.getClass().getName()) in _INTERRUPTIONS or _condition(thrown) == _JOB_CANCELLED:
+                return True
+            thrown = thrown.getCause()
+        except Py4JError:
+            return False
+    return False
+
+
+def _condition(thrown: Any) -> str | None:
+    for method in ("getCondition", "getErrorClass"):  # Spark 4, Spark 3.5
+        try:
+            return str(getattr(thrown, method)())
+        except (Py4JError, AttributeError):
+            continue  # no SparkThrowable, or the other Spark
+    return None
+
+
+def is_being_stopped(spark: SparkSession) -> bool:
+    """Whether the query whose batch runs on this thread is being stopped, or Spark is."""
+    try:
+        context: Any = spark.sparkContext._jsc
+        if context is None or context.sc().isStopped():
+            return True
+        query_id = spark.sparkContext.getLocalProperty(_QUERY_ID)
+        query = None if query_id is None else spark._jsparkSession.streams().get(query_id)
+        return query is not None and not query.isActive()
+    except (Py4JError, AttributeError):
+        return False
 
 
 def first_line(error: BaseException) -> str:

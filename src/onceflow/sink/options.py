@@ -11,6 +11,7 @@ class SinkOptions:
 
     Args:
         stateful: whether Spark keeps state for the query: then a batch may have more rows than its source range.
+        timers_s: how long batches that only fire timers, one after the other, may hold up the source.
         reads_little: whether few source records are little work for Spark, see ``queries.reads_little``.
     """
 
@@ -23,6 +24,7 @@ class SinkOptions:
     guarantee: str = "exactly_once"
     stateful: bool = False
     reads_little: bool = False
+    timers_s: float = 1.0
 
 
 @dataclass

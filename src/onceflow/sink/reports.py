@@ -36,6 +36,9 @@ ARROW_SCHEMA = pa.schema(
     ]
 )
 
+#: Characters of an error's text that go to the driver.
+TEXT_MOST = 20_000
+
 
 @dataclass(frozen=True)
 class Report:
@@ -75,10 +78,21 @@ class Report:
         return replace(self, error=type(self.error)(self.error.what, **fields))
 
 
+def _pickled(error: OnceflowError) -> bytes:
+    """With a text of bounded size: that of user code's exceptions may hold all their data, in every task."""
+    fields = error.fields()
+    fields["detail"] = _cut(fields["detail"])
+    return pickle.dumps(type(error)(_cut(error.what), **fields))
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= TEXT_MOST else f"{text[:TEXT_MOST]}... ({len(text)} characters)"
+
+
 def to_arrow(reports: Iterable[Report]) -> pa.RecordBatch:
     rows = []
     for report in reports:
-        row = {**asdict(report), "error": None if report.error is None else pickle.dumps(report.error)}
+        row = {**asdict(report), "error": None if report.error is None else _pickled(report.error)}
         rows.append(row)
     return pa.RecordBatch.from_pylist(rows, schema=ARROW_SCHEMA)
 

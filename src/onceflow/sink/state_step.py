@@ -23,10 +23,12 @@ from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 
 from onceflow.client.cluster import Cluster
+from onceflow.client.settings import ClientSettings
 from onceflow.errors import OptionError
 from onceflow.sink import jvm, plans, queries, reports
 from onceflow.sink.collect import collect
 from onceflow.sink.ownership import Columns, check_columns
+from onceflow.sink.preparing import PrepareTask, prepare
 from onceflow.sink.state_tasks import (
     FUSED_SPARK_SCHEMA,
     FusedTask,
@@ -47,7 +49,7 @@ from onceflow.sink.step_frames import (
 from onceflow.sink.step_outputs import OUTPUT_SPARK_SCHEMA, NotColocatedError, written_rows
 from onceflow.sink.step_tree import StepNode, Tree, branch_frames
 from onceflow.sink.tasks import Routing, TaskPlace, WriteOrder, write_rows
-from onceflow.state.local import Commit, partition_folder, settle
+from onceflow.state.local import Commit, settle
 from onceflow.state.spec import Moment, ProcessSpec, StateReport
 from onceflow.state.table_state import TableState
 from onceflow.wire.batches import BatchHeader
@@ -176,11 +178,28 @@ class StateStep:
         """Those, and the ones that dead letters and late records go to."""
         return self.topics.union(*(table.spec.side_topics for table in self.tables))
 
+    def are_timers_left(self) -> bool:
+        """Whether more timers were due than the last batch was allowed to fire."""
+        return any(table.timers_left for table in self.tables)
+
     def due(self, now_ms: int) -> bool:
         """Whether a batch without rows would do anything."""
         return any(table.due(now_ms) for table in self.tables)
 
     # ---- steps of a batch ----------------------------------------------------------------------------
+
+    def prepare(self, df: DataFrame, settings: ClientSettings, owner: tuple[str, BatchHeader], *, again: bool) -> None:
+        """Bring large local copies up to date while nothing is written yet, see ``preparing``.
+
+        Args:
+            owner: transactional id, and the identity that it has as long as no newer driver has taken the flow over.
+        """
+        if not self._local:
+            return
+        for table in self.tables:
+            moment = table.moment(-1, Commit(-1, -1, -1), 0)
+            task = PrepareTask(table.spec, moment, settings, *owner)
+            prepare(table, task, df.sparkSession.sparkContext, again=again)
 
     def begin(self, batch: int, identity: BatchHeader, now_ms: int) -> None:
         """What this attempt is."""
@@ -213,7 +232,7 @@ class StateStep:
         name = self._whole.table
         base = self._order(name, order, "everything")
         if self._local and on_driver and rows_most <= self._small_batch_rows:
-            rows = collect(df, interpreted=reads_little)
+            rows = collect(df, interpreted=reads_little) if rows_most else []
             done = run_fused(base, TaskPlace("driver", -1, 0), rows, cluster)
             self._reports[name] = done.states
             return "driver", [Part(done.reports, None, False)]
@@ -304,9 +323,8 @@ class StateStep:
         for table in self.tables:
             spec = table.spec
             for partition, commit in table.last.items():
-                folder = partition_folder(spec.state_dir, spec.flow_key, spec.table, partition)
                 try:
-                    settle(folder, spec.store, commit)
+                    settle(spec.folder(partition), spec.store, commit)
                 except Exception as error:  # only a head start for readers and for the next run
                     log.warning("the local state of %s-%d was not settled: %s", spec.table, partition, error)
 
@@ -357,7 +375,7 @@ class StateStep:
         """
         spec = order.spec
         wanted = max(1, min(self._cores(), round(rows_most / _TASK_ROWS + 0.5)))
-        if of_source and self._may_take_source_partitions(df, spec, order.due):
+        if of_source and rows_most and self._may_take_source_partitions(df, spec, order.due):
             moved = df.coalesce(wanted)
             order = replace(order, modulus=spec.topics.partitions, by_source=True)
             if not order.due:

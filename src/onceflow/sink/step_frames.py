@@ -10,7 +10,7 @@ from onceflow.errors import SchemaError
 from onceflow.sink import jvm, queries
 from onceflow.sink.ownership import Columns
 
-_SPREAD_MOST = 4
+_SPREAD_MOST, _TASKS_MOST = 4, 16
 _OPTIONAL: dict[str, type[T.DataType]] = {
     "topic": T.StringType,
     "partition": T.IntegerType,
@@ -50,11 +50,21 @@ def state_columns(df: DataFrame, flow: str, *, one_topic: bool) -> DataFrame:
 
 
 def task_count(partitions: int, wanted: int) -> int:
-    """How many tasks share the partitions of a table: evenly, so that equal keys of topics with a multiple of
-    its partitions fall to the same task."""
+    """How many tasks share the partitions of a table.
+
+    A divisor of their number, where one is near: then equal keys of topics with a multiple of it fall to the same task,
+    and outputs are written by the step's own tasks. A prime number has none; then every partition is a task, or, where
+    those would be too many, tasks have unequal numbers of partitions and outputs go through a stage of their own.
+    """
+    wanted = max(1, min(wanted, partitions))
     divisors = [n for n in range(1, partitions + 1) if partitions % n == 0]
-    above = [n for n in divisors if wanted <= n <= _SPREAD_MOST * wanted]
-    return above[0] if above else max(n for n in divisors if n <= max(1, wanted))
+    above = next(n for n in divisors if n >= wanted)
+    below = max(n for n in divisors if n <= wanted)
+    if above <= _SPREAD_MOST * wanted:
+        return above
+    if 2 * below >= wanted:
+        return below
+    return above if above <= _TASKS_MOST * wanted else wanted
 
 
 def partition_of_key(df: DataFrame, partitions: int) -> Column:

@@ -16,9 +16,10 @@ from onceflow.errors import BadRecordError, BatchAbortedError
 from onceflow.sink.tasks import RowWriter
 from onceflow.wire.partitioners import group_by_partition, key_partitions
 
-#: What a task returns to the driver instead of writing it, at most: rows, and bytes of their Arrow columns.
+#: Rows that a task returns to the driver instead of writing them. With more of them the batch runs in another way.
 RETURNED_ROWS_MAX = 20_000
-RETURNED_BYTES_MAX = 32 << 20
+# Of all tasks together: far below spark.driver.maxResultSize (1 GiB by default), beyond which Spark fails the job.
+RETURNED_BYTES_MAX = 64_000_000
 
 HEADERS_TYPE = pa.list_(pa.struct([("key", pa.string()), ("value", pa.binary())]))
 #: Rows that a process step yields: Spark's name of the schema, and Arrow's.
@@ -122,7 +123,8 @@ class TaskOutputs:
     def _return(self, topic: str, rows: pa.RecordBatch) -> None:
         self._returned_rows += rows.num_rows
         self._returned_bytes += rows.nbytes
-        if self._returned_rows > RETURNED_ROWS_MAX or self._returned_bytes > RETURNED_BYTES_MAX:
+        max_bytes = RETURNED_BYTES_MAX // max(1, self._modulus)
+        if self._returned_rows > RETURNED_ROWS_MAX or self._returned_bytes > max_bytes:
             raise NotColocatedError(
                 f"Many outputs go to {topic}, whose partitions cannot be divided among the tasks",
                 next_step="none: the batch runs again, in two stages",

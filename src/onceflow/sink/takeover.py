@@ -17,10 +17,10 @@ from onceflow.client.leaders import Place
 from onceflow.client.markers import Markers
 from onceflow.client.producers import OpenTransaction
 from onceflow.client.transactions import Transactions, describe_transaction
-from onceflow.errors import OnceflowError, PermissionDeniedError, UnknownTopicError
+from onceflow.errors import FencedError, OnceflowError, PermissionDeniedError, UnknownTopicError
 from onceflow.sink import progress_log
 from onceflow.wire.names import Names
-from onceflow.wire.progress import Progress
+from onceflow.wire.progress import Progress, encode
 
 log = logging.getLogger("onceflow.sink")
 
@@ -38,9 +38,12 @@ class TakeOver:
 
     def __init__(self, cluster: Cluster, names: Names) -> None:
         self.cluster = cluster
-        self.transactions = Transactions(cluster, names.transactional_id)
+        self.transactions = Transactions(cluster, names.transactional_id, check=self._check_progress)
         self.markers = Markers(cluster, self.transactions, names.flow)
         self.names = names
+        self._committed: Progress | None = None
+        self._knows = False  # whether ``_committed`` is what progress was when this driver last looked or committed
+        self._sources: Mapping[str, list[int]] = {}
         self._described = dict(_UNKNOWN)
         self._looked_at: set[Place] = set()
 
@@ -51,8 +54,13 @@ class TakeOver:
             OptionError: the brokers do not grant so long a transaction timeout.
         """
         self._described = self.described(deadline)
+        self._knows = False
         self.transactions.init(deadline)
         self._looked_at = set()
+
+    def committed(self, progress: Progress) -> None:
+        """To be called when a transaction with this progress record was committed."""
+        self._committed, self._knows = progress, True
 
     def described(self, deadline: Deadline) -> dict[str, Any]:
         """As `describe_transaction`; with an empty state and no partitions when the coordinator does not tell."""
@@ -80,10 +88,36 @@ class TakeOver:
         found = progress_log.read_progress(
             self.cluster, names.progress_key, names.group_id, source_topics, deadline, missing_is_fine=missing_is_fine
         )
+        self._committed, self._knows, self._sources = found, True, source_topics
         self._decide({place: each for place, each in left.items() if place != own}, found, deadline)
         if found is not None:
             self.decide([*found.changelogs, *found.outputs], found, deadline)
         return found
+
+    def _check_progress(self, deadline: Deadline) -> None:
+        """Whether progress in Kafka is still what this driver has read or committed last; asked after InitProducerId.
+
+        Kafka forgets a transactional id that is idle for ``transactional.id.expiration.ms``, and with it that a newer
+        driver has fenced this one. What that driver has committed is in the progress record.
+
+        Raises:
+            FencedError: it is not.
+        """
+        if not self._knows:
+            return  # nothing is built on it yet
+        names = self.names
+        found = progress_log.read_progress(
+            self.cluster, names.progress_key, names.group_id, self._sources, deadline, missing_is_fine=True
+        )
+        if _bytes(found) != _bytes(self._committed):
+            at = "none" if found is None else f"batch {found.batch_id}"
+            ours = "none" if self._committed is None else f"batch {self._committed.batch_id}"
+            raise FencedError(
+                f"Somebody else has moved the progress of flow {names.flow!r}",
+                flow=names.flow,
+                detail=f"progress in Kafka: {at}; what this driver has committed last: {ours}",
+                next_step="stop one of the two drivers: a flow has one; nothing was lost or doubled",
+            )
 
     def decide(self, topics: Iterable[str], progress: Progress | None, deadline: Deadline) -> None:
         """Decide what this flow's last batch may have left undecided in these topics.
@@ -110,6 +144,10 @@ class TakeOver:
         if progress.producer_id < 0:  # written by an earlier onceflow
             return self._described["state"] in _COMMITTED
         return (progress.producer_id, progress.producer_epoch) == (left.producer_id, left.producer_epoch)
+
+
+def _bytes(progress: Progress | None) -> tuple[bytes, bytes] | None:
+    return None if progress is None else encode(progress)
 
 
 def enrolled(described: Mapping[str, Any]) -> list[Place]:

@@ -344,7 +344,7 @@ class RowWriter:
             UnknownTopicError: there is no such topic.
         """
         if topic not in self._targets:
-            info = self._cluster.topic(topic, self._deadline, fresh=True)
+            info = self._cluster.topic(topic, self._deadline, fresh=True, patient=True)
             limit = max_message_bytes(self._cluster, [topic], self._deadline)[topic]
             self._targets[topic] = Target(info.partitions, limit)
         return self._targets[topic]

@@ -25,6 +25,9 @@ from onceflow.wire.names import OwnTopics
 EXPIRED_PER_BATCH = 100_000
 """Rows that a batch deletes at most because their time is over."""
 
+TIMERS_PER_BATCH = 1_000
+"""Timers that fire at most in one batch and partition, unless ``Flow.process`` says otherwise."""
+
 
 NOT_OF_A_RECORD = (StoreCorruptError, EnvironmentUnusableError, MemoryError)
 """Errors that are no record's fault, nor the processor's: the caller restores the store, or runs the batch again."""
@@ -50,8 +53,10 @@ class BaseEngine:
         dead_letter_topic, late_topic: where letters go.
         source_topic: of records that do not name theirs.
         own_topics: that no output may go to.
+        max_timers_per_batch: that fire, those with the earliest times; the others wait for the next batch. None: all.
 
     Attributes:
+        timers_left: whether more timers were due than one batch may fire.
         max_event_ms: the latest event time by topic and partition of the source (None and the table's partition where
             that is not known); only when the processor has ``allowed_lateness``.
         counts: what happened so far.
@@ -77,6 +82,7 @@ class BaseEngine:
         late_topic: str | None = None,
         source_topic: str | None = None,
         own_topics: OwnTopics | None = None,
+        max_timers_per_batch: int | None = TIMERS_PER_BATCH,
     ) -> None:
         self.processor = copy.copy(processor)
         self.flow, self.table, self.partition, self.batch = flow, table, partition, batch
@@ -88,6 +94,8 @@ class BaseEngine:
         self._dead_letter_topic = dead_letter_topic if on_error == "dead-letter" else None
         self._late_topic = late_topic
         self._source_topic = source_topic
+        self._max_timers = max_timers_per_batch
+        self.timers_left = False
         self._overlay = Overlay(store)
         self._scope = Scope(
             processor,

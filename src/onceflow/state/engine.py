@@ -40,7 +40,7 @@ class Engine(BaseEngine):
         self._own_event_time = type(processor).event_time is not Processor.event_time
 
     def start(self) -> None:
-        """Open the processor, delete rows whose time is over, fire timers that are due.
+        """Open the processor, delete rows whose time is over, fire timers that are due, as many as one batch may.
 
         Raises:
             ProcessorError: open() or on_timer() failed.
@@ -48,6 +48,10 @@ class Engine(BaseEngine):
         super().start()
         on_timer, decode = self.processor.on_timer, self.processor.key.decode
         for raw_key, timer in timers.due(self._overlay, self.now_ms, self.watermark_ms):
+            if self.counts["timers_fired"] == self._max_timers:
+                self.timers_left = True
+                break
+            timers.take(self._overlay, raw_key, timer)
             try:
                 key = decode(raw_key)
                 records = on_timer(key, timer, State(self._scope, raw_key))

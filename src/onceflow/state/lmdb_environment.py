@@ -13,12 +13,13 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
 import lmdb
 
+from onceflow.state.lmdb_lock import WriterLock
 from onceflow.state.lmdb_pages import read_meta
 from onceflow.state.store import StoreCorruptError, unusable
 
@@ -41,24 +42,35 @@ class Environment:
         self.folder = folder
         self.lock = threading.RLock()
         self.users = 0
+        self.writer = WriterLock(folder)
         self.open(read_only)
 
     def open(self, read_only: bool) -> None:
         """Opens the files that are there now."""
         self.read_only = read_only
         with self.translated():
-            self._open()
+            if not read_only:
+                self.folder.mkdir(parents=True, exist_ok=True)
             try:
-                if not self._lock_file_belongs():
-                    self._open_with_new_lock()
-                self.rows = self._env.open_db(b"rows", create=not read_only)
-                self.blobs = self._env.open_db(b"blobs", create=not read_only)
-            except BaseException as error:
-                self._env.close()
-                if read_only and isinstance(error, lmdb.NotFoundError):
-                    raise FileNotFoundError(self.folder / DATA) from error  # made, and nothing written yet
+                with nullcontext() if read_only else self.writer.held():
+                    self._open_all(read_only)
+            except BaseException:
+                self.writer.close()
                 raise
         self.identity = identity(self.folder)
+
+    def _open_all(self, read_only: bool) -> None:
+        self._open()
+        try:
+            if not self._lock_file_belongs():
+                self._open_with_new_lock()
+            self.rows = self._env.open_db(b"rows", create=not read_only)
+            self.blobs = self._env.open_db(b"blobs", create=not read_only)
+        except BaseException as error:
+            self._env.close()
+            if read_only and isinstance(error, lmdb.NotFoundError):
+                raise FileNotFoundError(self.folder / DATA) from error  # made, and nothing written yet
+            raise
 
     def _open(self) -> None:
         data = self.folder / DATA
@@ -67,8 +79,6 @@ class Environment:
             self.check_file()
         elif self.read_only:
             raise FileNotFoundError(data)
-        else:
-            self.folder.mkdir(parents=True, exist_ok=True)
         map_size = _MAP_BYTES
         while map_size < 2 * size:
             map_size *= 2
@@ -123,8 +133,10 @@ class Environment:
     def close(self) -> None:
         with self.lock:
             self._env.close()
+            self.writer.close()
 
     def begin(self, *, write: bool = False) -> Any:
+        """A transaction of LMDB. Who writes holds ``writer``."""
         try:
             return self._env.begin(write=write)
         except lmdb.MapResizedError:
@@ -147,7 +159,7 @@ class Environment:
         Args:
             size: bytes that it writes, about.
         """
-        with self.lock, self.translated():
+        with self.lock, self.translated(), self.writer.held():
             self.make_room(_ROOM_PER_BYTE * size + _ROOM_LEAST)
             while True:
                 try:

@@ -12,6 +12,7 @@ from typing import Any
 
 from onceflow.state import rows
 from onceflow.state.lmdb_environment import DATA, LOCK, Environment, acquire, forget, release
+from onceflow.state.lmdb_lock import NAME as WRITER
 from onceflow.state.lmdb_pages import check_pages
 from onceflow.state.store import BULK_BYTES_MAX, BULK_ROWS_MAX, NO_BLOBS, TALLY, Store, StoreCorruptError, Tally, plan
 
@@ -41,8 +42,8 @@ class LmdbStore(Store):
         forget(folder)
         if folder.exists() and not folder.is_dir():
             folder.unlink()
-        # The lock file first: one that outlives its data would give the next data wrong transaction numbers.
-        for file in (folder / LOCK, folder / DATA):
+        # LMDB's lock file first: one that outlives its data would give the next data wrong transaction numbers.
+        for file in (folder / LOCK, folder / DATA, folder / WRITER):
             if file.is_dir() and not file.is_symlink():
                 shutil.rmtree(file)
             elif os.path.lexists(file):
@@ -122,22 +123,31 @@ class LmdbStore(Store):
         def commit() -> None:
             with environment.translated():
                 self._bulk.commit()
-                self._bulk = begin()
+                environment.writer.release()  # others get their turn
+                begin()
 
-        def begin() -> Any:
-            # While the transaction is open the map cannot grow. It is only address space.
-            environment.make_room(_BULK_ROOM)
-            return environment.begin(write=True)
+        def begin() -> None:
+            environment.writer.acquire()
+            try:
+                # While the transaction is open the map cannot grow. It is only address space.
+                environment.make_room(_BULK_ROOM)
+                self._bulk = environment.begin(write=True)
+            except BaseException:
+                environment.writer.release()
+                self._bulk = None
+                raise
 
         with environment.translated():
-            self._bulk = begin()
+            begin()
         try:
             yield commit
             with environment.translated():
                 self._bulk.commit()
         finally:
-            self._bulk.abort()  # nothing is left of it if it is committed
-            self._bulk = None
+            if self._bulk is not None:
+                self._bulk.abort()  # nothing is left of it if it is committed
+                self._bulk = None
+                environment.writer.release()
         environment.complete_file()
 
     def checksum_holds(self) -> bool:

@@ -11,12 +11,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from onceflow.errors import EnvironmentUnusableError, FencedError
+from onceflow.errors import EnvironmentUnusableError, FencedError, OnceflowError
 from onceflow.state import rows
 from onceflow.state.local_format import (
     AHEAD,
@@ -38,6 +38,7 @@ from onceflow.state.local_format import (
     table_changes,
 )
 from onceflow.state.local_table import LocalTable
+from onceflow.state.spool import Spool
 from onceflow.state.store import BULK_ROWS_MAX, Store, StoreCorruptError, unusable
 
 __all__ = [
@@ -130,7 +131,7 @@ def open_partition(
         OnceflowError: Kafka could not be read, or the folder cannot be used. What is there stays consistent.
     """
     began = time.monotonic()
-    run = _Run(goal, source, single_key, tombstone_age_ms, now_ms, progress, still_owner)
+    run = _Run(folder, goal, source, single_key, tombstone_age_ms, now_ms, progress, still_owner)
     why = ""
     try:
         store, how = _brought_up(folder, opener, run, verify=verify)
@@ -163,9 +164,10 @@ def open_partition(
 
 
 def _brought_up(folder: Path, opener: type[Store], run: _Run, *, verify: bool) -> tuple[Store, str]:
-    if (folder / VERIFYING).exists():
+    died, there = found_in(folder, opener)
+    if died:
         raise StoreCorruptError("the process that was verifying it died")
-    with _verifying(folder) if verify and opener.exists(folder) else nullcontext():
+    with _verifying(folder) if verify and there else nullcontext():
         store = opener.open(folder)
         try:
             if verify and not store.checksum_holds():
@@ -178,6 +180,14 @@ def _brought_up(folder: Path, opener: type[Store], run: _Run, *, verify: bool) -
     except BaseException:
         store.close()
         raise
+
+
+def found_in(folder: Path, opener: type[Store]) -> tuple[bool, bool]:
+    """Whether a process has died verifying what is there, and whether something is."""
+    try:
+        return (folder / VERIFYING).exists(), opener.exists(folder)
+    except OSError as refused:
+        raise unusable(folder, "The local state cannot be opened", refused) from refused
 
 
 @contextmanager
@@ -204,6 +214,7 @@ class _Run:
 
     def __init__(
         self,
+        folder: Path,
         goal: Goal,
         source: Source,
         single_key: bool,
@@ -214,6 +225,7 @@ class _Run:
     ) -> None:
         self.goal = goal
         self.records = self.ignored = 0
+        self._folder = folder
         self._source = source
         self._single_key = single_key
         self._tombstone_age_ms = tombstone_age_ms
@@ -227,11 +239,17 @@ class _Run:
         Raises:
             StoreCorruptError: the data are to be removed first.
         """
-        for _ in range(_ATTEMPTS):
+        moved = 0
+        before: tuple[int, int] = (-1, -1)
+        while moved < _ATTEMPTS:
             try:
                 return self._step(store)
             except _MovedError:
-                continue  # a task of another attempt works on it; every commit of its is as good as one of ours
+                # A task of another attempt works on it; every commit of its is as good as one of ours.
+                marker = Marker.decode(store.blob(MARKER) or b"")
+                reached = before if marker is None else (marker.table_end, marker.internal_end)
+                moved = 0 if reached > before else moved + 1
+                before = max(reached, before)
         raise EnvironmentUnusableError(
             f"Another process keeps changing the local state of {self.goal.table}-{self.goal.partition}",
             next_step="see that no two flows of this name use one state folder",
@@ -279,27 +297,49 @@ class _Run:
     def _read(self, store: Store, raw: bytes, marker: Marker) -> None:
         """From the marker to the goal, with a commit now and then, so that a killed process need not begin anew.
 
-        The marker's time stays until the goal is reached: how long tombstones are kept counts from the first
-        record that was read.
+        Nothing is locked while Kafka is read, however long it takes to answer. The marker's time stays until the goal
+        is reached: how long tombstones are kept counts from the first record that was read.
         """
         if self._single_key:
             self._write(store, raw, Marker.of(self.goal, self._now_ms), self._replaced(store, marker), done=True)
             return
-        with store.bulk() as commit:
-            since_rows, since = 0, time.monotonic()
-            for name, topic, changes_of in (
-                ("table_end", self.goal.table, table_changes),
-                ("internal_end", self.goal.internal, internal_changes),
-            ):
-                start, end = getattr(marker, name), getattr(self.goal, name)
-                for changes, position in self._gathered(topic, start, end, changes_of):
-                    marker = replace(marker, **{name: position})  # type: ignore[arg-type]
-                    raw = self._write(store, raw, marker, changes)
-                    since_rows += len(changes)
-                    if since_rows > _COMMITTED_ROWS or time.monotonic() - since > _COMMITTED_S:
-                        commit()
-                        since_rows, since = 0, time.monotonic()
-            self._write(store, raw, Marker.of(self.goal, self._now_ms), {}, done=True)
+        since = time.monotonic()
+        with Spool[Marker](self._folder) as spool:
+            try:
+                for reached, changes in self._pieces(marker):
+                    spool.add(reached, changes)
+                    if spool.rows > _COMMITTED_ROWS or time.monotonic() - since > _COMMITTED_S:
+                        raw = self._write_spooled(store, raw, spool)
+                        since = time.monotonic()
+            except OnceflowError:
+                with suppress(OnceflowError, _MovedError):  # the next one need not read it again
+                    self._write_spooled(store, raw, spool)
+                raise
+            self._write_spooled(store, raw, spool, done=True)
+
+    def _pieces(self, marker: Marker) -> Iterator[tuple[Marker, Changes]]:
+        """What is missing in parts, each with the marker once it is written."""
+        for name, topic, changes_of in (
+            ("table_end", self.goal.table, table_changes),
+            ("internal_end", self.goal.internal, internal_changes),
+        ):
+            start, end = getattr(marker, name), getattr(self.goal, name)
+            for changes, position in self._gathered(topic, start, end, changes_of):
+                marker = replace(marker, **{name: position})  # type: ignore[arg-type]
+                yield marker, changes
+
+    def _write_spooled(self, store: Store, raw: bytes, spool: Spool[Marker], *, done: bool = False) -> bytes:
+        """All parts in one commit; the marker as it is now.
+
+        Args:
+            done: nothing is missing then.
+        """
+        with store.bulk():
+            for reached, changes in spool.take():
+                raw = self._write(store, raw, reached, changes)
+            if done:
+                raw = self._write(store, raw, Marker.of(self.goal, self._now_ms), {}, done=True)
+        return raw
 
     def _gathered(
         self, topic: str, start: int, end: int, changes_of: Callable[[Chunk, Changes], int]

@@ -34,6 +34,8 @@ _data: dict[tuple[int, str], _Data] = {}
 class MemoryStore(Store):
     """Rows of one process; another process, and this one after a restart, starts empty and restores."""
 
+    on_disk = False
+
     def __init__(self, data: _Data) -> None:
         self._data = data
 

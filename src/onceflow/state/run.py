@@ -6,9 +6,6 @@ the batch's transaction, and left in the store as pending, to be applied when th
 
 from __future__ import annotations
 
-import logging
-import socket
-import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -21,17 +18,15 @@ from onceflow.errors import OnceflowError
 from onceflow.state import rows
 from onceflow.state.columns import ColumnEngine
 from onceflow.state.engine import Engine
-from onceflow.state.local import Opened, Source, open_partition, partition_folder, set_pending, snapshot
+from onceflow.state.local import Opened, Source, set_pending, snapshot
+from onceflow.state.prepare import open_local
 from onceflow.state.processor import ColumnProcessor
 from onceflow.state.spec import Moment, ProcessSpec, StateReport
 from onceflow.wire.names import OwnTopics
 from onceflow.wire.partitioners import group_by_partition, key_partitions
 
-log = logging.getLogger("onceflow.state")
-
 SNAPSHOT_KEY = b"onceflow.state"
 _HEADERS = pa.list_(pa.struct([("key", pa.string()), ("value", pa.binary())]))
-_LONG_RESTORE_S = 5.0
 
 
 class ChangelogWriter(Protocol):
@@ -79,7 +74,7 @@ class StateRun:
         self._opened = opened
         self._still_owner = still_owner
         self._open: dict[int, _Open] = {}
-        self._host = socket.gethostname()
+        self._place = spec.place()
 
     def open(self, partitions: Iterable[int]) -> None:
         """Bring the stores of these partitions up to date, expire rows and fire timers there."""
@@ -135,18 +130,7 @@ class StateRun:
         if known is not None:
             return known.engine
         spec, moment = self._spec, self._moment
-        opened = open_partition(
-            partition_folder(spec.state_dir, spec.flow_key, spec.table, partition),
-            spec.store,
-            moment.goal(spec, partition),
-            self._source,
-            verify=(self._host, partition) not in moment.verified,
-            single_key=spec.single_key,
-            tombstone_age_ms=spec.topics.tombstone_ms // 2,
-            now_ms=int(time.time() * 1000),
-            progress=_Progress(f"{spec.table}-{partition}"),
-            still_owner=self._still_owner,
-        )
+        opened = open_local(spec, moment, partition, self._source, still_owner=self._still_owner)
         kind = ColumnEngine if isinstance(spec.processor, ColumnProcessor) else Engine
         engine = kind(
             spec.processor,  # type: ignore[arg-type]  # each engine takes its own kind
@@ -163,6 +147,7 @@ class StateRun:
             late_topic=spec.late_topic,
             source_topic=spec.source_topic,
             own_topics=self._own_topics,
+            max_timers_per_batch=spec.max_timers_per_batch,
         )
         self._open[partition] = _Open(opened, engine, [])
         if self._opened is not None:
@@ -218,7 +203,7 @@ class StateRun:
         return StateReport(
             table=spec.table,
             partition=partition,
-            host=self._host,
+            place=self._place,
             commit=moment.commit,
             how=run.opened.how,
             restored=run.opened.records,
@@ -228,6 +213,7 @@ class StateRun:
             max_event_ms=dict(run.engine.max_event_ms),
             next_timer_ms=dict(run.engine.next_timer_ms),
             counts=dict(run.engine.counts),
+            timers_left=run.engine.timers_left,
         )
 
 
@@ -269,18 +255,3 @@ def _internal_batch(changes: list[tuple[bytes, bytes | None]]) -> pa.RecordBatch
             "value": pa.array([row for _, row in changes], pa.binary()),
         }
     )
-
-
-class _Progress:
-    """Tells of a long restore every few seconds."""
-
-    def __init__(self, what: str) -> None:
-        self._what = what
-        self._started = self._told = time.monotonic()
-
-    def __call__(self, records: int) -> None:
-        now = time.monotonic()
-        if now - self._told >= _LONG_RESTORE_S:
-            self._told = now
-            rate = records / (now - self._started)
-            log.info("restoring %s: %d records so far, %.0f a second", self._what, records, rate)

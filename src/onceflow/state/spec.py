@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from onceflow.state.local import Commit, Goal
+from onceflow.state import boots
+from onceflow.state.local import Commit, Goal, default_state_dir, partition_folder
 from onceflow.state.processor import ColumnProcessor, Processor
 from onceflow.state.store import Store
 from onceflow.state.topics import TableTopics
@@ -26,6 +27,8 @@ class ProcessSpec:
         source_topic: the topic of rows that do not name theirs; None when several are read.
         default_ttl_ms: how long rows live that were put without a ttl; None: for ever.
         single_key: whether the whole state of a partition is one record of the table topic.
+        max_timers_per_batch: that fire in one partition; None: all that are due.
+        state_dir: folder of the local stores; None: every host has one of its own, `default_state_dir`.
     """
 
     flow: str
@@ -33,13 +36,14 @@ class ProcessSpec:
     processor: Processor | ColumnProcessor
     topics: TableTopics
     store: type[Store]
-    state_dir: Path
+    state_dir: Path | None = None
     on_error: str = "fail"
     dead_letter_topic: str | None = None
     late_topic: str | None = None
     default_ttl_ms: int | None = None
     single_key: bool = False
     source_topic: str | None = None
+    max_timers_per_batch: int | None = None
 
     @property
     def table(self) -> str:
@@ -50,6 +54,17 @@ class ProcessSpec:
         """Where dead letters and late records go."""
         return frozenset(topic for topic in (self.dead_letter_topic, self.late_topic) if topic is not None)
 
+    def folder(self, partition: int) -> Path:
+        """Where the local store of a partition is, as this process sees it."""
+        return partition_folder(self._state_dir(), self.flow_key, self.table, partition)
+
+    def place(self) -> str:
+        """Name of the host as it is now, and of its folder: executors of one host may have folders of their own."""
+        return f"{boots.host_boot()}:{self._state_dir()}"
+
+    def _state_dir(self) -> Path:
+        return default_state_dir() if self.state_dir is None else self.state_dir
+
 
 @dataclass(frozen=True)
 class Moment:
@@ -59,7 +74,8 @@ class Moment:
         now_ms: processing time, epoch milliseconds. watermark_ms: event time, None when it is not known.
         table_ends, internal_ends: committed end offsets of the two topics, per partition.
         last: per partition, the transaction that last committed something to it, if it is known.
-        verified: host and partition of the local stores that were verified in this run.
+        verified: place (`ProcessSpec.place`) and partition of the local stores that were verified in this run. A
+            machine that has started again since is another place.
     """
 
     batch: int
@@ -110,7 +126,7 @@ class Moment:
             table_ends=dict(fields["table_ends"]),
             internal_ends=dict(fields["internal_ends"]),
             last={partition: Commit(*commit) for partition, commit in fields["last"]},
-            verified=frozenset((host, partition) for host, partition in fields["verified"]),
+            verified=frozenset((place, partition) for place, partition in fields["verified"]),
         )
 
 
@@ -119,16 +135,18 @@ class StateReport:
     """What happened to one partition of a table in one task.
 
     Args:
+        place: where, and since which start of the machine (`ProcessSpec.place`).
         how: how the local store was brought up to date (``LocalPartition``). restored: records read for it.
         table_end, internal_end: where the topics end after this batch; None: nothing was written to them.
         max_event_ms: latest event time per source topic and partition.
         next_timer_ms: earliest timer left, per clock.
         counts: records, late, dead_letters, timers_fired, expired.
+        timers_left: whether more timers were due than one batch may fire.
     """
 
     table: str
     partition: int
-    host: str
+    place: str
     commit: Commit
     how: str
     restored: int
@@ -138,3 +156,4 @@ class StateReport:
     max_event_ms: Mapping[tuple[str | None, int], int] = field(default_factory=dict)
     next_timer_ms: Mapping[str, int | None] = field(default_factory=dict)
     counts: Mapping[str, int] = field(default_factory=dict)
+    timers_left: bool = False

@@ -8,6 +8,7 @@ file becomes `StoreCorruptError`, upon which the caller removes the data and res
 from __future__ import annotations
 
 import abc
+import socket
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from operator import lt
 from pathlib import Path
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import orjson
 
@@ -44,9 +45,10 @@ class StoreCorruptError(OnceflowError):
 def unusable(folder: Path, what: str, error: Exception) -> EnvironmentUnusableError:
     """An error of the machine, which a restore would not help."""
     return EnvironmentUnusableError(
-        f"{what}: {folder}",
+        f"{what}: {folder} on host {socket.gethostname()}",
         detail=f"{type(error).__name__}: {error}",
-        next_step="make the folder writable with room in it, or let ONCEFLOW_STATE_DIR name another one",
+        next_step="make the folder writable with room in it, or name another one: state_dir= of Flow.process, or "
+        "ONCEFLOW_STATE_DIR on that host",
     )
 
 
@@ -172,7 +174,12 @@ class Store(abc.ABC):
 
     Any method but `remove` and `exists` may raise `StoreCorruptError`, and `EnvironmentUnusableError` when the
     disk is full or the folder may not be used.
+
+    Attributes:
+        on_disk: whether all processes of the machine find the same rows in a folder.
     """
+
+    on_disk: ClassVar[bool] = True
 
     @classmethod
     @abc.abstractmethod

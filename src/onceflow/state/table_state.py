@@ -6,7 +6,8 @@ import logging
 from collections.abc import Iterable, Sequence
 
 from onceflow.errors import BatchAbortedError, ProgressConflictError
-from onceflow.state.local import Commit
+from onceflow.state.local import CAUGHT_UP, RESTORED, Commit
+from onceflow.state.prepare import Prepared
 from onceflow.state.spec import Moment, ProcessSpec, StateReport
 from onceflow.state.watermark import Place, Watermark
 from onceflow.wire.progress import Progress, TableProgress
@@ -49,10 +50,16 @@ class TableState:
         )
         # Earliest timer per partition and clock; a partition that is missing was not looked at in this run.
         self._timers: dict[int, dict[str, int | None]] = {}
+        self._left: set[int] = set()
 
     @property
     def partitions(self) -> int:
         return self.spec.topics.partitions
+
+    @property
+    def timers_left(self) -> bool:
+        """Whether the last batch has left timers that are due, because one batch may fire no more."""
+        return bool(self._left)
 
     def moment(self, batch: int, commit: Commit, now_ms: int) -> Moment:
         """What the tasks of a batch are told. Processing time never goes back, whatever the clock does."""
@@ -122,26 +129,24 @@ class TableState:
         self._table_ends, self._internal_ends = self._ends_after(reports)
         self._now_ms = moment.now_ms
         self.watermark.adopt(_latest(reports), watermark_ms)
+        self.looked_at(reports)
         for report in reports:
-            self._verified.add((report.host, report.partition))
-            self._timers[report.partition] = dict(report.next_timer_ms)
             if report.table_end is not None or report.internal_end is not None:
                 self.last[report.partition] = moment.commit
-            if report.how in ("restored", "caught up"):
-                log.info(
-                    "table %s-%d: %s, %d records read in %.2f s",
-                    report.table,
-                    report.partition,
-                    report.how,
-                    report.restored,
-                    report.restore_seconds,
-                )
+            _tell(report.table, report.partition, report.how, report.restored, report.restore_seconds)
+
+    def prepared(self, found: Sequence[Prepared]) -> None:
+        """Local copies are up to date before a batch begins."""
+        for each in found:
+            self._verified.add((each.place, each.partition))
+            _tell(each.table, each.partition, each.how, each.records, each.seconds)
 
     def looked_at(self, reports: Sequence[StateReport]) -> None:
         """The stores were opened, and nothing was committed (a batch without effect)."""
         for report in reports:
-            self._verified.add((report.host, report.partition))
+            self._verified.add((report.place, report.partition))
             self._timers[report.partition] = dict(report.next_timer_ms)
+            (self._left.add if report.timers_left else self._left.discard)(report.partition)
 
     def _ends_after(self, reports: Sequence[StateReport]) -> tuple[dict[int, int], dict[int, int]]:
         table_ends, internal_ends = dict(self._table_ends), dict(self._internal_ends)
@@ -159,6 +164,11 @@ class TableState:
         if self._lateness_ms is None:
             return None
         return self.watermark.after(_latest(reports))
+
+
+def _tell(table: str, partition: int, how: str, records: int, seconds: float) -> None:
+    if how in (RESTORED, CAUGHT_UP):
+        log.info("table %s-%d: %s, %d records read in %.2f s", table, partition, how, records, seconds)
 
 
 def _latest(reports: Sequence[StateReport]) -> dict[Place, int]:

@@ -87,7 +87,7 @@ def timer_of(row: bytes) -> tuple[int, Clock]:
 
 
 def due(overlay: Overlay, now_ms: int, watermark_ms: int | None) -> Iterator[tuple[bytes, Timer]]:
-    """Keys and timers that are due, in the order of their times; each is taken out of the overlay as it is yielded.
+    """Keys and timers that are due, in the order of their times; `take` out those that fire.
 
     Only timers of earlier batches: those that are registered meanwhile wait for the next one.
     """
@@ -106,8 +106,12 @@ def due(overlay: Overlay, now_ms: int, watermark_ms: int | None) -> Iterator[tup
         row = overlay.get(row_key)
         # on_timer of an earlier one may have cancelled or moved it.
         if row is not None and timer_of(row) == (at_ms, _CLOCKS[clock]):
-            overlay.put(row_key, None)
             yield key, Timer(name.decode(), at_ms, _CLOCKS[clock])
+
+
+def take(overlay: Overlay, key: bytes, timer: Timer) -> None:
+    """Forget a timer that fires."""
+    overlay.put(rows.timer_key(key, timer.name.encode()), None)
 
 
 def expire(overlay: Overlay, now_ms: int, limit: int) -> int:

@@ -50,13 +50,13 @@ class ProcessorDriver:
 
     Every batch runs as in production: the processor is opened and closed, changes are committed when all of it has
     succeeded, and timers are due in batches after the one that registered them. After each batch those that are due by
-    then fire, as they would in a flow that waits for input.
+    then fire, as they would in a flow that waits for input: in several batches, where one may not fire them all.
 
     Args:
         processor: a `Processor` or `ColumnProcessor`; assign a newer version to ``driver.processor`` to see it migrate.
         partitions: of the table.
         now_ms: processing time at the beginning; it only moves when it is told to.
-        options: of the engine: ``on_error="dead-letter"``, ``default_ttl_ms``, ...
+        options: of the engine: ``on_error="dead-letter"``, ``default_ttl_ms``, ``max_timers_per_batch``, ...
 
     Attributes:
         outputs: all records that were yielded so far, decoded by the processor's serdes where these can.
@@ -147,11 +147,13 @@ class ProcessorDriver:
 
     def run(self) -> _Records:
         """Run a batch of what is queued, and what is due then; returns and raises as send()."""
-        yielded, due = self._batch()
-        for _ in range(_SETTLE_BATCHES):
+        yielded, due, left = self._batch()
+        settling = 0
+        while settling < _SETTLE_BATCHES:
             if not due:
                 return yielded
-            more, due = self._batch()
+            settling = 0 if left else settling + 1
+            more, due, left = self._batch()
             yielded += more
         raise ProcessorError(
             f"timers are due again after {_SETTLE_BATCHES} batches", next_step="register timers for a later time."
@@ -194,8 +196,8 @@ class ProcessorDriver:
 
     # ---- inside --------------------------------------------------------------------------------------
 
-    def _batch(self) -> tuple[_Records, bool]:
-        """Run one batch; what it yielded, and whether something is due after it."""
+    def _batch(self) -> tuple[_Records, bool, bool]:
+        """Run one batch; what it yielded, whether something is due after it, and whether that was due in it already."""
         queued, self._queue = self._queue, []
         number = next(self._batches)
         kind: Any = ColumnEngine if isinstance(self.processor, ColumnProcessor) else Engine
@@ -226,11 +228,12 @@ class ProcessorDriver:
         self.outputs += yielded
         due = [engine.next_timer_ms for engine in engines]
         self._move_watermark()
-        return yielded, any(
+        is_due = any(
             at_ms is not None and until_ms is not None and at_ms <= until_ms
             for each in due
             for at_ms, until_ms in ((each["event"], self.watermark_ms), (each["processing"], self.now_ms))
         )
+        return yielded, is_due, any(engine.timers_left for engine in engines)
 
     def _settle(self, engine: Any, store: MemoryStore) -> None:
         for place, ms in engine.max_event_ms.items():

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import bank_rows
 import downloads
 import pyarrow as pa
-import pyarrow.compute as pc
 
 import onceflow
 
@@ -48,7 +47,7 @@ class Out(NamedTuple):
 
 
 class Fetch:
-    """For ``mapInArrow``: links become the rows of their files. Rows that name their topic already pass.
+    """For ``mapInArrow``: links become the rows of their files. Side outputs of the step in front never come here.
 
     Memory holds some Arrow batches, whatever the size of the files.
     """
@@ -58,10 +57,7 @@ class Fetch:
 
     def __call__(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         for batch in batches:
-            done = pc.is_valid(batch["topic"])
-            yield batch.filter(done)
-            links = batch.filter(pc.invert(done)).to_pylist()
-            for row, result in self.source.each(links, lambda row: link_of(row["value"])[0]):
+            for row, result in self.source.each(batch.to_pylist(), lambda row: link_of(row["value"])[0]):
                 yield from to_arrow(self.written(row, result), batch.schema)
 
     def written(self, row: dict[str, Any], result: Any) -> Iterator[Out]:

@@ -1,0 +1,44 @@
+"""kafka-python's log, as far as onceflow's own connections write it.
+
+kafka-python logs every refused connection as an error; ours are retried, counted and reported once. Whoever uses
+kafka-python in the same process keeps its log as it is: only what is logged inside of ``quiet`` is left out.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_OURS = logging.getLogger("onceflow.client")
+_here = threading.local()
+_filtered: set[str] = set()
+
+
+class _Filter(logging.Filter):
+    """Drops what this thread logs inside of ``quiet``, unless onceflow's own log is at level DEBUG."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not getattr(_here, "depth", 0) or record.levelno >= logging.CRITICAL or _OURS.isEnabledFor(logging.DEBUG)
+
+
+_FILTER = _Filter()
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """What kafka-python logs on this thread meanwhile is not shown. May be nested."""
+    _here.depth = getattr(_here, "depth", 0) + 1
+    try:
+        yield
+    finally:
+        _here.depth -= 1
+
+
+def filter_loggers() -> None:
+    """To be called when modules of kafka-python were imported: a filter of a logger does not count for those below."""
+    for name in list(logging.root.manager.loggerDict):
+        if name not in _filtered and (name == "kafka" or name.startswith("kafka.")):
+            _filtered.add(name)
+            logging.getLogger(name).addFilter(_FILTER)

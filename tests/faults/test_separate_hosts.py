@@ -1,0 +1,356 @@
+"""A standalone cluster whose hosts share nothing but the network, by the commands of docs/deploy.md.
+
+Driver and workers have a folder each: home, working folder, temporary files, state, and what they unpack of the
+archived Python environment. The commands of the page make that archive and submit the service.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pyspark
+import pytest
+from packaging.requirements import Requirement
+
+from onceflow import jars
+from onceflow.broker.local import free_ports
+from onceflow.chaos.spark_cluster import SparkCluster
+from onceflow.java import find_java
+from onceflow.testing import independent
+from onceflow.testing.processes import descendants
+
+pytestmark = [pytest.mark.integration, pytest.mark.faults, pytest.mark.long]
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "deploy.md"
+SPARK_HOME = Path(pyspark.__file__).parent
+KILLS = 10
+DRIVER_KILLED_AFTER = 5  # kills of executors
+LATE_WORKER_AFTER = 2
+COMMIT_S = 90.0
+FIRST_WORK_S = 60.0
+RECORDS_EVERY_S = 0.25
+
+
+def command_of_the_page(containing: str) -> str:
+    found = re.findall(r"^```sh\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    (block,) = [block for block in found if containing in block]
+    return str(block)
+
+
+def clean_environment(folder: Path) -> dict[str, str]:
+    """Of one host: nothing of this process but where Java, Spark and the tools are."""
+    (folder / "home").mkdir(parents=True, exist_ok=True)
+    (folder / "tmp").mkdir(exist_ok=True)
+    java = find_java()
+    path = [SPARK_HOME / "bin", Path(sys.executable).parent, java.parent, os.environ["PATH"]]
+    return {
+        "PATH": os.pathsep.join(map(str, path)),
+        "LANG": "C.UTF-8",
+        "HOME": str(folder / "home"),
+        "TMPDIR": str(folder / "tmp"),
+        "SPARK_HOME": str(SPARK_HOME),
+        "SPARK_LOCAL_DIRS": str(folder / "local"),
+        "SPARK_LOCAL_IP": "127.0.0.1",
+        "JAVA_HOME": str(java.parent.parent),
+        "JAVA_TOOL_OPTIONS": f"-Djava.io.tmpdir={folder / 'tmp'}",
+    }
+
+
+class SeparateHosts(SparkCluster):
+    """Each worker has a home and folders of its own; none has onceflow."""
+
+    def environment(self, name: str) -> dict[str, str]:
+        return clean_environment(self.folder / name)
+
+    def state_files(self, worker: str) -> list[Path]:
+        return list((self.folder / worker / "home/.local/state/onceflow").rglob("data.mdb"))
+
+    def python_workers(self, worker: str) -> list[int]:
+        """Python processes of its executors that live at the moment."""
+        below = (descendants(executor) for executor in self.executors(worker))
+        return [pid for found in below for pid, line in found.items() if "pyspark" in line]
+
+
+class Host:
+    """Where the driver runs: its environment from the page's commands, and one submission after another."""
+
+    def __init__(self, folder: Path, master: str, service_arguments: list[str]) -> None:
+        self.folder = folder
+        self.master = master
+        self.arguments = service_arguments
+        self.environment = clean_environment(folder) | {
+            "ONCEFLOW_CACHE": str(jars.cache_dir()),
+            "SPARK_CONF_DIR": str(folder / "conf"),
+        }
+        self.batch = 0
+        self.attempts: dict[int, int] = {}
+        self._process: subprocess.Popen[str] | None = None
+        (self.ui_port,) = free_ports(1)
+        settings = {
+            "spark.driver.memory": "700m",
+            "spark.driver.host": "127.0.0.1",
+            "spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1",
+            "spark.executor.extraJavaOptions": "-XX:TieredStopAtLevel=1",
+            "spark.ui.port": str(self.ui_port),
+        }
+        (folder / "conf").mkdir()
+        lines = [f"{key} {value}\n" for key, value in settings.items()]
+        (folder / "conf" / "spark-defaults.conf").write_text("".join(lines))
+        for name, copy in (("cluster_service.py", "service.py"), ("ledger.py", "ledger.py")):
+            shutil.copyfile(Path(__file__).with_name(name), folder / copy)
+
+    def pack(self) -> None:
+        """``environment`` and its archive. What the page gets from a registry is copied from what runs this test."""
+        install_environment(self.folder / "environment", self.folder / "wheel")
+        (pack,) = re.findall(r"^environment/bin/(venv-pack .*)$", PAGE.read_text(), re.MULTILINE)
+        done = subprocess.run(
+            ["bash", "-euc", pack],
+            cwd=self.folder,
+            env=self.environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+
+    def submit(self) -> None:
+        command = command_of_the_page("--master spark://")
+        for here, there in {
+            "spark://spark-master:7077": self.master,
+            "--executor-memory 2g": "--executor-memory 512m",
+            "service.py": " ".join(["service.py", *self.arguments]),
+        }.items():
+            assert command.count(here) == 1, here
+            command = command.replace(here, there)
+        with (self.folder / "driver.log").open("a") as log:
+            self._process = subprocess.Popen(
+                ["bash", "-euc", command],
+                cwd=self.folder,
+                env=self.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                start_new_session=True,
+            )
+        threading.Thread(target=self._listen, args=(self._process,), daemon=True).start()
+
+    def _listen(self, process: subprocess.Popen[str]) -> None:
+        assert process.stdout is not None
+        with process.stdout:
+            for line in process.stdout:
+                if line.startswith("{"):
+                    told = json.loads(line)
+                    self.attempts.update({int(batch): count for batch, count in told["attempts"].items()})
+                    self.batch = max(self.batch, told["batch"])
+
+    def await_commits(self, count: int = 1) -> None:
+        after = self.batch
+        self.await_true(lambda: self.batch >= after + count, COMMIT_S, f"{count} commits after batch {after}")
+
+    def await_true(self, holds: Callable[[], bool], seconds: float, what: str) -> None:
+        end = time.monotonic() + seconds
+        while not holds():
+            running = self._process is not None and self._process.poll() is None
+            if time.monotonic() > end or not running:
+                log = (self.folder / "driver.log").read_text(errors="replace").splitlines()
+                tail = "\n".join([line for line in log if "falling behind" not in line][-60:])
+                pytest.fail(f"{what}: not within {seconds:g} s; the driver {'runs' if running else 'ended'}\n{tail}")
+            time.sleep(0.1)
+
+    def executors(self) -> list[dict[str, Any]]:
+        """As Spark's UI tells."""
+        address = f"http://127.0.0.1:{self.ui_port}/api/v1/applications"
+        with urllib.request.urlopen(address, timeout=10) as answer:
+            (application,) = json.load(answer)
+        with urllib.request.urlopen(f"{address}/{application['id']}/executors", timeout=10) as answer:
+            return [executor for executor in json.load(answer) if executor["id"] != "driver"]
+
+    def stop(self) -> int:
+        """SIGTERM to the service, as a service manager sends it; its exit code."""
+        assert self._process is not None
+        for pid, line in descendants(self._process.pid).items():
+            if re.search(r"python\S* \S*service\.py", line):
+                os.kill(pid, signal.SIGTERM)
+        return self._process.wait(COMMIT_S)
+
+    def kill(self) -> None:
+        if self._process is not None:
+            try:
+                os.killpg(self._process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+            self._process.wait()
+
+
+def install_environment(environment: Path, wheels: Path) -> None:
+    """A virtual environment with a wheel of this checkout and, copied, what it depends on; but Spark's jars."""
+    run = [sys.executable, "-m"]
+    subprocess.run([*run, "venv", "--without-pip", environment], check=True)
+    build = [*run, "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", wheels, ROOT]
+    subprocess.run(build, check=True)
+    (site,) = environment.glob("lib/python3*/site-packages")
+    for name in dependencies("onceflow"):
+        distribution = importlib.metadata.distribution(name)
+        for file in distribution.files or []:
+            found = Path(str(distribution.locate_file(file)))
+            left_out = file.parts[0] == ".." or "__pycache__" in file.parts or file.parts[:2] == ("pyspark", "jars")
+            if not left_out and found.is_file():
+                (site / file).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(found, site / file)
+    (wheel,) = wheels.glob("onceflow-*.whl")
+    into = ["--python", environment / "bin/python", "install", "--quiet", "--no-deps", "--no-index"]
+    subprocess.run([*run, "pip", *into, wheel], check=True)
+
+
+def dependencies(package: str) -> set[str]:
+    """All that a package needs to run, without its extras."""
+    found: set[str] = set()
+    waiting = [package]
+    while waiting:
+        for text in importlib.metadata.distribution(waiting.pop()).requires or []:
+            wanted = Requirement(text)
+            applies = wanted.marker is None or wanted.marker.evaluate({"extra": ""})
+            if applies and wanted.name not in found:
+                found.add(wanted.name)
+                waiting.append(wanted.name)
+    return found
+
+
+class Feeder:
+    """Produces records until it is stopped."""
+
+    def __init__(self, pipe: Any, each: int = 60) -> None:
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(pipe, each), daemon=True)
+        self._thread.start()
+
+    def _run(self, pipe: Any, each: int) -> None:
+        while not self._stop.wait(RECORDS_EVERY_S):
+            pipe.fill(each)
+
+    def stop(self) -> None:
+        self._stop.set()
+        self._thread.join()
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """Not pytest's: an executor unpacks 300 MB, and the address of a UNIX socket has to be short."""
+    made = Path(tempfile.mkdtemp(prefix="hosts-"))
+    yield made
+    shutil.rmtree(made, ignore_errors=True)
+
+
+@pytest.mark.timeout(900)
+def test_ten_executor_kills_a_driver_restart_and_a_late_worker(
+    make_state_pipe: Callable[..., Any], folder: Path
+) -> None:
+    pipe = make_state_pipe(spark=False)
+    pipe.fill(500)
+    rng = random.Random(13)
+    (folder / "driver").mkdir()
+    with SeparateHosts(folder, workers=2) as cluster:
+        arguments = [pipe.bootstrap, pipe.flow, pipe.source, pipe.target, pipe.table]
+        host = Host(folder / "driver", cluster.master, arguments)
+        host.pack()
+        host.submit()
+        feeder = Feeder(pipe)
+        try:
+            host.await_commits(3)
+            workers = ["worker-0", "worker-1"]
+            for kill in range(1, KILLS + 1):
+                host.await_true(lambda: kill_executor(cluster, rng), COMMIT_S, "an executor to kill")
+                host.await_commits()
+                if kill == LATE_WORKER_AFTER:
+                    workers.append(add_worker(cluster, host))
+                if kill == DRIVER_KILLED_AFTER:
+                    host.kill()
+                    host.submit()
+                    host.await_commits()
+            feeder.stop()
+            ends = independent.end_offsets(pipe.bootstrap, pipe.source)
+            host.await_true(
+                lambda: independent.committed_offsets(pipe.bootstrap, pipe.flow) == ends, COMMIT_S, "all is read"
+            )
+            check_that_nothing_is_shared(cluster, workers)
+            assert host.stop() == 0
+        finally:
+            feeder.stop()
+            host.kill()
+        pipe.check(local=False)
+        assert max(host.attempts.values()) > 1, "no kill has hit a batch"
+        for worker in workers:
+            assert cluster.state_files(worker), f"{worker} has no state of its own"
+        state = host.folder / "home/.local/state"
+        assert not [path for path in state.rglob("*") if path.is_file()], "tasks wrote on the driver's host"
+
+
+def kill_executor(cluster: SeparateHosts, rng: random.Random) -> bool:
+    found = cluster.executors()
+    if not found:
+        return False
+    try:
+        os.kill(rng.choice(found), signal.SIGKILL)
+    except ProcessLookupError:
+        return False  # it has just ended by itself
+    return True
+
+
+def add_worker(cluster: SeparateHosts, host: Host) -> str:
+    """It gets work within a minute, and no batch is run again for that."""
+    # What the executor that was killed last has cost is over when all executors are back.
+    host.await_true(lambda: len(cluster.executors()) == 2, COMMIT_S, "two executors")
+    host.await_commits(2)
+    before = host.batch
+    worker = cluster.add_worker()
+
+    def works() -> bool:
+        ids = {place.name for place in (cluster.folder / worker).glob("app-*/*")}
+        return any(e["id"] in ids and e["completedTasks"] > 0 for e in host.executors())
+
+    host.await_true(works, FIRST_WORK_S, "work for the late worker")
+    host.await_true(lambda: bool(cluster.state_files(worker)), FIRST_WORK_S, "state in the late worker's folder")
+    host.await_commits(2)
+    again = {batch: count for batch, count in host.attempts.items() if batch > before and count > 1}
+    assert not again, f"batches with more than one attempt: {again}"
+    return worker
+
+
+def check_that_nothing_is_shared(cluster: SeparateHosts, workers: list[str]) -> None:
+    """Python of executors has mapped libraries and stores of its own host, and none of the environment of the tests."""
+    mapped = 0
+    for worker in workers:
+        own = str(cluster.folder / worker) + "/"
+        for pid in cluster.python_workers(worker):
+            try:
+                maps = Path(f"/proc/{pid}/maps").read_text()
+            except OSError:
+                continue  # it has ended
+            files = set(re.findall(r"(/\S+)$", maps, re.MULTILINE))
+            mapped += sum(file.startswith(own) for file in files)
+            foreign = [
+                file
+                for file in files
+                if not file.startswith(own) and file.startswith((str(cluster.folder), str(ROOT), sys.prefix))
+            ]
+            assert not foreign, f"{worker} uses {foreign[:3]}"
+    assert mapped > 0

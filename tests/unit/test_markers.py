@@ -1,0 +1,69 @@
+"""What was left undecided under a producer id that Kafka has forgotten since. No sockets: tests make the answers."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from onceflow.client import markers
+from onceflow.client.deadline import Deadline
+from onceflow.client.markers import Markers
+from onceflow.client.producers import OpenTransaction
+from onceflow.errors import DataLossError
+from onceflow.wire.batches import BatchHeader
+
+OLD, NEW, SOMEBODY = 1, 2, 9
+PLACE = ("out", 0)
+
+
+@pytest.fixture
+def transactions() -> Any:
+    return SimpleNamespace(identity=BatchHeader(OLD, 5), transactional_id="onceflow.f")
+
+
+@pytest.fixture
+def left_open(monkeypatch: pytest.MonkeyPatch) -> list[OpenTransaction]:
+    """Open transactions of the partition; the coordinator knows nothing of the transactional id."""
+    found: list[OpenTransaction] = []
+    monkeypatch.setattr(markers, "describe_transaction", lambda *_: {"state": "Dead"})
+    monkeypatch.setattr(
+        markers, "list_offsets", lambda c, span, *_, committed=True: {"out": {0: 10 if committed else 12}}
+    )
+    monkeypatch.setattr(markers, "open_transactions", lambda c, places, d: dict.fromkeys(places, found))
+    return found
+
+
+def confirm(transactions: Any, *, committed: bool) -> None:
+    one = Markers(SimpleNamespace(), transactions, "f")  # type: ignore[arg-type]
+    one.ended({PLACE: None}, committed=committed)
+    transactions.identity = BatchHeader(NEW, 0)  # the flow was idle
+    one.confirm(Deadline(5, "a test"))
+
+
+def test_committed_records_stop_the_flow(transactions: Any, left_open: list[OpenTransaction]) -> None:
+    left_open.append(OpenTransaction(OLD, 5, 10, 0))
+    with pytest.raises(DataLossError, match="may have been lost in out-0") as caught:
+        confirm(transactions, committed=True)
+    assert "forgotten its transactional id" in caught.value.detail
+
+
+def test_aborted_records_are_told(
+    transactions: Any, left_open: list[OpenTransaction], caplog: pytest.LogCaptureFixture
+) -> None:
+    left_open.append(OpenTransaction(OLD, 5, 10, 0))
+    with caplog.at_level(logging.WARNING, "onceflow.client"):
+        confirm(transactions, committed=False)
+    (warning,) = caplog.messages
+    assert "kafka-transactions.sh abort --topic out --partition 0 --start-offset 10" in warning
+
+
+@pytest.mark.parametrize("committed", [True, False])
+def test_those_of_others_do_not_matter(
+    transactions: Any, left_open: list[OpenTransaction], caplog: pytest.LogCaptureFixture, committed: bool
+) -> None:
+    left_open.append(OpenTransaction(SOMEBODY, 0, 10, 0))
+    confirm(transactions, committed=committed)
+    assert caplog.messages == []

@@ -1,0 +1,392 @@
+"""Batches of a table as its tasks run them, with Kafka played by lists: what is verified, and where copies lie."""
+
+from __future__ import annotations
+
+import logging
+import re
+import shutil
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from onceflow import serdes
+from onceflow.client.produce import Acknowledged
+from onceflow.errors import EnvironmentUnusableError
+from onceflow.state import boots
+from onceflow.state.lmdb_environment import forget
+from onceflow.state.lmdb_store import LmdbStore
+from onceflow.state.local import Commit
+from onceflow.state.memory_store import MemoryStore
+from onceflow.state.prepare import lacks, prepare_partition
+from onceflow.state.processor import Processor
+from onceflow.state.record import Record
+from onceflow.state.rocksdb_store import RocksdbStore
+from onceflow.state.run import StateRun
+from onceflow.state.spec import ProcessSpec, StateReport
+from onceflow.state.store import Store
+from onceflow.state.table_state import TableState
+from onceflow.state.topics import TableTopics
+from onceflow.wire.partitioners import key_partitions
+from onceflow.wire.progress import Progress
+
+PARTITIONS = 2
+Row = tuple[bytes, "bytes | None"]
+
+
+class Count(Processor):
+    """How many records a key has had."""
+
+    key = serdes.STRING
+    state = serdes.JSON
+
+    def process(self, key: str, records: Sequence[Any], state: Any) -> None:
+        state.put({"count": state.get({"count": 100})["count"] + len(records)})
+
+
+@dataclass
+class Part:
+    keys: list[bytes | None]
+    values: list[bytes | None]
+    next_offset: int
+    headers: dict[int, list[tuple[str, bytes | None]]] = field(default_factory=dict)
+
+
+class Kafka:
+    """The table's topics; a transaction ends with a marker in each partition that it wrote to."""
+
+    def __init__(self) -> None:
+        self.committed: dict[tuple[str, int], list[Row | None]] = {}
+        self.open: dict[tuple[str, int], list[Row]] = {}
+        self.read_records = 0
+
+    def read(self, topic: str, partition: int, start: int, end: int) -> Iterator[Part]:
+        rows = [row for row in self.committed.get((topic, partition), [])[start:end] if row is not None]
+        self.read_records += len(rows)
+        yield Part([key for key, _ in rows], [value for _, value in rows], end)
+
+    def write_to(self, topic: str, partition: int, batch: pa.RecordBatch) -> None:
+        rows = zip(batch.column("key").to_pylist(), batch.column("value").to_pylist(), strict=True)
+        self.open.setdefault((topic, partition), []).extend(rows)
+
+    def acknowledged(self) -> dict[tuple[str, int], Acknowledged]:
+        begins = {place: len(self.committed.get(place, [])) for place in self.open}
+        return {
+            place: Acknowledged(begins[place], len(rows), 0, begins[place] + len(rows))
+            for place, rows in self.open.items()
+        }
+
+    def commit(self) -> None:
+        for place, rows in self.open.items():
+            self.committed.setdefault(place, []).extend([*rows, None])
+        self.open = {}
+
+
+class Flow:
+    """The driver of one flow, and its tasks."""
+
+    def __init__(self, state_dir: Path | None, store: type[Store] = LmdbStore, processor: Any = None, **more: Any):
+        topics = TableTopics("table", "table-internal", "id-t", "id-i", PARTITIONS, 86_400_000, 1_000_000)
+        self.spec = ProcessSpec("flow", "flow", processor or Count(), topics, store, state_dir, **more)
+        ends = {name: dict.fromkeys(range(PARTITIONS), 0) for name in topics.ids}
+        progress = Progress("flow", 0, {}, {}, changelogs=ends, time_ms=0)
+        self.kafka = Kafka()
+        self.table = TableState(self.spec, progress, source_partitions=[], lateness_ms=None, idle_s=30)
+        self.outputs: list[pa.RecordBatch] = []
+        self.counts: dict[str, int] = {}
+        self.batch = 0
+
+    def run(self, keys: Sequence[str] = (), *, now_ms: int = 0) -> list[StateReport]:
+        """One batch in one task that has all partitions."""
+        self.batch += 1
+        moment = self.table.moment(self.batch, Commit(self.batch, 9, self.batch), now_ms)
+        run = StateRun(
+            self.spec,
+            moment,
+            source=self.kafka,  # type: ignore[arg-type]
+            changelog=self.kafka,
+            emit=lambda batch, _: self.outputs.append(batch),
+        )
+        try:
+            run.open(range(PARTITIONS))
+            raw = pa.array([key.encode() for key in keys], pa.binary())
+            rows = pa.record_batch({"key": raw, "value": pa.nulls(len(keys), pa.binary())})
+            run.feed_placed(rows, key_partitions(raw, PARTITIONS))
+            run.finish()
+            reports = run.leave_pending(self.kafka.acknowledged())
+        finally:
+            run.close()
+        self.kafka.commit()
+        self.table.check(reports, moment)
+        self.table.adopt(reports, moment)
+        for report in reports:
+            for name, count in report.counts.items():
+                self.counts[name] = self.counts.get(name, 0) + count
+        return reports
+
+    def counted(self) -> dict[str, int]:
+        """The state as the stores have it after a batch that changes nothing."""
+        self.run()
+        found = {}
+        for partition in range(PARTITIONS):
+            store = self.spec.store.open(self.spec.folder(partition))
+            found |= {key[1:].decode(): int(re.findall(rb"\d+", row)[-1]) for key, row in store.scan(b"v", b"w")}
+            store.close()
+        return found
+
+
+KEYS = [f"key-{n}" for n in range(40)]
+
+
+@pytest.fixture(params=[LmdbStore, MemoryStore, RocksdbStore], ids=["lmdb", "memory", "rocksdb"])
+def store(request: pytest.FixtureRequest) -> Any:
+    return request.param
+
+
+@pytest.fixture
+def boot(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """``boot("b")``: from here on the machine has started once more."""
+
+    def boot_(name: str) -> None:
+        monkeypatch.setattr(boots, "boot_id", lambda: name)
+
+    boot_("first")
+    return boot_
+
+
+def alter(folder: Path) -> int:
+    """What a torn LMDB file may be: every row is well-formed, some are wrong. Returns how many bytes were changed."""
+    changed = 0
+    for file in sorted(folder.rglob("*")):
+        if file.suffix in (".sst", ".log"):  # compressed
+            whole = bytearray(file.read_bytes())
+            for at in range(0, len(whole), 100):
+                whole[at] ^= 1
+                changed += 1
+            file.write_bytes(whole)
+        elif file.name == "data.mdb":
+            with file.open("r+b") as raw:
+                for found in re.finditer(rb'"count":\s?1(\d)', raw.read()):
+                    raw.seek(found.start(1))
+                    raw.write(b"9" if found[1] != b"9" else b"8")
+                    changed += 1
+    return changed
+
+
+@pytest.mark.parametrize("store", [LmdbStore, RocksdbStore], ids=["lmdb", "rocksdb"])
+@pytest.mark.parametrize("reopened", [False, True], ids=["same process", "another process"])
+def test_a_copy_is_verified_again_after_its_machine_has_started_again(
+    tmp_path: Path, boot: Any, store: type[Store], reopened: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    flow = Flow(tmp_path, store)
+    for _ in range(3):
+        flow.run(KEYS)
+    assert flow.counted() == dict.fromkeys(KEYS, 103)
+    before = flow.kafka.read_records
+    boot("second")
+    if reopened:
+        forget(flow.spec.folder(1))
+    assert alter(flow.spec.folder(1))
+    reports = flow.run(KEYS)
+    assert flow.counted() == dict.fromkeys(KEYS, 104)
+    assert [report.how for report in reports] == ["in sync", "restored"]
+    assert "its checksum does not hold" in caplog.text or store is RocksdbStore
+    assert flow.kafka.read_records > before
+
+
+def test_a_copy_is_verified_once_for_each_start_of_its_machine(
+    tmp_path: Path, boot: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked_at = []
+    holds = LmdbStore.checksum_holds
+    monkeypatch.setattr(LmdbStore, "checksum_holds", lambda store: looked_at.append(1) or holds(store))
+    flow = Flow(tmp_path)
+    flow.run(KEYS)  # made by this run: nothing to verify
+    for name, times in (("first", 0), ("second", PARTITIONS), ("second", 0), ("first", 0), ("third", PARTITIONS)):
+        boot(name)
+        looked_at.clear()
+        flow.run(KEYS)
+        assert len(looked_at) == times
+
+
+@pytest.mark.parametrize("what", ["boot_id", "_mounts", "gethostname"])
+def test_hosts_are_told_apart_by_name_boot_and_container(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = boots.host_boot()
+    assert boots.host_boot() == here
+    monkeypatch.setattr(boots.socket if what == "gethostname" else boots, what, lambda: "of another")
+    assert boots.host_boot() != here
+
+
+@pytest.mark.parametrize("other_machine", [True, False])
+def test_hosts_of_one_name_verify_their_own_copies(tmp_path: Path, boot: Any, other_machine: bool) -> None:
+    """Two machines or containers that were given the same name, or executors of one machine with their own folders."""
+    flow = Flow(tmp_path / "one")
+    flow.run(KEYS)
+    there = Flow(tmp_path / "other")
+    there.kafka, there.table = flow.kafka, flow.table
+    there.run(KEYS)
+    assert alter(there.spec.folder(0))
+    if other_machine:
+        boot("of the other machine")
+    else:  # a run that has not seen the other folder yet
+        flow.table._verified = {(flow.spec.place(), partition) for partition in range(PARTITIONS)}
+    there.batch = flow.batch = 2
+    there.run(KEYS)
+    assert there.counted() == dict.fromkeys(KEYS, 103)
+
+
+def test_a_boot_that_cannot_be_told_is_one_of_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = boots.boot_id()
+    assert boots.boot_id() == known
+    monkeypatch.setattr(boots, "_BOOT_ID", tmp_path / "none")
+    monkeypatch.setattr(boots, "_MOUNTS", tmp_path / "none")
+    monkeypatch.setattr(boots.sys, "platform", "freebsd")
+    boots.boot_id.cache_clear()
+    try:
+        assert boots.boot_id() == boots.boot_id() != known
+        assert boots.host_boot().endswith("/0")
+    finally:
+        boots.boot_id.cache_clear()
+
+
+# ---- folders -----------------------------------------------------------------------------------------
+
+
+def test_every_host_has_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The spec travels from the driver; variable and home are those of the process that opens the stores."""
+    flow = Flow(None)
+    for name in ("one", "other"):
+        monkeypatch.setenv("ONCEFLOW_STATE_DIR", str(tmp_path / name))
+        flow.run(KEYS)
+        assert LmdbStore.exists(tmp_path / name / "flow" / "table" / "0")
+    monkeypatch.delenv("ONCEFLOW_STATE_DIR")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    flow.run(KEYS)
+    assert LmdbStore.exists(tmp_path / "home" / ".local" / "state" / "onceflow" / "flow" / "table" / "1")
+    assert flow.counted() == dict.fromkeys(KEYS, 103)
+
+
+@pytest.mark.parametrize("given, local, expected", [(None, True, "driver"), (None, False, None), ("x", False, "x")])
+def test_the_driver_decides_for_its_own_machine_only(
+    given: str | None, local: bool, expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from onceflow.process import StepOptions, make_spec
+
+    monkeypatch.setenv("ONCEFLOW_STATE_DIR", "driver")
+    options = StepOptions("table", None, "fail", None, None, None, False, "lmdb", given, False, "30 seconds")
+    topics = Flow(None).spec.topics
+    spec = make_spec(options, Count(), topics, flow="flow", flow_key="flow", source_topic=None, local=local)
+    assert spec.state_dir == (None if expected is None else Path(expected))
+
+
+@pytest.mark.parametrize("store", [LmdbStore, RocksdbStore], ids=["lmdb", "rocksdb"])
+@pytest.mark.parametrize("below", ["file/state", "x" * 300])
+def test_a_folder_that_cannot_be_made_is_told_with_its_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, store: type[Store], below: str
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("ONCEFLOW_STATE_DIR", str(tmp_path / below))
+    with pytest.raises(EnvironmentUnusableError) as raised:
+        Flow(None, store).run(KEYS)
+    folder = tmp_path / below / "flow" / "table" / "0"
+    assert raised.value.what == f"The local state cannot be opened: {folder} on host {socket.gethostname()}"
+    assert "ONCEFLOW_STATE_DIR on that host" in str(raised.value)
+
+
+# ---- timers ------------------------------------------------------------------------------------------
+
+
+class Bells(Processor):
+    """Every record sets a timer for the same moment."""
+
+    def process(self, key: bytes, records: Sequence[Any], state: Any) -> None:
+        state.timers.register("bell", 50, clock="processing")
+
+    def on_timer(self, key: bytes, timer: Any, state: Any) -> Any:
+        return [Record(key, b"rings")]
+
+
+def test_a_table_knows_of_timers_that_a_batch_has_left(tmp_path: Path) -> None:
+    flow = Flow(tmp_path, processor=Bells(), max_timers_per_batch=5)
+    flow.run(KEYS)
+    assert not flow.table.timers_left
+    assert flow.table.due(49) == set()
+    in_partitions = [0] * PARTITIONS
+    for partition in key_partitions(pa.array([key.encode() for key in KEYS], pa.binary()), PARTITIONS).tolist():
+        in_partitions[partition] += 1
+    for batches in range(1, 10):
+        left = {partition for partition, count in enumerate(in_partitions) if count > 5 * (batches - 1)}
+        assert flow.table.due(50) == left
+        if not left:
+            break
+        reports = flow.run(now_ms=50)
+        left = {partition for partition, count in enumerate(in_partitions) if count > 5 * batches}
+        assert {report.partition for report in reports if report.timers_left} == left
+        assert flow.table.timers_left == bool(left)
+    assert flow.counts["timers_fired"] == len(KEYS)
+    assert sorted(key for batch in flow.outputs for key in batch["key"].to_pylist()) == sorted(map(str.encode, KEYS))
+
+
+# ---- before a batch ----------------------------------------------------------------------------------
+
+
+def test_a_prepared_partition_is_in_sync_when_the_batch_begins(tmp_path: Path, store: type[Store]) -> None:
+    flow = Flow(tmp_path / "here", store)
+    flow.run(KEYS)
+    flow.run(KEYS)
+    records = flow.kafka.read_records
+    elsewhere = replace(flow.spec, state_dir=tmp_path / "elsewhere")
+    moment = flow.table.moment(0, Commit(-1, -1, -1), 0)
+    ends = [len(flow.kafka.committed["table", partition]) - 1 for partition in range(PARTITIONS)]
+    assert [lacks(elsewhere, moment, partition) for partition in range(PARTITIONS)] == ends
+    found = [prepare_partition(elsewhere, moment, partition, flow.kafka) for partition in range(PARTITIONS)]
+    assert [each.how for each in found] == ["restored"] * PARTITIONS
+    assert sum(each.records for each in found) == flow.kafka.read_records - records == 2 * len(KEYS)
+    flow.table.prepared(found)
+    flow.spec = elsewhere
+    records = flow.kafka.read_records
+    assert [report.how for report in flow.run(KEYS)] == ["in sync"] * PARTITIONS
+    assert flow.counted() == dict.fromkeys(KEYS, 103)
+    assert flow.kafka.read_records == records
+
+
+def test_what_a_copy_lacks_is_known_before_it_is_opened(tmp_path: Path, store: type[Store]) -> None:
+    flow = Flow(tmp_path, store)
+
+    def lacking(partition: int) -> int | None:
+        return lacks(flow.spec, flow.table.moment(0, Commit(-1, -1, -1), 0), partition)
+
+    assert lacking(0) == 0
+    flow.run(KEYS)
+    assert lacking(0) == 0  # what is pending is of the transaction that was committed last
+    older = tmp_path / "older"
+    on_disk = store is not MemoryStore
+    if on_disk:  # without the lock file: whoever closes it loses all locks of this process
+        shutil.copytree(flow.spec.folder(0), older, ignore=shutil.ignore_patterns("lock.mdb"))
+    flow.run(KEYS)
+    flow.run(KEYS)
+    assert lacking(0) == 0
+    end = len(flow.kafka.committed["table", 0]) - 1
+    store.remove(flow.spec.folder(0))
+    assert lacking(0) == end
+    if on_disk:
+        shutil.copytree(older, flow.spec.folder(0), dirs_exist_ok=True)
+        assert 0 < (lacking(0) or 0) <= end
+        (flow.spec.folder(0) / "verifying").touch()
+        assert lacking(0) == end
+        (flow.spec.folder(0) / "verifying").unlink()
+        flow.table._verified.clear()
+        assert lacking(0) is None
+
+
+@pytest.mark.parametrize("below", ["file/state", "x" * 300])
+def test_a_folder_that_cannot_be_looked_at_is_told_with_its_host(tmp_path: Path, below: str) -> None:
+    (tmp_path / "file").touch()
+    flow = Flow(tmp_path / below)
+    with pytest.raises(EnvironmentUnusableError, match="on host"):
+        prepare_partition(flow.spec, flow.table.moment(0, Commit(-1, -1, -1), 0), 0, flow.kafka)
