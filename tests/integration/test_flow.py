@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import onceflow
+from onceflow.sink import batch as batch_module
 from onceflow.testing import independent
 from onceflow.wire import progress as records
 from onceflow.wire.progress import PROGRESS_TOPIC
@@ -333,3 +334,20 @@ def test_an_error_of_user_code_that_speaks_of_cancelling_is_run_again(make_pipe:
     query.stop()
     assert [batch.attempts for batch in query.batches] == [2]
     pipe.check()
+
+
+def test_a_large_batch_that_is_filtered_to_nothing(make_pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every write task reports, also when the shuffle in front of it has no rows."""
+    monkeypatch.setattr(batch_module, "_TASK_BYTES", 1000)
+    pipe = make_pipe()
+    pipe.fill(400)
+    with pipe.open() as flow:
+        nothing = flow.read(pipe.source).where("length(value) < 0").select("key", "value")
+        query = flow.write(nothing, topic=pipe.target, small_batch_rows=0).start()
+        query.processAllAvailable()
+        assert [(batch.attempts, batch.path) for batch in query.batches] == [(1, "2 tasks")]
+        query.stop()
+    assert independent.read_topic(pipe.bootstrap, pipe.target) == []
+    assert independent.committed_offsets(pipe.bootstrap, pipe.flow) == independent.end_offsets(
+        pipe.bootstrap, pipe.source
+    )

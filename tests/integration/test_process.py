@@ -12,7 +12,7 @@ from confluent_kafka.admin import AdminClient, ConfigResource, NewPartitions
 from pyspark.sql import functions as F
 
 import onceflow
-from onceflow.sink import preparing, state_step
+from onceflow.sink import batch, preparing, state_step
 from onceflow.testing import independent
 from onceflow.testing.broker import create_topic
 
@@ -118,6 +118,22 @@ def test_inside_a_query(make_state_pipe: Any, small_batch_rows: int) -> None:
     pipe.fill(2500)
     pipe.run(inside=True, small_batch_rows=small_batch_rows)
     pipe.check()
+
+
+def test_a_step_inside_a_query_that_yields_nothing(make_state_pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Write tasks that get no row report, too, when there are several of them."""
+    monkeypatch.setattr(batch, "_TASK_BYTES", 10_000)
+
+    class Silent(onceflow.Processor):
+        def process(self, key: bytes, records: Any, state: Any) -> None:
+            state.put(b"seen")
+
+    pipe = make_state_pipe()
+    pipe.fill(300)
+    query = pipe.run(process={"processor": Silent()}, inside=True, small_batch_rows=0)
+    assert [(done.path, done.attempts) for done in query.batches] == [("2 tasks", 1)]
+    rows = independent.read_topic(pipe.bootstrap, pipe.table, decided=True)
+    assert {row.key for row in rows} == {key for key, _ in pipe.sent}
 
 
 def test_restarts_go_on_with_the_state(make_state_pipe: Any, by_tasks: Any) -> None:

@@ -621,7 +621,8 @@ def _set_session(df: DataFrame) -> None:
     """Settings of the query's own clone of the session.
 
     Adaptive execution runs every stage in front of a shuffle as a job of its own, as soon as somebody asks for the RDD
-    of a plan: rows were read and shuffled twice. A batch is one job, whose tasks are known before it runs.
+    of a plan: rows were read and shuffled twice. And it leaves out tasks that have no rows, while every task has
+    something to report. A batch is one job, whose tasks are known before it runs.
 
     Arrow batches are kept small, so that workers need little memory for large rows, too; 4 MiB is no slower. Here a
     value the user has set stays.
