@@ -218,6 +218,13 @@ class _Repartition:
             max_message_bytes=0,
         )
 
+    def _await_partitions(self, name: str, deadline: Deadline) -> None:
+        attempt = 0
+        while (known := self._cluster.topic(name, deadline, fresh=True).partitions) < self._partitions:
+            deadline.pause(attempt, f"{name} has {known} partitions, as far as brokers know")
+            attempt += 1
+        self._check_enough({name: self._cluster.topic(name, deadline)})
+
     def _grow(self, name: str, deadline: Deadline) -> None:
         try:
             create_partitions(self._cluster, name, self._partitions, deadline)
@@ -229,6 +236,9 @@ class _Repartition:
                 next_step=f"grant ALTER on it, or let somebody else run kafka-topics.sh --alter --topic {name} "
                 f"--partitions {self._partitions}; then run this command again",
             ) from error
+        except OptionError:
+            # Somebody has just added them, and the broker that was asked for the count did not know yet.
+            self._await_partitions(name, deadline)
         log.info("topic %s grows to %d partitions", name, self._partitions)
         attempt = 0
         while self._cluster.topic(name, deadline, fresh=True).partitions < self._partitions:

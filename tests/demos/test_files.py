@@ -185,31 +185,36 @@ class Run:
             self.origins[case.identity] = Origin("links", 0, offset)
             driver.send(_spark_key(links.value(case)), links.value(case), topic="links", run=False)
         passed = driver.run()
-        step = [*passed, *driver.dead_letters]
-        for record in step:
-            record.topic = None if record.topic == "links" else record.topic
+        # What names a topic is a side output, and never comes to the fetch step.
+        links_to_fetch = [record for record in passed if record.topic in (None, "links")]
+        aside = [*(record for record in passed if record.topic not in (None, "links")), *driver.dead_letters]
         batch = pa.RecordBatch.from_pylist(
             [
                 {
                     "key": record.key,
                     "value": record.value,
-                    "topic": record.topic,
+                    "topic": None,
                     "headers": [{"key": name, "value": value} for name, value in record.headers],
                     "timestamp": None,
                 }
-                for record in step
+                for record in links_to_fetch
             ],
             schema=SCHEMA,
         )
         self.found: dict[str, list[Message]] = {topic: [] for topic in TOPICS}
+        for record in aside:
+            self._found(str(record.topic), record.key, record.value, tuple(record.headers))
         for out in Fetch(Downloads(places, LIMITS, str(folder)))([batch]):
             assert out.schema == SCHEMA
             for row in out.to_pylist():
-                place = int(key_partitions(pa.array([row["key"]], pa.binary()), PARTITIONS)[0])
                 headers = tuple((each["key"], each["value"]) for each in row["headers"] or ())
-                messages = self.found[row["topic"]]
-                messages.append(Message(place, len(messages), row["key"], row["value"], headers))
+                self._found(row["topic"], row["key"], row["value"], headers)
         self.table = {_link(case, links): driver.state(_link(case, links)) for case in links.cases}
+
+    def _found(self, topic: str, key: bytes | None, value: bytes | None, headers: Any) -> None:
+        place = int(key_partitions(pa.array([key], pa.binary()), PARTITIONS)[0])
+        messages = self.found[topic]
+        messages.append(Message(place, len(messages), key, value, headers))
 
     def expected(self, topic: str) -> list[Expected]:
         if topic not in self._expected:

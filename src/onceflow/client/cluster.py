@@ -254,8 +254,8 @@ class Cluster:
             BrokerUnsupportedError: it is too old for any version we may send.
         """
         known = getattr(connection.broker_version_data, "api_versions", None)
-        if not known or version <= known.get(key, (0, -1))[1]:
-            return version
+        if not known or version <= known.get(key, (0, -1))[1] or key == ApiVersionsRequest.API_KEY:
+            return version  # ApiVersions: every broker answers it, in whatever version it is asked (KIP-511)
         for api, (low, high) in self._api_versions.items():
             theirs = known.get(api, (0, -1))
             self._api_versions[api] = (max(low, theirs[0]), min(high, theirs[1]))
