@@ -315,7 +315,8 @@ def test_a_log_that_is_shorter_than_committed(cluster: Cluster, make_topic: Make
         read(cluster, topic, 5, 12, seconds=0.5)
 
 
-def test_a_topic_that_does_not_exist(cluster: Cluster) -> None:
+def test_a_topic_that_does_not_exist(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("onceflow.client.cluster.UNKNOWN_TOPIC_S", 0.5)
     with pytest.raises(UnknownTopicError, match="no-such-topic"):
         read(cluster, "no-such-topic", 0, 1)
     assert read(cluster, "no-such-topic", 3, 3) == []  # nothing to read, nothing is asked
