@@ -100,7 +100,12 @@ def pipe(forgetful: str, make_pipe: Callable[..., Any]) -> Any:
 
 
 @pytest.mark.parametrize(
-    "guarantee, small_batch_rows", [("exactly_once", 0), ("exactly_once", 4000), ("at_least_once", 4000)]
+    "guarantee, small_batch_rows",
+    [
+        ("exactly_once", 0),
+        pytest.param("exactly_once", 4000, marks=pytest.mark.long),
+        ("at_least_once", 4000),
+    ],
 )
 def test_the_next_batch_commits(
     pipe: Any, connect: Callable[[], Cluster], guarantee: str, small_batch_rows: int
@@ -203,9 +208,7 @@ def test_who_slept_through_the_batches_of_a_newer_driver_is_fenced(
     newer.commit()
     wait_until_forgotten(connect(), names)
     with pytest.raises(FencedError, match="progress"):
-        older.commit()
-    with pytest.raises(FencedError):
-        older.commit()
+        older.commit()  # it ends with this
     if older.hold.transactions.version_2:  # at version 1 the older one has taken the transactional id before it knew
         newer.commit()
     assert Driver(connect(), names).progress == newer.progress

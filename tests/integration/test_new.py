@@ -17,6 +17,7 @@ from onceflow.cli.new import new
 pytestmark = [pytest.mark.integration, pytest.mark.faults]
 
 
+@pytest.mark.long
 def test_a_new_project_passes_its_tests(onceflow_broker: str, tmp_path: Path) -> None:
     project, packages, report = tmp_path / "my-orders", tmp_path / "packages", tmp_path / "report.xml"
     answer = CliRunner().invoke(new, ["my-orders", "--directory", str(project)], catch_exceptions=False)

@@ -299,6 +299,7 @@ def test_a_connection_that_was_idle_logs_in_first(six_seconds: Guarded) -> None:
         cluster.close()
 
 
+@pytest.mark.long
 def test_the_provider_is_down_for_a_while(six_seconds: Guarded) -> None:
     guarded = six_seconds
     cluster = cluster_of(guarded, guarded.credentials(scope="outage"))

@@ -131,7 +131,7 @@ def test_a_step_inside_a_query_that_yields_nothing(make_state_pipe: Any, monkeyp
     pipe = make_state_pipe()
     pipe.fill(300)
     query = pipe.run(process={"processor": Silent()}, inside=True, small_batch_rows=0)
-    assert [(done.path, done.attempts) for done in query.batches] == [("2 tasks", 1)]
+    assert [(done.path, done.attempts) for done in query.batches] == [("1 + 2 tasks", 1)]
     rows = independent.read_topic(pipe.bootstrap, pipe.table, decided=True)
     assert {row.key for row in rows} == {key for key, _ in pipe.sent}
 
@@ -369,8 +369,19 @@ def test_a_shuffled_batch_is_one_job(make_state_pipe: Any, by_tasks: Any) -> Non
     pipe.check()
 
 
-@pytest.mark.parametrize("named", ["__onceflow_progress", "__consumer_offsets", "source", "table", "table-internal"])
-@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize(
+    "named, inside",
+    [
+        ("__onceflow_progress", False),
+        ("source", True),
+        ("table-internal", True),
+        pytest.param("__onceflow_progress", True, marks=pytest.mark.long),
+        pytest.param("__consumer_offsets", False, marks=pytest.mark.long),
+        pytest.param("source", False, marks=pytest.mark.long),
+        pytest.param("table", False, marks=pytest.mark.long),
+        pytest.param("table-internal", False, marks=pytest.mark.long),
+    ],
+)
 def test_topics_that_a_record_must_not_name(make_state_pipe: Any, named: str, inside: bool) -> None:
     pipe = make_state_pipe(partitions=2)
     pipe.fill(20)
