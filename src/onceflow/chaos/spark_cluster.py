@@ -39,6 +39,7 @@ class SparkCluster:
         self._java_options = list(java_options)
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self.master = ""
+        self._workers_started = 0
 
     @property
     def settings(self) -> dict[str, str]:
@@ -78,7 +79,7 @@ class SparkCluster:
 
     def kill_worker(self, name: str) -> None:
         """SIGKILL to a worker and all its executors."""
-        _kill_all(self._processes[name])
+        _kill_all(self._processes.pop(name))
 
     def kill_executors(self, *, meanwhile: Callable[[], None]) -> int:
         """SIGKILL to all executors with their Python workers; how many there were.
@@ -133,7 +134,8 @@ class SparkCluster:
         self._processes = {}
 
     def _start_worker(self) -> str:
-        name = f"worker-{len(self._processes) - 1}"  # one of the processes is the master
+        name = f"worker-{self._workers_started}"
+        self._workers_started += 1
         options = ["--cores", "1", "--memory", f"{self._memory_mb}M", "--work-dir", str(self.folder / name)]
         self._spawn(name, "org.apache.spark.deploy.worker.Worker", *options, self.master)
         return name
