@@ -54,7 +54,7 @@ def test_operators_behind_a_step(
         frame = side_outputs.frame_of(flow, operator, topics, records_per_batch=1500, state_dir=str(tmp_path / "state"))
         query = flow.write(frame, topic=topics.target, small_batch_rows=0, once=True).start()
         query.awaitTermination()
-        print(operator, [(batch.attempts, batch.path) for batch in query.batches])
+        assert {batch.attempts for batch in query.batches} == {1}
     side_outputs.check(onceflow_broker, topics, side_outputs.expected(operator, sent, sent_beside))
 
 

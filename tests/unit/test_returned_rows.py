@@ -18,9 +18,7 @@ from onceflow.sink.step_outputs import (
 
 
 def outputs(tasks: int) -> TaskOutputs:
-    writer: Any = SimpleNamespace(
-        target=lambda topic: SimpleNamespace(partitions=tasks + 1), check_topic=lambda topic, rows: None
-    )
+    writer: Any = SimpleNamespace(target=lambda topic: SimpleNamespace(partitions=tasks + 1))
     return TaskOutputs(writer, topic="out", modulus=tasks, by_source=False, turn=1)
 
 

@@ -266,8 +266,6 @@ class StateWork:
         """Outputs that go on as rows: their topic is null. Side outputs keep it, or are written here."""
         topics = batch.column("topic")
         if topics.null_count < len(topics):
-            for topic in pc.unique(topics).drop_null().to_pylist():
-                self._writer.check_topic(topic, batch.filter(pc.equal(topics, topic)))
             if self._order.topic is not None:
                 topics = pc.if_else(pc.equal(topics, self._order.topic), pa.scalar(None, pa.string()), topics)
                 batch = batch.set_column(batch.schema.get_field_index("topic"), "topic", topics)

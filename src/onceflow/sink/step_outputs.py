@@ -64,11 +64,10 @@ class TaskOutputs:
 
         Raises:
             NotColocatedError: too many belong to other tasks.
-            BadRecordError: one names no topic, or one that may not be written to.
+            BadRecordError: one names no topic. (What it must not name, the engine has refused.)
         """
         residue = partition if self._by_source else partition % self._modulus
         for topic, rows in self._by_topic(batch):
-            self._writer.check_topic(topic, rows)
             target = self._writer.target(topic)
             if target.partitions % self._modulus:
                 self._return(topic, rows)
