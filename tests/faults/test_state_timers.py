@@ -222,6 +222,58 @@ def test_timers_of_a_partition_whose_records_are_filtered_out(
     assert Counter(record.key for record in seen) == Counter(keys)
 
 
+def test_timers_are_due_while_the_plan_has_the_clock(make_state_pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan of some batches is that of the records alone, whose partitions can be taken as they are. That of others
+    has the rows of the clock, too: a union, which a batch with due timers has to shuffle."""
+    import onceflow
+    from onceflow.errors import OptionError
+    from onceflow.sink import jvm
+
+    class Reminder(onceflow.Processor):
+        def process(self, key: bytes, records: Any, state: Any) -> Any:
+            for record in records:
+                state.timers.register(record.value.decode(), state.now_ms + 1, clock="processing")
+            return ()
+
+        def on_timer(self, key: bytes, timer: Any, state: Any) -> Any:
+            yield onceflow.Record(key, timer.name.encode())
+
+    original = jvm.source_partitions
+    plans: list[str] = []
+
+    def seen_partitions(df: Any) -> Any:
+        try:
+            found = original(df)
+        except OptionError:
+            plans.append("union")
+            raise
+        plans.append("source")
+        return found
+
+    monkeypatch.setattr(jvm, "source_partitions", seen_partitions)
+    pipe = make_state_pipe()
+    query = pipe.start(process={"processor": Reminder()}, small_batch_rows=0, trigger="100 milliseconds")
+    sent: list[bytes] = []
+    try:
+        end = time.monotonic() + 60
+        while "union" not in plans[1:]:
+            assert query.isActive, query.failure
+            assert time.monotonic() < end, plans
+            numbers = [b"%d" % n for n in range(len(sent), len(sent) + 40)]
+            independent.fill(pipe.bootstrap, pipe.source, [(b"key-" + number[-1:], number) for number in numbers])
+            sent += numbers
+            query.awaitTermination(0.05)
+        while len(done := independent.read_topic(pipe.bootstrap, pipe.target, decided=True)) < len(sent):
+            assert query.isActive, query.failure
+            assert time.monotonic() < end, (len(done), len(sent))
+            query.awaitTermination(0.2)
+        assert query._sink._state._by_source is True, plans
+    finally:
+        query.stop()
+    assert Counter(record.value for record in done) == Counter(sent)
+    assert "source" in plans
+
+
 def test_timers_of_one_moment_fire_in_bounded_batches_at_once(make_state_pipe: Any, late_topic: str) -> None:
     """A clock that ticks each second would take as many seconds as there are batches."""
     pipe = make_state_pipe()

@@ -212,11 +212,12 @@ class BatchSink:
         summary.rows_most = source.rows_most
         last: BaseException | None = None
         cause: BaseException | None = None
-        for attempt in range(self._options.attempts_most):
-            summary.attempts = attempt + 1
+        failed = 0
+        while failed < self._options.attempts_most:
+            summary.attempts += 1
             attempt_at = time.monotonic()
             try:
-                if attempt and self._numbering is not None:
+                if summary.attempts > 1 and self._numbering is not None:
                     self._numbering.forget_attempt(df)
                 committed = self._attempt(df, batch, source, summary)
             except (OnceflowError, PySparkException, Py4JError) as problem:
@@ -241,13 +242,23 @@ class BatchSink:
                         self._numbering.forget_attempt(df)
                         self._drain(df)
                     return
-                if self._state is not None:
-                    self._state.failed(problem)
+                if self._state is not None and self._state.failed(problem):
+                    # Not counted: a restore may take longer than a transaction may be open, on each host anew. What
+                    # was restored stays, so the next attempt gets farther.
+                    log.warning(
+                        "flow %s: batch %d aborted, its tasks had local copies to bring up to date first; it begins "
+                        "again with them: %s",
+                        self._names.flow,
+                        batch,
+                        _in_short(problem),
+                    )
+                    continue
+                failed += 1
                 log.warning(
                     "flow %s: batch %d aborted (attempt %d of %d): %s",
                     self._names.flow,
                     batch,
-                    attempt + 1,
+                    failed,
                     self._options.attempts_most,
                     _in_short(problem),
                 )

@@ -31,6 +31,7 @@ from onceflow.sink.ownership import Columns, check_columns
 from onceflow.sink.preparing import PrepareTask, prepare
 from onceflow.sink.state_tasks import (
     FUSED_SPARK_SCHEMA,
+    Done,
     FusedTask,
     NotCopartitionedError,
     RowsTask,
@@ -50,6 +51,7 @@ from onceflow.sink.step_outputs import OUTPUT_SPARK_SCHEMA, NotColocatedError, w
 from onceflow.sink.step_tree import StepNode, Tree, branch_frames
 from onceflow.sink.tasks import Routing, TaskPlace, WriteOrder, write_rows
 from onceflow.state.local import Commit, settle
+from onceflow.state.prepare import Prepared
 from onceflow.state.spec import Moment, ProcessSpec, StateReport
 from onceflow.state.table_state import TableState
 from onceflow.wire.batches import BatchHeader
@@ -149,6 +151,7 @@ class StateStep:
         self._looked_at_plan = False
         self._moments: dict[str, Moment] = {}
         self._reports: dict[str, list[StateReport]] = {}
+        self._brought_up: dict[str, list[Prepared]] = {}
         self._due: dict[str, frozenset[int]] = {}
         self._staged: dict[str, int] = {}  # tables whose tasks report by an accumulator, and how many tasks
 
@@ -205,6 +208,7 @@ class StateStep:
         """What this attempt is."""
         commit = Commit(batch, identity.producer_id, identity.producer_epoch)
         self._reports = {}
+        self._brought_up = {}
         self._staged = {}
         for name, table in self._by_name.items():
             moment = table.moment(batch, commit, now_ms)
@@ -234,15 +238,15 @@ class StateStep:
         if self._local and on_driver and rows_most <= self._small_batch_rows:
             rows = collect(df, interpreted=reads_little) if rows_most else []
             done = run_fused(base, TaskPlace("driver", -1, 0), rows, cluster)
-            self._reports[name] = done.states
+            self._tasks_did(name, done)
             return "driver", [Part(done.reports, None, False)]
         moved, tasks, base = self._moved(df, base, rows_most)
         collected = moved.mapInArrow(FusedTask(base), FUSED_SPARK_SCHEMA).collect()
-        found, states, returned = done_from_rows(collected)
-        self._reports[name] = states
-        parts = [Part(found, tasks, not base.by_source or jvm.has_shuffle(df))]
-        if returned and not any(report.error is not None for report in found):
-            parts.append(self._by_driver(returned, order, cluster))
+        done = done_from_rows(collected)
+        self._tasks_did(name, done)
+        parts = [Part(done.reports, tasks, not base.by_source or jvm.has_shuffle(df))]
+        if done.returned is not None and not any(report.error is not None for report in done.reports):
+            parts.append(self._by_driver([done.returned], order, cluster))
         return f"{tasks} tasks", parts
 
     def outgoing(self, df: DataFrame, *, rows_most: int, order: WriteOrder) -> Outgoing:
@@ -273,7 +277,7 @@ class StateStep:
         parts, returned = [], []
         for table, tasks in self._staged.items():
             _, done = told(self._query.collected[table])
-            self._reports[table] = done.states
+            self._tasks_did(table, done)
             parts.append(Part(done.reports, tasks, True))
             if done.returned is not None:
                 returned.append(done.returned)
@@ -306,8 +310,13 @@ class StateStep:
         for name, table in self._by_name.items():
             table.looked_at(self._reports.get(name, []))
 
-    def failed(self, problem: BaseException) -> None:
-        """Learn from an attempt that has to be done in another way."""
+    def failed(self, problem: BaseException) -> bool:
+        """Learn from an attempt that has to be done again, maybe in another way.
+
+        Returns:
+            Whether it has brought up copies that are good for the next attempt. This can be so only once for every
+            host and partition.
+        """
         if isinstance(problem, NotColocatedError):
             self._fused = False
             self._exchanged = self._whole is None
@@ -315,6 +324,9 @@ class StateStep:
         elif isinstance(problem, NotCopartitionedError):
             self._by_source = False
             log.info("%s; from now on with a shuffle", problem.what)
+        news = [self._by_name[name].prepared(found) for name, found in self._brought_up.items()]
+        self._brought_up = {}
+        return any(news)
 
     def settle(self) -> None:
         """Apply what the last batch left pending, when the stores are on this machine and the flow ends."""
@@ -348,6 +360,10 @@ class StateStep:
         return self._exchanged
 
     # ---- inside --------------------------------------------------------------------------------------
+
+    def _tasks_did(self, table: str, done: Done) -> None:
+        self._reports[table] = done.states
+        self._brought_up[table] = done.brought_up
 
     def _order(self, table: str, write: WriteOrder, writes: Writes) -> StateOrder:
         return StateOrder(

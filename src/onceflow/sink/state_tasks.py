@@ -28,6 +28,7 @@ from onceflow.errors import BatchAbortedError, OnceflowError, OptionError
 from onceflow.sink import queries, reports
 from onceflow.sink.step_outputs import TaskOutputs, output_rows, packed, unpacked
 from onceflow.sink.tasks import RowWriter, TaskPlace, WriteOrder, extra_attempt, reports_of, worker_cluster
+from onceflow.state.prepare import Prepared
 from onceflow.state.run import StateRun
 from onceflow.state.spec import Moment, ProcessSpec, StateReport
 from onceflow.wire.partitioners import key_partitions
@@ -79,11 +80,16 @@ class StateOrder:
 
 @dataclass
 class Done:
-    """What one task did."""
+    """What one task did, or all of a stage.
+
+    Args:
+        brought_up: see `StateRun`; also of a task that has failed.
+    """
 
     reports: list[reports.Report]
     states: list[StateReport]
     returned: pa.Table | None = None
+    brought_up: list[Prepared] = field(default_factory=list)
 
 
 class Collected(AccumulatorParam[list[bytes]]):
@@ -135,7 +141,7 @@ class RowsTask:
         work = StateWork(self.order, place, worker_cluster(self.order.write.settings))
         yield from work.rows(batches)
         done = work.done()
-        self.collected.add([pickle.dumps((done.reports, done.states, packed(done.returned)))])
+        self.collected.add([pickle.dumps((done.reports, done.states, packed(done.returned), done.brought_up))])
 
 
 def told(collected: Any) -> tuple[int, Done]:
@@ -145,9 +151,10 @@ def told(collected: Any) -> tuple[int, Done]:
     done = Done([], [])
     returned: list[pa.Table] = []
     for raw in every:
-        found, states, rows = pickle.loads(raw)
+        found, states, rows, brought_up = pickle.loads(raw)
         done.reports += found
         done.states += states
+        done.brought_up += brought_up
         if rows is not None:
             returned.append(unpacked(rows))
     done.returned = pa.concat_tables(returned) if returned else None
@@ -198,6 +205,7 @@ class StateWork:
         self._waiting: list[pa.RecordBatch] = []
         self._error: OnceflowError | None = None
         self._states: list[StateReport] = []
+        self._brought_up: list[Prepared] = []
         self._acknowledged: Any = {}
 
     def rows(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -215,6 +223,7 @@ class StateWork:
             still_owner=self._still_owner,
             own_topics=order.write.own_topics,
         )
+        self._brought_up = run.brought_up
         with contextlib.closing(run):
             try:
                 if place.attempt > 0:
@@ -244,7 +253,7 @@ class StateWork:
             error=self._error,
         )
         returned = None if self._outputs is None or self._error is not None else self._outputs.returned()
-        return Done(found, self._states, returned)
+        return Done(found, self._states, returned, self._brought_up)
 
     def _still_owner(self) -> bool:
         """Whether the transactional id still has this attempt's epoch: else a newer driver was initialised."""
@@ -312,18 +321,23 @@ def done_to_arrow(done: Done) -> pa.RecordBatch:
     batch = reports.to_arrow(done.reports)
     returned = packed(done.returned)
     rest = [None] * (batch.num_rows - 1)
-    states = pa.array([pickle.dumps(done.states), *rest], pa.binary())
+    states = pa.array([pickle.dumps((done.states, done.brought_up)), *rest], pa.binary())
     return batch.append_column("states", states).append_column("returned", pa.array([returned, *rest], pa.binary()))
 
 
-def done_from_rows(collected: Iterable[Any]) -> tuple[list[reports.Report], list[StateReport], list[pa.Table]]:
-    """From what ``DataFrame.collect`` returns: reports of all tasks, their states, rows the driver is to write."""
-    found, states, returned = [], [], []
+def done_from_rows(collected: Iterable[Any]) -> Done:
+    """From what ``DataFrame.collect`` returns: what all tasks of the stage did."""
+    done = Done([], [])
+    found, returned = [], []
     for row in collected:
         fields = row.asDict()
         if fields["states"] is not None:
-            states += pickle.loads(fields["states"])
+            states, brought_up = pickle.loads(fields["states"])
+            done.states += states
+            done.brought_up += brought_up
         if fields["returned"] is not None:
             returned.append(unpacked(bytes(fields["returned"])))
         found.append({name: value for name, value in fields.items() if name not in ("states", "returned")})
-    return reports.from_dicts(found), states, returned
+    done.reports = reports.from_dicts(found)
+    done.returned = pa.concat_tables(returned) if returned else None
+    return done

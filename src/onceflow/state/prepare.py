@@ -25,7 +25,7 @@ _LONG_RESTORE_S = 5.0
 
 @dataclass(frozen=True)
 class Prepared:
-    """A local copy that holds what was committed when it was prepared, for `TableState.prepared`.
+    """A local copy that holds what was committed when it was opened, for `TableState.prepared`.
 
     Args:
         place: see `ProcessSpec.place`.
@@ -38,6 +38,10 @@ class Prepared:
     how: str
     records: int
     seconds: float
+
+    @classmethod
+    def of(cls, opened: Opened, spec: ProcessSpec, partition: int) -> Prepared:
+        return cls(spec.table, partition, spec.place(), opened.how, opened.records, opened.seconds)
 
 
 def open_local(
@@ -83,7 +87,7 @@ def prepare_partition(
     """
     opened = open_local(spec, moment, partition, source, still_owner=still_owner)
     opened.store.close()
-    return Prepared(spec.table, partition, spec.place(), opened.how, opened.records, opened.seconds)
+    return Prepared.of(opened, spec, partition)
 
 
 def lacks(spec: ProcessSpec, moment: Moment, partition: int) -> int | None:

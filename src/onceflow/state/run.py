@@ -19,7 +19,7 @@ from onceflow.state import rows
 from onceflow.state.columns import ColumnEngine
 from onceflow.state.engine import Engine
 from onceflow.state.local import Opened, Source, set_pending, snapshot
-from onceflow.state.prepare import open_local
+from onceflow.state.prepare import Prepared, open_local
 from onceflow.state.processor import ColumnProcessor
 from onceflow.state.spec import Moment, ProcessSpec, StateReport
 from onceflow.wire.names import OwnTopics
@@ -75,6 +75,8 @@ class StateRun:
         self._still_owner = still_owner
         self._open: dict[int, _Open] = {}
         self._place = spec.place()
+        #: Copies on disk that lacked something and lack nothing now. They stay so, whatever becomes of this attempt.
+        self.brought_up: list[Prepared] = []
 
     def open(self, partitions: Iterable[int]) -> None:
         """Bring the stores of these partitions up to date, expire rows and fire timers there."""
@@ -131,6 +133,8 @@ class StateRun:
             return known.engine
         spec, moment = self._spec, self._moment
         opened = open_local(spec, moment, partition, self._source, still_owner=self._still_owner)
+        if opened.records and spec.store.on_disk:
+            self.brought_up.append(Prepared.of(opened, spec, partition))
         kind = ColumnEngine if isinstance(spec.processor, ColumnProcessor) else Engine
         engine = kind(
             spec.processor,  # type: ignore[arg-type]  # each engine takes its own kind

@@ -135,11 +135,13 @@ class TableState:
                 self.last[report.partition] = moment.commit
             _tell(report.table, report.partition, report.how, report.restored, report.restore_seconds)
 
-    def prepared(self, found: Sequence[Prepared]) -> None:
-        """Local copies are up to date before a batch begins."""
+    def prepared(self, found: Sequence[Prepared]) -> bool:
+        """Local copies are up to date, and no batch has been committed with them. Returns whether any was not known."""
+        known = len(self._verified)
         for each in found:
             self._verified.add((each.place, each.partition))
             _tell(each.table, each.partition, each.how, each.records, each.seconds)
+        return len(self._verified) > known
 
     def looked_at(self, reports: Sequence[StateReport]) -> None:
         """The stores were opened, and nothing was committed (a batch without effect)."""
