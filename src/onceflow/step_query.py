@@ -47,7 +47,8 @@ def step_frame(rows: DataFrame, table: str) -> DataFrame:
 def current_cores(spark: SparkSession) -> Callable[[], int]:
     """Asks how many tasks Spark runs at once: at this moment, for executors come and go."""
     context = spark.sparkContext
-    grows = str(context.getConf().get("spark.dynamicAllocation.enabled", "false")).lower() == "true"
+    # Not by SparkContext.getConf, which copies every setting from the JVM, one by one.
+    grows = str(spark.conf.get("spark.dynamicAllocation.enabled", "false")).lower() == "true"
 
     def cores() -> int:
         return context.defaultParallelism * (_GROWTH if grows else 1)
@@ -94,7 +95,8 @@ def wire(
         )
     streamed = source_frame(df.sparkSession, branches)
     source_keys = len(branches) == 1 and queries.has_source_keys(streamed)
-    if clock and any(needs_clock(step.spec) for step in used.values()):
+    clock = clock and any(needs_clock(step.spec) for step in used.values())
+    if clock:
         streamed = with_clock(streamed, flow)
     context = df.sparkSession.sparkContext
     query = StepQuery(
@@ -123,6 +125,7 @@ def wire(
         small_batch_rows=options.small_batch_rows,
         source_partitions={name: len(partitions) for name, partitions in source_partitions.items()},
         source_keys=source_keys,
+        clock=clock,
     )
     return Query(streamed, options, columns, state)
 

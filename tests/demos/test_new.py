@@ -118,6 +118,7 @@ def test_its_code_is_formatted(name: str, tmp_path: Path) -> None:
     run([sys.executable, "-m", "ruff", "check", "--no-cache", "--select", rules, "."], tmp_path)
 
 
+@pytest.mark.long
 def test_its_code_is_typed(project: Path) -> None:
     # The cache is for what the project imports: without it this takes six seconds instead of one.
     cache = ROOT / ".mypy_cache" / "generated"

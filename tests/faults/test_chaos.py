@@ -1,4 +1,4 @@
-"""A short chaos run: faults of many kinds on three brokers, then every record is checked."""
+"""A short chaos run: faults of many kinds, then every record is checked."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ pytestmark = [pytest.mark.integration, pytest.mark.faults]
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("seconds", [10, pytest.param(150, marks=pytest.mark.long)])
-def test_a_short_run(tmp_path: Path, seconds: int) -> None:
+@pytest.mark.parametrize("setup, seconds", [("one-node", 10), pytest.param("three-nodes", 150, marks=pytest.mark.long)])
+def test_a_short_run(tmp_path: Path, setup: str, seconds: int) -> None:
     command = [sys.executable, "-m", "onceflow.cli.main", "chaos", "--seconds", str(seconds), "--seed", "216"]
-    command += ["--setup", "three-nodes", "--keep", str(tmp_path / "run")]
+    command += ["--setup", setup, "--keep", str(tmp_path / "run")]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=580, check=False)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
     result = json.loads(done.stdout.splitlines()[-1])
     assert result["verdict"] == "passed"
-    assert result["setups"] == {"three-nodes": "passed"}
+    assert result["setups"] == {setup: "passed"}
     assert (result["lost"], result["duplicated"], result["torn"], result["others"]) == (0, 0, 0, {})
     assert result["faults"] >= 3
-    assert result["records"] > 50_000
+    assert result["records"] > 20_000

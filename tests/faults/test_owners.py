@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from typing import Any
@@ -53,23 +54,22 @@ def test_the_older_of_two_drivers_is_fenced(make_pipe: Any, small_batch_rows: in
     pipe.check()
 
 
-def test_a_driver_fenced_in_mid_batch(make_pipe: Any) -> None:
+def test_a_driver_fenced_in_mid_batch(make_pipe: Any, inject: Any) -> None:
     """The older driver sleeps (a long garbage collection) between its writes and its commit."""
     pipe = make_pipe()
     pipe.fill(1500)
     ready, go_on = pipe.tmp_path / "paused", pipe.tmp_path / "go-on"
-    rule = faults.fault("audit", "pause", batch=1, seconds=60, once_file=str(ready), until=str(go_on))
-    process = pipe.driver(rule)
+    inject("audit", "pause", batch=1, seconds=60, once_file=str(ready), until=str(go_on))
+    older = start(pipe)
     try:
         wait_until(ready.exists, "the older driver reaches its pause")
         pipe.run()
         pipe.fill(200)
         go_on.touch()
-        output = process.communicate(timeout=90)[0]
-        assert process.returncode != 0
-        assert "FencedError" in output
+        with pytest.raises(FencedError):
+            older.awaitTermination(60)
     finally:
-        pipe.end_driver(process)
+        older.stop()
     pipe.run()
     pipe.check()
 
@@ -111,15 +111,35 @@ def test_two_tasks_on_one_partition_are_refused_before_commit(make_pipe: Any, mo
     pipe.check()
 
 
-@pytest.mark.parametrize(
-    "step, action, master",
-    [
-        ("write", "raise", "local[2,2]"),
-        pytest.param("write", "raise", "local-cluster[2,1,600]", marks=pytest.mark.long),
-        pytest.param("begin", "orphan", "local-cluster[2,1,600]", marks=pytest.mark.long),
-    ],
-)
-def test_extra_attempts_of_a_task(make_pipe: Any, step: str, action: str, master: str) -> None:
+def test_extra_attempts(make_pipe: Any) -> None:
+    """I3. In batch 1 a task fails after producing, and Spark retries it. In batch 2 shuffle files are lost while the
+    write stage runs: Spark attempts the rest of the stage again, with task attempts counted from 0 anew. Four tasks on
+    two cores: the first two finish, the last two find the files gone.
+    """
+    pipe = make_pipe()
+    pipe.fill(2000)
+    failed, lost, local = (pipe.tmp_path / name for name in ("failed", "lost", "spark-local"))
+    fails = faults.fault("write", "raise", where="task", task=0, batch=1, once_file=str(failed))
+    loses = faults.fault("begin", "lose-shuffle", where="task", task=0, batch=2, folder=str(local), once_file=str(lost))
+    process = pipe.driver(
+        json.dumps(json.loads(fails) + json.loads(loses)),
+        master="local[2,2]",
+        spark={"spark.local.dir": str(local), "spark.default.parallelism": "4"},
+        task_bytes=1,
+        write={"small_batch_rows": 0},
+    )
+    output = finish(pipe, process, 120)
+    assert process.returncode == 0, output
+    assert failed.exists()
+    assert "Extra attempt: task 0 is at attempt 1" in output, output
+    assert lost.exists()
+    assert "shuffle files were lost" in output, output
+    pipe.check()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("step, action", [("write", "raise"), ("begin", "orphan")])
+def test_extra_attempts_on_executors(make_pipe: Any, step: str, action: str) -> None:
     """I3. Spark retries a task that failed after producing; or one whose executor is gone while the task
     itself is only slow: it wakes up and writes while the second attempt runs, and after.
 
@@ -132,7 +152,7 @@ def test_extra_attempts_of_a_task(make_pipe: Any, step: str, action: str, master
     rule = faults.fault(step, action, where="task", task=0, seconds=8, once_file=str(once))
     process = pipe.driver(
         rule,
-        master=master,
+        master="local-cluster[2,1,600]",
         spark={"spark.executor.memory": "600m"},
         write={"small_batch_rows": 0, "partitioner": "source"},
     )
@@ -140,28 +160,6 @@ def test_extra_attempts_of_a_task(make_pipe: Any, step: str, action: str, master
     assert process.returncode == 0, output
     assert once.exists()
     assert "Extra attempt: task 0 is at attempt 1" in output
-    pipe.check()
-
-
-def test_extra_attempt_of_a_stage(make_pipe: Any) -> None:
-    """I3. Shuffle files are lost while the write stage runs: Spark attempts the rest of the stage again, with task
-    attempts counted from 0 anew. Four tasks on two cores: the first two finish, the last two find the files gone.
-    """
-    pipe = make_pipe()
-    pipe.fill(2000)
-    once = pipe.tmp_path / "fired"
-    local = pipe.tmp_path / "spark-local"
-    rule = faults.fault("begin", "lose-shuffle", where="task", task=0, batch=2, folder=str(local), once_file=str(once))
-    process = pipe.driver(
-        rule,
-        spark={"spark.local.dir": str(local), "spark.default.parallelism": "4"},
-        task_bytes=1,
-        write={"small_batch_rows": 0},
-    )
-    output = finish(pipe, process, 120)
-    assert process.returncode == 0, output
-    assert once.exists()
-    assert "shuffle files were lost" in output, output
     pipe.check()
 
 
@@ -192,8 +190,8 @@ def test_a_transaction_that_timed_out_is_run_again(make_pipe: Any, inject: Any) 
     """The broker aborts in mid-batch; the batch runs again under a new epoch, nothing is lost."""
     pipe = make_pipe()
     pipe.fill(1500)
-    inject("audit", "pause", batch=1, seconds=4)
-    query = pipe.run(transaction_timeout="2 seconds")
+    inject("audit", "pause", batch=1, seconds=2.5)
+    query = pipe.run(transaction_timeout="1 second")
     assert {b.batch: b.attempts for b in query.batches}[1] == 2
     pipe.check()
 

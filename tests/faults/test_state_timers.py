@@ -93,9 +93,8 @@ def test_timers_fire_once(make_state_pipe: Any, late_topic: str, inside: bool) -
     check(pipe, late_topic, expected)
 
 
-@pytest.mark.parametrize(
-    "step", ["end", *(pytest.param(step, marks=pytest.mark.long) for step in ("begin", "write", "settle"))]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("step", ["begin", "write", "end", "settle"])
 def test_driver_killed_among_timers(make_state_pipe: Any, late_topic: str, step: str) -> None:
     """Batch 5 has fired timers already, others are waiting."""
     pipe = make_state_pipe()
@@ -256,7 +255,7 @@ def test_timers_are_due_while_the_plan_has_the_clock(make_state_pipe: Any, monke
     sent: list[bytes] = []
     try:
         end = time.monotonic() + 60
-        while "union" not in plans[1:]:
+        while "source" not in plans or "union" not in plans[plans.index("source") :]:
             assert query.isActive, query.failure
             assert time.monotonic() < end, plans
             numbers = [b"%d" % n for n in range(len(sent), len(sent) + 40)]
@@ -271,7 +270,6 @@ def test_timers_are_due_while_the_plan_has_the_clock(make_state_pipe: Any, monke
     finally:
         query.stop()
     assert Counter(record.value for record in done) == Counter(sent)
-    assert "source" in plans
 
 
 def test_timers_of_one_moment_fire_in_bounded_batches_at_once(make_state_pipe: Any, late_topic: str) -> None:

@@ -37,7 +37,7 @@ def verdict_on(pipe: Any, path: Path, **options: Any) -> Any:
     return verify(path, pipe.bootstrap, pipe.flow, sources=[pipe.source], outputs=[pipe.target], **options)
 
 
-@pytest.mark.parametrize("small_batch_rows", [0, 8000])
+@pytest.mark.parametrize("small_batch_rows", [0, pytest.param(8000, marks=pytest.mark.long)])
 def test_a_flow_with_an_aborted_attempt(
     make_pipe: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, small_batch_rows: int
 ) -> None:
@@ -187,7 +187,9 @@ def sums(records: Iterable[independent.Seen]) -> dict[bytes | None, int]:
     return found
 
 
-@pytest.mark.parametrize("small_batch_rows", [0, None], ids=["tasks", "driver"])
+@pytest.mark.parametrize(
+    "small_batch_rows", [pytest.param(0, id="tasks"), pytest.param(None, id="driver", marks=pytest.mark.long)]
+)
 def test_a_process_step(
     make_state_pipe: Any, inject: Callable[..., None], tmp_path: Path, small_batch_rows: int | None
 ) -> None:

@@ -111,7 +111,7 @@ def test_many_outputs_that_belong_to_other_tasks(
     pipe.check()
 
 
-@pytest.mark.parametrize("small_batch_rows", [0, 4000])
+@pytest.mark.parametrize("small_batch_rows", [0, pytest.param(4000, marks=pytest.mark.long)])
 def test_inside_a_query(make_state_pipe: Any, small_batch_rows: int) -> None:
     """Any PySpark may follow a process step."""
     pipe = make_state_pipe()
@@ -154,7 +154,7 @@ def test_lost_local_state(make_state_pipe: Any) -> None:
     pipe.check()
 
 
-@pytest.mark.parametrize("store", ["lmdb", "rocksdb"])
+@pytest.mark.parametrize("store", ["lmdb", pytest.param("rocksdb", marks=pytest.mark.long)])
 def test_large_copies_are_prepared_before_the_batch_writes(
     make_state_pipe: Any,
     by_tasks: Any,

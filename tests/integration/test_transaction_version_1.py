@@ -87,15 +87,15 @@ def test_the_older_of_two_drivers_is_fenced(pipe: Any) -> None:
 
 def test_a_transaction_that_timed_out_is_run_again(pipe: Any, inject: Any) -> None:
     """Version 1 answers a timeout like a fencing; the driver finds out that nobody else owns the id."""
-    inject("audit", "pause", batch=1, seconds=4)
-    query = pipe.run(transaction_timeout="2 seconds")
+    inject("audit", "pause", batch=1, seconds=2.5)
+    query = pipe.run(transaction_timeout="1 second")
     assert {b.batch: b.attempts for b in query.batches}[1] == 2
     pipe.check()
 
 
 def test_a_timeout_that_the_commit_meets(pipe: Any, inject: Any) -> None:
-    inject("progress", "pause", batch=1, seconds=4)
-    query = pipe.run(transaction_timeout="2 seconds")
+    inject("progress", "pause", batch=1, seconds=2.5)
+    query = pipe.run(transaction_timeout="1 second")
     assert {b.batch: b.attempts for b in query.batches}[1] == 2
     pipe.check()
 

@@ -715,7 +715,7 @@ def test_another_process_reads_a_local_table_while_a_flow_writes(opener: type[St
 
 # ---- damage ------------------------------------------------------------------------------------------
 
-FLIPS = 96
+FLIPS = 64
 
 
 def damaged_flow() -> Flow:

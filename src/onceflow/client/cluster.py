@@ -292,12 +292,15 @@ class Cluster:
 
     # ---- topics --------------------------------------------------------------------------------------
 
-    def topics(self, names: Iterable[str] | None, deadline: Deadline, *, patient: bool = False) -> dict[str, TopicInfo]:
+    def topics(
+        self, names: Iterable[str] | None, deadline: Deadline, *, patient: bool = False, once: bool = False
+    ) -> dict[str, TopicInfo]:
         """Metadata of the named topics (of all that are visible when None), fresh from a broker.
 
         Args:
             patient: the topics should be there, so a broker that knows nothing of one is asked again for some seconds;
                 so it is for topics that were there before. Otherwise a few times.
+            once: the first broker that knows nothing of a topic is believed: the caller creates what is missing.
 
         Raises:
             UnknownTopicError: a topic does not exist or may not be described.
@@ -321,7 +324,7 @@ class Cluster:
                     raise codes.error_for(29, api="Metadata", topic=topic.name)
                 elif topic.error_code == 3:
                     waits = patient or topic.name in self._topics
-                    if attempt >= _UNKNOWN_ATTEMPTS and not (waits and time.monotonic() < unknown_until):
+                    if (once or attempt >= _UNKNOWN_ATTEMPTS) and not (waits and time.monotonic() < unknown_until):
                         self._topics.pop(topic.name, None)
                         raise unknown_topic(topic.name)
                     unsettled = f"{topic.name} is unknown"

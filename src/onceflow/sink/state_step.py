@@ -123,6 +123,7 @@ class StateStep:
         source_keys: whether the keys of the first step's input are those of the source: else they are not in its
             partitions.
         source_partitions: partition count of every source topic.
+        clock: whether the query is woken up for timers: then some batches have the clock's rows (none) in their plan.
     """
 
     def __init__(
@@ -135,6 +136,7 @@ class StateStep:
         small_batch_rows: int | None,
         source_partitions: Mapping[str, int],
         source_keys: bool,
+        clock: bool = False,
     ) -> None:
         self._query = query
         self._by_name = dict(tables)
@@ -143,6 +145,7 @@ class StateStep:
         self._local = local
         self._small_batch_rows = _SMALL_BATCH_ROWS if small_batch_rows is None else small_batch_rows
         self._source_partitions = dict(source_partitions)
+        self._clock = clock
         # The only step, when its outputs are written as they are.
         self._whole = query.tree.step if len(tables) == 1 else None
         self._fused = self._whole is not None
@@ -408,26 +411,21 @@ class StateStep:
 
     def _may_take_source_partitions(self, df: DataFrame, spec: ProcessSpec, due: frozenset[int]) -> bool:
         """Whether source partitions can be taken as they are, without a shuffle."""
-        if self._by_source is None:
-            self._by_source = self._are_source_partitions(df, spec)
-        if not self._by_source:
+        one_to_one = list(self._source_partitions.values()) == [spec.topics.partitions] and "partition" in df.columns
+        if self._by_source is False or not one_to_one:
             return False
-        if not due:
+        if self._by_source and not due:
             return True
+        try:
+            read = {partition for _, partition in jvm.source_partitions(df)}
+        except OptionError:
+            # Another plan may have no union with the clock's rows.
+            if self._by_source is None and not self._clock:
+                self._by_source = False
+            return False
+        self._by_source = True
         # What is due in partitions that the batch does not read needs a task, too: only a shuffle has one for each.
-        try:
-            return due <= {partition for _, partition in jvm.source_partitions(df)}
-        except OptionError:
-            return False  # plans differ from batch to batch: the clock's rows may be a part of this one
-
-    def _are_source_partitions(self, df: DataFrame, spec: ProcessSpec) -> bool:
-        if list(self._source_partitions.values()) != [spec.topics.partitions] or "partition" not in df.columns:
-            return False
-        try:
-            jvm.source_partitions(df)
-        except OptionError:
-            return False
-        return True
+        return due <= read
 
 
 class _Stages:

@@ -91,9 +91,15 @@ def ensure_topics(cluster: Cluster, table: str, partitions: int, deadline: Deadl
 
 def _ensure(cluster: Cluster, topic: str, partitions: int, deadline: Deadline) -> TopicInfo:
     try:
-        info = cluster.topics([topic], deadline)[topic]
+        info = cluster.topics([topic], deadline, once=True)[topic]
     except UnknownTopicError:
-        return _create(cluster, topic, partitions, deadline)
+        try:
+            return _create(cluster, topic, partitions, deadline)
+        except PermissionDeniedError as refused:  # it may be there: only one broker was asked
+            try:
+                info = cluster.topics([topic], deadline)[topic]
+            except UnknownTopicError:
+                raise refused from None
     policy = topic_config(cluster, topic, "cleanup.policy", deadline)
     if policy is None:
         log.warning("may not read the settings of %s: see that its cleanup.policy is compact", topic)
