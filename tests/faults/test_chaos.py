@@ -12,8 +12,9 @@ import pytest
 pytestmark = [pytest.mark.integration, pytest.mark.faults]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("setup, seconds", [("one-node", 10), pytest.param("three-nodes", 150, marks=pytest.mark.long)])
+@pytest.mark.parametrize("setup, seconds", [("one-node", 10), ("three-nodes", 150)])
 def test_a_short_run(tmp_path: Path, setup: str, seconds: int) -> None:
     command = [sys.executable, "-m", "onceflow.cli.main", "chaos", "--seconds", str(seconds), "--seed", "216"]
     command += ["--setup", setup, "--keep", str(tmp_path / "run")]

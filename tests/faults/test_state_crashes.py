@@ -75,6 +75,7 @@ def test_driver_kills_itself(make_state_pipe: Any, step: str) -> None:
     pipe.check()
 
 
+@pytest.mark.long
 def test_exception(make_state_pipe: Any, inject: Any, by_tasks: dict[str, Any]) -> None:
     """In one flow: what follows a failed batch fails itself, at the next step. At the others it is as without state
     (test_crashes.py)."""

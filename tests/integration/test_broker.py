@@ -54,6 +54,8 @@ def first_value(bootstrap_servers: str, topic: str) -> bytes | None:
         consumer.close()
 
 
+# Its data and ports are those of test_broker_killed_in_mid_batch, too.
+@pytest.mark.long
 def test_a_killed_broker_comes_back_with_its_data_and_ports(broker: LocalBroker) -> None:
     assert broker.start() is True
     assert broker.start() is False

@@ -324,6 +324,7 @@ def use_up_epochs(bootstrap_servers: str, transactional_id: str, last: int) -> B
         return BatchHeader(producer_id, known)
 
 
+@pytest.mark.long
 def test_epochs_run_out_between_transactions(
     cluster: Cluster, make_topic: Callable[..., str], onceflow_broker: str
 ) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from onceflow.broker.local import LocalBroker
 from onceflow.broker.process import admin_client
@@ -41,14 +43,21 @@ def create_topic(
     from confluent_kafka import KafkaException
     from confluent_kafka.cimpl import NewTopic
 
+    topic = NewTopic(name, num_partitions=partitions, config=dict(configs or {}))
+    try:
+        admin = _admin(bootstrap_servers)
+        admin.create_topics([topic], operation_timeout=TOPIC_TIMEOUT_S)[name].result(TOPIC_TIMEOUT_S)
+    except (KafkaException, TimeoutError) as error:
+        raise BrokerUnreachableError(
+            f"Topic {name} could not be created at {bootstrap_servers}.",
+            topic=name,
+            detail=str(error),
+            next_step="See whether the broker runs and whether the topic configuration is valid.",
+        ) from error
+
+
+@lru_cache(maxsize=1)
+def _admin(bootstrap_servers: str) -> Any:
+    """Kept for the next topic: a new client needs longer to connect than the broker to create it."""
     with admin_client(bootstrap_servers, {}) as admin:
-        topic = NewTopic(name, num_partitions=partitions, config=dict(configs or {}))
-        try:
-            admin.create_topics([topic], operation_timeout=TOPIC_TIMEOUT_S)[name].result(TOPIC_TIMEOUT_S)
-        except (KafkaException, TimeoutError) as error:
-            raise BrokerUnreachableError(
-                f"Topic {name} could not be created at {bootstrap_servers}.",
-                topic=name,
-                detail=str(error),
-                next_step="See whether the broker runs and whether the topic configuration is valid.",
-            ) from error
+        return admin
