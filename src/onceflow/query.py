@@ -62,13 +62,22 @@ class FlowQuery(StreamingQuery):
             self.release()
             raise self._reason(error) from error
 
-    def stop(self) -> None:
-        """Stop between two batches, or abort the one under way: it is run again at the next start."""
+    def stop(self, *, batch_s: float = 0.0) -> None:
+        """Stop between two batches, or abort the one under way: it is run again at the next start.
+
+        Args:
+            batch_s: give the batch under way so many seconds to end; no further one begins.
+        """
+        if batch_s > 0:
+            self._sink.held.set()
+        ended = batch_s > 0 and self._sink.turn.acquire(timeout=batch_s)
         self._sink.stopping = True
         try:
             with contextlib.suppress(EnvironmentUnusableError), _jvm_needed():
                 super().stop()
         finally:
+            if ended:
+                self._sink.turn.release()
             self.release()
 
     @property

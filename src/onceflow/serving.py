@@ -16,6 +16,7 @@ from onceflow.sink.delivery import AT_MOST_ONCE
 from onceflow.sink.options import BatchSummary
 
 _LOOK_EVERY_S = 0.1
+_BATCH_S = 60.0  # for the batch under way, where it must not be cut short
 
 
 def serve(*queries: FlowQuery, more: Callable[[FlowQuery], dict[str, Any]] | None = None) -> None:
@@ -78,10 +79,8 @@ def _line(query: FlowQuery, batch: BatchSummary) -> dict[str, Any]:
 def _end(query: FlowQuery) -> None:
     if not query.isActive:
         return
-    if query.guarantee == AT_MOST_ONCE:
-        # A batch whose progress has moved is written: an orderly end loses nothing, with at_most_once neither.
-        query.processAllAvailable()
-    query.stop()
+    # A batch whose progress has moved is written: an orderly end loses nothing, with at_most_once neither.
+    query.stop(batch_s=_BATCH_S if query.guarantee == AT_MOST_ONCE else 0.0)
 
 
 @contextlib.contextmanager

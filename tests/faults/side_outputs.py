@@ -214,8 +214,13 @@ OPERATORS: dict[str, Operator] = {
         lambda flow, frame, topics, options: frame.withColumn("value", F.concat("value", F.lit(b"!"))),
         lambda n, value: [value + b"!"],
     ),
+    # Written without topic=: every row names its topic.
     "own topic": Operator(
         lambda flow, frame, topics, options: frame.withColumn("topic", F.lit(topics.target)),
+    ),
+    # Written with topic=, which is for all rows: the column is only a column.
+    "column named topic": Operator(
+        lambda flow, frame, topics, options: frame.withColumn("topic", F.lit(topics.source)),
     ),
     "union": Operator(
         lambda flow, frame, topics, options: frame.select("key", "value").union(

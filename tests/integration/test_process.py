@@ -329,6 +329,56 @@ def test_wrong_options(make_state_pipe: Any, options: dict[str, Any], message: s
         pipe.run(process=options)
 
 
+@pytest.mark.parametrize(
+    "column, made, message",
+    [
+        ("timestamp", "CAST(timestamp AS LONG)", "'timestamp' as timestamp; it is bigint"),
+        ("timestamp", "CAST(timestamp AS TIMESTAMP_NTZ)", "'timestamp' as timestamp; it is timestamp_ntz"),
+        ("offset", "CAST(offset AS INT)", "'offset' as long; it is int"),
+        ("headers", "array('a')", "'headers' as array<struct"),
+        ("key", "1", "'key' as string or binary; it is int"),
+    ],
+)
+def test_columns_of_other_types_are_refused(make_pipe: Any, column: str, made: str, message: str) -> None:
+    """Event time, offsets or headers would be missing without a word."""
+    pipe = make_pipe()
+    with onceflow.Flow(pipe.flow, pipe.spark, bootstrap_servers=pipe.bootstrap) as flow:
+        df = flow.read(pipe.source).withColumn(column, F.expr(made))
+        with pytest.raises(onceflow.SchemaError, match=message):
+            flow.process(df, pipe_processor(), table=f"{pipe.source}-table")
+
+
+def test_options_that_lose_the_order_of_keys_are_refused(make_pipe: Any) -> None:
+    pipe = make_pipe()
+    with onceflow.Flow(pipe.flow, pipe.spark, bootstrap_servers=pipe.bootstrap) as flow:
+        df = flow.read(pipe.source, options={"minPartitions": "8"})
+        with pytest.raises(onceflow.OptionError, match="minPartitions divides the partitions"):
+            flow.process(df, pipe_processor(), table=f"{pipe.source}-table")
+        with pytest.raises(onceflow.OptionError, match=r'partitioner="key" needs'):
+            flow.write(df, topic=pipe.target)
+        flow.write(df, topic=pipe.target, partitioner="spread")
+        df = flow.read(pipe.source)
+        flow.write(df, topic=pipe.target)
+
+
+def test_a_with_clause_is_refused(make_state_pipe: Any, onceflow_spark: Any) -> None:
+    pipe = make_state_pipe()
+    with onceflow.Flow(pipe.flow, pipe.spark, bootstrap_servers=pipe.bootstrap) as flow:
+        rows = flow.process(flow.read(pipe.source), pipe_processor(), table=pipe.table, state_dir=pipe.state_dir)
+        rows.createOrReplaceTempView("rows_of_a_step")
+        query = onceflow_spark.sql("WITH some AS (SELECT key, value FROM rows_of_a_step) SELECT * FROM some")
+        with pytest.raises(onceflow.UnsupportedQueryError, match="WITH clause"):
+            flow.write(query, topic=pipe.target).start()
+
+
+def pipe_processor() -> onceflow.Processor:
+    class Nothing(onceflow.Processor):
+        def process(self, key: bytes, records: Any, state: Any) -> Any:
+            return ()
+
+    return Nothing()
+
+
 def test_missing_dead_letter_topic(make_state_pipe: Any) -> None:
     pipe = make_state_pipe()
     pipe.fill(10)

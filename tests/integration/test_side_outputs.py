@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pytest
+from pyspark.sql import functions as F
 
 import onceflow
 from onceflow.sink import plans, state_step
@@ -25,6 +28,7 @@ LONG = (
     "where",
     "withColumn",
     "own topic",
+    "column named topic",
     "mapInArrow",
     "mapInPandas",
     "static join",
@@ -52,7 +56,8 @@ def test_operators_behind_a_step(
     independent.fill(onceflow_broker, topics.beside, sent_beside)
     with onceflow.Flow(f"flow-{topics.source}", onceflow_spark, bootstrap_servers=onceflow_broker) as flow:
         frame = side_outputs.frame_of(flow, operator, topics, records_per_batch=1500, state_dir=str(tmp_path / "state"))
-        query = flow.write(frame, topic=topics.target, small_batch_rows=0, once=True).start()
+        topic = None if operator == "own topic" else topics.target
+        query = flow.write(frame, topic=topic, small_batch_rows=0, once=True).start()
         query.awaitTermination()
         assert {batch.attempts for batch in query.batches} == {1}
     side_outputs.check(onceflow_broker, topics, side_outputs.expected(operator, sent, sent_beside))
@@ -95,6 +100,38 @@ def test_many_side_outputs_that_belong_to_other_tasks(
     first, *others = [batch.attempts for batch in query.batches]
     assert (first, set(others)) == (2, {1})
     side_outputs.check(onceflow_broker, topics, side_outputs.expected("select", side_outputs.inputs(0, 3000), []))
+
+
+@pytest.mark.long
+def test_a_filter_on_the_time(
+    onceflow_broker: str,
+    onceflow_spark: Any,
+    make_topic: Callable[..., str],
+    side_outputs: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each batch has its own time. When the filter lets nothing through any more, the optimizer leaves the step out."""
+    monkeypatch.setattr(state_step, "_TASK_ROWS", 800)
+    topics = side_outputs.make_topics(make_topic)
+    independent.fill(onceflow_broker, topics.source, side_outputs.inputs(0, 3000))
+    with onceflow.Flow(f"flow-{topics.source}", onceflow_spark, bootstrap_servers=onceflow_broker) as flow:
+        frame = side_outputs.frame_of(flow, "select", topics, records_per_batch=1500, state_dir=str(tmp_path / "state"))
+        until = time.time() + 10
+        frame = frame.where(F.current_timestamp() < F.timestamp_seconds(F.lit(until)))
+        query = flow.write(frame, topic=topics.target, small_batch_rows=0).start()
+        try:
+            query.processAllAvailable()
+            assert time.time() < until
+            while time.time() < until:
+                time.sleep(0.1)
+            independent.fill(onceflow_broker, topics.source, side_outputs.inputs(3000, 3000))
+            query.processAllAvailable()
+        finally:
+            query.stop()
+    first = side_outputs.expected("select", side_outputs.inputs(0, 3000), [])
+    everything = side_outputs.expected("select", side_outputs.inputs(0, 6000), [])
+    side_outputs.check(onceflow_broker, topics, replace(everything, target=first.target))
 
 
 def test_a_build_whose_side_outputs_are_rows_is_found_out(

@@ -16,7 +16,7 @@ import pytest
 from onceflow.client.cluster import Cluster
 from onceflow.client.deadline import Deadline
 from onceflow.client.settings import ClientSettings
-from onceflow.errors import AuthenticationFailedError
+from onceflow.errors import AuthenticationFailedError, BrokerUnreachableError
 
 _API_VERSIONS, _METADATA, _HANDSHAKE, _AUTHENTICATE = 18, 3, 17, 36
 _REFUSAL = b'{"status":"invalid_token"}'
@@ -122,3 +122,18 @@ def test_tokens_that_are_refused_by_their_source_are_not_tried(
     with pytest.raises(AuthenticationFailedError, match="is no bearer token"):
         connecting(lambda: ("Bearer x", 60)).connect(Deadline(20, "a test connects"))
     assert doorman.shown == []
+
+
+@pytest.mark.parametrize("protocol", ["PLAINTEXT", "SSL"])
+def test_a_broker_that_accepts_and_says_nothing(protocol: str) -> None:
+    """As one that is stopped (SIGSTOP): the kernel takes the connection."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        cluster = Cluster(ClientSettings(address, {"security.protocol": protocol}))
+        began = time.monotonic()
+        try:
+            with pytest.raises(BrokerUnreachableError):
+                cluster.connect(Deadline(2, "a test connects"))
+        finally:
+            cluster.close()
+        assert time.monotonic() - began < 20

@@ -15,6 +15,7 @@ from onceflow.state.processor import Processor
 from onceflow.state.record import Record
 from onceflow.state.serdes import BYTES, JSON, LONG, STRING
 from onceflow.testing.processor_driver import ProcessorDriver
+from onceflow.wire.names import OwnTopics
 
 
 class Text(Processor):
@@ -115,6 +116,23 @@ def test_sliced_and_other_column_types_are_taken(store: Any) -> None:
         run.feed(pa.record_batch({"value": pa.array([b"1"])}))
     with pytest.raises(SchemaError, match="int64"):
         run.feed(pa.record_batch({"key": pa.array([1]), "value": pa.array([b"1"])}))
+
+
+def test_a_record_that_was_read_goes_where_its_topic_says_when_that_was_changed(store: Any) -> None:
+    """With or without an offset: a query may drop the column."""
+
+    def run_it(key: str, records: Any, state: Any) -> Any:
+        yield records[0]
+        records[0].topic = "alerts"
+        yield records[0]
+        yield Record(key, "made", topic="alerts", offset=3)
+
+    for columns in ({}, {"offset": pa.array([9])}, {"topic": pa.array(["in"])}):
+        run = engine(Text(run_it), store, source_topic="in", own_topics=OwnTopics(frozenset({"in"})))
+        run.feed(batch((b"k", b"1"), **columns))
+        out = run.outputs()
+        assert out is not None
+        assert out.column("topic").to_pylist() == [None, "alerts", "alerts"]
 
 
 def test_outputs_have_five_columns_and_are_handed_over_once(store: Any) -> None:

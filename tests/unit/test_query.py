@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
+import time
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from py4j.protocol import Py4JError, Py4JNetworkError
 
-from onceflow import EnvironmentUnusableError
+from onceflow import BatchAbortedError, EnvironmentUnusableError
 from onceflow.query import FlowQuery
+from onceflow.sink.batch import BatchSink
+from onceflow.wire.names import Names
 
 
 class Gone:
@@ -40,6 +45,43 @@ def query(request: pytest.FixtureRequest) -> FlowQuery:
     query = FlowQuery(spark, sink, lambda: stopped.append(True))
     query.stopped = stopped  # type: ignore[attr-defined]
     return query
+
+
+@pytest.mark.parametrize("batch_s", [0.0, 30.0])
+def test_a_batch_under_way_may_end_before_the_query_is_stopped(batch_s: float) -> None:
+    """And the next one does not begin."""
+    ended: list[str] = []
+    sink = BatchSink.__new__(BatchSink)
+    sink.turn, sink.stopping, sink.progress, sink.failure = threading.Lock(), False, SimpleNamespace(batch_id=6), None
+    sink._names, sink.held = Names("deposits"), threading.Event()
+    begun = threading.Event()
+
+    def run(*_: Any) -> None:
+        begun.set()
+        end = time.monotonic() + (0.3 if batch_s else 30)
+        while time.monotonic() < end and not sink.stopping:
+            time.sleep(0.01)
+        ended.append("cut short" if sink.stopping else "whole")
+
+    sink._run = run  # type: ignore[method-assign]
+
+    def batches() -> None:
+        """As Spark's thread calls it, until it fails."""
+        frame: Any = SimpleNamespace()
+        with contextlib.suppress(BatchAbortedError):
+            while True:
+                sink(frame, 0)
+                if sink.stopping:
+                    return
+
+    spark_thread = threading.Thread(target=batches)
+    spark: Any = SimpleNamespace(_jsq=SimpleNamespace(stop=lambda: spark_thread.join(30)))
+    query = FlowQuery(spark, sink, lambda: None)
+    spark_thread.start()
+    assert begun.wait(30)
+    query.stop(batch_s=batch_s)
+    assert not spark_thread.is_alive()
+    assert ended == (["whole"] if batch_s else ["cut short"])
 
 
 def test_it_is_not_active(query: FlowQuery) -> None:

@@ -34,12 +34,9 @@ class Query:
                 self._asks(self)
         return self._running
 
-    def stop(self) -> None:
-        self.calls.append("stop")
+    def stop(self, *, batch_s: float = 0.0) -> None:
+        self.calls.append(f"stop after {batch_s:g} s" if batch_s else "stop")
         self._running = False
-
-    def processAllAvailable(self) -> None:
-        self.calls.append("processAllAvailable")
 
     def awaitTermination(self) -> None:
         self.calls.append("awaitTermination")
@@ -108,7 +105,7 @@ def test_a_query_that_is_done_ends_it(capsys: pytest.CaptureFixture[str]) -> Non
 def test_with_at_most_once_what_is_begun_is_finished() -> None:
     query = Query(guarantee="at_most_once", asks=terminate)
     serve(query)
-    assert query.calls == ["processAllAvailable", "stop"]
+    assert query.calls == ["stop after 60 s"]
 
 
 def test_no_query_and_other_threads_are_refused() -> None:

@@ -11,6 +11,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -567,6 +568,37 @@ def test_a_writer_that_is_stopped_is_not_waited_for_without_end(
     store.close()
 
 
+@pytest.mark.parametrize("turn", range(5))
+def test_others_read_while_many_rows_are_written(tmp_path: Path, turn: int) -> None:
+    """The map is made larger for it, which no reader of the process must meet. No process finds a file cut off."""
+    store = LmdbStore.open(tmp_path)
+    store.write([(b"va", b"1")])
+    problems: list[BaseException] = []
+    reading, done = threading.Event(), threading.Event()
+
+    def read() -> None:
+        try:
+            with closing(LmdbStore.open(tmp_path, read_only=True)) as reader:
+                while not done.is_set():
+                    assert next(reader.scan(b"v", b"w")) == (b"va", b"1")
+                    reading.set()
+        except BaseException as problem:
+            problems.append(problem)
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    assert reading.wait(30)
+    with store.bulk() as commit:
+        for n in range(3):
+            store.write([(b"vb%d-%d" % (n, i), bytes(500)) for i in range(500)])
+            commit()
+            read_meta(tmp_path / lmdb_environment.DATA)
+    done.set()
+    thread.join(30)
+    store.close()
+    assert not problems
+
+
 def test_threads_of_a_process_write_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lmdb_lock, "WAIT_S", 0.3)
     store, same = LmdbStore.open(tmp_path), LmdbStore.open(tmp_path)
@@ -599,7 +631,7 @@ def test_a_rocksdb_that_another_process_holds_is_not_taken_for_damaged(
         assert process.stdin is not None
         assert process.stdout is not None
         assert process.stdout.readline() == "open\n"
-        with pytest.raises(EnvironmentUnusableError, match="Another process"):
+        with pytest.raises(DeadlineExceededError, match="another process has the local state open"):
             RocksdbStore.open(tmp_path)
         reader = RocksdbStore.open(tmp_path, read_only=True)
         assert reader.get(b"va") == b"1"

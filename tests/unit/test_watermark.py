@@ -22,6 +22,7 @@ def made(clock: Clock, value_ms: int | None = None, *, lateness_ms: int = 100) -
 
 def batch(watermark: Watermark, **latest: int) -> int | None:
     seen = {("in", int(name[1])): ms for name, ms in latest.items()}
+    watermark.planned(seen)
     value = watermark.after(seen)
     watermark.adopt(seen, value)
     return value
@@ -51,10 +52,40 @@ def test_silent_partitions_are_not_waited_for() -> None:
     clock.now = 29
     assert batch(watermark, p0=2000) is None
     clock.now = 31
+    watermark.planned(())
     assert watermark.advance() == 1900  # without a batch, too
     assert batch(watermark, p1=50) == 1900
     clock.now = 200
     assert watermark.after({}) == 1900  # all are silent: nobody knows more
+
+
+def test_a_long_batch_makes_no_partition_silent() -> None:
+    """What arrives meanwhile is seen when the next batch is planned."""
+    clock = Clock()
+    watermark = made(clock)
+    assert batch(watermark, p0=1000, p1=1000) == 900
+    clock.now = 1
+    watermark.planned([B])
+    clock.now = 36  # the batch has taken 35 seconds
+    assert watermark.after({B: 300_000}) == 900
+    watermark.adopt({B: 300_000}, 900)
+    watermark.planned([A, B])
+    assert watermark.advance() == 900
+    assert watermark.after({A: 2000, B: 301_000}) == 1900
+    watermark.planned([B])
+    clock.now = 80
+    watermark.planned([B])
+    assert watermark.after({B: 302_000}) == 301_900, "it was silent from one plan to another"
+
+
+def test_a_partition_whose_records_are_all_filtered_out_is_silent() -> None:
+    clock = Clock()
+    watermark = made(clock)
+    assert batch(watermark, p0=1000, p1=1000) == 900
+    clock.now = 31
+    watermark.planned([A, B])
+    assert watermark.advance() == 900
+    assert watermark.after({B: 5000}) == 4900
 
 
 def test_nothing_is_remembered_before_it_is_committed() -> None:

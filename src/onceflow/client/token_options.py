@@ -78,6 +78,11 @@ def token_source(options: Mapping[str, str]) -> tuple[Source, dict[str, str]] | 
             "option 'sasl.oauthbearer.token.endpoint.url' is no URL of a known kind",
             next_step="use https:// for a token endpoint, or file:// for a file with a JWT",
         )
+    if "@" in urllib.parse.urlsplit(url).netloc:
+        raise OptionError(
+            "option 'sasl.oauthbearer.token.endpoint.url' has a user or a password in it",
+            next_step="leave them out: 'sasl.oauthbearer.client.id' and 'sasl.oauthbearer.client.secret' say who asks",
+        )
     if not fields.get("clientId") or not fields.get("clientSecret"):
         raise OptionError(
             "a token endpoint needs the id and the secret of a client",

@@ -14,6 +14,7 @@ import contextlib
 import json
 import logging
 import math
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -67,6 +68,7 @@ _METADATA_AGE_S_MAX = 30.0
 _END_SECONDS = 120.0
 # Connecting and finding a leader may take longer than a short transaction timeout; the broker enforces that one.
 _PATIENCE_S_LEAST = 30.0
+_TURN_S = 0.05  # how often a batch that may not begin yet looks whether the query is stopped
 _SMALL_BATCH_ROWS = 8_000
 # Above this a batch is not written by the driver, however few its rows.
 _DRIVER_BYTES_MAX = 8_000_000
@@ -136,6 +138,8 @@ class BatchSink:
         self.progress = progress
         self.failure: BaseException | None = None
         self.stopping = False
+        self.turn = threading.Lock()  # of the batch under way
+        self.held = threading.Event()  # no further batch begins
         self.history: collections.deque[BatchSummary] = collections.deque(maxlen=200)
         self.drained: list[int] = []  # batches that were committed before this run and had to be run again
 
@@ -143,6 +147,10 @@ class BatchSink:
 
     def __call__(self, df: DataFrame, spark_batch_id: int) -> None:
         batch = self.progress.batch_id + 1
+        while self.held.is_set() or not self.turn.acquire(timeout=_TURN_S):
+            if self.stopping:
+                raise self._stopped(None, batch, stopped=True)
+            time.sleep(_TURN_S)
         try:
             self._run(df, spark_batch_id, batch)
         # The traceback goes to Spark, which parses it with a regular expression that overflows the stack on long
@@ -159,6 +167,8 @@ class BatchSink:
         except BaseException as error:
             self.failure = error
             raise
+        finally:
+            self.turn.release()
 
     def _run(self, df: DataFrame, spark_batch_id: int, batch: int) -> None:
         self._settle()
@@ -178,8 +188,10 @@ class BatchSink:
             self._drain(df)
             self.drained.append(self.progress.batch_id)
             return
-        if self._state is not None and not source.rows_most and not self._state.due(progress_log.now_ms()):
-            return  # woken up by the clock, and nothing is due
+        if self._state is not None:
+            self._state.planned(source)
+            if not source.rows_most and not self._state.due(progress_log.now_ms()):
+                return  # woken up by the clock, and nothing is due
         self._run_planned(df, batch, source, summary)
         self._fire_left(df, source)
 
@@ -242,7 +254,8 @@ class BatchSink:
                         self._numbering.forget_attempt(df)
                         self._drain(df)
                     return
-                if self._state is not None and self._state.failed(problem):
+                restored = self._state is not None and self._state.failed(problem)
+                if restored and isinstance(problem, TransactionTimeoutError | DeadlineExceededError):
                     # Not counted: a restore may take longer than a transaction may be open, on each host anew. What
                     # was restored stays, so the next attempt gets farther.
                     log.warning(
@@ -573,13 +586,13 @@ class BatchSink:
         """Whether the batch has failed because somebody stops the query, its jobs or Spark."""
         return self.stopping or jvm.was_cancelled(problem) or jvm.is_being_stopped(df.sparkSession)
 
-    def _stopped(self, problem: BaseException, batch: int, *, stopped: bool) -> BatchAbortedError:
+    def _stopped(self, problem: BaseException | None, batch: int, *, stopped: bool) -> BatchAbortedError:
         what = "the query is being stopped" if stopped else "Spark failed"
         return BatchAbortedError(
             f"Batch {batch} was aborted: {what}; nothing of it is visible",
             flow=self._names.flow,
             batch=batch,
-            detail=jvm.first_line(problem),
+            detail="" if problem is None else jvm.first_line(problem),
             next_step="start the flow again: it continues at this batch",
         )
 

@@ -43,6 +43,15 @@ class SourceRange:
             for partition, end in partitions.items()
         )
 
+    def news(self) -> list[tuple[str, int]]:
+        """Topics and partitions of which there is anything in the range."""
+        return [
+            (topic, partition)
+            for topic, partitions in self.end.items()
+            for partition, end in partitions.items()
+            if end > self.start.get(topic, {}).get(partition, 0)
+        ]
+
 
 def read_range(checkpoint: Path | Folder, batch_id: int, topics: Collection[str] | None = None) -> SourceRange:
     """The range of batch ``batch_id`` (Spark's number) of the query with this checkpoint.

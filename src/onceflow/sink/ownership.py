@@ -66,8 +66,9 @@ def check_columns(schema: T.StructType, *, topic: str | None, flow: str) -> Colu
         if name in types and not isinstance(types[name], kinds):
             wanted = " or ".join(kind.__name__.removesuffix("Type").lower() for kind in kinds)
             raise _schema(f"column {name!r} is {types[name].simpleString()}, it must be {wanted}", flow)
-    if "headers" in types:
-        _check_headers(types["headers"], flow)
+    if "headers" in types and not is_headers(types["headers"]):
+        headers = types["headers"].simpleString()
+        raise _schema(f"column 'headers' is {headers}, it must be array<struct<key:string,value:binary>>", flow)
     used = set(_TYPES) | {"headers"}
     if topic is not None:
         used.discard("topic")
@@ -92,20 +93,17 @@ _TYPES: dict[str, tuple[type[T.DataType], ...]] = {
 }
 
 
-def _check_headers(kind: T.DataType, flow: str) -> None:
+def is_headers(kind: T.DataType) -> bool:
+    """Whether a column has the type that Spark's Kafka source gives to headers."""
     element = kind.elementType if isinstance(kind, T.ArrayType) else None
     fields = element.fields if isinstance(element, T.StructType) else []
-    right = (
+    return (
         len(fields) == 2
         and fields[0].name == "key"
         and isinstance(fields[0].dataType, T.StringType)
         and fields[1].name == "value"
         and isinstance(fields[1].dataType, T.BinaryType)
     )
-    if not right:
-        raise _schema(
-            f"column 'headers' is {kind.simpleString()}, it must be array<struct<key:string,value:binary>>", flow
-        )
 
 
 def _schema(what: str, flow: str) -> SchemaError:

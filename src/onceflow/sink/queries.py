@@ -78,6 +78,11 @@ def reader_options(options: Mapping[str, str], flow: str) -> dict[str, str]:
     return {name: str(value) for name, value in options.items()}
 
 
+def splitting(options: Mapping[str, str]) -> str:
+    """The option by which several tasks may read one partition; empty: there is none."""
+    return next((name for name in options if name.lower() in ("minpartitions", "maxrecordsperpartition")), "")
+
+
 def starting_offsets_json(topic: str, offsets: Mapping[int, int]) -> str:
     return json.dumps({topic: {str(partition): offset for partition, offset in sorted(offsets.items())}})
 

@@ -27,6 +27,7 @@ from onceflow.client.settings import ClientSettings
 from onceflow.errors import OptionError
 from onceflow.sink import jvm, plans, queries, reports
 from onceflow.sink.collect import collect
+from onceflow.sink.offsets import SourceRange
 from onceflow.sink.ownership import Columns, check_columns
 from onceflow.sink.preparing import PrepareTask, prepare
 from onceflow.sink.state_tasks import (
@@ -151,7 +152,7 @@ class StateStep:
         self._fused = self._whole is not None
         self._by_source: bool | None = None if source_keys and len(query.branches) == 1 else False
         self._exchanged = self._whole is None and self._needs_exchange()
-        self._looked_at_plan = False
+        self._looked_at_plan = self._left_out = False
         self._moments: dict[str, Moment] = {}
         self._reports: dict[str, list[StateReport]] = {}
         self._brought_up: dict[str, list[Prepared]] = {}
@@ -193,6 +194,11 @@ class StateStep:
         return any(table.due(now_ms) for table in self.tables)
 
     # ---- steps of a batch ----------------------------------------------------------------------------
+
+    def planned(self, source: SourceRange) -> None:
+        """The source range of the next batch is known."""
+        for table in self.tables:
+            table.planned(source.news())
 
     def prepare(self, df: DataFrame, settings: ClientSettings, owner: tuple[str, BatchHeader], *, again: bool) -> None:
         """Bring large local copies up to date while nothing is written yet, see ``preparing``.
@@ -279,7 +285,8 @@ class StateStep:
         """What the stages in front of the sink have done; side outputs that they have returned are written."""
         parts, returned = [], []
         for table, tasks in self._staged.items():
-            _, done = told(self._query.collected[table])
+            count, done = told(self._query.collected[table])
+            self._left_out = self._left_out or not count
             self._tasks_did(table, done)
             parts.append(Part(done.reports, tasks, True))
             if done.returned is not None:
@@ -327,6 +334,10 @@ class StateStep:
         elif isinstance(problem, NotCopartitionedError):
             self._by_source = False
             log.info("%s; from now on with a shuffle", problem.what)
+        if self._left_out:
+            # No task of the step has run: in this batch the optimizer wants nothing of what it yields, as when a filter
+            # behind it compares with the time.
+            self._exchanged, self._left_out = self._whole is None, False
         news = [self._by_name[name].prepared(found) for name, found in self._brought_up.items()]
         self._brought_up = {}
         return any(news)

@@ -8,7 +8,7 @@ from pyspark.sql import types as T
 
 from onceflow.errors import SchemaError
 from onceflow.sink import jvm, queries
-from onceflow.sink.ownership import Columns
+from onceflow.sink.ownership import Columns, is_headers
 
 _SPREAD_MOST, _TASKS_MOST = 4, 16
 _OPTIONAL: dict[str, type[T.DataType]] = {
@@ -16,7 +16,6 @@ _OPTIONAL: dict[str, type[T.DataType]] = {
     "partition": T.IntegerType,
     "offset": T.LongType,
     "timestamp": T.TimestampType,
-    "headers": T.ArrayType,
 }
 
 
@@ -30,6 +29,11 @@ def state_columns(df: DataFrame, flow: str, *, one_topic: bool) -> DataFrame:
         SchemaError: key or value is missing, or a column has a wrong type.
     """
     types = {field.name: field.dataType for field in df.schema.fields}
+    for name, kind in _OPTIONAL.items():
+        if name in types and not isinstance(types[name], kind):
+            raise _wrong_type(name, types[name], kind.typeName(), flow)
+    if "headers" in types and not is_headers(types["headers"]):
+        raise _wrong_type("headers", types["headers"], "array<struct<key:string,value:binary>>", flow)
     for name in ("key", "value"):
         if not isinstance(types.get(name), (T.StringType, T.BinaryType)):
             there = types[name].simpleString() if name in types else "missing"
@@ -40,13 +44,20 @@ def state_columns(df: DataFrame, flow: str, *, one_topic: bool) -> DataFrame:
             )
     wanted: list[Column] = []
     for name in types:
-        kind = _OPTIONAL.get(name)
         if name in ("key", "value"):
             binary = isinstance(types[name], T.BinaryType)
             wanted.append(F.col(name) if binary else F.col(name).cast("binary").alias(name))
-        elif kind is not None and isinstance(types[name], kind) and not (name == "topic" and one_topic):
+        elif name == "headers" or (name in _OPTIONAL and not (name == "topic" and one_topic)):
             wanted.append(F.col(name))
     return df.select(*wanted)
+
+
+def _wrong_type(name: str, kind: T.DataType, wanted: str, flow: str) -> SchemaError:
+    return SchemaError(
+        f"Flow.process takes the column {name!r} as {wanted}; it is {kind.simpleString()}",
+        flow=flow,
+        next_step="cast it, give it another name, or leave it out with select",
+    )
 
 
 def task_count(partitions: int, wanted: int) -> int:
@@ -102,7 +113,7 @@ def sink_columns(df: DataFrame, columns: Columns, topic: str | None) -> DataFram
 
     Args:
         columns: of the query, checked.
-        topic: where rows go that name no topic.
+        topic: where all rows go; None: each names its own.
     """
     wanted: list[Column] = []
     for name in columns.taken:
@@ -110,6 +121,4 @@ def sink_columns(df: DataFrame, columns: Columns, topic: str | None) -> DataFram
             wanted.append(F.col(name).cast("binary").alias(name))
         elif name != "topic":
             wanted.append(F.col(name))
-    named = [F.col("topic")] if columns.has_topic else []
-    default = [F.lit(topic)] if topic is not None else []
-    return df.select(*wanted, F.coalesce(*named, *default).alias("topic"))
+    return df.select(*wanted, (F.col("topic") if topic is None else F.lit(topic)).alias("topic"))

@@ -24,7 +24,8 @@ RETURNED_BYTES_MAX = 64_000_000
 HEADERS_TYPE = pa.list_(pa.struct([("key", pa.string()), ("value", pa.binary())]))
 #: Rows that a process step yields: Spark's name of the schema, and Arrow's.
 OUTPUT_SPARK_SCHEMA = (
-    "key binary, value binary, topic string, headers array<struct<key: string, value: binary>>, timestamp timestamp"
+    "key binary, value binary, topic string, headers array<struct<key: string, value: binary>>, "
+    "timestamp timestamp_ltz"  # whatever spark.sql.timestampType says
 )
 OUTPUT_SCHEMA = pa.schema(
     [

@@ -79,6 +79,12 @@ def tree_of(df: DataFrame, tables: Mapping[str, Any], flow: str) -> tuple[Tree, 
     plan = plans.analyzed(df)
     if not _has_step(plan):
         return None
+    if any(plans.kind(node) == "WithCTE" for node in jvm.nodes(plan)):
+        raise UnsupportedQueryError(
+            "The query has a WITH clause and a process step",
+            flow=flow,
+            next_step="write it without WITH: a subquery, or DataFrame operators",
+        )
     branches: list[Any] = []
     tree = _tree(plan, branches)
     seen: set[str] = set()

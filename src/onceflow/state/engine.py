@@ -169,7 +169,14 @@ class Engine(BaseEngine):
                 key = processor.key.decode(raw_key)
                 value = None if record.value is None else processor.value.decode(record.value)
                 again = Record(
-                    key, value, record.topic, record.headers, record.timestamp_ms, record.partition, record.offset
+                    key,
+                    value,
+                    record.topic,
+                    record.headers,
+                    record.timestamp_ms,
+                    record.partition,
+                    record.offset,
+                    record.topic,
                 )
                 result = processor.process(key, [again], State(self._scope, raw_key))
                 if result is not None:

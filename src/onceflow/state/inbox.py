@@ -109,6 +109,7 @@ class Metadata(NamedTuple):
     timestamps: Iterable[int | None]
     partitions: Iterable[int | None]
     offsets: Iterable[int | None]
+    read_from: Iterable[str | None]
 
 
 def metadata(batch: pa.RecordBatch, source_topic: str | None) -> Metadata:
@@ -117,12 +118,14 @@ def metadata(batch: pa.RecordBatch, source_topic: str | None) -> Metadata:
     Args:
         source_topic: of records that do not name theirs.
     """
+    topics = _topics(batch, source_topic)
     return Metadata(
-        _topics(batch, source_topic),
+        topics,
         _headers(batch),
         _numbers(batch, "timestamp"),
         _numbers(batch, "partition"),
         _numbers(batch, "offset"),
+        topics,
     )
 
 

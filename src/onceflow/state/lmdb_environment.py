@@ -108,6 +108,16 @@ class Environment:
                     raise
                 time.sleep(_READER_PAUSE_S)
 
+    def check_open_file(self) -> None:
+        """The same of a file that others may be writing to: what looks cut off may be a commit under way."""
+        try:
+            self.check_file()
+        except StoreCorruptError:
+            if self.read_only:
+                raise
+            with self.writer.held():
+                self.check_file()
+
     def _open_with_new_lock(self) -> None:
         # Somebody has put other data beside a lock file in use, which would tell us of the wrong last commit.
         self._env.close()
@@ -252,7 +262,7 @@ def acquire(folder: Path, read_only: bool) -> Environment:
                     known.open(read_only and known.read_only)
                 else:
                     with known.translated():
-                        known.check_file()
+                        known.check_open_file()
         else:
             known = Environment(folder, read_only)
         _cache.pop(name, None)

@@ -123,19 +123,22 @@ class LmdbStore(Store):
         def commit() -> None:
             with environment.translated():
                 self._bulk.commit()
+                environment.complete_file()
                 environment.writer.release()  # others get their turn
                 begin()
 
         def begin() -> None:
-            environment.writer.acquire()
-            try:
-                # While the transaction is open the map cannot grow. It is only address space.
-                environment.make_room(_BULK_ROOM)
-                self._bulk = environment.begin(write=True)
-            except BaseException:
-                environment.writer.release()
-                self._bulk = None
-                raise
+            # First the environment, then its writer, as in `Environment.write`: nobody in this process reads while the
+            # map is made larger. While the transaction is open it cannot grow. It is only address space.
+            with environment.lock:
+                environment.writer.acquire()
+                try:
+                    environment.make_room(_BULK_ROOM)
+                    self._bulk = environment.begin(write=True)
+                except BaseException:
+                    environment.writer.release()
+                    self._bulk = None
+                    raise
 
         with environment.translated():
             begin()
@@ -143,12 +146,12 @@ class LmdbStore(Store):
             yield commit
             with environment.translated():
                 self._bulk.commit()
+                environment.complete_file()
         finally:
             if self._bulk is not None:
                 self._bulk.abort()  # nothing is left of it if it is committed
                 self._bulk = None
                 environment.writer.release()
-        environment.complete_file()
 
     def checksum_holds(self) -> bool:
         with self._environment.translated():

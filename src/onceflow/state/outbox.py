@@ -195,7 +195,7 @@ def _checked(raw: Any, what: str) -> Any:
 
 def _extras(record: Record) -> tuple[str | None, list[Header], int | None]:
     # A record that was read and is passed on goes to the default topic, not back to where it came from.
-    topic = record.topic if record.offset is None else None
+    topic = None if record.topic == record._read_from else record.topic
     if topic is not None and not isinstance(topic, str):
         raise TypeError(f"a record's topic is text or None, got {topic!r:.200}")
     at_ms: Any = record.timestamp_ms

@@ -25,11 +25,11 @@ class Record:
         headers: pairs of name and bytes (or None); a tuple when read.
         timestamp_ms: epoch milliseconds; None when written: the time of writing.
         partition: it was read from; ignored when written, the key decides.
-        offset: it was read at; ignored when written. A record that was read and is yielded as it is goes to the
-            default output topic, not back to where it came from.
+        offset: it was read at; ignored when written. A record that was read and is yielded goes to the default output
+            topic, not back to where it came from, unless its ``topic`` was set to another.
     """
 
-    __slots__ = ("headers", "key", "offset", "partition", "timestamp_ms", "topic", "value")
+    __slots__ = ("_read_from", "headers", "key", "offset", "partition", "timestamp_ms", "topic", "value")
     __hash__ = None  # type: ignore[assignment]  # it can be changed
 
     def __init__(
@@ -41,6 +41,7 @@ class Record:
         timestamp_ms: int | None = None,
         partition: int | None = None,
         offset: int | None = None,
+        _read_from: str | None = None,
     ) -> None:
         self.key = key
         self.value = value
@@ -49,6 +50,7 @@ class Record:
         self.timestamp_ms = timestamp_ms
         self.partition = partition
         self.offset = offset
+        self._read_from = _read_from
 
     def _fields(self) -> tuple[Any, ...]:
         return (

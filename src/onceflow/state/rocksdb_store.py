@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from onceflow.errors import EnvironmentUnusableError
+from onceflow.errors import DeadlineExceededError, EnvironmentUnusableError
 from onceflow.state import rows
 from onceflow.state.store import NO_BLOBS, TALLY, Store, StoreCorruptError, Tally, plan, unusable
 
@@ -198,12 +199,18 @@ def _opened(folder: Path, read_only: bool) -> Any:
 def _translated(folder: Path) -> Iterator[None]:
     try:
         yield
-    except (EnvironmentUnusableError, StoreCorruptError, FileNotFoundError, ValueError):
+    except (DeadlineExceededError, EnvironmentUnusableError, StoreCorruptError, FileNotFoundError, ValueError):
         raise
     except Exception as error:  # the library raises nothing more special; its messages tell what it is
         message = str(error)
         if any(part in message for part in _LOCK_MESSAGES):
-            raise unusable(folder, "Another process holds the local state", error) from error
+            raise DeadlineExceededError(
+                f"Gave up after {_LOCK_WAIT_S:g} s: another process has the local state open: {folder} on host "
+                f"{socket.gethostname()}",
+                detail=message,
+                next_step="none if it is a task of an attempt before, which ends; else end that process: a folder of "
+                "local state serves one driver at a time",
+            ) from error
         if _DISK_FULL in message:
             raise unusable(folder, "The disk of the local state is full", error) from error
         if any(part in message for part in _NOT_ALLOWED):

@@ -61,6 +61,10 @@ class TableState:
         """Whether the last batch has left timers that are due, because one batch may fire no more."""
         return bool(self._left)
 
+    def planned(self, arriving: Iterable[Place]) -> None:
+        """What a batch is to do was looked up: these partitions of sources have news."""
+        self.watermark.planned(arriving)
+
     def moment(self, batch: int, commit: Commit, now_ms: int) -> Moment:
         """What the tasks of a batch are told. Processing time never goes back, whatever the clock does."""
         return Moment(

@@ -8,7 +8,7 @@ it; Spark's own watermark is the *largest* event time, which makes records of sl
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 Place = tuple[str | None, int]
 """A topic and a partition; without a topic, a partition of the table."""
@@ -42,15 +42,27 @@ class Watermark:
         started = clock()
         self._latest: dict[Place, int | None] = dict.fromkeys(places, known)
         self._seen: dict[Place, float] = dict.fromkeys(self._latest, started)
+        self._looked = started
+        self._arriving: frozenset[Place] = frozenset()
+
+    def planned(self, arriving: Iterable[Place]) -> None:
+        """Kafka was asked what there is for the next batch: partitions with news are not silent.
+
+        What arrives while a batch runs, however long that takes, is seen when the next one is planned. So silence is
+        the time from one plan to another.
+        """
+        self._looked, self._arriving = self._clock(), frozenset(arriving)
 
     def after(self, latest_ms: Mapping[Place, int]) -> int | None:
         """The watermark that follows a batch with these latest event times; nothing is remembered yet."""
-        now = self._clock()
+        return self._least(latest_ms, latest_ms.keys())
+
+    def _least(self, latest_ms: Mapping[Place, int], active: Collection[Place]) -> int | None:
         merged = {place: self._merged(place, latest_ms) for place in {**self._latest, **latest_ms}}
         waiting = [
             latest
             for place, latest in merged.items()
-            if place in latest_ms or now - self._seen.get(place, now) < self._idle_s
+            if place in active or self._looked - self._seen.get(place, self._looked) < self._idle_s
         ]
         if not waiting or any(latest is None for latest in waiting):
             return self.value_ms
@@ -59,16 +71,16 @@ class Watermark:
 
     def advance(self) -> int | None:
         """The watermark of the next batch: partitions may have gone idle since the last one. It stays this far."""
-        self.value_ms = self.after({})
+        self.value_ms = self._least({}, self._arriving)
         return self.value_ms
 
     def adopt(self, latest_ms: Mapping[Place, int], value_ms: int | None) -> None:
         """The batch is committed."""
-        now = self._clock()
         for place in latest_ms:
             self._latest[place] = self._merged(place, latest_ms)
-            self._seen[place] = now
+            self._seen[place] = self._looked
         self.value_ms = value_ms
+        self._arriving = frozenset()
 
     def _merged(self, place: Place, latest_ms: Mapping[Place, int]) -> int | None:
         known, new = self._latest.get(place), latest_ms.get(place)
