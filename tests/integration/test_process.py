@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+import time
 from typing import Any
 
 import pytest
+from confluent_kafka import Producer
 from confluent_kafka.admin import AdminClient, ConfigResource, NewPartitions
 from pyspark.sql import functions as F
 
@@ -65,6 +67,34 @@ def test_source_that_is_partitioned_in_another_way(make_state_pipe: Any, by_task
     query = pipe.run(**by_tasks)
     assert [batch.attempts for batch in query.batches][:2] == [2, 1]
     pipe.check()
+
+
+@pytest.mark.long
+def test_records_without_a_key_in_a_partition_that_was_added(
+    make_state_pipe: Any, make_topic: Any, by_tasks: Any
+) -> None:
+    """The table has no partition of that number. They are dead letters, as those of other partitions are."""
+    pipe = make_state_pipe()
+    pipe.fill(1500)
+    dead = make_topic("dead", 1)
+    query = pipe.start(process={"on_error": "dead-letter", "dead_letter_topic": dead}, **by_tasks)
+    try:
+        query.processAllAvailable()
+        assert query._sink._state._by_source is True
+        admin = AdminClient({"bootstrap.servers": pipe.bootstrap})
+        admin.create_partitions([NewPartitions(pipe.source, 6)])[pipe.source].result(30)
+        producer = Producer({"bootstrap.servers": pipe.bootstrap})
+        for n in range(60):
+            producer.produce(pipe.source, b"%d" % n, None, partition=n % 6)
+        assert producer.flush(30) == 0
+        end = time.monotonic() + 60
+        while len(letters := independent.read_topic(pipe.bootstrap, dead, decided=True)) < 60:
+            assert query.isActive, query.failure
+            assert time.monotonic() < end, len(letters)
+            query.awaitTermination(0.2)
+    finally:
+        query.stop()
+    assert sorted(int(letter.value or b"") for letter in letters) == list(range(60))
 
 
 def test_keys_that_are_made_are_shuffled_at_once(make_state_pipe: Any, by_tasks: Any) -> None:
