@@ -39,48 +39,70 @@ LONG = (
 )
 
 
-@pytest.mark.parametrize("operator", [*SHORT, *(pytest.param(name, marks=pytest.mark.long) for name in LONG)])
-def test_operators_behind_a_step(
+class Trial:
+    """A flow with an operator behind its step, and what its topics must hold."""
+
+    def __init__(self, bootstrap: str, spark: Any, side_outputs: Any, topics: Any, state_dir: Path) -> None:
+        self.bootstrap, self.spark, self.topics = bootstrap, spark, topics
+        self._outputs, self._state_dir = side_outputs, state_dir
+        self._sent: list[Any] = []
+        self._beside: list[Any] = []
+
+    def fill(self, count: int, beside: int = 0) -> None:
+        more, others = self._outputs.inputs(len(self._sent), count), self._outputs.beside(len(self._beside), beside)
+        independent.fill(self.bootstrap, self.topics.source, more)
+        independent.fill(self.bootstrap, self.topics.beside, others)
+        self._sent += more
+        self._beside += others
+
+    def flow(self) -> onceflow.Flow:
+        return onceflow.Flow(f"flow-{self.topics.source}", self.spark, bootstrap_servers=self.bootstrap)
+
+    def frame(self, flow: onceflow.Flow, operator: str) -> Any:
+        return self._outputs.frame_of(
+            flow, operator, self.topics, records_per_batch=1500, state_dir=str(self._state_dir)
+        )
+
+    def run(self, operator: str) -> Any:
+        """The query, when it has processed everything or failed."""
+        with self.flow() as flow:
+            topic = None if operator == "own topic" else self.topics.target
+            writer = flow.write(self.frame(flow, operator), topic=topic, small_batch_rows=0, once=True)
+            query = writer.start()
+            query.awaitTermination()
+            return query
+
+    def expected(self, operator: str) -> Any:
+        return self._outputs.expected(operator, self._sent, self._beside)
+
+    def check(self, expected: Any) -> None:
+        self._outputs.check(self.bootstrap, self.topics, expected)
+
+
+@pytest.fixture
+def trial(
     onceflow_broker: str,
     onceflow_spark: Any,
     make_topic: Callable[..., str],
     side_outputs: Any,
-    operator: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+) -> Trial:
     monkeypatch.setattr(state_step, "_TASK_ROWS", 800)
-    topics = side_outputs.make_topics(make_topic)
-    sent, sent_beside = side_outputs.inputs(0, COUNT), side_outputs.beside(0, 300)
-    independent.fill(onceflow_broker, topics.source, sent)
-    independent.fill(onceflow_broker, topics.beside, sent_beside)
-    with onceflow.Flow(f"flow-{topics.source}", onceflow_spark, bootstrap_servers=onceflow_broker) as flow:
-        frame = side_outputs.frame_of(flow, operator, topics, records_per_batch=1500, state_dir=str(tmp_path / "state"))
-        topic = None if operator == "own topic" else topics.target
-        query = flow.write(frame, topic=topic, small_batch_rows=0, once=True).start()
-        query.awaitTermination()
-        assert {batch.attempts for batch in query.batches} == {1}
-    side_outputs.check(onceflow_broker, topics, side_outputs.expected(operator, sent, sent_beside))
+    return Trial(
+        onceflow_broker, onceflow_spark, side_outputs, side_outputs.make_topics(make_topic), tmp_path / "state"
+    )
 
 
-def run_flow(bootstrap: str, spark: Any, side_outputs: Any, topics: Any, operator: str, tmp_path: Path) -> Any:
-    """The query, when it has processed everything or failed."""
-    independent.fill(bootstrap, topics.source, side_outputs.inputs(0, 3000))
-    with onceflow.Flow(f"flow-{topics.source}", spark, bootstrap_servers=bootstrap) as flow:
-        frame = side_outputs.frame_of(flow, operator, topics, records_per_batch=1500, state_dir=str(tmp_path / "state"))
-        query = flow.write(frame, topic=topics.target, small_batch_rows=0, once=True).start()
-        query.awaitTermination()
-        return query
+@pytest.mark.parametrize("operator", [*SHORT, *(pytest.param(name, marks=pytest.mark.long) for name in LONG)])
+def test_operators_behind_a_step(trial: Trial, operator: str) -> None:
+    trial.fill(COUNT, beside=300)
+    query = trial.run(operator)
+    assert {batch.attempts for batch in query.batches} == {1}
+    trial.check(trial.expected(operator))
 
 
-def test_many_side_outputs_that_belong_to_other_tasks(
-    onceflow_broker: str,
-    onceflow_spark: Any,
-    make_topic: Callable[..., str],
-    side_outputs: Any,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_many_side_outputs_that_belong_to_other_tasks(trial: Trial, monkeypatch: pytest.MonkeyPatch) -> None:
     """More than tasks may return to the driver: the batch runs again, and they go to the write tasks."""
 
     class Few(state_step.RowsTask):
@@ -94,54 +116,34 @@ def test_many_side_outputs_that_belong_to_other_tasks(
                 step_outputs.RETURNED_ROWS_MAX = usual
 
     monkeypatch.setattr(state_step, "RowsTask", Few)
-    monkeypatch.setattr(state_step, "_TASK_ROWS", 800)
-    topics = side_outputs.make_topics(make_topic)
-    query = run_flow(onceflow_broker, onceflow_spark, side_outputs, topics, "select", tmp_path)
-    first, *others = [batch.attempts for batch in query.batches]
+    trial.fill(3000)
+    first, *others = [batch.attempts for batch in trial.run("select").batches]
     assert (first, set(others)) == (2, {1})
-    side_outputs.check(onceflow_broker, topics, side_outputs.expected("select", side_outputs.inputs(0, 3000), []))
+    trial.check(trial.expected("select"))
 
 
 @pytest.mark.long
-def test_a_filter_on_the_time(
-    onceflow_broker: str,
-    onceflow_spark: Any,
-    make_topic: Callable[..., str],
-    side_outputs: Any,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_filter_on_the_time(trial: Trial) -> None:
     """Each batch has its own time. When the filter lets nothing through any more, the optimizer leaves the step out."""
-    monkeypatch.setattr(state_step, "_TASK_ROWS", 800)
-    topics = side_outputs.make_topics(make_topic)
-    independent.fill(onceflow_broker, topics.source, side_outputs.inputs(0, 3000))
-    with onceflow.Flow(f"flow-{topics.source}", onceflow_spark, bootstrap_servers=onceflow_broker) as flow:
-        frame = side_outputs.frame_of(flow, "select", topics, records_per_batch=1500, state_dir=str(tmp_path / "state"))
+    trial.fill(3000)
+    target = trial.expected("select").target
+    with trial.flow() as flow:
         until = time.time() + 10
-        frame = frame.where(F.current_timestamp() < F.timestamp_seconds(F.lit(until)))
-        query = flow.write(frame, topic=topics.target, small_batch_rows=0).start()
+        frame = trial.frame(flow, "select").where(F.current_timestamp() < F.timestamp_seconds(F.lit(until)))
+        query = flow.write(frame, topic=trial.topics.target, small_batch_rows=0).start()
         try:
             query.processAllAvailable()
             assert time.time() < until
             while time.time() < until:
                 time.sleep(0.1)
-            independent.fill(onceflow_broker, topics.source, side_outputs.inputs(3000, 3000))
+            trial.fill(3000)
             query.processAllAvailable()
         finally:
             query.stop()
-    first = side_outputs.expected("select", side_outputs.inputs(0, 3000), [])
-    everything = side_outputs.expected("select", side_outputs.inputs(0, 6000), [])
-    side_outputs.check(onceflow_broker, topics, replace(everything, target=first.target))
+    trial.check(replace(trial.expected("select"), target=target))
 
 
-def test_a_build_whose_side_outputs_are_rows_is_found_out(
-    onceflow_broker: str,
-    onceflow_spark: Any,
-    make_topic: Callable[..., str],
-    side_outputs: Any,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_build_whose_side_outputs_are_rows_is_found_out(trial: Trial, monkeypatch: pytest.MonkeyPatch) -> None:
     class Mixed(state_step.RowsTask):
         def __call__(self, batches: Any) -> Any:
             for rows in super().__call__(batches):
@@ -149,25 +151,16 @@ def test_a_build_whose_side_outputs_are_rows_is_found_out(
                 yield rows.set_column(rows.schema.get_field_index("topic"), "topic", nothing)
 
     monkeypatch.setattr(state_step, "RowsTask", Mixed)
-    topics = side_outputs.make_topics(make_topic)
-    run_flow(onceflow_broker, onceflow_spark, side_outputs, topics, "repartition", tmp_path)
+    trial.fill(3000)
+    trial.run("repartition")
     with pytest.raises(AssertionError, match=r"target: \d+ too many"):
-        side_outputs.check(
-            onceflow_broker, topics, side_outputs.expected("repartition", side_outputs.inputs(0, 3000), [])
-        )
+        trial.check(trial.expected("repartition"))
 
 
-def test_a_build_that_runs_a_step_twice_commits_nothing(
-    onceflow_broker: str,
-    onceflow_spark: Any,
-    make_topic: Callable[..., str],
-    side_outputs: Any,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_build_that_runs_a_step_twice_commits_nothing(trial: Trial, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the shuffle that both readers share, Spark computes the step for each of them."""
     monkeypatch.setattr(plans, "exchanged", lambda df, tasks: df)
-    topics = side_outputs.make_topics(make_topic)
+    trial.fill(3000)
     with pytest.raises(onceflow.OnceflowError):
-        run_flow(onceflow_broker, onceflow_spark, side_outputs, topics, "repartition", tmp_path)
-    assert independent.read_topic(onceflow_broker, topics.target, decided=True) == []
+        trial.run("repartition")
+    assert independent.read_topic(trial.bootstrap, trial.topics.target, decided=True) == []
