@@ -56,13 +56,16 @@ class Service:
         told = [json.loads(line) for line in self.lines if line.startswith("{")]
         return [each for each in told if "batch" in each]
 
-    def feed_until(self, done: Callable[[], bool], what: str, seconds: float = FIRST_WORK_S) -> None:
+    def feed_until(
+        self, done: Callable[[], bool], what: str, seconds: float = FIRST_WORK_S, *, feed: bool = True
+    ) -> None:
         """Records keep coming until something has happened."""
         end = time.monotonic() + seconds
         while not done():
             assert self.process.poll() is None, "".join(self.lines)[-5000:]
             assert time.monotonic() < end, f"not within {seconds:g} s: {what}; {''.join(self.lines[-3:])}"
-            self.pipe.fill(600)  # six tasks, so that some of them wait for a core
+            if feed:
+                self.pipe.fill(600)  # six tasks, so that some of them wait for a core
             time.sleep(0.2)
 
     def feed_batches(self, count: int) -> None:
@@ -110,7 +113,7 @@ def test_executors_come_late_and_leave(
         service.feed_batches(5)
         attempts = {n: tries for told in service.batches() for n, tries in told["attempts"].items()}
         ends = independent.end_offsets(pipe.bootstrap, pipe.source)
-        service.feed_until(lambda: _has_read(pipe, ends), "all records", 90)
+        service.feed_until(lambda: _has_read(pipe, ends), "all records", 240, feed=False)
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0, "".join(service.lines)[-5000:]
     assert set(attempts.values()) == {1}, attempts

@@ -273,37 +273,6 @@ def test_the_next_start_decides_the_output(flow: Flow, driver: TakeOver, commit:
     assert flow.seen() == ([b"first", b"second"] if commit else [b"first"])
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("commit", [True, False], ids=["committed", "aborted"])
-@pytest.mark.parametrize("starts", [1, 2], ids=["next-start", "after-a-start-that-died"])
-def test_the_next_start_decides_progress(broker: LocalBroker, commit: bool, starts: int) -> None:
-    """The record that tells how the batch has ended has no marker itself."""
-    flow = Flow(broker, f"markers-{uuid.uuid4().hex[:8]}", (PROGRESS_TOPIC,))
-    waited, gone = soon(), True
-    if PROGRESS_TOPIC in flow.admin.list_topics(timeout=10).topics:
-        flow.admin.delete_topics([PROGRESS_TOPIC])[PROGRESS_TOPIC].result(30)
-    while gone:
-        try:
-            flow.create(PROGRESS_TOPIC, progress_log.PROGRESS_PARTITIONS)
-            gone = False
-        except Exception as error:  # the topic is still being deleted
-            waited.pause(5, str(error))
-    flow.create(flow.out, 1)
-    driver = flow.driver()
-    driver.init(soon())
-    for text, last in (("first", False), ("second", True)):
-        driver.transactions.begin(soon())
-        flow.write(driver, text)
-        flow.move_progress(driver)
-        if last:
-            flow.end_without_leader(driver, commit=commit)
-        else:
-            driver.transactions.end(soon(), commit=True)
-    started_again(flow, starts, batch_id=2 if commit else 1)
-    assert flow.seen() == ([b"first", b"second"] if commit else [b"first"])
-    flow.close()
-
-
 @pytest.mark.parametrize("commit", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_a_flow_writes_once_when_markers_are_left_out(
     broker: LocalBroker, make_pipe: Callable[..., Any], commit: bool
@@ -343,3 +312,35 @@ def test_a_flow_writes_once_when_markers_are_left_out(
         kafka.close()
     assert done == ["abort", "back again", *(["commit", "back", "abort after the commit"] if commit else [])]
     pipe.check()
+
+
+# Last in this file: the topic of progress has one copy afterwards, on any node.
+@pytest.mark.long
+@pytest.mark.parametrize("commit", [True, False], ids=["committed", "aborted"])
+@pytest.mark.parametrize("starts", [1, 2], ids=["next-start", "after-a-start-that-died"])
+def test_the_next_start_decides_progress(broker: LocalBroker, commit: bool, starts: int) -> None:
+    """The record that tells how the batch has ended has no marker itself."""
+    flow = Flow(broker, f"markers-{uuid.uuid4().hex[:8]}", (PROGRESS_TOPIC,))
+    waited, gone = soon(), True
+    if PROGRESS_TOPIC in flow.admin.list_topics(timeout=10).topics:
+        flow.admin.delete_topics([PROGRESS_TOPIC])[PROGRESS_TOPIC].result(30)
+    while gone:
+        try:
+            flow.create(PROGRESS_TOPIC, progress_log.PROGRESS_PARTITIONS)
+            gone = False
+        except Exception as error:  # the topic is still being deleted
+            waited.pause(5, str(error))
+    flow.create(flow.out, 1)
+    driver = flow.driver()
+    driver.init(soon())
+    for text, last in (("first", False), ("second", True)):
+        driver.transactions.begin(soon())
+        flow.write(driver, text)
+        flow.move_progress(driver)
+        if last:
+            flow.end_without_leader(driver, commit=commit)
+        else:
+            driver.transactions.end(soon(), commit=True)
+    started_again(flow, starts, batch_id=2 if commit else 1)
+    assert flow.seen() == ([b"first", b"second"] if commit else [b"first"])
+    flow.close()
