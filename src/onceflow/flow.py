@@ -293,7 +293,7 @@ class Flow:
             if not self._fresh or self._committed is None:
                 raise OptionError("Nothing was read yet", flow=self.name, next_step="call Flow.read first")
             queries.check_plan(df, self.name)
-            self._check_order("Flow.process")
+            self._check_order("Flow.process", df)
             # Rows that another step has made come from no topic.
             read = set() if step_query.has_step(df) else set(self._sources)
             one_topic = next(iter(read)) if len(read) == 1 else None
@@ -437,7 +437,7 @@ class Flow:
                 raise OptionError("trigger and once exclude each other", flow=self.name, next_step="give one of them")
         facts = queries.check_plan(df, self.name, checkpoint=checkpoint is not None)
         if partitioner != "spread" and not facts.stateful:
-            self._check_order(f'partitioner="{partitioner}"')
+            self._check_order(f'partitioner="{partitioner}"', df)
         self._check_output(topic)
         columns = check_columns(df.schema, topic=topic, flow=self.name)
         if columns.ignored:
@@ -457,8 +457,15 @@ class Flow:
         )
         return FlowWriter(self, df, options, columns, run)
 
-    def _check_order(self, what: str) -> None:
-        """Refuse what needs records in the order of their offsets, where tasks share a partition."""
+    def _check_order(self, what: str, df: DataFrame) -> None:
+        """Refuse what needs records in the order of their offsets, where tasks share a partition. Warn where the query
+        itself gives the order up."""
+        if queries.deals_rows_out(df):
+            log.warning(
+                'flow %s: repartition(n) without a column loses the order of a key\'s records; repartition(n, "key") '
+                "keeps it",
+                self.name,
+            )
         for topic, option in self._splitting.items():
             if option:
                 raise OptionError(

@@ -85,7 +85,8 @@ def test_executors_come_late_and_leave(
     """No worker at Flow.process, one before start(), two more while the flow runs, and one that leaves."""
     pipe = make_state_pipe(partitions=6)
     pipe.fill(1000)
-    with SparkCluster(tmp_path / "cluster", workers=0, java_options=["-Dspark.decommission.enabled=true"]) as cluster:
+    decommissioned = ["-Dspark.decommission.enabled=true"]
+    with SparkCluster(tmp_path / "cluster", workers=0, java_options=decommissioned, own_hosts=True) as cluster:
         arguments = {
             "flow": pipe.flow,
             "bootstrap": pipe.bootstrap,
@@ -116,7 +117,7 @@ def test_executors_come_late_and_leave(
         service.feed_until(lambda: _has_read(pipe, ends), "all records", 240, feed=False)
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0, "".join(service.lines)[-5000:]
-    assert set(attempts.values()) == {1}, attempts
+    assert set(attempts.values()) == {1}, [line for line in service.lines if "aborted" in line or "Lost" in line]
     sent, seen = len(pipe.sent), len(independent.read_topic(pipe.bootstrap, pipe.target, decided=True))
     if seen < sent:  # what came after the last batch
         pipe.run()

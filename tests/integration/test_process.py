@@ -378,7 +378,7 @@ def test_columns_of_other_types_are_refused(make_pipe: Any, column: str, made: s
             flow.process(df, pipe_processor(), table=f"{pipe.source}-table")
 
 
-def test_options_that_lose_the_order_of_keys_are_refused(make_pipe: Any) -> None:
+def test_what_loses_the_order_of_keys_is_told_or_refused(make_pipe: Any, caplog: pytest.LogCaptureFixture) -> None:
     pipe = make_pipe()
     with onceflow.Flow(pipe.flow, pipe.spark, bootstrap_servers=pipe.bootstrap) as flow:
         df = flow.read(pipe.source, options={"minPartitions": "8"})
@@ -388,7 +388,10 @@ def test_options_that_lose_the_order_of_keys_are_refused(make_pipe: Any) -> None
             flow.write(df, topic=pipe.target)
         flow.write(df, topic=pipe.target, partitioner="spread")
         df = flow.read(pipe.source)
-        flow.write(df, topic=pipe.target)
+        flow.write(df.repartition(3, "key").coalesce(2), topic=pipe.target)
+        assert not caplog.records
+        flow.write(df.repartition(3), topic=pipe.target)
+        assert "loses the order of a key's records" in caplog.text
 
 
 def test_a_with_clause_is_refused(make_state_pipe: Any, onceflow_spark: Any) -> None:

@@ -27,16 +27,25 @@ class SparkCluster:
 
     Args:
         folder: of logs, jars and shuffle files. workers: at the start, each with one core. memory_mb: of each.
+        own_hosts: give every worker a loopback address of its own (Linux has them all). When a worker leaves, Spark
+            forgets what the executors of its host have shuffled: with one address for all that would be everything.
     """
 
     def __init__(
-        self, folder: Path, workers: int = 2, *, memory_mb: int = 900, java_options: Sequence[str] = ()
+        self,
+        folder: Path,
+        workers: int = 2,
+        *,
+        memory_mb: int = 900,
+        java_options: Sequence[str] = (),
+        own_hosts: bool = False,
     ) -> None:
         self.folder = folder
         self.local = folder / "local"
         self._workers_wanted = workers
         self._memory_mb = memory_mb
         self._java_options = list(java_options)
+        self._own_hosts = own_hosts
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self.master = ""
         self._workers_started = 0
@@ -137,10 +146,11 @@ class SparkCluster:
         name = f"worker-{self._workers_started}"
         self._workers_started += 1
         options = ["--cores", "1", "--memory", f"{self._memory_mb}M", "--work-dir", str(self.folder / name)]
-        self._spawn(name, "org.apache.spark.deploy.worker.Worker", *options, self.master)
+        host = f"127.0.0.{1 + self._workers_started}" if self._own_hosts else _HOST
+        self._spawn(name, "org.apache.spark.deploy.worker.Worker", *options, self.master, host=host)
         return name
 
-    def _spawn(self, name: str, main_class: str, *arguments: str) -> None:
+    def _spawn(self, name: str, main_class: str, *arguments: str, host: str = _HOST) -> None:
         import pyspark
 
         home = Path(pyspark.__file__).parent
@@ -148,12 +158,12 @@ class SparkCluster:
         # Executors die often here; that is no reason to give up on an application.
         command += ["-Dspark.deploy.maxExecutorRetries=-1", *self._java_options]
         command += ["-cp", f"{home}/jars/*", main_class]
-        command += ["--host", _HOST, "--webui-port", "0", *arguments]
+        command += ["--host", host, "--webui-port", "0", *arguments]
         environment = {
             **self.environment(name),
             "SPARK_HOME": str(home),
             "SPARK_SCALA_VERSION": "2.13",  # a worker asks for it before it starts an executor
-            "SPARK_LOCAL_IP": _HOST,
+            "SPARK_LOCAL_IP": host,
         }
         with (self.folder / f"{name}.log").open("wb") as log:
             self._processes[name] = subprocess.Popen(

@@ -83,6 +83,14 @@ def splitting(options: Mapping[str, str]) -> str:
     return next((name for name in options if name.lower() in ("minpartitions", "maxrecordsperpartition")), "")
 
 
+def deals_rows_out(df: DataFrame) -> bool:
+    """Whether rows go to tasks in turn (``repartition(n)`` without columns): equal keys meet in any order then."""
+    return any(
+        str(node.getClass().getSimpleName()) == "Repartition" and node.shuffle()
+        for node in jvm.nodes(df._jdf.queryExecution().analyzed())
+    )
+
+
 def starting_offsets_json(topic: str, offsets: Mapping[int, int]) -> str:
     return json.dumps({topic: {str(partition): offset for partition, offset in sorted(offsets.items())}})
 
