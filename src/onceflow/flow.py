@@ -93,7 +93,6 @@ class Flow:
         self._steps: dict[str, Step] = {}
         self._lock = threading.RLock()
         self._running: FlowQuery | None = None
-        self._splitting: dict[str, str] = {}  # per source, the option that divides its partitions among tasks
         self._fresh = False  # whether progress was read after the last InitProducerId
 
     @property
@@ -153,7 +152,6 @@ class Flow:
             except OnceflowError as error:
                 self._fresh = False  # whatever was open is aborted by the next take-over
                 raise error.located(flow=self.name, topic=topic) from error
-            self._splitting[topic] = queries.splitting(extra)
         connection = {**self._settings.spark_reader(), **token_endpoint.reader_options(self._spark, self._settings)}
         reader = self._spark.readStream.format("kafka").options(**connection).options(**extra)
         reader = (
@@ -292,11 +290,10 @@ class Flow:
             )
             if not self._fresh or self._committed is None:
                 raise OptionError("Nothing was read yet", flow=self.name, next_step="call Flow.read first")
-            queries.check_plan(df, self.name)
-            self._check_order("Flow.process", df)
+            facts = queries.check_plan(df, self.name)
+            self._check_order("Flow.process", facts)
             # Rows that another step has made come from no topic.
-            read = set() if step_query.has_step(df) else set(self._sources)
-            one_topic = next(iter(read)) if len(read) == 1 else None
+            one_topic = next(iter(self._sources)) if len(self._sources) == 1 and not facts.has_step else None
             rows = state_columns(df, self.name, one_topic=one_topic is not None)
             deadline = Deadline(_START_SECONDS, f"preparing table {table} of flow {self.name}")
             try:
@@ -437,7 +434,7 @@ class Flow:
                 raise OptionError("trigger and once exclude each other", flow=self.name, next_step="give one of them")
         facts = queries.check_plan(df, self.name, checkpoint=checkpoint is not None)
         if partitioner != "spread" and not facts.stateful:
-            self._check_order(f'partitioner="{partitioner}"', df)
+            self._check_order(f'partitioner="{partitioner}"', facts)
         self._check_output(topic)
         columns = check_columns(df.schema, topic=topic, flow=self.name)
         if columns.ignored:
@@ -457,24 +454,24 @@ class Flow:
         )
         return FlowWriter(self, df, options, columns, run)
 
-    def _check_order(self, what: str, df: DataFrame) -> None:
+    def _check_order(self, what: str, facts: queries.PlanFacts) -> None:
         """Refuse what needs records in the order of their offsets, where tasks share a partition. Warn where the query
         itself gives the order up."""
-        if queries.deals_rows_out(df):
+        if facts.dealt_out:
             log.warning(
                 'flow %s: repartition(n) without a column loses the order of a key\'s records; repartition(n, "key") '
                 "keeps it",
                 self.name,
             )
-        for topic, option in self._splitting.items():
-            if option:
-                raise OptionError(
-                    f"{what} needs the records of a key in order, and {option} divides the partitions of {topic} among "
-                    "tasks",
-                    flow=self.name,
-                    topic=topic,
-                    next_step=f'leave {option} out of Flow.read, or write with partitioner="spread"',
-                )
+        if facts.splitting is not None:
+            option, topic = facts.splitting
+            raise OptionError(
+                f"{what} needs the records of a key in order, and {option} divides the partitions of {topic} among "
+                "tasks",
+                flow=self.name,
+                topic=topic,
+                next_step=f'leave {option} out of Flow.read, or write with partitioner="spread"',
+            )
 
     def _own_topics(self) -> OwnTopics:
         tables = frozenset(name for step in self._steps.values() for name in step.spec.topics.ids)

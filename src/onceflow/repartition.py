@@ -223,7 +223,6 @@ class _Repartition:
         while (known := self._cluster.topic(name, deadline, fresh=True).partitions) < self._partitions:
             deadline.pause(attempt, f"{name} has {known} partitions, as far as brokers know")
             attempt += 1
-        self._check_enough({name: self._cluster.topic(name, deadline)})
 
     def _grow(self, name: str, deadline: Deadline) -> None:
         try:
@@ -239,11 +238,9 @@ class _Repartition:
         except OptionError:
             # Somebody has just added them, and the broker that was asked for the count did not know yet.
             self._await_partitions(name, deadline)
+            self._check_enough({name: self._cluster.topic(name, deadline)})
         log.info("topic %s grows to %d partitions", name, self._partitions)
-        attempt = 0
-        while self._cluster.topic(name, deadline, fresh=True).partitions < self._partitions:
-            deadline.pause(attempt, f"{name} has fewer than {self._partitions} partitions yet")
-            attempt += 1
+        self._await_partitions(name, deadline)
 
     def _ends(
         self, infos: Mapping[str, TopicInfo], progress: Progress, deadline: Deadline

@@ -9,7 +9,7 @@ from pyspark.sql import DataFrame, SparkSession
 
 from onceflow.errors import OptionError, UnsupportedQueryError
 from onceflow.process import Step, needs_clock, runs_here
-from onceflow.sink import jvm, plans, queries
+from onceflow.sink import plans, queries
 from onceflow.sink.delivery import EXACTLY_ONCE
 from onceflow.sink.options import SinkOptions
 from onceflow.sink.ownership import Columns
@@ -42,11 +42,6 @@ class Query:
 def step_frame(rows: DataFrame, table: str) -> DataFrame:
     """What ``Flow.process`` returns: the place of its step in the plan, with the columns of its outputs."""
     return rows.mapInArrow(StepMarker(table), OUTPUT_SPARK_SCHEMA)
-
-
-def has_step(df: DataFrame) -> bool:
-    """Whether rows come out of a process step."""
-    return any(queries.step_table(node) is not None for node in jvm.nodes(plans.analyzed(df)))
 
 
 def current_cores(spark: SparkSession) -> Callable[[], int]:

@@ -14,8 +14,8 @@ pytestmark = [pytest.mark.integration, pytest.mark.faults]
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("setup, seconds", [("one-node", 10), ("three-nodes", 150)])
-def test_a_short_run(tmp_path: Path, setup: str, seconds: int) -> None:
+@pytest.mark.parametrize("setup, seconds, records", [("one-node", 10, 20_000), ("three-nodes", 150, 50_000)])
+def test_a_short_run(tmp_path: Path, setup: str, seconds: int, records: int) -> None:
     command = [sys.executable, "-m", "onceflow.cli.main", "chaos", "--seconds", str(seconds), "--seed", "216"]
     command += ["--setup", setup, "--keep", str(tmp_path / "run")]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=580, check=False)
@@ -25,4 +25,4 @@ def test_a_short_run(tmp_path: Path, setup: str, seconds: int) -> None:
     assert result["setups"] == {setup: "passed"}
     assert (result["lost"], result["duplicated"], result["torn"], result["others"]) == (0, 0, 0, {})
     assert result["faults"] >= 3
-    assert result["records"] > 20_000
+    assert result["records"] > records

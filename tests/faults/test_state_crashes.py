@@ -77,15 +77,14 @@ def test_driver_kills_itself(make_state_pipe: Any, step: str) -> None:
 
 @pytest.mark.long
 def test_exception(make_state_pipe: Any, inject: Any, by_tasks: dict[str, Any]) -> None:
-    """In one flow: what follows a failed batch fails itself, at the next step. At the others it is as without state
-    (test_crashes.py)."""
+    """In one flow: what follows a failed batch fails itself, at the next step."""
     pipe = make_state_pipe()
-    for step in ("begin", "write", "progress", "end", "settle"):
+    for step in hooks.STEPS:
         history = pipe.committed_progress()
         done = history[-1].batch_id if history else 0
         pipe.fill(1500)
-        inject(step, "raise", batch=done + BATCH)
-        with pytest.raises(StreamingQueryException, match="injected at"):
+        inject(step, "raise", **({} if step == "init" else {"batch": done + BATCH}))
+        with pytest.raises((StreamingQueryException, faults.InjectedFaultError), match="injected at"):
             pipe.run(read={"max_records_per_batch": 500}, **options_of(step, by_tasks))
     pipe.run(**by_tasks)
     pipe.check()

@@ -191,7 +191,7 @@ def names(request: pytest.FixtureRequest) -> Names:
 
 def test_who_is_alone_goes_on(names: Names, connect: Callable[[], Cluster]) -> None:
     driver = Driver(connect(), names)
-    for batch in range(1, 3):
+    for batch in range(1, 4):
         driver.commit()
         assert driver.progress.batch_id == batch
         wait_until_forgotten(connect(), names)

@@ -715,7 +715,7 @@ def test_another_process_reads_a_local_table_while_a_flow_writes(opener: type[St
 
 # ---- damage ------------------------------------------------------------------------------------------
 
-FLIPS = 64
+FLIPS = 96
 
 
 def damaged_flow() -> Flow:

@@ -147,7 +147,7 @@ class BatchSink:
 
     def __call__(self, df: DataFrame, spark_batch_id: int) -> None:
         batch = self.progress.batch_id + 1
-        while self.held.is_set() or not self.turn.acquire(timeout=_TURN_S):
+        while self.held.is_set() or not self.turn.acquire(blocking=False):
             if self.stopping:
                 raise self._stopped(None, batch, stopped=True)
             time.sleep(_TURN_S)

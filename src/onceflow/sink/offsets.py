@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -37,20 +37,18 @@ class SourceRange:
     @property
     def rows_most(self) -> int:
         """Upper bound of the records in the range (markers and aborted records count, too)."""
-        return sum(
-            end - self.start.get(topic, {}).get(partition, 0)  # 0: a partition that was added while running
-            for topic, partitions in self.end.items()
-            for partition, end in partitions.items()
-        )
+        return sum(count for _, count in self._counts())
 
     def news(self) -> list[tuple[str, int]]:
         """Topics and partitions of which there is anything in the range."""
-        return [
-            (topic, partition)
-            for topic, partitions in self.end.items()
-            for partition, end in partitions.items()
-            if end > self.start.get(topic, {}).get(partition, 0)
-        ]
+        return [place for place, count in self._counts() if count > 0]
+
+    def _counts(self) -> Iterator[tuple[tuple[str, int], int]]:
+        """Topic and partition, and how many offsets of it are in the range."""
+        for topic, partitions in self.end.items():
+            start = self.start.get(topic, {})
+            for partition, end in partitions.items():
+                yield (topic, partition), end - start.get(partition, 0)  # 0: it was added while running
 
 
 def read_range(checkpoint: Path | Folder, batch_id: int, topics: Collection[str] | None = None) -> SourceRange:

@@ -67,8 +67,7 @@ def check_columns(schema: T.StructType, *, topic: str | None, flow: str) -> Colu
             wanted = " or ".join(kind.__name__.removesuffix("Type").lower() for kind in kinds)
             raise _schema(f"column {name!r} is {types[name].simpleString()}, it must be {wanted}", flow)
     if "headers" in types and not is_headers(types["headers"]):
-        headers = types["headers"].simpleString()
-        raise _schema(f"column 'headers' is {headers}, it must be array<struct<key:string,value:binary>>", flow)
+        raise _schema(f"column 'headers' is {types['headers'].simpleString()}, it must be {HEADERS}", flow)
     used = set(_TYPES) | {"headers"}
     if topic is not None:
         used.discard("topic")
@@ -93,8 +92,12 @@ _TYPES: dict[str, tuple[type[T.DataType], ...]] = {
 }
 
 
+#: The type that Spark's Kafka source gives to headers.
+HEADERS = "array<struct<key:string,value:binary>>"
+
+
 def is_headers(kind: T.DataType) -> bool:
-    """Whether a column has the type that Spark's Kafka source gives to headers."""
+    """Whether a column has the type `HEADERS`; whether its fields may be null does not matter."""
     element = kind.elementType if isinstance(kind, T.ArrayType) else None
     fields = element.fields if isinstance(element, T.StructType) else []
     return (

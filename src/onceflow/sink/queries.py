@@ -55,6 +55,8 @@ _READER_KNOWN = {
     "fetchoffset.numretries",
     "fetchoffset.retryintervalms",
 }
+# By these several tasks may read one partition.
+_SPLITTING = ("minPartitions", "maxRecordsPerPartition")
 
 
 def reader_options(options: Mapping[str, str], flow: str) -> dict[str, str]:
@@ -76,19 +78,6 @@ def reader_options(options: Mapping[str, str], flow: str) -> dict[str, str]:
                 next_step=f"known: {', '.join(sorted(_READER_KNOWN))}; connection options belong to Flow(options=...)",
             )
     return {name: str(value) for name, value in options.items()}
-
-
-def splitting(options: Mapping[str, str]) -> str:
-    """The option by which several tasks may read one partition; empty: there is none."""
-    return next((name for name in options if name.lower() in ("minpartitions", "maxrecordsperpartition")), "")
-
-
-def deals_rows_out(df: DataFrame) -> bool:
-    """Whether rows go to tasks in turn (``repartition(n)`` without columns): equal keys meet in any order then."""
-    return any(
-        str(node.getClass().getSimpleName()) == "Repartition" and node.shuffle()
-        for node in jvm.nodes(df._jdf.queryExecution().analyzed())
-    )
 
 
 def starting_offsets_json(topic: str, offsets: Mapping[int, int]) -> str:
@@ -149,11 +138,17 @@ class PlanFacts:
         topics: whether it reads topics with ``Flow.read``.
         others: whether it has other sources, whose position is in the checkpoint only.
         stateful: whether Spark keeps state for it.
+        has_step: whether rows come out of a process step.
+        dealt_out: whether rows go to tasks in turn (``repartition(n)`` without columns): equal keys meet in any order.
+        splitting: the option by which several tasks may read one partition, and of which topic; None: there is none.
     """
 
     topics: bool
     others: bool
     stateful: bool
+    has_step: bool
+    dealt_out: bool
+    splitting: tuple[str, str] | None
 
 
 def check_plan(df: DataFrame, flow: str, *, checkpoint: bool = False) -> PlanFacts:
@@ -170,7 +165,8 @@ def check_plan(df: DataFrame, flow: str, *, checkpoint: bool = False) -> PlanFac
         raise UnsupportedQueryError(
             "The DataFrame is not a stream", flow=flow, next_step="make it from Flow.read of this flow"
         )
-    topics = others = stateful = False
+    topics = others = stateful = has_step = dealt_out = False
+    splitting = None
     for node in jvm.nodes(df._jdf.queryExecution().analyzed()):
         if not node.isStreaming():
             continue
@@ -178,6 +174,9 @@ def check_plan(df: DataFrame, flow: str, *, checkpoint: bool = False) -> PlanFac
         if kind in ("StreamingRelationV2", "StreamingRelation", "StreamingExecutionRelation"):
             ours = _check_source(node, kind, flow, checkpoint)
             topics, others = topics or ours, others or not ours
+            splitting = splitting or (_splitting(node) if ours else None)
+        has_step = has_step or step_table(node) is not None
+        dealt_out = dealt_out or (kind == "Repartition" and bool(node.shuffle()))
         what = _STATEFUL.get(kind)
         if kind == "Join" and node.left().isStreaming() and node.right().isStreaming():
             what = "a join of two streams"
@@ -189,7 +188,12 @@ def check_plan(df: DataFrame, flow: str, *, checkpoint: bool = False) -> PlanFac
                 next_step="give Flow.write a folder that outlives the driver: checkpoint=...; without it the state "
                 "would start empty after every restart",
             )
-    return PlanFacts(topics, others, stateful)
+    return PlanFacts(topics, others, stateful, has_step, dealt_out, splitting)
+
+
+def _splitting(source: Any) -> tuple[str, str] | None:
+    options = source.extraOptions()
+    return next(((name, str(options.get("subscribe"))) for name in _SPLITTING if options.containsKey(name)), None)
 
 
 def _check_source(node: Any, kind: str, flow: str, checkpoint: bool) -> bool:

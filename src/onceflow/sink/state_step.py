@@ -137,7 +137,7 @@ class StateStep:
         small_batch_rows: int | None,
         source_partitions: Mapping[str, int],
         source_keys: bool,
-        clock: bool = False,
+        clock: bool,
     ) -> None:
         self._query = query
         self._by_name = dict(tables)
@@ -197,8 +197,9 @@ class StateStep:
 
     def planned(self, source: SourceRange) -> None:
         """The source range of the next batch is known."""
+        news = source.news()
         for table in self.tables:
-            table.planned(source.news())
+            table.planned(news)
 
     def prepare(self, df: DataFrame, settings: ClientSettings, owner: tuple[str, BatchHeader], *, again: bool) -> None:
         """Bring large local copies up to date while nothing is written yet, see ``preparing``.
@@ -422,8 +423,11 @@ class StateStep:
 
     def _may_take_source_partitions(self, df: DataFrame, spec: ProcessSpec, due: frozenset[int]) -> bool:
         """Whether source partitions can be taken as they are, without a shuffle."""
-        one_to_one = list(self._source_partitions.values()) == [spec.topics.partitions] and "partition" in df.columns
-        if self._by_source is False or not one_to_one:
+        if self._by_source is None and not (
+            list(self._source_partitions.values()) == [spec.topics.partitions] and "partition" in df.columns
+        ):
+            self._by_source = False
+        if self._by_source is False:
             return False
         if self._by_source and not due:
             return True

@@ -8,7 +8,7 @@ from pyspark.sql import types as T
 
 from onceflow.errors import SchemaError
 from onceflow.sink import jvm, queries
-from onceflow.sink.ownership import Columns, is_headers
+from onceflow.sink.ownership import HEADERS, Columns, is_headers
 
 _SPREAD_MOST, _TASKS_MOST = 4, 16
 _OPTIONAL: dict[str, type[T.DataType]] = {
@@ -33,7 +33,7 @@ def state_columns(df: DataFrame, flow: str, *, one_topic: bool) -> DataFrame:
         if name in types and not isinstance(types[name], kind):
             raise _wrong_type(name, types[name], kind.typeName(), flow)
     if "headers" in types and not is_headers(types["headers"]):
-        raise _wrong_type("headers", types["headers"], "array<struct<key:string,value:binary>>", flow)
+        raise _wrong_type("headers", types["headers"], HEADERS, flow)
     for name in ("key", "value"):
         if not isinstance(types.get(name), (T.StringType, T.BinaryType)):
             there = types[name].simpleString() if name in types else "missing"
