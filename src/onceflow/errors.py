@@ -146,5 +146,13 @@ class ProtocolError(OnceflowError):
     """The broker answered something the protocol does not allow, or an unknown error code."""
 
 
+class DeadLetterLimitError(OnceflowError):
+    """More records became dead letters than ``max_dead_letters`` of ``Flow.process`` allows."""
+
+
+class LateRowsError(OnceflowError):
+    """Spark dropped rows that were later than the watermark, and the flow was told ``late="fail"``."""
+
+
 class ProcessorError(OnceflowError):
     """User code of a processor, or one of its serdes, failed; or its state cannot be read by this version of it."""

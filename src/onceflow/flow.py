@@ -30,7 +30,8 @@ from onceflow.query import FlowQuery
 from onceflow.running import OUTPUT_MODES, RunOptions, duration_s, kept, scratch
 from onceflow.sink import progress_log, queries
 from onceflow.sink.batch import BatchSink
-from onceflow.sink.delivery import GUARANTEES, delivery
+from onceflow.sink.delivery import EXACTLY_ONCE, GUARANTEES, delivery
+from onceflow.sink.late_rows import FAIL, LATE
 from onceflow.sink.options import SinkOptions
 from onceflow.sink.ownership import Columns, check_columns
 from onceflow.sink.step_frames import state_columns
@@ -245,6 +246,7 @@ class Flow:
         adopt_existing: bool = False,
         idle_timeout: str = "30 seconds",
         max_timers_per_batch: int | None = 1_000,
+        max_dead_letters: int | float | None = None,
     ) -> DataFrame:
         """Run user code with state over a stream; the state is the compacted topic ``table``.
 
@@ -271,6 +273,9 @@ class Flow:
             idle_timeout: event time does not wait for a source partition that was silent for this long.
             max_timers_per_batch: timers that fire in one partition and batch, the earliest first; what is left fires in
                 further batches, at once. None: all that are due, in one transaction.
+            max_dead_letters: the flow stops when one run has more dead letters: a count (``100``), or a share of the
+                records that the step has read (``0.01``), judged from 100 records on. The batch that has them is not
+                committed. None: any number.
 
         Returns:
             A streaming DataFrame of what the processor yields: key, value, topic, headers, timestamp.
@@ -282,7 +287,7 @@ class Flow:
         """
         options = StepOptions(
             table, partitions, on_error, dead_letter_topic, late_topic, retention, single_key, store, state_dir,
-            adopt_existing, idle_timeout, max_timers_per_batch,
+            adopt_existing, idle_timeout, max_timers_per_batch, max_dead_letters,
         )  # fmt: skip
         with self._lock:
             checked = process.check_options(
@@ -328,7 +333,7 @@ class Flow:
         if known is not None:
             process.check_migration(processor, known.version, table=options.table, flow=self.name)
         counts = {name: len(source.earliest) for name, source in self._sources.items()}
-        topics, progress = process.ensure_table(self._connected(), options, before, counts, processor.version, deadline)
+        topics, progress = process.ensure_table(self._connected(), options, before, counts, processor, deadline)
         if progress is not before:
             self._commit_progress(progress, deadline)
         return topics
@@ -371,6 +376,7 @@ class Flow:
         transaction_timeout: str = "60 seconds",
         compression: str = "none",
         small_batch_rows: int | None = None,
+        late: str = "drop",
         once: bool = False,
     ) -> FlowWriter:
         """Prepare to write a streaming DataFrame; ``.start()`` runs it.
@@ -401,6 +407,9 @@ class Flow:
                 Python task, no shuffle, much less latency. None: 8,000 rows, or 10,000 that go through a process
                 step; 0: always by tasks. With mapInArrow or mapInPandas in the query None means 0: few rows may become
                 any number there.
+            late: what happens when Spark drops rows that are later than the watermark of a query with state. ``drop``:
+                they are counted (``BatchSummary.dropped``) and told. ``fail``: LateRowsError; the batch is not
+                committed.
             once: process what is there now, in bounded batches, then stop (Spark's availableNow).
 
         Raises:
@@ -412,6 +421,7 @@ class Flow:
             ("partitioner", partitioner, PARTITIONERS),
             ("output_mode", output_mode, OUTPUT_MODES),
             ("on_checkpoint_conflict", on_checkpoint_conflict, checkpoints.ON_CONFLICT),
+            ("late", late, LATE),
         ):
             if value not in known:
                 raise OptionError(
@@ -433,6 +443,12 @@ class Flow:
             if once:
                 raise OptionError("trigger and once exclude each other", flow=self.name, next_step="give one of them")
         facts = queries.check_plan(df, self.name, checkpoint=checkpoint is not None)
+        if late == FAIL and guarantee != EXACTLY_ONCE:
+            raise OptionError(
+                f'late="fail" does not go with guarantee={guarantee!r}: without a transaction rows are out already',
+                flow=self.name,
+                next_step="leave one of them out",
+            )
         if partitioner != "spread" and not facts.stateful:
             self._check_order(f'partitioner="{partitioner}"', facts)
         self._check_output(topic)
@@ -443,6 +459,7 @@ class Flow:
         options = SinkOptions(
             topic, partitioner, compression, timeout_s, small_batch_rows, guarantee=guarantee, stateful=facts.stateful,
             timers_s=math.inf if once else max(1.0, interval_s),
+            late=late if facts.stateful and facts.watermark else None,
         )  # fmt: skip
         run = RunOptions(
             trigger,
@@ -508,7 +525,7 @@ class Flow:
                 self._connect(deadline)
                 self._take_over({}, deadline)  # only a query without topics has not done it yet
                 progress = self._committed or Progress(self._names.progress_key, 0, {}, {}, progress_log.now_ms())
-                location = scratch(self.name) if run.checkpoint is None else kept(self._spark, run, progress, self.name)
+                location = None if run.checkpoint is None else kept(self._spark, run, progress, self.name)
                 hold = self._held()
                 letters = process.side_topics(self._steps)
                 load_targets(hold.cluster, options.topic, deadline, more=letters)
@@ -526,6 +543,7 @@ class Flow:
                 source_partitions={name: sorted(source.earliest) for name, source in self._sources.items()},
                 clock=not run.once,
             )  # fmt: skip
+            location = location or scratch(self.name)  # nothing is refused from here on but by Spark
             state, options = query.state, query.options
             reads_little = not run.facts.others and queries.reads_little(df)
             sink = BatchSink(

@@ -14,9 +14,11 @@ from onceflow.client.cluster import Cluster
 from onceflow.client.deadline import Deadline
 from onceflow.errors import OptionError, ProgressConflictError
 from onceflow.state.base import TIMERS_PER_BATCH
+from onceflow.state.dead_letters import check_limit
 from onceflow.state.durations import duration_ms
 from onceflow.state.local import default_state_dir
 from onceflow.state.processor import ColumnProcessor, Processor
+from onceflow.state.shapes import declared_fields
 from onceflow.state.spec import ProcessSpec
 from onceflow.state.store import Store
 from onceflow.state.topics import TableTopics, check_known, check_readable, committed_ends, ensure_topics
@@ -61,6 +63,7 @@ class StepOptions:
     adopt_existing: bool
     idle_timeout: str
     max_timers_per_batch: int | None = TIMERS_PER_BATCH
+    max_dead_letters: int | float | None = None
 
 
 def check_options(
@@ -94,6 +97,19 @@ def check_options(
             'on_error="dead-letter" and dead_letter_topic= go together',
             flow=flow,
             next_step="give both, or neither: then a record that cannot be processed stops the flow",
+        )
+    try:
+        declared_fields(processor)
+    except ValueError as error:
+        raise OptionError(
+            f"{type(processor).__name__}.state_fields: {error}", flow=flow, next_step="see struct()"
+        ) from None
+    check_limit(options.max_dead_letters, flow)
+    if options.max_dead_letters is not None and options.dead_letter_topic is None:
+        raise OptionError(
+            "max_dead_letters= is given, and there are no dead letters",
+            flow=flow,
+            next_step='give on_error="dead-letter" and dead_letter_topic= as well, or leave it out',
         )
     if (processor.allowed_lateness is not None) != (options.late_topic is not None):
         raise OptionError(
@@ -165,14 +181,14 @@ def ensure_table(
     options: StepOptions,
     progress: Progress,
     sources: Mapping[str, int],
-    version: int,
+    processor: Processor | ColumnProcessor,
     deadline: Deadline,
 ) -> tuple[TableTopics, Progress]:
     """The table's topics, and progress that knows them.
 
     Args:
         sources: partition count of every source topic.
-        version: of the processor's state.
+        processor: its state has a version, and maybe declared fields.
 
     Returns:
         The topics, and progress: the same object when it knew them already, else one to be committed first.
@@ -183,7 +199,7 @@ def ensure_table(
     check_readable(cluster, ends, deadline)
     if table in progress.changelogs:
         check_known(topics, progress.changelogs, progress.topic_ids)
-        _check_version(table, progress.tables.get(table, TableProgress()).version, version)
+        _check_state(table, progress.tables.get(table, TableProgress()), processor)
         return topics, progress
     if options.partitions is not None and topics.partitions != options.partitions:
         raise ProgressConflictError(
@@ -203,7 +219,7 @@ def ensure_table(
         progress,
         changelogs={**progress.changelogs, **ends},
         topic_ids={**progress.topic_ids, **topics.ids},
-        tables={**progress.tables, table: TableProgress(version)},
+        tables={**progress.tables, table: TableProgress(processor.version, fields=declared_fields(processor))},
     )
 
 
@@ -223,16 +239,25 @@ def check_migration(processor: Processor | ColumnProcessor, known: int, *, table
             f"The state of table {table} has version {known}, the processor {processor.version} and no migrate()",
             flow=flow,
             topic=table,
-            next_step="add `def migrate(self, value, from_version)` to the processor, or keep its version",
+            next_step="add `def migrate(self, payload, from_version)` to the processor, or keep its version",
         )
 
 
-def _check_version(table: str, known: int, version: int) -> None:
-    if version < known:
+def _check_state(table: str, known: TableProgress, processor: Processor | ColumnProcessor) -> None:
+    if processor.version < known.version:
         raise ProgressConflictError(
-            f"The state of table {table} was written by version {known} of the processor, this is version {version}",
+            f"The state of table {table} was written by version {known.version} of the processor, this is version "
+            f"{processor.version}",
             topic=table,
             next_step="run the newer processor; state is not migrated backwards",
+        )
+    fields = declared_fields(processor)
+    if processor.version == known.version and None not in (fields, known.fields) and fields != known.fields:
+        raise ProgressConflictError(
+            f"The state of table {table} has the fields {known.fields}, the processor declares {fields}",
+            topic=table,
+            next_step="raise the processor's `version` and define migrate(self, payload, from_version), or declare the "
+            "fields as they were",
         )
 
 
@@ -268,6 +293,7 @@ def make_spec(
         single_key=options.single_key,
         source_topic=source_topic,
         max_timers_per_batch=options.max_timers_per_batch,
+        max_dead_letters=options.max_dead_letters,
     )
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from onceflow.errors import DataLossError, OptionError, ProgressConflictError
 from onceflow.wire.progress import Progress
 
+STARTING = ("earliest", "latest")
 StartingOffsets = str | Mapping[int, int]
 
 
@@ -61,6 +62,12 @@ def plan(
       ``fail_on_data_loss=False`` the gap is logged, pinned and skipped.
     - The topic was deleted and created again: refused, its offsets mean other records now.
     """
+    if isinstance(starting_offsets, str) and starting_offsets not in STARTING:
+        raise OptionError(
+            f"starting_offsets={starting_offsets!r} is unknown",
+            flow=flow,
+            next_step='use "earliest", "latest" or a dictionary {partition: offset} of all partitions',
+        )
     known = None if progress is None else progress.offsets.get(topic.name)
     if progress is None or known is None:
         return Start(_first_start(topic, starting_offsets, flow), pin=True)
@@ -95,20 +102,17 @@ def plan(
             detail="partitions can only go when a topic is deleted and created again",
             next_step="`onceflow reset` the flow to read the new topic from its start",
         )
+    if progress.batch_id and starting_offsets not in ("earliest", dict(known)):
+        remarks.append(
+            f"starting_offsets={starting_offsets!r} counts for the first start only; {topic.name} is read on where "
+            f"progress ends, at {offsets}. To start over: `onceflow reset {flow} --bootstrap-servers HOST:PORT`"
+        )
     return Start(offsets, pin, tuple(remarks))
 
 
 def _first_start(topic: SourceTopic, starting: StartingOffsets, flow: str) -> dict[int, int]:
-    if starting == "earliest":
-        return dict(topic.earliest)
-    if starting == "latest":
-        return dict(topic.latest)
     if isinstance(starting, str):
-        raise OptionError(
-            f"starting_offsets={starting!r} is unknown",
-            flow=flow,
-            next_step='use "earliest", "latest" or a dictionary {partition: offset} of all partitions',
-        )
+        return dict(topic.earliest if starting == "earliest" else topic.latest)
     missing = sorted(set(topic.earliest) - set(starting))
     unknown = sorted(set(starting) - set(topic.earliest))
     if missing or unknown:

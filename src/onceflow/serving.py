@@ -22,9 +22,9 @@ _BATCH_S = 60.0  # for the batch under way, where it must not be cut short
 def serve(*queries: FlowQuery, more: Callable[[FlowQuery], dict[str, Any]] | None = None) -> None:
     """Run until SIGTERM or Ctrl-C, or until one of the queries ends; then stop all of them between two batches.
 
-    Every committed batch is a line of JSON on stdout: ``flow``, ``batch`` (its number), ``records`` (written),
-    ``seconds`` (that its steps took). Call it in the main thread, where signals are handled; a second one interrupts
-    at once.
+    Every committed batch is a line of JSON on stdout: ``flow``, ``batch`` (its number), ``records`` (written to the
+    outputs), ``dead_letters`` and ``late`` (put aside), ``dropped`` (by Spark, later than its watermark), ``seconds``
+    (that its steps took). Call it in the main thread, where signals are handled; a second one interrupts at once.
 
     ::
 
@@ -73,7 +73,15 @@ def serve(*queries: FlowQuery, more: Callable[[FlowQuery], dict[str, Any]] | Non
 
 def _line(query: FlowQuery, batch: BatchSummary) -> dict[str, Any]:
     seconds = round(sum(batch.seconds.values()), 3)
-    return {"flow": query.flow, "batch": batch.batch, "records": batch.records, "seconds": seconds}
+    return {
+        "flow": query.flow,
+        "batch": batch.batch,
+        "records": batch.records,
+        "dead_letters": batch.dead_letters,
+        "late": batch.late,
+        "dropped": batch.dropped,
+        "seconds": seconds,
+    }
 
 
 def _end(query: FlowQuery) -> None:

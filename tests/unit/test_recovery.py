@@ -76,10 +76,21 @@ def test_bad_starting_offsets(starting: Any, words: list[str]) -> None:
 # ---- later starts ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("starting", ["earliest", "latest", {0: 4}, "nonsense"])
+@pytest.mark.parametrize("starting", ["earliest", "latest", {0: 4}])
 def test_starting_offsets_are_ignored_once_there_is_progress(starting: Any) -> None:
     start = plan(topic({0: 0, 1: 0}, {0: 9, 1: 9}), progress({0: 5, 1: 0}), starting_offsets=starting)
-    assert start == Start({0: 5, 1: 0}, pin=False)
+    assert (start.offsets, start.pin) == ({0: 5, 1: 0}, False)
+    if starting == "earliest":  # the default: nobody has asked for anything
+        assert start.remarks == ()
+    else:
+        (told,) = start.remarks
+        assert "first start only" in told
+        assert f"onceflow reset {FLOW}" in told
+
+
+def test_starting_offsets_that_nobody_knows_are_refused_at_every_start() -> None:
+    with pytest.raises(OptionError, match="'lastest' is unknown"):
+        plan(topic({0: 0}, {0: 9}), progress({0: 5}), starting_offsets="lastest")
 
 
 @pytest.mark.parametrize("committed", [3, 9], ids=["at the log's start", "at its end"])
@@ -88,7 +99,7 @@ def test_progress_at_the_edges_of_the_log_is_no_loss(committed: int) -> None:
 
 
 def test_new_partition_is_read_from_its_beginning_and_pinned() -> None:
-    start = plan(topic({0: 0, 1: 2}, {0: 9, 1: 4}), progress({0: 5}), starting_offsets="latest")
+    start = plan(topic({0: 0, 1: 2}, {0: 9, 1: 4}), progress({0: 5}))
     assert (start.offsets, start.pin) == ({0: 5, 1: 2}, True)
     assert start.remarks == ("in-1 is new, it is read from offset 2",)
 
@@ -197,4 +208,5 @@ def test_any_state(
         assert same_id
         assert known.keys() <= span.keys()
         changed = [p for p, offset in start.offsets.items() if known.get(p) != offset]
-        assert len(start.remarks) == len(changed)
+        told = [remark for remark in start.remarks if not remark.startswith("starting_offsets=")]
+        assert len(told) == len(changed)

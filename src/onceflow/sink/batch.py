@@ -43,6 +43,7 @@ from onceflow.sink.audit import Audit, audit, together
 from onceflow.sink.checkpoint import Folder
 from onceflow.sink.collect import collect
 from onceflow.sink.delivery import Delivery
+from onceflow.sink.late_rows import LateRows
 from onceflow.sink.numbering import Numbering
 from onceflow.sink.offsets import SourceRange, check_contiguous, read_range
 from onceflow.sink.options import BatchSummary, SinkOptions
@@ -129,6 +130,7 @@ class BatchSink:
         self._cores = cores
         self._row_bytes: float | None = None  # of the last batches; unknown at first
         self._rows_out = 1.0  # rows written for one read, at most so far: a query may explode rows
+        self._late_rows = None if options.late is None else LateRows(names.flow, options.late)
         self._unsettled: int | None = None
         self._undecided = False
         self._begun_at = 0.0
@@ -188,6 +190,8 @@ class BatchSink:
             self._drain(df)
             self.drained.append(self.progress.batch_id)
             return
+        if self._state is None and self._numbering is None and not source.rows_most:
+            return  # Spark's first batch, with nothing to read: neither outputs nor progress would change
         if self._state is not None:
             self._state.planned(source)
             if not source.rows_most and not self._state.due(progress_log.now_ms()):
@@ -293,6 +297,8 @@ class BatchSink:
         with self._timed(summary, "begin"):
             identity = self._begin(df, batch, summary)
         hooks.at("begin", where="driver", flow=flow, batch=batch, identity=identity, source=source)
+        if self._late_rows is not None:
+            self._late_rows.begin(df)
         self._begun_at = time.monotonic()
         progress: Progress | None = None
         if self._delivery.progress_first:
@@ -303,6 +309,7 @@ class BatchSink:
         with self._timed(summary, "audit"):
             checked = self._audit(df, parts, batch)
             self._delivery.written(report for part in parts for report in part.reports)
+            summary.dropped = 0 if self._late_rows is None else self._late_rows.check(df, batch)
         if self._state is not None and not source.rows_most and not checked.partitions:
             self._state.looked_at()
             return False  # timers were looked at; nothing was sent under this epoch
@@ -529,11 +536,16 @@ class BatchSink:
         self._unsettled = progress.batch_id
         if self._state is not None:
             self._state.adopt()
+        if self._late_rows is not None:
+            self._late_rows.adopt(summary.dropped)
         summary.records, summary.nbytes = checked.records, checked.nbytes
         summary.rss_kib_most = checked.rss_kib_most
         if checked.records:
             self._row_bytes = checked.nbytes / checked.records
             self._rows_out = max(self._rows_out, checked.records / max(1, summary.rows_most))
+        if self._state is not None:
+            summary.dead_letters, summary.late = self._state.counted("dead_letters"), self._state.counted("late")
+            summary.records -= summary.dead_letters + summary.late
 
     # ---- when it goes wrong --------------------------------------------------------------------------
 

@@ -145,6 +145,31 @@ def state_rows(spark: SparkSession, query_id: str) -> float:
         return math.inf
 
 
+def rows_dropped(spark: SparkSession) -> int:
+    """How many rows operators with state have dropped as late, in the batch under way on this thread.
+
+    All its attempts together: the plan keeps its metrics.
+    """
+    java: Any = spark._jvm
+    query_id = spark.sparkContext.getLocalProperty(_QUERY_ID)
+    query = spark._jsparkSession.streams().get(query_id)
+    dropped = 0
+    writer = _state_store_writer(java)
+    for node in nodes(query.streamingQuery().lastExecution().executedPlan()):
+        if writer.isInstance(node):
+            metric = node.metrics().get("numRowsDroppedByWatermark")
+            dropped += int(metric.get().value()) if metric.isDefined() else 0
+    return dropped
+
+
+def _state_store_writer(java: Any) -> Any:
+    """The class of operators that keep state."""
+    loader = java.org.apache.spark.util.Utils.getContextOrSparkClassLoader()
+    return java.java.lang.Class.forName(
+        "org.apache.spark.sql.execution.streaming.operators.stateful.StateStoreWriter", False, loader
+    )
+
+
 def forget_state_ids(spark: SparkSession, query_id: str) -> None:
     """Make a batch that is run again name the state of its last attempt, not of its first.
 
@@ -158,10 +183,7 @@ def forget_state_ids(spark: SparkSession, query_id: str) -> None:
     java: Any = spark._jvm
     try:
         query = spark._jsparkSession.streams().get(query_id)
-        loader = java.org.apache.spark.util.Utils.getContextOrSparkClassLoader()
-        writer = java.java.lang.Class.forName(
-            "org.apache.spark.sql.execution.streaming.operators.stateful.StateStoreWriter", False, loader
-        )
+        writer = _state_store_writer(java)
         for node in nodes(query.streamingQuery().lastExecution().executedPlan()):
             if writer.isInstance(node):
                 node.checkpointInfoAccumulator().reset()

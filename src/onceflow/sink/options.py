@@ -11,6 +11,7 @@ class SinkOptions:
 
     Args:
         stateful: whether Spark keeps state for the query: then a batch may have more rows than its source range.
+        late: ``drop`` or ``fail``: what becomes of a batch of which Spark drops rows as late; None: it drops none.
         timers_s: how long batches that only fire timers, one after the other, may hold up the source.
         reads_little: whether few source records are little work for Spark, see ``queries.reads_little``.
     """
@@ -25,6 +26,7 @@ class SinkOptions:
     stateful: bool = False
     reads_little: bool = False
     timers_s: float = 1.0
+    late: str | None = None
 
 
 @dataclass
@@ -32,6 +34,10 @@ class BatchSummary:
     """What one committed batch was, for people and benchmarks: seconds per step, sizes, attempts.
 
     Args:
+        records: written to the outputs; neither state nor records that were put aside.
+        dead_letters: records that became dead letters. late: that went to the topic of late records.
+        dropped: rows that Spark dropped because they were later than its watermark.
+        nbytes: of all that was written, state and records put aside included.
         lost: with at_most_once: that rows of the batch were given up.
     """
 
@@ -40,6 +46,9 @@ class BatchSummary:
     path: str = ""
     attempts: int = 0
     records: int = 0
+    dead_letters: int = 0
+    late: int = 0
+    dropped: int = 0
     nbytes: int = 0
     rss_kib_most: int = 0
     lost: bool = False

@@ -138,6 +138,7 @@ class PlanFacts:
         topics: whether it reads topics with ``Flow.read``.
         others: whether it has other sources, whose position is in the checkpoint only.
         stateful: whether Spark keeps state for it.
+        watermark: whether it has one of Spark's watermarks, by which operators with state drop late rows.
         has_step: whether rows come out of a process step.
         dealt_out: whether rows go to tasks in turn (``repartition(n)`` without columns): equal keys meet in any order.
         splitting: the option by which several tasks may read one partition, and of which topic; None: there is none.
@@ -146,6 +147,7 @@ class PlanFacts:
     topics: bool
     others: bool
     stateful: bool
+    watermark: bool
     has_step: bool
     dealt_out: bool
     splitting: tuple[str, str] | None
@@ -165,7 +167,7 @@ def check_plan(df: DataFrame, flow: str, *, checkpoint: bool = False) -> PlanFac
         raise UnsupportedQueryError(
             "The DataFrame is not a stream", flow=flow, next_step="make it from Flow.read of this flow"
         )
-    topics = others = stateful = has_step = dealt_out = False
+    topics = others = stateful = watermark = has_step = dealt_out = False
     splitting = None
     for node in jvm.nodes(df._jdf.queryExecution().analyzed()):
         if not node.isStreaming():
@@ -176,6 +178,7 @@ def check_plan(df: DataFrame, flow: str, *, checkpoint: bool = False) -> PlanFac
             topics, others = topics or ours, others or not ours
             splitting = splitting or (_splitting(node) if ours else None)
         has_step = has_step or step_table(node) is not None
+        watermark = watermark or kind == "EventTimeWatermark"
         dealt_out = dealt_out or (kind == "Repartition" and bool(node.shuffle()))
         what = _STATEFUL.get(kind)
         if kind == "Join" and node.left().isStreaming() and node.right().isStreaming():
@@ -188,7 +191,7 @@ def check_plan(df: DataFrame, flow: str, *, checkpoint: bool = False) -> PlanFac
                 next_step="give Flow.write a folder that outlives the driver: checkpoint=...; without it the state "
                 "would start empty after every restart",
             )
-    return PlanFacts(topics, others, stateful, has_step, dealt_out, splitting)
+    return PlanFacts(topics, others, stateful, watermark, has_step, dealt_out, splitting)
 
 
 def _splitting(source: Any) -> tuple[str, str] | None:

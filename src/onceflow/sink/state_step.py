@@ -51,6 +51,7 @@ from onceflow.sink.step_frames import (
 from onceflow.sink.step_outputs import OUTPUT_SPARK_SCHEMA, NotColocatedError, written_rows
 from onceflow.sink.step_tree import StepNode, Tree, branch_frames
 from onceflow.sink.tasks import Routing, TaskPlace, WriteOrder, write_rows
+from onceflow.state.dead_letters import counted
 from onceflow.state.local import Commit, settle
 from onceflow.state.prepare import Prepared
 from onceflow.state.spec import Moment, ProcessSpec, StateReport
@@ -297,9 +298,13 @@ class StateStep:
         return parts
 
     def audit(self) -> None:
-        """Every partition of every table in one task, of this attempt."""
+        """Every partition of every table in one task, of this attempt; and no more dead letters than allowed."""
         for name, table in self._by_name.items():
             table.check(self._reports.get(name, []), self._moments[name])
+
+    def counted(self, what: str) -> int:
+        """How many records of this attempt became ``dead_letters`` or were ``late``."""
+        return sum(counted(reports, what) for reports in self._reports.values())
 
     def progress(self, progress: Progress) -> Progress:
         """The batch's progress, with what it says of the tables."""

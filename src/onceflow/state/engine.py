@@ -12,12 +12,15 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from onceflow.errors import ProcessorError
 from onceflow.state import inbox, timers
 from onceflow.state.base import NOT_OF_A_RECORD, BaseEngine, shown
-from onceflow.state.handle import State
+from onceflow.state.handle import Scope, State
 from onceflow.state.outbox import Outbox
+from onceflow.state.overlay import Overlay
 from onceflow.state.processor import Processor
 from onceflow.state.record import Record
+from onceflow.state.shapes import SHAPE_ERRORS, NoRows, lacks
 
 log = logging.getLogger("onceflow.state")
 
@@ -157,7 +160,7 @@ class Engine(BaseEngine):
         part = batch.take(pa.array(where))
         raw = self._raw(part)
         if len(raw) == 1 or self._scope.fatal is not None:
-            self._reject(raw[0], first)
+            self._reject_processed(raw[0], raw_key, first)
             return
         overlay, outbox, processor = self._overlay, self._outbox, self.processor
         for record in raw:
@@ -165,32 +168,76 @@ class Engine(BaseEngine):
             mark = outbox.mark()
             result = None
             try:
-                # Decoded again: the call that failed may have changed the values.
-                key = processor.key.decode(raw_key)
-                value = None if record.value is None else processor.value.decode(record.value)
-                again = Record(
-                    key,
-                    value,
-                    record.topic,
-                    record.headers,
-                    record.timestamp_ms,
-                    record.partition,
-                    record.offset,
-                    record.topic,
-                )
-                result = processor.process(key, [again], State(self._scope, raw_key))
+                again = self._decoded_again(record, raw_key)
+                result = processor.process(again.key, [again], State(self._scope, raw_key))
                 if result is not None:
-                    outbox.extend(result, key, raw_key)
+                    outbox.extend(result, again.key, raw_key)
             except Exception as error:
                 _end(result)
                 overlay.roll_back()
                 outbox.truncate(mark)
-                self._reject(record, error)
+                self._reject_processed(record, raw_key, error)
         if self._dead_letter_topic is None:
             offsets = [record.offset for record in raw if record.offset is not None]
             span = f"offsets {offsets[0]} to {offsets[-1]}, " if offsets else ""
             detail = f"{span}key {shown(raw_key)}; each record alone succeeds"
             raise self._failed("records of one key could not be processed together", first, raw[0], detail) from first
+
+    def _decoded_again(self, record: Record, raw_key: bytes) -> Record:
+        """The record as process() gets it: the call that failed may have changed the one it had."""
+        value = None if record.value is None else self.processor.value.decode(record.value)
+        return Record(
+            self.processor.key.decode(raw_key),
+            value,
+            record.topic,
+            record.headers,
+            record.timestamp_ms,
+            record.partition,
+            record.offset,
+            record.topic,
+        )
+
+    def _reject_processed(self, record: Record, raw_key: bytes, error: Exception) -> None:
+        """As `_reject`, of a record that process() has raised for. Where the state is at fault, the batch fails."""
+        if self._scope.fatal is None and self._is_fault_of_state(record, raw_key, error):
+            self._scope.fatal = ProcessorError(
+                f"the state of key {shown(raw_key)} has not the fields that process() looks for: "
+                f"{type(error).__name__}: {error}",
+                next_step="records are not at fault. Did the fields of the state change? Then raise `version` and "
+                "define migrate(self, payload, from_version).",
+            )
+        self._reject(record, error)
+
+    def _is_fault_of_state(self, record: Record, raw_key: bytes, error: Exception) -> bool:
+        """Whether a record fails only because the key's value was stored by other code.
+
+        So it is when the record succeeds on empty state, succeeds once more on the state that this makes, and this
+        state has fields that the stored one lacks. Nothing that these trials do is kept.
+        """
+        if not isinstance(error, SHAPE_ERRORS):
+            return False
+        try:
+            stored = State(self._scope, raw_key).get()
+            if stored is None:
+                return False
+            scope = Scope(
+                self.processor,
+                Overlay(NoRows()),
+                partition=self.partition,
+                now_ms=self.now_ms,
+                watermark_ms=self.watermark_ms,
+                ttl_ms=None,
+            )
+            state = State(scope, raw_key)
+            for _ in range(2):
+                again = self._decoded_again(record, raw_key)
+                for _ in self.processor.process(again.key, [again], state) or ():
+                    pass
+            return lacks(stored, state.get())
+        except NOT_OF_A_RECORD:
+            raise
+        except Exception:
+            return False
 
     def _event_times(self, batch: pa.RecordBatch, records: list[Record], bad: dict[int, Exception]) -> Any:
         """Which records are in time by the processor's own event_time(); None: all. Where it fails is added to bad."""

@@ -26,6 +26,7 @@ LATE = "LateRecord"
 # A message may quote the whole record, and headers are limited by the topic's record size.
 _MESSAGE_CHARACTERS = 1000
 _STACK_CHARACTERS = 2000
+_CAUSE_CHARACTERS = 300
 _COUNT = re.compile(rb"[0-9]{1,9}")
 
 
@@ -77,6 +78,19 @@ def dead(record: Record, topic: str, error: BaseException) -> Record:
     """A letter of a record that could not be processed."""
     further = ((ERROR_STACK, _stack(error).encode(errors="replace")), (ATTEMPT, str(attempts(record) + 1).encode()))
     return put_aside(record, topic, type(error).__name__, str(error), further)
+
+
+def described(record: Record, error: BaseException, line: str) -> str:
+    """Where a record comes from and what is wrong with it, for messages.
+
+    Args:
+        line: of the code that has raised the error, if it is known.
+    """
+    topic = record.topic or "a record"
+    place = topic if record.partition is None else f"{topic}-{record.partition}"
+    offset = "" if record.offset is None else f", offset {record.offset}"
+    cause = f"{type(error).__name__}: {error}"[:_CAUSE_CHARACTERS]
+    return f"{place}{offset}: {cause}{f' ({line})' if line else ''}"
 
 
 def attempts(record: Record) -> int:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from sortedcontainers import SortedSet
 
 if TYPE_CHECKING:
+    from onceflow.state.shapes import NoRows
     from onceflow.state.store import Store
 
 _MISSING: Any = object()
@@ -23,7 +24,7 @@ class Overlay:
         store: the committed rows.
     """
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store | NoRows) -> None:
         self.store = store
         self._rows: dict[bytes, bytes | None] = {}  # every row known: read or changed
         self._committed: dict[bytes, bytes | None] = {}  # what the store has, as far as it was read

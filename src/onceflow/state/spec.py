@@ -28,6 +28,7 @@ class ProcessSpec:
         default_ttl_ms: how long rows live that were put without a ttl; None: for ever.
         single_key: whether the whole state of a partition is one record of the table topic.
         max_timers_per_batch: that fire in one partition; None: all that are due.
+        max_dead_letters: of one run; below 1, as a share of its records; None: any number.
         state_dir: folder of the local stores; None: every host has one of its own, `default_state_dir`.
     """
 
@@ -44,6 +45,7 @@ class ProcessSpec:
     single_key: bool = False
     source_topic: str | None = None
     max_timers_per_batch: int | None = None
+    max_dead_letters: int | float | None = None
 
     @property
     def table(self) -> str:
@@ -142,6 +144,7 @@ class StateReport:
         next_timer_ms: earliest timer left, per clock.
         counts: records, late, dead_letters, timers_fired, expired.
         timers_left: whether more timers were due than one batch may fire.
+        first_dead_letter: where it comes from, and why it is one; empty: there is none.
     """
 
     table: str
@@ -157,3 +160,4 @@ class StateReport:
     next_timer_ms: Mapping[str, int | None] = field(default_factory=dict)
     counts: Mapping[str, int] = field(default_factory=dict)
     timers_left: bool = False
+    first_dead_letter: str = ""

@@ -6,8 +6,10 @@ import logging
 from collections.abc import Iterable, Sequence
 
 from onceflow.errors import BatchAbortedError, ProgressConflictError
+from onceflow.state.dead_letters import DeadLetters
 from onceflow.state.local import CAUGHT_UP, RESTORED, Commit
 from onceflow.state.prepare import Prepared
+from onceflow.state.shapes import declared_fields
 from onceflow.state.spec import Moment, ProcessSpec, StateReport
 from onceflow.state.watermark import Place, Watermark
 from onceflow.wire.progress import Progress, TableProgress
@@ -51,6 +53,8 @@ class TableState:
         # Earliest timer per partition and clock; a partition that is missing was not looked at in this run.
         self._timers: dict[int, dict[str, int | None]] = {}
         self._left: set[int] = set()
+        self._fields = declared_fields(spec.processor)
+        self.dead_letters = DeadLetters(spec)
 
     @property
     def partitions(self) -> int:
@@ -97,11 +101,12 @@ class TableState:
     # ---- a batch -------------------------------------------------------------------------------------
 
     def check(self, reports: Sequence[StateReport], moment: Moment) -> None:
-        """Every partition once, and all of this attempt.
+        """Every partition once, all of this attempt, and not too many dead letters.
 
         Raises:
             BatchAbortedError: reports of another attempt (worth a rerun).
             ProgressConflictError: a partition was in two tasks.
+            DeadLetterLimitError: more dead letters than allowed.
         """
         seen: set[int] = set()
         for report in reports:
@@ -119,12 +124,13 @@ class TableState:
                     next_step="nothing was committed; report this, with the query's plan (df.explain())",
                 )
             seen.add(report.partition)
+        self.dead_letters.check(reports)
 
     def progress_after(self, reports: Sequence[StateReport]) -> tuple[dict[str, dict[int, int]], TableProgress]:
         """End offsets of both topics, and the rest that progress keeps, when these reports are committed."""
         table_ends, internal_ends = self._ends_after(reports)
         topics = self.spec.topics
-        known = TableProgress(self.spec.processor.version, self._watermark_after(reports))
+        known = TableProgress(self.spec.processor.version, self._watermark_after(reports), self._fields)
         return {topics.table: table_ends, topics.internal: internal_ends}, known
 
     def adopt(self, reports: Sequence[StateReport], moment: Moment) -> None:
@@ -133,6 +139,7 @@ class TableState:
         self._table_ends, self._internal_ends = self._ends_after(reports)
         self._now_ms = moment.now_ms
         self.watermark.adopt(_latest(reports), watermark_ms)
+        self.dead_letters.adopt(reports)
         self.looked_at(reports)
         for report in reports:
             if report.table_end is not None or report.internal_end is not None:

@@ -32,10 +32,12 @@ class TableProgress:
     Args:
         version: of the processor's state.
         watermark_ms: event-time watermark that the next batch sees, epoch milliseconds.
+        fields: names and types of the fields that the processor declares for its state; None: it declares none.
     """
 
     version: int = 0
     watermark_ms: int | None = None
+    fields: str | None = None
 
 
 @dataclass(frozen=True)
@@ -121,6 +123,7 @@ def encode(progress: Progress) -> tuple[bytes, bytes]:
     if progress.tables:
         content["tables"] = {
             name: {"version": int(table.version), "watermark_ms": table.watermark_ms}
+            | ({} if table.fields is None else {"fields": table.fields})
             for name, table in progress.tables.items()
         }
     value = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
@@ -244,6 +247,7 @@ def _tables(content: dict[str, Any], flow: str) -> dict[str, TableProgress]:
         result[topic] = TableProgress(
             version=_take(table, flow, "version", int),
             watermark_ms=None if watermark_ms is None else _take(table, flow, "watermark_ms", int),
+            fields=_take(table, flow, "fields", str) if "fields" in table else None,
         )
     return result
 

@@ -1,0 +1,74 @@
+"""Rows that Spark drops because they are later than the watermark: counted, told, and on demand an error.
+
+Spark's operators with state drop them without a word. They count them in the metric ``numRowsDroppedByWatermark``
+(Spark: StateStoreWriter, WatermarkSupport); behind a partial aggregation several rows of a group are one there.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from pyspark.sql import DataFrame
+
+from onceflow.errors import LateRowsError
+from onceflow.sink import jvm
+
+log = logging.getLogger("onceflow.sink")
+
+DROP, FAIL = "drop", "fail"
+LATE = (DROP, FAIL)
+_TELL_EVERY_S = 60.0
+
+
+class LateRows:
+    """What one run of a query has dropped.
+
+    Args:
+        late: ``drop`` or ``fail``, as ``Flow.write`` was told.
+    """
+
+    def __init__(self, flow: str, late: str) -> None:
+        self._flow = flow
+        self._late = late
+        self._before = 0
+        self._untold = 0
+        self._told_at = float("-inf")
+
+    def begin(self, df: DataFrame) -> None:
+        """An attempt begins: an earlier one of the same batch has counted, too."""
+        self._before = jvm.rows_dropped(df.sparkSession)
+
+    def check(self, df: DataFrame, batch: int) -> int:
+        """How many rows the attempt has dropped.
+
+        Raises:
+            LateRowsError: some, and they must not be.
+        """
+        dropped = jvm.rows_dropped(df.sparkSession) - self._before
+        if dropped and self._late == FAIL:
+            raise LateRowsError(
+                f"Spark dropped {_rows(dropped)} later than the watermark",
+                flow=self._flow,
+                batch=batch,
+                next_step="nothing of this batch is visible. Give withWatermark a longer delay, or sort the input by "
+                'event time; to go on without such rows, leave late="fail" out',
+            )
+        return dropped
+
+    def adopt(self, dropped: int) -> None:
+        """The batch is committed. A warning says so, at most once a minute."""
+        self._untold += dropped
+        now = time.monotonic()
+        if self._untold and now - self._told_at >= _TELL_EVERY_S:
+            log.warning(
+                "flow %s: Spark dropped %s later than the watermark; they are in no output. A longer delay of "
+                'withWatermark keeps them, late="fail" stops the flow instead',
+                self._flow,
+                _rows(self._untold),
+            )
+            self._untold, self._told_at = 0, now
+
+
+def _rows(count: int) -> str:
+    return "1 row that was" if count == 1 else f"{count:,} rows that were"

@@ -1,0 +1,164 @@
+"""What is in no output is told: dead letters, late records, rows that Spark drops; and a start that changes nothing."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pyspark.sql import functions as F
+
+import onceflow
+from onceflow import running, serdes
+from onceflow.sink import state_step
+from onceflow.testing import independent
+
+pytestmark = pytest.mark.integration
+
+
+class Even(onceflow.Processor):
+    key = serdes.STRING
+    value = serdes.JSON
+    allowed_lateness = "1 minute"
+
+    def event_time(self, record: onceflow.Record) -> int | None:
+        return int(record.value["at"])
+
+    def process(self, key: str, records: Any, state: Any) -> Iterator[onceflow.Record]:
+        for record in records:
+            if record.value["n"] % 2:
+                raise ValueError(f"{record.value['n']} is odd")
+            yield onceflow.Record(key, b"x")
+
+
+@pytest.mark.parametrize("tasks", [False, True], ids=["driver", "tasks"])
+def test_outputs_and_what_was_put_aside_are_counted_apart(
+    make_pipe: Any, make_topic: Any, tasks: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(state_step, "_TASK_ROWS", 4)
+    pipe = make_pipe(partitions=2)
+    dead, late = make_topic("dead", 1), make_topic("late", 1)
+
+    def send(values: list[tuple[int, int]]) -> None:
+        records: Any = [(b"k%d" % n, json.dumps({"n": n, "at": at}).encode()) for n, at in values]
+        independent.fill(pipe.bootstrap, pipe.source, records)
+
+    def run(**options: Any) -> Any:
+        flow = onceflow.Flow(pipe.flow, pipe.spark, bootstrap_servers=pipe.bootstrap)
+        with flow:
+            out = flow.process(
+                flow.read(pipe.source),
+                Even(),
+                table=f"{pipe.source}-table",
+                on_error="dead-letter",
+                dead_letter_topic=dead,
+                late_topic=late,
+                state_dir=pipe.tmp_path,
+                idle_timeout="1 ms",
+                **options,
+            )
+            query = flow.write(out, topic=pipe.target, once=True, small_batch_rows=0 if tasks else None).start()
+            query.awaitTermination()
+        return query
+
+    send([(n, 10_000_000) for n in range(10)])
+    run()
+    assert "first dead letter of this run" in caplog.text
+    assert "is odd" in caplog.text
+    send([(20, 1), (22, 10_000_000), (23, 10_000_000), (24, 10_000_000)])
+    query = run(max_dead_letters=1)
+    (batch,) = query.batches
+    assert (batch.records, batch.dead_letters, batch.late, batch.dropped) == (2, 1, 1, 0)
+    send([(25, 10_000_000), (27, 10_000_000)])
+    with pytest.raises(onceflow.DeadLetterLimitError, match=r"2 of 2 records .* is odd") as caught:
+        run(max_dead_letters=1)
+    assert caught.value.topic == dead
+    counts = [len(independent.read_topic(pipe.bootstrap, topic, decided=True)) for topic in (pipe.target, dead, late)]
+    assert counts == [5 + 2, 5 + 1, 1]  # of the last batch nothing is visible
+
+
+def test_fields_of_the_state_that_were_changed_without_a_version(make_state_pipe: Any) -> None:
+    pipe = make_state_pipe()
+
+    def processor(**fields: str) -> onceflow.ColumnProcessor:
+        made = type("Sums", (onceflow.ColumnProcessor,), {"state_fields": fields, "process": lambda *_: (None, None)})
+        return made()  # type: ignore[no-any-return]
+
+    pipe.run(process={"processor": processor(sum="int64", count="int64")})
+    pipe.run(process={"processor": processor(sum="long", count="long")})
+    with pytest.raises(onceflow.ProgressConflictError, match="raise the processor's `version`"):
+        pipe.run(process={"processor": processor(count="int64", sum="int64")})
+
+
+def test_rows_that_spark_drops_as_late(make_pipe: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Data that are sorted by something else than time, as a user had them: whole stations come after the watermark."""
+    pipe = make_pipe(partitions=1)
+
+    def send(hours: list[int]) -> None:
+        records: Any = [(b"s", json.dumps({"hour": hour}).encode()) for hour in hours]
+        independent.fill(pipe.bootstrap, pipe.source, records)
+
+    def run(**options: Any) -> Any:
+        with onceflow.Flow(pipe.flow, pipe.spark, bootstrap_servers=pipe.bootstrap) as flow:
+            hour = F.get_json_object(F.col("value").cast("string"), "$.hour").cast("long")
+            counts = (
+                flow.read(pipe.source)
+                .select(F.timestamp_seconds(hour * 3600).alias("time"))
+                .withWatermark("time", "2 hours")
+                .groupBy("time")
+                .count()
+                .select(F.to_json(F.struct("time", "count")).alias("value"))
+            )
+            query = flow.write(
+                counts,
+                topic=pipe.target,
+                checkpoint=tmp_path / "checkpoint",
+                output_mode="update",
+                once=True,
+                **options,
+            ).start()
+            query.awaitTermination()
+        return query
+
+    send([100])
+    run()
+    send([97, 98, 99, 101])  # behind a partial aggregation every hour is one row
+    query = run()
+    assert sum(batch.dropped for batch in query.batches) == 1
+    assert "Spark dropped 1 row that was later than the watermark" in caplog.text
+    send([1, 2, 102])
+    seen = len(independent.read_topic(pipe.bootstrap, pipe.target, decided=True))
+    with pytest.raises(onceflow.LateRowsError, match="dropped 2 rows"):
+        run(late="fail")
+    assert len(independent.read_topic(pipe.bootstrap, pipe.target, decided=True)) == seen
+    flow = onceflow.Flow(pipe.flow, pipe.spark, bootstrap_servers=pipe.bootstrap)
+    with flow, pytest.raises(onceflow.OptionError, match="late="):
+        flow.write(flow.read(pipe.source), topic=pipe.target, late="fail", guarantee="at_least_once")
+
+
+def test_a_start_that_changes_nothing(
+    make_pipe: Any, make_topic: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing to read: no batch. A start that is refused: no folder. Starting offsets of a flow that has run: told."""
+    monkeypatch.setattr(running.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(running.tempfile, "tempdir", str(tmp_path))
+    pipe = make_pipe()
+    assert pipe.run(once=True).batches == []
+    pipe.fill(10)
+    (batch,) = pipe.run(once=True).batches
+    assert (batch.batch, batch.records) == (1, 10)
+    assert pipe.run(once=True).batches == []
+    pipe.target, target = "nowhere-at-all", pipe.target
+    with pytest.raises(onceflow.UnknownTopicError):
+        pipe.run()
+    assert list(tmp_path.glob("onceflow-*")) == []
+    pipe.target = target
+    assert "starting_offsets" not in caplog.text
+    with onceflow.Flow(pipe.flow, pipe.spark, bootstrap_servers=pipe.bootstrap) as flow:
+        flow.read(pipe.source, starting_offsets="latest")
+    (told,) = [r.getMessage() for r in caplog.records if "starting_offsets" in r.getMessage()]
+    assert "onceflow reset" in told
+    assert logging.WARNING in {r.levelno for r in caplog.records if "starting_offsets" in r.getMessage()}

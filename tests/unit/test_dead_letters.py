@@ -1,0 +1,170 @@
+"""Dead letters of a run: counted, told once, and too many of them are an error; what is no record's fault is none."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from onceflow.errors import DeadLetterLimitError, OptionError, ProcessorError
+from onceflow.state.dead_letters import DeadLetters, check_limit
+from onceflow.state.local import Commit
+from onceflow.state.memory_store import MemoryStore
+from onceflow.state.processor import ColumnProcessor, Processor
+from onceflow.state.record import Record
+from onceflow.state.serdes import JSON, STRING, struct
+from onceflow.state.shapes import declared_fields, lacks
+from onceflow.state.spec import ProcessSpec, StateReport
+from onceflow.state.topics import TableTopics
+from onceflow.testing.processor_driver import ProcessorDriver
+
+
+def run_of(limit: float | None) -> DeadLetters:
+    topics = TableTopics("balances", "balances-internal", "a", "b", 1, 0, 1_000_000)
+    return DeadLetters(
+        ProcessSpec("f", "f", Processor(), topics, MemoryStore, dead_letter_topic="letters", max_dead_letters=limit)
+    )
+
+
+def batch(records: int, letters: int) -> list[StateReport]:
+    counts = {"records": records, "dead_letters": letters}
+    first = "in-0, offset 7: KeyError: 'amount'" if letters else ""
+    done = StateReport("balances", 0, "host", Commit(1, 1, 1), "", 0, 0.0, 1, 1, counts=counts, first_dead_letter=first)
+    return [done]
+
+
+@pytest.mark.parametrize(
+    "limit, batches, most",
+    [
+        (None, [(10, 10)] * 5, 5),
+        (0, [(10, 0), (10, 1)], 1),
+        (3, [(10, 2), (10, 1), (10, 0), (10, 1)], 3),
+        (0.1, [(50, 50)], 1),  # too few records to say so
+        (0.1, [(100, 10), (100, 10), (50, 6)], 2),
+        (0.1, [(100, 0), (50, 15), (50, 6)], 2),
+    ],
+)
+def test_too_many_stop_the_run(limit: float | None, batches: list[tuple[int, int]], most: int) -> None:
+    run = run_of(limit)
+    for reports in (batch(*counts) for counts in batches[:most]):
+        run.check(reports)
+        run.adopt(reports)
+    for reports in (batch(*counts) for counts in batches[most:]):
+        with pytest.raises(DeadLetterLimitError) as caught:
+            run.check(reports)
+        assert "KeyError: 'amount'" in str(caught.value)
+        assert caught.value.topic == "letters"
+
+
+def test_the_first_one_is_told_and_no_other(caplog: pytest.LogCaptureFixture) -> None:
+    run = run_of(None)
+    for reports in (batch(5, 0), batch(5, 2), batch(5, 3)):
+        run.adopt(reports)
+    (told,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert "letters: in-0, offset 7: KeyError: 'amount'" in told
+    assert (run.records, run.count) == (15, 5)
+
+
+@pytest.mark.parametrize("limit", [-1, True, 1.0, 0.0, 1.5, "10", float("nan")])
+def test_limits_that_mean_nothing(limit: Any) -> None:
+    with pytest.raises(OptionError, match="neither a count nor a share"):
+        check_limit(limit, "f")
+
+
+# ---- the shape of state ------------------------------------------------------------------------------
+
+
+class Old(Processor):
+    key = STRING
+    value = state = output = JSON
+
+    def process(self, key: str, records: Any, state: Any) -> Iterator[Record]:
+        account = state.get({"sum": 0})
+        for record in records:
+            account["sum"] += record.value["amount"]
+        state.put(account)
+        yield Record(key, account)
+
+
+class Renamed(Old):
+    def process(self, key: str, records: Any, state: Any) -> Iterator[Record]:
+        account = state.get()
+        for record in records:
+            amount = record.value["amount"]
+            account = {"total": amount} if account is None else {"total": account["total"] + amount}
+        state.put(account)
+        yield Record(key, account)
+
+
+class Bare(Renamed):
+    """From a dict to a number."""
+
+    def process(self, key: str, records: Any, state: Any) -> Iterator[Record]:
+        for record in records:
+            total = state.get()
+            state.put(record.value["amount"] if total is None else total + record.value["amount"])
+        yield Record(key, {})
+
+
+@pytest.mark.parametrize("new", [Renamed, Bare])
+@pytest.mark.parametrize("records", [1, 3])
+def test_state_that_other_code_has_written_is_no_fault_of_records(new: type[Processor], records: int) -> None:
+    driver = ProcessorDriver(Old(), on_error="dead-letter")
+    driver.send("ada", {"amount": 5})
+    driver.processor = new()
+    with pytest.raises(ProcessorError, match="has not the fields that process") as caught:
+        driver.send_many([("ada", {"amount": n}) for n in range(records)])
+    assert "`version`" in caught.value.next_step
+    assert "migrate" in caught.value.next_step
+    driver.processor = Old()
+    assert driver.state("ada") == {"sum": 5}  # nothing of the trials is kept
+
+
+@pytest.mark.parametrize("bad", [{}, {"amount": "x"}, {"amount": None}, {"amount": [1]}])
+@pytest.mark.parametrize("processor", [Old, Renamed, Bare])
+def test_bad_records_stay_dead_letters(processor: type[Processor], bad: dict[str, Any]) -> None:
+    driver = ProcessorDriver(processor(), on_error="dead-letter")
+    driver.send("ada", {"amount": 5})
+    driver.send_many([("ada", bad), ("ada", {"amount": 2})])
+    assert len(driver.dead_letters) == 1
+
+
+@dataclass
+class Point:
+    x: int
+
+
+@pytest.mark.parametrize(
+    "stored, new, expected",
+    [
+        ({"a": 1}, {"a": 2}, False),
+        ({"a": 1, "b": 2}, {"a": 2}, False),
+        ({"a": 1}, {"a": 2, "b": 1}, True),
+        ({"a": {"b": 1}}, {"a": {"c": 1}}, True),
+        (1, "text", False),
+        (1, {"a": 1}, True),
+        (1, [2], False),
+        ({"a": 1}, 1, True),
+        ([1], [{"a": 1}], False),
+        (None, 1, False),
+        (Point(1), Point(2), False),
+        (1, Point(2), True),
+    ],
+)
+def test_lacks(stored: Any, new: Any, expected: bool) -> None:
+    assert lacks(stored, new) is expected
+
+
+def test_declared_fields() -> None:
+    class Columns(ColumnProcessor):
+        state_fields = {"balance": "int64"}  # noqa: RUF012
+
+    class Struct(Processor):
+        state = struct(balance="long")
+
+    assert declared_fields(Columns()) == declared_fields(Struct()) == "struct(balance=int64)"
+    assert declared_fields(Old()) is None
+    assert declared_fields(ColumnProcessor()) is None
