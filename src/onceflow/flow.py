@@ -13,7 +13,17 @@ from typing import Any
 from pyspark.errors import AnalysisException
 from pyspark.sql import DataFrame, SparkSession
 
-from onceflow import checkpoints, hooks, process, recovery, step_query, token_endpoint
+from onceflow import (
+    checkpoints,
+    hooks,
+    interactive,
+    outside,
+    process,
+    recovery,
+    spark_logs,
+    step_query,
+    token_endpoint,
+)
 from onceflow.client import offsets as kafka_offsets
 from onceflow.client.brokers import warn_of_settings
 from onceflow.client.cluster import Cluster, TopicInfo
@@ -142,6 +152,8 @@ class Flow:
             )
         extra = queries.reader_options(options or {}, self.name)
         with self._lock:
+            if interactive.is_interactive() and self._runs():
+                interactive.stop_earlier(self._settings.bootstrap_servers, self._names.transactional_id)
             if self._runs():
                 raise OptionError(
                     "The flow is running; its sources cannot be changed",
@@ -153,6 +165,7 @@ class Flow:
             except OnceflowError as error:
                 self._fresh = False  # whatever was open is aborted by the next take-over
                 raise error.located(flow=self.name, topic=topic) from error
+        outside.watch(self._spark)
         connection = {**self._settings.spark_reader(), **token_endpoint.reader_options(self._spark, self._settings)}
         reader = self._spark.readStream.format("kafka").options(**connection).options(**extra)
         reader = (
@@ -206,6 +219,7 @@ class Flow:
         if self._fresh:
             return
         hold = self._held()
+        interactive.stop_earlier(self._settings.bootstrap_servers, self._names.transactional_id)
         progress_log.ensure_topic(hold.cluster, deadline)
         hold.init(deadline)
         self._committed = hold.progress(sources, deadline)
@@ -458,6 +472,7 @@ class Flow:
         interval_s = 0.0 if trigger is None else duration_s(trigger, "trigger", self.name)
         options = SinkOptions(
             topic, partitioner, compression, timeout_s, small_batch_rows, guarantee=guarantee, stateful=facts.stateful,
+            trigger_s=interval_s,
             timers_s=math.inf if once else max(1.0, interval_s),
             late=late if facts.stateful and facts.watermark else None,
         )  # fmt: skip
@@ -580,7 +595,10 @@ class Flow:
                 self._release(hold)
 
             try:
-                self._running = FlowQuery(run.apply(writer).start(), sink, stopped)
+                spark_logs.hush_py4j()
+                with outside.by_flow(self.name):
+                    self._running = FlowQuery(run.apply(writer).start(), sink, stopped)
+                interactive.started(self._settings.bootstrap_servers, self._names.transactional_id, self._running)
             except AnalysisException as error:
                 stopped()
                 raise UnsupportedQueryError(

@@ -27,7 +27,30 @@ class FlowQuery(StreamingQuery):
         self._sink = sink
         self._on_stop = on_stop
         self._release_lock = threading.Lock()
+        self._awaiting = threading.Lock()
         self._released = False
+
+    def __repr__(self) -> str:
+        progress = self._sink.progress
+        failed = None if self.failure is None else type(self.failure).__name__
+        state = "running" if self.isActive else f"stopped by {failed}" if failed else "stopped"
+        last = self._sink.history[-1].path if self._sink.history else "none in this run"
+        offsets = {topic: dict(sorted(partitions.items())) for topic, partitions in progress.offsets.items()}
+        return (
+            f"<flow {self.flow!r}: {state}, {self.guarantee}; batch {progress.batch_id} committed, "
+            f"next offsets {offsets}; last batch: {last}>"
+        )
+
+    @contextlib.contextmanager
+    def awaited(self) -> Iterator[None]:
+        """Meanwhile somebody waits for the query to end: errors are raised there, and not logged as well."""
+        with self._awaiting:
+            self._sink.awaited += 1
+        try:
+            yield
+        finally:
+            with self._awaiting:
+                self._sink.awaited -= 1
 
     def release(self) -> None:
         """Give back what the run holds, when it is over. Only the first call does something."""
@@ -44,7 +67,7 @@ class FlowQuery(StreamingQuery):
             StreamingQueryException: why Spark did.
         """
         try:
-            with _jvm_needed():
+            with self.awaited(), _jvm_needed():
                 ended = super().awaitTermination(timeout)  # type: ignore[arg-type]
             if not self.isActive:
                 self.release()
@@ -56,7 +79,7 @@ class FlowQuery(StreamingQuery):
     def processAllAvailable(self) -> None:
         """Block until everything that is in the sources now has been committed."""
         try:
-            with _jvm_needed():
+            with self.awaited(), _jvm_needed():
                 super().processAllAvailable()
         except StreamingQueryException as error:
             self.release()

@@ -56,7 +56,9 @@ def serve(*queries: FlowQuery, more: Callable[[FlowQuery], dict[str, Any]] | Non
                     print(json.dumps(line), flush=True)
 
     try:
-        with _asked_to_stop() as asked:
+        with _asked_to_stop() as asked, contextlib.ExitStack() as stack:
+            for query in queries:
+                stack.enter_context(query.awaited())
             while all(query.isActive for query in queries) and not asked.wait(_LOOK_EVERY_S):
                 tell()
             ended = [query for query in queries if not query.isActive]

@@ -17,8 +17,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from onceflow import class_archive, jars
+from onceflow import class_archive, jars, spark_logs
 from onceflow.errors import EnvironmentUnusableError
+from onceflow.interactive import is_interactive
 from onceflow.java import find_java
 
 if TYPE_CHECKING:
@@ -179,12 +180,15 @@ def parse_defaults(text: str) -> dict[str, str]:
     return settings
 
 
-def _file_settings() -> dict[str, str]:
+def _conf_folder() -> Path:
     from pyspark.find_spark_home import _find_spark_home
 
-    folder = os.environ.get("SPARK_CONF_DIR") or Path(_find_spark_home(), "conf")
+    return Path(os.environ.get("SPARK_CONF_DIR") or Path(_find_spark_home(), "conf"))
+
+
+def _file_settings() -> dict[str, str]:
     try:
-        return parse_defaults(Path(folder, "spark-defaults.conf").read_text())
+        return parse_defaults(Path(_conf_folder(), "spark-defaults.conf").read_text())
     except OSError:
         return {}
 
@@ -214,7 +218,8 @@ def _class_paths(user: Mapping[str, str], connector: list[Path]) -> dict[str, st
         bare = [str(jar) for jar in connector if jar.name.startswith(jars.LOCAL_FS_MODULE)]
         ours = [user.get("spark.driver.extraClassPath"), *bare]
         paths["spark.driver.extraClassPath"] = os.pathsep.join(filter(None, ours))
-        options = class_archive.with_archive(user.get("spark.driver.extraJavaOptions", ""))
+        options = spark_logs.with_settings(user.get("spark.driver.extraJavaOptions", ""), _conf_folder())
+        options = class_archive.with_archive(options)
         if options:
             paths["spark.driver.extraJavaOptions"] = options
     return paths
@@ -231,9 +236,10 @@ def _get_or_create(spark_session: type[SparkSession], settings: Mapping[str, str
 def _require_connector(jvm: Any) -> None:
     if not has_class(jvm, CONNECTOR_CLASS):
         connector = ",".join(map(str, jars.spark_connector_coordinates(jars.installed_spark_version())[:1]))
+        again = "Restart the kernel. " if is_interactive() else ""
         raise EnvironmentUnusableError(
             "Spark runs already, without its Kafka connector, and a running JVM keeps its class path.",
-            next_step="Make the session with onceflow.session() before anything else starts Spark, or start "
+            next_step=f"{again}Make the session with onceflow.session() before anything else starts Spark, or start "
             f"Spark with --packages {connector}",
         )
 

@@ -48,6 +48,7 @@ from onceflow.sink.numbering import Numbering
 from onceflow.sink.offsets import SourceRange, check_contiguous, read_range
 from onceflow.sink.options import BatchSummary, SinkOptions
 from onceflow.sink.ownership import Columns, prepare
+from onceflow.sink.pace import Pace
 from onceflow.sink.state_step import Outgoing, Part, StateStep
 from onceflow.sink.targets import load_targets
 from onceflow.sink.tasks import Routing, Target, TaskPlace, WriteOrder, WriteTask, write_rows
@@ -131,6 +132,7 @@ class BatchSink:
         self._row_bytes: float | None = None  # of the last batches; unknown at first
         self._rows_out = 1.0  # rows written for one read, at most so far: a query may explode rows
         self._late_rows = None if options.late is None else LateRows(names.flow, options.late)
+        self._pace = Pace(names.flow, options.trigger_s)
         self._unsettled: int | None = None
         self._undecided = False
         self._begun_at = 0.0
@@ -140,6 +142,7 @@ class BatchSink:
         self.progress = progress
         self.failure: BaseException | None = None
         self.stopping = False
+        self.awaited = 0  # how many wait for the query to end: they will be told its failure
         self.turn = threading.Lock()  # of the batch under way
         self.held = threading.Event()  # no further batch begins
         self.history: collections.deque[BatchSummary] = collections.deque(maxlen=200)
@@ -153,13 +156,16 @@ class BatchSink:
             if self.stopping:
                 raise self._stopped(None, batch, stopped=True)
             time.sleep(_TURN_S)
+        started = time.monotonic()
         try:
             self._run(df, spark_batch_id, batch)
+            self._pace.batch(time.monotonic() - started)
         # The traceback goes to Spark, which parses it with a regular expression that overflows the stack on long
         # ones (a cause with a Java stack trace in its text): so causes are logged, not chained.
         except OnceflowError as error:
             self.failure = error.located(flow=self._names.flow, batch=batch)
-            log.error("%s", self.failure)
+            if not self.awaited:
+                log.error("%s", self.failure)
             log.debug("the batch failed here", exc_info=error)
             raise self.failure from None
         except (PySparkException, Py4JError) as error:

@@ -12,6 +12,7 @@ class SinkOptions:
     Args:
         stateful: whether Spark keeps state for the query: then a batch may have more rows than its source range.
         late: ``drop`` or ``fail``: what becomes of a batch of which Spark drops rows as late; None: it drops none.
+        trigger_s: how often a batch is to begin; 0: as soon as the last one is done.
         timers_s: how long batches that only fire timers, one after the other, may hold up the source.
         reads_little: whether few source records are little work for Spark, see ``queries.reads_little``.
     """
@@ -25,6 +26,7 @@ class SinkOptions:
     guarantee: str = "exactly_once"
     stateful: bool = False
     reads_little: bool = False
+    trigger_s: float = 0.0
     timers_s: float = 1.0
     late: str | None = None
 

@@ -1,0 +1,44 @@
+"""A REPL or a notebook: cells are run again, and the query that a cell started before still runs."""
+
+from __future__ import annotations
+
+import builtins
+import logging
+import sys
+import threading
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from onceflow.query import FlowQuery
+
+log = logging.getLogger("onceflow")
+
+_lock = threading.Lock()
+_queries: dict[tuple[str, str], FlowQuery] = {}  # the last one of each flow
+
+
+def is_interactive() -> bool:
+    """Whether a person types here: Python's prompt, IPython or a notebook."""
+    return hasattr(sys, "ps1") or hasattr(builtins, "get_ipython") or bool(sys.flags.interactive)
+
+
+def started(servers: str, transactional_id: str, query: FlowQuery) -> None:
+    """A query of this process runs."""
+    if not is_interactive():
+        return
+    with _lock:
+        _queries[servers, transactional_id] = query
+
+
+def stop_earlier(servers: str, transactional_id: str) -> None:
+    """Stop the query that an earlier cell has started for a flow that is started again.
+
+    In a program it would be fenced, as any older driver is: two of them there are a mistake that has to be seen.
+    """
+    if not is_interactive():
+        return
+    with _lock:
+        query = _queries.pop((servers, transactional_id), None)
+    if query is not None and query.isActive:
+        log.warning("flow %s: its query of an earlier cell is stopped, it starts again", query.flow)
+        query.stop()

@@ -1,0 +1,117 @@
+"""What is said when something goes wrong: once, in one place, and in a notebook as well."""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from onceflow import interactive, spark_logs
+from onceflow.errors import FencedError
+from onceflow.sink import pace
+
+
+class Query:
+    flow = "orders"
+
+    def __init__(self, *, active: bool = True) -> None:
+        self.isActive = active
+        self.stops = 0
+
+    def stop(self) -> None:
+        self.stops += 1
+        self.isActive = False
+
+
+@pytest.fixture
+def prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interactive.sys, "ps1", ">>> ", raising=False)
+    monkeypatch.setattr(interactive, "_queries", {})
+
+
+def test_a_cell_that_runs_again_stops_what_it_has_started(prompt: None, caplog: pytest.LogCaptureFixture) -> None:
+    query, other = Query(), Query()
+    interactive.started("b:1", "onceflow.orders", query)  # type: ignore[arg-type]
+    interactive.started("b:1", "onceflow.other", other)  # type: ignore[arg-type]
+    interactive.stop_earlier("b:2", "onceflow.orders")
+    assert query.stops == 0
+    interactive.stop_earlier("b:1", "onceflow.orders")
+    interactive.stop_earlier("b:1", "onceflow.orders")
+    assert (query.stops, other.stops) == (1, 0)
+    assert "flow orders: its query of an earlier cell is stopped" in caplog.text
+
+
+def test_a_program_is_no_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There two drivers of a flow are a mistake, and the older one says so: it is fenced."""
+    monkeypatch.setattr(interactive, "_queries", {})
+    query: Any = Query()
+    interactive.started("b:1", "onceflow.orders", query)
+    interactive.stop_earlier("b:1", "onceflow.orders")
+    assert query.stops == 0
+
+
+@pytest.mark.parametrize("slow, told", [(5, 0), (50, 1)])
+def test_slow_batches_are_told_once_a_minute(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, slow: int, told: int
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(pace.time, "monotonic", lambda: now[0])
+    run = pace.Pace("orders", 0.5)
+    for number in range(120):
+        now[0] += 0.55
+        run.batch(0.75 if number < slow else 0.2)
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == told
+    assert all("took longer than trigger=0.5 s, the slowest 0.8 s" in message for message in messages)
+
+
+def test_without_a_trigger_no_batch_is_slow(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    now = [0.0]
+    monkeypatch.setattr(pace.time, "monotonic", lambda: now[0])
+    run = pace.Pace("orders", 0.0)
+    for _ in range(10):
+        now[0] += 30
+        run.batch(30)
+    assert not caplog.records
+
+
+def test_log_settings_of_the_user_win(tmp_path: Path) -> None:
+    assert "-Dlog4j2.configurationFile=" in spark_logs.with_settings("-Xss4m", tmp_path)
+    assert spark_logs.with_settings("-Xss4m", tmp_path).startswith("-Xss4m ")
+    own = "-Dlog4j.configurationFile=mine.xml"
+    assert spark_logs.with_settings(own, tmp_path) == own
+    (tmp_path / "log4j2.properties").write_text("")
+    assert spark_logs.with_settings("", tmp_path) == ""
+
+
+def test_logs_of_processes_that_have_ended_are_removed_a_day_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    names = [
+        "onceflow-spark-pid999999999.log",
+        "onceflow-spark-pid999999999.log.1",
+        f"onceflow-spark-pid{os.getpid()}.log",
+    ]
+    for name in [*names, "onceflow-spark-pid999999998.log"]:
+        (tmp_path / name).touch()
+    for name in names:
+        os.utime(tmp_path / name, (0, 0))
+    assert spark_logs.log_file().name == names[2]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [names[2], "onceflow-spark-pid999999998.log"]
+
+
+def test_py4j_keeps_quiet_about_our_own_errors(caplog: pytest.LogCaptureFixture) -> None:
+    spark_logs.hush_py4j()
+    spark_logs.hush_py4j()
+    logger = logging.getLogger("py4j.clientserver")
+    for error in (FencedError("taken over"), ValueError("of somebody else")):
+        try:
+            raise error
+        except Exception:
+            logger.exception("There was an exception")
+    assert [record.exc_info[0] for record in caplog.records if record.exc_info] == [ValueError]
