@@ -165,7 +165,7 @@ def test_the_example_with_state_in_spark(
 ) -> None:
     """It runs, twice, with one checkpoint: the last counts of the windows add up to all records."""
     clicks, counts = make_topic("clicks", 2), make_topic("counts", 2)
-    (code,) = blocks(SPARK_STATE, "python")
+    code, _ = blocks(SPARK_STATE, "python")
     names = {'"clicks"': clicks, 'topic="counts"': counts, 'Flow("counts"': f"flow-{clicks}", '"/var/lib/counts"': "ck"}
     code = adapted(code, onceflow_broker, names).replace("'ck'", repr(str(tmp_path / "checkpoint")))
     for _ in range(2):
@@ -177,6 +177,27 @@ def test_the_example_with_state_in_spark(
         last[record.key, window["start"]] = window["count"]
     assert {key for key, _ in last} == {b"ada", b"bob"}
     assert sum(last.values()) == 6
+
+
+def test_the_example_with_late_rows(
+    onceflow_broker: str, onceflow_spark: Any, make_topic: Callable[..., str], tmp_path: Path
+) -> None:
+    """It counts what is in time, and stops at a row of days ago."""
+    weather, hours = make_topic("weather", 1), make_topic("hours", 1)
+    _, code = blocks(SPARK_STATE, "python")
+    names = {'"weather"': weather, 'topic="hours"': hours, 'Flow("hours"': f"flow-{weather}", '"/var/lib/hours"': "ck"}
+    code = adapted(code, onceflow_broker, names).replace("'ck'", repr(str(tmp_path / "checkpoint")))
+
+    def send(*days: int) -> None:
+        rows = [{"station": "EWR", "time_hour": f"2013-01-{day:02}T05:00:00Z", "temp": 39.0} for day in days]
+        independent.fill(onceflow_broker, weather, [(None, json.dumps(row).encode()) for row in rows])
+
+    send(8, 9)
+    execute(code)
+    send(9, 3)
+    with pytest.raises(onceflow.LateRowsError, match="1 row"):
+        execute(code)
+    assert len(independent.read_topic(onceflow_broker, hours, decided=True)) == 2
 
 
 def test_the_processors_of_the_state_page(monkeypatch: pytest.MonkeyPatch) -> None:
