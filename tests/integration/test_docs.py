@@ -32,6 +32,7 @@ README = ROOT / "README.md"
 OPERATIONS = ROOT / "docs" / "operations.md"
 STATE = ROOT / "docs" / "state.md"
 SPARK_STATE = ROOT / "docs" / "spark-state.md"
+TROUBLE = ROOT / "docs" / "troubleshooting.md"
 DEPLOY = ROOT / "docs" / "deploy.md"
 MANIFEST = ROOT / "deploy" / "kubernetes.yaml"
 SUBMIT = "PYSPARK_SUBMIT_ARGS"
@@ -255,6 +256,19 @@ def test_the_example_test_of_the_operations_page() -> None:
 def test_python_blocks_are_python(page: Path) -> None:
     for block in blocks(page, "python"):
         ast.parse(block)
+
+
+def test_the_messages_of_the_page_for_trouble_are_said() -> None:
+    """What it quotes are texts of the sources; which of them come when is the business of other tests."""
+    said = set()
+    for file in Path(onceflow.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and len(node.value.strip()) >= 12:
+                said.add(node.value.strip())
+    messages = [block.strip() for block in blocks(TROUBLE, "text")]
+    assert len(messages) >= 10
+    unknown = [m for m in messages if not any(text in m or m in text for text in said)]
+    assert not unknown
 
 
 # ---- links -----------------------------------------------------------------------------------------------

@@ -185,13 +185,24 @@ def check_plan(df: DataFrame, flow: str, *, checkpoint: bool = False) -> PlanFac
             what = "a join of two streams"
         stateful = stateful or what is not None
         if what is not None and not checkpoint:
-            raise UnsupportedQueryError(
-                f"The query keeps state in Spark ({what}), which needs a checkpoint",
-                flow=flow,
-                next_step="give Flow.write a folder that outlives the driver: checkpoint=...; without it the state "
-                "would start empty after every restart",
-            )
+            raise _needs_checkpoint(what, df, flow)
     return PlanFacts(topics, others, stateful, watermark, has_step, dealt_out, splitting)
+
+
+def _needs_checkpoint(what: str, df: DataFrame, flow: str) -> UnsupportedQueryError:
+    if any(step_table(node) is not None for node in jvm.nodes(df._jdf.queryExecution().analyzed())):
+        # A checkpoint would be refused next: see step_query.check_goes_with.
+        return UnsupportedQueryError(
+            f"The query keeps state in Spark ({what}) behind Flow.process, whose state is in Kafka",
+            flow=flow,
+            next_step="divide it into two flows: one writes what the processor yields to a topic, the other one reads it",
+        )
+    return UnsupportedQueryError(
+        f"The query keeps state in Spark ({what}), which needs a checkpoint",
+        flow=flow,
+        next_step="give Flow.write a folder that outlives the driver: checkpoint=...; without it the state would start "
+        "empty after every restart",
+    )
 
 
 def _splitting(source: Any) -> tuple[str, str] | None:
