@@ -131,7 +131,9 @@ class BatchSink:
         self._cores = cores
         self._row_bytes: float | None = None  # of the last batches; unknown at first
         self._rows_out = 1.0  # rows written for one read, at most so far: a query may explode rows
-        self._late_rows = None if options.late is None else LateRows(names.flow, options.late)
+        self._late_rows: LateRows | None = None
+        if options.late is not None and numbering is not None:
+            self._late_rows = LateRows(names.flow, options.late, numbering.rows_dropped)
         self._pace = Pace(names.flow, options.trigger_s)
         self._unsettled: int | None = None
         self._undecided = False
@@ -304,7 +306,7 @@ class BatchSink:
             identity = self._begin(df, batch, summary)
         hooks.at("begin", where="driver", flow=flow, batch=batch, identity=identity, source=source)
         if self._late_rows is not None:
-            self._late_rows.begin(df)
+            self._late_rows.begin()
         self._begun_at = time.monotonic()
         progress: Progress | None = None
         if self._delivery.progress_first:
@@ -315,7 +317,7 @@ class BatchSink:
         with self._timed(summary, "audit"):
             checked = self._audit(df, parts, batch)
             self._delivery.written(report for part in parts for report in part.reports)
-            summary.dropped = 0 if self._late_rows is None else self._late_rows.check(df, batch)
+            summary.dropped = 0 if self._late_rows is None else self._late_rows.check(batch)
         if self._state is not None and not source.rows_most and not checked.partitions:
             self._state.looked_at()
             return False  # timers were looked at; nothing was sent under this epoch

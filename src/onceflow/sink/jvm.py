@@ -145,16 +145,14 @@ def state_rows(spark: SparkSession, query_id: str) -> float:
         return math.inf
 
 
-def rows_dropped(spark: SparkSession) -> int:
-    """How many rows operators with state have dropped as late, in the batch under way on this thread.
+def rows_dropped(spark: SparkSession, query_id: str) -> int:
+    """How many rows operators with state have dropped as late, in the batch under way of a query.
 
     All its attempts together: the plan keeps its metrics.
     """
-    java: Any = spark._jvm
-    query_id = spark.sparkContext.getLocalProperty(_QUERY_ID)
     query = spark._jsparkSession.streams().get(query_id)
     dropped = 0
-    writer = _state_store_writer(java)
+    writer = _state_store_writer(spark._jvm)
     for node in nodes(query.streamingQuery().lastExecution().executedPlan()):
         if writer.isInstance(node):
             metric = node.metrics().get("numRowsDroppedByWatermark")

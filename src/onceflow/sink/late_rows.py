@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import logging
 import time
-
-from pyspark.sql import DataFrame
+from collections.abc import Callable
 
 from onceflow.errors import LateRowsError
-from onceflow.sink import jvm
 
 log = logging.getLogger("onceflow.sink")
 
@@ -26,26 +24,28 @@ class LateRows:
 
     Args:
         late: ``drop`` or ``fail``, as ``Flow.write`` was told.
+        dropped: asks how many the batch under way has dropped, in all its attempts.
     """
 
-    def __init__(self, flow: str, late: str) -> None:
+    def __init__(self, flow: str, late: str, dropped: Callable[[], int]) -> None:
         self._flow = flow
         self._late = late
+        self._dropped = dropped
         self._before = 0
         self._untold = 0
         self._told_at = float("-inf")
 
-    def begin(self, df: DataFrame) -> None:
+    def begin(self) -> None:
         """An attempt begins: an earlier one of the same batch has counted, too."""
-        self._before = jvm.rows_dropped(df.sparkSession)
+        self._before = self._dropped()
 
-    def check(self, df: DataFrame, batch: int) -> int:
+    def check(self, batch: int) -> int:
         """How many rows the attempt has dropped.
 
         Raises:
             LateRowsError: some, and they must not be.
         """
-        dropped = jvm.rows_dropped(df.sparkSession) - self._before
+        dropped = self._dropped() - self._before
         if dropped and self._late == FAIL:
             raise LateRowsError(
                 f"Spark dropped {_rows(dropped)} later than the watermark",

@@ -101,6 +101,10 @@ class Numbering:
         """Rows of Spark's state after the last batch; infinite when Spark does not tell."""
         return jvm.state_rows(self._spark, self.query_id)
 
+    def rows_dropped(self) -> int:
+        """Rows that the batch under way has dropped as late, in all its attempts."""
+        return jvm.rows_dropped(self._spark, self.query_id)
+
     def _parted(self, batch: int, committed: str, progress: Progress) -> ProgressConflictError:
         return ProgressConflictError(
             "The checkpoint and the flow's progress have parted",

@@ -195,7 +195,7 @@ def _needs_checkpoint(what: str, df: DataFrame, flow: str) -> UnsupportedQueryEr
         return UnsupportedQueryError(
             f"The query keeps state in Spark ({what}) behind Flow.process, whose state is in Kafka",
             flow=flow,
-            next_step="divide it into two flows: one writes what the processor yields to a topic, the other one reads it",
+            next_step="divide it into two flows: one writes what the processor yields to a topic, the other reads it",
         )
     return UnsupportedQueryError(
         f"The query keeps state in Spark ({what}), which needs a checkpoint",
