@@ -236,6 +236,12 @@ def test_the_bound_can_be_left_out() -> None:
     assert [timer.name for _, timer in driver.timers] == ["over"]
 
 
+@pytest.mark.parametrize("minutes", [-1, float("nan"), float("inf")])
+def test_the_bound_must_be_a_time(minutes: float) -> None:
+    with pytest.raises(ValueError, match="must be 0 or a time in minutes"):
+        Pairs(quiet_minutes=minutes)
+
+
 # ---- what stays alone --------------------------------------------------------------------------------
 
 

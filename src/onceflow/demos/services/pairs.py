@@ -42,6 +42,9 @@ class Pairs(onceflow.Processor):
         late: topic of events that came after their partner had been reported.
         quiet_minutes: an event that has waited for so long by the clock is reported alone if event time stands still;
             0: only event time decides.
+
+    Raises:
+        ValueError: `quiet_minutes` is negative, or not finite.
     """
 
     key = onceflow.serdes.STRING
@@ -49,6 +52,8 @@ class Pairs(onceflow.Processor):
     allowed_lateness = "5 minutes"
 
     def __init__(self, unpaired: str = "unpaired", late: str = "late", quiet_minutes: float = 10) -> None:
+        if not 0 <= quiet_minutes < float("inf"):
+            raise ValueError(f"quiet_minutes is {quiet_minutes}: it must be 0 or a time in minutes")
         self.unpaired = unpaired
         self.late = late
         self.quiet_ms = int(quiet_minutes * MINUTE_MS)
@@ -65,7 +70,7 @@ class Pairs(onceflow.Processor):
         known = len(events)
         for record in records:
             event = {name: record.value[name] for name in FIELDS if record.value.get(name) is not None}
-            if canonical(event["timestamp"]) != key:
+            if event["timestamp"] != key and canonical(event["timestamp"]) != key:
                 raise BadEvent("the key is not its timestamp")  # a field is there twice, and Spark found neither
             if "id" not in event:
                 event["place"] = f"offset {record.offset} of {record.topic}-{record.partition}"
@@ -186,15 +191,19 @@ def main() -> None:
     quiet = "an event that has waited for so long is reported alone, also if no more events come; 0: never"
     parser.add_argument("--quiet-minutes", type=float, default=10, help=f"{quiet}  [default: %(default)s]")
     given = parser.parse_args()
+    late = f"late{given.suffix}"
+    try:
+        processor = Pairs(f"unpaired{given.suffix}", late, given.quiet_minutes)
+    except ValueError as error:
+        parser.error(str(error))
 
     config = {"spark.driver.memory": "640m", "spark.sql.session.timeZone": "UTC"}
     spark = onceflow.session("pairs", master="local[2]", config=config)
     flow = onceflow.Flow(f"pairs{given.suffix}", spark, bootstrap_servers=given.bootstrap_servers)
     events = flow.read(f"events{given.suffix}", max_records_per_batch=given.batch, include_headers=True)
-    late = f"late{given.suffix}"
     pairs = flow.process(
         events.withColumn("key", key_of(F.col("value"))),
-        Pairs(f"unpaired{given.suffix}", late, given.quiet_minutes),
+        processor,
         table=f"waiting{given.suffix}",
         on_error="dead-letter",
         dead_letter_topic=f"dead-letters{given.suffix}",
