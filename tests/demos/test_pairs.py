@@ -47,9 +47,8 @@ def arrivals() -> list[Arrival]:
 @pytest.fixture(scope="module")
 def good(arrivals: list[Arrival]) -> list[tuple[Arrival, dict[str, Any], int]]:
     """The events among them, but the closing ones: record, what it says, when that was."""
-    found = [(each, json.loads(each.value or b"")) for each in arrivals if each.bad is None]
-    dated = [(each, event, service.epoch_ms(event["timestamp"])) for each, event in found]
-    return [(each, event, at_ms) for each, event, at_ms in dated if event["id"][:3] == "evt"]
+    found = [(each, json.loads(each.value or b"")) for each in arrivals[: -2 * PARTITIONS] if each.bad is None]
+    return [(each, event, service.epoch_ms(service.canonical(event["timestamp"]))) for each, event in found]
 
 
 Good = list[tuple[Arrival, dict[str, Any], int]]
@@ -110,8 +109,20 @@ def test_shares_are_as_described(moments: list[Moment], arrivals: list[Arrival])
 def test_an_id_belongs_to_one_event(good: Good) -> None:
     values = defaultdict(set)
     for each, event, _ in good:
-        values[event["id"]].add((each.key, each.value))
+        if "id" in event:
+            values[event["id"]].add((each.key, each.value))
     assert {len(found) for found in values.values()} == {1}
+
+
+def test_events_without_an_id_are_written_in_every_way_and_meet_those_of_other_ways(moments: list[Moment]) -> None:
+    events = [event for moment in moments for event in (moment.a, moment.b) if event is not None]
+    told = [json.loads(event.encoded) for event in events]
+    assert {event.spelling for event in events} == set(range(len(data.SPELLINGS)))
+    assert all(("id" in each) == (event.spelling == 0) for each, event in zip(told, events, strict=True))
+    assert all(event.copies == 1 for event in events if event.spelling)
+    for each, event in zip(told, events, strict=True):
+        assert service.canonical(each["timestamp"]) == data.timestamp(event.at_ms)
+    assert any(moment.a and moment.b and 0 < moment.a.spelling < moment.b.spelling for moment in moments)
 
 
 def test_a_short_run_lasts_long_enough_for_singletons_to_be_over(moments: list[Moment]) -> None:
@@ -175,7 +186,7 @@ def test_bad_events_share_timestamps_with_good_ones(story: list[Moment | Bad], m
 def test_expected_is_what_brute_force_finds(story: list[Moment | Bad], good: Good) -> None:
     found: dict[str, dict[str, dict[str, Any]]] = defaultdict(dict)
     for _, event, _ in good:
-        found[event["timestamp"]][event["type"]] = event
+        found[service.canonical(event["timestamp"])][event["type"]] = event
     sums = {at: of["A"]["value"] + of["B"]["value"] for at, of in found.items() if len(of) == 2}
     alone = {at: next(iter(of.values())) for at, of in found.items() if len(of) == 1}
     pairs = list(data.expected_pairs(story))
@@ -196,7 +207,8 @@ def test_the_processor_makes_exactly_this(story: list[Moment | Bad], arrivals: l
     for first in range(0, len(arrivals), batch):
         records = []
         for each in arrivals[first : first + batch]:
-            key = by_id[each.bad].told if each.bad else json.loads(each.value or b"")["timestamp"]
+            told = by_id[each.bad].told if each.bad else None
+            key = told if each.bad else service.canonical(json.loads(each.value or b"")["timestamp"])
             name = (key or "none").encode()
             records.append(Record(name, each.value, timestamp_ms=each.at_ms, partition=each.partition))
         driver.send_many(records)
@@ -210,7 +222,8 @@ def test_the_processor_makes_exactly_this(story: list[Moment | Bad], arrivals: l
     assert driver.late == []
     letters = Counter(letter.value for letter in driver.dead_letters)
     assert letters == Counter(each.value for each in by_id.values())
-    assert len(driver.states) == len(driver.timers) == 2 * PARTITIONS
+    assert len(driver.states) == 2 * PARTITIONS
+    assert len(driver.timers) == 4 * PARTITIONS
     assert most <= data.moments_at_most(SEED, COUNT, PARTITIONS, records_per_batch=batch) < len(story)
 
 
@@ -344,7 +357,7 @@ def _table(run: demo.Pairs, moments: int, left: int) -> Records:
     "moments, left, told, problems",
     [
         (1000, 2 * PARTITIONS, 900, []),
-        (1000, 2 * PARTITIONS + 1, 900, ["7 rows are left", "7 rows are left"]),
+        (1000, 2 * PARTITIONS + 1, 900, ["7 rows are left", "14 rows are left"]),
         (1000, 0, 900, ["0 rows are left", "0 rows are left"]),
         (COUNT, 2 * PARTITIONS, 900, ["processor: 16,000 rows of state"]),
         (1000, 2 * PARTITIONS, COUNT, ["grouped: 8,000 rows of state"]),
@@ -363,8 +376,8 @@ def test_state_that_is_not_what_it_should_be_is_seen(
     for each in run.services:
         each.told = [{"state_rows": told if "grouped" in each.flow else 1}, {}]
     letters = {run.topics[topic]: [_letter(run, name, topic) for name in run.bad] for topic in run.letters}
-    table = _table(run, moments, left)
-    monkeypatch.setattr(demo, "read_topic", lambda _, topic, *__: iter(letters.get(topic, table)))
+    tables = {topic: _table(run, moments, n * left) for n, topic in enumerate(run.more_topics(), 1)}
+    monkeypatch.setattr(demo, "read_topic", lambda _, topic, *__: iter((letters | tables)[topic]))
     audit = Audit()
     run.look_further(audit, Display({}))
     assert [problem for problem, part in zip(audit.problems, problems, strict=True) if part not in problem] == []

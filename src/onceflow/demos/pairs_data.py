@@ -29,6 +29,8 @@ SPAN_MS_MIN = 1_800_000
 SINGLE_SHARE = 0.03
 DOUBLED_SHARE = 0.02
 KEYLESS_SHARE = 0.05
+#: Of the events that are sent once: they have no id, and write their timestamps in some other way.
+PLAIN_SHARE = 0.2
 BAD_SHARE = 0.02  # of moments and bad records together: one in a hundred records
 #: Every so many bad records, one is large.
 HUGE_EVERY = 40
@@ -37,11 +39,11 @@ VALUE_MAX = 1_000_000
 
 NOT_JSON = "not JSON"
 NO_OBJECT = "not a JSON object"
-BAD_ID = "id is not a short text"
-BAD_TYPE = "type is neither A nor B"
-BAD_VALUE = "value is not a whole number below 10^15"
-NO_TIME = "timestamp is not like 2026-01-31T23:59:59.999Z"
-ABSURD_TIME = "timestamp is far from the record's own"
+BAD_ID = "id must be a text of 1 to 64 characters, if it is there"
+BAD_TYPE = "type must be A or B"
+BAD_VALUE = "value must be a whole number below 10^15"
+NO_TIME = "timestamp must be like 2026-01-31 23:59:59 or 2026-01-31T23:59:59.999Z"
+ABSURD_TIME = "timestamp is more than a minute after the record's own"
 LONG_KEY = "the key is too long"
 TWICE = "a field is there twice"
 CAUSES = (NOT_JSON, NO_OBJECT, BAD_ID, BAD_TYPE, BAD_VALUE, NO_TIME, ABSURD_TIME, LONG_KEY, TWICE)
@@ -50,18 +52,25 @@ _EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
 
 
 class Event(NamedTuple):
-    """One event as it should be; ``copies`` is how often it is sent."""
+    """One event as it should be.
+
+    Args:
+        copies: how often it is sent.
+        spelling: of its timestamp, one of ``SPELLINGS``; but for the first, it does not tell its id.
+    """
 
     id: str
     type: str
     at_ms: int
     value: int
     copies: int = 1
+    spelling: int = 0
 
     @property
     def encoded(self) -> bytes:
-        text = f'{{"id":"{self.id}","type":"{self.type}","timestamp":"{timestamp(self.at_ms)}","value":{self.value}}}'
-        return text.encode()
+        name = "" if self.spelling else f'"id":"{self.id}",'
+        at = SPELLINGS[self.spelling](self.at_ms)
+        return f'{{{name}"type":"{self.type}","timestamp":"{at}","value":{self.value}}}'.encode()
 
 
 class Moment(NamedTuple):
@@ -129,7 +138,8 @@ def story(seed: int, count: int, partitions: int) -> Iterator[Moment | Bad]:
         for kind in which:
             copies = 2 if room >= 4 and chance() < DOUBLED_SHARE else 1
             value = int(chance() * 2 * VALUE_MAX) - VALUE_MAX
-            made[kind] = Event(f"evt-{number:09d}{kind.lower()}", kind, at_ms, value, copies)
+            spelling = rng.randrange(1, len(SPELLINGS)) if copies == 1 and chance() < PLAIN_SHARE else 0
+            made[kind] = Event(f"evt-{number:09d}{kind.lower()}", kind, at_ms, value, copies, spelling)
         room -= sum(event.copies for event in made.values())
         yield Moment(at_ms, made.get("A"), made.get("B"))
 
@@ -211,11 +221,14 @@ def expected_unpaired(parts: Iterable[Moment | Bad]) -> Iterator[Expected]:
 
 
 def identify(message: Message) -> str | None:
-    """The timestamp that a record of pairs or of unpaired events tells."""
+    """The timestamp that a record of pairs or of unpaired events tells, as ``timestamp`` writes it."""
     try:
-        return str(json.loads(message.value or b"")["timestamp"])
-    except (ValueError, KeyError, TypeError):
+        told = json.loads(message.value or b"")["timestamp"].replace("Z", "+00:00")
+        at = datetime.fromisoformat(told)
+    except (ValueError, KeyError, TypeError, AttributeError):
         return None
+    at = at if at.tzinfo is not None else at.replace(tzinfo=timezone.utc)
+    return timestamp((at - _EPOCH) // timedelta(milliseconds=1))
 
 
 def bad_records(parts: Iterable[Moment | Bad]) -> dict[str, Bad]:
@@ -261,9 +274,29 @@ def moments_at_most(seed: int, count: int, partitions: int, *, records_per_batch
 
 
 def timestamp(at_ms: int) -> str:
-    """As events write it."""
+    """As outputs write it, and most events."""
+    return _text(at_ms) + "Z"
+
+
+def _text(at_ms: int) -> str:
     seconds, ms = divmod(at_ms, 1000)
-    return f"{_EPOCH + timedelta(seconds=seconds):%Y-%m-%dT%H:%M:%S}.{ms:03d}Z"
+    return f"{_EPOCH + timedelta(seconds=seconds):%Y-%m-%dT%H:%M:%S}.{ms:03d}"
+
+
+def _at_offset(sign: str, minutes: int) -> Callable[[int], str]:
+    """As a clock writes it that is so much ahead of UTC, or behind."""
+    ahead_ms = (minutes if sign == "+" else -minutes) * 60_000
+    return lambda at_ms: f"{_text(at_ms + ahead_ms)}{sign}{minutes // 60:02d}:{minutes % 60:02d}"
+
+
+#: Ways to write a timestamp that mean the same.
+SPELLINGS: tuple[Callable[[int], str], ...] = (
+    timestamp,
+    lambda at_ms: _text(at_ms).replace("T", " "),
+    lambda at_ms: f"{_text(at_ms)}000",
+    _at_offset("+", 330),
+    _at_offset("-", 720),
+)
 
 
 # ---- bad records ---------------------------------------------------------------------------------------
@@ -315,8 +348,8 @@ def _twice(bad: Bad, fields: _Fields, rng: random.Random) -> Bad:
 
 
 def _with(cause: str, name: str, values: Iterable[object]) -> _Kind:
-    """Bad for one field, which is missing or has one of these values."""
-    choices = [_MISSING, None, *values]
+    """Bad for one field, which has one of these values."""
+    choices = list(values)
 
     def make(bad: Bad, fields: _Fields, rng: random.Random) -> Bad:
         chosen = rng.choice(choices)
@@ -333,13 +366,11 @@ def _absurd_time(bad: Bad, fields: _Fields, rng: random.Random) -> Bad:
     year_ms, day_ms = 365 * 86_400_000, 86_400_000
     at = rng.choice(
         [
-            "0001-01-01T00:00:00.000Z",
             "9999-12-31T23:59:59.999Z",
             timestamp(bad.at_ms + 10 * year_ms),
+            timestamp(bad.at_ms + 2 * day_ms),
             # A record comes at most this much later than what it tells of, and the services allow a minute.
             timestamp(bad.at_ms + DISORDER_MS + 61_000),
-            timestamp(bad.at_ms - 2 * day_ms),
-            timestamp(bad.at_ms - 10 * year_ms),
         ]
     )
     return bad._replace(cause=ABSURD_TIME, value=_json({**fields, "timestamp": at}), told=at)
@@ -364,20 +395,24 @@ _KINDS: tuple[_Kind, ...] = (
     _not_json,
     _no_object,
     _twice,
-    _with(BAD_ID, "id", [17, "", ["evt"], True, "x" * 65]),
-    _with(BAD_TYPE, "type", ["C", "a", 1, "", ["A"], "AB"]),
-    _with(BAD_VALUE, "value", ["12", 1.5, 12.0, True, 10**15, -(10**18), -(2**63), 10**30, [1]]),
+    _with(BAD_ID, "id", [17, False, "", ["evt"], True, "x" * 65]),
+    _with(BAD_TYPE, "type", [_MISSING, None, "C", "a", 1, "", ["A"], "AB"]),
+    _with(BAD_VALUE, "value", [_MISSING, None, "12", 1.5, 12.0, True, 10**15, -(10**18), -(2**63), 10**30, [1]]),
     _with(
         NO_TIME,
         "timestamp",
         [
+            _MISSING,
+            None,
             "",
             "yesterday",
             "2026-02-30T00:00:00.000Z",
             "2026-01-01T24:00:00.000Z",
-            "2026-01-01 00:00:00.000Z",
-            "2026-01-01T00:00:00Z",
-            "2026-01-01T00:00:00.000+01:00",
+            "2026-01-01T00:00Z",
+            "2026-01-01 00:00:00.000 +01:00",
+            "2026-01-01T00:00:00.0000000Z",
+            "2026-01-01T00:00:00.000+15:00",
+            "2026-01-01T00:00:00.000+0100",
             "\u0662\u0660\u0662\u0666-01-01T00:00:00.000Z",
             "2026-01-01T00:00:00.000Z\n",
             START_MS,

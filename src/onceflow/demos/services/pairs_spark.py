@@ -19,19 +19,25 @@ import onceflow
 
 FIELDS = ("id", "type", "timestamp", "value")
 SCHEMA = "id string, type string, timestamp string, value bigint"
+# As in pairs.py: no backslashes, because Spark reads it, too.
+TIMESTAMP = (
+    "[0-9]{4}-[0-9]{2}-[0-9]{2}[T ](?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9]"
+    "(?:[.][0-9]{1,6})?(?:Z|[+-](?:0[0-9]|1[0-4]):[0-5][0-9])?"
+)
 # In brackets, because Spark's parser does not mind what follows a complete value.
 PARSED = "try_parse_json('[' || try_validate_utf8(string(value)) || ']')"
 CAUSE = """
     CASE WHEN value IS NOT NULL AND (event IS NULL OR variant_get(parsed, '$[1]', 'variant') IS NOT NULL)
               THEN 'not JSON'
          WHEN NOT coalesce(schema_of_variant(event) LIKE 'OBJECT<%', false) THEN 'not a JSON object'
-         WHEN NOT coalesce(length(e.id) BETWEEN 1 AND 64, false) THEN 'id is not a short text'
-         WHEN NOT coalesce(e.type IN ('A', 'B'), false) THEN 'type is neither A nor B'
+         WHEN coalesce(schema_of_variant(variant_get(event, '$.id', 'variant')), 'VOID') <> 'VOID'
+              AND NOT coalesce(length(e.id) BETWEEN 1 AND 64, false)
+              THEN 'id must be a text of 1 to 64 characters, if it is there'
+         WHEN NOT coalesce(e.type IN ('A', 'B'), false) THEN 'type must be A or B'
          WHEN NOT coalesce(e.value BETWEEN -999999999999999 AND 999999999999999, false)
-              THEN 'value is not a whole number below 10^15'
-         WHEN at IS NULL THEN 'timestamp is not like 2026-01-31T23:59:59.999Z'
-         WHEN at < timestamp - INTERVAL 1 DAY OR at > timestamp + INTERVAL 1 MINUTE
-              THEN "timestamp is far from the record's own"
+              THEN 'value must be a whole number below 10^15'
+         WHEN at IS NULL THEN 'timestamp must be like 2026-01-31 23:59:59 or 2026-01-31T23:59:59.999Z'
+         WHEN at > timestamp + INTERVAL 1 MINUTE THEN "timestamp is more than a minute after the record's own"
     END"""
 PLACES = {f"{kind}.{name}": name for kind in ("error", "origin") for name in ("topic", "partition", "offset")}
 # The headers that a processor's dead letters have.
@@ -45,9 +51,13 @@ def field(name: str, kind: str) -> Column:
 
 
 def time_of(text: Column) -> Column:
-    """When it was; null for what is no time, or is not spelled as it should be."""
-    shape = r"^[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}\.[0-9]{3}Z$"
-    return F.when(text.rlike(shape) & (F.length(text) == 24), text.try_cast("timestamp"))
+    """When it was, in a session whose time zone is UTC; null for what is no time, or is not spelled as it should be."""
+    return F.when(text.rlike(rf"\A{TIMESTAMP}\z"), text.try_cast("timestamp"))
+
+
+def canonical(at: Column) -> Column:
+    """The one spelling of a moment, in UTC."""
+    return F.regexp_replace(F.date_format(at, "yyyy-MM-dd'T'HH:mm:ss.SSSSSS'Z'"), "000Z$", "Z")
 
 
 def sort(events: DataFrame, suffix: str) -> DataFrame:
@@ -81,9 +91,10 @@ def sort(events: DataFrame, suffix: str) -> DataFrame:
 
 def join(a: DataFrame, b: DataFrame) -> DataFrame:
     """What has no partner when the watermark gets there comes out alone: Spark's outer joins wait that long."""
-    a = a.dropDuplicatesWithinWatermark(["id"]).select(F.col("at").alias("a_at"), F.struct(*FIELDS).alias("a"))
-    b = b.dropDuplicatesWithinWatermark(["id"]).select(F.col("at").alias("b_at"), F.struct(*FIELDS).alias("b"))
-    return a.join(b, F.col("a_at") == F.col("b_at"), "full_outer")
+    known_by = ["id", "place"]
+    a = a.dropDuplicatesWithinWatermark(known_by).select(F.col("at").alias("a_at"), F.struct(*FIELDS).alias("a"))
+    b = b.dropDuplicatesWithinWatermark(known_by).select(F.col("at").alias("b_at"), F.struct(*FIELDS).alias("b"))
+    return a.join(b, F.col("a_at") == F.col("b_at"), "full_outer").withColumn("at", F.coalesce("a_at", "b_at"))
 
 
 def grouped(a: DataFrame, b: DataFrame) -> DataFrame:
@@ -96,12 +107,12 @@ def grouped(a: DataFrame, b: DataFrame) -> DataFrame:
 def written(rows: DataFrame, what: str, suffix: str) -> DataFrame:
     """A sum for what has both, the event itself for what is alone."""
     both = F.col("a").isNotNull() & F.col("b").isNotNull()
-    event = F.coalesce("a", "b")
-    total = F.struct(event["timestamp"].alias("timestamp"), (F.col("a.value") + F.col("b.value")).alias("sum"))
+    key = canonical(F.col("at"))
+    total = F.struct(key.alias("timestamp"), (F.col("a.value") + F.col("b.value")).alias("sum"))
     return rows.select(
         F.when(both, f"pairs-{what}{suffix}").otherwise(f"unpaired-{what}{suffix}").alias("topic"),
-        event["timestamp"].alias("key"),
-        F.when(both, F.to_json(total)).otherwise(F.to_json(event)).alias("value"),
+        key.alias("key"),
+        F.when(both, F.to_json(total)).otherwise(F.to_json(F.coalesce("a", "b"))).alias("value"),
     )
 
 
@@ -122,15 +133,19 @@ def main() -> None:
     if (given.checkpoint is None) != (given.what == "sort"):
         parser.error("join and grouped need --checkpoint, sort has no state")
 
-    spark = onceflow.session(f"pairs-{given.what}", master="local[2]", config={"spark.driver.memory": "640m"})
+    config = {"spark.driver.memory": "640m", "spark.sql.session.timeZone": "UTC"}
+    spark = onceflow.session(f"pairs-{given.what}", master="local[2]", config=config)
     flow = onceflow.Flow(f"pairs-{given.what}{given.suffix}", spark, bootstrap_servers=given.bootstrap_servers)
 
     def read(topic: str) -> DataFrame:
         """A topic of checked events. Its own watermark: the query's is the least of its topics'."""
         rows = flow.read(f"{topic}{given.suffix}", max_records_per_batch=max(1, given.batch // 2))
         event = F.from_json(F.col("value").cast("string"), SCHEMA)
-        events = rows.select(event.alias("event")).select("event.*")
-        return events.withColumn("at", F.col("timestamp").cast("timestamp")).withWatermark("at", "5 minutes")
+        # An event without an id is known by its place: two that are equal are two.
+        place = F.concat_ws(" ", "topic", "partition", "offset")
+        events = rows.select(event.alias("event"), F.when(event["id"].isNull(), place).alias("place"))
+        events = events.select("event.*", "place")
+        return events.withColumn("at", time_of(F.col("timestamp"))).withWatermark("at", "5 minutes")
 
     if given.what == "sort":
         events = flow.read(f"events{given.suffix}", max_records_per_batch=given.batch, include_headers=True)
