@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import traceback
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -14,6 +12,7 @@ import pyarrow as pa
 
 from onceflow.errors import BadRecordError, EnvironmentUnusableError, OnceflowError, OptionError, ProcessorError
 from onceflow.state import inbox, letters, timers
+from onceflow.state.blame import full_text_of, line_of, shown
 from onceflow.state.durations import duration_ms
 from onceflow.state.handle import Scope
 from onceflow.state.outbox import Outbox
@@ -250,12 +249,12 @@ class BaseEngine:
             fields = {**error.fields(), "detail": ", ".join([*known, f"table {self.table}-{self.partition}"])}
             return BadRecordError(error.what, **fields).located(flow=self.flow, batch=self.batch)
         failed = ProcessorError(
-            f"{what}: {type(error).__name__}: {error}",
+            f"{what}: {full_text_of(error)}",
             next_step="correct the processor or the record; with on_error='dead-letter' such records go to a topic.",
             flow=self.flow,
             topic=place,
             batch=self.batch,
-            detail=", ".join(filter(None, (detail, f"table {self.table}-{self.partition}", _line_of(error)))),
+            detail=", ".join(filter(None, (detail, f"table {self.table}-{self.partition}", line_of(error)))),
         )
         failed.__cause__ = error
         return failed
@@ -274,14 +273,3 @@ class BaseEngine:
                 located.what, **{**located.fields(), "detail": f"table {self.table}-{self.partition}"}
             )
         return located
-
-
-def shown(key: bytes | None) -> str:
-    """A key for messages."""
-    return repr(key) if key is None or len(key) <= 100 else f"{key[:100]!r}... ({len(key)} bytes)"
-
-
-def _line_of(error: Exception) -> str:
-    """Where it was raised: the error travels to the driver without its traceback."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return f"raised in {frames[-1].name}, {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-import traceback
 
+from onceflow.state.blame import MESSAGE_MOST, stack_of, text_of
 from onceflow.state.record import Header, Record
 
 PREFIX = "onceflow."
@@ -24,7 +24,6 @@ LATE = "LateRecord"
 """Class of the cause of a late letter."""
 
 # A message may quote the whole record, and headers are limited by the topic's record size.
-_MESSAGE_CHARACTERS = 1000
 _STACK_CHARACTERS = 2000
 _COUNT = re.compile(rb"[0-9]{1,9}")
 
@@ -47,7 +46,7 @@ def put_aside(record: Record, topic: str, kind: str, message: str, further: tupl
     before = dict(record.headers)
     cause: list[Header] = [
         (ERROR_CLASS, kind.encode()),
-        (ERROR_MESSAGE, message[:_MESSAGE_CHARACTERS].encode(errors="replace")),
+        (ERROR_MESSAGE, message[:MESSAGE_MOST].encode(errors="replace")),
         *further,
     ]
     places = (
@@ -76,7 +75,7 @@ def late(record: Record, topic: str, event_ms: int, watermark_ms: int) -> Record
 def dead(record: Record, topic: str, error: BaseException) -> Record:
     """A letter of a record that could not be processed."""
     further = ((ERROR_STACK, _stack(error).encode(errors="replace")), (ATTEMPT, str(attempts(record) + 1).encode()))
-    return put_aside(record, topic, type(error).__name__, str(error), further)
+    return put_aside(record, topic, type(error).__name__, text_of(error), further)
 
 
 def attempts(record: Record) -> int:
@@ -88,6 +87,6 @@ def attempts(record: Record) -> int:
 def _stack(error: BaseException) -> str:
     """The innermost lines of a traceback: they tell the place, the outermost are those of the engine."""
     last = f"{type(error).__name__}: {error}"[: _STACK_CHARACTERS // 2]
-    places = "".join(traceback.format_tb(error.__traceback__))
+    places = stack_of(error)
     room = _STACK_CHARACTERS - len(last)
     return (places if len(places) <= room else places[-room:].split("\n", 1)[-1]) + last
