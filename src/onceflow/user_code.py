@@ -30,7 +30,7 @@ _NEXT_IN_CHAIN = (
     "The above exception was the direct cause of the following exception:",
     "During handling of the above exception, another exception occurred:",
 )
-_AFTER_TEXT = ("\tat ", "JVM stacktrace:", "Driver stacktrace:", "SQLSTATE:")
+_AFTER_TEXT = ("at org.apache.", "at java.", "JVM stacktrace:", "Driver stacktrace:", "SQLSTATE:")
 
 
 def frames_of(trace: TracebackType | None) -> Sequence[traceback.FrameSummary]:
@@ -110,8 +110,8 @@ def _frames(lines: Sequence[str], at: int) -> tuple[list[traceback.FrameSummary]
 def _said(lines: Sequence[str], at: int) -> tuple[str, int]:
     """Class and text of the exception in one line, and where they end."""
     said = []
-    while at < len(lines) and lines[at].strip() and not lines[at].startswith(_AFTER_TEXT):
-        said.append(lines[at].strip())
+    while at < len(lines) and (line := lines[at].strip()) and not line.startswith(_AFTER_TEXT):
+        said.append(line)
         at += 1
     return cut("; ".join(said), TEXT_MOST), at
 

@@ -13,13 +13,14 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from onceflow.errors import ProcessorError
+from onceflow.errors import BadRecordError, ProcessorError
 from onceflow.state import blame, letters
 from onceflow.state.json_columns import parse_json
 from onceflow.state.processor import ColumnProcessor, Processor
 from onceflow.state.record import Record
 from onceflow.state.serdes import BYTES, DOUBLE, JSON, LONG, STRING, Serde, struct
 from onceflow.testing.processor_driver import ProcessorDriver
+from onceflow.wire.names import OwnTopics
 
 HERE = Path(__file__)
 
@@ -284,6 +285,17 @@ def test_the_line_of_a_timers_handler_and_of_a_serde() -> None:
         driver.advance(1)
     places = f"raised in <lambda>, {line('encode')}, yielded in on_timer, {line('on_timer')}"
     assert raised.value.detail.endswith(places)
+
+
+def test_the_line_of_a_record_that_names_a_source() -> None:
+    class Loops(Processor):
+        def process(self, key: bytes, records: Any, state: Any) -> Iterator[Record]:
+            yield Record(key, b"", topic="input")  # loops
+
+    driver = ProcessorDriver(Loops(), own_topics=OwnTopics(frozenset({"input"})))
+    with pytest.raises(BadRecordError) as raised:
+        driver.send_many([Record(b"k", b"v", topic="elsewhere")])
+    assert raised.value.detail.endswith(f"table table-0, yielded in process, {line('loops')}")
 
 
 def test_the_line_of_what_event_time_gives() -> None:

@@ -246,7 +246,10 @@ class BaseEngine:
             place = record.topic if record.partition is None else f"{record.topic}-{record.partition}"
         if isinstance(error, BadRecordError):  # what was yielded cannot be written, and the error says why
             known = filter(None, (error.detail, f"for a record of {place}" if place else "", detail))
-            fields = {**error.fields(), "detail": ", ".join([*known, f"table {self.table}-{self.partition}"])}
+            fields = {
+                **error.fields(),
+                "detail": ", ".join([*known, f"table {self.table}-{self.partition}", line_of(error)]),
+            }
             return BadRecordError(error.what, **fields).located(flow=self.flow, batch=self.batch)
         failed = ProcessorError(
             f"{what}: {full_text_of(error)}",
