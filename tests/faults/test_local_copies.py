@@ -132,8 +132,14 @@ def test_garbage_and_cut_files(pipe: Any) -> None:
 def test_readable_while_the_flow_writes(pipe: Any) -> None:
     """Another process reads whole committed states only: every sum it sees was a sum after some batch."""
     script = (
-        "import json, sys, onceflow\n"
+        "import json, sys, time, onceflow\n"
         "table = onceflow.LocalTable(sys.argv[1])\n"
+        "is_there = False\n"
+        "while not is_there:\n"
+        "    try:\n"
+        "        is_there = table.get(b'') is None\n"
+        "    except onceflow.OptionError:\n"  # the flow has not begun its first batch
+        "        time.sleep(0.02)\n"
         "for _ in range(300):\n"
         "    print(json.dumps({key.decode(): json.loads(value) for key, value in table.range()}))\n"
     )

@@ -323,14 +323,33 @@ def test_source_partitioner_needs_unmixed_partitions(pipe: Any) -> None:
     check_nothing_written(pipe)
 
 
-def test_user_code_that_raises(pipe: Any) -> None:
+@pytest.mark.parametrize("kind", ["udf", "mapInArrow"])
+def test_user_code_that_raises(pipe: Any, kind: str) -> None:
+    """The error tells what its own traceback would: the exception's text, and the line of the user's file."""
     from pyspark.sql import functions as F
+
+    def check(batches: Iterator[Any]) -> Iterator[Any]:
+        for batch in batches:
+            int(batch.column("value")[7].as_py() + b" EUR")
+            yield batch
 
     parse = F.udf(lambda value: str(1 // (int(value) - 7)), "string")
     flow = pipe.open()
-    df = flow.read(pipe.source).select("key", parse("value").alias("value"))
-    text = run_to_error(flow, df, onceflow.BatchAbortedError, topic=pipe.target)
-    assert "ZeroDivisionError" in text
+    rows = flow.read(pipe.source).select("key", "value")
+    if kind == "udf":
+        df, name, line = (
+            rows.select("key", parse("value").alias("value")),
+            "<lambda>",
+            check.__code__.co_firstlineno + 5,
+        )
+        told = "ZeroDivisionError: integer division or modulo by zero"
+    else:
+        df, name, line = rows.mapInArrow(check, rows.schema), "check", check.__code__.co_firstlineno + 2
+        told = "ValueError: invalid literal for int() with base 10: b'"
+    error = run_to_error(flow, df, onceflow.BatchAbortedError, topic=pipe.target)
+    (detail,) = [text for text in error.splitlines() if text.startswith("  detail: ")]
+    assert detail.startswith(f"  detail: {told}")
+    assert detail.endswith(f" (raised in {name}, test_bad_input.py:{line})")
     check_nothing_written(pipe)
 
 

@@ -17,10 +17,11 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from onceflow.errors import DataLossError, EnvironmentUnusableError, FencedError, ProtocolError
+from onceflow.errors import DataLossError, EnvironmentUnusableError, FencedError, OptionError, ProtocolError
 from onceflow.state import local, rows
 from onceflow.state.lmdb_environment import forget
 from onceflow.state.lmdb_store import LmdbStore
@@ -633,8 +634,6 @@ def test_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_local_table_shows_values_of_all_partitions(opener: type[Store], tmp_path: Path) -> None:
     now = [NOW]
     table = LocalTable(tmp_path / "flow" / "table", clock_ms=lambda: now[0])
-    assert table.get(b"a") is None
-    assert list(table.range()) == []
     for partition in (0, 1, 10):
         goal = Goal("flow", "table", partition, "id-t", "id-i", 0, 0)
         folder = partition_folder(tmp_path, "flow", "table", partition)
@@ -669,15 +668,65 @@ def test_a_local_table_shows_values_of_all_partitions(opener: type[Store], tmp_p
     assert list(table.range()) == []
     for partition in (0, 1, 10):
         opener.remove(partition_folder(tmp_path, "flow", "table", partition))
-    assert list(table.range()) == []
+    if opener is not MemoryStore:  # of that, nothing is left
+        assert list(table.range()) == []
+
+
+@pytest.mark.parametrize(
+    "path, what, there",
+    [
+        ("flow/tabel", "There is no table in {}", "below {state}/flow there is table"),
+        ("flov/table", "There is no table in {}", "below {state} there is flow"),
+        (
+            "nothing/like/it",
+            "There is no table in {}",
+            "below {state} there is flow, one-0, one-1, one-10, ",
+        ),
+        ("flow", "{} is not the folder of a table", "below {state}/flow there is table"),
+        ("flow/table/3", "{} is not the folder of a table", "there is no folder below {state}/flow/table/3"),
+    ],
+)
+def test_a_local_table_that_is_not_there_is_refused(path: str, what: str, there: str, tmp_path: Path) -> None:
+    """Nobody knows whether the key is missing or the path is wrong, where both give None."""
+    goal = Goal("flow", "table", 3, "id-t", "id-i", 0, 0)
+    folder = partition_folder(tmp_path, "flow", "table", 3)
+    open_partition(folder, LmdbStore, goal, Topics(), verify=False, now_ms=NOW).store.close()
+    for number in range(12):
+        (tmp_path / f"one-{number}").mkdir()
+    table = LocalTable(tmp_path / path)
+    for read in (lambda: table.get(b"k"), lambda: list(table.range()), lambda: list(table.map_entries("m"))):
+        with pytest.raises(OptionError) as raised:
+            read()
+        assert raised.value.what == what.format(tmp_path / path)
+        assert raised.value.detail.startswith(there.format(state=tmp_path))
+        assert raised.value.detail.endswith(" and 3 more") == (path == "nothing/like/it")
+    assert LocalTable(tmp_path / "flow" / "table").get(b"k") is None
+
+
+def test_a_local_table_says_what_its_keys_are(tmp_path: Path) -> None:
+    table: Any = LocalTable(tmp_path)
+    for what, read in {
+        "The key for get() of a LocalTable is bytes, got str: 'ada'": lambda: table.get("ada"),
+        "The start for range() of a LocalTable is bytes, got int: 7": lambda: table.range(7),
+        "The end for range() of a LocalTable is bytes, got str: 'z'": lambda: table.range(b"a", "z"),
+        "The prefix of a LocalTable is bytes, got str: 'a'": lambda: table.prefix("a"),
+        "The name for map_entries() of a LocalTable is str, got bytes: b'm'": lambda: list(table.map_entries(b"m")),
+    }.items():
+        with pytest.raises(OptionError) as raised:
+            read()
+        assert raised.value.what == what
 
 
 READER = """
 import sys
+from onceflow.errors import OptionError
 from onceflow.state.local import LocalTable
 table = LocalTable(sys.argv[1])
 for line in sys.stdin:
-    print(table.get(b"a"), [key for key, _ in table.range()], flush=True)
+    try:
+        print(table.get(b"a"), [key for key, _ in table.range()], flush=True)
+    except OptionError as error:
+        print(error.what, flush=True)
 """
 
 
@@ -697,7 +746,7 @@ def test_another_process_reads_a_local_table_while_a_flow_writes(opener: type[St
             reader.stdin.flush()
             return reader.stdout.readline().strip()
 
-        assert seen() == "None []"
+        assert seen() == f"There is no table in {folder.parent}"
         for turn in range(3):
             opened = open_partition(folder, opener, goal, Topics(), verify=False, now_ms=NOW)
             value = b"%d" % turn

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -143,8 +144,19 @@ def test_bytes_that_the_serdes_cannot_decode() -> None:
         (b"\xff", b"2"),
         (b"\xff", b"3"),
     ]
-    with pytest.raises(ProcessorError, match="JSONDecodeError"):
-        ProcessorDriver(Strict()).send("a", b"{")
+    told = {each.value: causes(each) for each in driver.dead_letters}
+    assert told[b"{"]["class"] == "JSONDecodeError"
+    assert re.fullmatch(
+        r"the value of the record is not JSON: .* line 1 column 2 .*; it is b'{'", told[b"{"]["message"]
+    )
+    assert told[b"2"]["class"] == "UnicodeDecodeError"
+    assert told[b"2"]["message"].startswith("the key of the record is not text in UTF-8: ")
+    with pytest.raises(ProcessorError, match="processed: the value of the record is not JSON: ") as raised:
+        ProcessorDriver(Strict()).send("a", b"x" * 100_000)
+    assert "b'xxx" in raised.value.what
+    assert raised.value.what.endswith("xxx'... (100000 bytes)")
+    assert raised.value.detail == "offset 0, key b'a', table table-0"  # no line: none of the user's code has run
+    assert len(str(raised.value)) < 600
 
 
 @pytest.mark.parametrize(
@@ -153,15 +165,19 @@ def test_bytes_that_the_serdes_cannot_decode() -> None:
         (Record(b"k", b"v"), "got one Record"),
         ([b"bytes"], "expected Records, got bytes"),
         ([None], "expected Records, got NoneType"),
-        (7, "not iterable"),
-        ([Record(b"k", "text")], "expected bytes, got str: declare a serde"),
-        ([Record(7, b"v")], "expected bytes, got int"),
+        (7, "expected Records, got int: 7"),
+        ({"a": 1}, "expected Records, got dict: {'a': 1}"),
+        ([Record(b"k", "text")], "the value you yielded is str, output serde BYTES takes bytes; got 'text'"),
+        ([Record(7, b"v")], "the key you yielded is int, key serde BYTES takes bytes; got 7; .* key = STRING or JSON"),
         ([Record(b"k", b"v", topic=b"topic")], "topic is text"),
         ([Record(b"k", b"v", timestamp_ms=1.5)], "timestamp_ms is a 64-bit integer"),
         ([Record(b"k", b"v", timestamp_ms=1 << 63)], "timestamp_ms is a 64-bit integer"),
         ([Record(b"k", b"v", headers=[(b"h", b"x")])], "header's name is text"),
         ([Record(b"k", b"v", headers=[("h", 1)])], "header h is bytes"),
-        ([Record(b"k", b"v"), Record(b"k", object())], "expected bytes, got object"),
+        (
+            [Record(b"k", b"v"), Record(b"k", object())],
+            "the value you yielded is object, output serde BYTES takes bytes",
+        ),
     ],
 )
 def test_what_must_not_be_yielded(yielded: Any, match: str) -> None:
@@ -170,8 +186,10 @@ def test_what_must_not_be_yielded(yielded: Any, match: str) -> None:
             state.put(b"changed")
             return yielded
 
-    with pytest.raises(ProcessorError, match=match):
+    with pytest.raises(ProcessorError, match=match) as raised:
         ProcessorDriver(Yields()).send(b"k", b"v")
+    line = Yields.process.__code__.co_firstlineno
+    assert raised.value.detail.endswith(f", returned by Yields.process, test_processor_errors.py:{line}")
     driver = ProcessorDriver(Yields(), on_error="dead-letter")
     assert driver.send_many([(b"k", b"v"), (b"k", b"w")]) == []
     assert len(driver.dead_letters) == 2

@@ -14,6 +14,7 @@ from typing import Any
 from py4j.protocol import Py4JError
 from pyspark.sql import Column, DataFrame, SparkSession
 
+from onceflow import user_code
 from onceflow.errors import BatchAbortedError, EnvironmentUnusableError, OptionError
 
 #: Version of the state store's checkpoints; from 2 on, state files have unique ids that Spark's commit log names.
@@ -304,14 +305,18 @@ def is_being_stopped(spark: SparkSession) -> bool:
 
 
 def first_line(error: BaseException) -> str:
-    """A short text of a Spark job's failure: the last line of a Python traceback, else the first line."""
+    """A short text of a Spark job's failure, see `blamed_line`."""
     java = getattr(error, "java_exception", None)
     text = str(java.getMessage()) if java is not None and java.getMessage() else str(error)
     return blamed_line(text) or type(error).__name__
 
 
 def blamed_line(text: str) -> str:
-    """The line of a traceback that says what happened."""
+    """The line that says what happened: of a Python traceback the exception and the line of the user's code that
+    raised it, else the last line that names an error, else the first."""
+    said = user_code.blamed(text)
+    if said:
+        return said
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     blamed = [line for line in lines if line.split(":")[0].endswith(("Error", "Exception"))]
     return (blamed or lines or [""])[-1 if blamed else 0][:500]

@@ -13,6 +13,7 @@ from typing import Any
 import pyarrow as pa
 
 from onceflow.errors import OnceflowError
+from onceflow.user_code import cut
 
 #: Spark's name of the schema (what ``mapInArrow`` declares) and Arrow's; the same columns.
 SPARK_SCHEMA = (
@@ -81,12 +82,8 @@ class Report:
 def _pickled(error: OnceflowError) -> bytes:
     """With a text of bounded size: that of user code's exceptions may hold all their data, in every task."""
     fields = error.fields()
-    fields["detail"] = _cut(fields["detail"])
-    return pickle.dumps(type(error)(_cut(error.what), **fields))
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= TEXT_MOST else f"{text[:TEXT_MOST]}... ({len(text)} characters)"
+    fields["detail"] = cut(fields["detail"], TEXT_MOST)
+    return pickle.dumps(type(error)(cut(error.what, TEXT_MOST), **fields))
 
 
 def to_arrow(reports: Iterable[Report]) -> pa.RecordBatch:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import traceback
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -14,6 +12,7 @@ import pyarrow as pa
 
 from onceflow.errors import BadRecordError, EnvironmentUnusableError, OnceflowError, OptionError, ProcessorError
 from onceflow.state import inbox, letters, timers
+from onceflow.state.blame import full_text_of, line_of, shown
 from onceflow.state.durations import duration_ms
 from onceflow.state.handle import Scope
 from onceflow.state.outbox import Outbox
@@ -242,7 +241,7 @@ class BaseEngine:
         self._outbox.extend([letters.dead(record, self._dead_letter_topic, error)])
         self.counts["dead_letters"] += 1
         if not self.first_dead_letter:
-            self.first_dead_letter = letters.described(record, error, _line_of(error))
+            self.first_dead_letter = letters.described(record, error)
 
     def _failed(self, what: str, error: Exception, record: Record | None = None, detail: str = "") -> OnceflowError:
         """The error of a batch that fails; to be raised."""
@@ -251,15 +250,18 @@ class BaseEngine:
             place = record.topic if record.partition is None else f"{record.topic}-{record.partition}"
         if isinstance(error, BadRecordError):  # what was yielded cannot be written, and the error says why
             known = filter(None, (error.detail, f"for a record of {place}" if place else "", detail))
-            fields = {**error.fields(), "detail": ", ".join([*known, f"table {self.table}-{self.partition}"])}
+            fields = {
+                **error.fields(),
+                "detail": ", ".join([*known, f"table {self.table}-{self.partition}", line_of(error)]),
+            }
             return BadRecordError(error.what, **fields).located(flow=self.flow, batch=self.batch)
         failed = ProcessorError(
-            f"{what}: {type(error).__name__}: {error}",
+            f"{what}: {full_text_of(error)}",
             next_step="correct the processor or the record; with on_error='dead-letter' such records go to a topic.",
             flow=self.flow,
             topic=place,
             batch=self.batch,
-            detail=", ".join(filter(None, (detail, f"table {self.table}-{self.partition}", _line_of(error)))),
+            detail=", ".join(filter(None, (detail, f"table {self.table}-{self.partition}", line_of(error)))),
         )
         failed.__cause__ = error
         return failed
@@ -278,14 +280,3 @@ class BaseEngine:
                 located.what, **{**located.fields(), "detail": f"table {self.table}-{self.partition}"}
             )
         return located
-
-
-def shown(key: bytes | None) -> str:
-    """A key for messages."""
-    return repr(key) if key is None or len(key) <= 100 else f"{key[:100]!r}... ({len(key)} bytes)"
-
-
-def _line_of(error: Exception) -> str:
-    """Where it was raised: the error travels to the driver without its traceback."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return f"raised in {frames[-1].name}, {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""

@@ -10,8 +10,9 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from onceflow.state import inbox, rows
+from onceflow.state import blame, inbox, rows
 from onceflow.state.base import NOT_OF_A_RECORD, BaseEngine
+from onceflow.state.json_columns import JsonRowError
 from onceflow.state.maps import ABSENT
 from onceflow.state.outbox import one_chunk, output_batch
 from onceflow.state.processor import BadRows, ColumnProcessor
@@ -54,6 +55,7 @@ class ColumnEngine(BaseEngine):
                 raise ValueError(f"state_fields cannot be named {', '.join(sorted(reserved))}")
         self._fields = pa.schema([("value", pa.binary())]) if self._struct is None else self._struct.schema
         self._context = ColumnContext(self.partition, self.now_ms, self.watermark_ms)
+        self._asked: Any = self.processor.process  # the method that was called last
 
     def _feed(self, batch: pa.RecordBatch) -> None:
         error = self._attempt(batch)
@@ -64,6 +66,11 @@ class ColumnEngine(BaseEngine):
             return
         first = self._raw(batch.slice(0, 1))[0]
         if batch.num_rows == 1 or self._scope.fatal is not None:
+            if isinstance(error, JsonRowError) and error.document is not None and error.document == first.value:
+                told = f"{error.reason}; it is {blame.shown(first.value)}"
+                blame.explain(
+                    error, f"the value of the record is not JSON with the fields that parse_json reads: {told}"
+                )
             self._reject(first, error)
             return
         middle = batch.num_rows // 2
@@ -86,6 +93,7 @@ class ColumnEngine(BaseEngine):
         except NOT_OF_A_RECORD:
             raise
         except Exception as error:
+            blame.returned_by(error, self._asked)
             self._outbox.truncate(mark)
             self.counts.update(counts)
             return error
@@ -107,7 +115,8 @@ class ColumnEngine(BaseEngine):
         if "timestamp" in columns:
             columns["timestamp_ms"] = columns.pop("timestamp")
         if self.uses_event_time:
-            times = self.processor.event_time(pa.table(columns))
+            self._asked = self.processor.event_time
+            times = self._asked(pa.table(columns))
             if times is not None:
                 array = times if isinstance(times, (pa.Array, pa.ChunkedArray)) else pa.array(times)
                 in_time = self._see_times(batch, inbox.milliseconds(one_chunk(array)))
@@ -124,8 +133,9 @@ class ColumnEngine(BaseEngine):
         states = self._states(keys, self._overlay.get_many(row_keys))
         columns["state"] = encoded.indices
         result: Any
+        self._asked = self.processor.process
         try:
-            result = self.processor.process(pa.table(columns), states, self._context)
+            result = self._asked(pa.table(columns), states, self._context)
         except BadRows as bad:
             raise _of_batch(bad, places.tolist()) from bad
         if result is None:

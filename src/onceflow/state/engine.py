@@ -13,8 +13,9 @@ import numpy as np
 import pyarrow as pa
 
 from onceflow.errors import ProcessorError
-from onceflow.state import inbox, timers
-from onceflow.state.base import NOT_OF_A_RECORD, BaseEngine, shown
+from onceflow.state import blame, inbox, timers
+from onceflow.state.base import NOT_OF_A_RECORD, BaseEngine
+from onceflow.state.blame import shown
 from onceflow.state.handle import Scope, State
 from onceflow.state.outbox import Outbox
 from onceflow.state.overlay import Overlay
@@ -39,7 +40,7 @@ class Engine(BaseEngine):
 
     def __init__(self, processor: Processor, *arguments: Any, **options: Any) -> None:
         super().__init__(processor, *arguments, **options)
-        self._outbox = Outbox(processor.key.encode, processor.output.encode, self._own_topics)
+        self._outbox = Outbox(processor.key, processor.output, self._own_topics)
         self._own_event_time = type(processor).event_time is not Processor.event_time
 
     def start(self) -> None:
@@ -55,8 +56,13 @@ class Engine(BaseEngine):
                 self.timers_left = True
                 break
             timers.take(self._overlay, raw_key, timer)
+            records = None
             try:
-                key = decode(raw_key)
+                try:
+                    key = decode(raw_key)
+                except Exception as error:
+                    blame.not_decoded(error, "the key of the timer", raw_key, self.processor.key)
+                    raise
                 records = on_timer(key, timer, State(self._scope, raw_key))
                 if records is not None:
                     self._outbox.extend(records, key, raw_key)
@@ -64,6 +70,7 @@ class Engine(BaseEngine):
                 raise
             except Exception as error:
                 if self._scope.fatal is None:
+                    blame.handed_over(error, on_timer, records)
                     where = f"timer {timer.name!r} ({timer.clock} time {timer.at_ms}), key {shown(raw_key)}"
                     raise self._failed("a timer could not be handled", error, detail=where) from error
             if self._scope.fatal is not None:
@@ -95,8 +102,8 @@ class Engine(BaseEngine):
             raw_keys: the keys.
             ends: where the records of each key end.
         """
-        keys, bad_keys = _decoded(raw_keys, self.processor.key.decode)
-        values, bad = _decoded(batch.column("value").to_pylist(), self.processor.value.decode)
+        keys, bad_keys = _decoded(raw_keys, self.processor.key, "key")
+        values, bad = _decoded(batch.column("value").to_pylist(), self.processor.value, "value")
         counts = [end - start for start, end in zip([0, *ends], ends, strict=False)]
         of_records = chain.from_iterable(map(repeat, keys, counts))
         records = list(map(Record, of_records, values, *inbox.metadata(batch, self._source_topic)))
@@ -143,6 +150,7 @@ class Engine(BaseEngine):
                 if result is not None:
                     extend(result, key, raw_key)
             except Exception as error:
+                blame.handed_over(error, process, result)
                 _end(result)
                 overlay.roll_back()
                 outbox.truncate(mark)
@@ -173,6 +181,7 @@ class Engine(BaseEngine):
                 if result is not None:
                     outbox.extend(result, again.key, raw_key)
             except Exception as error:
+                blame.handed_over(error, processor.process, result)
                 _end(result)
                 overlay.roll_back()
                 outbox.truncate(mark)
@@ -202,7 +211,7 @@ class Engine(BaseEngine):
         if self._scope.fatal is None and self._is_fault_of_state(record, raw_key, error):
             self._scope.fatal = ProcessorError(
                 f"the state of key {shown(raw_key)} has not the fields that process() looks for: "
-                f"{type(error).__name__}: {error}",
+                f"{blame.full_text_of(error)}",
                 next_step="records are not at fault. Did the fields of the state change? Then raise `version` and "
                 "define migrate(self, payload, from_version).",
             )
@@ -251,6 +260,9 @@ class Engine(BaseEngine):
                     if at_ms is not None and not -(1 << 63) <= at_ms < 1 << 63:
                         raise ValueError(f"event time {at_ms} is not in milliseconds")
                 except Exception as error:
+                    if at_ms is not None:
+                        blame.explain(error, f"event_time() gives milliseconds since 1970 or None, got {at_ms!r:.100}")
+                        blame.returned_by(error, self.processor.event_time)
                     bad[i], at_ms = error, None
             times.append(at_ms)
         return self._see_times(batch, pa.array(times, pa.int64()))
@@ -266,8 +278,13 @@ def _end(result: Any) -> None:
             log.warning("clean-up of a processor's generator failed", exc_info=True)
 
 
-def _decoded(raws: Sequence[bytes | None], decode: Callable[[bytes], Any]) -> tuple[list[Any], dict[int, Exception]]:
-    """Decoded values, and errors by index where that fails. None stays None."""
+def _decoded(raws: Sequence[bytes | None], serde: Any, what: str) -> tuple[list[Any], dict[int, Exception]]:
+    """Decoded values, and errors by index where that fails. None stays None.
+
+    Args:
+        what: of a record they are, for the errors.
+    """
+    decode: Callable[[bytes], Any] = serde.decode
     try:
         if None not in raws:
             return list(map(decode, raws)), {}  # type: ignore[arg-type]
@@ -282,6 +299,7 @@ def _decoded(raws: Sequence[bytes | None], decode: Callable[[bytes], Any]) -> tu
             try:
                 value = decode(raw)
             except Exception as error:
+                blame.not_decoded(error, f"the {what} of the record", raw, serde)
                 bad[i] = error
         values.append(value)
     return values, bad

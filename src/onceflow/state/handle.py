@@ -8,6 +8,7 @@ from typing import Any
 
 from onceflow.errors import ProcessorError
 from onceflow.state import rows
+from onceflow.state.blame import not_encoded
 from onceflow.state.durations import duration_ms
 from onceflow.state.maps import ABSENT, ListState, MapState
 from onceflow.state.overlay import Overlay
@@ -181,7 +182,12 @@ class State:
         if value is None:
             raise ValueError("None cannot be put: use delete()")
         header = self._scope.header if ttl is None else self._scope.header_of(ttl)
-        self._overlay.put(self._row_key, header + self._scope.encode(value))
+        try:
+            row = header + self._scope.encode(value)
+        except Exception as error:
+            not_encoded(error, "the value of state.put()", value, self._scope.value_serde, "state")
+            raise
+        self._overlay.put(self._row_key, row)
 
     def delete(self) -> None:
         """Delete the key's value; its maps, lists and timers stay."""
@@ -236,7 +242,13 @@ class State:
                 yield decode_key(row_key[1:]), value
 
     def _key_bytes(self, key: Any) -> bytes:
-        encoded: bytes = key if isinstance(key, bytes) else self._scope.key_serde.encode(key)
+        if isinstance(key, bytes):
+            return key
+        try:
+            encoded: bytes = self._scope.key_serde.encode(key)
+        except Exception as error:
+            not_encoded(error, "a bound of state.range()", key, self._scope.key_serde, "key")
+            raise
         return encoded
 
 

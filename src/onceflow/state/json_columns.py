@@ -11,6 +11,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.json as pj
 
+from onceflow.state.blame import shown
+
 _NEWLINE = pa.scalar("\n", pa.string())
 _NOTHING = pa.scalar("", pa.string())
 _BLOCK_MAX = (1 << 31) - 1
@@ -22,15 +24,19 @@ class JsonRowError(ValueError):
     Attributes:
         index: of the row, counted from 0.
         reason: what is wrong with it.
+        document: what is in the row, where it was read; None: it was to be written.
     """
 
-    def __init__(self, index: int, reason: str) -> None:
+    def __init__(self, index: int, reason: str, document: bytes | None = None) -> None:
         self.index = index
         self.reason = reason
-        super().__init__(f"row {index}: {reason}")
+        self.document = document
+        super().__init__(
+            f"row {index}: {reason}" if document is None else f"row {index}: {reason}; it is {shown(document)}"
+        )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return JsonRowError, (self.index, self.reason)
+        return JsonRowError, (self.index, self.reason, self.document)
 
 
 def parse_json(values: Any, schema: pa.Schema) -> pa.Table:
@@ -65,12 +71,12 @@ def parse_json(values: Any, schema: pa.Schema) -> pa.Table:
             reason = "not read as one object"
         except pa.ArrowException as error:
             reason = str(error).removeprefix("JSON parse error: ").removesuffix(" in row 0")
-        raise JsonRowError(index, reason)
+        raise _bad(column, index, reason)
     for field in schema:
         if pa.types.is_floating(field.type):
             at = pc.index(pc.is_finite(table[field.name]), False).as_py()
             if at >= 0:  # the reader takes NaN and numbers that are too large
-                raise JsonRowError(at, f"{field.name} is no finite number")
+                raise _bad(column, at, f"{field.name} is no finite number")
     return table
 
 
@@ -102,6 +108,11 @@ def format_json(table: pa.Table) -> pa.Array:
 
 
 # ---- reading -----------------------------------------------------------------------------------------
+
+
+def _bad(column: Any, index: int, reason: str) -> JsonRowError:
+    document = column[index].as_py()
+    return JsonRowError(index, reason, document.encode() if isinstance(document, str) else document)
 
 
 def _is_text(kind: Any) -> bool:
@@ -147,9 +158,9 @@ def _made_regular(column: Any) -> Any:
         try:
             value = orjson.loads(raw)
         except orjson.JSONDecodeError as error:
-            raise JsonRowError(i, str(error)) from None
+            raise _bad(column, i, str(error)) from None
         if not isinstance(value, dict):
-            raise JsonRowError(i, f"an object is expected, got {type(value).__name__}")
+            raise _bad(column, i, f"an object is expected, got {type(value).__name__}")
         text = raw if isinstance(raw, str) else raw.decode()
         # In valid JSON, line breaks are nothing but white space: inside of text they are escaped.
         texts.append(text.strip().replace("\n", " ").replace("\r", " "))

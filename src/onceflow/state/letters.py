@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-import traceback
 
+from onceflow.state.blame import MESSAGE_MOST, full_text_of, line_of, stack_of, text_of
 from onceflow.state.record import Header, Record
+from onceflow.user_code import cut
 
 PREFIX = "onceflow."
 ERROR_CLASS = "onceflow.error.class"
@@ -24,7 +25,6 @@ LATE = "LateRecord"
 """Class of the cause of a late letter."""
 
 # A message may quote the whole record, and headers are limited by the topic's record size.
-_MESSAGE_CHARACTERS = 1000
 _STACK_CHARACTERS = 2000
 _CAUSE_CHARACTERS = 300
 _COUNT = re.compile(rb"[0-9]{1,9}")
@@ -48,7 +48,7 @@ def put_aside(record: Record, topic: str, kind: str, message: str, further: tupl
     before = dict(record.headers)
     cause: list[Header] = [
         (ERROR_CLASS, kind.encode()),
-        (ERROR_MESSAGE, message[:_MESSAGE_CHARACTERS].encode(errors="replace")),
+        (ERROR_MESSAGE, message[:MESSAGE_MOST].encode(errors="replace")),
         *further,
     ]
     places = (
@@ -77,20 +77,16 @@ def late(record: Record, topic: str, event_ms: int, watermark_ms: int) -> Record
 def dead(record: Record, topic: str, error: BaseException) -> Record:
     """A letter of a record that could not be processed."""
     further = ((ERROR_STACK, _stack(error).encode(errors="replace")), (ATTEMPT, str(attempts(record) + 1).encode()))
-    return put_aside(record, topic, type(error).__name__, str(error), further)
+    return put_aside(record, topic, type(error).__name__, text_of(error), further)
 
 
-def described(record: Record, error: BaseException, line: str) -> str:
-    """Where a record comes from and what is wrong with it, for messages.
-
-    Args:
-        line: of the code that has raised the error, if it is known.
-    """
+def described(record: Record, error: BaseException) -> str:
+    """Where a record comes from and what is wrong with it, for messages."""
     topic = record.topic or "a record"
     place = topic if record.partition is None else f"{topic}-{record.partition}"
     offset = "" if record.offset is None else f", offset {record.offset}"
-    cause = f"{type(error).__name__}: {error}"[:_CAUSE_CHARACTERS]
-    return f"{place}{offset}: {cause}{f' ({line})' if line else ''}"
+    line = line_of(error)
+    return f"{place}{offset}: {cut(full_text_of(error), _CAUSE_CHARACTERS)}{f' ({line})' if line else ''}"
 
 
 def attempts(record: Record) -> int:
@@ -102,6 +98,6 @@ def attempts(record: Record) -> int:
 def _stack(error: BaseException) -> str:
     """The innermost lines of a traceback: they tell the place, the outermost are those of the engine."""
     last = f"{type(error).__name__}: {error}"[: _STACK_CHARACTERS // 2]
-    places = "".join(traceback.format_tb(error.__traceback__))
+    places = stack_of(error)
     room = _STACK_CHARACTERS - len(last)
     return (places if len(places) <= room else places[-room:].split("\n", 1)[-1]) + last

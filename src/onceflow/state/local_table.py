@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import difflib
 import heapq
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NoReturn
 
+from onceflow.errors import OptionError
 from onceflow.state import rows
 from onceflow.state.lmdb_store import LmdbStore
 from onceflow.state.local_format import MARKER, Marker
@@ -15,6 +18,8 @@ from onceflow.state.memory_store import MemoryStore
 from onceflow.state.rocksdb_store import RocksdbStore
 from onceflow.state.store import Store
 
+_BYTES = (bytes, bytearray, memoryview)
+_NAMES_MOST = 10  # in an error
 _OPENERS: tuple[type[Store], ...] = (LmdbStore, RocksdbStore, MemoryStore)
 
 
@@ -26,8 +31,10 @@ class LocalTable:
     of the table as of now, read its topic. Expired values are hidden. Nothing is written or kept open.
 
     Args:
-        folder: of the flow's table, ``<state_dir>/<flow>/<table>``.
+        folder: of the flow's table, ``<state_dir>/<flow>/<table>``; it need not be there before something is read.
         clock_ms: tells the time, epoch milliseconds; for tests.
+
+    Every method raises `OptionError` when the folder is none of a table, or a key is not bytes.
     """
 
     def __init__(self, folder: Path | str, *, clock_ms: Callable[[], int] | None = None) -> None:
@@ -36,6 +43,7 @@ class LocalTable:
 
     def get(self, key: bytes) -> bytes | None:
         """The value of a key; None when there is none."""
+        _check("The key for get()", key, *_BYTES)
         now_ms = self._clock_ms()
         row_key = rows.value_key(key)
         if len(row_key) > rows.ROW_KEY_BYTES_MAX:
@@ -48,6 +56,11 @@ class LocalTable:
         self, start: bytes = b"", end: bytes | None = None, *, reverse: bool = False
     ) -> Iterator[tuple[bytes, bytes]]:
         """Keys with ``start <= key < end`` and their values, in order of keys over all partitions."""
+        _check("The start for range()", start, *_BYTES)
+        _check("The end for range()", b"" if end is None else end, *_BYTES)
+        return self._values(start, end, reverse)
+
+    def _values(self, start: bytes, end: bytes | None, reverse: bool) -> Iterator[tuple[bytes, bytes]]:
         now_ms = self._clock_ms()
         last = rows.after(rows.VALUE) if end is None else rows.value_key(end)
         with self._stores() as stores:
@@ -59,10 +72,12 @@ class LocalTable:
 
     def prefix(self, prefix: bytes, *, reverse: bool = False) -> Iterator[tuple[bytes, bytes]]:
         """Keys that begin so, and their values, in order."""
+        _check("The prefix", prefix, *_BYTES)
         return self.range(prefix, rows.after(prefix), reverse=reverse)
 
     def map_entries(self, name: str) -> Iterator[tuple[bytes, bytes, bytes]]:
         """All entries of the maps of this name: the key they are under, the entry's key, its value."""
+        _check("The name for map_entries()", name, str)
         now_ms = self._clock_ms()
         with self._stores() as stores:
             for store in stores:
@@ -75,8 +90,11 @@ class LocalTable:
     @contextmanager
     def _stores(self) -> Iterator[list[Store]]:
         opened: list[Store] = []
+        folders = self._partition_folders()
+        if not folders:
+            self._refuse()
         try:
-            for folder in self._partition_folders():
+            for folder in folders:
                 for opener in _OPENERS:
                     try:
                         if opener.exists(folder):
@@ -94,6 +112,32 @@ class LocalTable:
         names |= {path.name for path in MemoryStore.folders() if path.parent == self._folder.absolute()}
         return [self._folder / name for name in sorted(names) if name.isdecimal()]
 
+    def _refuse(self) -> NoReturn:
+        """Say where the folder's path ends and what is there instead: it has no partitions.
+
+        Raises:
+            OptionError: always.
+        """
+        folder = self._folder.absolute()
+        there = next(each for each in (folder, *folder.parents) if each.is_dir())
+        names = sorted(each.name for each in there.iterdir() if each.is_dir())
+        if there == folder:
+            what = f"{self._folder} is not the folder of a table"
+        else:
+            what = f"There is no table in {self._folder}"
+            close = difflib.get_close_matches(folder.relative_to(there).parts[0], names, n=1)
+            names = close or names
+        detail = f"there is no folder below {there}"
+        if names:
+            more = f" and {len(names) - _NAMES_MOST} more" if len(names) > _NAMES_MOST else ""
+            detail = f"below {there} there is {', '.join(names[:_NAMES_MOST])}{more}"
+        raise OptionError(
+            what,
+            detail=detail,
+            next_step="give the folder <state_dir>/<flow>/<table>; it is there when the flow has begun a batch on this "
+            "machine (copies of the memory store are seen in the flow's own process only)",
+        )
+
 
 def _of_one_table(stores: list[Store]) -> list[Store]:
     """Without copies of partitions of an earlier topic of that name."""
@@ -106,6 +150,14 @@ def _of_one_table(stores: list[Store]) -> list[Store]:
 
 def _age(marker: Marker) -> int:
     return marker.time_ms
+
+
+def _check(what: str, given: object, *kinds: type) -> None:
+    if not isinstance(given, kinds):
+        raise OptionError(
+            f"{what} of a LocalTable is {kinds[0].__name__}, got {type(given).__name__}: {given!r:.100}",
+            next_step="encode keys as the processor's key serde does, for example 'ada'.encode(); names are text",
+        )
 
 
 def _first(item: tuple[bytes, bytes]) -> bytes:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from onceflow.state import rows
+from onceflow.state.blame import not_encoded
 
 if TYPE_CHECKING:
     from onceflow.state.handle import Scope
@@ -20,7 +21,7 @@ ABSENT: Any = object()
 class MapState:
     """A map of one key; get it as ``state.map(name)``. Entries are ordered by the bytes of their keys."""
 
-    __slots__ = ("_decode", "_encode", "_key_serde", "_name", "_prefix", "_scope")
+    __slots__ = ("_decode", "_key_serde", "_name", "_prefix", "_scope", "_serde")
 
     def __init__(self, scope: Scope, key: bytes, name: str, key_serde: Any, value_serde: Any) -> None:
         serde = scope.value_serde if value_serde is None else value_serde
@@ -28,7 +29,7 @@ class MapState:
         self._name = name
         self._prefix = rows.map_key(key, name.encode())
         self._key_serde = key_serde
-        self._encode = serde.encode
+        self._serde = serde
         self._decode = serde.decode
 
     def get(self, key: Any, default: Any = None) -> Any:
@@ -54,7 +55,7 @@ class MapState:
         Raises:
             ValueError: the value is None, or the keys and the name are too long together.
         """
-        put(self._scope, self._row_key(key), self._encode, value, ttl)
+        put(self, self._row_key(key), value, ttl)
 
     def delete(self, key: Any) -> None:
         """Delete an entry; nothing happens when there is none."""
@@ -90,7 +91,11 @@ class MapState:
 
     def _key_bytes(self, key: Any) -> bytes:
         if self._key_serde is not None:
-            encoded: bytes = self._key_serde.encode(key)
+            try:
+                encoded: bytes = self._key_serde.encode(key)
+            except Exception as error:
+                not_encoded(error, f"the key for map {self._name!r}", key, self._key_serde, "its")
+                raise
             return encoded
         if isinstance(key, str):
             return key.encode()
@@ -102,14 +107,14 @@ class MapState:
 class ListState:
     """A list of one key; get it as ``state.list(name)``."""
 
-    __slots__ = ("_decode", "_encode", "_name", "_next", "_prefix", "_scope")
+    __slots__ = ("_decode", "_name", "_next", "_prefix", "_scope", "_serde")
 
     def __init__(self, scope: Scope, key: bytes, name: str, value_serde: Any) -> None:
         serde = scope.value_serde if value_serde is None else value_serde
         self._scope = scope
         self._name = name
         self._prefix = rows.map_key(key, _LIST + name.encode())
-        self._encode = serde.encode
+        self._serde = serde
         self._decode = serde.decode
         self._next: int | None = None  # where the next item goes, once it is known
 
@@ -124,7 +129,7 @@ class ListState:
         if self._next is None:
             last = next(scope.overlay.scan(prefix, _end(prefix), reverse=True), None)
             self._next = 0 if last is None else int.from_bytes(last[0][len(prefix) :], "big") + 1
-        put(scope, scope.checked(prefix + self._next.to_bytes(8, "big")), self._encode, value, ttl)
+        put(self, scope.checked(prefix + self._next.to_bytes(8, "big")), value, ttl)
         self._next += 1
 
     def extend(self, items: Iterable[Any], ttl: str | float | None = None) -> None:
@@ -152,10 +157,19 @@ class ListState:
         self._next = 0
 
 
-def put(scope: Scope, row_key: bytes, encode: Any, value: Any, ttl: str | float | None) -> None:
+def put(place: MapState | ListState, row_key: bytes, value: Any, ttl: str | float | None) -> None:
     if value is None:
         raise ValueError("None cannot be put: use delete()")
-    scope.overlay.put(row_key, scope.header_of(ttl) + encode(value))
+    scope, serde = place._scope, place._serde
+    header = scope.header_of(ttl)
+    try:
+        row = header + serde.encode(value)
+    except Exception as error:
+        kind = "map" if isinstance(place, MapState) else "list"
+        role = "state" if serde is scope.value_serde else "its"
+        not_encoded(error, f"the value put into {kind} {place._name!r}", value, serde, role)
+        raise
+    scope.overlay.put(row_key, row)
 
 
 def values(

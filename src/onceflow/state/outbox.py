@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from onceflow.errors import BadRecordError
+from onceflow.state.blame import not_encoded
 from onceflow.state.inbox import binary, milliseconds
 from onceflow.state.record import Header, Record
 from onceflow.state.serdes import BYTES
@@ -32,19 +33,21 @@ class Outbox:
     """What a batch writes so far.
 
     Args:
-        encode_key, encode_value: for keys and values that are not bytes.
+        key, output: serdes of keys and values that are not bytes.
         own_topics: that no record may name.
     """
 
     def __init__(
         self,
-        encode_key: Any = BYTES.encode,
-        encode_value: Any = BYTES.encode,
+        key: Any = BYTES,
+        output: Any = BYTES,
         own_topics: OwnTopics = _NO_TOPICS,
     ) -> None:
         self._own_topics = own_topics
-        self._encode_key = encode_key
-        self._encode_value = encode_value
+        self._key_serde = key
+        self._output_serde = output
+        self._encode_key = key.encode
+        self._encode_value = output.encode
         self._keys: list[bytes | None] = []
         self._values: list[bytes | None] = []
         # By index, because most records have none of them: topic, headers, timestamp.
@@ -79,18 +82,26 @@ class Outbox:
         encode_value = self._encode_value
         for record in records:
             if type(record) is not Record and not isinstance(record, Record):
-                raise TypeError(f"expected Records, got {type(record).__name__}: {record!r:.200}")
+                raise _no_record(record, records)
             out_key = record.key
             if out_key is not None and type(out_key) is not bytes:
                 if out_key is key and type(key) is str:  # any other may have been changed in place
                     out_key = raw_key
                 else:
-                    out_key = _checked(self._encode_key(out_key), "key")
+                    try:
+                        out_key = _checked(self._encode_key(out_key), "key")
+                    except Exception as error:
+                        not_encoded(error, "the key you yielded", record.key, self._key_serde, "key")
+                        raise
             value = record.value
             if value is not None and type(value) is not bytes:
-                value = encode_value(value)
-                if type(value) is not bytes:
-                    _checked(value, "value")
+                try:
+                    value = encode_value(value)
+                    if type(value) is not bytes:
+                        _checked(value, "value")
+                except Exception as error:
+                    not_encoded(error, "the value you yielded", record.value, self._output_serde, "output")
+                    raise
             if record.topic is not None or record.timestamp_ms is not None or record.headers:
                 self._extras[len(keys)] = extras = _extras(record)
                 if extras[0] is not None:
@@ -191,6 +202,13 @@ def _checked(raw: Any, what: str) -> Any:
     if type(raw) is not bytes:
         raise TypeError(f"the serde of the {what} returned {type(raw).__name__}, not bytes")
     return raw
+
+
+def _no_record(found: Any, records: Any) -> TypeError:
+    """What is wrong with something that is among the records, but is none."""
+    if isinstance(records, (Mapping, str, bytes)):  # returned as a whole; what was found is a part of it
+        found = records
+    return TypeError(f"expected Records, got {type(found).__name__}: {found!r:.200}")
 
 
 def _extras(record: Record) -> tuple[str | None, list[Header], int | None]:

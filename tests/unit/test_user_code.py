@@ -1,0 +1,87 @@
+"""The line of user code in the text of a traceback, as Spark hands on those of its Python workers."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from pathlib import Path
+
+import pytest
+
+from onceflow import user_code
+from onceflow.sink.jvm import blamed_line
+
+PREFIX = "Job aborted due to stage failure: Task 0 in stage 3.0 failed 1 times, most recent failure: Lost task 0.0: "
+JAVA = "\n\tat org.apache.spark.api.python.BasePythonRunner.handlePythonException(PythonRunner.scala:581)"
+WORKER = '  File "/opt/spark/python/lib/pyspark.zip/pyspark/worker.py", line 1234, in main\n    process()\n'
+CLEAN = '  File "/app/service.py", line 31, in clean\n    raise ValueError(amount)\n    ^^^^^^^^^^^^^\n'
+DECODER = '  File "/usr/lib/python3.12/json/decoder.py", line 355, in raw_decode\n    raise JSONDecodeError()\n'
+PANDAS = '  File "/app/env/lib/python3.12/site-packages/pandas/core/series.py", line 4, in map\n    work()\n'
+CYTHON = '  File "pandas/_libs/ops.pyx", line 9, in pandas._libs.ops.vec\n'
+TASK = '  File "/app/env/lib/python3.12/site-packages/onceflow/sink/state_tasks.py", line 9, in rows\n    work()\n'
+SHOP = '  File "/app/env/lib/python3.12/site-packages/shop/clean.py", line 5, in clean\n    work()\n'
+
+
+def text(*frames: str, said: str = "ValueError: bad amount 'x'") -> str:
+    return f"Traceback (most recent call last):\n{''.join(frames)}{said}\n"
+
+
+@pytest.mark.parametrize(
+    "given, told",
+    [
+        (text(WORKER, CLEAN), "ValueError: bad amount 'x' (raised in clean, service.py:31)"),
+        (f"{PREFIX}{text(WORKER, CLEAN)}{JAVA}", "ValueError: bad amount 'x' (raised in clean, service.py:31)"),
+        (text(WORKER, CLEAN, DECODER, PANDAS, CYTHON), "ValueError: bad amount 'x' (raised in clean, service.py:31)"),
+        (text(WORKER, TASK, SHOP, DECODER, PANDAS, CYTHON), "ValueError: bad amount 'x' (raised in clean, clean.py:5)"),
+        (text(WORKER, TASK), "ValueError: bad amount 'x'"),
+        (text(CLEAN, said="shop.Overdrawn"), "shop.Overdrawn (raised in clean, service.py:31)"),
+        (text(said="ValueError: hidden"), "ValueError: hidden"),
+        (
+            text(CLEAN, said="pydantic.ValidationError: 1 error\namount\n  no number"),
+            "pydantic.ValidationError: 1 error; amount; no number (raised in clean, service.py:31)",
+        ),
+        (
+            text(CLEAN, said="ValueError: one\n\nJVM stacktrace:\nError: other"),
+            "ValueError: one (raised in clean, service.py:31)",
+        ),
+        (text(CLEAN, said=f"E: {'x' * 9000}"), f"E: {'x' * 497}... (9003 characters) (raised in clean, service.py:31)"),
+        (
+            f"{text(CLEAN)}{JAVA}\nCaused by: X: {text(said='OSError: later')}",
+            "ValueError: bad amount 'x' (raised in clean, service.py:31)",
+        ),
+        ("first line\nlast line", "first line"),
+        ("Job aborted\njava.lang.IllegalStateException: closed\n\tat x", "java.lang.IllegalStateException: closed"),
+        ("", ""),
+    ],
+)
+def test_what_a_failed_job_says(given: str, told: str) -> None:
+    assert blamed_line(given) == told
+
+
+@pytest.mark.parametrize("cause", ["from error", ""])
+def test_of_exceptions_in_a_chain_the_last_one_is_told(cause: str) -> None:
+    scope: dict[str, object] = {}
+    source = f"""
+def convert():
+    try:
+        int("x")
+    except ValueError as error:
+        raise RuntimeError("no amount") {cause}
+"""
+    exec(compile(source, "/app/service.py", "exec"), scope)  # noqa: S102
+    try:
+        scope["convert"]()  # type: ignore[operator]
+    except RuntimeError:
+        said = traceback.format_exc()
+    assert user_code.blamed(said) == "RuntimeError: no amount (raised in convert, service.py:6)"
+
+
+def test_what_is_the_users() -> None:
+    assert user_code.is_of_user(__file__)
+    assert user_code.is_of_user("/databricks/<command-12>")
+    assert user_code.is_of_user("/home/ada/onceflow/service.py")
+    assert not user_code.is_of_user(user_code.__file__)
+    assert not user_code.is_of_user(traceback.__file__)
+    assert not user_code.is_of_user(str(Path(pytest.__file__)))
+    assert not user_code.is_of_user("<frozen importlib._bootstrap>")
+    assert not user_code.is_of_user(str(Path(sys.prefix) / "lib/python3.9/site-packages/pyspark/worker.py"))
