@@ -13,7 +13,7 @@ from typing import Any
 from pyspark.errors import AnalysisException
 from pyspark.sql import DataFrame, SparkSession
 
-from onceflow import checkpoints, hooks, process, recovery, step_query, token_endpoint
+from onceflow import checkpoints, hooks, process, recovery, shipping, step_query, token_endpoint
 from onceflow.client import offsets as kafka_offsets
 from onceflow.client.brokers import warn_of_settings
 from onceflow.client.cluster import Cluster, TopicInfo
@@ -25,6 +25,8 @@ from onceflow.errors import (
     OptionError,
     UnsupportedQueryError,
 )
+from onceflow.imports import ImportCheck, sent_to_tasks
+from onceflow.pickling import pickled
 from onceflow.process import Step, StepOptions
 from onceflow.query import FlowQuery
 from onceflow.running import OUTPUT_MODES, RunOptions, duration_s, kept, scratch
@@ -86,6 +88,7 @@ class Flow:
         self._names = Names(name, transactional_id_prefix, group_id_prefix)
         self._settings = ClientSettings(bootstrap_servers, options or {})
         queries.check_session(spark, name)
+        shipping.share_modules(spark)
         self._spark = spark
         self._hold: TakeOver | None = None
         self._committed: Progress | None = None
@@ -255,7 +258,8 @@ class Flow:
         Args:
             df: made from ``Flow.read``, with key and value (string or binary); partition, offset, timestamp, topic and
                 headers are handed on to the processor where they are there.
-            processor: an instance; it is pickled and sent to the tasks.
+            processor: an instance; it is pickled and sent to the tasks, and so must what is on it be: connections are
+                made in its ``open``.
             table: name of the table topic; created when missing, with a companion ``<table>-internal``.
             partitions: of a table that does not exist yet; by default as many as the source has.
             on_error: what a record does that user code raises for: ``fail`` stops the flow at it, ``dead-letter``
@@ -276,7 +280,7 @@ class Flow:
             A streaming DataFrame of what the processor yields: key, value, topic, headers, timestamp.
 
         Raises:
-            OptionError, SchemaError: wrong arguments or columns.
+            OptionError, SchemaError: wrong arguments or columns; the processor cannot be pickled.
             ProgressConflictError: the table topic is not what progress says, or the state has another version.
             PermissionDeniedError: a topic is missing and may not be created.
         """
@@ -288,6 +292,7 @@ class Flow:
             checked = process.check_options(
                 options, processor, flow=self.name, sources=self._sources, tables=self._steps
             )
+            pickled(checked, flow=self.name)
             if not self._fresh or self._committed is None:
                 raise OptionError("Nothing was read yet", flow=self.name, next_step="call Flow.read first")
             facts = queries.check_plan(df, self.name)
@@ -502,6 +507,9 @@ class Flow:
             queries.check_session(self._spark, self.name)
             deadline = Deadline(_START_SECONDS, f"starting flow {self.name}")
             step_query.check_goes_with(df, self._steps, options.guarantee, run.checkpoint, flow=self.name)
+            shipping.share_modules(self._spark)  # what was imported since
+            check = ImportCheck(self._spark, sent_to_tasks(df, self._steps, self.name), flow=self.name)
+            check.at_start()
             self._check_output(options.topic)  # sources may have been read since Flow.write
             process.check_side_topics(process.side_topics(self._steps), self._own_topics(), self.name)
             try:
@@ -542,6 +550,7 @@ class Flow:
                 numbering=location.numbering,
                 source_starts={name: dict(source.earliest) for name, source in self._sources.items()},
                 source_partitions={name: len(source.earliest) for name, source in self._sources.items()},
+                before_first=check.finish,
             )
             writer = query.df.writeStream.foreachBatch(sink).option("checkpointLocation", location.address)
             if all(query.name != self.name for query in self._spark.streams.active):
@@ -631,6 +640,7 @@ class FlowWriter:
 
         Raises:
             OnceflowError: the flow runs already, the output topic is missing, a newer driver has taken over, the
-                checkpoint and the flow's progress do not belong together, Spark refuses the query.
+                checkpoint and the flow's progress do not belong together, Spark refuses the query, tasks cannot
+                import what the processors or functions of the query need.
         """
         return self._flow._start(*self._arguments)
