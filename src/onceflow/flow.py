@@ -505,13 +505,13 @@ class Flow:
                     next_step="call Flow.read again before starting the flow again",
                 )
             queries.check_session(self._spark, self.name)
-            deadline = Deadline(_START_SECONDS, f"starting flow {self.name}")
             step_query.check_goes_with(df, self._steps, options.guarantee, run.checkpoint, flow=self.name)
+            self._check_output(options.topic)  # sources may have been read since Flow.write
+            process.check_side_topics(process.side_topics(self._steps), self._own_topics(), self.name)
             shipping.share_modules(self._spark)  # what was imported since
             check = ImportCheck(self._spark, sent_to_tasks(df, self._steps, self.name), flow=self.name)
             check.at_start()
-            self._check_output(options.topic)  # sources may have been read since Flow.write
-            process.check_side_topics(process.side_topics(self._steps), self._own_topics(), self.name)
+            deadline = Deadline(_START_SECONDS, f"starting flow {self.name}")
             try:
                 self._connect(deadline)
                 self._take_over({}, deadline)  # only a query without topics has not done it yet

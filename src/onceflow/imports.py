@@ -31,7 +31,7 @@ from onceflow.sink.import_errors import cannot_import, import_error
 
 log = logging.getLogger("onceflow")
 
-_SECONDS = 60.0
+_SECONDS = 30.0
 # A worker reads a broadcast from a file that comes with the function that has it.
 _BROADCAST = b"pyspark.core.broadcast"
 _FIND = "import importlib.util, sys; sys.exit(any(importlib.util.find_spec(name) is None for name in sys.argv[1:]))"
