@@ -141,16 +141,11 @@ def test_a_module_that_only_the_driver_has(make_pipe: Callable[..., Any], of_the
 
 def test_a_module_that_a_function_imports_late(make_pipe: Callable[..., Any]) -> None:
     """Only a task can find out: the batch is not run again, and the error names the module."""
-
-    def late(value: str) -> str:
-        import never_installed  # type: ignore[import-not-found]
-
-        return f"{value}{never_installed}"
-
+    late = F.udf(lambda _: str(__import__("never_installed")))
     pipe = make_pipe(partitions=1)
     pipe.fill(1)
     with pipe.open() as flow:
-        rows = flow.read(pipe.source).select("key", F.udf(late)(F.col("value").cast("string")).alias("value"))
+        rows = flow.read(pipe.source).select("key", late(F.col("key")).alias("value"))
         query = flow.write(rows, topic=pipe.target).start()
         with pytest.raises(onceflow.EnvironmentUnusableError, match="cannot import the module 'never_installed'"):
             query.awaitTermination(90)

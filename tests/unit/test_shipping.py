@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from onceflow import imports, shipping
+from onceflow import shipping
 from onceflow.errors import EnvironmentUnusableError
 
 
@@ -99,7 +99,6 @@ class Context:
     def __init__(self, master: str) -> None:
         self.master = master
         self.environment: dict[str, str] = {}
-        self.pythonExec = sys.executable
         self.files: list[str] = []
 
     def addPyFile(self, path: str) -> None:
@@ -159,26 +158,3 @@ def test_a_file_that_cannot_be_read(program: Path, share: Callable[[Context], No
     with pytest.raises(EnvironmentUnusableError, match="cannot be packed") as caught:
         share(Context("spark://host:7077"))
     assert "of_one_file.py" in caught.value.detail
-
-
-def test_what_workers_of_this_machine_find(program: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Told without a worker: no process is started for what is beside the script or installed."""
-    load()
-    context: Any = Context("local[2]")
-    asked: list[list[str]] = []
-    run = subprocess.run
-
-    def counted(command: list[str], **options: Any) -> Any:
-        asked.append(command[3:])
-        return run(command, **options)
-
-    monkeypatch.setattr(imports.subprocess, "run", counted)
-    assert imports.are_found(context, ["json", "__main__", "pyspark.sql", "of_one_file", "of_a_package.inner"])
-    assert asked == []
-    sys.path.remove(str(program))
-    assert not imports.are_found(context, ["pyspark", "of_one_file"])
-    context.environment["PYTHONPATH"] = str(program)
-    assert imports.are_found(context, ["of_one_file"])
-    assert asked == [["of_one_file"]] * 2
-    context.pythonExec = str(tmp_path / "absent")
-    assert not imports.are_found(context, ["pyspark"]), "another Python: nobody knows what it has"
