@@ -14,7 +14,7 @@ import sys
 import sysconfig
 import weakref
 import zipfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 from pyspark import SparkContext, SparkFiles
@@ -29,7 +29,7 @@ _VARIABLE = "PYTHONPATH"
 # Installed on every host: driver and executors must have the same ones.
 _INSTALLED = frozenset(("__main__", "onceflow", "pyspark", "py4j"))
 _INSTALLED_FOLDERS = frozenset(("site-packages", "dist-packages"))
-_COMPILED = frozenset((".pyc", ".pyo", ".so", ".pyd", ".dylib"))  # cannot be imported from an archive
+_COMPILED = frozenset((".so", ".pyd", ".dylib"))  # cannot be imported from an archive
 _DATA_FILE_BYTES_MAX = 1 << 20
 _ARCHIVE_BYTES_MAX = 32 << 20
 
@@ -114,16 +114,18 @@ def _place(name: str) -> tuple[Path | None, Path]:
     return (place, place.parents[depth]) if depth < len(place.parents) else (None, Path())
 
 
-def _package_files(package: Path) -> Iterator[Path]:
-    """All Python files of a package, and its small data files."""
+def _package_files(package: Path) -> list[Path]:
+    """All Python files of a package, and its small data files. None where it has compiled modules: these have to be
+    installed, and an archive without them would hide them."""
+    found: list[Path] = []
     for folder, inner, names in os.walk(package):
         inner[:] = [name for name in inner if name != "__pycache__" and not name.startswith(".")]
-        for name in names:
-            file = Path(folder, name)
-            if file.suffix in _COMPILED or not file.is_file():
-                continue
-            if file.suffix == ".py" or file.stat().st_size <= _DATA_FILE_BYTES_MAX:
-                yield file
+        for file in (Path(folder, name) for name in names):
+            if file.suffix in _COMPILED:
+                return []
+            if file.is_file() and (file.suffix == ".py" or file.stat().st_size <= _DATA_FILE_BYTES_MAX):
+                found.append(file)
+    return found
 
 
 def _send(context: SparkContext, files: dict[str, Path]) -> None:

@@ -30,9 +30,10 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         "of_a_package/inner/deep.py": "NAME = 'deep'",
         "of_a_package/rates.json": "{}",
         "of_a_package/model.bin": "x" * 2_000_000,
-        "of_a_package/fast.so": "",
         "of_a_package/__pycache__/x.py": "",
         "of_a_package/.venv/x.py": "",
+        "of_compiled_code/__init__.py": "",
+        "of_compiled_code/inner/fast.so": "",
         "of_a_namespace/part/code.py": "NAME = 'part'",
         "of_a_namespace/part/other.py": "",
         "of_a_namespace/package/__init__.py": "",
@@ -60,7 +61,13 @@ SENT = {
 
 
 def load() -> None:
-    for name in ("of_one_file", "of_a_package", "of_a_namespace.part.code", "of_a_namespace.package"):
+    for name in (
+        "of_one_file",
+        "of_a_package",
+        "of_compiled_code",
+        "of_a_namespace.part.code",
+        "of_a_namespace.package",
+    ):
         importlib.import_module(name)
 
 
