@@ -20,6 +20,7 @@ from onceflow import (
     outside,
     process,
     recovery,
+    shipping,
     spark_logs,
     step_query,
     token_endpoint,
@@ -35,6 +36,8 @@ from onceflow.errors import (
     OptionError,
     UnsupportedQueryError,
 )
+from onceflow.imports import ImportCheck, sent_to_tasks
+from onceflow.pickling import pickled
 from onceflow.process import Step, StepOptions
 from onceflow.query import FlowQuery
 from onceflow.running import OUTPUT_MODES, RunOptions, duration_s, kept, scratch
@@ -97,6 +100,7 @@ class Flow:
         self._names = Names(name, transactional_id_prefix, group_id_prefix)
         self._settings = ClientSettings(bootstrap_servers, options or {})
         queries.check_session(spark, name)
+        shipping.share_modules(spark)
         self._spark = spark
         self._hold: TakeOver | None = None
         self._committed: Progress | None = None
@@ -271,7 +275,8 @@ class Flow:
         Args:
             df: made from ``Flow.read``, with key and value (string or binary); partition, offset, timestamp, topic and
                 headers are handed on to the processor where they are there.
-            processor: an instance; it is pickled and sent to the tasks.
+            processor: an instance; it is pickled and sent to the tasks, and so must what is on it be: connections are
+                made in its ``open``.
             table: name of the table topic; created when missing, with a companion ``<table>-internal``.
             partitions: of a table that does not exist yet; by default as many as the source has.
             on_error: what a record does that user code raises for: ``fail`` stops the flow at it, ``dead-letter``
@@ -295,7 +300,7 @@ class Flow:
             A streaming DataFrame of what the processor yields: key, value, topic, headers, timestamp.
 
         Raises:
-            OptionError, SchemaError: wrong arguments or columns.
+            OptionError, SchemaError: wrong arguments or columns; the processor cannot be pickled.
             ProgressConflictError: the table topic is not what progress says, or the state has another version.
             PermissionDeniedError: a topic is missing and may not be created.
         """
@@ -307,6 +312,7 @@ class Flow:
             checked = process.check_options(
                 options, processor, flow=self.name, sources=self._sources, tables=self._steps
             )
+            pickled(checked, flow=self.name)
             if not self._fresh or self._committed is None:
                 raise OptionError("Nothing was read yet", flow=self.name, next_step="call Flow.read first")
             facts = queries.check_plan(df, self.name)
@@ -532,10 +538,13 @@ class Flow:
                     next_step="call Flow.read again before starting the flow again",
                 )
             queries.check_session(self._spark, self.name)
-            deadline = Deadline(_START_SECONDS, f"starting flow {self.name}")
             step_query.check_goes_with(df, self._steps, options.guarantee, run.checkpoint, flow=self.name)
             self._check_output(options.topic)  # sources may have been read since Flow.write
             process.check_side_topics(process.side_topics(self._steps), self._own_topics(), self.name)
+            shipping.share_modules(self._spark)  # what was imported since
+            check = ImportCheck(self._spark, sent_to_tasks(df, self._steps, self.name), flow=self.name)
+            check.at_start()
+            deadline = Deadline(_START_SECONDS, f"starting flow {self.name}")
             try:
                 self._connect(deadline)
                 self._take_over({}, deadline)  # only a query without topics has not done it yet
@@ -575,6 +584,7 @@ class Flow:
                 numbering=location.numbering,
                 source_starts={name: dict(source.earliest) for name, source in self._sources.items()},
                 source_partitions={name: len(source.earliest) for name, source in self._sources.items()},
+                before_first=check.finish,
             )
             writer = query.df.writeStream.foreachBatch(sink).option("checkpointLocation", location.address)
             if all(query.name != self.name for query in self._spark.streams.active):
@@ -667,6 +677,7 @@ class FlowWriter:
 
         Raises:
             OnceflowError: the flow runs already, the output topic is missing, a newer driver has taken over, the
-                checkpoint and the flow's progress do not belong together, Spark refuses the query.
+                checkpoint and the flow's progress do not belong together, Spark refuses the query, tasks cannot
+                import what the processors or functions of the query need.
         """
         return self._flow._start(*self._arguments)

@@ -43,6 +43,7 @@ from onceflow.sink.audit import Audit, audit, together
 from onceflow.sink.checkpoint import Folder
 from onceflow.sink.collect import collect
 from onceflow.sink.delivery import Delivery
+from onceflow.sink.import_errors import cannot_import
 from onceflow.sink.late_rows import LateRows
 from onceflow.sink.numbering import Numbering
 from onceflow.sink.offsets import SourceRange, check_contiguous, read_range
@@ -94,6 +95,7 @@ class BatchSink:
             scratch.
         source_starts: where partitions that progress does not know may start.
         state: the process steps of the query, if it has any.
+        before_first: called before the first batch begins; may raise.
     """
 
     def __init__(
@@ -112,8 +114,10 @@ class BatchSink:
         source_starts: dict[str, dict[int, int]],
         source_partitions: dict[str, int],
         state: StateStep | None = None,
+        before_first: Callable[[], None] = lambda: None,
     ) -> None:
         self._names = names
+        self._before_first = before_first
         self._state = state
         self._settings = settings
         self._cluster = cluster
@@ -184,6 +188,7 @@ class BatchSink:
         self._settle()
         if not self.history:
             _set_session(df)
+            self._before_first()
         summary = BatchSummary(batch, 0)
         with self._timed(summary, "plan"):
             source, is_committed = self._plan(spark_batch_id, batch)
@@ -251,6 +256,9 @@ class BatchSink:
                 if cause is not None and not begun and isinstance(problem, DeadlineExceededError):
                     problem = _after(problem, cause)  # it could not begin, because of what the one before met
                 self._abort(problem, batch)
+                missing = None if isinstance(problem, OnceflowError) else cannot_import(problem)
+                if missing is not None:
+                    raise missing from None  # no rerun helps
                 if isinstance(problem, OnceflowError) and not isinstance(problem, _WORTH_A_RERUN):
                     raise
                 if self._is_stopped(df, problem):

@@ -81,11 +81,17 @@ def murmur2(spark: SparkSession, key: Column) -> Column:
     return _column(call, spark)
 
 
-def nodes(plan: Any) -> Iterator[Any]:
-    """Every node of a plan, logical or physical."""
-    waiting = [plan]
+def nodes(tree: Any, mark: Any = None) -> Iterator[Any]:
+    """Every node of a plan, logical or physical, or of an expression.
+
+    Args:
+        mark: one of Catalyst's tree patterns; only nodes that it is in, or below, are looked at.
+    """
+    waiting = [tree]
     while waiting:
         node = waiting.pop()
+        if mark is not None and not node.containsPattern(mark):
+            continue
         yield node
         children = node.children()
         waiting.extend(children.apply(i) for i in range(children.size()))

@@ -121,6 +121,11 @@ def step_table(node: Any) -> str | None:
     return name.removeprefix(_STEP_NAME) if name.startswith(_STEP_NAME) else None
 
 
+def is_ours(name: str) -> bool:
+    """Whether a Python function in a plan, by its name, is onceflow's own."""
+    return name.startswith(_OUR_NAMES)
+
+
 def topics_read(plan: Any) -> set[str]:
     """The topics that the streams of a plan read."""
     found = set()
@@ -240,7 +245,7 @@ def may_make_many(df: DataFrame) -> bool:
     """Whether user code turns rows into as many as it likes: a link into the rows of its file, for example."""
     for node in jvm.nodes(df._jdf.queryExecution().analyzed()):
         kind = str(node.getClass().getSimpleName())
-        if kind in _FREE and not str(node.functionExpr().name()).startswith(_OUR_NAMES):
+        if kind in _FREE and not is_ours(str(node.functionExpr().name())):
             return True
     return False
 

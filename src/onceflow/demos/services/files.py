@@ -10,7 +10,6 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import bank_rows
 import downloads
 import fetch
 from pyspark.sql import functions as F
@@ -62,8 +61,6 @@ def main() -> None:
     places = downloads.Places(frozenset(given.host), given.root)
 
     spark = onceflow.session("files", master="local[2]", config={"spark.driver.memory": "640m"})
-    for module in (fetch, downloads, bank_rows):  # the tasks need them, too
-        spark.sparkContext.addPyFile(module.__file__)
     flow = onceflow.Flow(f"files{given.suffix}", spark, bootstrap_servers=given.bootstrap_servers)
     records = flow.read(f"links{given.suffix}", max_records_per_batch=given.batch, include_headers=True)
     link = F.get_json_object(F.col("value").cast("string"), "$.link")
