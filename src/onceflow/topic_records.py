@@ -156,7 +156,7 @@ def stable_offsets(cluster: Cluster, topic: str, partition: int | None, deadline
             next_step=f"it has {len(there)}, counted from 0",
         )
     span = {topic: there if partition is None else [partition]}
-    return list_offsets(cluster, span, LATEST, deadline)[topic]
+    return dict(sorted(list_offsets(cluster, span, LATEST, deadline)[topic].items()))
 
 
 def held_back(cluster: Cluster, topic: str, stable: Mapping[int, int]) -> dict[int, int]:

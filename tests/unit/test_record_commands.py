@@ -183,8 +183,13 @@ def test_lines_for_people(there: dict[str, Any]) -> None:
 def test_lines_of_json(there: dict[str, Any]) -> None:
     first, second, third = map(json.loads, consume("--json").stdout.splitlines())
     assert first == {
-        "topic": "t", "partition": 0, "offset": 1, "timestamp_ms": 5,
-        "key": "ada", "value": "ä", "headers": [],
+        "topic": "t",
+        "partition": 0,
+        "offset": 1,
+        "timestamp_ms": 5,
+        "key": "ada",
+        "value": "ä",
+        "headers": [],
     }
     assert (second["key"], second["value"], second["timestamp_ms"]) == (None, None, None)
     assert (third["key_base64"], third["value"]) == ("/w==", "a\x1b[2J\nb")
