@@ -43,6 +43,8 @@ PAGES = [
     *sorted((ROOT / "docs").glob("*.md")),
     *sorted((ROOT / "examples").glob("*/README.md")),
 ]
+# What `onceflow new` writes.
+TEMPLATE = ROOT / "src" / "onceflow" / "templates" / "project" / "README.md.tmpl"
 LINE_LENGTH_MAX = 140
 
 per_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -304,9 +306,8 @@ def shell_lines(page: Path) -> list[str]:
     return [line.partition(" # ")[0].strip() for line in lines]
 
 
-@per_page
+@pytest.mark.parametrize("page", [*PAGES, TEMPLATE], ids=lambda page: str(page.relative_to(ROOT)))
 def test_commands_exist(page: Path) -> None:
-
     for line in shell_lines(page):
         words = shlex.split(line) if re.match(r"(\.venv/bin/)?onceflow ", line) else []
         command: click.Command = cli

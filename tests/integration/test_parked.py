@@ -303,8 +303,9 @@ def test_a_record_that_is_too_large_for_the_retry_topic_stays_and_so_do_all(
     assert lot.call("retry", "--all").exit_code == 0
 
 
-def test_an_ordinary_topic_of_dead_letters(lot: Lot) -> None:
+def test_an_ordinary_topic_of_dead_letters(lot: Lot, make_topic: Callable[..., str]) -> None:
     """Its keys are those of the records: every letter is listed, also those that share a key, and none is changed."""
+    lot.parked = make_topic("failed", 3)
     failed = [Record(b"key-%d" % (n % 3), b"value-%d" % n, "orders", (), 7, 0, n) for n in range(50)]
     failed += [Record(None, None, "orders", (), 7, 1, 0), Record(b"orders/7/7", None, "orders", (), 7, 1, 1)]
     producer = Producer({"bootstrap.servers": lot.servers, "log_level": 0})

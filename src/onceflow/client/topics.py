@@ -65,10 +65,12 @@ def missing(
         return error
     role = roles[name]
     fields = error.fields()
+    if role == "table":
+        fields["next_step"] = "check the name: a flow makes the topics of its table when it first starts with it"
     alike = _alike(cluster, name, deadline)
     if alike:
         fields["detail"] = f"topics of a similar name: {', '.join(alike)}"
-        fields["next_step"] = f"did you mean {alike[0]}? If not, {error.next_step}"
+        fields["next_step"] = f"did you mean {alike[0]}? If not, {fields['next_step']}"
     return UnknownTopicError(
         f"{role.capitalize()} topic{error.what.removeprefix('Topic')}" if role else error.what, **fields
     )
@@ -81,10 +83,13 @@ def _alike(cluster: Cluster, name: str, deadline: Deadline) -> list[str]:
     except OnceflowError:
         return []  # what is missing matters more
     # Case and separators are what people get wrong most.
-    plain = {other: other.lower().replace("_", "-").replace(".", "-") for other in there if not other.startswith("__")}
-    wanted = name.lower().replace("_", "-").replace(".", "-")
-    close = difflib.get_close_matches(wanted, plain.values(), _ALIKE_MOST, _ALIKE_SHARE)
-    return list(dict.fromkeys(other for each in close for other in sorted(plain) if plain[other] == each))[:_ALIKE_MOST]
+    plain = {other: _plain(other) for other in sorted(there) if other != name and not other.startswith("__")}
+    close = difflib.get_close_matches(_plain(name), set(plain.values()), _ALIKE_MOST, _ALIKE_SHARE)
+    return [other for each in close for other in plain if plain[other] == each][:_ALIKE_MOST]
+
+
+def _plain(name: str) -> str:
+    return name.lower().replace("_", "-").replace(".", "-")
 
 
 def create_topic(
