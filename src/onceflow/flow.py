@@ -30,6 +30,7 @@ from onceflow.client.brokers import warn_of_settings
 from onceflow.client.cluster import Cluster, TopicInfo
 from onceflow.client.deadline import Deadline
 from onceflow.client.settings import ClientSettings
+from onceflow.client.topics import find_topics
 from onceflow.errors import (
     BatchAbortedError,
     OnceflowError,
@@ -189,7 +190,7 @@ class Flow:
     ) -> recovery.Start:
         deadline = Deadline(_START_SECONDS, f"starting flow {self.name}")
         self._connect(deadline)
-        info = self._connected().topics([topic], deadline)[topic]
+        info = find_topics(self._connected(), {topic: "source"}, deadline)[topic]
         self._take_over({topic: sorted(info.leaders)}, deadline)
         # Looked at after the take-over: an older driver cannot move progress past these offsets any more.
         source = self._sources[topic] = self._look_at(info, deadline)

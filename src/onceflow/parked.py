@@ -1,7 +1,10 @@
 """Parked records: what ``Retry`` has put aside for a person to look at. Read them, retry them, drop them.
 
 A topic of parked records is a table: the key is where the record was read first (``topic/partition/offset``), and a
-tombstone takes it out. Retrying is one transaction: the record to the retry topic and the tombstone, so it is never in
+tombstone takes it out. An ordinary topic of dead letters is none: its keys are those of the records, many letters may
+share one, and nothing can be taken out. It is read, too; but what is in it is neither retried nor dropped.
+
+Retrying is one transaction: the record to the retry topic and the tombstone, so it is never in
 both places, nor in neither. All commands of one topic share a transactional id: whoever comes second fences the first,
 and reads the topic only when what the first has done is decided. So nothing is retried twice.
 """
@@ -20,7 +23,7 @@ from onceflow.client.committed import CommittedReader
 from onceflow.client.deadline import Deadline
 from onceflow.client.offsets import LATEST, list_offsets
 from onceflow.client.settings import ClientSettings
-from onceflow.client.topics import max_message_bytes
+from onceflow.client.topics import find_topics, max_message_bytes
 from onceflow.client.transactions import Outcome, Transactions
 from onceflow.errors import (
     DeadlineExceededError,
@@ -32,7 +35,7 @@ from onceflow.errors import (
 from onceflow.state import letters
 from onceflow.state.moving import Row, Writer, abort_anew
 from onceflow.state.record import Header
-from onceflow.state.retry import KEY, NULL_VALUE, RETRY_TOPIC
+from onceflow.state.retry import IDENTITY, KEY, NULL_VALUE, RETRY_TOPIC
 from onceflow.wire.partitioners import group_by_partition, key_partitions
 
 _PREPARE_S, _COMMIT_S = 60.0, 60.0
@@ -41,21 +44,25 @@ _TIMEOUT_MS = 60_000
 
 @dataclass(frozen=True)
 class Parked:
-    """One parked record.
+    """One parked record, or one dead letter of an ordinary topic.
 
     Args:
-        origin: where it was read first, ``topic/partition/offset``: its key in the topic.
+        origin: where it was read first, ``topic/partition/offset``: its key in the topic, if it is parked there.
         partition: of the topic of parked records.
         stored: its value there.
         headers: as they are there.
         timestamp_ms: of the record; negative: it has none.
+        letter: whether it is a dead letter that nobody has parked.
+        stored_key: of a letter: its key there.
     """
 
     origin: str
     partition: int
-    stored: bytes
+    stored: bytes | None
     headers: Sequence[Header]
     timestamp_ms: int
+    letter: bool = False
+    stored_key: bytes | None = None
 
     @property
     def raw_origin(self) -> bytes:
@@ -65,12 +72,12 @@ class Parked:
     @property
     def key(self) -> bytes | None:
         """The record's own key."""
-        return dict(self.headers).get(KEY)
+        return self.stored_key if self.letter else dict(self.headers).get(KEY)
 
     @property
     def value(self) -> bytes | None:
         """The record's own value."""
-        return None if NULL_VALUE in dict(self.headers) else self.stored
+        return None if NULL_VALUE in dict(self.headers) and not self.letter else self.stored
 
     @property
     def attempt(self) -> int:
@@ -105,9 +112,10 @@ class Parked:
 
 
 def read(settings: ClientSettings, topic: str, origins: Collection[str] | None = None) -> list[Parked]:
-    """What is parked in a topic now, in the order of the origins.
+    """What is parked in a topic now, in the order of the origins; of an ordinary topic every dead letter.
 
-    Transactions that are open are waited for: what an earlier command has done is seen.
+    Letters of one record that was processed several times share an origin. Transactions that are open are waited for:
+    what an earlier command has done is seen.
 
     Args:
         origins: of the records that are wanted; None: all, and without their values.
@@ -138,7 +146,8 @@ def retry(
         how many went to which topic.
 
     Raises:
-        OptionError: one of the origins is not there (any more), or nothing tells the retry topic.
+        OptionError: one of the origins is not there (any more), nothing tells the retry topic, or the topic holds
+            ordinary dead letters.
         FencedError: another command for this topic has started meanwhile.
         DeadlineExceededError: the outcome of the commit is not known.
         OnceflowError: Kafka refused something. After any error but an unknown outcome, nothing has changed.
@@ -179,7 +188,7 @@ class _Change:
         deadline = Deadline(_PREPARE_S, f"preparing to change topic {self._topic}")
         try:
             self._transactions.check_supported(deadline)
-            self._cluster.topics([self._topic], deadline)  # before anybody is fenced
+            find_topics(self._cluster, {self._topic: ""}, deadline)  # before anybody is fenced
             self._transactions.init(deadline)
             self._at("init")
             # Looked at only now: what an older command has done is decided, and it can do no more.
@@ -187,6 +196,8 @@ class _Change:
             if origins is not None:
                 parts = list(parts)  # all must be there before anything is written
                 _check_found(self._topic, origins, parts)
+                for records in parts:
+                    _refuse_letters(self._topic, records)
             counts = self._write(parts, target_of)
             if counts:
                 self._commit()
@@ -210,6 +221,7 @@ class _Change:
             limits = max_message_bytes(self._cluster, [self._topic], deadline)
             writer = Writer(self._cluster, self._transactions, limits, deadline)
             for records in parts:
+                _refuse_letters(self._topic, records)
                 by_target: dict[str, list[Parked]] = {}
                 for record in records:
                     by_target.setdefault(target_of(record), []).append(record)
@@ -230,7 +242,7 @@ class _Change:
         return counts
 
     def _write_to(self, target: str, found: Sequence[Parked], writer: Writer, deadline: Deadline) -> None:
-        count = self._cluster.topics([target], deadline)[target].partitions
+        count = find_topics(self._cluster, {target: "retry"}, deadline)[target].partitions
         keys = pa.array([record.key for record in found], pa.large_binary())
         places = key_partitions(keys, count)
         # Records without a key may be anywhere.
@@ -288,22 +300,58 @@ def _parts(
     """
     cluster.connect(deadline)
     wanted = None if origins is None else {*origins}
-    span = {topic: sorted(cluster.topics([topic], deadline)[topic].leaders)}
+    span = {topic: sorted(find_topics(cluster, {topic: ""}, deadline)[topic].leaders)}
     ends = list_offsets(cluster, span, LATEST, deadline, committed=False)[topic]
     reader = CommittedReader(cluster)
     for partition, end in sorted(ends.items()):
         live: dict[bytes, Parked] = {}
+        found: list[Parked] = []  # letters
         for chunk in reader.read(topic, partition, 0, end):
-            stamps = chunk.timestamps_ms.tolist()
-            for row, (key, value) in enumerate(zip(chunk.keys, chunk.values, strict=True)):
-                if key is None:
-                    continue  # nobody parks such records
-                live.pop(key, None)
-                origin = _text(key)
-                if value is not None and (wanted is None or origin in wanted):
-                    headers = tuple(chunk.headers.get(row, ()))
-                    live[key] = Parked(origin, partition, value if values else b"", headers, stamps[row])
-        yield list(live.values())
+            rows = zip(chunk.offsets.tolist(), chunk.keys, chunk.values, chunk.timestamps_ms.tolist(), strict=True)
+            for row, (offset, key, value, stamp) in enumerate(rows):
+                headers = tuple(chunk.headers.get(row, ()))
+                if key is not None and _is_parked(key, headers):
+                    live.pop(key, None)
+                    origin = _text(key)
+                    if value is not None and (wanted is None or origin in wanted):
+                        live[key] = Parked(origin, partition, value if values else b"", headers, stamp)
+                    continue
+                origin = _told_origin(headers) or f"{topic}/{partition}/{offset}"
+                if wanted is None or origin in wanted:
+                    headers = headers if values else tuple(each for each in headers if each[0] != letters.ERROR_STACK)
+                    stored = value if values else b""
+                    found.append(Parked(origin, partition, stored, headers, stamp, letter=True, stored_key=key))
+        yield [*live.values(), *found]
+
+
+def _is_parked(key: bytes, headers: Sequence[Header]) -> bool:
+    """Whether a record was parked under this key, or is the tombstone of one that was.
+
+    A key of somebody's own may look like an origin; but then the headers of the letter tell another.
+    """
+    text = _text(key)
+    return IDENTITY.fullmatch(text) is not None and _told_origin(headers) in ("", text)
+
+
+def _told_origin(headers: Sequence[Header]) -> str:
+    """The origin that the headers of a letter tell; empty: none."""
+    told = dict(headers)
+    parts = [told.get(name) or b"" for name in (letters.ORIGIN_TOPIC, letters.ORIGIN_PARTITION, letters.ORIGIN_OFFSET)]
+    origin = _text(b"/".join(parts))
+    return origin if IDENTITY.fullmatch(origin) else ""
+
+
+def _refuse_letters(topic: str, records: Iterable[Parked]) -> None:
+    letter = next((record for record in records if record.letter), None)
+    if letter is not None:
+        raise OptionError(
+            f"{letter.origin} is an ordinary dead letter in {topic}, not a parked record: it can be neither retried "
+            "nor dropped here",
+            topic=topic,
+            detail="parked records are those that onceflow.Retry has given up; their keys are their origins",
+            next_step="to retry dead letters, run a flow with onceflow.Retry over this topic, and use its parked_topic "
+            "here; nothing has changed",
+        )
 
 
 def _check_found(topic: str, origins: Collection[str], parts: Iterable[list[Parked]]) -> None:

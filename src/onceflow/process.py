@@ -297,6 +297,6 @@ def make_spec(
     )
 
 
-def side_topics(steps: Mapping[str, Step]) -> set[str]:
-    """Topics of dead letters and late records: that one is missing is better told at the start."""
-    return {topic for step in steps.values() for topic in step.spec.side_topics}
+def side_topics(steps: Mapping[str, Step]) -> dict[str, str]:
+    """Topics of dead letters and late records, and which they are for."""
+    return {topic: role for step in steps.values() for topic, role in step.spec.side_topics.items()}

@@ -27,7 +27,7 @@ from onceflow.client.committed import CommittedReader
 from onceflow.client.deadline import Deadline
 from onceflow.client.produce import Acknowledged
 from onceflow.client.settings import ClientSettings
-from onceflow.client.topics import create_partitions, max_message_bytes
+from onceflow.client.topics import create_partitions, find_topics, max_message_bytes
 from onceflow.errors import (
     DeadlineExceededError,
     FencedError,
@@ -132,7 +132,7 @@ class _Repartition:
         began = time.monotonic()
         deadline = Deadline(_PREPARE_S, f"preparing table {self._table} of flow {self._names.flow}")
         self._transactions.check_supported(deadline)
-        infos = self._cluster.topics([self._table, self._internal], deadline)
+        infos = find_topics(self._cluster, {self._table: "table", self._internal: "table"}, deadline)
         self._check_enough(infos)  # before anybody is fenced
         self._take_over(deadline)
         progress = self._progress(infos, deadline)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -14,7 +15,7 @@ import pytest
 from click.testing import CliRunner
 
 import onceflow
-from onceflow.cli.new import NAME_LENGTH_MAX, new, requirement, write_project
+from onceflow.cli.new import NAME_LENGTH_MAX, Source, new, requirement, source_of, write_project
 from onceflow.errors import OptionError
 
 ROOT = Path(__file__).parents[2]
@@ -141,6 +142,56 @@ def test_its_makefile(project: Path) -> None:
     assert targets >= {"setup", "test", "unit", "run", "broker"}
     told_of = set(re.findall(r"(?:^|`)make (\w+)", (project / "README.md").read_text(), re.MULTILINE))
     assert told_of == targets - {"setup", "help"}
+
+
+def default_of_onceflow(project: Path) -> str:
+    """What the Makefile gives to pip, as the shell reads it."""
+    (quoted,) = re.findall(r' (".*") -e "\.\[dev\]"$', run(["make", "-n", "setup"], project), re.MULTILINE)
+    return run(["bash", "-c", f"printf %s {quoted}"], project)
+
+
+def test_onceflow_comes_from_the_checkout_that_made_it(project: Path) -> None:
+    assert default_of_onceflow(project) == str(ROOT)
+    assert f"once published: {requirement(onceflow.__version__)}\n" in (project / "Makefile").read_text()
+
+
+def test_or_from_where_it_was_installed_from(tmp_path: Path) -> None:
+    package, wheel = tmp_path / "site-packages" / "onceflow", tmp_path / "a b#%20.whl"
+    wheel.touch()
+    file = {"url": wheel.as_uri(), "archive_info": {}}
+    folder = {"url": tmp_path.as_uri(), "dir_info": {}}
+    commit = {"url": "https://example.com/o.git", "vcs_info": {"vcs": "git", "commit_id": "c0ffee"}}
+    url = {"url": "https://example.com/o.whl", "archive_info": {}}
+    published = requirement(onceflow.__version__)
+    for told, expected in (
+        (file, str(wheel)),
+        (folder, str(tmp_path)),
+        (commit, "onceflow @ git+https://example.com/o.git@c0ffee"),
+        ({**commit, "subdirectory": "py"}, "onceflow @ git+https://example.com/o.git@c0ffee#subdirectory=py"),
+        (url, "onceflow @ https://example.com/o.whl"),
+    ):
+        assert source_of(package, json.dumps(told)).install == expected
+    assert source_of(package, None).install == published
+    wheel.unlink()
+    found = source_of(package, json.dumps(file))
+    assert (found.install, found.gone) == (published, str(wheel))
+
+
+def test_a_place_that_is_gone_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = Source("onceflow>=0.1.0,<0.2", "", gone="/tmp/onceflow.whl")
+    monkeypatch.setattr("onceflow.cli.new.source", lambda: gone)
+    answer = CliRunner().invoke(new, ["orders", "--directory", str(tmp_path)], catch_exceptions=False)
+    assert "installed from /tmp/onceflow.whl, which is not there any more" in answer.stderr
+    assert "make test ONCEFLOW=" in answer.stderr
+
+
+@pytest.mark.parametrize("place", ["/a b/c", "/a$b#c", '/a"b`c', "/a\\b", "onceflow>=0.1.0,<0.2"])
+def test_places_that_make_and_the_shell_could_take_for_something_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    monkeypatch.setattr("onceflow.cli.new.source", lambda: Source(place, "from somewhere"))
+    write_project("orders", tmp_path)
+    assert default_of_onceflow(tmp_path) == place
 
 
 def test_its_makefile_refuses_an_old_python(project: Path) -> None:

@@ -6,6 +6,7 @@ import socket
 import struct
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -175,11 +176,28 @@ def test_streams_of_others_and_no_streams(pipe: Any) -> None:
 
 def test_unknown_source_and_output_topic(pipe: Any) -> None:
     flow = pipe.open()
-    with pytest.raises(onceflow.UnknownTopicError, match="'no-such-topic' does not exist"):
+    with pytest.raises(onceflow.UnknownTopicError, match=r"^Source topic 'no-such-topic' does not exist") as missing:
         flow.read("no-such-topic")
+    assert "create it: `onceflow topic create no-such-topic --partitions N`" in missing.value.next_step
+    nearly = pipe.source.replace("-", "_")
+    with pytest.raises(onceflow.UnknownTopicError, match=f"^Source topic '{nearly}' does not exist") as missing:
+        flow.read(nearly)
+    assert missing.value.next_step.startswith(f"did you mean {pipe.source}? If not, create it: ")
     df = flow.read(pipe.source).select("key", "value")
-    with pytest.raises(onceflow.UnknownTopicError, match="'nor-this' does not exist"):
+    with pytest.raises(onceflow.UnknownTopicError, match=r"^Output topic 'nor-this' does not exist"):
         flow.write(df, topic="nor-this").start()
+    flow.close()
+
+
+def test_unknown_topics_of_letters(pipe: Any, ledger: Any, tmp_path: Path) -> None:
+    """They are looked for at the start, not when the first letter is written."""
+    letters = {"on_error": "dead-letter", "dead_letter_topic": "no-letters"}
+    flow = pipe.open()
+    rows = flow.process(
+        flow.read(pipe.source), ledger.Ledger(), table=f"table-{pipe.source}", state_dir=tmp_path, **letters
+    )
+    with pytest.raises(onceflow.UnknownTopicError, match=r"^Dead letter topic 'no-letters' does not exist"):
+        flow.write(rows, topic=pipe.target).start()
     flow.close()
 
 
@@ -272,7 +290,7 @@ def test_unknown_topic_in_a_column(pipe: Any, small_batch_rows: int, monkeypatch
         "key", "value", f"IF(value = '000000007', 'never-made', '{pipe.target}') AS topic"
     )
     text = run_to_error(flow, df, onceflow.UnknownTopicError, small_batch_rows=small_batch_rows)
-    assert "'never-made' does not exist" in text
+    assert "Output topic 'never-made' does not exist" in text
     check_nothing_written(pipe)
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import ast
 import inspect
 import json
+import os
 import re
 import shlex
 import subprocess
 import sys
 import types
+import uuid
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -42,6 +44,8 @@ PAGES = [
     *sorted((ROOT / "docs").glob("*.md")),
     *sorted((ROOT / "examples").glob("*/README.md")),
 ]
+# What `onceflow new` writes.
+TEMPLATE = ROOT / "src" / "onceflow" / "templates" / "project" / "README.md.tmpl"
 LINE_LENGTH_MAX = 140
 
 per_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -93,20 +97,34 @@ def run_tests(code: str) -> int:
 # ---- examples --------------------------------------------------------------------------------------------
 
 
-def test_the_example_of_the_readme_and_the_reset_of_the_operations_page(
-    onceflow_broker: str, make_topic: Callable[..., str]
+def test_the_quick_start_of_the_readme_and_the_reset_of_the_operations_page(
+    onceflow_broker: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    deposits, validated = make_topic("deposits"), make_topic("validated", 3)
-    flow = f"flow-{deposits}"
-    sent = [(f"account-{n % 7}".encode(), f"deposit {n}".encode()) for n in range(500)]
-    independent.fill(onceflow_broker, deposits, [*sent, (b"account-1", b"")])
-
+    """Every command but the first two, which test_quick_start.py runs, too: they install and start a broker."""
+    monkeypatch.setenv("ONCEFLOW_BOOTSTRAP_SERVERS", onceflow_broker)
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    run = uuid.uuid4().hex[:8]
+    deposits, validated, flow = f"deposits-{run}", f"validated-{run}", f"flow-{run}"
     names = {'"deposits"': deposits, 'topic="validated"': validated, '"validated-deposits"': flow}
-    example = adapted(only(blocks(README, "python")), onceflow_broker, names)
-    output = run_python(example)
-    assert output == "batch 1: 500 records in one transaction\n"
-    seen = independent.read_topic(onceflow_broker, validated, decided=True)
-    assert sorted((s.key, s.value) for s in seen) == sorted((key, value.upper()) for key, value in sent)
+    (shown,) = blocks(README, "text")
+    commands = [line for block in blocks(README, "sh", "onceflow ") for line in block.splitlines()]
+    assert commands[0].startswith("pip install ")
+    assert commands[1].startswith("onceflow broker start ")
+    assert commands[4] == "python validate.py"
+    said = []
+    for command in commands[2:]:
+        if command == "python validate.py":
+            said.append(run_python(adapted(only(blocks(README, "python")), onceflow_broker, names)))
+        else:
+            own = re.sub(r" (deposits|validated)\b", rf" \1-{run}", command)
+            said.append(
+                subprocess.run(["bash", "-c", own], capture_output=True, text=True, timeout=60, check=True).stdout
+            )
+    created, produced, batches, consumed = said
+    assert created == "".join(f"Topic {name} created with 4 partitions.\n" for name in (deposits, validated))
+    assert produced == f"3 records written to {deposits}.\n"
+    assert batches == "batch 1: 3 records in one transaction\n"
+    assert consumed == shown
     ends = independent.end_offsets(onceflow_broker, deposits)
     assert independent.committed_offsets(onceflow_broker, flow) == ends
 
@@ -323,9 +341,8 @@ def shell_lines(page: Path) -> list[str]:
     return [line.partition(" # ")[0].strip() for line in lines]
 
 
-@per_page
+@pytest.mark.parametrize("page", [*PAGES, TEMPLATE], ids=lambda page: str(page.relative_to(ROOT)))
 def test_commands_exist(page: Path) -> None:
-
     for line in shell_lines(page):
         words = shlex.split(line) if re.match(r"(\.venv/bin/)?onceflow ", line) else []
         command: click.Command = cli

@@ -22,6 +22,7 @@ from onceflow import parked as parking
 from onceflow.cli.main import cli
 from onceflow.client.settings import ClientSettings
 from onceflow.errors import BadRecordError, FencedError, OptionError, UnknownTopicError
+from onceflow.state import letters
 from onceflow.state.record import Record
 from onceflow.state.retry import Retry
 from onceflow.testing import independent
@@ -300,6 +301,37 @@ def test_a_record_that_is_too_large_for_the_retry_topic_stays_and_so_do_all(
     assert independent.read_topic(lot.servers, small, decided=True) == []
     assert len(lot.origins()) == len(MANY) + 1
     assert lot.call("retry", "--all").exit_code == 0
+
+
+def test_an_ordinary_topic_of_dead_letters(lot: Lot, make_topic: Callable[..., str]) -> None:
+    """Its keys are those of the records: every letter is listed, also those that share a key, and none is changed."""
+    lot.parked = make_topic("failed", 3)
+    failed = [Record(b"key-%d" % (n % 3), b"value-%d" % n, "orders", (), 7, 0, n) for n in range(50)]
+    failed += [Record(None, None, "orders", (), 7, 1, 0), Record(b"orders/7/7", None, "orders", (), 7, 1, 1)]
+    producer = Producer({"bootstrap.servers": lot.servers, "log_level": 0})
+    for record in failed:
+        letter = letters.dead(record, lot.parked, ValueError("never"))
+        producer.produce(lot.parked, letter.value, letter.key, headers=list(letter.headers))
+    producer.flush(30)
+
+    origins = [*(f"orders/0/{n}" for n in range(50)), "orders/1/0", "orders/1/1"]
+    assert lot.origins() == origins
+    listed = lot.call("list")
+    assert listed.stdout.splitlines()[1] == "orders/0/0         1  ValueError: never"
+    assert listed.stderr == "52 ordinary dead letters: they cannot be retried or dropped here.\n"
+    shown = json.loads(lot.call("show", "orders/0/17", "--json").stdout)
+    assert (shown["key"], shown["value"], shown["retry_topic"]) == ("key-2", "value-17", None)
+    assert "onceflow.error.stack" in {header["name"] for header in shown["headers"]}
+    assert json.loads(lot.call("show", "orders/1/0", "--json").stdout)["key"] is None
+
+    before = lot.ends()
+    for command in (["retry", "--all"], ["retry", "orders/0/17"], ["drop", "--yes", "--all"]):
+        answer = lot.call(*command, *(["--to", lot.retry] if command[0] == "retry" else []))
+        assert isinstance(answer.exception, OptionError), answer.output
+        assert "is an ordinary dead letter" in str(answer.exception)
+        assert "onceflow.Retry" in answer.exception.next_step
+    assert lot.ends() == before
+    assert lot.retried() == []
 
 
 def test_topics_that_are_not_there(lot: Lot) -> None:

@@ -75,6 +75,29 @@ def test_keys_of_a_topic_that_are_no_text_can_be_named_too() -> None:
     assert record.raw_origin == b"\xff/0/1"
 
 
+@pytest.mark.parametrize(
+    "key, origin, parked_there",
+    [
+        (b"orders/3/17", ORIGIN, True),
+        (b"orders/3/17", None, True),  # a tombstone
+        (b"orders/3/17", "orders/3/18", False),  # the letter of a record with a key that looks like an origin
+        (b"ada", ORIGIN, False),
+        (b"\xff/3/17", None, False),
+    ],
+)
+def test_parked_records_and_letters_are_told_apart(key: bytes, origin: str | None, parked_there: bool) -> None:
+    names = ("onceflow.origin.topic", "onceflow.origin.partition", "onceflow.origin.offset")
+    parts = [] if origin is None else origin.encode().split(b"/")
+    assert parking._is_parked(key, list(zip(names, parts, strict=bool(parts)))) is parked_there
+
+
+@pytest.mark.parametrize("value", [None, b"", b"order"])
+def test_a_letter_has_its_own_key_and_value(value: bytes | None) -> None:
+    headers = [("onceflow.key", b"other"), ("onceflow.value.null", b"true")]
+    letter = Parked(ORIGIN, 1, value, headers, 7, letter=True, stored_key=b"ada")
+    assert (letter.key, letter.value) == (b"ada", value)
+
+
 # ---- the command -------------------------------------------------------------------------------------
 
 

@@ -98,6 +98,9 @@ class FakeCluster:
             raise UnknownTopicError(f"Topic {name!r} does not exist", topic=name)
         return TopicInfo(name, "id", dict.fromkeys(range(7), 1))
 
+    def topics(self, names: None, deadline: Any) -> dict[str, TopicInfo]:
+        return {"late": TopicInfo("late", "id", {})}
+
 
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:

@@ -19,12 +19,15 @@ COMMANDS = {
     "bench": "onceflow.cli.bench:bench",
     "broker": "onceflow.cli.broker:broker",
     "chaos": "onceflow.cli.chaos:chaos",
+    "consume": "onceflow.cli.consume:consume",
     "demo": "onceflow.cli.demo:demo",
     "new": "onceflow.cli.new:new",
     "parked": "onceflow.cli.parked:parked",
+    "produce": "onceflow.cli.produce:produce",
     "reset": "onceflow.cli.reset:reset",
     "setup": "onceflow.cli.setup:setup",
     "table": "onceflow.cli.table:table",
+    "topic": "onceflow.cli.topic:topic",
 }
 
 # For `onceflow --help`, which must not import the commands only to learn their first lines.
@@ -32,12 +35,15 @@ SUMMARIES = {
     "bench": "Measure throughput and latency on this machine.",
     "broker": "A real Apache Kafka on this machine.",
     "chaos": "Break everything around running flows, and check what they wrote.",
+    "consume": "Show the committed records of a topic.",
     "demo": "Run an example service, with crashes, and check what came out.",
     "new": "Write a small project to begin with.",
     "parked": "Parked records: list, show, retry, drop.",
+    "produce": "Write the lines of standard input to a topic.",
     "reset": "Let a flow start over: forget its progress.",
     "setup": "Get the jars for Spark and for the local broker.",
     "table": "Tables of flows: give one more partitions.",
+    "topic": "Topics: create, list, describe, delete.",
 }
 
 

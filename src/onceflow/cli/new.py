@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import keyword
 import re
 import shlex
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 import click
 
@@ -39,6 +42,10 @@ def new(name: str, directory: Path | None) -> None:
     click.echo(f"Project {name} in {folder}:")
     for path in written:
         click.echo(f"  {path}")
+    found = source()
+    if found.gone:
+        click.echo(f"onceflow was installed from {found.gone}, which is not there any more.", err=True)
+        click.echo("Name where it comes from at the first call: make test ONCEFLOW=/path/to/onceflow", err=True)
     click.echo(f"Next: cd {shlex.quote(str(folder))} && make test")
 
 
@@ -57,7 +64,14 @@ def write_project(name: str, folder: Path) -> list[Path]:
     """
     module = module_name(name)
     _check_empty(folder)
-    values = {"name": name, "module": module, "onceflow": requirement(__version__)}
+    found = source()
+    values = {
+        "name": name,
+        "module": module,
+        "onceflow": requirement(__version__),
+        "source": _in_makefile(found.install),
+        "source_comment": found.comment,
+    }
     written = []
     try:
         for template in sorted(_TEMPLATES.rglob(f"*{_SUFFIX}")):
@@ -108,6 +122,83 @@ def requirement(version: str) -> str:
     # Before 1.0 a new minor version may change what is public.
     end = f"{major + 1}" if major else f"0.{minor + 1}"
     return f"onceflow>={version},<{end}"
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a project gets onceflow from.
+
+    Args:
+        install: what pip is given: a requirement or a path.
+        comment: for the Makefile, in one line.
+        gone: where this onceflow was installed from, when nothing is there any more.
+    """
+
+    install: str
+    comment: str
+    gone: str = ""
+
+
+def source() -> Source:
+    """The same place as this onceflow: a checkout, a wheel or a repository, or the package index when it tells none."""
+    package = Path(__file__).parents[1]
+    return source_of(package, _direct_url(package))
+
+
+def source_of(package: Path, direct_url: str | None) -> Source:
+    """As `source`.
+
+    Args:
+        package: the folder of the package ``onceflow``.
+        direct_url: what pip has written about where it was installed from (PEP 610); None: from a package index.
+    """
+    published = requirement(__version__)
+    index = Source(published, "ONCEFLOW says where onceflow comes from, when not from the package index")
+    checkout = package.parents[1]
+    if package.parent.name == "src" and _is_checkout(checkout):
+        return _unpublished(str(checkout), published)
+    if direct_url is None:
+        return index
+    told = json.loads(direct_url)
+    url = str(told["url"])
+    vcs = told.get("vcs_info")
+    if vcs is not None:
+        folder = f"#subdirectory={told['subdirectory']}" if "subdirectory" in told else ""
+        return _unpublished(f"onceflow @ {vcs['vcs']}+{url}@{vcs['commit_id']}{folder}", published)
+    if urlsplit(url).scheme != "file":
+        return _unpublished(f"onceflow @ {url}", published)
+    path = Path(unquote(urlsplit(url).path))
+    if path.exists():
+        return _unpublished(str(path), published)
+    return Source(index.install, index.comment, gone=str(path))
+
+
+def _unpublished(install: str, published: str) -> Source:
+    return Source(install, f"ONCEFLOW is the checkout, wheel or repository of onceflow; once published: {published}")
+
+
+def _is_checkout(folder: Path) -> bool:
+    try:
+        return re.search(r'^name = "onceflow"$', (folder / "pyproject.toml").read_text(), re.MULTILINE) is not None
+    except OSError:
+        return False
+
+
+def _direct_url(package: Path) -> str | None:
+    """Of the distribution that this package belongs to."""
+    try:
+        found = importlib.metadata.distribution("onceflow")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    if Path(str(found.locate_file("onceflow"))).resolve() != package.resolve():
+        return None
+    return found.read_text("direct_url.json")
+
+
+def _in_makefile(text: str) -> str:
+    """As the value of a variable that a recipe uses in double quotes."""
+    quoted = re.sub(r'([\\"`$])', r"\\\1", text)  # for the shell
+    return quoted.replace("$", "$$").replace("#", r"\#")
 
 
 def _check_empty(folder: Path) -> None:

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import json
+from typing import TYPE_CHECKING
 
 import click
+
+from onceflow.cli.connection import connection
+
+if TYPE_CHECKING:
+    from onceflow.client.settings import ClientSettings
 
 
 @click.command()
 @click.argument("flow")
-@click.option("--bootstrap-servers", required=True, help="host:port, several separated by commas.")
-@click.option("--option", "options", multiple=True, metavar="NAME=VALUE", help="Connection option, by its Java name.")
+@connection
 @click.option("--transactional-id-prefix", default="", help="As given to Flow.")
 @click.option("--group-id-prefix", default="", help="As given to Flow.")
 @click.option("--yes", is_flag=True, help="Do not ask.")
 @click.option("--json", "as_json", is_flag=True, help="Print what was forgotten as JSON.")
 def reset(
     flow: str,
-    bootstrap_servers: str,
-    options: tuple[str, ...],
+    settings: ClientSettings,
     transactional_id_prefix: str,
     group_id_prefix: str,
     yes: bool,
@@ -30,11 +34,9 @@ def reset(
     the same records are read again.
     """
     from onceflow import reset as resetting
-    from onceflow.client.settings import ClientSettings
     from onceflow.wire.names import Names
 
     names = Names(flow, transactional_id_prefix, group_id_prefix)
-    settings = ClientSettings(bootstrap_servers, dict(_pair(option) for option in options))
     if not yes:
         click.confirm(f"Forget the progress of flow {flow!r}? What it has written stays.", abort=True, err=True)
     before = resetting.reset(settings, names, [])
@@ -45,10 +47,3 @@ def reset(
         click.echo(f"Flow {flow} had no progress.")
     else:
         click.echo(f"Flow {flow} was at batch {before.batch_id}; its next start begins anew.")
-
-
-def _pair(text: str) -> tuple[str, str]:
-    name, separator, value = text.partition("=")
-    if not separator:
-        raise click.UsageError(f"--option {text!r} is not of the form NAME=VALUE")
-    return name, value

@@ -8,7 +8,10 @@ from typing import TYPE_CHECKING
 
 import click
 
+from onceflow.cli.connection import connection
+
 if TYPE_CHECKING:
+    from onceflow.client.settings import ClientSettings
     from onceflow.repartition import Repartitioned
 
 
@@ -21,8 +24,7 @@ def table() -> None:
 @click.argument("flow")
 @click.argument("table")
 @click.option("--partitions", type=click.IntRange(min=1), required=True, help="How many there are to be.")
-@click.option("--bootstrap-servers", required=True, help="host:port, several separated by commas.")
-@click.option("--option", "options", multiple=True, metavar="NAME=VALUE", help="Connection option, by its Java name.")
+@connection
 @click.option("--transactional-id-prefix", default="", help="As given to Flow.")
 @click.option("--group-id-prefix", default="", help="As given to Flow.")
 @click.option(
@@ -35,8 +37,7 @@ def repartition(
     flow: str,
     table: str,
     partitions: int,
-    bootstrap_servers: str,
-    options: tuple[str, ...],
+    settings: ClientSettings,
     transactional_id_prefix: str,
     group_id_prefix: str,
     transaction_timeout: str | None,
@@ -51,12 +52,10 @@ def repartition(
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
     from onceflow import repartition as repartitioning
-    from onceflow.client.settings import ClientSettings
     from onceflow.state.moving import Told
     from onceflow.wire.names import Names
 
     names = Names(flow, transactional_id_prefix, group_id_prefix)
-    settings = ClientSettings(bootstrap_servers, dict(_pair(option) for option in options))
     timeout_ms = None if transaction_timeout is None else _timeout_ms(transaction_timeout)
     console = Console(stderr=True, highlight=False)
     with Progress(
@@ -97,10 +96,3 @@ def _timeout_ms(text: str) -> int:
     if found < 1000:
         raise click.UsageError("--transaction-timeout is shorter than a second")
     return found
-
-
-def _pair(text: str) -> tuple[str, str]:
-    name, separator, value = text.partition("=")
-    if not separator:
-        raise click.UsageError(f"--option {text!r} is not of the form NAME=VALUE")
-    return name, value

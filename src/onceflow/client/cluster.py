@@ -451,10 +451,14 @@ def _close(manager: Any, net: Any) -> None:
 
 
 def unknown_topic(name: str, why: str = "") -> UnknownTopicError:
+    """See `client.topics.missing`, which says more."""
+    if why:
+        return UnknownTopicError(f"Topic {name!r} does not exist: {why}", topic=name, next_step="check the name")
     return UnknownTopicError(
-        f"Topic {name!r} does not exist" + (f": {why}" if why else ""),
+        f"Topic {name!r} does not exist",
         topic=name,
-        next_step="create it first (onceflow creates no output topics), or check the name and the DESCRIBE permission",
+        next_step=f"create it: `onceflow topic create {name} --partitions N`; or check the name and the DESCRIBE "
+        "permission",
     )
 
 

@@ -12,7 +12,7 @@ front of anything else.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,7 +43,7 @@ class Chunk:
         keys, values: payloads; None for null.
         headers: by row, only of records that have any. Records may share one list: do not change it.
         next_offset: where reading goes on; everything committed in front of it has been returned.
-        stamps: pieces of `timestamps_ms`.
+        stamps, places: pieces of `timestamps_ms` and `offsets`.
     """
 
     keys: Payloads = field(default_factory=list)
@@ -51,11 +51,17 @@ class Chunk:
     headers: dict[int, HeaderList] = field(default_factory=dict)
     next_offset: int = 0
     stamps: list[Int64s] = field(default_factory=list, repr=False)
+    places: list[Int64s] = field(default_factory=list, repr=False)
 
     @property
     def timestamps_ms(self) -> Int64s:
         """Epoch milliseconds, by row. Put together when asked for: a restore does not."""
-        return np.concatenate(self.stamps) if self.stamps else np.zeros(0, dtype=np.int64)
+        return _joined(self.stamps)
+
+    @property
+    def offsets(self) -> Int64s:
+        """Offsets, by row. Put together when asked for, too."""
+        return _joined(self.places)
 
     def add(self, batch: DecodedBatch, start: int, end: int) -> None:
         """Append the records of a batch whose offsets are in ``[start, end)``."""
@@ -65,9 +71,14 @@ class Chunk:
         self.keys += batch.keys if whole else batch.keys[low:high]
         self.values += batch.values if whole else batch.values[low:high]
         self.stamps.append(batch.timestamps_ms[low:high])
+        self.places.append(batch.offsets[low:high])
         for row, listed in batch.headers.items():
             if low <= row < high:
                 self.headers[row + shift] = listed
+
+
+def _joined(pieces: Sequence[Int64s]) -> Int64s:
+    return np.concatenate(pieces) if pieces else np.zeros(0, dtype=np.int64)
 
 
 class CommittedReader:

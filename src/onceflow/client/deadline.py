@@ -67,6 +67,6 @@ class Deadline:
         return DeadlineExceededError(
             f"Gave up after {self.seconds:g} s: {self.what}",
             detail=last_problem,
-            next_step="see that the brokers are up and reachable; the batch is retried from committed progress "
-            "when the flow is started again",
+            next_step="see that the brokers are up and reachable; a flow goes on from its committed progress when it "
+            "is started again",
         )

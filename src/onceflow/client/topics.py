@@ -1,19 +1,95 @@
-"""Topics: create the ones onceflow owns and let them grow, read the settings that bound what may be written."""
+"""Topics: find those that users name, create, delete and let grow, read settings."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from kafka.protocol.admin import CreatePartitionsRequest, CreateTopicsRequest, DescribeConfigsRequest
+from kafka.protocol.admin import (
+    CreatePartitionsRequest,
+    CreateTopicsRequest,
+    DeleteTopicsRequest,
+    DescribeConfigsRequest,
+)
+from kafka.protocol.metadata import MetadataRequest
 
 from onceflow.client.cluster import Cluster, TopicInfo
 from onceflow.client.deadline import Deadline
-from onceflow.errors import UnknownTopicError
+from onceflow.errors import OnceflowError, UnknownTopicError
 from onceflow.wire import codes
 
 _TOPIC_RESOURCE = 2
 _TOPIC_ALREADY_EXISTS = 36
+_SET_ON_TOPIC = 1  # where a setting comes from: DYNAMIC_TOPIC_CONFIG
+_ALIKE_MOST, _ALIKE_SHARE = 3, 0.7
 DEFAULT_MAX_MESSAGE_BYTES = 1_048_588  # Kafka's default of max.message.bytes
+
+
+@dataclass(frozen=True)
+class Copies:
+    """Where a partition is. Node ids.
+
+    Args:
+        leader: -1 while there is none.
+        replicas: all that have a copy. in_sync: those that have all of it.
+    """
+
+    leader: int
+    replicas: Sequence[int]
+    in_sync: Sequence[int]
+
+
+def find_topics(cluster: Cluster, roles: Mapping[str, str], deadline: Deadline) -> dict[str, TopicInfo]:
+    """Metadata of topics that a user has named.
+
+    Args:
+        roles: what they are for, by name: ``source``, ``output``, ``dead letter``, ...; empty: nothing special.
+
+    Raises:
+        UnknownTopicError: one is missing; see `missing`.
+    """
+    try:
+        return cluster.topics(roles, deadline)
+    except UnknownTopicError as error:
+        raise missing(cluster, error, roles, deadline) from None
+
+
+def missing(
+    cluster: Cluster, error: UnknownTopicError, roles: Mapping[str, str], deadline: Deadline
+) -> UnknownTopicError:
+    """The same error, which also says what the topic is for, and which topics have a similar name."""
+    name = error.topic
+    if name is None or name not in roles:
+        return error
+    role = roles[name]
+    fields = error.fields()
+    if role == "table":
+        fields["next_step"] = "check the name: a flow makes the topics of its table when it first starts with it"
+    alike = _alike(cluster, name, deadline)
+    if alike:
+        fields["detail"] = f"topics of a similar name: {', '.join(alike)}"
+        fields["next_step"] = f"did you mean {alike[0]}? If not, {fields['next_step']}"
+    return UnknownTopicError(
+        f"{role.capitalize()} topic{error.what.removeprefix('Topic')}" if role else error.what, **fields
+    )
+
+
+def _alike(cluster: Cluster, name: str, deadline: Deadline) -> list[str]:
+    """Topics with a similar name, the most similar first."""
+    try:
+        there = cluster.topics(None, deadline)
+    except OnceflowError:
+        return []  # what is missing matters more
+    # Case and separators are what people get wrong most.
+    plain = {other: _plain(other) for other in sorted(there) if other != name and not other.startswith("__")}
+    close = difflib.get_close_matches(_plain(name), set(plain.values()), _ALIKE_MOST, _ALIKE_SHARE)
+    return [other for each in close for other in plain if plain[other] == each][:_ALIKE_MOST]
+
+
+def _plain(name: str) -> str:
+    return name.lower().replace("_", "-").replace(".", "-")
 
 
 def create_topic(
@@ -64,6 +140,45 @@ def create_topic(
             raise codes.error_for(code, api="CreateTopics", topic=name, detail=answer.error_message or "")
         deadline.pause(attempt, f"CreateTopics {name}: {row.name}")
         attempt += 1
+
+
+def delete_topic(cluster: Cluster, name: str, deadline: Deadline) -> None:
+    """Delete a topic and all that is in it. Brokers forget it a little later.
+
+    Raises:
+        UnknownTopicError: it does not exist.
+        PermissionDeniedError: this principal may not DELETE it.
+    """
+    cluster.connect(deadline)
+    request = DeleteTopicsRequest(
+        version=cluster.version(DeleteTopicsRequest, least=1, most=5), topic_names=[name], timeout_ms=30_000
+    )
+    attempt = 0
+    while True:
+        answer = cluster.ask(request, "DeleteTopics", deadline).responses[0]
+        code = int(answer.error_code)
+        if code == 0:
+            return
+        row = codes.describe(code)
+        # A topic that is not there does not come back by waiting.
+        if not row.verdict.retriable or row.error is UnknownTopicError:
+            raise codes.error_for(code, api="DeleteTopics", topic=name, detail=answer.error_message or "")
+        deadline.pause(attempt, f"DeleteTopics {name}: {row.name}")
+        attempt += 1
+
+
+def copies(cluster: Cluster, name: str, deadline: Deadline) -> dict[int, Copies]:
+    """Where the partitions of a topic are, which exists."""
+    cluster.connect(deadline)
+    listed = [MetadataRequest.MetadataRequestTopic(name=name)]
+    response = cluster.ask(MetadataRequest(topics=listed, allow_auto_topic_creation=False), "Metadata", deadline)
+    return {
+        int(part.partition_index): Copies(
+            int(part.leader_id), [int(n) for n in part.replica_nodes], [int(n) for n in part.isr_nodes]
+        )
+        for topic in response.topics
+        for part in sorted(topic.partitions, key=lambda each: int(each.partition_index))
+    }
 
 
 def create_partitions(cluster: Cluster, name: str, count: int, deadline: Deadline) -> None:
@@ -124,21 +239,34 @@ def topic_configs(
     cluster: Cluster, names: Iterable[str], keys: Iterable[str], deadline: Deadline
 ) -> dict[str, dict[str, str | None]]:
     """Settings of topics, the brokers' defaults where a topic has none; None where this principal may not read it."""
-    cluster.connect(deadline)
     wanted, settings = sorted(set(names)), sorted(set(keys))
-    request = DescribeConfigsRequest(
-        version=cluster.version(DescribeConfigsRequest, least=1, most=4),
-        resources=[
-            DescribeConfigsRequest.DescribeConfigsResource(
-                resource_type=_TOPIC_RESOURCE, resource_name=name, configuration_keys=settings
-            )
-            for name in wanted
-        ],
-    )
-    response = cluster.ask(request, "DescribeConfigs", deadline)
     values: dict[str, dict[str, str | None]] = {name: dict.fromkeys(settings) for name in wanted}
-    for result in response.results:
+    for result in _described(cluster, wanted, settings, deadline):
         for config in result.configs or []:
             if result.error_code == 0 and config.name in settings:
                 values[result.resource_name][config.name] = config.value
     return values
+
+
+def own_settings(cluster: Cluster, name: str, deadline: Deadline) -> dict[str, str | None] | None:
+    """The settings that were given to a topic, by name; None where this principal may not read them."""
+    (result,) = _described(cluster, [name], None, deadline)
+    if result.error_code:
+        return None
+    return {c.name: c.value for c in sorted(result.configs, key=lambda c: c.name) if c.config_source == _SET_ON_TOPIC}
+
+
+def _described(cluster: Cluster, names: Sequence[str], keys: Sequence[str] | None, deadline: Deadline) -> list[Any]:
+    """Results of DescribeConfigs; all settings when no keys are given."""
+    cluster.connect(deadline)
+    request = DescribeConfigsRequest(
+        version=cluster.version(DescribeConfigsRequest, least=1, most=4),
+        resources=[
+            DescribeConfigsRequest.DescribeConfigsResource(
+                resource_type=_TOPIC_RESOURCE, resource_name=name, configuration_keys=keys
+            )
+            for name in names
+        ],
+    )
+    results: list[Any] = cluster.ask(request, "DescribeConfigs", deadline).results
+    return results

@@ -646,7 +646,7 @@ class BatchSink:
         """Partition counts and size limits of the output topics; all tasks of a batch see the same."""
         if time.monotonic() - self._targets_at < _METADATA_AGE_S_MAX:
             return
-        more = () if self._state is None else self._state.written_topics
+        more = None if self._state is None else self._state.written_topics
         deadline = self._deadline("reading topic metadata")
         self._targets = load_targets(self._cluster, self._options.topic, deadline, more=more)
         self._targets_at = time.monotonic()

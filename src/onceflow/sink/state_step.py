@@ -182,9 +182,10 @@ class StateStep:
         return {name for table in self.tables for name in table.spec.topics.ids}
 
     @property
-    def written_topics(self) -> set[str]:
-        """Those, and the ones that dead letters and late records go to."""
-        return self.topics.union(*(table.spec.side_topics for table in self.tables))
+    def written_topics(self) -> dict[str, str]:
+        """Those, and the ones that dead letters and late records go to; with what each is for."""
+        letters = {topic: role for table in self.tables for topic, role in table.spec.side_topics.items()}
+        return {**dict.fromkeys(self.topics, "table"), **letters}
 
     def are_timers_left(self) -> bool:
         """Whether more timers were due than the last batch was allowed to fire."""

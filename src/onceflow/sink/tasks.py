@@ -24,9 +24,9 @@ from onceflow.client.cluster import Cluster
 from onceflow.client.deadline import Deadline
 from onceflow.client.produce import Acknowledged, Producer
 from onceflow.client.settings import ClientSettings
-from onceflow.client.topics import max_message_bytes
+from onceflow.client.topics import max_message_bytes, missing
 from onceflow.client.transactions import Transactions
-from onceflow.errors import BadRecordError, BatchAbortedError, OnceflowError, ProtocolError
+from onceflow.errors import BadRecordError, BatchAbortedError, OnceflowError, ProtocolError, UnknownTopicError
 from onceflow.sink import reports
 from onceflow.wire.batches import BatchHeader, encode_batches, next_sequence
 from onceflow.wire.names import OwnTopics
@@ -344,7 +344,10 @@ class RowWriter:
             UnknownTopicError: there is no such topic.
         """
         if topic not in self._targets:
-            info = self._cluster.topic(topic, self._deadline, fresh=True, patient=True)
+            try:
+                info = self._cluster.topic(topic, self._deadline, fresh=True, patient=True)
+            except UnknownTopicError as error:
+                raise missing(self._cluster, error, {topic: "output"}, self._deadline) from None
             limit = max_message_bytes(self._cluster, [topic], self._deadline)[topic]
             self._targets[topic] = Target(info.partitions, limit)
         return self._targets[topic]

@@ -26,7 +26,7 @@ from onceflow.state import rows
 from onceflow.state.local import rows_of_snapshot, snapshot
 from onceflow.state.local_format import INTERNAL_SUFFIX
 from onceflow.state.run import SNAPSHOT_KEY
-from onceflow.wire.batches import encode_batches, next_sequence
+from onceflow.wire.batches import BatchHeader, encode_batches, next_sequence
 from onceflow.wire.partitioners import group_by_partition, murmur2
 
 log = logging.getLogger("onceflow.state")
@@ -58,21 +58,35 @@ class Row(NamedTuple):
 
 
 class Writer:
-    """Rows to partitions, in one transaction.
+    """Rows to partitions, in one transaction, or without any.
 
     Args:
+        transactions: with one that has begun; or an idempotent identity.
         limits: ``max.message.bytes`` of the topics.
         deadline: bounds everything.
+        sequences: where those of an idempotent identity go on, by partition; changed by what is written.
     """
 
     def __init__(
-        self, cluster: Cluster, transactions: Transactions, limits: Mapping[str, int], deadline: Deadline
+        self,
+        cluster: Cluster,
+        transactions: Transactions | BatchHeader,
+        limits: Mapping[str, int],
+        deadline: Deadline,
+        *,
+        sequences: dict[tuple[str, int], int] | None = None,
     ) -> None:
-        self._transactions = transactions
+        self._enrolling: Transactions | None = None
+        transactional_id: str | None = None
+        if isinstance(transactions, BatchHeader):
+            self._identity = transactions
+        else:
+            self._identity, transactional_id = transactions.identity, transactions.transactional_id
+            self._enrolling = None if transactions.version_2 else transactions
         self._limits = limits
         self._deadline = deadline
-        self._producer = Producer(cluster, transactional_id=transactions.transactional_id, deadline=deadline)
-        self._sequences: dict[tuple[str, int], int] = {}
+        self._producer = Producer(cluster, transactional_id=transactional_id, deadline=deadline)
+        self._sequences: dict[tuple[str, int], int] = {} if sequences is None else sequences
 
     def write(self, topic: str, partition: int, found: Iterable[tuple[bytes | None, Row]]) -> None:
         """Write rows under these keys (those of a table are never null), with their headers and timestamps."""
@@ -103,15 +117,15 @@ class Writer:
     def _send(
         self, topic: str, partition: int, keys: Sequence[bytes | None], values: object, headers: object, stamps: object
     ) -> None:
-        if (topic, partition) not in self._sequences and not self._transactions.version_2:
-            self._transactions.add_partitions({topic: [partition]}, self._deadline)
+        if (topic, partition) not in self._sequences and self._enrolling is not None:
+            self._enrolling.add_partitions({topic: [partition]}, self._deadline)
         sequence = self._sequences.get((topic, partition), 0)
         for encoded in encode_batches(
             pa.array(keys, pa.large_binary()),
             values,
             headers,
             stamps,
-            identity=self._transactions.identity,
+            identity=self._identity,
             base_sequence=sequence,
             max_batch_bytes=self._limits[topic],
             default_timestamp_ms=_now_ms(),

@@ -27,9 +27,10 @@ NULL_VALUE = "onceflow.value.null"
 """On a parked record: its value was null. In a compacted topic a null value would delete it."""
 RETRY_TOPIC = "onceflow.retry.topic"
 """On a parked record: where its retries went."""
+IDENTITY = re.compile(r"[a-zA-Z0-9._-]{1,249}/[0-9]{1,10}/[0-9]{1,19}")
+"""An origin: the place where a record was read first."""
 
 _ORIGIN = (letters.ORIGIN_TOPIC, letters.ORIGIN_PARTITION, letters.ORIGIN_OFFSET)
-_IDENTITY = re.compile(r"[a-zA-Z0-9._-]{1,249}/[0-9]{1,10}/[0-9]{1,19}")
 _TIMER = "due"
 _LENGTH = struct.Struct(">i")
 _HEADERS_TYPE = "array<struct<key:string,value:binary>>"
@@ -213,7 +214,7 @@ class Retry(Processor):
 
     def process(self, key: str, records: Sequence[Record], state: State) -> Iterator[Record]:
         """Let letters wait, or park them. See `Processor.process`."""
-        if not _IDENTITY.fullmatch(key):
+        if not IDENTITY.fullmatch(key):
             raise ValueError(f"key {key!r:.200} is no origin: Retry takes what Retry.by_origin(df) returns")
         for record in records:
             attempt = max(1, letters.attempts(record))

@@ -52,9 +52,10 @@ class ProcessSpec:
         return self.topics.table
 
     @property
-    def side_topics(self) -> frozenset[str]:
-        """Where dead letters and late records go."""
-        return frozenset(topic for topic in (self.dead_letter_topic, self.late_topic) if topic is not None)
+    def side_topics(self) -> dict[str, str]:
+        """Where dead letters and late records go, and which goes there."""
+        named = {self.late_topic: "late", self.dead_letter_topic: "dead letter"}
+        return {topic: role for topic, role in named.items() if topic is not None}
 
     def folder(self, partition: int) -> Path:
         """Where the local store of a partition is, as this process sees it."""

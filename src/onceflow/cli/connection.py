@@ -1,0 +1,61 @@
+"""Which cluster a command talks to, and how: the options that these commands share."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+VARIABLE = "ONCEFLOW_BOOTSTRAP_SERVERS"
+LAST_RESORT = "localhost:9092"
+
+
+def connection(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a command ``--bootstrap-servers`` and ``--option``; it is called with ``settings``, a `ClientSettings`."""
+
+    @click.option(
+        "--bootstrap-servers",
+        help=f"host:port, several separated by commas.  [default: ${VARIABLE}, else the broker that `onceflow broker "
+        f"start` runs in its default folder, else {LAST_RESORT}]",
+    )
+    @click.option(
+        "--option", "options", multiple=True, metavar="NAME=VALUE", help="Connection option, by its Java name."
+    )
+    @functools.wraps(command)
+    def with_settings(*arguments: Any, bootstrap_servers: str | None, options: tuple[str, ...], **named: Any) -> Any:
+        from onceflow.client.settings import ClientSettings
+
+        pairs = dict(pair(option, "--option") for option in options)
+        settings = ClientSettings(default_servers() if bootstrap_servers is None else bootstrap_servers, pairs)
+        return command(*arguments, settings=settings, **named)
+
+    return with_settings
+
+
+def default_servers() -> str:
+    """The bootstrap servers when none are given: of the environment, of the local broker, or Kafka's usual address."""
+    from onceflow.broker import process
+    from onceflow.broker.folder import Folder, default_data_dir
+
+    given = os.environ.get(VARIABLE, "").strip()
+    if given:
+        return given
+    local = Folder(default_data_dir()).read()
+    if local is not None and any(process.running(node) for node in local.nodes):
+        return local.bootstrap_servers
+    return LAST_RESORT
+
+
+def pair(text: str, option: str) -> tuple[str, str]:
+    """Name and value of ``NAME=VALUE``.
+
+    Args:
+        option: that it was given for.
+    """
+    name, separator, value = text.partition("=")
+    if not separator:
+        raise click.UsageError(f"{option} {text!r} is not of the form NAME=VALUE")
+    return name, value

@@ -1,0 +1,88 @@
+"""``onceflow consume``: the committed records of a topic as lines."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING
+
+import click
+
+from onceflow.cli.connection import connection
+from onceflow.cli.interrupts import interruptible
+from onceflow.cli.text import counted, in_words, shown
+
+if TYPE_CHECKING:
+    from onceflow.client.settings import ClientSettings
+    from onceflow.state.record import Record
+
+
+@click.command()
+@click.argument("topic")
+@connection
+@click.option(
+    "--from", "start", default="earliest", show_default=True, metavar="PLACE", help="earliest, latest, or an offset."
+)
+@click.option("--partition", type=click.IntRange(min=0), help="Only this one.  [default: all]")
+@click.option("--max", "most", type=click.IntRange(min=1), metavar="N", help="End after so many records.")
+@click.option("--follow", is_flag=True, help="Wait for more; Ctrl-C ends.")
+@click.option("--headers", is_flag=True, help="Show headers, too.")
+@click.option("--json", "as_json", is_flag=True, help="A line of JSON for each record, with all that it has.")
+def consume(
+    topic: str,
+    settings: ClientSettings,
+    start: str,
+    partition: int | None,
+    most: int | None,
+    follow: bool,
+    headers: bool,
+    as_json: bool,
+) -> None:
+    """Show the committed records of TOPIC, a line each: key, tab, value.
+
+    They are read as a read_committed consumer reads them: without records of transactions that were aborted, and up to
+    the first one that is still open. It ends with what is committed when it starts, unless --follow is given. Records
+    come partition by partition. No consumer group is used.
+
+    Lines are for people: control characters are replaced, bytes that are no UTF-8 look like b'\\xff', null is null.
+    --json loses nothing, and `onceflow produce --json` takes it.
+    """
+    from onceflow import topic_records
+    from onceflow.client.cluster import Cluster
+    from onceflow.client.deadline import Deadline
+    from onceflow.record_lines import to_json
+
+    first = _start(start)
+    count = 0
+    with contextlib.closing(Cluster(settings)) as cluster, interruptible() as check:
+        found = topic_records.read(cluster, topic, start=first, partition=partition, follow=follow, check=check)
+        for records in found:
+            wanted = records if most is None else records[: most - count]
+            # One write for many lines.
+            click.echo("\n".join(to_json(r) if as_json else _line(r, headers) for r in wanted))
+            count += len(wanted)
+            if count == most:
+                return
+        stable = topic_records.stable_offsets(cluster, topic, partition, Deadline(30.0, f"reading {topic}"))
+        for number, offsets in topic_records.held_back(cluster, topic, stable).items():
+            click.echo(
+                f"{topic}-{number}: {counted(offsets, 'offset')} not shown, behind an open transaction", err=True
+            )
+    if not count:
+        click.echo(f"No committed records in {topic}{'' if start == 'earliest' else f' from {start} on'}.", err=True)
+
+
+def _start(text: str) -> int:
+    from onceflow.client.offsets import EARLIEST, LATEST
+
+    if text in ("earliest", "latest"):
+        return EARLIEST if text == "earliest" else LATEST
+    if not (text.isascii() and text.isdigit()):
+        raise click.UsageError(f"--from {text!r} is neither earliest nor latest nor an offset")
+    return int(text)
+
+
+def _line(record: Record, with_headers: bool) -> str:
+    parts = [in_words(record.key), in_words(record.value)]
+    if with_headers:
+        parts.append(", ".join(f"{shown(name)}={in_words(content)}" for name, content in record.headers))
+    return "\t".join(parts)

@@ -1,0 +1,122 @@
+"""``onceflow produce``: lines of standard input become records of a topic."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from io import BufferedIOBase
+from typing import TYPE_CHECKING, cast
+
+import click
+
+from onceflow.cli.connection import connection
+from onceflow.cli.interrupts import interruptible
+from onceflow.cli.text import counted
+
+if TYPE_CHECKING:
+    from onceflow.client.settings import ClientSettings
+    from onceflow.record_lines import Parser
+    from onceflow.state.record import Record
+    from onceflow.topic_records import TopicWriter
+
+_READ_BYTES = 1_000_000
+_SNIPPET_BYTES = 60
+
+
+@click.command()
+@click.argument("topic")
+@connection
+@click.option("--key-separator", metavar="TEXT", help="A line is a key, this separator, and a value.")
+@click.option("--json", "as_json", is_flag=True, help="A line is a JSON object, see above.")
+def produce(topic: str, settings: ClientSettings, key_separator: str | None, as_json: bool) -> None:
+    """Write the lines of standard input to TOPIC, a record each.
+
+    A line is a value without a key. With --key-separator : it is key:value. With --json it is an object such as
+
+    \b
+    {"key": "ada", "value": {"amount": 5}, "headers": {"trace": "x"}}
+
+    Text is written as it is, null as null ("value": null is a tombstone), other values as JSON. Further fields are
+    timestamp_ms, key_base64 and value_base64; topic, partition and offset are not used. So it takes what `onceflow
+    consume --json` prints.
+
+    Keys go to the partitions that the Java client, Kafka Streams and onceflow give them (murmur2). Clients that are
+    built on librdkafka (kcat, confluent-kafka) put keys elsewhere by default; with partitioner=murmur2_random they do
+    the same. Records without a key go to all partitions in turn.
+
+    A line that cannot be written ends the command: the lines before it are written, it and those behind it are not.
+    There is no transaction.
+    """
+    from onceflow.client.cluster import Cluster
+    from onceflow.topic_records import TopicWriter
+
+    parser = _parser(key_separator, as_json)
+    source = cast(BufferedIOBase, sys.stdin.buffer)  # BinaryIO knows no read1
+    with contextlib.closing(Cluster(settings)) as cluster, interruptible() as check:
+        writer = TopicWriter(cluster, topic)
+        if source.isatty():
+            click.echo("A record is a line. Ctrl-D ends.", err=True)
+        try:
+            for lines in _lines(source):
+                check()
+                _write(writer, topic, lines, parser)
+        except KeyboardInterrupt:
+            click.echo(f"{counted(writer.written)} written to {topic}.", err=True)
+            raise
+    click.echo(f"{counted(writer.written)} written to {topic}.")
+
+
+def _parser(key_separator: str | None, as_json: bool) -> Parser:
+    from onceflow import record_lines
+
+    if as_json and key_separator is not None:
+        raise click.UsageError("give either --json or --key-separator")
+    if key_separator == "":
+        raise click.UsageError("--key-separator is empty")
+    if key_separator is not None:
+        return record_lines.key_and_value(key_separator)
+    return record_lines.json_object if as_json else record_lines.value_only
+
+
+def _lines(source: BufferedIOBase) -> Iterator[list[tuple[int, bytes]]]:
+    """The lines that are there, with their numbers from 1, whenever there are more: nobody waits for a full buffer."""
+    number, rest = 0, b""
+    while data := source.read1(_READ_BYTES):
+        *lines, rest = (rest + data).split(b"\n")
+        yield [(number + n, line.removesuffix(b"\r")) for n, line in enumerate(lines, 1)]
+        number += len(lines)
+    if rest:
+        yield [(number + 1, rest.removesuffix(b"\r"))]
+
+
+def _write(writer: TopicWriter, topic: str, lines: list[tuple[int, bytes]], parser: Parser) -> None:
+    """Write a lot of lines, up to one that cannot be written."""
+    from onceflow.errors import BadRecordError, OnceflowError
+
+    records: list[Record] = []
+    problem: tuple[int, bytes, Exception] | None = None
+    for number, line in lines:
+        try:
+            record = parser(line)
+            if record is not None:
+                writer.check(record)
+                records.append(record)
+        except (ValueError, BadRecordError) as error:
+            problem = (number, line, error)
+            break
+    try:
+        writer.write(records)
+    except OnceflowError as error:
+        told = f"{counted(writer.written)} written before; of the next {len(records):,} some may be, too"
+        detail = "; ".join(filter(None, [error.detail, told]))
+        raise type(error)(error.what, **{**error.fields(), "detail": detail}) from error
+    if problem is not None:
+        number, line, reason = problem
+        raise BadRecordError(
+            f"Line {number} cannot be written: {getattr(reason, 'what', reason)}",
+            topic=topic,
+            detail=f"the line is {line[:_SNIPPET_BYTES]!r}{'...' if len(line) > _SNIPPET_BYTES else ''}; "
+            f"{counted(writer.written)} written, from the lines before it",
+            next_step="correct the line, and give it and those behind it again",
+        ) from reason

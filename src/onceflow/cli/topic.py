@@ -1,0 +1,197 @@
+"""``onceflow topic``: create, list, describe and delete topics."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from onceflow.cli.connection import connection, pair
+from onceflow.cli.text import counted
+
+if TYPE_CHECKING:
+    from onceflow.client.cluster import Cluster
+    from onceflow.client.deadline import Deadline
+    from onceflow.client.settings import ClientSettings
+
+_CALL_S = 60.0
+
+
+@click.group()
+def topic() -> None:
+    """Topics: create, list, describe, delete."""
+
+
+@topic.command()
+@click.argument("names", metavar="NAME...", nargs=-1, required=True)
+@click.option("--partitions", type=click.IntRange(min=1), help="Of each.  [default: as the broker has it, mostly 1]")
+@click.option("--replication", type=click.IntRange(min=1), help="Copies of each.  [default: as the broker has it]")
+@click.option("--config", "configs", multiple=True, metavar="NAME=VALUE", help="For example cleanup.policy=compact.")
+@click.option("--if-not-exists", is_flag=True, help="Leave topics that exist as they are.")
+@connection
+def create(
+    names: tuple[str, ...],
+    partitions: int | None,
+    replication: int | None,
+    configs: tuple[str, ...],
+    if_not_exists: bool,
+    settings: ClientSettings,
+) -> None:
+    """Create topics. When one of them exists, none is created."""
+    from onceflow.client.topics import await_topic, create_topic
+
+    given = dict(pair(config, "--config") for config in configs)
+    with _connected(settings, "creating topics") as (cluster, deadline):
+        _check_not_internal(names)
+        there = cluster.topics(None, deadline)
+        if not if_not_exists:
+            for name in names:
+                if name in there:
+                    raise _exists(name, there[name].partitions)
+        for name in dict.fromkeys(names):
+            created = create_topic(
+                cluster,
+                name,
+                partitions=partitions or -1,
+                replication=replication or -1,
+                configs=given,
+                deadline=deadline,
+            )
+            count = await_topic(cluster, name, deadline).partitions
+            if not created and not if_not_exists:
+                raise _exists(name, count)
+            what = "created with" if created else "exists already, with"
+            click.echo(f"Topic {name} {what} {counted(count, 'partition')}.")
+
+
+@topic.command(name="list")
+@click.option("--all", "everything", is_flag=True, help="Internal ones, too: their names begin with __.")
+@click.option("--json", "as_json", is_flag=True, help="A line of JSON for each topic.")
+@connection
+def list_(everything: bool, as_json: bool, settings: ClientSettings) -> None:
+    """List the topics, with how many partitions they have."""
+    with _connected(settings, "listing topics") as (cluster, deadline):
+        found = {
+            name: info.partitions
+            for name, info in sorted(cluster.topics(None, deadline).items())
+            if everything or not (info.internal or name.startswith("__"))
+        }
+    if as_json:
+        for name, count in found.items():
+            click.echo(json.dumps({"topic": name, "partitions": count}))
+    elif found:
+        _table(["TOPIC", "PARTITIONS"], [[name, count] for name, count in found.items()])
+    else:
+        click.echo(f"There are no topics at {settings.bootstrap_servers}.", err=True)
+
+
+@topic.command()
+@click.argument("name")
+@click.option("--json", "as_json", is_flag=True, help="As JSON.")
+@connection
+def describe(name: str, as_json: bool, settings: ClientSettings) -> None:
+    """Describe a topic: where its partitions are, their offsets, and the settings that it was given.
+
+    STABLE is the last stable offset: readers of committed records get so far. END is where the partition ends; in
+    between is an open transaction.
+    """
+    from onceflow.client.offsets import EARLIEST, LATEST, list_offsets
+    from onceflow.client.topics import copies, find_topics, own_settings
+
+    with _connected(settings, f"describing topic {name}") as (cluster, deadline):
+        span = {name: sorted(find_topics(cluster, {name: ""}, deadline)[name].leaders)}
+        places = copies(cluster, name, deadline)
+        given = own_settings(cluster, name, deadline)
+        first = list_offsets(cluster, span, EARLIEST, deadline)[name]
+        stable = list_offsets(cluster, span, LATEST, deadline)[name]
+        end = list_offsets(cluster, span, LATEST, deadline, committed=False)[name]
+    partitions = [
+        {
+            "partition": number,
+            "leader": place.leader,
+            "replicas": [*place.replicas],
+            "in_sync": [*place.in_sync],
+            "first_offset": first[number],
+            "stable_offset": stable[number],
+            "end_offset": end[number],
+        }
+        for number, place in places.items()
+        if number in first
+    ]
+    if as_json:
+        click.echo(json.dumps({"topic": name, "settings": given, "partitions": partitions}))
+        return
+    click.echo(f"{name}: {counted(len(partitions), 'partition')}")
+    for setting, value in (given or {}).items():
+        click.echo(f"{setting}={value}")
+    if given is None:
+        click.echo("its settings may not be read (DESCRIBE_CONFIGS)", err=True)
+    columns = ["PARTITION", "LEADER", "REPLICAS", "IN SYNC", "FIRST", "STABLE", "END"]
+    _table(columns, [[_joined(value) for value in each.values()] for each in partitions])
+
+
+@topic.command()
+@click.argument("names", metavar="NAME...", nargs=-1, required=True)
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@connection
+def delete(names: tuple[str, ...], yes: bool, settings: ClientSettings) -> None:
+    """Delete topics with all that is in them. When one of them does not exist, none is deleted."""
+    from onceflow.client.topics import delete_topic, find_topics
+
+    with _connected(settings, "looking for topics") as (cluster, deadline):
+        _check_not_internal(names)
+        find_topics(cluster, dict.fromkeys(names, ""), deadline)
+        if not yes:
+            click.confirm(f"Delete {', '.join(names)} at {settings.bootstrap_servers} for good?", abort=True, err=True)
+    with _connected(settings, "deleting topics") as (cluster, deadline):  # somebody may have taken time to answer
+        for name in dict.fromkeys(names):
+            delete_topic(cluster, name, deadline)
+            click.echo(f"Topic {name} deleted.")
+
+
+@contextlib.contextmanager
+def _connected(settings: ClientSettings, what: str) -> Iterator[tuple[Cluster, Deadline]]:
+    from onceflow.client.cluster import Cluster
+    from onceflow.client.deadline import Deadline
+
+    with contextlib.closing(Cluster(settings)) as cluster:
+        yield cluster, Deadline(_CALL_S, what)
+
+
+def _check_not_internal(names: Sequence[str]) -> None:
+    from onceflow.errors import OptionError
+    from onceflow.wire.names import OwnTopics
+
+    for name in names:
+        refusal = OwnTopics().refusal(name)
+        if refusal:
+            raise OptionError(f"{name} {refusal}", topic=name, next_step="Kafka and onceflow take care of these")
+
+
+def _exists(name: str, partitions: int) -> Exception:
+    from onceflow.errors import OptionError
+
+    return OptionError(
+        f"Topic {name} exists already, with {counted(partitions, 'partition')}",
+        topic=name,
+        next_step="take another name, or leave topics that exist as they are: --if-not-exists",
+    )
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+    """The first column to the left, numbers to the right."""
+    cells = [[str(cell) for cell in row] for row in rows]
+    widths = [max(len(row[n]) for row in [[*columns], *cells]) for n in range(len(columns))]
+    for row in [[*columns], *cells]:
+        first, *others = (
+            cell.ljust(width) if n == 0 else cell.rjust(width)
+            for n, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        click.echo("  ".join([first, *others]).rstrip())
+
+
+def _joined(value: Any) -> str:
+    return ",".join(map(str, value)) if isinstance(value, list) else str(value)

@@ -1,0 +1,66 @@
+"""What is said of a topic that a user has named and that does not exist."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from onceflow.client.cluster import TopicInfo, unknown_topic
+from onceflow.client.deadline import Deadline
+from onceflow.client.topics import find_topics
+from onceflow.errors import BrokerUnreachableError, UnknownTopicError
+
+THERE = ["Orders_eu", "orders-us", "orders.eu", "payments", "__orders-eu"]
+
+
+class FakeCluster:
+    """Has some topics; ``names`` None: they may not be listed."""
+
+    def __init__(self, names: list[str] | None) -> None:
+        self._names = names
+
+    def topics(self, wanted: Any, deadline: Deadline) -> dict[str, TopicInfo]:
+        if wanted is not None:
+            raise unknown_topic(next(iter(wanted)))
+        if self._names is None:
+            raise BrokerUnreachableError("nobody answers")
+        return {name: TopicInfo(name, "id", {0: 1}) for name in self._names}
+
+
+def missing(name: str, role: str, there: list[str] | None) -> UnknownTopicError:
+    cluster: Any = FakeCluster(there)
+    with pytest.raises(UnknownTopicError) as caught:
+        find_topics(cluster, {name: role}, Deadline(1, "test"))
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    "role, what", [("", "Topic"), ("source", "Source topic"), ("dead letter", "Dead letter topic")]
+)
+def test_it_says_what_the_topic_is_for(role: str, what: str) -> None:
+    error = missing("clicks", role, THERE)
+    assert (error.what, error.topic, error.detail) == (f"{what} 'clicks' does not exist", "clicks", "")
+    assert error.next_step.startswith("create it: `onceflow topic create clicks --partitions N`; or check the name")
+
+
+def test_similar_names_whatever_their_case_and_separators() -> None:
+    error = missing("orders-eu", "output", THERE)
+    assert error.detail == "topics of a similar name: Orders_eu, orders.eu, orders-us"
+    assert error.next_step.startswith("did you mean Orders_eu? If not, create it: ")
+
+
+def test_the_topics_of_a_table_are_made_by_its_flow() -> None:
+    assert "topic create" not in missing("balances", "table", THERE).next_step
+
+
+def test_without_a_list_of_topics() -> None:
+    assert missing("orders", "", None).detail == ""
+
+
+def test_a_name_that_cannot_be() -> None:
+    error = unknown_topic("a b", "its name is not legal in Kafka")
+    assert (error.what, error.next_step) == (
+        "Topic 'a b' does not exist: its name is not legal in Kafka",
+        "check the name",
+    )
