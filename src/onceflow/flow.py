@@ -29,6 +29,7 @@ from onceflow.client import offsets as kafka_offsets
 from onceflow.client.brokers import warn_of_settings
 from onceflow.client.cluster import Cluster, TopicInfo
 from onceflow.client.deadline import Deadline
+from onceflow.client.knocking import REFUSED_S
 from onceflow.client.settings import ClientSettings
 from onceflow.client.topics import find_topics
 from onceflow.errors import (
@@ -82,9 +83,12 @@ class Flow:
         options: connection options by their Java names (``security.protocol``, ``sasl.jaas.config``, ...), with
             or without Spark's ``kafka.`` prefix. They go to Spark's reader and to onceflow's own connections.
         transactional_id_prefix, group_id_prefix: for prefixed ACLs.
+        connect_timeout: how long a start waits while all ``bootstrap_servers`` refuse connections or do not resolve.
+            More than the default is for a flow that is started before its brokers. A running flow does not look at
+            it: its brokers may be away for longer.
 
     Raises:
-        OptionError: a bad name or option.
+        OptionError: a bad name, address or option.
         UnsupportedQueryError: Spark Connect, or a session with speculation.
     """
 
@@ -97,9 +101,11 @@ class Flow:
         options: Mapping[str, str] | None = None,
         transactional_id_prefix: str = "",
         group_id_prefix: str = "",
+        connect_timeout: str = "15 seconds",
     ) -> None:
         self._names = Names(name, transactional_id_prefix, group_id_prefix)
         self._settings = ClientSettings(bootstrap_servers, options or {})
+        self._refused_s = duration_s(connect_timeout, "connect_timeout", name)
         queries.check_session(spark, name)
         shipping.share_modules(spark)
         self._spark = spark
@@ -148,6 +154,7 @@ class Flow:
         Raises:
             UnknownTopicError, PermissionDeniedError, BrokerUnreachableError, BrokerUnsupportedError,
             DataLossError, ProgressConflictError: see ``docs/guarantees.md``, "What stops a start".
+            EnvironmentUnusableError: the session has no Kafka connector.
         """
         if not topic or not str(topic).strip():
             raise OptionError(f"{topic!r} is not the name of a topic", flow=self.name, next_step="give one topic name")
@@ -165,6 +172,7 @@ class Flow:
                     flow=self.name,
                     next_step="call read before write(...).start(), or stop the query first",
                 )
+            queries.check_connector(self._spark, self.name)
             try:
                 start = self._start_of(topic, starting_offsets, fail_on_data_loss)
             except OnceflowError as error:
@@ -188,7 +196,7 @@ class Flow:
     def _start_of(
         self, topic: str, starting_offsets: recovery.StartingOffsets, fail_on_data_loss: bool
     ) -> recovery.Start:
-        deadline = Deadline(_START_SECONDS, f"starting flow {self.name}")
+        deadline = self._starting()
         self._connect(deadline)
         info = find_topics(self._connected(), {topic: "source"}, deadline)[topic]
         self._take_over({topic: sorted(info.leaders)}, deadline)
@@ -207,9 +215,14 @@ class Flow:
             self._pin(topic, start.offsets, deadline)
         return start
 
+    def _starting(self) -> Deadline:
+        """The deadline of a start: one that waits longer for its brokers has more time in all."""
+        seconds = _START_SECONDS + max(0.0, self._refused_s - REFUSED_S)
+        return Deadline(seconds, f"starting flow {self.name}")
+
     def _connect(self, deadline: Deadline) -> None:
         if self._hold is None:
-            self._hold = TakeOver(Cluster(self._settings), self._names)
+            self._hold = TakeOver(Cluster(self._settings, refused_s=self._refused_s), self._names)
             self._hold.transactions.check_supported(deadline)
 
     def _look_at(self, info: TopicInfo, deadline: Deadline) -> recovery.SourceTopic:
@@ -545,7 +558,7 @@ class Flow:
             shipping.share_modules(self._spark)  # what was imported since
             check = ImportCheck(self._spark, sent_to_tasks(df, self._steps, self.name), flow=self.name)
             check.at_start()
-            deadline = Deadline(_START_SECONDS, f"starting flow {self.name}")
+            deadline = self._starting()
             try:
                 self._connect(deadline)
                 self._take_over({}, deadline)  # only a query without topics has not done it yet

@@ -59,7 +59,7 @@ class Watch:
         try:
             while not self._ending.wait(INTERVAL_S) and not self._over():
                 try:
-                    cluster = cluster or Cluster(self._settings)
+                    cluster = cluster or Cluster(self._settings, refused_s=None)
                     deadline = Deadline(_LOOK_S, f"looking at the sources of flow {self._flow}")
                     for warning in held_back(cluster, stable, self._partitions, deadline):
                         log.warning("flow %s: %s", self._flow, warning)

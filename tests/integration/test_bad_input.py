@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import onceflow
+from onceflow.broker.folder import free_ports
 from onceflow.testing import independent
 
 pytestmark = pytest.mark.integration
@@ -201,70 +202,105 @@ def test_unknown_topics_of_letters(pipe: Any, ledger: Any, tmp_path: Path) -> No
     flow.close()
 
 
-def test_no_broker(pipe: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr("onceflow.flow._START_SECONDS", 3.0)
-    with socket.create_server(("127.0.0.1", 0)) as unused:
-        port = unused.getsockname()[1]
-    flow = onceflow.Flow(pipe.flow, pipe.spark, bootstrap_servers=f"127.0.0.1:{port}")
-    with pytest.raises(onceflow.BrokerUnreachableError, match=rf"(?s)127.0.0.1:{port} within 3 s.*refused.*next step"):
+@pytest.mark.parametrize("text, words", [("soon", "is not a duration"), ("100 ms", "is too short")])
+def test_unusable_connect_timeout(pipe: Any, text: str, words: str) -> None:
+    with pytest.raises(onceflow.OptionError, match=words):
+        onceflow.Flow(pipe.flow, pipe.spark, bootstrap_servers=pipe.bootstrap, connect_timeout=text)
+
+
+def test_no_broker(pipe: Any) -> None:
+    servers = f"127.0.0.1:{free_ports(1)[0]}"
+    flow = onceflow.Flow(pipe.flow, pipe.spark, bootstrap_servers=servers, connect_timeout="1 second")
+    with pytest.raises(
+        onceflow.BrokerUnreachableError, match=rf"(?s){servers} within 1 s.*refused.*next step"
+    ) as caught:
         flow.read(pipe.source)
+    assert caught.value.flow == pipe.flow
 
 
-@pytest.fixture
-def broker_without_transactions() -> Iterator[int]:
-    """Answers as a broker before Kafka 0.11: no InitProducerId among its APIs. (No such broker resolves.)"""
-    from kafka.protocol.metadata import ApiVersionsResponse, MetadataResponse
+class MadeUp:
+    """Answers as a broker before Kafka 0.11: no InitProducerId among its APIs. (No such broker resolves.)
 
-    server = socket.create_server(("127.0.0.1", 0))
-    port = server.getsockname()[1]
-    done = threading.Event()
+    Args:
+        host: the address that it gives to clients; its own port.
+    """
 
-    def answer(api_key: int, version: int) -> bytes | None:
+    def __init__(self, host: str) -> None:
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self._host, self._port = host, self._server.getsockname()[1]
+        self.servers = f"127.0.0.1:{self._port}"
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._accept, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._done.set()
+        socket.create_connection(("127.0.0.1", self._port)).close()  # wakes accept
+        self._thread.join(5)
+        self._server.close()
+
+    def _answer(self, api_key: int, version: int) -> bytes | None:
+        from kafka.protocol.metadata import ApiVersionsResponse, MetadataResponse
+
         if api_key == 18:
             apis = [(0, 0, 2), (1, 0, 3), (2, 0, 1), (3, 0, 4), (10, 0, 1), (18, 0, 0)]
             rows = [ApiVersionsResponse.ApiVersion(api_key=k, min_version=a, max_version=b) for k, a, b in apis]
             error = 0 if version == 0 else 35
             return ApiVersionsResponse[0](error_code=error, api_keys=rows).encode(version=0)
         if api_key == 3:
-            broker = MetadataResponse.MetadataResponseBroker(node_id=1, host="127.0.0.1", port=port, rack=None)
+            broker = MetadataResponse.MetadataResponseBroker(node_id=1, host=self._host, port=self._port, rack=None)
             return MetadataResponse[version](
                 throttle_time_ms=0, brokers=[broker], cluster_id="old", controller_id=1, topics=[]
             ).encode(version=version)
         return None
 
-    def serve(link: socket.socket) -> None:
+    def _serve(self, link: socket.socket) -> None:
         with link, link.makefile("rb") as stream:
             while len(size := stream.read(4)) == 4:
                 frame = stream.read(struct.unpack(">i", size)[0])
                 api_key, version, correlation = struct.unpack_from(">hhi", frame)
-                body = answer(api_key, version)
+                body = self._answer(api_key, version)
                 if body is None:
                     return
                 link.sendall(struct.pack(">ii", len(body) + 4, correlation) + body)
 
-    def accept() -> None:
-        while not done.is_set():
+    def _accept(self) -> None:
+        while not self._done.is_set():
             try:
-                link, _ = server.accept()
+                link, _ = self._server.accept()
             except OSError:
                 return
-            threading.Thread(target=serve, args=(link,), daemon=True).start()
-
-    thread = threading.Thread(target=accept, daemon=True)
-    thread.start()
-    yield port
-    done.set()
-    socket.create_connection(("127.0.0.1", port)).close()  # wakes accept
-    thread.join(5)
-    server.close()
+            threading.Thread(target=self._serve, args=(link,), daemon=True).start()
 
 
-def test_broker_without_transactions(pipe: Any, broker_without_transactions: int, monkeypatch: Any) -> None:
+@pytest.fixture
+def made_up() -> Iterator[Callable[[str], MadeUp]]:
+    made: list[MadeUp] = []
+
+    def make(host: str) -> MadeUp:
+        made.append(MadeUp(host))
+        return made[-1]
+
+    yield make
+    for broker in made:
+        broker.close()
+
+
+def test_broker_without_transactions(pipe: Any, made_up: Callable[[str], MadeUp], monkeypatch: Any) -> None:
     monkeypatch.setattr("onceflow.flow._START_SECONDS", 5.0)
-    servers = f"127.0.0.1:{broker_without_transactions}"
-    flow = onceflow.Flow(pipe.flow, pipe.spark, bootstrap_servers=servers)
+    flow = onceflow.Flow(pipe.flow, pipe.spark, bootstrap_servers=made_up("127.0.0.1").servers)
     with pytest.raises(onceflow.BrokerUnsupportedError, match=r"(?s)transactions.*2\.8 or later"):
         flow.read(pipe.source)
+
+
+def test_a_broker_that_names_an_unknown_host(pipe: Any, made_up: Callable[[str], MadeUp]) -> None:
+    """As in a container whose advertised.listeners have its name in there."""
+    servers = made_up("kafka.invalid").servers
+    flow = onceflow.Flow(pipe.flow, pipe.spark, bootstrap_servers=servers, connect_timeout="1 second")
+    with pytest.raises(onceflow.BrokerUnreachableError, match=f"{servers} answers, but none of the brokers") as caught:
+        flow.read(pipe.source)
+    assert "the name kafka.invalid does not resolve" in caught.value.detail
+    assert "advertised.listeners" in caught.value.next_step
 
 
 # ---- found in the rows ---------------------------------------------------------------------------------

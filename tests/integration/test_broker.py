@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,10 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from confluent_kafka import Consumer, Producer
 
-from onceflow.broker import LocalBroker
-from onceflow.broker.process import ProcessIdentity
+from onceflow.broker import LocalBroker, ports, process
+from onceflow.broker.config import Cluster, Node, new_cluster_id
+from onceflow.broker.folder import Folder
+from onceflow.broker.process import ProcessIdentity, admin_client
+from onceflow.cli.main import cli
 from onceflow.errors import EnvironmentUnusableError, OptionError
 from onceflow.testing.broker import create_topic
 
@@ -153,11 +158,38 @@ def test_commands(tmp_path: Path) -> None:
     assert (code, fields["stopped"]) == (0, False)
 
 
+def test_a_port_that_another_broker_holds(
+    onceflow_broker: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is started, and the port is not remembered."""
+    port = int(onceflow_broker.partition(",")[0].rpartition(":")[2])
+    with admin_client(onceflow_broker, {}) as admin:
+        cluster_id = admin.list_topics(timeout=30).cluster_id
+    mine = LocalBroker(tmp_path / "mine", port=port)
+    arguments = ["broker", "start", "--data-dir", str(mine.data_dir), "--port", str(port)]
+    told = CliRunner().invoke(cli, arguments)
+    assert isinstance(told.exception, EnvironmentUnusableError)
+    assert f"Port {port} is in use" in str(told.exception)
+    if sys.platform == "linux" and "ONCEFLOW_TEST_BOOTSTRAP" not in os.environ:
+        assert "another broker of onceflow listens there (folder " in str(told.exception)
+    assert not mine.status().pids
+    assert Folder(mine.data_dir).read() is None
+
+    monkeypatch.setattr(ports, "holder_of", lambda port: None)
+    with pytest.raises(EnvironmentUnusableError, match=f"a broker of the Kafka cluster {cluster_id} answers there"):
+        mine.start()
+
+
+def test_brokers_of_another_cluster_are_not_taken_for_ones_own(onceflow_broker: str, tmp_path: Path) -> None:
+    """Whoever answers at the port of a node that is still starting."""
+    port = int(onceflow_broker.partition(",")[0].rpartition(":")[2])
+    mine = Cluster(new_cluster_id(), "4.3.1", (Node(1, tmp_path, port, port),))
+    with pytest.raises(EnvironmentUnusableError, match="Brokers of another Kafka cluster"):
+        process.wait_until_ready(mine, client_options={}, timeout_s=30, still_running=lambda: True)
+    assert not process.answers(mine, client_options={}, timeout_s=30)
+
+
 def test_identities_of_processes_tell_generations_apart() -> None:
-    import os
-
-    from onceflow.broker import process
-
     started = process._start_time(os.getpid())
     assert started is not None
     assert ProcessIdentity(os.getpid(), started).is_alive()

@@ -90,17 +90,25 @@ def test_the_settings_of_the_user_win(tmp_path: Path) -> None:
 
 
 def test_spark_that_runs_without_the_connector_is_refused() -> None:
+    """By ``session``; and by ``Flow.read`` before it asks any broker: there is none."""
     answer = run_python(
-        "from pyspark import SparkConf, SparkContext\n"
-        "SparkContext(conf=SparkConf().setMaster('local[1]').setAppName('other').set('spark.ui.enabled', 'false'))\n"
+        "from pyspark.sql import SparkSession\n"
+        "spark = SparkSession.builder.master('local[1]').config('spark.ui.enabled', 'false').getOrCreate()\n"
         "import onceflow\n"
-        "try:\n"
-        "    onceflow.session()\n"
-        "except onceflow.EnvironmentUnusableError as error:\n"
-        "    print(error)"
+        "flow = onceflow.Flow('any', spark, bootstrap_servers='127.0.0.1:9')\n"
+        "for step in (onceflow.session, lambda: flow.read('deposits')):\n"
+        "    try:\n"
+        "        step()\n"
+        "    except onceflow.EnvironmentUnusableError as error:\n"
+        "        print(error)"
     )
-    assert "without its Kafka connector" in answer.stdout, answer.stderr
-    assert "next step" in answer.stdout
+    by_session, by_flow = answer.stdout.split("This Spark session has no usable Kafka connector [flow=any]\n")
+    assert "without its Kafka connector" in by_session, answer.stderr
+    assert "next step" in by_session
+    assert "Failed to find data source: kafka" in by_flow
+    assert "onceflow.session()" in by_flow
+    version = jars.installed_spark_version()
+    assert f"the package org.apache.spark:spark-sql-kafka-0-10_2.13:{version}, by --packages" in by_flow
 
 
 def test_without_java_it_says_so_before_spark_does(tmp_path: Path) -> None:

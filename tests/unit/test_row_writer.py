@@ -606,7 +606,8 @@ def test_a_worker_keeps_one_connection_per_cluster(monkeypatch: pytest.MonkeyPat
     made: list[ClientSettings] = []
 
     class Made:
-        def __init__(self, settings: ClientSettings) -> None:
+        def __init__(self, settings: ClientSettings, *, refused_s: float | None) -> None:
+            assert refused_s is None, "brokers of a flow that runs may be away"
             made.append(settings)
 
     monkeypatch.setattr(tasks, "Cluster", Made)

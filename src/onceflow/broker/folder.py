@@ -62,6 +62,10 @@ class Folder:
         self.path = path
         self._file = path / "broker.json"
 
+    def exists(self) -> bool:
+        """Whether a broker was started in it."""
+        return self._file.exists()
+
     def read(self) -> Cluster | None:
         """The cluster, without options of the caller; None before the first start.
 

@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any
 
 from onceflow.broker import nodes as agreed
-from onceflow.broker import process
+from onceflow.broker import ports, process
 from onceflow.broker.config import Cluster, Node, new_cluster_id
 from onceflow.broker.folder import Folder, default_data_dir, free_ports
 from onceflow.errors import EnvironmentUnusableError, OptionError
@@ -148,11 +148,12 @@ class LocalBroker:
         Raises:
             OptionError: it is running, or was formatted, with another port, version, number of nodes or feature
                 level than asked for.
-            EnvironmentUnusableError: Kafka or Java cannot be started; the detail has the end of the log.
+            EnvironmentUnusableError: a port is in use, or Kafka or Java cannot be started; the detail has the end of
+                the log. Nothing that was started is left, and ports that were given are not remembered.
             BrokerUnreachableError: it did not answer in time.
         """
         with self._folder.exclusive(timeout_s):
-            cluster = self._remembered() or self._invented()
+            before = cluster = self._remembered() or self._invented()
             self._refuse_other_layout(cluster)
             down = [node for node in cluster.nodes if not process.running(node)]
             if len(down) < len(cluster.nodes):
@@ -160,6 +161,7 @@ class LocalBroker:
             else:
                 cluster = self._with_wanted_ports(cluster)
                 down = list(cluster.nodes)
+            ports.refuse_taken(cluster, down)
             if down:
                 self._folder.write(cluster)
             try:
@@ -168,6 +170,9 @@ class LocalBroker:
             except EnvironmentUnusableError:
                 # A node ended; the others would wait for it, and nobody would stop them.
                 process.kill(down)
+                if down:
+                    self._folder.write(before)
+                ports.refuse_taken(cluster, down)  # somebody may have come between
                 raise
             return bool(down)
 
@@ -236,7 +241,7 @@ class LocalBroker:
 
         Raises:
             OptionError: with it, less than a majority of the nodes runs, so it could not become ready.
-            EnvironmentUnusableError: it ended while it started.
+            EnvironmentUnusableError: a port of it is in use, or it ended while it started.
             BrokerUnreachableError: the cluster did not take it in time.
         """
         with self._folder.exclusive(timeout_s):
@@ -250,6 +255,7 @@ class LocalBroker:
                     next_step="Start all: `start()` or `onceflow broker start`.",
                 )
             if not was_running:
+                ports.refuse_taken(cluster, [node])
                 self._spawn(cluster, [node])
             self._wait_until_ready(cluster, [node], timeout_s)
             return not was_running
@@ -329,12 +335,14 @@ class LocalBroker:
 
     def _invented(self) -> Cluster:
         count = self._nodes or 1
-        ports = free_ports(2 * count)
+        free = free_ports(2 * count)
         nodes = tuple(
-            Node(number, self.data_dir / f"node-{number}", ports.pop(), ports.pop()) for number in range(1, count + 1)
+            Node(number, self.data_dir / f"node-{number}", free.pop(), free.pop()) for number in range(1, count + 1)
         )
-        cluster = Cluster(new_cluster_id(), self._version or BROKER_VERSION, nodes, features=self._features)
-        return self._with_wanted_ports(self._with_options(cluster))
+        # Data whose broker.json was removed keep the id they were laid out with.
+        cluster_id = next((found for node in nodes if (found := process.laid_out_id(node))), None) or new_cluster_id()
+        cluster = Cluster(cluster_id, self._version or BROKER_VERSION, nodes, features=self._features)
+        return self._with_options(cluster)
 
     def _remembered(self) -> Cluster | None:
         cluster = self._folder.read()

@@ -23,6 +23,8 @@ from onceflow.errors import BrokerUnreachableError, EnvironmentUnusableError
 from onceflow.jars import kafka_broker_classpath
 from onceflow.java import find_java
 
+#: What is run in a broker's process; its argument is a server.properties.
+BROKER_CLASS = "kafka.Kafka"
 POLL_S = 0.05
 FORMAT_TIMEOUT_S = 60
 LOG_TAIL_LINES = 15
@@ -109,6 +111,15 @@ def format_storage(cluster: Cluster, node: Node) -> None:
         )
 
 
+def laid_out_id(node: Node) -> str | None:
+    """The id of the cluster that the node's data belongs to; None before they are laid out."""
+    try:
+        lines = (node.kafka_data_dir / "meta.properties").read_text().splitlines()
+    except OSError:
+        return None
+    return next((line.partition("=")[2].strip() for line in lines if line.startswith("cluster.id=")), None)
+
+
 def write_properties(cluster: Cluster, node: Node) -> None:
     """Write the node's server.properties; only the owner may read it, it may hold passwords."""
     node.data_dir.mkdir(parents=True, exist_ok=True)
@@ -122,7 +133,7 @@ def spawn(cluster: Cluster, node: Node, *, heap: str, environment: Mapping[str, 
     if node.log_file.exists():
         node.log_file.replace(node.log_file.with_suffix(".log.1"))
     command = [*_java(cluster, heap=heap, flags=["-XX:+UseG1GC", "-Djava.awt.headless=true"])]
-    command += ["kafka.Kafka", str(node.properties_file)]
+    command += [BROKER_CLASS, str(node.properties_file)]
     with node.log_file.open("wb") as log_handle:
         child = subprocess.Popen(
             command,
@@ -201,7 +212,8 @@ def wait_until_ready(
         nodes: those to ask and to wait for, when some of the others do not run; all by default.
 
     Raises:
-        EnvironmentUnusableError: a process ended while we waited; the detail has the end of its log.
+        EnvironmentUnusableError: a process ended while we waited, the detail has the end of its log; or brokers of
+            another cluster answer.
         BrokerUnreachableError: no (complete) answer in time.
     """
     deadline = time.monotonic() + timeout_s
@@ -223,7 +235,13 @@ def wait_until_ready(
                 continue
             if admin is None:
                 admin = stack.enter_context(admin_client(",".join(addresses), client_options))
-            problem = _metadata_problem(admin, wanted, timeout_s=min(5, deadline - time.monotonic()))
+            problem, stranger = _metadata_problem(admin, cluster, wanted, timeout_s=min(5, deadline - time.monotonic()))
+            if stranger:
+                raise EnvironmentUnusableError(
+                    f"Brokers of another Kafka cluster, {stranger}, answer at {','.join(addresses)}.",
+                    detail=log_tail(cluster),
+                    next_step="Give another port, or stop what runs there.",
+                )
             if not problem:
                 return
             time.sleep(POLL_S)
@@ -240,7 +258,7 @@ def answers(cluster: Cluster, *, client_options: Mapping[str, Any], timeout_s: f
     if not all(map(_accepts, cluster.bootstrap_servers.split(","))):
         return False
     with admin_client(cluster.bootstrap_servers, client_options) as admin:
-        return not _metadata_problem(admin, cluster.nodes, timeout_s=timeout_s)
+        return not any(_metadata_problem(admin, cluster, cluster.nodes, timeout_s=timeout_s))
 
 
 @contextlib.contextmanager
@@ -272,15 +290,22 @@ def log_tail(cluster: Cluster) -> str:
     return "\n".join(tails)
 
 
-def _metadata_problem(admin: Any, nodes: Sequence[Node], *, timeout_s: float) -> str:
+def _metadata_problem(
+    admin: Any, cluster: Cluster, nodes: Sequence[Node], *, timeout_s: float
+) -> tuple[str, str | None]:
+    """What keeps the nodes from being ready, and the id of the cluster that answers in their place."""
     from confluent_kafka import KafkaException
 
     try:
-        brokers = admin.list_topics(timeout=max(0.1, timeout_s)).brokers
+        answer = admin.list_topics(timeout=max(0.1, timeout_s))
     except KafkaException as error:
-        return str(error.args[0])
-    missing = [str(node.node_id) for node in nodes if node.node_id not in brokers]
-    return f"not in the cluster: node {', '.join(missing)}" if missing else ""
+        return str(error.args[0]), None
+    if answer.cluster_id is None:
+        return "it has not said to which cluster it belongs", None
+    if answer.cluster_id != cluster.cluster_id:
+        return "another cluster answers", str(answer.cluster_id)
+    missing = [str(node.node_id) for node in nodes if node.node_id not in answer.brokers]
+    return f"not in the cluster: node {', '.join(missing)}" if missing else "", None
 
 
 def _accepts(address: str) -> bool:

@@ -175,7 +175,8 @@ class Choices:
 
 def start(kind: str, spark: SparkSession, bootstrap_servers: str, names: Names, choices: Choices) -> Any:
     """The running query of one flow."""
-    flow = onceflow.Flow(names.flow(kind), spark, bootstrap_servers=bootstrap_servers)
+    # Drivers are started while brokers are down, too.
+    flow = onceflow.Flow(names.flow(kind), spark, bootstrap_servers=bootstrap_servers, connect_timeout="60 seconds")
     source = flow.read(names.source, max_records_per_batch=choices.records_per_batch)
     if kind == COPY:
         return flow.write(tagged(source, flow.name), topic=names.output(kind), **choices.write()).start()

@@ -11,7 +11,6 @@ in the process that uses it: sockets do not survive Spark's forking of Python wo
 from __future__ import annotations
 
 import logging
-import socket
 import threading
 import time
 import weakref
@@ -26,17 +25,12 @@ from kafka.protocol.producer import EndTxnRequest, ProduceRequest, TxnOffsetComm
 
 from onceflow.client.connections import ConnectionManager
 from onceflow.client.deadline import Deadline
+from onceflow.client.knocking import REFUSED_S, Wait, knock
+from onceflow.client.logins import authentication_failed, await_token
 from onceflow.client.quiet import filter_loggers, quiet
 from onceflow.client.settings import ClientSettings
-from onceflow.client.token_sources import TokenRefusedError, TokenUnavailableError
-from onceflow.errors import (
-    AuthenticationFailedError,
-    BrokerUnreachableError,
-    BrokerUnsupportedError,
-    DeadlineExceededError,
-    OnceflowError,
-    UnknownTopicError,
-)
+from onceflow.client.token_sources import TokenRefusedError
+from onceflow.errors import BrokerUnsupportedError, UnknownTopicError
 from onceflow.wire import codes
 
 log = logging.getLogger("onceflow.client")
@@ -44,9 +38,7 @@ log = logging.getLogger("onceflow.client")
 # What begins and ends transactions in another way from transaction version 2 on: never the one with the other.
 _ENROL = frozenset({EndTxnRequest.API_KEY, TxnOffsetCommitRequest.API_KEY, ProduceRequest.API_KEY})
 TRANSACTION, GROUP = 1, 0  # coordinator key types of FindCoordinator (KIP-699)
-_KNOCK_S_LEAST = 2.0
 _REFRESH_TIMEOUT_S = 5.0
-_TOKEN_PATIENCE_S = 20.0  # a new task waits out a short outage of whoever gives out tokens
 _REQUEST_TIMEOUT_S = 30.0
 # A broker that has just started, or that has not heard of a topic yet, says that there is none.
 _UNKNOWN_ATTEMPTS, UNKNOWN_TOPIC_S = 3, 10.0
@@ -71,10 +63,16 @@ class ConnectionFailedError(Exception):
 
 
 class Cluster:
-    """Connections to one Kafka cluster."""
+    """Connections to one Kafka cluster.
 
-    def __init__(self, settings: ClientSettings) -> None:
+    Args:
+        refused_s: for how long the first connection may be refused by all servers, in seconds. None: until the
+            deadline, as for a flow that runs already: its brokers may be away.
+    """
+
+    def __init__(self, settings: ClientSettings, *, refused_s: float | None = REFUSED_S) -> None:
         self.settings = settings
+        self._refused_s = refused_s
         self.lock = threading.RLock()
         self.net = NetworkSelector(slow_task_threshold_secs=0)
         config = settings.kafka_python()
@@ -94,67 +92,28 @@ class Cluster:
     # ---- connections ---------------------------------------------------------------------------------
 
     def connect(self, deadline: Deadline) -> None:
-        """Find the cluster through the bootstrap servers, and its finalized features."""
+        """Find the cluster through the bootstrap servers, and its finalized features.
+
+        Raises:
+            BrokerUnreachableError: nobody answers; sooner than the deadline when all refuse connections.
+        """
         if self._bootstrapped:
             return
         with self.lock:
-            self._knock(deadline)
+            await_token(self.settings, deadline)
+            known = self.manager.cluster
+            wait = Wait(self.settings, deadline, refused_s=self._refused_s)
+            knock(self, known.bootstrap_brokers, deadline, wait)
             try:
                 with quiet():
                     self.manager.bootstrap(max(1, int(deadline.remaining * 1000)))
             except kafka_errors.KafkaError as error:
-                raise self._unreachable(deadline, str(error)) from error
+                raise wait.error(f"within {deadline.seconds:g} s", str(error)) from error
+            if self._refused_s is not None:  # clients talk to the addresses that brokers advertise
+                wait = Wait(self.settings, deadline, refused_s=self._refused_s, named=True)
+                knock(self, known.brokers, deadline, wait)
             self._bootstrapped = True
             self._read_features(deadline)
-
-    def _knock(self, deadline: Deadline) -> None:
-        """Connect to any bootstrap server. kafka-python's own loop would repeat a refused password in silence."""
-        self._first_token(deadline)
-        brokers = self.manager.cluster.bootstrap_brokers()
-        attempt = 0
-        # One connection that hangs in its handshake must not use up all the time there is.
-        patience_s = max(_KNOCK_S_LEAST, deadline.seconds / 4)
-        while True:
-            node = brokers[attempt % len(brokers)].node_id
-
-            async def run(node: Any = node) -> None:
-                timeout_ms = max(1, int(deadline.capped(patience_s) * 1000))
-                await self.manager.get_connection(node, timeout_ms=timeout_ms, refresh_metadata_on_err=False)
-
-            try:
-                with quiet():
-                    self.net.run(run)
-                return
-            except (kafka_errors.SaslAuthenticationFailedError, kafka_errors.AuthorizationError) as error:
-                if not self.may_log_in_again(error):
-                    raise authentication_failed(self.settings, error) from error
-                problem = str(error)
-            except (kafka_errors.UnsupportedSaslMechanismError, TokenUnavailableError) as error:
-                raise authentication_failed(self.settings, error) from error
-            except kafka_errors.IncompatibleBrokerVersion as error:
-                raise BrokerUnsupportedError(
-                    "What answers at bootstrap_servers is not a Kafka broker of a known version",
-                    detail=str(error),
-                    next_step="give the address of a broker, not of a controller; onceflow needs Kafka 2.8 or later",
-                ) from error
-            except (kafka_errors.KafkaError, OSError) as error:
-                problem = str(error)
-            try:
-                deadline.pause(attempt + 3, problem)
-            except DeadlineExceededError as error:
-                raise self._unreachable(deadline, problem) from error
-            attempt += 1
-
-    def _first_token(self, deadline: Deadline) -> None:
-        """Without a token no broker has to be asked, and an error here says more than one of a connection."""
-        patience = Deadline(deadline.capped(_TOKEN_PATIENCE_S), "a first token")
-        while self.tokens is not None:
-            try:
-                self.tokens.token()
-                return
-            except (TokenUnavailableError, TokenRefusedError) as error:
-                if isinstance(error, TokenRefusedError) or patience.remaining < 1.0:
-                    raise authentication_failed(self.settings, error) from error
 
     def may_log_in_again(self, error: Exception) -> bool:
         """Whether a broker that refused a login may accept a new token: once, then a refusal is final."""
@@ -162,14 +121,6 @@ class Cluster:
         if self.tokens is None or not refused or isinstance(error, TokenRefusedError):
             return False
         return self.tokens.refused(error)
-
-    def _unreachable(self, deadline: Deadline, problem: str) -> BrokerUnreachableError:
-        return BrokerUnreachableError(
-            f"No broker answered at {self.settings.bootstrap_servers} within {deadline.seconds:g} s",
-            detail=f"{_diagnose(self.settings)}; last problem: {problem}",
-            next_step="check bootstrap_servers and security.protocol, and that the broker is up "
-            "(`onceflow broker status` for the local one)",
-        )
 
     def close(self) -> None:
         with self.lock:
@@ -460,35 +411,3 @@ def unknown_topic(name: str, why: str = "") -> UnknownTopicError:
         next_step=f"create it: `onceflow topic create {name} --partitions N`; or check the name and the DESCRIBE "
         "permission",
     )
-
-
-def authentication_failed(settings: ClientSettings, error: Exception) -> OnceflowError:
-    if isinstance(error, (TokenUnavailableError, TokenRefusedError)):
-        return AuthenticationFailedError(error.what, next_step=error.next_step)
-    if settings.tokens is not None:
-        next_step = (
-            "compare the issuer, audience, scope and expiry of the token with what the broker expects "
-            "(sasl.oauthbearer.expected.issuer and .audience), and the clocks of the machines"
-        )
-    else:
-        next_step = "check sasl.mechanism, user name and password, and that the user exists on the broker"
-    return AuthenticationFailedError(
-        f"The broker at {settings.bootstrap_servers} refused the credentials", detail=str(error), next_step=next_step
-    )
-
-
-def _diagnose(settings: ClientSettings) -> str:
-    """Why a bootstrap failed, as far as a plain connection can tell."""
-    lines = []
-    for server in settings.kafka_python()["bootstrap_servers"]:
-        host, _, port = server.rpartition(":")
-        try:
-            with socket.create_connection((host.strip("[]"), int(port)), timeout=2):
-                protocol = settings.options.get("security.protocol", "PLAINTEXT")
-                lines.append(
-                    f"{server} accepts connections but did not complete the Kafka handshake as {protocol} "
-                    "(TLS or SASL expected by one side only, an untrusted certificate, or not a broker)"
-                )
-        except (OSError, ValueError) as error:
-            lines.append(f"{server}: {error}")
-    return "; ".join(lines)

@@ -24,8 +24,9 @@ from typing import Any
 import kafka.errors as kafka_errors
 from kafka.protocol.producer import ProduceRequest
 
-from onceflow.client.cluster import UNKNOWN_TOPIC_S, Cluster, authentication_failed, unknown_topic
+from onceflow.client.cluster import UNKNOWN_TOPIC_S, Cluster, unknown_topic
 from onceflow.client.deadline import Deadline
+from onceflow.client.logins import authentication_failed
 from onceflow.client.quiet import quiet
 from onceflow.errors import BrokerUnsupportedError
 from onceflow.wire import codes

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from onceflow.client import oauth
+from onceflow.client.addresses import parse_servers
 from onceflow.client.jaas import OAUTH_MODULE, jaas, jaas_fields
 from onceflow.client.token_options import client_fields, msk_iam, oauthbearer
 from onceflow.client.token_sources import ClientCredentials
@@ -137,10 +138,7 @@ class ClientSettings:
     options: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if not str(self.bootstrap_servers or "").strip(" ,"):
-            raise OptionError(
-                "bootstrap_servers is empty", next_step='give for example bootstrap_servers="localhost:9092"'
-            )
+        parse_servers(self.bootstrap_servers)
         object.__setattr__(self, "options", _normalised(self.options))
         self.kafka_python()  # translate once, so that a bad option fails where it was given
 
@@ -151,7 +149,7 @@ class ClientSettings:
     def kafka_python(self) -> dict[str, Any]:
         """Arguments of kafka-python's ``KafkaConnectionManager``."""
         out: dict[str, Any] = {
-            "bootstrap_servers": [s.strip() for s in self.bootstrap_servers.split(",") if s.strip()],
+            "bootstrap_servers": [str(address) for address in parse_servers(self.bootstrap_servers)],
             "client_id": "onceflow",
             # Fetch responses of the progress topic may be larger than kafka-python's default of 1 MB.
             "receive_message_max_bytes": 100_000_000,

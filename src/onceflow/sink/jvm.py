@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from py4j.protocol import Py4JError
+from pyspark.errors import PySparkException
 from pyspark.sql import Column, DataFrame, SparkSession
 
 from onceflow import user_code
@@ -79,6 +80,23 @@ def murmur2(spark: SparkSession, key: Column) -> Column:
             next_step="use a session made by onceflow.session(), which puts kafka-clients on the class path",
         ) from error
     return _column(call, spark)
+
+
+def why_no_source(spark: SparkSession, name: str) -> str:
+    """Why Spark could not make a source of this format, in a line; empty when it can."""
+    sources: Any = spark._jvm.org.apache.spark.sql.execution.datasources.DataSource  # type: ignore[union-attr]
+    try:
+        # What load() does, by the class loader of this thread: it finds jars however they were given.
+        sources.lookupDataSource(name, spark._jsparkSession.sessionState().conf())
+    except (Py4JError, PySparkException) as error:
+        return str(error).splitlines()[0]
+    return ""
+
+
+def connector_package(spark: SparkSession) -> str:
+    """Maven coordinates of the Kafka connector for this Spark."""
+    scala = str(spark._jvm.scala.util.Properties.versionNumberString())  # type: ignore[union-attr]
+    return f"org.apache.spark:spark-sql-kafka-0-10_{'.'.join(scala.split('.')[:2])}:{spark.version}"
 
 
 def nodes(tree: Any, mark: Any = None) -> Iterator[Any]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from pyspark.sql import DataFrame, SparkSession
 
-from onceflow.errors import OptionError, UnsupportedQueryError
+from onceflow.errors import EnvironmentUnusableError, OptionError, UnsupportedQueryError
 from onceflow.sink import jvm
 
 #: An option on the source that says which flow read it; Spark's Kafka source ignores what it does not know.
@@ -97,6 +97,23 @@ def check_session(spark: SparkSession, flow: str) -> None:
             "spark.speculation is on: two attempts of a task would write under one producer epoch",
             flow=flow,
             next_step="set spark.speculation=false for sessions that run flows",
+        )
+
+
+def check_connector(spark: SparkSession, flow: str) -> None:
+    """Refuse a session that cannot read topics, before anything is taken over.
+
+    Raises:
+        EnvironmentUnusableError: Spark's Kafka connector is not on its class path, or not whole.
+    """
+    problem = jvm.why_no_source(spark, "kafka")
+    if problem:
+        raise EnvironmentUnusableError(
+            "This Spark session has no usable Kafka connector",
+            flow=flow,
+            detail=problem,
+            next_step="make the session with onceflow.session(), before anything else in the process starts Spark; or "
+            f"give Spark the package {jvm.connector_package(spark)}, by --packages or spark.jars.packages",
         )
 
 

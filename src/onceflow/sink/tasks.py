@@ -399,5 +399,5 @@ def worker_cluster(settings: ClientSettings) -> Cluster:
     key = (os.getpid(), repr((settings.bootstrap_servers, sorted(settings.options.items()))))
     with _clusters_lock:
         if key not in _clusters:
-            _clusters[key] = Cluster(settings)
+            _clusters[key] = Cluster(settings, refused_s=None)
         return _clusters[key]

@@ -140,7 +140,7 @@ def abort_anew(cluster: Cluster, transactions: Transactions) -> None:
 
     When it fails, the next take-over aborts, or the transaction's timeout does.
     """
-    another = Cluster(cluster.settings)
+    another = Cluster(cluster.settings, refused_s=None)
     try:
         deadline = Deadline(_ABORT_S, "aborting")
         another.connect(deadline)
