@@ -14,6 +14,7 @@ from py4j.protocol import Py4JError, Py4JNetworkError
 from onceflow import BatchAbortedError, EnvironmentUnusableError
 from onceflow.query import FlowQuery
 from onceflow.sink.batch import BatchSink
+from onceflow.sink.pace import Pace
 from onceflow.wire.names import Names
 
 
@@ -40,7 +41,7 @@ class Gone:
 )
 def query(request: pytest.FixtureRequest) -> FlowQuery:
     stopped: list[bool] = []
-    sink: Any = SimpleNamespace(stopping=False, failure=None, history=[], drained=[])
+    sink: Any = SimpleNamespace(stopping=False, failure=None, history=[], drained=[], awaited=0)
     spark: Any = SimpleNamespace(_jsq=Gone(request.param))
     query = FlowQuery(spark, sink, lambda: stopped.append(True))
     query.stopped = stopped  # type: ignore[attr-defined]
@@ -53,7 +54,8 @@ def test_a_batch_under_way_may_end_before_the_query_is_stopped(batch_s: float) -
     ended: list[str] = []
     sink = BatchSink.__new__(BatchSink)
     sink.turn, sink.stopping, sink.progress, sink.failure = threading.Lock(), False, SimpleNamespace(batch_id=6), None
-    sink._names, sink.held = Names("deposits"), threading.Event()
+    sink._names, sink.held, sink.awaited = Names("deposits"), threading.Event(), 0
+    sink._pace = Pace("deposits", 0.0)
     begun = threading.Event()
 
     def run(*_: Any) -> None:

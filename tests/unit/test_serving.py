@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -37,6 +38,9 @@ class Query:
     def stop(self, *, batch_s: float = 0.0) -> None:
         self.calls.append(f"stop after {batch_s:g} s" if batch_s else "stop")
         self._running = False
+
+    def awaited(self) -> Any:
+        return contextlib.nullcontext()
 
     def awaitTermination(self) -> None:
         self.calls.append("awaitTermination")

@@ -170,7 +170,7 @@ class BatchSink:
         # ones (a cause with a Java stack trace in its text): so causes are logged, not chained.
         except OnceflowError as error:
             self.failure = error.located(flow=self._names.flow, batch=batch)
-            if not self.awaited:
+            if not self.awaited and not self.stopping:
                 log.error("%s", self.failure)
             log.debug("the batch failed here", exc_info=error)
             raise self.failure from None
