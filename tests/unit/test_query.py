@@ -116,4 +116,4 @@ def test_errors_of_java_are_not_taken_for_it() -> None:
 
     spark: Any = SimpleNamespace(_jsq=Gone(JavaError("an exception")))
     with pytest.raises(JavaError):
-        FlowQuery(spark, SimpleNamespace(failure=None), lambda: None).processAllAvailable()  # type: ignore[arg-type]
+        FlowQuery(spark, SimpleNamespace(failure=None, awaited=0), lambda: None).processAllAvailable()  # type: ignore[arg-type]
