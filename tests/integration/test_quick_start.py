@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -69,6 +70,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     finally:
         if (venv / "bin" / "onceflow").exists():
             line("onceflow broker stop")
+        shutil.rmtree(folder)  # gigabytes
 
 
 def port() -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Collection
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from onceflow import parked as parking
-from onceflow.cli.main import cli
+from onceflow.cli.main import cli, main
 from onceflow.errors import OptionError
 from onceflow.parked import Parked
 from onceflow.state.retry import Retry
@@ -208,6 +209,16 @@ def test_drop_asks(topic: dict[str, Any]) -> None:
     assert answer.stdout.endswith("1 record dropped from parked.\n")
     call("drop", "parked", "--all", "--yes")
     assert topic["dropped"] == ("parked", None)
+
+
+def test_a_no_is_no_interrupt(
+    topic: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("n\n"))
+    with pytest.raises(SystemExit) as ended:
+        main(["parked", "drop", "parked", "--all", "--bootstrap-servers", "localhost:1"])
+    assert ended.value.code == 1
+    assert capsys.readouterr().err.endswith("onceflow: not confirmed, nothing was done\n")
 
 
 @pytest.mark.parametrize("command", ["retry", "drop"])

@@ -85,7 +85,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)
-    except (KeyboardInterrupt, click.Abort):
+    except (KeyboardInterrupt, click.Abort) as error:
+        if isinstance(error, click.Abort) and error.__context__ is None:  # else click has made it of a Ctrl-C
+            click.echo("onceflow: not confirmed, nothing was done", err=True)
+            sys.exit(1)
         click.echo("onceflow: interrupted", err=True)
         sys.exit(130)
     sys.exit(result if isinstance(result, int) else 0)

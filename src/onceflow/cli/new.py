@@ -174,7 +174,9 @@ def source_of(package: Path, direct_url: str | None) -> Source:
 
 
 def _unpublished(install: str, published: str) -> Source:
-    return Source(install, f"ONCEFLOW is the checkout, wheel or repository of onceflow; once published: {published}")
+    return Source(
+        install, f"ONCEFLOW is where the onceflow came from that made this project; once published: {published}"
+    )
 
 
 def _is_checkout(folder: Path) -> bool:
