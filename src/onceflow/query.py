@@ -19,7 +19,7 @@ class FlowQuery(StreamingQuery):
     """Returned by ``Flow.write(...).start()``.
 
     ``awaitTermination`` raises onceflow's own error (``FencedError``, ``BatchAbortedError``, ...) where
-    Spark would raise its text wrapped in a ``StreamingQueryException``; that one stays as the cause.
+    Spark would raise its text wrapped in a ``StreamingQueryException``; that one stays as the context.
     """
 
     def __init__(self, query: StreamingQuery, sink: BatchSink, on_stop: Callable[[], None]) -> None:
@@ -74,7 +74,7 @@ class FlowQuery(StreamingQuery):
             return ended
         except StreamingQueryException as error:
             self.release()
-            raise self._reason(error) from error
+            raise self._reason(error) from None  # Spark's text is Java's stack, and the reason once more
 
     def processAllAvailable(self) -> None:
         """Block until everything that is in the sources now has been committed."""
@@ -83,7 +83,7 @@ class FlowQuery(StreamingQuery):
                 super().processAllAvailable()
         except StreamingQueryException as error:
             self.release()
-            raise self._reason(error) from error
+            raise self._reason(error) from None  # Spark's text is Java's stack, and the reason once more
 
     def stop(self, *, batch_s: float = 0.0) -> None:
         """Stop between two batches, or abort the one under way: it is run again at the next start.
@@ -139,7 +139,8 @@ class FlowQuery(StreamingQuery):
 
     def _reason(self, error: StreamingQueryException) -> BaseException:
         failure = self._sink.failure
-        return failure if isinstance(failure, OnceflowError) else error
+        # Where it was raised was in a callback of Spark's: many lines that say nothing of the flow.
+        return failure.with_traceback(None) if isinstance(failure, OnceflowError) else error
 
 
 @contextlib.contextmanager

@@ -5,13 +5,17 @@ from __future__ import annotations
 import logging
 import os
 import tempfile
+import traceback
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from pyspark.errors import StreamingQueryException
 
 from onceflow import interactive, spark_logs
 from onceflow.errors import FencedError
+from onceflow.query import FlowQuery
 from onceflow.sink import pace
 
 
@@ -103,6 +107,26 @@ def test_logs_of_processes_that_have_ended_are_removed_a_day_later(
         os.utime(tmp_path / name, (0, 0))
     assert spark_logs.log_file().name == names[2]
     assert sorted(path.name for path in tmp_path.iterdir()) == [names[2], "onceflow-spark-pid999999998.log"]
+
+
+def test_why_a_query_ended_is_raised_without_the_stacks_of_spark() -> None:
+    class Failed:
+        def awaitTermination(self) -> None:
+            raise StreamingQueryException("a" * 5000)
+
+        isActive = awaitTermination
+
+    try:
+        raise FencedError("taken over")
+    except FencedError as raised:
+        failure = raised
+    sink: Any = SimpleNamespace(failure=failure, awaited=0)
+    query = FlowQuery(SimpleNamespace(_jsq=Failed()), sink, lambda: None)  # type: ignore[arg-type]
+    with pytest.raises(FencedError) as caught:
+        query.awaitTermination()
+    assert len("".join(traceback.format_exception(caught.value)).splitlines()) < 12
+    assert isinstance(caught.value.__context__, StreamingQueryException)
+    assert sink.awaited == 0
 
 
 def test_py4j_keeps_quiet_about_our_own_errors(caplog: pytest.LogCaptureFixture) -> None:
