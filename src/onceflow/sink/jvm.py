@@ -17,6 +17,7 @@ from pyspark.sql import Column, DataFrame, SparkSession
 
 from onceflow import user_code
 from onceflow.errors import BatchAbortedError, EnvironmentUnusableError, OptionError
+from onceflow.session import has_class
 
 #: Version of the state store's checkpoints; from 2 on, state files have unique ids that Spark's commit log names.
 STATE_FORMAT = "spark.sql.streaming.stateStore.checkpointFormatVersion"
@@ -31,6 +32,12 @@ _INTERRUPTIONS = frozenset(
 )
 _CAUSES_MOST = 20
 _QUERY_ID = "sql.streaming.queryId"  # local property of the thread that runs a query's batches
+# One class of each jar that the Kafka connector needs. Spark finds it without them, and fails later.
+_CONNECTOR_NEEDS = (
+    "org.apache.kafka.clients.consumer.KafkaConsumer",
+    "org.apache.spark.kafka010.KafkaConfigUpdater",
+    "org.apache.commons.pool2.PooledObjectFactory",
+)
 _MURMUR2_CLASS = "org.apache.kafka.common.utils.Utils"
 
 
@@ -82,15 +89,16 @@ def murmur2(spark: SparkSession, key: Column) -> Column:
     return _column(call, spark)
 
 
-def why_no_source(spark: SparkSession, name: str) -> str:
-    """Why Spark could not make a source of this format, in a line; empty when it can."""
+def why_no_connector(spark: SparkSession) -> str:
+    """Why Spark could not read topics, in a line; empty when it can."""
     sources: Any = spark._jvm.org.apache.spark.sql.execution.datasources.DataSource  # type: ignore[union-attr]
     try:
         # What load() does, by the class loader of this thread: it finds jars however they were given.
-        sources.lookupDataSource(name, spark._jsparkSession.sessionState().conf())
+        sources.lookupDataSource("kafka", spark._jsparkSession.sessionState().conf())
     except (Py4JError, PySparkException) as error:
         return str(error).splitlines()[0]
-    return ""
+    missing = [name for name in _CONNECTOR_NEEDS if not has_class(spark._jvm, name)]
+    return f"the connector is there without jars that it needs: no class {missing[0]}" if missing else ""
 
 
 def connector_package(spark: SparkSession) -> str:

@@ -106,7 +106,7 @@ def check_connector(spark: SparkSession, flow: str) -> None:
     Raises:
         EnvironmentUnusableError: Spark's Kafka connector is not on its class path, or not whole.
     """
-    problem = jvm.why_no_source(spark, "kafka")
+    problem = jvm.why_no_connector(spark)
     if problem:
         raise EnvironmentUnusableError(
             "This Spark session has no usable Kafka connector",
