@@ -22,6 +22,11 @@ def is_interactive() -> bool:
     return hasattr(sys, "ps1") or hasattr(builtins, "get_ipython") or bool(sys.flags.interactive)
 
 
+def again() -> str:
+    """How a next step begins that needs a new process; empty in a program."""
+    return "restart the kernel, then " if is_interactive() else ""
+
+
 def started(servers: str, transactional_id: str, query: FlowQuery) -> None:
     """A query of this process runs."""
     if not is_interactive():

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from onceflow import class_archive, jars, spark_logs
 from onceflow.errors import EnvironmentUnusableError
-from onceflow.interactive import is_interactive
+from onceflow.interactive import again
 from onceflow.java import find_java
 
 if TYPE_CHECKING:
@@ -236,10 +236,9 @@ def _get_or_create(spark_session: type[SparkSession], settings: Mapping[str, str
 def _require_connector(jvm: Any) -> None:
     if not has_class(jvm, CONNECTOR_CLASS):
         connector = ",".join(map(str, jars.spark_connector_coordinates(jars.installed_spark_version())[:1]))
-        again = "Restart the kernel. " if is_interactive() else ""
         raise EnvironmentUnusableError(
             "Spark runs already, without its Kafka connector, and a running JVM keeps its class path.",
-            next_step=f"{again}Make the session with onceflow.session() before anything else starts Spark, or start "
+            next_step=f"{again()}make the session with onceflow.session() before anything else starts Spark, or start "
             f"Spark with --packages {connector}",
         )
 

@@ -43,6 +43,7 @@ def test_a_cell_that_runs_again_stops_what_it_has_started(prompt: None, caplog: 
     interactive.started("b:1", "onceflow.other", other)  # type: ignore[arg-type]
     interactive.stop_earlier("b:2", "onceflow.orders")
     assert query.stops == 0
+    assert interactive.again() == "restart the kernel, then "
     interactive.stop_earlier("b:1", "onceflow.orders")
     interactive.stop_earlier("b:1", "onceflow.orders")
     assert (query.stops, other.stops) == (1, 0)

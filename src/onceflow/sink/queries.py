@@ -10,6 +10,7 @@ from typing import Any
 from pyspark.sql import DataFrame, SparkSession
 
 from onceflow.errors import EnvironmentUnusableError, OptionError, UnsupportedQueryError
+from onceflow.interactive import again
 from onceflow.sink import jvm
 
 #: An option on the source that says which flow read it; Spark's Kafka source ignores what it does not know.
@@ -90,7 +91,7 @@ def check_session(spark: SparkSession, flow: str) -> None:
         raise UnsupportedQueryError(
             "Spark Connect is not supported: foreachBatch runs in another process there",
             flow=flow,
-            next_step='use a classic session: onceflow.session(master="...")',
+            next_step=f'{again()}use a classic session: onceflow.session(master="...")',
         )
     if str(spark.conf.get("spark.speculation", "false")).lower() == "true":
         raise UnsupportedQueryError(
@@ -112,7 +113,7 @@ def check_connector(spark: SparkSession, flow: str) -> None:
             "This Spark session has no usable Kafka connector",
             flow=flow,
             detail=problem,
-            next_step="make the session with onceflow.session(), before anything else in the process starts Spark; or "
+            next_step=f"{again()}make the session with onceflow.session(), before anything else in the process starts Spark; or "
             f"give Spark the package {jvm.connector_package(spark)}, by --packages or spark.jars.packages",
         )
 
