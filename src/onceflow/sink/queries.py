@@ -113,8 +113,8 @@ def check_connector(spark: SparkSession, flow: str) -> None:
             "This Spark session has no usable Kafka connector",
             flow=flow,
             detail=problem,
-            next_step=f"{again()}make the session with onceflow.session(), before anything else in the process starts Spark; or "
-            f"give Spark the package {jvm.connector_package(spark)}, by --packages or spark.jars.packages",
+            next_step=f"{again()}make the session with onceflow.session(), before anything else in the process starts "
+            f"Spark; or give Spark the package {jvm.connector_package(spark)}, by --packages or spark.jars.packages",
         )
 
 
