@@ -30,12 +30,12 @@ class Count(onceflow.Processor):
     state = output = onceflow.serdes.JSON
 
     def process(self, key, records, state):
-        import only_in_tasks  # the driver has never loaded it
+        import loaded_late
 
         for record in records:
             count = state.get(0) + 1
             state.put(count)
-            yield onceflow.Record(key, {"count": count, "word": words.louder(record.value.decode(), only_in_tasks.END)})
+            yield onceflow.Record(key, {"count": count, "word": words.louder(record.value.decode(), loaded_late.END)})
 """
 
 SERVICE = """
@@ -47,8 +47,11 @@ from pyspark.sql import functions as F
 
 import onceflow
 
-bootstrap_servers, name, source, target, state_dir = sys.argv[1:]
-spark = onceflow.session(name, master="local[2]", config={"spark.driver.memory": "700m"})
+bootstrap_servers, name, source, target, state_dir, master = sys.argv[1:]
+if not master.startswith("local["):
+    import loaded_late  # to a cluster only what is loaded is sent
+sizes = {"spark.driver.memory": "700m", "spark.executor.memory": "600m"}
+spark = onceflow.session(name, master=master, config=sizes)
 flow = onceflow.Flow(name, spark, bootstrap_servers=bootstrap_servers)
 upper = F.udf(words.upper)
 rows = flow.read(source).withColumn("value", upper(F.col("value").cast("string")))
@@ -69,7 +72,8 @@ def louder(text, end):
 """
 
 
-def test_modules_beside_the_script(make_pipe: Callable[..., Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("master", ["local[2]", pytest.param("local-cluster[2,1,600]", marks=pytest.mark.long)])
+def test_modules_beside_the_script(make_pipe: Callable[..., Any], tmp_path: Path, master: str) -> None:
     """A service started from another folder: its processor, what that imports, a function, a module loaded late."""
     pipe = make_pipe(partitions=2)
     pipe.fill(60, keys=6)
@@ -78,13 +82,13 @@ def test_modules_beside_the_script(make_pipe: Callable[..., Any], tmp_path: Path
     for name, text in {
         "service.py": SERVICE,
         "counting.py": PROCESSOR,
-        "only_in_tasks.py": "END = '!'",
+        "loaded_late.py": "END = '!'",
         "helpers/__init__.py": "",
         "helpers/words.py": WORDS,
     }.items():
         (program / name).parent.mkdir(parents=True, exist_ok=True)
         (program / name).write_text(text)
-    arguments = [pipe.bootstrap, pipe.flow, pipe.source, pipe.target, str(tmp_path / "state")]
+    arguments = [pipe.bootstrap, pipe.flow, pipe.source, pipe.target, str(tmp_path / "state"), master]
     done = subprocess.run(
         [sys.executable, str(program / "service.py"), *arguments],
         cwd=elsewhere,
