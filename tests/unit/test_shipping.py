@@ -42,8 +42,11 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     for name, text in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
-    # Without the folder that the tests were started in: that one is a program's, too.
-    monkeypatch.setattr(sys, "path", [str(folder), *(entry for entry in sys.path if entry not in ("", os.getcwd()))])
+    # Without the other folders of a program: the one that the tests were started in, and those of other tests.
+    others = {*shipping.program_folders(), ""} - {str(Path(shipping.__file__).parents[1])}
+    monkeypatch.setattr(
+        sys, "path", [str(folder), *(entry for entry in sys.path if os.path.abspath(entry) not in others)]
+    )
     yield folder
     for name in set(sys.modules) - before:
         del sys.modules[name]
