@@ -23,9 +23,11 @@ def serve(*queries: FlowQuery, more: Callable[[FlowQuery], dict[str, Any]] | Non
     """Run until SIGTERM or Ctrl-C, or until one of the queries ends; then stop all of them.
 
     A batch that is running then is aborted, and is run again at the next start. (With ``at_most_once`` it has a minute
-    to finish.) Every committed batch is a line of JSON on stdout: ``flow``, ``batch`` (its number), ``records`` (written to the
+    to finish.) Call it in the main thread, where signals are handled. A second signal interrupts at once.
+
+    Every committed batch is a line of JSON on stdout: ``flow``, ``batch`` (its number), ``records`` (written to the
     outputs), ``dead_letters`` and ``late`` (put aside), ``dropped`` (by Spark, later than its watermark), ``seconds``
-    (that its steps took). Call it in the main thread, where signals are handled; a second one interrupts at once.
+    (that its steps took).
 
     ::
 
