@@ -71,10 +71,10 @@ _START_SECONDS = 60.0
 
 
 class Flow:
-    """One service: a name, its sources, one output. The name is its identity in Kafka.
+    """One service: a name, the topics it reads, and one query that writes. The name is its identity in Kafka.
 
-    The transactional id is ``onceflow.<name>``, the consumer group ``<name>``: two drivers with one name
-    are two copies of one flow, and the one that started last wins.
+    The transactional id is ``onceflow.<name>``, the consumer group is ``<name>``. Two drivers with one name are two
+    copies of one flow: the one that started last goes on, the other one stops with FencedError.
 
     Args:
         name: letters, digits, ``. _ -``; at most 200.
@@ -82,10 +82,11 @@ class Flow:
         bootstrap_servers: ``host:port``, several separated by commas.
         options: connection options by their Java names (``security.protocol``, ``sasl.jaas.config``, ...), with
             or without Spark's ``kafka.`` prefix. They go to Spark's reader and to onceflow's own connections.
-        transactional_id_prefix, group_id_prefix: for prefixed ACLs.
+        transactional_id_prefix, group_id_prefix: put before the transactional id and the consumer group, so that one
+            prefixed ACL covers many flows.
         connect_timeout: how long a start waits while all ``bootstrap_servers`` refuse connections or do not resolve.
-            More than the default is for a flow that is started before its brokers. A running flow does not look at
-            it: its brokers may be away for longer.
+            Raise it for a flow that is started before its brokers. It does not apply to a running flow, whose brokers
+            may be away for longer.
 
     Raises:
         OptionError: a bad name, address or option.
@@ -133,20 +134,24 @@ class Flow:
         include_headers: bool = False,
         options: Mapping[str, str] | None = None,
     ) -> DataFrame:
-        """A streaming DataFrame of one topic, read_committed, that continues where progress ends.
+        """A streaming DataFrame of one topic. It continues after the last committed batch of the flow.
 
-        The first call takes the flow over: an older driver of the same name is fenced, what it left open
-        is aborted. Offsets do not move any more after that (I6).
+        Only committed records are read (``isolation.level=read_committed``). The first call takes the flow over: an
+        older driver of the same name is fenced, and the transaction it left open is aborted. From then on the flow's
+        committed offsets cannot change, unless this driver changes them.
 
         Args:
-            starting_offsets: where a flow that never ran starts: ``earliest``, ``latest`` or an offset for
-                every partition. Pinned at the first start, ignored ever after.
-            max_records_per_batch: bound of one transaction; None for no bound.
-            fail_on_data_loss: whether expired source records stop the flow (True) or are logged and skipped.
+            topic: the topic to read. Make one call for each topic.
+            starting_offsets: where a flow starts that has never read the topic: ``earliest``, ``latest``, or a dict
+                with an offset for every partition. The first start commits these offsets. Later starts continue where
+                the flow is. They ignore a value other than ``earliest``, with a warning.
+            max_records_per_batch: most records of this topic in one batch, and so in one transaction; None: no bound.
+            fail_on_data_loss: what happens when records have expired before the flow has read them. True:
+                DataLossError. False: a warning, and they are skipped.
             include_headers: adds the ``headers`` column.
-            options: further options of Spark's Kafka source, for example ``groupIdPrefix``. With ``minPartitions`` and
-                ``maxRecordsPerPartition`` several tasks read a partition, and records lose their order: only for
-                ``partitioner="spread"``, and for queries that keep state in Spark.
+            options: further options of Spark's Kafka source, for example ``groupIdPrefix``. With ``minPartitions`` or
+                ``maxRecordsPerPartition`` several tasks read one partition, and records lose their order. So these two
+                are refused except with ``partitioner="spread"`` and in queries that keep state in Spark.
 
         Returns:
             Spark's Kafka columns: key, value, topic, partition, offset, timestamp, timestampType[, headers].
@@ -280,41 +285,48 @@ class Flow:
         max_timers_per_batch: int | None = 1_000,
         max_dead_letters: int | float | None = None,
     ) -> DataFrame:
-        """Run user code with state over a stream; the state is the compacted topic ``table``.
+        """Run user code with state per key over a stream. The state is kept in the compacted topic ``table``.
 
-        Rows are brought to the partition of the table that Kafka's default partitioner gives their key. What user
-        code changes is written to the topic in the batch's transaction; a local store is its cache. Write the
-        DataFrame this returns with ``Flow.write``: written as it is, outputs take no extra step.
+        Each row goes to the partition of the table that Kafka's default partitioner gives its key. What user code
+        changes is written to that topic in the transaction of the batch. A local store caches the topic. Write the
+        returned DataFrame with ``Flow.write``. Without operators in between, the tasks that process the records also
+        write the outputs.
 
         Args:
-            df: made from ``Flow.read``, with key and value (string or binary); partition, offset, timestamp, topic and
-                headers are handed on to the processor where they are there.
-            processor: an instance; it is pickled and sent to the tasks, and so must what is on it be: connections are
-                made in its ``open``.
-            table: name of the table topic; created when missing, with a companion ``<table>-internal``.
-            partitions: of a table that does not exist yet; by default as many as the source has.
-            on_error: what a record does that user code raises for: ``fail`` stops the flow at it, ``dead-letter``
-                sends it to ``dead_letter_topic`` with the cause in its headers, in the same transaction.
-            late_topic: where records go that are later than the processor's ``allowed_lateness``.
-            retention: rows that were not written for this long are deleted (``"7 days"``); wins over the
-                processor's ttl.
-            single_key: keep the whole state of a partition in one record. For small state: every batch writes it all.
-            store: ``lmdb``, ``memory``, ``rocksdb`` (an extra), or a class of your own.
-            state_dir: folder of the local stores, on every host; by default the host's ``$ONCEFLOW_STATE_DIR``, else
-                its ``~/.local/state/onceflow``.
+            df: made from ``Flow.read`` or another ``Flow.process`` of this flow, with the columns key and value (string
+                or binary). The columns partition, offset, timestamp, topic and headers are optional; the processor
+                sees them where they are present.
+            processor: an instance of your class. It is pickled with all its attributes and sent to the tasks. Create
+                connections and locks in its ``open``, because they cannot be pickled.
+            table: name of the table topic. It is created when it is missing, and so is ``<table>-internal``.
+            partitions: how many partitions a table gets that does not exist yet; None: as many as the source has.
+            on_error: what happens to a record for which user code raises. ``fail``: the flow stops. ``dead-letter``:
+                the record goes to ``dead_letter_topic`` in the same transaction, with the cause in its headers.
+            dead_letter_topic: the topic for such records. It must exist.
+            late_topic: the topic for records that are later than ``allowed_lateness`` of the processor allows. It must
+                exist. Give both of them or neither.
+            retention: rows that were not written for this long are deleted (``"7 days"``). It takes the place of the
+                processor's ``ttl``.
+            single_key: keep the whole state of a partition in one record. Only for small state, because every batch
+                writes all of it.
+            store: the local store: ``lmdb``, ``memory``, ``rocksdb`` (needs the extra ``rocksdb``), or a class of your
+                own.
+            state_dir: folder of the local stores, on every host; None: the host's ``$ONCEFLOW_STATE_DIR``, or
+                ``~/.local/state/onceflow`` where that is not set.
             adopt_existing: take over the rows of a table topic that the flow has no progress of.
-            idle_timeout: event time does not wait for a source partition that was silent for this long.
-            max_timers_per_batch: timers that fire in one partition and batch, the earliest first; what is left fires in
-                further batches, at once. None: all that are due, in one transaction.
-            max_dead_letters: the flow stops when one run has more dead letters: a count (``100``), or a share of the
-                records that the step has read (``0.01``), judged from 100 records on. The batch that has them is not
-                committed. None: any number.
+            idle_timeout: event time stops waiting for a source partition that has brought no records for this long.
+            max_timers_per_batch: most timers that fire in one partition and batch, the earliest first. The others fire
+                in further batches, which follow at once. None: all due timers fire in one transaction.
+            max_dead_letters: stop the flow when one run has more dead letters than this: a count (``100``), or a share
+                of the records that the step has read (``0.01``), checked from 100 records on. The batch that exceeds it
+                is not committed. None: no limit.
 
         Returns:
             A streaming DataFrame of what the processor yields: key, value, topic, headers, timestamp.
 
         Raises:
             OptionError, SchemaError: wrong arguments or columns; the processor cannot be pickled.
+            UnsupportedQueryError: ``df`` is not a stream of this flow, or has operators that keep state in Spark.
             ProgressConflictError: the table topic is not what progress says, or the state has another version.
             PermissionDeniedError: a topic is missing and may not be created.
         """
@@ -416,35 +428,35 @@ class Flow:
         """Prepare to write a streaming DataFrame; ``.start()`` runs it.
 
         Args:
-            df: made from ``Flow.read`` of this flow, with the columns of Spark's own Kafka sink (key, value, topic,
-                partition, headers) and optionally timestamp. Other columns are ignored.
-            topic: output topic for all rows; without it every row names its own in the ``topic`` column.
-            trigger: how often a batch (and so a transaction) starts, for example ``"100 milliseconds"``; None: as
-                soon as the last one is done.
-            guarantee: ``exactly_once``: rows, progress and source offsets in one transaction. ``at_least_once``: rows,
-                then progress, without transactions; a crash in between doubles rows. ``at_most_once``: progress, then
-                rows; a crash or a failure in between loses rows.
-            partitioner: ``key`` places rows as the Java client does; ``source`` keeps the partition a row was read
-                from, without a shuffle; ``spread`` fills partitions without a shuffle or order of keys.
-            checkpoint: folder of Spark's checkpoint, to be kept: for queries with state in Spark (aggregations,
-                stream-stream joins, de-duplication, transformWithState) and for sources that are no topics. A local
-                path with a local master, else where all executors can write (``s3a://...``). None: progress is in
-                Kafka alone, and Spark's checkpoint is scratch.
+            df: made from ``Flow.read`` or ``Flow.process`` of this flow, with the columns of Spark's own Kafka sink
+                (key, value, topic, partition, headers) and optionally timestamp. Other columns are ignored.
+            topic: output topic for all rows. None: every row names its own in the ``topic`` column.
+            trigger: how often a batch (and so a transaction) starts, for example ``"100 milliseconds"``. None: as soon
+                as the previous one is done.
+            guarantee: ``exactly_once``: rows, progress and source offsets are written in one transaction.
+                ``at_least_once``: rows first, then progress, without transactions; a crash in between duplicates rows.
+                ``at_most_once``: progress first, then rows; a crash or a failure in between loses rows.
+            partitioner: ``key`` places rows as the Java client does. ``source`` keeps the partition a row was read
+                from, without a shuffle. ``spread`` fills partitions evenly, without a shuffle; keys lose their order.
+            checkpoint: folder of Spark's checkpoint, which must be kept. Needed for queries with state in Spark
+                (aggregations, stream-stream joins, de-duplication, transformWithState) and for sources that are not
+                topics. With a local master it may be a local path, otherwise all executors must be able to write there
+                (``s3a://...``). None: progress is in Kafka alone, and Spark's checkpoint is a scratch folder.
             output_mode: Spark's ``append``, ``update`` or ``complete``; the last two need checkpoint=.
             on_checkpoint_conflict: what happens when the checkpoint and the flow's progress in Kafka do not belong
-                together. ``refuse``: ProgressConflictError. ``resume``: an empty checkpoint is accepted; the flow goes
-                on at its committed offsets with empty Spark state.
-            transaction_timeout: the broker aborts a batch open for longer; at most its
-                ``transaction.max.timeout.ms`` (15 minutes by default).
+                together. ``refuse``: ProgressConflictError. ``resume``: an empty checkpoint is accepted, and the flow
+                continues at its committed offsets with empty Spark state.
+            transaction_timeout: the broker aborts a batch whose transaction is open for longer. It can be at most
+                ``transaction.max.timeout.ms`` of the brokers (15 minutes by default).
             compression: none, gzip, snappy, lz4 or zstd.
-            small_batch_rows: a batch that cannot have more rows is written by the driver itself, through Arrow: no
-                Python task, no shuffle, much less latency. None: 8,000 rows, or 10,000 that go through a process
-                step; 0: always by tasks. With mapInArrow or mapInPandas in the query None means 0: few rows may become
-                any number there.
-            late: what happens when Spark drops rows that are later than the watermark of a query with state. ``drop``:
-                they are counted (``BatchSummary.dropped``) and told. ``fail``: LateRowsError; the batch is not
-                committed.
-            once: process what is there now, in bounded batches, then stop (Spark's availableNow).
+            small_batch_rows: the driver writes a batch itself when it expects at most this many rows. That saves Python
+                tasks and a shuffle, and so much latency. Behind ``Flow.process`` source records are counted in place of
+                rows. 0: tasks always write. None: 8,000 rows, or 10,000 source records behind ``Flow.process``; but
+                0 when the query has mapInArrow or mapInPandas, where a few records may become any number of rows.
+            late: what happens to rows that Spark drops because they are later than the watermark of a query with state.
+                ``drop``: they are counted (``BatchSummary.dropped``), and a warning says so. ``fail``: LateRowsError,
+                and the batch is not committed; needs ``guarantee="exactly_once"``.
+            once: process what is in the sources now, in bounded batches, then stop (Spark's availableNow).
 
         Raises:
             OptionError, SchemaError, UnsupportedQueryError, UnknownTopicError, ProgressConflictError: here or in

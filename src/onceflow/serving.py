@@ -20,11 +20,14 @@ _BATCH_S = 60.0  # for the batch under way, where it must not be cut short
 
 
 def serve(*queries: FlowQuery, more: Callable[[FlowQuery], dict[str, Any]] | None = None) -> None:
-    """Run until SIGTERM or Ctrl-C, or until one of the queries ends; then stop all of them between two batches.
+    """Run until SIGTERM or Ctrl-C, or until one of the queries ends; then stop all of them.
+
+    A batch that is running then is aborted, and is run again at the next start. (With ``at_most_once`` it has a minute
+    to finish.) Call it in the main thread, where signals are handled. A second signal interrupts at once.
 
     Every committed batch is a line of JSON on stdout: ``flow``, ``batch`` (its number), ``records`` (written to the
     outputs), ``dead_letters`` and ``late`` (put aside), ``dropped`` (by Spark, later than its watermark), ``seconds``
-    (that its steps took). Call it in the main thread, where signals are handled; a second one interrupts at once.
+    (that its steps took).
 
     ::
 

@@ -116,7 +116,7 @@ def test_the_quick_start_of_the_readme_and_the_reset_of_the_operations_page(
     said = []
     for command in commands[2:]:
         if command == "python validate.py":
-            said.append(run_python(adapted(only(blocks(README, "python")), onceflow_broker, names)))
+            said.append(run_python(adapted(only(blocks(README, "python", "onceflow.session")), onceflow_broker, names)))
         else:
             own = re.sub(r" (deposits|validated)\b", rf" \1-{run}", command)
             said.append(
@@ -223,7 +223,9 @@ def test_the_example_with_late_rows(
 
 def test_the_processors_of_the_state_page(monkeypatch: pytest.MonkeyPatch) -> None:
     module = types.ModuleType("balances")
-    exec(only(blocks(STATE, "python", "onceflow.session")), module.__dict__)  # noqa: S102
+    whole = only(blocks(STATE, "python", "onceflow.session"))
+    assert whole.startswith(only(blocks(README, "python", "class ")))  # the README shows the processor alone
+    exec(whole, module.__dict__)  # noqa: S102
     monkeypatch.setitem(sys.modules, "balances", module)
     assert run_tests(only(blocks(STATE, "python", "from balances import"))) == 2
     assert run_tests(only(blocks(STATE, "python", "on_timer"))) == 1

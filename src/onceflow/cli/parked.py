@@ -34,7 +34,7 @@ def parked() -> None:
 @connection
 @click.option("--json", "as_json", is_flag=True, help="A line of JSON for each record.")
 def list_(topic: str, settings: ClientSettings, as_json: bool) -> None:
-    """List what is parked in TOPIC: origin, attempts, cause. Of an ordinary dead-letter topic: every letter."""
+    """List what is parked in TOPIC: origin, attempts, cause. Of an ordinary dead-letter topic: every dead letter."""
     from onceflow import parked as parking
 
     found = parking.read(settings, topic)

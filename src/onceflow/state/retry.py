@@ -74,7 +74,7 @@ class Retry(Processor):
 
     The flow that fails reads the retry topic beside its source, with ``include_headers=True``: so its next dead letter
     knows how often the record has failed. The wait grows from attempt to attempt, and is counted from when this flow
-    has read the letter. A record that has failed for the last time, or for a cause that no retry heals, is parked:
+    has read the dead letter. A record that has failed for the last time, or for a cause that no retry heals, is parked:
     ``parked_topic`` should be compacted, its key is the origin (``topic/partition/offset``) of the record.
     ``onceflow parked`` lists, retries and drops what is there.
 
@@ -93,7 +93,7 @@ class Retry(Processor):
             waits for the same time, for a batch may run twice.
         max_attempts: how often a record is processed before it is parked, the first time included.
         permanent: causes that no retry heals: exception classes, or their names. A class stands for itself only, not
-            for its subclasses: a letter carries just the name.
+            for its subclasses: a dead letter carries just the name.
 
     Raises:
         OptionError: an argument makes no sense.
@@ -150,10 +150,10 @@ class Retry(Processor):
 
     @staticmethod
     def by_origin(df: DataFrame) -> DataFrame:
-        """The same letters with their origins, ``topic/partition/offset``, as keys: what ``Retry`` takes.
+        """The same dead letters with their origins, ``topic/partition/offset``, as keys: what ``Retry`` takes.
 
         Dead letters may have no key, or share it with others; the place where a record was read first is its own. The
-        record's key goes along in a header. A letter whose headers do not tell its origin has come from
+        record's key goes along in a header. A dead letter whose headers do not tell its origin comes from
         elsewhere: its origin is its own place.
 
         Args:
