@@ -287,14 +287,15 @@ class BatchSink:
                     )
                     continue
                 failed += 1
-                log.warning(
-                    "flow %s: batch %d aborted (attempt %d of %d): %s",
-                    self._names.flow,
-                    batch,
-                    failed,
-                    self._options.attempts_most,
-                    _in_short(problem),
-                )
+                if failed < self._options.attempts_most:  # else the error says so
+                    log.warning(
+                        "flow %s: batch %d aborted (attempt %d of %d): %s",
+                        self._names.flow,
+                        batch,
+                        failed,
+                        self._options.attempts_most,
+                        _in_short(problem),
+                    )
             except Exception as problem:  # not ours and not Spark's: no rerun, but no open transaction either
                 if not self._undecided:
                     self._abort(problem, batch)

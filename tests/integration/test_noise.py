@@ -1,0 +1,73 @@
+"""What a person sees on the console when a service fails: one error, once, without stack traces of Java."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import onceflow
+from onceflow.testing import independent
+
+pytestmark = pytest.mark.integration
+
+SERVICE = """
+import sys
+import onceflow
+from pyspark.sql import functions as F
+
+servers, source, target = sys.argv[1:]
+spark = onceflow.session("noise", "local[1]")
+flow = onceflow.Flow("noise-" + source, spark, bootstrap_servers=servers)
+
+@F.udf("string")
+def amount(value):
+    raise ValueError("no amount")
+
+rows = flow.read(source).select("key", amount("value").alias("value"))
+onceflow.serve(flow.write(rows, topic=target, small_batch_rows=0).start())
+"""
+
+
+def test_a_service_that_fails(make_topic: Any, onceflow_broker: str, tmp_path: Path) -> None:
+    """It is run as users run it, four attempts of the batch fail in tasks, and the cause is told."""
+    source, target = make_topic("in", 1), make_topic("out", 1)
+    independent.fill(onceflow_broker, source, [(b"k", b"v")])
+    script = tmp_path / "service.py"
+    script.write_text(SERVICE)
+    done = subprocess.run(
+        [sys.executable, str(script), onceflow_broker, source, target],
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    said = done.stdout + done.stderr
+    assert done.returncode == 1
+    assert said.count("BatchAbortedError") == 1, said
+    cause = "ValueError: no amount (raised in amount, service.py:12)"
+    assert cause in said, said
+    assert [line for line in said.splitlines() if cause in line][-1].startswith("  detail: ")
+    assert said.count(cause) == 4, "three attempts that are done again, and the error"
+    assert "\tat " not in said, "a stack trace of Java"
+    assert len(said.splitlines()) < 40, said
+    (log,) = tmp_path.glob("onceflow-spark-pid*.log")
+    assert "\tat org.apache.spark" in log.read_text()
+
+
+def test_a_query_that_no_flow_writes(make_pipe: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    pipe = make_pipe(partitions=1)
+    pipe.fill(10)
+    pipe.run()
+    assert "is not written by Flow.write" not in caplog.text
+    with onceflow.Flow(pipe.flow, pipe.spark, bootstrap_servers=pipe.bootstrap) as flow:
+        rows = flow.read(pipe.source).select("key", "value")
+        query = rows.writeStream.format("noop").option("checkpointLocation", str(tmp_path / "own")).start()
+        query.stop()
+    assert f"a query reads the topics of flow {pipe.flow} and is not written by Flow.write" in caplog.text
