@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import time
 from collections import Counter
@@ -230,6 +231,8 @@ def summing_processor() -> Any:
 
         def handleInputRows(self, key: Any, rows: Any, timerValues: Any) -> Any:
             rows = list(rows)
+            if any(row.number < 0 for row in rows):
+                raise ValueError(f"{key[0]} goes below zero")
             if self.kept.exists():
                 count, total = self.kept.get()
             else:
@@ -373,6 +376,17 @@ def test_transform_with_state(make_service: Any, setting: Any) -> None:
     service.send([(6, "a", 4), (12, "c", 9), (21, "c", 1)])
     service.run()
     assert service.new() == ["a:3:7", "b:1:5"]
+
+
+@pytest.mark.long
+def test_a_state_function_that_raises(make_service: Any) -> None:
+    """The error says what it has raised, and where."""
+    service = make_service(transformed)
+    service.send([(1, "a", -1)])
+    with pytest.raises(onceflow.BatchAbortedError) as caught:
+        service.run()
+    place = r"\(raised in handleInputRows, test_checkpoint\.py:\d+\)"
+    assert re.fullmatch(rf"ValueError: a goes below zero {place}", caught.value.detail)
 
 
 def test_two_topics_and_files_in_one_query(make_service: Any, tmp_path: Path) -> None:
