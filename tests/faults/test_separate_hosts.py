@@ -42,6 +42,7 @@ SPARK_HOME = Path(pyspark.__file__).parent
 KILLS = 10
 DRIVER_KILLED_AFTER = 5  # kills of executors
 LATE_WORKER_AFTER = 2
+KILLED_AFTER_S = (0.2, 1.2)  # of a commit
 COMMIT_S = 90.0
 FIRST_WORK_S = 60.0
 RECORDS_EVERY_S = 0.25
@@ -278,6 +279,8 @@ def test_ten_executor_kills_a_driver_restart_and_a_late_worker(
             host.await_commits(3)
             workers = ["worker-0", "worker-1"]
             for kill in range(1, KILLS + 1):
+                # Somewhere in the course of batches: the moment after a commit is between two of them.
+                time.sleep(rng.uniform(*KILLED_AFTER_S))
                 host.await_true(lambda: kill_executor(cluster, rng), COMMIT_S, "an executor to kill")
                 host.await_commits()
                 if kill == LATE_WORKER_AFTER:
