@@ -473,12 +473,6 @@ class Flow:
                 raise OptionError(
                     f"{name}={value!r} is unknown", flow=self.name, next_step=f"use one of {', '.join(known)}"
                 )
-        if output_mode != "append" and checkpoint is None:
-            raise OptionError(
-                f"output_mode={output_mode!r} needs a checkpoint",
-                flow=self.name,
-                next_step="give checkpoint=, or leave output_mode out: without state in Spark all rows are appended",
-            )
         if checkpoint is not None and not str(checkpoint).strip():
             raise OptionError("checkpoint= is empty", flow=self.name, next_step="give a folder, or leave it out")
         compression_code(compression)
@@ -489,6 +483,12 @@ class Flow:
             if once:
                 raise OptionError("trigger and once exclude each other", flow=self.name, next_step="give one of them")
         facts = queries.check_plan(df, self.name, checkpoint=checkpoint is not None)
+        if output_mode != "append" and checkpoint is None:
+            raise OptionError(
+                f"output_mode={output_mode!r} needs a checkpoint",
+                flow=self.name,
+                next_step="give checkpoint=, or leave output_mode out: without state in Spark all rows are appended",
+            )
         if late == FAIL and guarantee != EXACTLY_ONCE:
             raise OptionError(
                 f'late="fail" does not go with guarantee={guarantee!r}: without a transaction rows are out already',
@@ -625,6 +625,7 @@ class Flow:
 
             def stopped() -> None:
                 watch.stop()
+                sink.ended()
                 if state is not None:
                     state.settle()
                 location.close()

@@ -74,6 +74,8 @@ class FlowQuery(StreamingQuery):
             return ended
         except StreamingQueryException as error:
             self.release()
+            if self._sink.stopping and self._sink.failure is None:
+                return None if timeout is None else True  # stop() has cut its last batch short
             raise self._reason(error) from None  # Spark's text is Java's stack, and the reason once more
 
     def processAllAvailable(self) -> None:

@@ -66,7 +66,7 @@ def test_outputs_and_what_was_put_aside_are_counted_apart(
 
     send([(n, 10_000_000) for n in range(10)])
     run()
-    assert "first dead letter of this run" in caplog.text
+    assert "first dead letters of this run" in caplog.text
     assert "is odd" in caplog.text
     send([(20, 1), (22, 10_000_000), (23, 10_000_000), (24, 10_000_000)])
     query = run(max_dead_letters=1)

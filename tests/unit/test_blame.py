@@ -250,7 +250,7 @@ def test_the_line_of_user_code(how: str, place: str) -> None:
 
         def yields(self, records: Any) -> Iterator[Any]:
             yield Record(b"", b"")
-            yield 7  # yields
+            yield Record(b"", 7)  # yields
             yield Record(b"", b"")
 
         def delegates(self, records: Any) -> Iterator[Any]:

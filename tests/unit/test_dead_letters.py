@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -31,8 +31,8 @@ def run_of(limit: float | None) -> DeadLetters:
 
 def batch(records: int, letters: int) -> list[StateReport]:
     counts = {"records": records, "dead_letters": letters}
-    first = "in-0, offset 7: KeyError: 'amount'" if letters else ""
-    done = StateReport("balances", 0, "host", Commit(1, 1, 1), "", 0, 0.0, 1, 1, counts=counts, first_dead_letter=first)
+    causes = {"KeyError": (letters, "in-0, offset 7: KeyError: 'amount'")} if letters else {}
+    done = StateReport("balances", 0, "host", Commit(1, 1, 1), "", 0, 0.0, 1, 1, counts=counts, causes=causes)
     return [done]
 
 
@@ -64,8 +64,13 @@ def test_the_first_one_is_told_and_no_other(caplog: pytest.LogCaptureFixture) ->
     for reports in (batch(5, 0), batch(5, 2), batch(5, 3)):
         run.adopt(reports)
     (told,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert "letters: in-0, offset 7: KeyError: 'amount'" in told
+    assert "letters: 2 x KeyError, first in-0, offset 7: KeyError: 'amount'" in told
     assert (run.records, run.count) == (15, 5)
+    other = batch(5, 1)[0]
+    run.adopt([replace(other, causes={"KeyError": (3, "x"), "ValueError": (2, "in-0, offset 9: ValueError: no")})])
+    assert caplog.messages[-1].endswith(
+        "of another cause went to letters: 2 x ValueError, first in-0, offset 9: ValueError: no"
+    )
 
 
 @pytest.mark.parametrize("limit", [-1, True, 1.0, 0.0, 1.5, "10", float("nan")])
@@ -130,6 +135,18 @@ def test_bad_records_stay_dead_letters(processor: type[Processor], bad: dict[str
     driver.send("ada", {"amount": 5})
     driver.send_many([("ada", bad), ("ada", {"amount": 2})])
     assert len(driver.dead_letters) == 1
+
+
+class Dicts(Old):
+    def process(self, key: str, records: Any, state: Any) -> Any:
+        yield {"sum": 1}
+
+
+def test_a_processor_that_yields_no_records_makes_no_dead_letters() -> None:
+    driver = ProcessorDriver(Dicts(), on_error="dead-letter")
+    with pytest.raises(ProcessorError, match="has to yield Records: expected Records, got dict") as caught:
+        driver.send_many([("ada", {"amount": 1}), ("bob", {"amount": 2})])
+    assert "yielded in process, test_dead_letters.py:" in caught.value.detail
 
 
 @dataclass

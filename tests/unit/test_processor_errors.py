@@ -191,6 +191,12 @@ def test_what_must_not_be_yielded(yielded: Any, match: str) -> None:
     line = Yields.process.__code__.co_firstlineno
     assert raised.value.detail.endswith(f", returned by Yields.process, test_processor_errors.py:{line}")
     driver = ProcessorDriver(Yields(), on_error="dead-letter")
+    if "one Record" in match or ("expected Records" in match and yielded != 7):
+        # Not the record's fault: else all of them would be dead letters.
+        with pytest.raises(ProcessorError, match=match) as raised:
+            driver.send_many([(b"k", b"v"), (b"k", b"w")])
+        assert raised.value.detail.endswith(f"returned by Yields.process, test_processor_errors.py:{line}")
+        return
     assert driver.send_many([(b"k", b"v"), (b"k", b"w")]) == []
     assert len(driver.dead_letters) == 2
     assert driver.state(b"k") is None

@@ -175,14 +175,21 @@ class BatchSink:
             log.debug("the batch failed here", exc_info=error)
             raise self.failure from None
         except (PySparkException, Py4JError) as error:
-            self.failure = self._stopped(error, batch, stopped=self._is_stopped(df, error))
+            stopped = self._stopped(error, batch, stopped=self._is_stopped(df, error))
             log.debug("the batch failed here", exc_info=error)
-            raise self.failure from None
+            if not self.stopping:  # else the query has not failed
+                self.failure = stopped
+            raise stopped from None
         except BaseException as error:
             self.failure = error
             raise
         finally:
             self.turn.release()
+
+    def ended(self) -> None:
+        """The query is over."""
+        if self._late_rows is not None:
+            self._late_rows.tell()
 
     def _run(self, df: DataFrame, spark_batch_id: int, batch: int) -> None:
         self._settle()
@@ -599,7 +606,7 @@ class BatchSink:
         return FencedError(
             f"A newer driver of flow {self._names.flow!r} has taken over, {when}",
             flow=self._names.flow,
-            detail="; ".join(filter(None, [f"transactional id {self._delivery.transactional_id}", detail])),
+            detail=detail or f"transactional id {self._delivery.transactional_id}",
             next_step="stop one of the two: a flow has one driver; nothing was lost or doubled",
         )
 

@@ -59,15 +59,19 @@ class LateRows:
     def adopt(self, dropped: int) -> None:
         """The batch is committed. A warning says so, at most once a minute."""
         self._untold += dropped
-        now = time.monotonic()
-        if self._untold and now - self._told_at >= _TELL_EVERY_S:
+        if time.monotonic() - self._told_at >= _TELL_EVERY_S:
+            self.tell()
+
+    def tell(self) -> None:
+        """Tell what was not told yet: also when the query ends."""
+        if self._untold:
             log.warning(
                 "flow %s: Spark dropped %s later than the watermark; they are in no output. A longer delay of "
                 'withWatermark keeps them, late="fail" stops the flow instead',
                 self._flow,
                 _rows(self._untold),
             )
-            self._untold, self._told_at = 0, now
+            self._untold, self._told_at = 0, time.monotonic()
 
 
 def _rows(count: int) -> str:

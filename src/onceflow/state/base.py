@@ -59,7 +59,7 @@ class BaseEngine:
         max_event_ms: the latest event time by topic and partition of the source (None and the table's partition where
             that is not known); only when the processor has ``allowed_lateness``.
         counts: what happened so far.
-        first_dead_letter: where the first dead letter comes from and why it is one; empty: there is none.
+        causes: of dead letters, by class of the cause: how many, and where the first comes from and why it is one.
 
     Raises:
         OptionError: letters have nowhere to go, or ttl or allowed_lateness is no duration.
@@ -109,7 +109,7 @@ class BaseEngine:
         self._outbox = Outbox(own_topics=self._own_topics)
         self.max_event_ms: dict[tuple[str | None, int], int] = {}
         self.counts = dict.fromkeys(COUNTS, 0)
-        self.first_dead_letter = ""
+        self.causes: dict[str, tuple[int, str]] = {}
 
     def _check(self, on_error: str, dead_letter_topic: str | None, late_topic: str | None) -> None:
         if on_error not in ("fail", "dead-letter"):
@@ -240,8 +240,8 @@ class BaseEngine:
             raise self._failed("a record could not be processed", error, record, f"{where}key {shown(record.key)}")
         self._outbox.extend([letters.dead(record, self._dead_letter_topic, error)])
         self.counts["dead_letters"] += 1
-        if not self.first_dead_letter:
-            self.first_dead_letter = letters.described(record, error)
+        count, first = self.causes.get(type(error).__name__, (0, ""))
+        self.causes[type(error).__name__] = count + 1, first or letters.described(record, error)
 
     def _failed(self, what: str, error: Exception, record: Record | None = None, detail: str = "") -> OnceflowError:
         """The error of a batch that fails; to be raised."""

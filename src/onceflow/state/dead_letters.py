@@ -1,9 +1,9 @@
-"""How many dead letters one run of a step has made: the first one is told, too many stop the flow."""
+"""How many dead letters one run of a step has made: the first one of each cause is told, too many stop the flow."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from onceflow.errors import DeadLetterLimitError, OptionError
 from onceflow.state.spec import ProcessSpec, StateReport
@@ -41,6 +41,7 @@ class DeadLetters:
         self._spec = spec
         self.records = 0
         self.count = 0
+        self._told: set[str] = set()  # causes
 
     def check(self, reports: Sequence[StateReport]) -> None:
         """Whether a batch may be committed.
@@ -61,21 +62,23 @@ class DeadLetters:
         raise DeadLetterLimitError(
             f"{count:,} of {records:,} records of this run are dead letters, max_dead_letters is {limit}",
             topic=self._spec.dead_letter_topic,
-            detail=f"in this batch: {_first(reports)}; table {self._spec.table}",
+            detail=f"in this batch: {_in_words(_causes(reports))}; table {self._spec.table}",
             next_step="nothing of this batch is visible. Correct the processor or its sources; to go on all the same, "
             "raise max_dead_letters. A new run counts from 0.",
         )
 
     def adopt(self, reports: Sequence[StateReport]) -> None:
-        """The batch is committed. The first dead letter of the run is told."""
-        first = _first(reports)
-        if first and not self.count:
+        """The batch is committed. The first dead letters of the run are told, one for each class of cause."""
+        news = {name: cause for name, cause in _causes(reports).items() if name not in self._told}
+        if news:
             log.warning(
-                "flow %s: the first dead letter of this run went to %s: %s",
+                "flow %s: the first dead letters of %s went to %s: %s",
                 self._spec.flow,
+                "another cause" if self._told else "this run",
                 self._spec.dead_letter_topic,
-                first,
+                _in_words(news),
             )
+            self._told |= news.keys()
         self.records += counted(reports, "records")
         self.count += counted(reports, "dead_letters")
 
@@ -85,5 +88,15 @@ def counted(reports: Sequence[StateReport], what: str) -> int:
     return sum(report.counts.get(what, 0) for report in reports)
 
 
-def _first(reports: Sequence[StateReport]) -> str:
-    return next((report.first_dead_letter for report in reports if report.first_dead_letter), "")
+def _causes(reports: Sequence[StateReport]) -> dict[str, tuple[int, str]]:
+    """How many dead letters each class of cause has made, the most frequent first; and its first one."""
+    found: dict[str, tuple[int, str]] = {}
+    for report in reports:
+        for name, (count, first) in report.causes.items():
+            before, told = found.get(name, (0, first))
+            found[name] = before + count, told
+    return dict(sorted(found.items(), key=lambda item: -item[1][0]))
+
+
+def _in_words(causes: Mapping[str, tuple[int, str]]) -> str:
+    return "; ".join(f"{count:,} x {name}, first {first}" for name, (count, first) in causes.items())

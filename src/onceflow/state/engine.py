@@ -17,7 +17,7 @@ from onceflow.state import blame, inbox, timers
 from onceflow.state.base import NOT_OF_A_RECORD, BaseEngine
 from onceflow.state.blame import shown
 from onceflow.state.handle import Scope, State
-from onceflow.state.outbox import Outbox
+from onceflow.state.outbox import NotRecordsError, Outbox
 from onceflow.state.overlay import Overlay
 from onceflow.state.processor import Processor
 from onceflow.state.record import Record
@@ -207,7 +207,13 @@ class Engine(BaseEngine):
         )
 
     def _reject_processed(self, record: Record, raw_key: bytes, error: Exception) -> None:
-        """As `_reject`, of a record that process() has raised for. Where the state is at fault, the batch fails."""
+        """As `_reject`, of a record that process() has raised for. Where it is not at fault, the batch fails."""
+        if self._dead_letter_topic is not None and self._scope.fatal is None and isinstance(error, NotRecordsError):
+            self._scope.fatal = ProcessorError(
+                f"process() has to yield Records: {blame.text_of(error)}",
+                next_step="yield Record(key, value); records are not at fault, so there are no dead letters of them.",
+                detail=", ".join(filter(None, (f"table {self.table}-{self.partition}", blame.line_of(error)))),
+            )
         if self._scope.fatal is None and self._is_fault_of_state(record, raw_key, error):
             self._scope.fatal = ProcessorError(
                 f"the state of key {shown(raw_key)} has not the fields that process() looks for: "

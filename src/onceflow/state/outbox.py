@@ -29,6 +29,10 @@ SCHEMA = pa.schema(
 """Of outputs; topic null: the default output topic, timestamp null: the time of writing, in epoch milliseconds."""
 
 
+class NotRecordsError(TypeError):
+    """A processor has yielded something else than records: no record that it reads is at fault."""
+
+
 class Outbox:
     """What a batch writes so far.
 
@@ -77,7 +81,7 @@ class Outbox:
             BadRecordError: a record names a topic that outputs must not go to.
         """
         if isinstance(records, Record):
-            raise TypeError("expected records, got one Record: yield it, or return a list")
+            raise NotRecordsError("expected records, got one Record: yield it, or return a list")
         keys, values = self._keys, self._values
         encode_value = self._encode_value
         for record in records:
@@ -208,7 +212,7 @@ def _no_record(found: Any, records: Any) -> TypeError:
     """What is wrong with something that is among the records, but is none."""
     if isinstance(records, (Mapping, str, bytes)):  # returned as a whole; what was found is a part of it
         found = records
-    return TypeError(f"expected Records, got {type(found).__name__}: {found!r:.200}")
+    return NotRecordsError(f"expected Records, got {type(found).__name__}: {found!r:.200}")
 
 
 def _extras(record: Record) -> tuple[str | None, list[Header], int | None]:

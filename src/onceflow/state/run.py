@@ -218,7 +218,7 @@ class StateRun:
             next_timer_ms=dict(run.engine.next_timer_ms),
             counts=dict(run.engine.counts),
             timers_left=run.engine.timers_left,
-            first_dead_letter=run.engine.first_dead_letter,
+            causes=dict(run.engine.causes),
         )
 
 

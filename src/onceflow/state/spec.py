@@ -145,7 +145,7 @@ class StateReport:
         next_timer_ms: earliest timer left, per clock.
         counts: records, late, dead_letters, timers_fired, expired.
         timers_left: whether more timers were due than one batch may fire.
-        first_dead_letter: where it comes from, and why it is one; empty: there is none.
+        causes: of dead letters, by class: how many, and where the first comes from and why it is one.
     """
 
     table: str
@@ -161,4 +161,4 @@ class StateReport:
     next_timer_ms: Mapping[str, int | None] = field(default_factory=dict)
     counts: Mapping[str, int] = field(default_factory=dict)
     timers_left: bool = False
-    first_dead_letter: str = ""
+    causes: Mapping[str, tuple[int, str]] = field(default_factory=dict)
