@@ -749,11 +749,16 @@ def test_output_modes_that_are_refused(make_service: Any) -> None:
     service = make_service(totals)
     service.send(every_second(0, 3))
     for mode in ("update", "complete"):
-        with pytest.raises(onceflow.OptionError, match=f"'{mode}' needs a checkpoint"):
+        with pytest.raises(
+            onceflow.UnsupportedQueryError, match=r"state in Spark \(an aggregation\), which needs a check"
+        ):
             service.start(checkpoint=None, output_mode=mode)
     with pytest.raises(onceflow.UnsupportedQueryError, match=r"(?s)Spark refuses the query.*[Ww]atermark"):
         service.start()
     service.build = copies
+    for mode in ("update", "complete"):
+        with pytest.raises(onceflow.OptionError, match=f"'{mode}' needs a checkpoint"):
+            service.start(checkpoint=None, output_mode=mode)
     with pytest.raises(onceflow.UnsupportedQueryError, match=r"(?s)Spark refuses the query.*output_mode"):
         service.start(output_mode="complete")
     assert service.new() == []
