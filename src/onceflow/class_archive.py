@@ -14,12 +14,11 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 
 from onceflow import jars
 from onceflow.errors import OnceflowError
-from onceflow.java import find_java
+from onceflow.java import find_java, with_flags
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +73,7 @@ def with_archive(options: str) -> str:
     """These JVM options and ours, unless the user chose something about archives or JVM logging."""
     if any(word in options for word in ("SharedArchiveFile", "ArchiveClassesAtExit", "-Xshare", "-Xlog")):
         return options
-    return " ".join(filter(None, [options, *_quoted(java_flags())]))
+    return with_flags(options, java_flags())
 
 
 def make_archive() -> Path | None:
@@ -105,7 +104,3 @@ def make_archive() -> Path | None:
             return None
         made.replace(path)
     return path
-
-
-def _quoted(flags: Sequence[str]) -> list[str]:
-    return [f'"{flag}"' if " " in flag else flag for flag in flags]

@@ -169,7 +169,7 @@ class Flow:
             )
         extra = queries.reader_options(options or {}, self.name)
         with self._lock:
-            if interactive.is_interactive() and self._runs():
+            if self._runs():
                 interactive.stop_earlier(self._settings.bootstrap_servers, self._names.transactional_id)
             if self._runs():
                 raise OptionError(

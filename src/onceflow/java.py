@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 from onceflow.errors import EnvironmentUnusableError
@@ -74,3 +75,8 @@ def _version(java: Path) -> str:
         return ""
     match = re.search(r'version "([^"]+)"', answer.stderr + answer.stdout)
     return match[1] if match else ""
+
+
+def with_flags(options: str, flags: Sequence[str]) -> str:
+    """JVM options as Spark takes them in one text, with more flags behind them."""
+    return " ".join(filter(None, [options, *(f'"{flag}"' if " " in flag else flag for flag in flags)]))

@@ -19,6 +19,7 @@ from pyspark.sql.streaming.readwriter import DataStreamWriter
 
 from onceflow.checkpoints import plan_checkpoint
 from onceflow.errors import OptionError
+from onceflow.leftovers import of_ended_processes
 from onceflow.sink.checkpoint import CheckpointState, Folder, LocalFolder, look_at, open_folder
 from onceflow.sink.commit_log import complete
 from onceflow.sink.numbering import Numbering
@@ -138,12 +139,10 @@ def scratch_folder(flow: str) -> Path:
 
     The name ends with the driver's process id. Spark decides nothing from the folder, so losing it is harmless.
     """
-    parent = Path(tempfile.gettempdir())
-    for old in parent.glob(f"onceflow-{flow}-pid*"):
-        match = re.fullmatch(rf"onceflow-{re.escape(flow)}-pid(\d+)-\w+", old.name)
-        if match and not Path(f"/proc/{match[1]}").exists() and Path("/proc").exists():
-            shutil.rmtree(old, ignore_errors=True)
-    return Path(tempfile.mkdtemp(prefix=f"onceflow-{flow}-pid{os.getpid()}-"))
+    prefix = f"onceflow-{flow}-pid"
+    for old in of_ended_processes(prefix, r"-\w+"):
+        shutil.rmtree(old, ignore_errors=True)
+    return Path(tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-"))
 
 
 def duration_s(text: str, name: str, flow: str) -> float:

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import tempfile
+import time
 from pathlib import Path
 
 from onceflow.errors import OnceflowError
+from onceflow.java import with_flags
+from onceflow.leftovers import of_ended_processes
 
 _SETTINGS = Path(__file__).with_name("log4j2.properties")
-_LOG_NAME = re.compile(r"onceflow-spark-pid(\d+)\.log(\.1)?")
+_PREFIX = "onceflow-spark-pid"
 
 
 def with_settings(options: str, spark_conf: Path) -> str:
@@ -26,32 +28,23 @@ def with_settings(options: str, spark_conf: Path) -> str:
     chosen = "log4j" in options or "log4j" in os.environ.get("JDK_JAVA_OPTIONS", "")
     if chosen or any(spark_conf.glob("log4j*")):
         return options
-    ours = f"-Dlog4j2.configurationFile={_quoted(_SETTINGS)} -Donceflow.spark.log={_quoted(log_file())}"
-    return " ".join(filter(None, [options, ours]))
+    return with_flags(options, [f"-Dlog4j2.configurationFile={_SETTINGS}", f"-Donceflow.spark.log={log_file()}"])
 
 
 def log_file() -> Path:
     """Where the JVM of this process writes its log; those of processes that have ended are removed."""
-    folder = Path(tempfile.gettempdir())
-    for old in folder.glob("onceflow-spark-pid*.log*"):
-        match = _LOG_NAME.fullmatch(old.name)
-        if match and Path("/proc").exists() and not Path(f"/proc/{match[1]}").exists() and _is_old(old):
+    for old in of_ended_processes(_PREFIX, r"\.log(\.1)?"):
+        if _is_old(old):
             old.unlink(missing_ok=True)
-    return folder / f"onceflow-spark-pid{os.getpid()}.log"
+    return Path(tempfile.gettempdir(), f"{_PREFIX}{os.getpid()}.log")
 
 
 def _is_old(file: Path) -> bool:
     """Whether nobody looks at it any more: a day after its last line."""
-    import time
-
     try:
         return time.time() - file.stat().st_mtime > 86_400
     except OSError:
         return False
-
-
-def _quoted(path: Path) -> str:
-    return f'"{path}"' if re.search(r"\s", str(path)) else str(path)
 
 
 class _NotOfFlows(logging.Filter):

@@ -181,14 +181,21 @@ def test_the_example_with_state(
     assert json.loads(ast.literal_eval(first)) == last[b"ada"]
 
 
+def example_with_a_checkpoint(source: tuple[str, str], output: tuple[str, str], broker: str, folder: Path) -> str:
+    """The example of the page that writes a topic, with other topics and another checkpoint: (there, here) of each."""
+    name = output[0]
+    code = only(blocks(SPARK_STATE, "python", f'topic="{name}"'))
+    names = {f'"{source[0]}"': source[1], f'topic="{name}"': output[1], f'Flow("{name}"': f"flow-{source[1]}"}
+    code = adapted(code, broker, {**names, f'"/var/lib/{name}"': "ck"})
+    return code.replace("'ck'", repr(str(folder / "checkpoint")))
+
+
 def test_the_example_with_state_in_spark(
     onceflow_broker: str, onceflow_spark: Any, make_topic: Callable[..., str], tmp_path: Path
 ) -> None:
     """It runs, twice, with one checkpoint: the last counts of the windows add up to all records."""
     clicks, counts = make_topic("clicks", 2), make_topic("counts", 2)
-    code, _ = blocks(SPARK_STATE, "python")
-    names = {'"clicks"': clicks, 'topic="counts"': counts, 'Flow("counts"': f"flow-{clicks}", '"/var/lib/counts"': "ck"}
-    code = adapted(code, onceflow_broker, names).replace("'ck'", repr(str(tmp_path / "checkpoint")))
+    code = example_with_a_checkpoint(("clicks", clicks), ("counts", counts), onceflow_broker, tmp_path)
     for _ in range(2):
         independent.fill(onceflow_broker, clicks, [(name.encode(), b"") for name in ("ada", "bob", "ada")])
         execute(code)  # in this process: onceflow.session hands out the session of the tests
@@ -205,9 +212,7 @@ def test_the_example_with_late_rows(
 ) -> None:
     """It counts what is in time, and stops at a row of days ago."""
     weather, hours = make_topic("weather", 1), make_topic("hours", 1)
-    _, code = blocks(SPARK_STATE, "python")
-    names = {'"weather"': weather, 'topic="hours"': hours, 'Flow("hours"': f"flow-{weather}", '"/var/lib/hours"': "ck"}
-    code = adapted(code, onceflow_broker, names).replace("'ck'", repr(str(tmp_path / "checkpoint")))
+    code = example_with_a_checkpoint(("weather", weather), ("hours", hours), onceflow_broker, tmp_path)
 
     def send(*days: int) -> None:
         rows = [{"station": "EWR", "time_hour": f"2013-01-{day:02}T05:00:00Z", "temp": 39.0} for day in days]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -127,19 +127,7 @@ def create_topic(
         timeout_ms=30_000,
         validate_only=False,
     )
-    attempt = 0
-    while True:
-        # In KRaft any broker forwards the request to the active controller (KIP-590).
-        response = cluster.ask(request, "CreateTopics", deadline)
-        answer = response.topics[0]
-        code = int(answer.error_code)
-        if code in (0, _TOPIC_ALREADY_EXISTS):
-            return code == 0
-        row = codes.describe(code)
-        if not row.verdict.retriable:
-            raise codes.error_for(code, api="CreateTopics", topic=name, detail=answer.error_message or "")
-        deadline.pause(attempt, f"CreateTopics {name}: {row.name}")
-        attempt += 1
+    return _change(cluster, request, "CreateTopics", "topics", name, deadline, fine=(0, _TOPIC_ALREADY_EXISTS)) == 0
 
 
 def delete_topic(cluster: Cluster, name: str, deadline: Deadline) -> None:
@@ -153,18 +141,8 @@ def delete_topic(cluster: Cluster, name: str, deadline: Deadline) -> None:
     request = DeleteTopicsRequest(
         version=cluster.version(DeleteTopicsRequest, least=1, most=5), topic_names=[name], timeout_ms=30_000
     )
-    attempt = 0
-    while True:
-        answer = cluster.ask(request, "DeleteTopics", deadline).responses[0]
-        code = int(answer.error_code)
-        if code == 0:
-            return
-        row = codes.describe(code)
-        # A topic that is not there does not come back by waiting.
-        if not row.verdict.retriable or row.error is UnknownTopicError:
-            raise codes.error_for(code, api="DeleteTopics", topic=name, detail=answer.error_message or "")
-        deadline.pause(attempt, f"DeleteTopics {name}: {row.name}")
-        attempt += 1
+    # A topic that is not there does not come back by waiting.
+    _change(cluster, request, "DeleteTopics", "responses", name, deadline, final=UnknownTopicError)
 
 
 def copies(cluster: Cluster, name: str, deadline: Deadline) -> dict[int, Copies]:
@@ -195,16 +173,39 @@ def create_partitions(cluster: Cluster, name: str, count: int, deadline: Deadlin
         timeout_ms=30_000,
         validate_only=False,
     )
+    _change(cluster, request, "CreatePartitions", "results", name, deadline)
+
+
+def _change(
+    cluster: Cluster,
+    request: Any,
+    api: str,
+    field: str,
+    name: str,
+    deadline: Deadline,
+    *,
+    fine: Container[int] = (0,),
+    final: type[OnceflowError] | None = None,
+) -> int:
+    """Ask for a change of one topic, again as long as that may help. Returns the error code of the answer.
+
+    In KRaft any broker forwards the request to the active controller (KIP-590).
+
+    Args:
+        field: of the response, that has an answer for each topic.
+        fine: error codes that are none.
+        final: an error that is raised at once, although waiting helps elsewhere.
+    """
     attempt = 0
     while True:
-        answer = cluster.ask(request, "CreatePartitions", deadline).results[0]
+        answer = getattr(cluster.ask(request, api, deadline), field)[0]
         code = int(answer.error_code)
-        if code == 0:
-            return
+        if code in fine:
+            return code
         row = codes.describe(code)
-        if not row.verdict.retriable:
-            raise codes.error_for(code, api="CreatePartitions", topic=name, detail=answer.error_message or "")
-        deadline.pause(attempt, f"CreatePartitions {name}: {row.name}")
+        if not row.verdict.retriable or (final is not None and row.error is final):
+            raise codes.error_for(code, api=api, topic=name, detail=answer.error_message or "")
+        deadline.pause(attempt, f"{api} {name}: {row.name}")
         attempt += 1
 
 

@@ -322,7 +322,7 @@ class BatchSink:
             identity = self._begin(df, batch, summary)
         hooks.at("begin", where="driver", flow=flow, batch=batch, identity=identity, source=source)
         if self._late_rows is not None:
-            self._late_rows.begin()
+            self._late_rows.begin(again=summary.attempts > 1)
         self._begun_at = time.monotonic()
         progress: Progress | None = None
         if self._delivery.progress_first:

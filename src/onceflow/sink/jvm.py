@@ -183,22 +183,21 @@ def rows_dropped(spark: SparkSession, query_id: str) -> int:
 
     All its attempts together: the plan keeps its metrics.
     """
+    metrics = [node.metrics().get("numRowsDroppedByWatermark") for node in _state_store_writers(spark, query_id)]
+    return sum(int(metric.get().value()) for metric in metrics if metric.isDefined())
+
+
+def _state_store_writers(spark: SparkSession, query_id: str) -> Iterator[Any]:
+    """The operators that keep state, in the batch under way of a query."""
+    java: Any = spark._jvm
     query = spark._jsparkSession.streams().get(query_id)
-    dropped = 0
-    writer = _state_store_writer(spark._jvm)
-    for node in nodes(query.streamingQuery().lastExecution().executedPlan()):
-        if writer.isInstance(node):
-            metric = node.metrics().get("numRowsDroppedByWatermark")
-            dropped += int(metric.get().value()) if metric.isDefined() else 0
-    return dropped
-
-
-def _state_store_writer(java: Any) -> Any:
-    """The class of operators that keep state."""
     loader = java.org.apache.spark.util.Utils.getContextOrSparkClassLoader()
-    return java.java.lang.Class.forName(
+    writer = java.java.lang.Class.forName(
         "org.apache.spark.sql.execution.streaming.operators.stateful.StateStoreWriter", False, loader
     )
+    for node in nodes(query.streamingQuery().lastExecution().executedPlan()):
+        if writer.isInstance(node):
+            yield node
 
 
 def forget_state_ids(spark: SparkSession, query_id: str) -> None:
@@ -211,13 +210,9 @@ def forget_state_ids(spark: SparkSession, query_id: str) -> None:
     Raises:
         BatchAbortedError: Spark does not let us; then the batch must not be run again.
     """
-    java: Any = spark._jvm
     try:
-        query = spark._jsparkSession.streams().get(query_id)
-        writer = _state_store_writer(java)
-        for node in nodes(query.streamingQuery().lastExecution().executedPlan()):
-            if writer.isInstance(node):
-                node.checkpointInfoAccumulator().reset()
+        for node in _state_store_writers(spark, query_id):
+            node.checkpointInfoAccumulator().reset()
     except (Py4JError, AttributeError, TypeError) as error:
         raise BatchAbortedError(
             "The batch cannot be run again: what its first attempt did to Spark's state cannot be forgotten",

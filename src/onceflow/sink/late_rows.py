@@ -35,9 +35,9 @@ class LateRows:
         self._untold = 0
         self._told_at = float("-inf")
 
-    def begin(self) -> None:
-        """An attempt begins: an earlier one of the same batch has counted, too."""
-        self._before = self._dropped()
+    def begin(self, *, again: bool) -> None:
+        """An attempt begins; ``again``: an earlier one of the same batch has counted, too."""
+        self._before = self._dropped() if again else 0
 
     def check(self, batch: int) -> int:
         """How many rows the attempt has dropped.

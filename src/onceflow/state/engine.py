@@ -251,7 +251,7 @@ class Engine(BaseEngine):
             return lacks(stored, state.get())
         except NOT_OF_A_RECORD:
             raise
-        except Exception:
+        except Exception:  # of user code: the record fails on empty state as well, so it is bad
             return False
 
     def _event_times(self, batch: pa.RecordBatch, records: list[Record], bad: dict[int, Exception]) -> Any:
