@@ -6,7 +6,9 @@ fields. Messages never carry option values: an option may be a password.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
+
+_Error = TypeVar("_Error", bound="OnceflowError")
 
 
 class OnceflowError(Exception):
@@ -62,13 +64,17 @@ class OnceflowError(Exception):
             "detail": self.detail,
         }
 
-    def located(self, *, flow: str | None = None, topic: str | None = None, batch: int | None = None) -> OnceflowError:
-        """The same error, with the places that were not known where it was raised filled in."""
-        fields = self.fields()
-        for name, value in (("flow", flow), ("topic", topic), ("batch", batch)):
-            if fields[name] is None:
-                fields[name] = value
-        return type(self)(self.what, **fields)
+    def locate(self: _Error, *, flow: str | None = None, topic: str | None = None, batch: int | None = None) -> _Error:
+        """Fill in the places that were not known where it was raised.
+
+        Returns:
+            Itself: raised again it has one traceback, where a copy would bring two.
+        """
+        self.flow = flow if self.flow is None else self.flow
+        self.topic = topic if self.topic is None else self.topic
+        self.batch = batch if self.batch is None else self.batch
+        self.args = (self._text(),)
+        return self
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (type(self), self.what, self.fields())

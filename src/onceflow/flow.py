@@ -182,7 +182,8 @@ class Flow:
                 start = self._start_of(topic, starting_offsets, fail_on_data_loss)
             except OnceflowError as error:
                 self._fresh = False  # whatever was open is aborted by the next take-over
-                raise error.located(flow=self.name, topic=topic) from error
+                error.locate(flow=self.name, topic=topic)
+                raise
         outside.watch(self._spark)
         connection = {**self._settings.spark_reader(), **token_endpoint.reader_options(self._spark, self._settings)}
         reader = self._spark.readStream.format("kafka").options(**connection).options(**extra)
@@ -350,7 +351,8 @@ class Flow:
             try:
                 topics = self._ensure_table(options, checked, deadline)
             except OnceflowError as error:
-                raise error.located(flow=self.name, topic=table) from error
+                error.locate(flow=self.name, topic=table)
+                raise
             spec = process.make_spec(
                 options,
                 checked,
@@ -586,7 +588,8 @@ class Flow:
                 hold.transactions.timeout_ms = int(options.transaction_timeout_s * 1000)
                 hold.transactions.renew(deadline)
             except OnceflowError as error:
-                raise error.located(flow=self.name) from error
+                error.locate(flow=self.name)
+                raise
             query = step_query.wire(
                 df, options, columns, self._steps, progress,
                 flow=self.name,

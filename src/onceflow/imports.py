@@ -86,13 +86,13 @@ class ImportCheck:
                 detail=jvm.first_line(error),
                 next_step="see that the Python that runs tasks (spark.pyspark.python) has what the driver's has",
             )
-            raise refusal.located(flow=self._flow) from error
+            raise refusal.locate(flow=self._flow) from error
         if found is None:
             log.warning("flow %s: not checked whether tasks find its modules: none has run in time", self._flow)
             return
         for each, failure in zip(waiting, found, strict=True):
             if failure is not None:
-                raise _refusal(each, failure).located(flow=self._flow)
+                raise _refusal(each, failure).locate(flow=self._flow)
         self._passed.update(map(_digest, waiting))
 
 

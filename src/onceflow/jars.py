@@ -131,7 +131,7 @@ def resolve(coordinates: Sequence[Coordinate], *, transitive: bool) -> list[Path
         if cached is not None:
             return cached
         names = ", ".join(f"{c.module} {c.revision}" for c in coordinates)
-        log.info("downloading jars, once: %s", names)
+        log.warning("downloading %s and what they need, once", names)
         started = time.monotonic()
         _make_set(home / key, coordinates, transitive=transitive)
         jars = _read_set(home / key)

@@ -281,7 +281,8 @@ def _connected(settings: ClientSettings, topic: str) -> Iterator[Cluster]:
     try:
         yield cluster
     except OnceflowError as error:
-        raise error.located(topic=topic) from error
+        error.locate(topic=topic)
+        raise
     finally:
         cluster.close()
 

@@ -236,7 +236,8 @@ def check_migration(processor: Processor | ColumnProcessor, known: int, *, table
     """
     if processor.version > known and not callable(getattr(processor, "migrate", None)):
         raise ProgressConflictError(
-            f"The state of table {table} has version {known}, the processor {processor.version} and no migrate()",
+            f"The state of table {table} has version {known}; the processor has version {processor.version} and no "
+            "migrate()",
             flow=flow,
             topic=table,
             next_step="add `def migrate(self, payload, from_version)` to the processor, or keep its version",

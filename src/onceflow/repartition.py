@@ -102,7 +102,8 @@ def repartition(
     try:
         return _Repartition(cluster, names, table, partitions, timeout_ms, tell or (lambda _: None)).run()
     except OnceflowError as error:
-        raise error.located(flow=names.flow, topic=table) from error
+        error.locate(flow=names.flow, topic=table)
+        raise
     finally:
         cluster.close()
 

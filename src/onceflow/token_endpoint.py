@@ -116,7 +116,12 @@ class TokenEndpoint:
             )
         name = f"[{host}]" if ":" in host else host
         self.url = f"{'https' if tls else 'http'}://{name}:{self._server.server_address[1]}{_PATH}"
-        self._thread = threading.Thread(target=self._server.serve_forever, name="onceflow-token-endpoint", daemon=True)
+        self._thread = threading.Thread(
+            target=self._server.serve_forever,
+            args=(0.1,),  # how long a stop may take, in seconds
+            name="onceflow-token-endpoint",
+            daemon=True,
+        )
         self._thread.start()
 
     def __repr__(self) -> str:

@@ -1,4 +1,5 @@
-"""Tells of what keeps a running flow from its records: transactions of others that stay open on its sources.
+"""Tells of what keeps a running flow from its records: brokers that do not answer, and transactions of others that stay
+open on its sources.
 
 Spark runs no batch while there is nothing to read, so the sink cannot notice. A thread looks now and then, over a
 connection of its own.
@@ -8,19 +9,22 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 
 from onceflow.client.brokers import StableOffsets, held_back
 from onceflow.client.cluster import Cluster
 from onceflow.client.deadline import Deadline
 from onceflow.client.settings import ClientSettings
-from onceflow.errors import OnceflowError
+from onceflow.errors import BrokerUnreachableError, DeadlineExceededError, OnceflowError
 
 log = logging.getLogger("onceflow")
 
-#: How often it looks, and for how long a transaction may be open before it is told, in seconds.
+#: How often it looks, for how long a transaction may be open before it is told, and how often it is told that no
+#: broker answers, in seconds.
 INTERVAL_S = 20.0
 TELL_AFTER_S = 60.0
+TELL_AGAIN_S = 60.0
 _LOOK_S = 10.0
 _END_S = 2.0
 
@@ -56,6 +60,9 @@ class Watch:
     def _run(self) -> None:
         stable = StableOffsets(TELL_AFTER_S)
         cluster: Cluster | None = None
+        answered_at = time.monotonic()
+        told_at = float("-inf")
+        away = False
         try:
             while not self._ending.wait(INTERVAL_S) and not self._over():
                 try:
@@ -63,8 +70,23 @@ class Watch:
                     deadline = Deadline(_LOOK_S, f"looking at the sources of flow {self._flow}")
                     for warning in held_back(cluster, stable, self._partitions, deadline):
                         log.warning("flow %s: %s", self._flow, warning)
+                except (BrokerUnreachableError, DeadlineExceededError) as error:
+                    away = True
+                    if self._ending.is_set() or time.monotonic() - told_at < TELL_AGAIN_S:
+                        continue
+                    told_at = time.monotonic()
+                    log.warning(
+                        "flow %s: no broker has answered for %.0f s; it waits for them, nothing is lost (%s)",
+                        self._flow,
+                        told_at - answered_at,
+                        error.detail,
+                    )
+                    continue
                 except OnceflowError as error:
                     log.debug("flow %s: could not look at its sources: %s", self._flow, error)
+                if away:
+                    log.warning("flow %s: brokers answer again", self._flow)
+                away, told_at, answered_at = False, float("-inf"), time.monotonic()
         finally:
             if cluster is not None:
                 cluster.close()

@@ -16,7 +16,6 @@ from confluent_kafka import Consumer, Producer
 
 from onceflow.broker import LocalBroker, ports, process
 from onceflow.broker.config import Cluster, Node, new_cluster_id
-from onceflow.broker.folder import Folder
 from onceflow.broker.process import ProcessIdentity, admin_client
 from onceflow.cli.main import cli
 from onceflow.errors import EnvironmentUnusableError, OptionError
@@ -172,8 +171,7 @@ def test_a_port_that_another_broker_holds(
     assert f"Port {port} is in use" in str(told.exception)
     if sys.platform == "linux" and "ONCEFLOW_TEST_BOOTSTRAP" not in os.environ:
         assert "another broker of onceflow listens there (folder " in str(told.exception)
-    assert not mine.status().pids
-    assert Folder(mine.data_dir).read() is None
+    assert not mine.data_dir.exists()
 
     monkeypatch.setattr(ports, "holder_of", lambda port: None)
     with pytest.raises(EnvironmentUnusableError, match=f"a broker of the Kafka cluster {cluster_id} answers there"):

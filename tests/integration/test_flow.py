@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from pyspark.sql import DataFrame
 
 import onceflow
 from onceflow.sink import batch as batch_module
+from onceflow.sink import jvm
 from onceflow.testing import independent
 from onceflow.wire import progress as records
 from onceflow.wire.progress import PROGRESS_TOPIC
@@ -351,3 +354,23 @@ def test_a_large_batch_that_is_filtered_to_nothing(make_pipe: Any, monkeypatch: 
     assert independent.committed_offsets(pipe.bootstrap, pipe.flow) == independent.end_offsets(
         pipe.bootstrap, pipe.source
     )
+
+
+def test_a_batch_learns_that_its_query_is_being_stopped(onceflow_spark: Any) -> None:
+    """By Spark's own handle, of which the flow knows nothing. Batches run in a session that knows no queries."""
+    begun, known = threading.Event(), []
+
+    def batch(df: DataFrame, _: int) -> None:
+        known.append(jvm.is_being_stopped(df.sparkSession))
+        begun.set()
+        end = time.monotonic() + 30
+        while not jvm.is_being_stopped(df.sparkSession) and time.monotonic() < end:
+            time.sleep(0.01)
+        known.append(jvm.is_being_stopped(df.sparkSession))
+
+    query = onceflow_spark.readStream.format("rate").load().writeStream.foreachBatch(batch).start()
+    try:
+        assert begun.wait(30)
+    finally:
+        query.stop()
+    assert known == [False, True]

@@ -11,7 +11,10 @@ import pytest
 from confluent_kafka import Producer
 
 from onceflow import watching
+from onceflow.broker.local import free_ports
+from onceflow.client.settings import ClientSettings
 from onceflow.testing import independent
+from onceflow.testing.proxy import Proxy
 
 pytestmark = pytest.mark.integration
 
@@ -49,6 +52,32 @@ def test_a_transaction_that_stays_open_on_a_source(
         query.stop()
     assert not [t for t in threading.enumerate() if t.name == f"onceflow-watch-{pipe.flow}"]
     assert len(independent.read_topic(pipe.bootstrap, pipe.target, decided=True)) == 400
+
+
+def test_brokers_that_are_away(
+    onceflow_broker: str,
+    make_topic: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Told once, not at each look, and again when they are back."""
+    monkeypatch.setattr(watching, "INTERVAL_S", 0.05)
+    monkeypatch.setattr(watching, "_LOOK_S", 0.5)
+    caplog.set_level(logging.DEBUG, "onceflow")
+    (port,) = free_ports(1)
+    settings = ClientSettings(f"127.0.0.1:{port}")
+    watch = watching.Watch(settings, {make_topic("orders", partitions=1): [0]}, flow="orders", over=lambda: False)
+    proxies: list[Proxy] = []
+    try:
+        wait_for(lambda: "flow orders: no broker has answered for" in caplog.text, "that they are away is told")
+        assert f"127.0.0.1:{port}" in caplog.text
+        proxies.append(Proxy(port, int(onceflow_broker.partition(",")[0].rpartition(":")[2])))
+        wait_for(lambda: "flow orders: brokers answer again" in caplog.text, "that they are back is told")
+    finally:
+        watch.stop()
+        for proxy in proxies:
+            proxy.close()
+    assert [record.levelname for record in caplog.records if "orders:" in record.message] == ["WARNING"] * 2
 
 
 def test_settings_that_can_lose_records_are_told_at_the_start(make_pipe: Any, caplog: pytest.LogCaptureFixture) -> None:

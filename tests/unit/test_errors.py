@@ -40,15 +40,14 @@ def test_text_leaves_out_what_is_not_known() -> None:
 
 
 @pytest.mark.parametrize("kind", CLASSES)
-def test_located_fills_only_what_is_missing(kind: type[OnceflowError]) -> None:
+def test_locate_fills_only_what_is_missing(kind: type[OnceflowError]) -> None:
     error = kind("it broke", next_step="mend it.", topic="out-3", detail="d")
-    placed = error.located(flow="orders", topic="other", batch=0)
-    assert type(placed) is kind
-    assert (placed.flow, placed.topic, placed.batch) == ("orders", "out-3", 0)
-    assert (placed.what, placed.next_step, placed.detail) == ("it broke", "mend it.", "d")
-    assert (error.flow, error.batch) == (None, None)
-    again = placed.located(flow="payments", batch=9)
-    assert (again.flow, again.batch) == ("orders", 0)
+    assert error.locate(flow="orders", topic="other", batch=0) is error
+    assert (error.flow, error.topic, error.batch) == ("orders", "out-3", 0)
+    assert (error.what, error.next_step, error.detail) == ("it broke", "mend it.", "d")
+    assert str(error) == "it broke [flow=orders, topic=out-3, batch=0]\n  detail: d\n  next step: mend it."
+    error.locate(flow="payments", batch=9)
+    assert (error.flow, error.batch) == ("orders", 0)
 
 
 @pytest.mark.parametrize("kind", CLASSES)

@@ -152,6 +152,9 @@ class LocalBroker:
                 the log. Nothing that was started is left, and ports that were given are not remembered.
             BrokerUnreachableError: it did not answer in time.
         """
+        if not self._folder.path.exists():  # a refused first start leaves no folder
+            cluster = self._with_wanted_ports(self._invented())
+            ports.refuse_taken(cluster, cluster.nodes)
         with self._folder.exclusive(timeout_s):
             before = cluster = self._remembered() or self._invented()
             self._refuse_other_layout(cluster)

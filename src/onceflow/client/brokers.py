@@ -192,7 +192,7 @@ class StableOffsets:
 def held_back(
     cluster: Cluster, watch: StableOffsets, partitions: Mapping[str, Sequence[int]], deadline: Deadline
 ) -> list[str]:
-    """Warnings about partitions that an open transaction has held back for long. Never fails.
+    """Warnings about partitions that an open transaction has held back for long.
 
     Two requests for each leader, and a few more when there is something to tell. Needs nothing beyond READ on the
     topics; the name of the transaction needs DESCRIBE on its transactional id.
@@ -200,14 +200,13 @@ def held_back(
     Args:
         watch: of the run; it remembers what earlier calls have seen.
         partitions: of the sources.
+
+    Raises:
+        OnceflowError: no broker answers, or Kafka refuses to tell.
     """
     span = {topic: list(numbers) for topic, numbers in partitions.items()}
-    try:
-        stable = list_offsets(cluster, span, LATEST, deadline)
-        high = list_offsets(cluster, span, LATEST, deadline, committed=False)
-    except OnceflowError as error:
-        log.debug("could not look at the last stable offsets: %s", error)
-        return []
+    stable = list_offsets(cluster, span, LATEST, deadline)
+    high = list_offsets(cluster, span, LATEST, deadline, committed=False)
     return [told(held, _open_transaction(cluster, held, deadline)) for held in watch.look(stable, high)]
 
 

@@ -144,7 +144,8 @@ class _Read:
                     self.position = told = chunk.next_offset
                     yield chunk
         except OnceflowError as error:
-            raise error.located(topic=self.name) from error
+            error.locate(topic=self.name)
+            raise
         if told < self.end:
             yield Chunk(next_offset=self.end)
 

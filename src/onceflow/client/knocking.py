@@ -108,8 +108,8 @@ class Wait:
             f"No broker answered at {self._servers} {how_long}",
             detail=detail,
             next_step="check bootstrap_servers and security.protocol, and that the broker is up "
-            "(`onceflow broker status` for the local one); connect_timeout= of Flow waits longer for brokers "
-            "that start later",
+            "(`onceflow broker status` for the local one); a Flow that starts before its brokers waits longer with "
+            "connect_timeout=",
         )
 
     def _refused(self) -> bool:

@@ -36,7 +36,7 @@ def audit(
     """
     for report in reports:
         if report.error is not None:
-            raise report.error.located(flow=flow, batch=batch)
+            raise report.error.locate(flow=flow, batch=batch)
     _check_attempts(reports, tasks, stage_attempts, flow, batch)
     owners: dict[tuple[str, int], int] = {}
     per_task_rows: dict[int, int] = {}

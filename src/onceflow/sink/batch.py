@@ -169,10 +169,10 @@ class BatchSink:
         # The traceback goes to Spark, which parses it with a regular expression that overflows the stack on long
         # ones (a cause with a Java stack trace in its text): so causes are logged, not chained.
         except OnceflowError as error:
-            self.failure = error.located(flow=self._names.flow, batch=batch)
+            log.debug("the batch failed here", exc_info=error)
+            self.failure = error.locate(flow=self._names.flow, batch=batch).with_traceback(None)
             if not self.awaited and not self.stopping:
                 log.error("%s", self.failure)
-            log.debug("the batch failed here", exc_info=error)
             raise self.failure from None
         except (PySparkException, Py4JError) as error:
             stopped = self._stopped(error, batch, stopped=self._is_stopped(df, error))
@@ -239,7 +239,8 @@ class BatchSink:
             try:
                 self._run_planned(df, batch, nothing, BatchSummary(batch, 0))
             except OnceflowError as error:
-                raise error.located(flow=self._names.flow, batch=batch) from error
+                error.locate(flow=self._names.flow, batch=batch)
+                raise
             if self.progress.batch_id != batch:
                 return  # the timers set themselves again: nothing has changed
 

@@ -325,7 +325,12 @@ def is_being_stopped(spark: SparkSession) -> bool:
         if context is None or context.sc().isStopped():
             return True
         query_id = spark.sparkContext.getLocalProperty(_QUERY_ID)
-        query = None if query_id is None else spark._jsparkSession.streams().get(query_id)
+        if query_id is None:
+            return False
+        # A batch has a session of its own, whose streams() knows no query: what all sessions share knows them.
+        java: Any = spark._jvm
+        running = spark._jsparkSession.sharedState().activeStreamingQueries()
+        query = running.get(java.java.util.UUID.fromString(query_id))
         return query is not None and not query.isActive()
     except (Py4JError, AttributeError):
         return False

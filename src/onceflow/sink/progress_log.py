@@ -158,7 +158,8 @@ def read_progress(
     try:
         return records.decode(latest.key, latest.value)
     except OnceflowError as error:
-        raise error.located(flow=flow, topic=f"{PROGRESS_TOPIC}-{partition}") from error
+        error.locate(flow=flow, topic=f"{PROGRESS_TOPIC}-{partition}")
+        raise
 
 
 def hinted_offset(
@@ -176,10 +177,7 @@ def hinted_offset(
         stable: what they say of the last transaction. Otherwise what they say may be older, which is as good for
             finding the record, and nobody has to be waited for.
     """
-    try:
-        committed = kafka_offsets.fetch_committed(cluster, group, source_topics, deadline, stable=stable)
-    except PermissionDeniedError as error:
-        raise error.located(topic=None) from error
+    committed = kafka_offsets.fetch_committed(cluster, group, source_topics, deadline, stable=stable)
     hints = [
         int(match[2])
         for by_partition in committed.values()

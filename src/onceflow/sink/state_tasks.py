@@ -240,7 +240,7 @@ class StateWork:
                 if place.where == "task":  # the driver announces the step itself
                     hooks.at("write", where="task", flow=order.write.flow, batch=order.write.batch, task=place.task)
             except OnceflowError as problem:
-                self._error = problem.located(flow=order.write.flow, batch=order.write.batch)
+                self._error = problem.locate(flow=order.write.flow, batch=order.write.batch)
 
     def done(self) -> Done:
         """What to report, when ``rows`` has ended."""

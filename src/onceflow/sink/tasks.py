@@ -271,7 +271,7 @@ class RowWriter:
             return
         why = self._order.own_topics.refusal(topic)
         if why:
-            raise refused_topic(topic, why, rows).located(flow=self._order.flow, batch=self._order.batch)
+            raise refused_topic(topic, why, rows).locate(flow=self._order.flow, batch=self._order.batch)
         self._checked.add(topic)
 
     def _write_topic(self, topic: str, rows: pa.RecordBatch) -> None:
@@ -384,7 +384,8 @@ class RowWriter:
                 self._producer.send(topic, partition, encoded)
                 sequence = next_sequence(sequence, encoded.count)
         except OnceflowError as error:
-            raise error.located(flow=self._order.flow, topic=f"{topic}-{partition}", batch=self._order.batch) from error
+            error.locate(flow=self._order.flow, topic=f"{topic}-{partition}", batch=self._order.batch)
+            raise
         self._sequences[topic, partition] = sequence
 
 

@@ -254,10 +254,11 @@ class BaseEngine:
                 **error.fields(),
                 "detail": ", ".join([*known, f"table {self.table}-{self.partition}", line_of(error)]),
             }
-            return BadRecordError(error.what, **fields).located(flow=self.flow, batch=self.batch)
+            return BadRecordError(error.what, **fields).locate(flow=self.flow, batch=self.batch)
         failed = ProcessorError(
             f"{what}: {full_text_of(error)}",
-            next_step="correct the processor or the record; with on_error='dead-letter' such records go to a topic.",
+            next_step="correct the processor or the record; with on_error='dead-letter' and dead_letter_topic= such "
+            "records go to a topic instead.",
             flow=self.flow,
             topic=place,
             batch=self.batch,
@@ -273,10 +274,5 @@ class BaseEngine:
             raise self._failed(f"{type(self.processor).__name__}.{name}() failed", error) from error
 
     def _located(self, error: ProcessorError) -> ProcessorError:
-        located = error.located(flow=self.flow, batch=self.batch)
-        assert isinstance(located, ProcessorError)
-        if not located.detail:
-            located = ProcessorError(
-                located.what, **{**located.fields(), "detail": f"table {self.table}-{self.partition}"}
-            )
-        return located
+        error.detail = error.detail or f"table {self.table}-{self.partition}"
+        return error.locate(flow=self.flow, batch=self.batch)

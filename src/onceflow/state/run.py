@@ -186,7 +186,8 @@ class StateRun:
             if internal:
                 self._changelog.write_to(topics.internal, partition, _internal_batch(internal))
         except OnceflowError as error:
-            raise error.located(flow=self._spec.flow, batch=self._moment.batch) from error
+            error.locate(flow=self._spec.flow, batch=self._moment.batch)
+            raise
 
     def _left(self, partition: int, run: _Open, acknowledged: Mapping[tuple[str, int], Acknowledged]) -> StateReport:
         spec, moment = self._spec, self._moment
