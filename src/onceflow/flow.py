@@ -638,6 +638,7 @@ class Flow:
                 spark_logs.hush_py4j()
                 with outside.by_flow(self.name):
                     self._running = FlowQuery(run.apply(writer).start(), sink, stopped)
+                outside.started(self._running)
                 interactive.started(self._settings.bootstrap_servers, self._names.transactional_id, self._running)
             except AnalysisException as error:
                 stopped()

@@ -1,4 +1,5 @@
-"""Queries on a DataFrame of ``Flow.read`` that ``Flow.write`` does not start: a warning says what they miss."""
+"""What Spark tells of queries: a warning for one on a DataFrame of ``Flow.read`` that ``Flow.write`` has not started,
+an error for one of a flow that Spark has ended."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from py4j.protocol import Py4JError
 from pyspark.java_gateway import ensure_callback_server_started
@@ -15,11 +16,15 @@ from pyspark.sql import SparkSession
 
 from onceflow.sink import jvm, queries
 
+if TYPE_CHECKING:
+    from onceflow.query import FlowQuery
+
 log = logging.getLogger("onceflow")
 
 _lock = threading.Lock()
 _watched: weakref.WeakSet[Any] = weakref.WeakSet()
 _starting: list[str] = []
+_of_flows: weakref.WeakValueDictionary[str, FlowQuery] = weakref.WeakValueDictionary()  # by their run ids
 
 
 @contextlib.contextmanager
@@ -30,6 +35,11 @@ def by_flow(flow: str) -> Iterator[None]:
         yield
     finally:
         _starting.remove(flow)
+
+
+def started(query: FlowQuery) -> None:
+    """A query of a flow runs: its end is told, unless somebody waits for it."""
+    _of_flows[str(query.runId)] = query
 
 
 def watch(spark: SparkSession) -> None:
@@ -77,7 +87,9 @@ class _Listener:
         pass
 
     def onQueryTerminated(self, event: Any) -> None:
-        pass
+        query = _of_flows.pop(str(event.runId()), None)
+        if query is not None:
+            query.tell_failure()
 
     class Java:
         implements = ("org.apache.spark.sql.streaming.PythonStreamingQueryListener",)

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 from collections.abc import Callable, Iterator
 
 from py4j.protocol import Py4JError, Py4JNetworkError
 from pyspark.errors import StreamingQueryException
+from pyspark.errors.exceptions.captured import CapturedException, convert_exception
 from pyspark.sql.streaming.query import StreamingQuery
 
-from onceflow.errors import EnvironmentUnusableError, OnceflowError
+from onceflow.errors import BrokerUnreachableError, EnvironmentUnusableError, OnceflowError
+from onceflow.sink import jvm
 from onceflow.sink.batch import BatchSink
 from onceflow.sink.options import BatchSummary
+
+log = logging.getLogger("onceflow")
 
 
 class FlowQuery(StreamingQuery):
@@ -51,6 +56,16 @@ class FlowQuery(StreamingQuery):
         finally:
             with self._awaiting:
                 self._sink.awaited -= 1
+
+    def tell_failure(self) -> None:
+        """Log why Spark has ended the query, unless somebody waits for it. Failures of onceflow are logged already."""
+        if self._sink.failure is not None or self._sink.stopping or self._sink.awaited:
+            return
+        thrown = self._jsq.exception()
+        if thrown.isDefined():
+            reason = self._reason(convert_exception(thrown.get()))
+            text = str(reason) if isinstance(reason, OnceflowError) else jvm.first_line(reason)
+            log.error("the query of flow %s has ended: %s", self.flow, text)
 
     def release(self) -> None:
         """Give back what the run holds, when it is over. Only the first call does something."""
@@ -139,8 +154,16 @@ class FlowQuery(StreamingQuery):
         """Batches that were committed before this run, and that it had to run again for Spark's state."""
         return list(self._sink.drained)
 
-    def _reason(self, error: StreamingQueryException) -> BaseException:
+    def _reason(self, error: CapturedException | StreamingQueryException) -> BaseException:
         failure = self._sink.failure
+        if failure is None and (waited := jvm.kafka_timeout(error)):
+            failure = self._sink.failure = BrokerUnreachableError(
+                "Spark waited for the brokers of its sources in vain, and has ended the query",
+                flow=self.flow,
+                detail=waited,
+                next_step="start the flow again when they answer: it goes on from its committed progress. Spark tries "
+                'for about 3 minutes; Flow.read(options={"fetchOffset.numRetries": "30"}) for half an hour',
+            )
         # Where it was raised was in a callback of Spark's: many lines that say nothing of the flow.
         return failure.with_traceback(None) if isinstance(failure, OnceflowError) else error
 

@@ -76,7 +76,7 @@ class Watch:
                         continue
                     told_at = time.monotonic()
                     log.warning(
-                        "flow %s: no broker has answered for %.0f s; it waits for them, nothing is lost (%s)",
+                        "flow %s: no broker has answered for %.0f s; nothing is lost, it goes on when they do (%s)",
                         self._flow,
                         told_at - answered_at,
                         error.detail,

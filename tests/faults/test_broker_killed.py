@@ -9,13 +9,15 @@ from typing import Any
 
 import pytest
 
+from onceflow import Flow
 from onceflow.broker.local import LocalBroker
+from onceflow.errors import BrokerUnreachableError
 from onceflow.testing.broker import create_topic
 
 pytestmark = [pytest.mark.integration, pytest.mark.faults]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def own_broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalBroker]:
     # It comes back only when the session of the broker before has run out.
     properties = {"broker.session.timeout.ms": "3000", "broker.heartbeat.interval.ms": "500"}
@@ -29,6 +31,7 @@ def own_broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalBroker
 def test_broker_killed_in_mid_batch(
     own_broker: LocalBroker, make_pipe: Callable[..., Any], inject: Callable[..., None], step: str
 ) -> None:
+    own_broker.start()
     pipe = replace(make_pipe(), bootstrap=own_broker.bootstrap_servers)
     for topic in (pipe.source, pipe.target):
         create_topic(pipe.bootstrap, topic, 4)
@@ -52,4 +55,35 @@ def test_broker_killed_in_mid_batch(
         query.processAllAvailable()
     finally:
         query.stop()
+    pipe.check()
+
+
+def test_a_broker_that_stays_away(
+    own_broker: LocalBroker, make_pipe: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Spark ends the query after some minutes (here seconds), which is told also where nobody waits for it."""
+    own_broker.start()
+    pipe = replace(make_pipe(), bootstrap=own_broker.bootstrap_servers)
+    for topic in (pipe.source, pipe.target):
+        create_topic(pipe.bootstrap, topic, 4)
+    pipe.fill(200)
+    soon = {"default.api.timeout.ms": "2000", "request.timeout.ms": "2000"}
+    flow = Flow(pipe.flow, pipe.spark, bootstrap_servers=pipe.bootstrap, options=soon)
+    rows = flow.read(pipe.source, options={"fetchOffset.numRetries": "1"}).select("key", "value")
+    query = flow.write(rows, topic=pipe.target).start()
+    try:
+        query.processAllAvailable()
+        own_broker.kill()
+        end = time.monotonic() + 60
+        while f"the query of flow {pipe.flow} has ended: Spark waited for the brokers" not in caplog.text:
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        with pytest.raises(BrokerUnreachableError, match="has ended the query") as told:
+            query.awaitTermination(60)
+    finally:
+        query.stop()
+        own_broker.start()
+    assert (told.value.flow, query.failure) == (pipe.flow, told.value)
+    pipe.fill(100)
+    pipe.run()
     pipe.check()

@@ -30,6 +30,7 @@ _INTERRUPTIONS = frozenset(
         "org.apache.kafka.common.errors.InterruptException",
     }
 )
+_KAFKA_TIMEOUT = "org.apache.kafka.common.errors.TimeoutException"
 _CAUSES_MOST = 20
 _QUERY_ID = "sql.streaming.queryId"  # local property of the thread that runs a query's batches
 # One class of each jar that the Kafka connector needs. Spark finds it without them, and fails later.
@@ -294,19 +295,36 @@ def was_cancelled(error: BaseException) -> bool:
 
     Texts do not count: they may be those of user code.
     """
+    try:
+        return any(
+            str(each.getClass().getName()) in _INTERRUPTIONS or _condition(each) == _JOB_CANCELLED
+            for each in _thrown(error)
+        )
+    except Py4JError:
+        return False
+
+
+def kafka_timeout(error: BaseException) -> str:
+    """What a Kafka client of Spark's has waited for in vain, when that is why the query has ended; else empty."""
+    try:
+        for each in _thrown(error):
+            if str(each.getClass().getName()) == _KAFKA_TIMEOUT:
+                return str(each.getMessage())
+    except Py4JError:
+        pass  # the JVM is gone
+    return ""
+
+
+def _thrown(error: BaseException) -> Iterator[Any]:
+    """The Java exception of an error of PySpark, and its causes."""
     thrown = getattr(error, "_origin", None)
     if thrown is None:
         thrown = getattr(error, "java_exception", None)
     for _ in range(_CAUSES_MOST):
         if thrown is None:
-            return False
-        try:
-            if str(thrown.getClass().getName()) in _INTERRUPTIONS or _condition(thrown) == _JOB_CANCELLED:
-                return True
-            thrown = thrown.getCause()
-        except Py4JError:
-            return False
-    return False
+            return
+        yield thrown
+        thrown = thrown.getCause()
 
 
 def _condition(thrown: Any) -> str | None:
