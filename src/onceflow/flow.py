@@ -170,7 +170,7 @@ class Flow:
         extra = queries.reader_options(options or {}, self.name)
         with self._lock:
             if self._runs():
-                interactive.stop_earlier(self._settings.bootstrap_servers, self._names.transactional_id)
+                self._stop_earlier(topic)
             if self._runs():
                 raise OptionError(
                     "The flow is running; its sources cannot be changed",
@@ -198,6 +198,12 @@ class Flow:
         if max_records_per_batch is not None:
             reader = reader.option("maxOffsetsPerTrigger", str(max_records_per_batch))
         return reader.load()
+
+    def _stop_earlier(self, topic: str) -> None:
+        """Stop the query that an earlier cell has started, unless this one has only mistyped the topic."""
+        if interactive.is_interactive():
+            find_topics(self._connected(), {topic: "source"}, self._starting())
+            interactive.stop_earlier(self._settings.bootstrap_servers, self._names.transactional_id)
 
     def _start_of(
         self, topic: str, starting_offsets: recovery.StartingOffsets, fail_on_data_loss: bool

@@ -45,5 +45,5 @@ def stop_earlier(servers: str, transactional_id: str) -> None:
     with _lock:
         query = _queries.pop((servers, transactional_id), None)
     if query is not None and query.isActive:
-        log.warning("flow %s: its query of an earlier cell is stopped, it starts again", query.flow)
+        log.warning("flow %s: the query that an earlier cell has started is stopped", query.flow)
         query.stop()

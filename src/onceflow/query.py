@@ -19,6 +19,9 @@ from onceflow.sink.options import BatchSummary
 
 log = logging.getLogger("onceflow")
 
+# Spark's thread of a query ends in milliseconds, unless it waits for brokers.
+_STOP_S, _LOOK_S = 10.0, 0.1
+
 
 class FlowQuery(StreamingQuery):
     """Returned by ``Flow.write(...).start()``.
@@ -113,12 +116,43 @@ class FlowQuery(StreamingQuery):
         ended = batch_s > 0 and self._sink.turn.acquire(timeout=batch_s)
         self._sink.stopping = True
         try:
-            with contextlib.suppress(EnvironmentUnusableError), _jvm_needed():
-                super().stop()
+            self._stop_in_spark(idle=ended)
         finally:
             if ended:
                 self._sink.turn.release()
             self.release()
+
+    def _stop_in_spark(self, *, idle: bool) -> None:
+        """Stop Spark's query, and wait for its thread.
+
+        When brokers are away, this thread first waits for its Kafka clients, up to ``default.api.timeout.ms``
+        (``KafkaAdminClient.close``). With no batch under way nothing depends on that, so it is left behind.
+
+        Args:
+            idle: no batch is under way, and none begins.
+        """
+        raised: list[BaseException] = []
+
+        def stop() -> None:
+            try:
+                with contextlib.suppress(EnvironmentUnusableError), _jvm_needed():
+                    super(FlowQuery, self).stop()
+            except BaseException as error:  # raised in the thread of the caller
+                raised.append(error)
+
+        thread = threading.Thread(target=stop, name="onceflow-stop", daemon=True)
+        thread.start()
+        thread.join(_STOP_S)
+        while thread.is_alive():
+            # Taken for good: a batch that Spark begins all the same ends at once.
+            if idle or self._sink.turn.acquire(blocking=False):
+                log.warning(
+                    "flow %s: stopped; Spark still waits for an answer of brokers, which is not waited for", self.flow
+                )
+                return
+            thread.join(_LOOK_S)
+        if raised:
+            raise raised[0]
 
     @property
     def isActive(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
@@ -27,7 +28,7 @@ def serve(*queries: FlowQuery, more: Callable[[FlowQuery], dict[str, Any]] | Non
 
     Every committed batch is a line of JSON on stdout: ``flow``, ``batch`` (its number), ``records`` (written to the
     outputs), ``dead_letters`` and ``late`` (put aside), ``dropped`` (by Spark, later than its watermark), ``seconds``
-    (that its steps took).
+    (that its steps took). That a query runs, and that it is being stopped, is said on stderr.
 
     ::
 
@@ -62,10 +63,13 @@ def serve(*queries: FlowQuery, more: Callable[[FlowQuery], dict[str, Any]] | Non
         with _asked_to_stop() as asked, contextlib.ExitStack() as stack:
             for query in queries:
                 stack.enter_context(query.awaited())
+                print(f"onceflow: flow {query.flow} runs; SIGTERM or Ctrl-C stops it", file=sys.stderr, flush=True)
             while all(query.isActive for query in queries) and not asked.wait(_LOOK_EVERY_S):
                 tell()
             ended = [query for query in queries if not query.isActive]
             for query in queries:
+                if asked.is_set() and query.isActive:
+                    print(f"onceflow: flow {query.flow} is being stopped", file=sys.stderr, flush=True)
                 _end(query)
             tell()
         for query in ended:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -12,6 +13,7 @@ import pytest
 from pyspark.sql import DataFrame
 
 import onceflow
+from onceflow import UnknownTopicError, interactive
 from onceflow.sink import batch as batch_module
 from onceflow.sink import jvm
 from onceflow.testing import independent
@@ -374,3 +376,25 @@ def test_a_batch_learns_that_its_query_is_being_stopped(onceflow_spark: Any) -> 
     finally:
         query.stop()
     assert known == [False, True]
+
+
+def test_a_cell_that_runs_again(make_pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At a prompt it stops the query that it has started before, unless it has a typo."""
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    monkeypatch.setattr(interactive, "_queries", {})
+    pipe = make_pipe()
+    flow = pipe.open()
+    query = flow.write(flow.read(pipe.source).select("key", "value"), topic=pipe.target).start()
+    try:
+        with pytest.raises(UnknownTopicError) as told:
+            flow.read(f"{pipe.source}-")
+        assert query.isActive
+        assert told.value.__cause__ is None, "one traceback"
+        pipe.fill(100)
+        again = flow.write(flow.read(pipe.source).select("key", "value"), topic=pipe.target).start()
+        assert not query.isActive
+        query = again
+        query.processAllAvailable()
+    finally:
+        query.stop()
+    pipe.check()

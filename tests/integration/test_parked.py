@@ -334,6 +334,14 @@ def test_an_ordinary_topic_of_dead_letters(lot: Lot, make_topic: Callable[..., s
     assert lot.retried() == []
 
 
+def test_a_topic_of_other_records_is_no_list_of_dead_letters(lot: Lot, make_topic: Callable[..., str]) -> None:
+    lot.parked = make_topic("out", 1)
+    independent.fill(lot.servers, lot.parked, [(b"k", b"v"), (b"k", b"w")])
+    answer = lot.call("list")
+    assert isinstance(answer.exception, OptionError), answer.output
+    assert "None of the 2 records" in str(answer.exception)
+
+
 def test_topics_that_are_not_there(lot: Lot) -> None:
     lot.park(MANY[0])
     answer = lot.call("retry", "--all", "--to", "nowhere-at-all")

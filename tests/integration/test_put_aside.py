@@ -128,10 +128,10 @@ def test_rows_that_spark_drops_as_late(make_pipe: Any, tmp_path: Path, caplog: p
     send([97, 98, 99, 101])  # behind a partial aggregation every hour is one row
     query = run()
     assert sum(batch.dropped for batch in query.batches) == 2
-    assert "Spark dropped 2 rows that were later than the watermark" in caplog.text
+    assert "Spark dropped at least 2 rows that were later than the watermark" in caplog.text
     send([1, 2, 102])
     seen = len(independent.read_topic(pipe.bootstrap, pipe.target, decided=True))
-    with pytest.raises(onceflow.LateRowsError, match="dropped 2 rows"):
+    with pytest.raises(onceflow.LateRowsError, match="dropped at least 2 rows"):
         run(late="fail")
     assert len(independent.read_topic(pipe.bootstrap, pipe.target, decided=True)) == seen
     flow = onceflow.Flow(pipe.flow, pipe.spark, bootstrap_servers=pipe.bootstrap)

@@ -133,7 +133,7 @@ def test_lines_before_a_bad_one_are_written(call: Call, onceflow_broker: str, ma
     text = str(answer.exception)
     assert text.startswith("Line 3 cannot be written: the record takes 1,0")
     assert "the topic at most 1,000 (max.message.bytes)" in text
-    assert "2 records written, from the lines before it" in text
+    assert "2 records of the lines before it are written" in text
     assert {seen.value for seen in independent.read_topic(onceflow_broker, topic)} == {b"1", b"2"}
     call("produce", topic, lines=b"y" * 930)  # as large as it may be, nearly
 

@@ -120,7 +120,7 @@ def test_state_that_other_code_has_written_is_no_fault_of_records(new: type[Proc
     driver = ProcessorDriver(Old(), on_error="dead-letter")
     driver.send("ada", {"amount": 5})
     driver.processor = new()
-    with pytest.raises(ProcessorError, match="has not the fields that process") as caught:
+    with pytest.raises(ProcessorError, match="lacks fields that process") as caught:
         driver.send_many([("ada", {"amount": n}) for n in range(records)])
     assert "`version`" in caught.value.next_step
     assert "migrate" in caught.value.next_step

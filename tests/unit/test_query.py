@@ -86,6 +86,40 @@ def test_a_batch_under_way_may_end_before_the_query_is_stopped(batch_s: float) -
     assert ended == (["whole"] if batch_s else ["cut short"])
 
 
+@pytest.mark.parametrize("batch_s", [0.0, 0.3])
+def test_brokers_that_are_away_are_not_waited_for(
+    batch_s: float, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Spark's thread waits for them at its end. A batch that is under way is waited for."""
+    monkeypatch.setattr("onceflow.query._STOP_S", 0.05)
+    released: list[str] = []
+    turn, answer = threading.Lock(), threading.Event()
+    sink: Any = SimpleNamespace(stopping=False, failure=None, turn=turn, flow="deposits", history=[])
+    spark: Any = SimpleNamespace(_jsq=SimpleNamespace(stop=lambda: answer.wait(30)))
+    query = FlowQuery(spark, sink, lambda: released.append("turn" if turn.locked() else "too soon"))
+    turn.acquire()
+    batch = threading.Timer(batch_s, turn.release)
+    began = time.monotonic()
+    batch.start()
+    try:
+        query.stop()
+    finally:
+        answer.set()
+        batch.join()
+    assert batch_s <= time.monotonic() - began < 20
+    assert released == ["turn"]  # nobody else may begin a batch
+    assert "flow deposits: stopped; Spark still waits" in caplog.text
+
+
+def test_what_spark_raises_at_a_stop_is_raised() -> None:
+    def stop() -> None:
+        raise ValueError("no")
+
+    spark: Any = SimpleNamespace(_jsq=SimpleNamespace(stop=stop))
+    with pytest.raises(ValueError, match="no"):
+        FlowQuery(spark, SimpleNamespace(flow="deposits"), lambda: None).stop()  # type: ignore[arg-type]
+
+
 def test_it_is_not_active(query: FlowQuery) -> None:
     assert query.isActive is False
 

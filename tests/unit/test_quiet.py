@@ -47,7 +47,7 @@ def test_a_cell_that_runs_again_stops_what_it_has_started(prompt: None, caplog: 
     interactive.stop_earlier("b:1", "onceflow.orders")
     interactive.stop_earlier("b:1", "onceflow.orders")
     assert (query.stops, other.stops) == (1, 0)
-    assert "flow orders: its query of an earlier cell is stopped" in caplog.text
+    assert "flow orders: the query that an earlier cell has started is stopped" in caplog.text
 
 
 def test_a_program_is_no_notebook(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -125,7 +125,7 @@ def test_a_bad_line_is_named_and_what_was_written(bad: bytes, why: str) -> None:
     text = str(answer.exception)
     assert text.startswith(f"Line 20001 cannot be written: {why}")
     assert f"the line is {bad[:60]!r}" in text
-    assert "; 20,000 records written, from the lines before it\n" in text
+    assert "; 20,000 records of the lines before it are written\n" in text
     assert [record.key for record in records] == [b"key-%d" % n for n in range(20_000)]
 
 

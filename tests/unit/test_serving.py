@@ -69,7 +69,9 @@ def test_every_batch_is_a_line_and_sigterm_an_orderly_end(capsys: pytest.Capture
     serve(query)
     assert query.calls == ["stop"]
     put_aside = {"dead_letters": 0, "late": 0, "dropped": 0}
-    assert lines(capsys) == [
+    said = capsys.readouterr()
+    assert said.err == "onceflow: flow f runs; SIGTERM or Ctrl-C stops it\nonceflow: flow f is being stopped\n"
+    assert [json.loads(line) for line in said.out.splitlines()] == [
         {"flow": "f", "batch": number, "records": 10 * number, **put_aside, "seconds": 0.375} for number in (1, 2, 3)
     ]
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before

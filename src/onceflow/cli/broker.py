@@ -83,15 +83,16 @@ def status(data_dir: Path | None, as_json: bool) -> int:
     """Say whether all its nodes run and answer; exit 1 when they do not."""
     fields = LocalBroker(data_dir).status().as_json()
     pids = f"pid {', '.join(map(str, fields['pids']))}"
+    command = "onceflow broker start" + ("" if data_dir is None else f" --data-dir {data_dir}")
     if fields["ready"]:
         text = f"Kafka {fields['version']} runs: {fields['bootstrap_servers']} ({pids})"
     elif fields["running"]:
         text = f"Kafka runs ({pids}) but does not answer; log: {', '.join(fields['log_files'])}"
     elif fields["pids"]:
         down = ", ".join(str(node["node_id"]) for node in fields["nodes"] if node["pid"] is None)
-        text = f"Kafka runs ({pids}) without node {down}; start it with `onceflow broker start`"
+        text = f"Kafka runs ({pids}) without node {down}; start it with `{command}`"
     else:
-        text = f"Kafka is not running in {fields['data_dir']}; start it with `onceflow broker start`"
+        text = f"Kafka is not running in {fields['data_dir']}; start it with `{command}`"
     return _report(fields, text, as_json, holds=bool(fields["ready"]))
 
 

@@ -9,6 +9,7 @@ import click
 
 from onceflow.cli.connection import connection
 from onceflow.cli.text import counted, in_words, shown
+from onceflow.errors import OptionError
 from onceflow.record_lines import field, headers_as_json
 
 if TYPE_CHECKING:
@@ -38,6 +39,12 @@ def list_(topic: str, settings: ClientSettings, as_json: bool) -> None:
     from onceflow import parked as parking
 
     found = parking.read(settings, topic)
+    if found and not any(record.cause for record in found):
+        raise OptionError(
+            f"None of the {counted(len(found))} of {topic} is a dead letter: they have no cause in their headers",
+            topic=topic,
+            next_step=f"give the topic of dead letters; `onceflow consume {topic}` shows any topic",
+        )
     if as_json:
         for record in found:
             click.echo(json.dumps(_summary(record)))

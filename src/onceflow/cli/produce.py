@@ -117,6 +117,6 @@ def _write(writer: TopicWriter, topic: str, lines: list[tuple[int, bytes]], pars
             f"Line {number} cannot be written: {getattr(reason, 'what', reason)}",
             topic=topic,
             detail=f"the line is {line[:_SNIPPET_BYTES]!r}{'...' if len(line) > _SNIPPET_BYTES else ''}; "
-            f"{counted(writer.written)} written, from the lines before it",
+            f"{counted(writer.written)} of the lines before it {'is' if writer.written == 1 else 'are'} written",
             next_step="correct the line, and give it and those behind it again",
         ) from reason

@@ -562,7 +562,7 @@ class BatchSink:
         if self._state is not None:
             self._state.adopt()
         if self._late_rows is not None:
-            self._late_rows.adopt(summary.dropped)
+            self._late_rows.adopt(summary.batch, summary.dropped)
         summary.records, summary.nbytes = checked.records, checked.nbytes
         summary.rss_kib_most = checked.rss_kib_most
         if checked.records:
@@ -608,7 +608,7 @@ class BatchSink:
             f"A newer driver of flow {self._names.flow!r} has taken over, {when}",
             flow=self._names.flow,
             detail=detail or f"transactional id {self._delivery.transactional_id}",
-            next_step="stop one of the two: a flow has one driver; nothing was lost or doubled",
+            next_step="see who has started it twice: a flow has one driver; nothing was lost or doubled",
         )
 
     def _timed_out(self, open_s: float) -> TransactionTimeoutError:

@@ -33,6 +33,7 @@ class LateRows:
         self._dropped = dropped
         self._before = 0
         self._untold = 0
+        self._batch = 0  # the last that has dropped some
         self._told_at = float("-inf")
 
     def begin(self, *, again: bool) -> None:
@@ -48,7 +49,7 @@ class LateRows:
         dropped = self._dropped() - self._before
         if dropped and self._late == FAIL:
             raise LateRowsError(
-                f"Spark dropped {_rows(dropped)} later than the watermark",
+                f"Spark dropped at least {_rows(dropped)} later than the watermark",
                 flow=self._flow,
                 batch=batch,
                 next_step="nothing of this batch is visible. Give withWatermark a longer delay, or sort the input by "
@@ -56,9 +57,10 @@ class LateRows:
             )
         return dropped
 
-    def adopt(self, dropped: int) -> None:
+    def adopt(self, batch: int, dropped: int) -> None:
         """The batch is committed. A warning says so, at most once a minute."""
         self._untold += dropped
+        self._batch = batch if dropped else self._batch
         if time.monotonic() - self._told_at >= _TELL_EVERY_S:
             self.tell()
 
@@ -66,10 +68,11 @@ class LateRows:
         """Tell what was not told yet: also when the query ends."""
         if self._untold:
             log.warning(
-                "flow %s: Spark dropped %s later than the watermark; they are in no output. A longer delay of "
-                'withWatermark keeps them, late="fail" stops the flow instead',
+                "flow %s: Spark dropped at least %s later than the watermark, up to batch %d. They are in no output. "
+                'A longer delay of withWatermark keeps them, late="fail" stops the flow instead',
                 self._flow,
                 _rows(self._untold),
+                self._batch,
             )
             self._untold, self._told_at = 0, time.monotonic()
 

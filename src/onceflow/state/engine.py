@@ -216,8 +216,9 @@ class Engine(BaseEngine):
             )
         if self._scope.fatal is None and self._is_fault_of_state(record, raw_key, error):
             self._scope.fatal = ProcessorError(
-                f"the state of key {shown(raw_key)} has not the fields that process() looks for: "
+                f"the stored state of key {shown(raw_key)} lacks fields that process() looks for: "
                 f"{blame.full_text_of(error)}",
+                detail=", ".join(filter(None, (f"table {self.table}-{self.partition}", blame.line_of(error)))),
                 next_step="records are not at fault. Did the fields of the state change? Then raise `version` and "
                 "define migrate(self, payload, from_version).",
             )

@@ -272,7 +272,7 @@ class _Run:
                 raise FencedError(
                     "A newer driver of the flow keeps this local state",
                     topic=f"{self.goal.table}-{self.goal.partition}",
-                    next_step="stop one of the two: a flow has one driver; nothing was lost or doubled",
+                    next_step="see who has started it twice: a flow has one driver; nothing was lost or doubled",
                 )
             raise StoreCorruptError(problem)
         if marker.at(self.goal):
