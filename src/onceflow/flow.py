@@ -629,7 +629,7 @@ class Flow:
                 self._settings,
                 {name: sorted(source.earliest) for name, source in self._sources.items()},
                 flow=self.name,
-                over=lambda: sink.failure is not None,
+                over=lambda: sink.over or sink.failure is not None,
             )
 
             def stopped() -> None:
@@ -642,6 +642,7 @@ class Flow:
 
             try:
                 spark_logs.hush_py4j()
+                outside.watch(self._spark)  # a query without Flow.read has not done it yet
                 with outside.by_flow(self.name):
                     self._running = FlowQuery(run.apply(writer).start(), sink, stopped)
                 outside.started(self._running)

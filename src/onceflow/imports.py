@@ -153,7 +153,7 @@ def _load_in_task(context: SparkContext, pickles: Sequence[bytes]) -> list[LoadF
         return None
     if problems:
         raise problems[0]
-    return found[0]
+    return found[0] if found else None  # Spark has stopped before it began
 
 
 def are_found(context: SparkContext, names: Iterable[str]) -> bool:

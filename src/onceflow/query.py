@@ -37,6 +37,7 @@ class FlowQuery(StreamingQuery):
         self._release_lock = threading.Lock()
         self._awaiting = threading.Lock()
         self._released = False
+        self._left_behind = False
 
     def __repr__(self) -> str:
         progress = self._sink.progress
@@ -61,7 +62,8 @@ class FlowQuery(StreamingQuery):
                 self._sink.awaited -= 1
 
     def tell_failure(self) -> None:
-        """Log why Spark has ended the query, unless somebody waits for it. Failures of onceflow are logged already."""
+        """Spark has ended the query. Log why, unless somebody waits for it. Failures of onceflow are logged already."""
+        self._sink.over = True
         if self._sink.failure is not None or self._sink.stopping or self._sink.awaited:
             return
         thrown = self._jsq.exception()
@@ -131,6 +133,8 @@ class FlowQuery(StreamingQuery):
         Args:
             idle: no batch is under way, and none begins.
         """
+        if self._left_behind:
+            return
         raised: list[BaseException] = []
 
         def stop() -> None:
@@ -146,6 +150,7 @@ class FlowQuery(StreamingQuery):
         while thread.is_alive():
             # Taken for good: a batch that Spark begins all the same ends at once.
             if idle or self._sink.turn.acquire(blocking=False):
+                self._left_behind = True
                 log.warning(
                     "flow %s: stopped; Spark still waits for an answer of brokers, which is not waited for", self.flow
                 )

@@ -116,10 +116,17 @@ def _bytes(content: Any) -> bytes | None:
     if content is None:
         return None
     try:
-        text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False, separators=(",", ":"))
+        text = content if isinstance(content, str) else _as_json(content)
         return text.encode()
     except UnicodeEncodeError:
         raise ValueError("it holds half of a surrogate pair, which is no text") from None
+
+
+def _as_json(content: Any) -> str:
+    try:
+        return json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    except ValueError:
+        raise ValueError("it holds a number that is too large for a double") from None
 
 
 def _headers(found: Any) -> list[Header]:

@@ -15,7 +15,7 @@ from onceflow.state.local import Commit
 from onceflow.state.memory_store import MemoryStore
 from onceflow.state.processor import ColumnProcessor, Processor
 from onceflow.state.record import Record
-from onceflow.state.serdes import JSON, STRING, struct
+from onceflow.state.serdes import BYTES, JSON, STRING, struct
 from onceflow.state.shapes import declared_fields, lacks
 from onceflow.state.spec import ProcessSpec, StateReport
 from onceflow.state.topics import TableTopics
@@ -57,6 +57,16 @@ def test_too_many_stop_the_run(limit: float | None, batches: list[tuple[int, int
             run.check(reports)
         assert "KeyError: 'amount'" in str(caught.value)
         assert caught.value.topic == "letters"
+
+
+def test_a_share_is_judged_when_there_are_records_enough_also_without_a_new_one() -> None:
+    run = run_of(0.1)
+    for reports in (batch(50, 50), batch(40, 0)):
+        run.check(reports)
+        run.adopt(reports)
+    with pytest.raises(DeadLetterLimitError, match="50 of 110 records of this run") as caught:
+        run.check(batch(20, 0))
+    assert "in this batch: none" in caught.value.detail
 
 
 def test_the_first_one_is_told_and_no_other(caplog: pytest.LogCaptureFixture) -> None:
@@ -137,9 +147,87 @@ def test_bad_records_stay_dead_letters(processor: type[Processor], bad: dict[str
     assert len(driver.dead_letters) == 1
 
 
+class OnlyKnown(Old):
+    """Ignores records of keys that it does not know."""
+
+    def process(self, key: str, records: Any, state: Any) -> Iterator[Record]:
+        for record in records:
+            account = state.get()
+            if record.value.get("open"):
+                account = {"sum": 0}
+            elif account is None:
+                continue
+            else:
+                account["sum"] += record.value["amount"]
+            state.put(account)
+            yield Record(key, account)
+
+
+class Items(Old):
+    """The fields of its state come from records, and an output may not be such as can be written."""
+
+    output = BYTES
+
+    def process(self, key: str, records: Any, state: Any) -> Iterator[Record]:
+        counts = state.get({})
+        for record in records:
+            item = record.value["item"]
+            counts[item] = counts.get(item, 0) + 1
+            yield Record(key, record.value.get("note", b""))
+        state.put(counts)
+
+
+class NextVersion(Old):
+    """No migrate(), and nothing of version 0 is read any more."""
+
+    version = 1
+
+    def process(self, key: str, records: Any, state: Any) -> Iterator[Record]:
+        for record in records:
+            yield Record(key, {"twice": 2 * record.value["amount"]})
+
+
+def test_a_record_that_makes_no_state_tells_nothing_of_its_fields() -> None:
+    driver = ProcessorDriver(OnlyKnown(), on_error="dead-letter")
+    driver.send("ada", {"open": True})
+    driver.send_many([("ada", {}), ("ada", {"amount": 2})])
+    assert (len(driver.dead_letters), driver.state("ada")) == (1, {"sum": 2})
+
+
+def test_state_of_the_same_batch_was_written_by_this_code() -> None:
+    driver = ProcessorDriver(OnlyKnown(), on_error="dead-letter")
+    driver.send_many([("ada", {"open": True}), ("ada", {}), ("ada", {"amount": 2})])
+    assert (len(driver.dead_letters), driver.state("ada")) == (1, {"sum": 2})
+
+
+def test_an_output_that_cannot_be_written_is_no_fault_of_state() -> None:
+    driver = ProcessorDriver(Items(), on_error="dead-letter")
+    driver.send("ada", {"item": "a"})
+    driver.send("ada", {"item": "b", "note": 7})
+    assert (len(driver.dead_letters), driver.state("ada")) == (1, {"a": 1})
+
+
+def test_state_that_the_processor_does_not_read_fails_no_batch() -> None:
+    driver = ProcessorDriver(Old(), on_error="dead-letter")
+    driver.send("ada", {"amount": 5})
+    driver.processor = NextVersion()
+    driver.send_many([("ada", {}), ("ada", {"amount": 2})])
+    assert len(driver.dead_letters) == 1
+
+
 class Dicts(Old):
     def process(self, key: str, records: Any, state: Any) -> Any:
         yield {"sum": 1}
+
+
+def test_a_processor_that_returns_no_records_makes_no_dead_letters() -> None:
+    class Number(Old):
+        def process(self, key: str, records: Any, state: Any) -> Any:
+            return 5
+
+    driver = ProcessorDriver(Number(), on_error="dead-letter")
+    with pytest.raises(ProcessorError, match="has to yield Records: expected Records, got int"):
+        driver.send("ada", {"amount": 1})
 
 
 def test_a_processor_that_yields_no_records_makes_no_dead_letters() -> None:
@@ -167,6 +255,10 @@ class Point:
         ({"a": 1}, 1, True),
         ([1], [{"a": 1}], False),
         (None, 1, False),
+        ({"a": 1}, None, False),
+        (None, {"a": 1}, False),
+        ({"a": {"b": 1}}, {"a": None}, False),
+        ({"a": None}, {"a": {"b": 1}}, False),
         (Point(1), Point(2), False),
         (1, Point(2), True),
     ],

@@ -191,7 +191,7 @@ def test_what_must_not_be_yielded(yielded: Any, match: str) -> None:
     line = Yields.process.__code__.co_firstlineno
     assert raised.value.detail.endswith(f", returned by Yields.process, test_processor_errors.py:{line}")
     driver = ProcessorDriver(Yields(), on_error="dead-letter")
-    if "one Record" in match or ("expected Records" in match and yielded != 7):
+    if "one Record" in match or "expected Records" in match:
         # Not the record's fault: else all of them would be dead letters.
         with pytest.raises(ProcessorError, match=match) as raised:
             driver.send_many([(b"k", b"v"), (b"k", b"w")])

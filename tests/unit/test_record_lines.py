@@ -80,6 +80,7 @@ def test_an_empty_line_is_no_object(text: bytes) -> None:
         (b"[" * 100_000, "not JSON"),
         (b'{"value": "\xff"}', "not JSON"),
         (b'{"value": NaN}', "NaN is no JSON number"),
+        (b'{"value": {"a": 1e999}}', "too large for a double"),
         (b"[1]", "JSON, but not an object"),
         (b'{"key": "k"}', 'no field "value"; for a tombstone give "value": null'),
         (b'{"value": 1, "vlaue": 2}', "unknown field 'vlaue'; known are headers, key,"),

@@ -61,6 +61,8 @@ def create(
                 deadline=deadline,
             )
             count = await_topic(cluster, name, deadline).partitions
+            # It was not there before: with as many partitions it is ours, and Kafka's first answer was lost.
+            created = created or (name not in there and partitions in (None, count))
             if not created and not if_not_exists:
                 raise _exists(name, count)
             what = "created with" if created else "exists already, with"
@@ -140,6 +142,7 @@ def describe(name: str, as_json: bool, settings: ClientSettings) -> None:
 def delete(names: tuple[str, ...], yes: bool, settings: ClientSettings) -> None:
     """Delete topics with all that is in them. When one of them does not exist, none is deleted."""
     from onceflow.client.topics import delete_topic, find_topics
+    from onceflow.errors import UnknownTopicError
 
     with _connected(settings, "looking for topics") as (cluster, deadline):
         _check_not_internal(names)
@@ -148,7 +151,8 @@ def delete(names: tuple[str, ...], yes: bool, settings: ClientSettings) -> None:
             click.confirm(f"Delete {', '.join(names)} at {settings.bootstrap_servers} for good?", abort=True, err=True)
     with _connected(settings, "deleting topics") as (cluster, deadline):  # somebody may have taken time to answer
         for name in dict.fromkeys(names):
-            delete_topic(cluster, name, deadline)
+            with contextlib.suppress(UnknownTopicError):  # it was there: Kafka's first answer was lost
+                delete_topic(cluster, name, deadline)
             click.echo(f"Topic {name} deleted.")
 
 

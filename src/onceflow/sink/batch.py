@@ -148,6 +148,7 @@ class BatchSink:
         self.progress = progress
         self.failure: BaseException | None = None
         self.stopping = False
+        self.over = False  # Spark has ended the query
         self.awaited = 0  # how many wait for the query to end: they will be told its failure
         self.turn = threading.Lock()  # of the batch under way
         self.held = threading.Event()  # no further batch begins

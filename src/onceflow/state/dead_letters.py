@@ -51,7 +51,7 @@ class DeadLetters:
         """
         limit = self._spec.max_dead_letters
         count = self.count + counted(reports, "dead_letters")
-        if limit is None or count == self.count:
+        if limit is None or not count:
             return
         records = self.records + counted(reports, "records")
         if isinstance(limit, float):
@@ -62,7 +62,7 @@ class DeadLetters:
         raise DeadLetterLimitError(
             f"{count:,} of {records:,} records of this run are dead letters, max_dead_letters is {limit}",
             topic=self._spec.dead_letter_topic,
-            detail=f"in this batch: {_in_words(_causes(reports))}; table {self._spec.table}",
+            detail=f"in this batch: {_in_words(_causes(reports)) or 'none'}; table {self._spec.table}",
             next_step="nothing of this batch is visible. Correct the processor or its sources; to go on all the same, "
             "raise max_dead_letters. A new run counts from 0.",
         )

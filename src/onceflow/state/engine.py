@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 
 from onceflow.errors import ProcessorError
-from onceflow.state import blame, inbox, timers
+from onceflow.state import blame, inbox, rows, timers
 from onceflow.state.base import NOT_OF_A_RECORD, BaseEngine
 from onceflow.state.blame import shown
 from onceflow.state.handle import Scope, State
@@ -230,30 +230,39 @@ class Engine(BaseEngine):
         So it is when the record succeeds on empty state, succeeds once more on the state that this makes, and this
         state has fields that the stored one lacks. Nothing that these trials do is kept.
         """
-        if not isinstance(error, SHAPE_ERRORS):
+        if not isinstance(error, SHAPE_ERRORS) or isinstance(error, NotRecordsError):
             return False
+        row_key = rows.value_key(raw_key)
+        row = self._overlay.store.get(row_key)
+        if row is None or self._overlay.get(row_key) != row:
+            return False  # this code has written it, in this batch
         try:
-            stored = State(self._scope, raw_key).get()
+            # Not the scope of the batch: what cannot be read here is not read by the batch, either.
+            stored = State(self._trial_scope(self._overlay), raw_key).get()
             if stored is None:
                 return False
-            scope = Scope(
-                self.processor,
-                Overlay(NoRows()),
-                partition=self.partition,
-                now_ms=self.now_ms,
-                watermark_ms=self.watermark_ms,
-                ttl_ms=None,
-            )
-            state = State(scope, raw_key)
+            state = State(self._trial_scope(Overlay(NoRows())), raw_key)
             for _ in range(2):
                 again = self._decoded_again(record, raw_key)
-                for _ in self.processor.process(again.key, [again], state) or ():
-                    pass
+                outputs = self.processor.process(again.key, [again], state)
+                if outputs is not None:  # they must be such as can be written
+                    outbox = Outbox(self.processor.key, self.processor.output, self._own_topics)
+                    outbox.extend(outputs, again.key, raw_key)
             return lacks(stored, state.get())
         except NOT_OF_A_RECORD:
             raise
         except Exception:  # of user code: the record fails on empty state as well, so it is bad
             return False
+
+    def _trial_scope(self, overlay: Overlay) -> Scope:
+        return Scope(
+            self.processor,
+            overlay,
+            partition=self.partition,
+            now_ms=self.now_ms,
+            watermark_ms=self.watermark_ms,
+            ttl_ms=None,
+        )
 
     def _event_times(self, batch: pa.RecordBatch, records: list[Record], bad: dict[int, Exception]) -> Any:
         """Which records are in time by the processor's own event_time(); None: all. Where it fails is added to bad."""

@@ -82,6 +82,8 @@ class Outbox:
         """
         if isinstance(records, Record):
             raise NotRecordsError("expected records, got one Record: yield it, or return a list")
+        if not hasattr(records, "__iter__") and not hasattr(records, "__getitem__"):
+            raise _no_record(records, records)
         keys, values = self._keys, self._values
         encode_value = self._encode_value
         for record in records:

@@ -29,7 +29,10 @@ def lacks(stored: Any, new: Any) -> bool:
     """Whether a stored value lacks a field that a new value of the same processor has, or is built in another way.
 
     Numbers, text, lists and other values without fields are all alike: which of them is there may depend on records.
+    None is no value: nothing is known of its shape.
     """
+    if stored is None or new is None:
+        return False
     if isinstance(new, dict) and isinstance(stored, dict):
         return any(name not in stored or lacks(stored[name], value) for name, value in new.items())
     if _is_plain(new) and _is_plain(stored):
@@ -40,7 +43,7 @@ def lacks(stored: Any, new: Any) -> bool:
 
 
 def _is_plain(value: Any) -> bool:
-    return value is None or isinstance(value, (bool, int, float, str, bytes, list, tuple, set, frozenset))
+    return isinstance(value, (bool, int, float, str, bytes, list, tuple, set, frozenset))
 
 
 def declared_fields(processor: Processor | ColumnProcessor) -> str | None:
