@@ -7,7 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
+from onceflow.cli.main import cli
 from onceflow.testing import independent
 from onceflow.testing.broker import create_topic
 from onceflow.testing.proxy import END_TXN, Proxy, proxied_broker
@@ -15,6 +17,7 @@ from onceflow.testing.proxy import END_TXN, Proxy, proxied_broker
 pytestmark = [pytest.mark.integration, pytest.mark.faults]
 
 PRODUCE, FIND_COORDINATOR, INIT_PRODUCER_ID, TXN_OFFSET_COMMIT = 0, 10, 22, 28
+CREATE_TOPICS, DELETE_TOPICS = 19, 20
 
 
 @pytest.fixture(scope="module")
@@ -107,3 +110,20 @@ def test_fenced_while_the_answer_was_lost(proxied: tuple[str, str, Proxy], proxi
     assert older.end(deadline, commit=True) is Outcome.FENCED
     cluster.close()
     assert independent.committed_offsets(direct, proxied_pipe.flow) == {}
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_topic_commands(proxied: tuple[str, str, Proxy], make_pipe: Callable[..., Any], when: str) -> None:
+    """The repeated request is told that there is nothing to do any more: it was done by the first."""
+    _, servers, proxy = proxied
+    name = make_pipe().source
+
+    def call(*arguments: str) -> str:
+        proxy.cut(CREATE_TOPICS if "create" in arguments else DELETE_TOPICS, when)
+        answer = CliRunner().invoke(cli, ["topic", *arguments, "--bootstrap-servers", servers])
+        assert answer.exception is None, answer.output
+        assert proxy.cuts == 1
+        return answer.stdout
+
+    assert call("create", f"{name}-new", "--partitions", "3") == f"Topic {name}-new created with 3 partitions.\n"
+    assert call("delete", f"{name}-new", "--yes") == f"Topic {name}-new deleted.\n"
