@@ -39,7 +39,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     folder = tmp_path_factory.mktemp("first-hour")
     venv = folder / "venv"
     subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True, timeout=120)
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("ONCEFLOW_", "PYTHON"))}
+    # A session of this process has set PYSPARK_PYTHON to its own Python.
+    strangers = ("ONCEFLOW_", "PYTHON", "PYSPARK_")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(strangers)}
     environment |= {
         "PATH": f"{venv / 'bin'}{os.pathsep}{environment['PATH']}",
         "VIRTUAL_ENV": str(venv),
@@ -95,7 +97,7 @@ def test_the_quick_start_as_written(run: Run, wheel: Path) -> None:
     own = port()
     commands = [line for block in blocks("sh") for line in block.replace(PORT, own).splitlines()]
     (program,), (shown,) = blocks("python"), blocks("text")
-    (file,) = re.findall(r"in a file `(\w+\.py)`", README)
+    (file,) = re.findall(r"in a file\s`(\w+\.py)`", README)
     assert (commands[0], commands[4]) == ("pip install .", f"python {file}")
     assert len(commands) == 6
     folder = Path(run("pwd").strip())
