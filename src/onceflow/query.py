@@ -152,7 +152,7 @@ class FlowQuery(StreamingQuery):
             if idle or self._sink.turn.acquire(blocking=False):
                 self._left_behind = True
                 log.warning(
-                    "flow %s: stopped; Spark still waits for an answer of brokers, which is not waited for", self.flow
+                    "flow %s: stopped, without waiting for requests of Spark that brokers do not answer", self.flow
                 )
                 return
             thread.join(_LOOK_S)

@@ -76,8 +76,9 @@ class Watch:
                         continue
                     told_at = time.monotonic()
                     log.warning(
-                        "flow %s: no broker has answered for %.0f s; nothing is lost, it goes on when they do (%s)",
+                        "flow %s: no broker of %s has answered for %.0f s; nothing is lost, it goes on then (%s)",
                         self._flow,
+                        self._settings.bootstrap_servers,
                         told_at - answered_at,
                         error.detail,
                     )

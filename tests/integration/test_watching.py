@@ -69,7 +69,10 @@ def test_brokers_that_are_away(
     watch = watching.Watch(settings, {make_topic("orders", partitions=1): [0]}, flow="orders", over=lambda: False)
     proxies: list[Proxy] = []
     try:
-        wait_for(lambda: "flow orders: no broker has answered for" in caplog.text, "that they are away is told")
+        wait_for(
+            lambda: f"flow orders: no broker of 127.0.0.1:{port} has answered for" in caplog.text,
+            "that they are away is told",
+        )
         assert f"127.0.0.1:{port}" in caplog.text
         proxies.append(Proxy(port, int(onceflow_broker.partition(",")[0].rpartition(":")[2])))
         wait_for(lambda: "flow orders: brokers answer again" in caplog.text, "that they are back is told")

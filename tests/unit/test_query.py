@@ -109,7 +109,7 @@ def test_brokers_that_are_away_are_not_waited_for(
         batch.join()
     assert batch_s <= time.monotonic() - began < 20
     assert released == ["turn"]  # nobody else may begin a batch
-    assert "flow deposits: stopped; Spark still waits" in caplog.text
+    assert "flow deposits: stopped, without waiting for requests of Spark" in caplog.text
 
 
 def test_what_spark_raises_at_a_stop_is_raised() -> None:

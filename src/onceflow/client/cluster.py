@@ -235,7 +235,7 @@ class Cluster:
                     # Connections that the broker throttles are resumed by a timer, which only the loop looks at.
                     with self.lock, quiet():
                         self.net.poll(timeout_ms=0)
-                    raise ConnectionFailedError("no connection is ready: throttled by a quota, or broken")
+                    raise ConnectionFailedError("no connection is ready: refused, broken, or throttled by a quota")
                 return self.exchange(request, node, deadline)
             except ConnectionFailedError as problem:
                 deadline.pause(attempt, f"{api}: {problem}")

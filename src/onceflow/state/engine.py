@@ -208,7 +208,7 @@ class Engine(BaseEngine):
 
     def _reject_processed(self, record: Record, raw_key: bytes, error: Exception) -> None:
         """As `_reject`, of a record that process() has raised for. Where it is not at fault, the batch fails."""
-        if self._dead_letter_topic is not None and self._scope.fatal is None and isinstance(error, NotRecordsError):
+        if self._scope.fatal is None and isinstance(error, NotRecordsError):
             self._scope.fatal = ProcessorError(
                 f"process() has to yield Records: {blame.text_of(error)}",
                 next_step="yield Record(key, value); records are not at fault, so there are no dead letters of them.",
