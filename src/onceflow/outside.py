@@ -89,7 +89,7 @@ class _Listener:
     def onQueryTerminated(self, event: Any) -> None:
         query = _of_flows.pop(str(event.runId()), None)
         if query is not None:
-            query.tell_failure()
+            query.terminated()
 
     class Java:
         implements = ("org.apache.spark.sql.streaming.PythonStreamingQueryListener",)

@@ -61,7 +61,7 @@ class FlowQuery(StreamingQuery):
             with self._awaiting:
                 self._sink.awaited -= 1
 
-    def tell_failure(self) -> None:
+    def terminated(self) -> None:
         """Spark has ended the query. Log why, unless somebody waits for it. Failures of onceflow are logged already."""
         self._sink.over = True
         if self._sink.failure is not None or self._sink.stopping or self._sink.awaited:

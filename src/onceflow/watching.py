@@ -48,6 +48,8 @@ class Watch:
         self._partitions = partitions
         self._flow = flow
         self._over = over
+        self._answered_at = time.monotonic()
+        self._told_at: float | None = None  # that no broker answers; None: one does
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True, name=f"onceflow-watch-{flow}")
         self._thread.start()
@@ -60,9 +62,6 @@ class Watch:
     def _run(self) -> None:
         stable = StableOffsets(TELL_AFTER_S)
         cluster: Cluster | None = None
-        answered_at = time.monotonic()
-        told_at = float("-inf")
-        away = False
         try:
             while not self._ending.wait(INTERVAL_S) and not self._over():
                 try:
@@ -71,23 +70,30 @@ class Watch:
                     for warning in held_back(cluster, stable, self._partitions, deadline):
                         log.warning("flow %s: %s", self._flow, warning)
                 except (BrokerUnreachableError, DeadlineExceededError) as error:
-                    away = True
-                    if self._ending.is_set() or time.monotonic() - told_at < TELL_AGAIN_S:
-                        continue
-                    told_at = time.monotonic()
-                    log.warning(
-                        "flow %s: no broker of %s has answered for %.0f s; nothing is lost, it goes on then (%s)",
-                        self._flow,
-                        self._settings.bootstrap_servers,
-                        told_at - answered_at,
-                        error.detail,
-                    )
+                    self._unanswered(error)
                     continue
                 except OnceflowError as error:
                     log.debug("flow %s: could not look at its sources: %s", self._flow, error)
-                if away:
-                    log.warning("flow %s: brokers answer again", self._flow)
-                away, told_at, answered_at = False, float("-inf"), time.monotonic()
+                self._answered()
         finally:
             if cluster is not None:
                 cluster.close()
+
+    def _unanswered(self, error: OnceflowError) -> None:
+        """No broker has answered: tell it, not at every look."""
+        now = time.monotonic()
+        if self._ending.is_set() or (self._told_at is not None and now - self._told_at < TELL_AGAIN_S):
+            return
+        self._told_at = now
+        log.warning(
+            "flow %s: no broker of %s has answered for %.0f s; nothing is lost, it goes on then (%s)",
+            self._flow,
+            self._settings.bootstrap_servers,
+            now - self._answered_at,
+            error.detail,
+        )
+
+    def _answered(self) -> None:
+        if self._told_at is not None:
+            log.warning("flow %s: brokers answer again", self._flow)
+        self._told_at, self._answered_at = None, time.monotonic()

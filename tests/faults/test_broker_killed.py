@@ -25,16 +25,23 @@ def own_broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalBroker
         yield broker
 
 
-@pytest.mark.parametrize(
-    "step", ["progress", *(pytest.param(step, marks=pytest.mark.long) for step in ("begin", "audit"))]
-)
-def test_broker_killed_in_mid_batch(
-    own_broker: LocalBroker, make_pipe: Callable[..., Any], inject: Callable[..., None], step: str
-) -> None:
+@pytest.fixture
+def own_pipe(own_broker: LocalBroker, make_pipe: Callable[..., Any]) -> Any:
+    """A pipe on that broker, which runs, whatever the test before has done to it."""
     own_broker.start()
     pipe = replace(make_pipe(), bootstrap=own_broker.bootstrap_servers)
     for topic in (pipe.source, pipe.target):
         create_topic(pipe.bootstrap, topic, 4)
+    return pipe
+
+
+@pytest.mark.parametrize(
+    "step", ["progress", *(pytest.param(step, marks=pytest.mark.long) for step in ("begin", "audit"))]
+)
+def test_broker_killed_in_mid_batch(
+    own_broker: LocalBroker, own_pipe: Any, inject: Callable[..., None], step: str
+) -> None:
+    pipe = own_pipe
     pipe.fill(2000)
     paused, killed = pipe.tmp_path / "paused", pipe.tmp_path / "killed"
     inject(step, "pause", batch=2, seconds=60, once_file=str(paused), until=str(killed))
@@ -58,14 +65,9 @@ def test_broker_killed_in_mid_batch(
     pipe.check()
 
 
-def test_a_broker_that_stays_away(
-    own_broker: LocalBroker, make_pipe: Callable[..., Any], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_broker_that_stays_away(own_broker: LocalBroker, own_pipe: Any, caplog: pytest.LogCaptureFixture) -> None:
     """Spark ends the query after some minutes (here seconds), which is told also where nobody waits for it."""
-    own_broker.start()
-    pipe = replace(make_pipe(), bootstrap=own_broker.bootstrap_servers)
-    for topic in (pipe.source, pipe.target):
-        create_topic(pipe.bootstrap, topic, 4)
+    pipe = own_pipe
     pipe.fill(200)
     soon = {"default.api.timeout.ms": "2000", "request.timeout.ms": "2000"}
     flow = Flow(pipe.flow, pipe.spark, bootstrap_servers=pipe.bootstrap, options=soon)

@@ -16,6 +16,7 @@ from confluent_kafka import Consumer, Producer
 
 from onceflow.broker import LocalBroker, ports, process
 from onceflow.broker.config import Cluster, Node, new_cluster_id
+from onceflow.broker.folder import Folder
 from onceflow.broker.process import ProcessIdentity, admin_client
 from onceflow.cli.main import cli
 from onceflow.errors import EnvironmentUnusableError, OptionError
@@ -174,8 +175,11 @@ def test_a_port_that_another_broker_holds(
     assert not mine.data_dir.exists()
 
     monkeypatch.setattr(ports, "holder_of", lambda port: None)
+    mine.data_dir.mkdir()  # of somebody who has made it
     with pytest.raises(EnvironmentUnusableError, match=f"a broker of the Kafka cluster {cluster_id} answers there"):
         mine.start()
+    assert not mine.status().pids
+    assert Folder(mine.data_dir).read() is None
 
 
 def test_brokers_of_another_cluster_are_not_taken_for_ones_own(onceflow_broker: str, tmp_path: Path) -> None:
