@@ -35,7 +35,7 @@ test-long: setup ## the longest tests: more of the same, and what takes its time
 	$(PYTEST) -m long
 
 fast: setup ## the tests that need neither broker nor Spark, but those of the demos
-	$(PYTEST) -m "not long" tests/unit tests/wire $(wildcard tests/model)
+	$(PYTEST) -m "not long" tests/unit tests/protocol $(wildcard tests/model)
 
 check: lint test ## what has to hold before a change is merged: format, lint, types, tests
 
@@ -74,6 +74,6 @@ $(VENV)/.installed: $(VENV)/.packages pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $@
 
-$(VENV)/.jars: $(VENV)/.installed src/onceflow/jars.py
+$(VENV)/.jars: $(VENV)/.installed src/onceflow/host/jars.py
 	$(BIN)/onceflow setup
 	@touch $@

@@ -20,10 +20,10 @@ from typing import Any
 import pytest
 
 from onceflow import hooks
-from onceflow.sink import progress_log
+from onceflow.driver import progress_log
+from onceflow.protocol import progress as progress_records
+from onceflow.protocol.progress import PROGRESS_TOPIC, Progress
 from onceflow.testing import faults, independent
-from onceflow.wire import progress as progress_records
-from onceflow.wire.progress import PROGRESS_TOPIC, Progress
 
 # The JVMs of tests live for minutes at most, on few cores: there the second compiler takes more than it gives back.
 os.environ["JAVA_TOOL_OPTIONS"] = f"{os.environ.get('JAVA_TOOL_OPTIONS', '')} -XX:TieredStopAtLevel=1".strip()

@@ -309,14 +309,14 @@ def test_an_unknown_encoding_is_refused() -> None:
 
 
 def test_a_file_that_is_too_large() -> None:
-    limits = Limits(bytes_most=100)
+    limits = Limits(max_bytes=100)
     assert _problem(_get(lambda to, n: _reply(to, b"x" * 101), limits=limits))[::2] == ("TooLargeError", 1)
     assert _get(lambda to, n: _reply(to, b"x" * 100), limits=limits) == b"x" * 100
 
 
 def test_a_small_file_that_is_large_when_it_is_unpacked(tmp_path: Path) -> None:
     bomb = gzip.compress(b"\0" * 50_000_000)
-    limits = Limits(bytes_most=1_000_000)
+    limits = Limits(max_bytes=1_000_000)
     assert _problem(_get(lambda to, n: _reply(to, bomb), "/a.gz", limits=limits))[0] == "TooLargeError"
 
 

@@ -13,57 +13,65 @@ from typing import Any
 from pyspark.errors import AnalysisException
 from pyspark.sql import DataFrame, SparkSession
 
-from onceflow import (
-    checkpoints,
-    hooks,
-    interactive,
-    outside,
-    process,
-    recovery,
-    shipping,
-    spark_logs,
-    step_query,
-    token_endpoint,
-)
+from onceflow import hooks, interactive
 from onceflow.client import offsets as kafka_offsets
 from onceflow.client.brokers import warn_of_settings
 from onceflow.client.cluster import Cluster, TopicInfo
 from onceflow.client.deadline import Deadline
-from onceflow.client.knocking import REFUSED_S
+from onceflow.client.first_connection import REFUSED_S
 from onceflow.client.settings import ClientSettings
 from onceflow.client.topics import find_topics
+from onceflow.driver import progress_log
+from onceflow.driver.commit import BatchSink
+from onceflow.driver.delivery import EXACTLY_ONCE, GUARANTEES, delivery
+from onceflow.driver.driver_session import DriverSession
+from onceflow.driver.late_rows import FAIL, LATE
+from onceflow.driver.running import (
+    OUTPUT_MODES,
+    RunOptions,
+    duration_s,
+    kept,
+    scratch,
+)
+from onceflow.driver.targets import load_targets
+from onceflow.driver.watching import Watch
 from onceflow.errors import (
     BatchAbortedError,
     OnceflowError,
     OptionError,
     UnsupportedQueryError,
 )
-from onceflow.imports import ImportCheck, sent_to_tasks
-from onceflow.pickling import pickled
-from onceflow.process import Step, StepOptions
+from onceflow.planning import (
+    checkpoints,
+    process,
+    source_starts,
+    step_query,
+)
+from onceflow.planning.options import SinkOptions
+from onceflow.planning.ownership import Columns, check_columns
+from onceflow.planning.process import Step, StepOptions
+from onceflow.planning.step_frames import state_columns
+from onceflow.protocol.compression import compression_code
+from onceflow.protocol.names import Names, OwnTopics
+from onceflow.protocol.progress import PROGRESS_TOPIC, Progress
 from onceflow.query import FlowQuery
-from onceflow.running import OUTPUT_MODES, RunOptions, duration_s, kept, scratch
-from onceflow.sink import progress_log, queries
-from onceflow.sink.batch import BatchSink
-from onceflow.sink.delivery import EXACTLY_ONCE, GUARANTEES, delivery
-from onceflow.sink.late_rows import FAIL, LATE
-from onceflow.sink.options import SinkOptions
-from onceflow.sink.ownership import Columns, check_columns
-from onceflow.sink.step_frames import state_columns
-from onceflow.sink.takeover import TakeOver
-from onceflow.sink.targets import load_targets
+from onceflow.spark import (
+    logs,
+    queries,
+    query_listener,
+    shipping,
+    token_endpoint,
+)
+from onceflow.spark.imports import ImportCheck, sent_to_tasks
+from onceflow.spark.pickling import pickled
 from onceflow.state.durations import duration_ms
 from onceflow.state.processor import ColumnProcessor, Processor
 from onceflow.state.store import Store
 from onceflow.state.topics import TableTopics
-from onceflow.watching import Watch
-from onceflow.wire.compression import compression_code
-from onceflow.wire.names import Names, OwnTopics
-from onceflow.wire.progress import PROGRESS_TOPIC, Progress
 
 log = logging.getLogger("onceflow")
 
-PARTITIONERS = ("key", "source", "spread")
+PARTITIONERS = ("key", "source", "round_robin")
 # Bounds a batch after downtime: at a modest 10,000 records a second it takes a third of the default
 # transaction timeout. Raise it for throughput, lower it for large records.
 DEFAULT_RECORDS_PER_BATCH = 200_000
@@ -110,9 +118,9 @@ class Flow:
         queries.check_session(spark, name)
         shipping.share_modules(spark)
         self._spark = spark
-        self._hold: TakeOver | None = None
+        self._hold: DriverSession | None = None
         self._committed: Progress | None = None
-        self._sources: dict[str, recovery.SourceTopic] = {}
+        self._sources: dict[str, source_starts.SourceTopic] = {}
         self._steps: dict[str, Step] = {}
         self._lock = threading.RLock()
         self._running: FlowQuery | None = None
@@ -128,7 +136,7 @@ class Flow:
         self,
         topic: str,
         *,
-        starting_offsets: recovery.StartingOffsets = "earliest",
+        starting_offsets: source_starts.StartingOffsets = "earliest",
         max_records_per_batch: int | None = DEFAULT_RECORDS_PER_BATCH,
         fail_on_data_loss: bool = True,
         include_headers: bool = False,
@@ -151,7 +159,7 @@ class Flow:
             include_headers: adds the ``headers`` column.
             options: further options of Spark's Kafka source, for example ``groupIdPrefix``. With ``minPartitions`` or
                 ``maxRecordsPerPartition`` several tasks read one partition, and records lose their order. So these two
-                are refused except with ``partitioner="spread"`` and in queries that keep state in Spark.
+                are refused except with ``partitioner="round_robin"`` and in queries that keep state in Spark.
 
         Returns:
             Spark's Kafka columns: key, value, topic, partition, offset, timestamp, timestampType[, headers].
@@ -184,7 +192,7 @@ class Flow:
                 self._fresh = False  # whatever was open is aborted by the next take-over
                 error.locate(flow=self.name, topic=topic)
                 raise
-        outside.watch(self._spark)
+        query_listener.watch(self._spark)
         connection = {**self._settings.spark_reader(), **token_endpoint.reader_options(self._spark, self._settings)}
         reader = self._spark.readStream.format("kafka").options(**connection).options(**extra)
         reader = (
@@ -206,23 +214,23 @@ class Flow:
             interactive.stop_earlier(self._settings.bootstrap_servers, self._names.transactional_id)
 
     def _start_of(
-        self, topic: str, starting_offsets: recovery.StartingOffsets, fail_on_data_loss: bool
-    ) -> recovery.Start:
+        self, topic: str, starting_offsets: source_starts.StartingOffsets, fail_on_data_loss: bool
+    ) -> source_starts.Start:
         deadline = self._starting()
         self._connect(deadline)
         info = find_topics(self._connected(), {topic: "source"}, deadline)[topic]
         self._take_over({topic: sorted(info.leaders)}, deadline)
         # Looked at after the take-over: an older driver cannot move progress past these offsets any more.
         source = self._sources[topic] = self._look_at(info, deadline)
-        start = recovery.plan(
+        start = source_starts.plan(
             source,
             self._committed,
             starting_offsets=starting_offsets,
             fail_on_data_loss=fail_on_data_loss,
             flow=self.name,
         )
-        for remark in start.remarks:
-            log.warning("flow %s: %s", self.name, remark)
+        for warning in start.warnings:
+            log.warning("flow %s: %s", self.name, warning)
         if start.pin:
             self._pin(topic, start.offsets, deadline)
         return start
@@ -234,15 +242,15 @@ class Flow:
 
     def _connect(self, deadline: Deadline) -> None:
         if self._hold is None:
-            self._hold = TakeOver(Cluster(self._settings, refused_s=self._refused_s), self._names)
+            self._hold = DriverSession(Cluster(self._settings, refused_s=self._refused_s), self._names)
             self._hold.transactions.check_supported(deadline)
 
-    def _look_at(self, info: TopicInfo, deadline: Deadline) -> recovery.SourceTopic:
+    def _look_at(self, info: TopicInfo, deadline: Deadline) -> source_starts.SourceTopic:
         cluster = self._connected()
         span = {info.name: sorted(info.leaders)}
         earliest = kafka_offsets.list_offsets(cluster, span, kafka_offsets.EARLIEST, deadline)[info.name]
         latest = kafka_offsets.list_offsets(cluster, span, kafka_offsets.LATEST, deadline)[info.name]
-        return recovery.SourceTopic(info.name, info.topic_id, earliest, latest)
+        return source_starts.SourceTopic(info.name, info.topic_id, earliest, latest)
 
     def _take_over(self, sources: dict[str, list[int]], deadline: Deadline) -> None:
         """Step ``init``: fence before reading progress, so that what is read cannot change any more."""
@@ -284,7 +292,7 @@ class Flow:
         dead_letter_topic: str | None = None,
         late_topic: str | None = None,
         retention: str | None = None,
-        single_key: bool = False,
+        snapshot_per_partition: bool = False,
         store: str | type[Store] = "lmdb",
         state_dir: str | Path | None = None,
         adopt_existing: bool = False,
@@ -314,8 +322,8 @@ class Flow:
                 exist. Give both of them or neither.
             retention: rows that were not written for this long are deleted (``"7 days"``). It takes the place of the
                 processor's ``ttl``.
-            single_key: keep the whole state of a partition in one record. Only for small state, because every batch
-                writes all of it.
+            snapshot_per_partition: keep the whole state of a partition in one record. Only for small state, because
+                every batch writes all of it.
             store: the local store: ``lmdb``, ``memory``, ``rocksdb`` (needs the extra ``rocksdb``), or a class of your
                 own.
             state_dir: folder of the local stores, on every host; None: the host's ``$ONCEFLOW_STATE_DIR``, or
@@ -338,8 +346,8 @@ class Flow:
             PermissionDeniedError: a topic is missing and may not be created.
         """
         options = StepOptions(
-            table, partitions, on_error, dead_letter_topic, late_topic, retention, single_key, store, state_dir,
-            adopt_existing, idle_timeout, max_timers_per_batch, max_dead_letters,
+            table, partitions, on_error, dead_letter_topic, late_topic, retention, snapshot_per_partition, store,
+            state_dir, adopt_existing, idle_timeout, max_timers_per_batch, max_dead_letters,
         )  # fmt: skip
         with self._lock:
             checked = process.check_options(
@@ -445,7 +453,8 @@ class Flow:
                 ``at_least_once``: rows first, then progress, without transactions; a crash in between duplicates rows.
                 ``at_most_once``: progress first, then rows; a crash or a failure in between loses rows.
             partitioner: ``key`` places rows as the Java client does. ``source`` keeps the partition a row was read
-                from, without a shuffle. ``spread`` fills partitions evenly, without a shuffle; keys lose their order.
+                from, without a shuffle. ``round_robin`` fills partitions evenly, without a shuffle; keys lose their
+                order.
             checkpoint: folder of Spark's checkpoint, which must be kept. Needed for queries with state in Spark
                 (aggregations, stream-stream joins, de-duplication, transformWithState) and for sources that are not
                 topics. With a local master it may be a local path, otherwise all executors must be able to write there
@@ -503,7 +512,7 @@ class Flow:
                 flow=self.name,
                 next_step="leave one of them out",
             )
-        if partitioner != "spread" and not facts.stateful:
+        if partitioner != "round_robin" and not facts.stateful:
             self._check_order(f'partitioner="{partitioner}"', facts)
         self._check_output(topic)
         columns = check_columns(df.schema, topic=topic, flow=self.name)
@@ -542,7 +551,7 @@ class Flow:
                 "tasks",
                 flow=self.name,
                 topic=topic,
-                next_step=f'leave {option} out of Flow.read, or write with partitioner="spread"',
+                next_step=f'leave {option} out of Flow.read, or write with partitioner="round_robin"',
             )
 
     def _own_topics(self) -> OwnTopics:
@@ -641,11 +650,11 @@ class Flow:
                 self._release(hold)
 
             try:
-                spark_logs.hush_py4j()
-                outside.watch(self._spark)  # a query without Flow.read has not done it yet
-                with outside.by_flow(self.name):
+                logs.silence_py4j()
+                query_listener.watch(self._spark)  # a query without Flow.read has not done it yet
+                with query_listener.by_flow(self.name):
                     self._running = FlowQuery(run.apply(writer).start(), sink, stopped)
-                outside.started(self._running)
+                query_listener.started(self._running)
                 interactive.started(self._settings.bootstrap_servers, self._names.transactional_id, self._running)
             except AnalysisException as error:
                 stopped()
@@ -677,7 +686,7 @@ class Flow:
             self._running = None
         return self._running is not None
 
-    def _release(self, hold: TakeOver) -> None:
+    def _release(self, hold: DriverSession) -> None:
         """Close the connections of one run. Those of a newer run of this flow are its own, and stay."""
         with self._lock:
             hold.cluster.close()
@@ -697,7 +706,7 @@ class Flow:
     def _connected(self) -> Cluster:
         return self._held().cluster
 
-    def _held(self) -> TakeOver:
+    def _held(self) -> DriverSession:
         if self._hold is None:
             raise OptionError("Nothing was read yet", flow=self.name, next_step="call Flow.read first")
         return self._hold

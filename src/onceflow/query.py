@@ -12,10 +12,10 @@ from pyspark.errors import StreamingQueryException
 from pyspark.errors.exceptions.captured import CapturedException, convert_exception
 from pyspark.sql.streaming.query import StreamingQuery
 
+from onceflow.driver.commit import BatchSink
 from onceflow.errors import BrokerUnreachableError, EnvironmentUnusableError, OnceflowError
-from onceflow.sink import jvm
-from onceflow.sink.batch import BatchSink
-from onceflow.sink.options import BatchSummary
+from onceflow.planning.options import BatchSummary
+from onceflow.spark import jvm
 
 log = logging.getLogger("onceflow")
 

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
+from onceflow.driver.delivery import AT_MOST_ONCE
 from onceflow.errors import OptionError
+from onceflow.planning.options import BatchSummary
 from onceflow.query import FlowQuery
-from onceflow.sink.delivery import AT_MOST_ONCE
-from onceflow.sink.options import BatchSummary
 
 _LOOK_EVERY_S = 0.1
 _BATCH_S = 60.0  # for the batch under way, where it must not be cut short

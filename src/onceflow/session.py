@@ -17,10 +17,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from onceflow import class_archive, jars, spark_logs
 from onceflow.errors import EnvironmentUnusableError
+from onceflow.host import jars
+from onceflow.host.java import find_java
 from onceflow.interactive import again
-from onceflow.java import find_java
+from onceflow.spark import class_archive, logs
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -218,7 +219,7 @@ def _class_paths(user: Mapping[str, str], connector: list[Path]) -> dict[str, st
         bare = [str(jar) for jar in connector if jar.name.startswith(jars.LOCAL_FS_MODULE)]
         ours = [user.get("spark.driver.extraClassPath"), *bare]
         paths["spark.driver.extraClassPath"] = os.pathsep.join(filter(None, ours))
-        options = spark_logs.with_settings(user.get("spark.driver.extraJavaOptions", ""), _conf_folder())
+        options = logs.with_settings(user.get("spark.driver.extraJavaOptions", ""), _conf_folder())
         options = class_archive.with_archive(options)
         if options:
             paths["spark.driver.extraJavaOptions"] = options

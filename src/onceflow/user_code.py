@@ -13,13 +13,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
-TEXT_MOST = 500
+MAX_TEXT = 500
 """Characters of an exception's text that are quoted."""
 
 _PACKAGE = f"{Path(__file__).resolve().parent}/"
 _STDLIB = tuple(f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib"))
 # A traceback may come from a worker, where all this lies elsewhere. Packages in Cython do not tell where they lie.
-_ONCEFLOW = re.compile(r"[/\\]onceflow[/\\](state|sink|client|wire)[/\\]\w+\.py$")
+_ONCEFLOW = re.compile(r"[/\\]onceflow[/\\](admin|client|driver|host|planning|protocol|spark|state|task)[/\\]\w+\.py$")
 _PYTHON = re.compile(r"[/\\]lib(64)?[/\\]python3\.\d+[/\\]|^<frozen |^<__array_function__ |\.p(yx|xi|xd)$")
 _SPARK = re.compile(r"[/\\](pyspark|py4j)(-[\w.-]+)?(\.zip)?[/\\]")
 _PACKAGES = re.compile(r"[/\\](?:site|dist)-packages[/\\]([^/\\]+)")
@@ -113,7 +113,7 @@ def _said(lines: Sequence[str], at: int) -> tuple[str, int]:
     while at < len(lines) and (line := lines[at].strip()) and not line.startswith(_AFTER_TEXT):
         said.append(line)
         at += 1
-    return cut("; ".join(said), TEXT_MOST), at
+    return cut("; ".join(said), MAX_TEXT), at
 
 
 def cut(text: str, most: int) -> str:

@@ -11,7 +11,7 @@ from confluent_kafka import KafkaError, KafkaException
 
 from onceflow.demos.audit import KINDS, Expected, Findings, Message, Origin, compare, letter_cause, origin_headers
 from onceflow.demos.reading import GroupLag
-from onceflow.wire.partitioners import key_partitions
+from onceflow.protocol.partitioners import key_partitions
 
 PARTITIONS = 3
 Records = list[Message]

@@ -25,8 +25,8 @@ from onceflow.demos.files import Files, FilesChoices, run
 from onceflow.demos.files_data import Links
 from onceflow.demos.files_server import FilesServer, write_files
 from onceflow.errors import OptionError
+from onceflow.protocol.partitioners import key_partitions
 from onceflow.testing.processor_driver import ProcessorDriver
-from onceflow.wire.partitioners import key_partitions
 
 SEED = 42
 COUNT = 70

@@ -25,7 +25,7 @@ from onceflow.demos.display import Display
 from onceflow.demos.guarantees import GUARANTEES, STEPS_ALWAYS, Guarantees, judge, plan_points, run
 from onceflow.demos.harness import Death, Kill, Service
 from onceflow.errors import OptionError
-from onceflow.wire.partitioners import key_partitions
+from onceflow.protocol.partitioners import key_partitions
 
 SEED = 42
 RECORDS = 1500

@@ -15,7 +15,7 @@ from onceflow.demos import ledger
 from onceflow.demos.audit import Message
 from onceflow.demos.deposits_data import Balance
 from onceflow.demos.ledger import Line
-from onceflow.wire.partitioners import key_partitions
+from onceflow.protocol.partitioners import key_partitions
 
 SEED = 42
 COUNT = 3_000

@@ -20,9 +20,9 @@ from onceflow.demos.moving_average import MovingAverage, MovingAverageChoices, r
 from onceflow.demos.moving_average_data import Measurement
 from onceflow.demos.services import moving_average as service
 from onceflow.errors import EnvironmentUnusableError, OptionError
+from onceflow.protocol.partitioners import key_partitions
 from onceflow.state.record import Record
 from onceflow.testing.processor_driver import ProcessorDriver
-from onceflow.wire.partitioners import key_partitions
 
 SEED = 42
 TOPIC = "measurements-1a2b3c"

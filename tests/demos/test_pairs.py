@@ -21,8 +21,8 @@ from onceflow.demos.chain import Audit
 from onceflow.demos.display import Display
 from onceflow.demos.pairs_data import Arrival, Bad, Moment
 from onceflow.demos.services import pairs as service
+from onceflow.protocol.partitioners import key_partitions
 from onceflow.testing.processor_driver import ProcessorDriver
-from onceflow.wire.partitioners import key_partitions
 
 SEED = 42
 COUNT = 8000

@@ -15,10 +15,10 @@ from onceflow.demos.audit import KINDS, Message, Origin, compare
 from onceflow.demos.retry import Choices, run
 from onceflow.demos.services.retry import Charge
 from onceflow.errors import OptionError
+from onceflow.protocol.partitioners import key_partitions
 from onceflow.state.record import Record
 from onceflow.state.retry import Retry
 from onceflow.testing.processor_driver import ProcessorDriver
-from onceflow.wire.partitioners import key_partitions
 
 SEED = 42
 PARTITIONS = 3

@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 import onceflow
-from onceflow.sink import batch
+from onceflow.driver import commit
 
 
 def session(given: dict[str, Any]) -> Any:
@@ -27,7 +27,7 @@ def session(given: dict[str, Any]) -> Any:
 
 def start(given: dict[str, Any], spark: Any) -> Any:
     # Small data is to be written by as many tasks as large data would be.
-    batch._TASK_BYTES = given.get("task_bytes", batch._TASK_BYTES)
+    commit._TASK_BYTES = given.get("task_bytes", commit._TASK_BYTES)
     flow = onceflow.Flow(given["flow"], spark, bootstrap_servers=given["bootstrap"])
     source = flow.read(given["source"], max_records_per_batch=given.get("records_per_batch", 1000))
     return flow.write(source.select("key", "value"), topic=given["target"], **given.get("write", {})).start()

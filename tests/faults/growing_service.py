@@ -12,7 +12,7 @@ import ledger
 from pyspark import cloudpickle
 
 import onceflow
-from onceflow.sink import state_step
+from onceflow.driver import state_step
 
 
 class Slow(ledger.Ledger):

@@ -22,10 +22,12 @@ from onceflow import BatchAbortedError, OnceflowError, hooks
 from onceflow.client.deadline import Deadline
 from onceflow.client.produce import Acknowledged, Producer
 from onceflow.client.transactions import Transactions
-from onceflow.sink import batch as batch_module
-from onceflow.sink import progress_log, queries, tasks
-from onceflow.sink.batch import BatchSink
-from onceflow.sink.delivery import ExactlyOnce
+from onceflow.driver import commit as batch_module
+from onceflow.driver import progress_log
+from onceflow.driver.commit import BatchSink
+from onceflow.driver.delivery import ExactlyOnce
+from onceflow.spark import queries
+from onceflow.task import row_writer
 from onceflow.testing import faults, recorder
 
 BATCH_ROWS = 20
@@ -60,7 +62,7 @@ class Fault:
 
 def half_written(patch: Patch, once: Path) -> None:
     """The rows of the first output partition are with the broker, the others not yet, and the attempt fails."""
-    encode = tasks.RowWriter._encode
+    encode = row_writer.RowWriter._encode
 
     def failing(self: Any, topic: str, partition: int, rows: Any, target: Any) -> None:
         encode(self, topic, partition, rows, target)
@@ -69,7 +71,7 @@ def half_written(patch: Patch, once: Path) -> None:
             once.touch()
             raise BatchAbortedError("injected after half of the rows", next_step="none: the batch is run again")
 
-    patch.setattr(tasks.RowWriter, "_encode", failing)
+    patch.setattr(row_writer.RowWriter, "_encode", failing)
 
 
 def failed(step: str) -> Callable[[Patch, Path], None]:
@@ -165,7 +167,7 @@ def commit_before_flush(patch: Patch) -> None:
 
     send, original = Producer.send, ExactlyOnce.end
     patch.setattr(Producer, "send", queue_only)
-    patch.setattr(tasks.RowWriter, "finish", finish)
+    patch.setattr(row_writer.RowWriter, "finish", finish)
     patch.setattr(ExactlyOnce, "end", end)
 
 
@@ -269,13 +271,13 @@ def two_transactions(patch: Patch) -> None:
 
 def sequences_start_anew(patch: Patch) -> None:
     """Every Arrow batch is numbered from 0 again."""
-    original = tasks.RowWriter._encode
+    original = row_writer.RowWriter._encode
 
     def encode(self: Any, topic: str, partition: int, rows: Any, target: Any) -> None:
         self._sequences.pop((topic, partition), None)
         original(self, topic, partition, rows, target)
 
-    patch.setattr(tasks.RowWriter, "_encode", encode)
+    patch.setattr(row_writer.RowWriter, "_encode", encode)
 
 
 # ---- a run -----------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from pathlib import Path
 import side_outputs
 
 import onceflow
-from onceflow.sink import state_step
+from onceflow.driver import state_step
 
 
 def main() -> None:

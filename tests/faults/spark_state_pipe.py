@@ -11,10 +11,10 @@ from typing import Any
 import spark_state_queries as queries
 
 from onceflow import Flow
-from onceflow.sink.checkpoint import LocalFolder, look_at
+from onceflow.protocol import progress as records
+from onceflow.protocol.progress import PROGRESS_TOPIC, Progress
+from onceflow.spark.checkpoint_files import LocalFolder, look_at
 from onceflow.testing import independent
-from onceflow.wire import progress as records
-from onceflow.wire.progress import PROGRESS_TOPIC, Progress
 
 DRIVER = Path(__file__).with_name("spark_state_driver.py")
 RECORDS_PER_BATCH = 100

@@ -10,7 +10,7 @@ import ledger
 from driver import session
 
 import onceflow
-from onceflow.sink import state_step
+from onceflow.driver import state_step
 
 
 def start(given: dict[str, Any], spark: Any) -> Any:

@@ -17,7 +17,7 @@ import pytest
 from pyspark.errors import StreamingQueryException
 
 from onceflow import hooks
-from onceflow.sink import progress_log
+from onceflow.driver import progress_log
 from onceflow.testing import faults, independent
 
 pytestmark = [pytest.mark.integration, pytest.mark.faults]

@@ -33,7 +33,7 @@ pytestmark = [
 
 DISK_BYTES = 64 * 2**20
 ROOM_BYTES = 3 * 2**20
-FILE_BYTES_MOST = 2**20
+MAX_FILE_BYTES = 2**20
 
 
 @dataclass
@@ -47,7 +47,7 @@ class Disk:
         """Leave room for a few batches."""
         if self.ballast is None:
             (pid,) = self.broker.status().pids
-            resource.prlimit(pid, resource.RLIMIT_FSIZE, (FILE_BYTES_MOST, resource.RLIM_INFINITY))
+            resource.prlimit(pid, resource.RLIMIT_FSIZE, (MAX_FILE_BYTES, resource.RLIM_INFINITY))
             return
         free = os.statvfs(self.ballast.parent)
         with self.ballast.open("wb") as handle:
@@ -120,7 +120,7 @@ def test_flows_wait_or_give_up_and_go_on(
     disk: Disk, make_full_pipe: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two flows meet the full disk: a patient one, and one that gives up and is started again."""
-    monkeypatch.setattr("onceflow.sink.batch._PATIENCE_S_LEAST", 2.0)
+    monkeypatch.setattr("onceflow.driver.commit._MIN_PATIENCE_S", 2.0)
     patient, hasty = make_full_pipe(), make_full_pipe()
     waiting = start(patient)
     try:

@@ -26,14 +26,14 @@ from onceflow.client.deadline import Deadline
 from onceflow.client.produce import Producer
 from onceflow.client.settings import ClientSettings
 from onceflow.client.transactions import describe_transaction
+from onceflow.driver import progress_log
+from onceflow.driver.driver_session import DriverSession
 from onceflow.errors import BatchAbortedError
-from onceflow.sink import progress_log
-from onceflow.sink.takeover import TakeOver
+from onceflow.protocol.batches import encode_single
+from onceflow.protocol.names import Names
+from onceflow.protocol.progress import PROGRESS_TOPIC, Progress
 from onceflow.testing import independent
 from onceflow.testing.broker import create_topic
-from onceflow.wire.batches import encode_single
-from onceflow.wire.names import Names
-from onceflow.wire.progress import PROGRESS_TOPIC, Progress
 
 pytestmark = [pytest.mark.integration, pytest.mark.faults]
 
@@ -84,11 +84,11 @@ class Flow:
         ):
             deadline.pause(3, "a partition has a leader")
 
-    def driver(self, name: str | None = None) -> TakeOver:
+    def driver(self, name: str | None = None) -> DriverSession:
         cluster = Cluster(ClientSettings(self.broker.bootstrap_servers))
         self.clusters.append(cluster)
         cluster.connect(soon())
-        return TakeOver(cluster, Names(name or self.name))
+        return DriverSession(cluster, Names(name or self.name))
 
     def create(self, topic: str, partitions: int) -> None:
         """Its one copy is not where the transaction's coordinator is."""
@@ -103,7 +103,7 @@ class Flow:
         )
         self.admin.create_topics([made])[topic].result(30)
 
-    def write(self, driver: TakeOver, text: str) -> int:
+    def write(self, driver: DriverSession, text: str) -> int:
         """One record; its offset."""
         transactions = driver.transactions
         if not transactions.version_2:
@@ -114,7 +114,7 @@ class Flow:
         producer.send(self.out, 0, batch)
         return producer.flush()[self.out, 0].base_offset
 
-    def move_progress(self, driver: TakeOver) -> int:
+    def move_progress(self, driver: DriverSession) -> int:
         """A progress record of the next batch; its offset."""
         self.batch += 1
         identity = driver.transactions.identity
@@ -132,7 +132,7 @@ class Flow:
             driver.cluster, driver.transactions, self.names, progress, progress.offsets, soon()
         )
 
-    def end_without_leader(self, driver: TakeOver, *, commit: bool) -> None:
+    def end_without_leader(self, driver: DriverSession, *, commit: bool) -> None:
         """The transaction ends, and its marker is left out where ``alone`` has one copy."""
         self.kill()
         driver.transactions.end(soon(), commit=commit)
@@ -177,14 +177,14 @@ def flow(broker: LocalBroker) -> Iterator[Flow]:
 
 
 @pytest.fixture
-def driver(flow: Flow) -> TakeOver:
+def driver(flow: Flow) -> DriverSession:
     driver = flow.driver()
     progress_log.ensure_topic(driver.cluster, soon())
     driver.init(soon())
     return driver
 
 
-def commit_after_an_abort(flow: Flow, driver: TakeOver, *, looks: bool) -> None:
+def commit_after_an_abort(flow: Flow, driver: DriverSession, *, looks: bool) -> None:
     driver.transactions.begin(soon())
     flow.write(driver, "aborted")
     flow.end_without_leader(driver, commit=False)
@@ -197,20 +197,20 @@ def commit_after_an_abort(flow: Flow, driver: TakeOver, *, looks: bool) -> None:
 
 
 @pytest.mark.long
-def test_aborted_records_become_visible(flow: Flow, driver: TakeOver) -> None:
+def test_aborted_records_become_visible(flow: Flow, driver: DriverSession) -> None:
     """Kafka alone."""
     commit_after_an_abort(flow, driver, looks=False)
     assert flow.seen() == [b"aborted", b"committed"]
 
 
 @pytest.mark.long
-def test_an_aborted_attempt_is_decided_before_the_next(flow: Flow, driver: TakeOver) -> None:
+def test_an_aborted_attempt_is_decided_before_the_next(flow: Flow, driver: DriverSession) -> None:
     commit_after_an_abort(flow, driver, looks=True)
     assert flow.seen() == [b"committed"]
 
 
 @pytest.mark.long
-def test_a_committed_batch_is_decided_before_the_next(flow: Flow, driver: TakeOver) -> None:
+def test_a_committed_batch_is_decided_before_the_next(flow: Flow, driver: DriverSession) -> None:
     driver.transactions.begin(soon())
     first = flow.write(driver, "committed")
     flow.end_without_leader(driver, commit=True)
@@ -224,7 +224,7 @@ def test_a_committed_batch_is_decided_before_the_next(flow: Flow, driver: TakeOv
 
 @pytest.mark.long
 def test_others_open_transactions_are_left_alone(
-    flow: Flow, driver: TakeOver, caplog: pytest.LogCaptureFixture
+    flow: Flow, driver: DriverSession, caplog: pytest.LogCaptureFixture
 ) -> None:
     """They hold the last stable offset back just as a missing marker does."""
     stranger = flow.driver(flow.name + "-other")
@@ -242,7 +242,7 @@ def test_others_open_transactions_are_left_alone(
     assert flow.seen() == [b"committed"]
 
 
-def started_again(flow: Flow, starts: int, *, batch_id: int) -> TakeOver:
+def started_again(flow: Flow, starts: int, *, batch_id: int) -> DriverSession:
     """The last of some starts; the others have died before they looked. It finds progress at this batch."""
     for _ in range(starts - 1):
         flow.driver().init(soon())
@@ -257,7 +257,7 @@ def started_again(flow: Flow, starts: int, *, batch_id: int) -> TakeOver:
 @pytest.mark.long
 @pytest.mark.parametrize("commit", [True, False], ids=["committed", "aborted"])
 @pytest.mark.parametrize("starts", [1, 2], ids=["next-start", "after-a-start-that-died"])
-def test_the_next_start_decides_the_output(flow: Flow, driver: TakeOver, commit: bool, starts: int) -> None:
+def test_the_next_start_decides_the_output(flow: Flow, driver: DriverSession, commit: bool, starts: int) -> None:
     driver.transactions.begin(soon())
     flow.write(driver, "first")
     flow.move_progress(driver)

@@ -21,8 +21,8 @@ import pytest
 from confluent_kafka.admin import AdminClient, NewTopic
 
 import onceflow
+from onceflow.protocol.partitioners import key_partitions
 from onceflow.testing import independent
-from onceflow.wire.partitioners import key_partitions
 
 ROWS = 5_000_000
 
@@ -94,9 +94,9 @@ def test_copy_of_another_partition(pipe: Any) -> None:
 
 def test_newer_than_kafka(pipe: Any, make_state_pipe: Any) -> None:
     """A copy from a flow's life before a reset: the table starts empty, the copy is ahead of it."""
+    from onceflow.admin.reset import reset
     from onceflow.client.settings import ClientSettings
-    from onceflow.reset import reset
-    from onceflow.wire.names import Names
+    from onceflow.protocol.names import Names
 
     admin = AdminClient({"bootstrap.servers": pipe.bootstrap})
     for future in admin.delete_topics([pipe.table, f"{pipe.table}-internal", pipe.target]).values():
@@ -165,7 +165,7 @@ def test_pages_lost_when_the_machine_went_down_under_a_living_driver(
     pipe: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """LMDB is not synced: what a machine finds after it has started again is not what was verified before."""
-    from onceflow.state import boots
+    from onceflow.host import boots
 
     query = pipe.start()
     try:
@@ -223,10 +223,10 @@ def test_five_million_rows_are_restored(make_state_pipe: Any, monkeypatch: pytes
     """All in one partition: the tasks of the others begin to write, and the transaction times out. It costs no attempt,
     but once: nobody prepares copies when tasks run on several hosts."""
     from onceflow import flow
-    from onceflow.sink import state_step
+    from onceflow.driver import state_step
 
     monkeypatch.setattr(state_step, "_TASK_ROWS", 10)
-    monkeypatch.setattr(flow, "SinkOptions", functools.partial(flow.SinkOptions, attempts_most=1))
+    monkeypatch.setattr(flow, "SinkOptions", functools.partial(flow.SinkOptions, max_attempts=1))
     if not prepared:
         monkeypatch.setattr(state_step, "prepare", lambda *_, **__: None)
     pipe = make_state_pipe()

@@ -24,12 +24,12 @@ from onceflow.client.offsets import fetch_committed
 from onceflow.client.produce import Producer
 from onceflow.client.settings import ClientSettings
 from onceflow.client.transactions import Outcome, Transactions, describe_transaction
+from onceflow.protocol.batches import encode_single
 from onceflow.testing import independent
 from onceflow.testing.broker import create_topic
 from onceflow.testing.links import Copy
 from onceflow.testing.network import ANSWER, Network, Rule
 from onceflow.testing.proxy import Proxy, proxied_broker
-from onceflow.wire.batches import encode_single
 
 pytestmark = [pytest.mark.integration, pytest.mark.faults]
 
@@ -40,7 +40,7 @@ STEPS = ("AddPartitionsToTxn", "Produce", "TxnOffsetCommit", "EndTxn")  # of a t
 LATE = {"AddPartitionsToTxn": 90, "Produce": 47, "TxnOffsetCommit": 47, "EndTxn": 90}
 RECORDS = 3  # of a transaction in each partition
 PARTITIONS = (0, 1)
-DRIVERS_MOST = 60
+MAX_DRIVERS = 60
 _numbers = itertools.count(1)
 
 
@@ -112,7 +112,7 @@ def drive(cluster: Cluster, topic: str) -> int:
 def transfer(through: str, topic: str) -> list[OnceflowError]:
     """Driver after driver, as after crashes, until all transactions are committed; what drivers ended with."""
     problems: list[OnceflowError] = []
-    for _ in range(DRIVERS_MOST):
+    for _ in range(MAX_DRIVERS):
         cluster = Cluster(ClientSettings(through))
         try:
             if drive(cluster, topic) == TRANSACTIONS:
@@ -121,7 +121,7 @@ def transfer(through: str, topic: str) -> list[OnceflowError]:
             problems.append(error)
         finally:
             cluster.close()
-    raise AssertionError(f"{DRIVERS_MOST} drivers have not done it: {problems}")
+    raise AssertionError(f"{MAX_DRIVERS} drivers have not done it: {problems}")
 
 
 def check(direct: str, topic: str) -> None:

@@ -27,10 +27,10 @@ import pyspark
 import pytest
 from packaging.requirements import Requirement
 
-from onceflow import jars
 from onceflow.broker.local import free_ports
 from onceflow.chaos.spark_cluster import SparkCluster
-from onceflow.java import find_java
+from onceflow.host import jars
+from onceflow.host.java import find_java
 from onceflow.testing import independent
 from onceflow.testing.processes import descendants
 

@@ -13,7 +13,7 @@ import pytest
 from pyspark.errors import StreamingQueryException
 
 from onceflow import hooks
-from onceflow.sink import state_step
+from onceflow.driver import state_step
 from onceflow.testing import faults, independent
 
 pytestmark = [pytest.mark.integration, pytest.mark.faults]

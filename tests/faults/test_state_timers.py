@@ -12,8 +12,8 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
+from onceflow.protocol.partitioners import key_partitions
 from onceflow.testing import faults, independent
-from onceflow.wire.partitioners import key_partitions
 
 pytestmark = [pytest.mark.integration, pytest.mark.faults]
 
@@ -122,7 +122,7 @@ def test_driver_killed_among_timers(make_state_pipe: Any, late_topic: str, step:
 def test_task_dies_among_timers(
     make_state_pipe: Any, late_topic: str, inject: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from onceflow.sink import state_step
+    from onceflow.driver import state_step
 
     monkeypatch.setattr(state_step, "_TASK_ROWS", 100)
     pipe = make_state_pipe()
@@ -191,7 +191,7 @@ def test_timers_of_a_partition_whose_records_are_filtered_out(
 ) -> None:
     """Tasks that take source partitions as they are open those with due timers, whether or not any row is left."""
     import onceflow
-    from onceflow.sink import state_step
+    from onceflow.driver import state_step
 
     class Reminder(onceflow.Processor):
         def process(self, key: bytes, records: Any, state: Any) -> Any:
@@ -226,7 +226,7 @@ def test_timers_are_due_while_the_plan_has_the_clock(make_state_pipe: Any, monke
     has the rows of the clock, too: a union, which a batch with due timers has to shuffle."""
     import onceflow
     from onceflow.errors import OptionError
-    from onceflow.sink import jvm
+    from onceflow.spark import jvm
 
     class Reminder(onceflow.Processor):
         def process(self, key: bytes, records: Any, state: Any) -> Any:
@@ -283,7 +283,7 @@ def test_timers_of_one_moment_fire_in_bounded_batches_at_once(make_state_pipe: A
     finally:
         query.stop()
     check(pipe, late_topic, dict.fromkeys(map(str, range(5000)), 0))
-    firing = [batch for batch in query.batches if not batch.rows_most and batch.records]
+    firing = [batch for batch in query.batches if not batch.max_rows and batch.records]
     assert max(batch.records for batch in firing) == 4 * 40  # of four partitions
     assert len(firing) >= 5000 / 160 - 1
     seen = independent.read_topic(pipe.bootstrap, pipe.target, decided=True)

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import onceflow
-from onceflow import token_endpoint
+from onceflow.spark import token_endpoint
 
 
 def main() -> None:

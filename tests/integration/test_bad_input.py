@@ -454,8 +454,8 @@ def test_progress_of_a_newer_version(make_pipe: Any) -> None:
     """A progress record this version cannot read stops the flow: it must not start from the beginning."""
     from confluent_kafka import Producer
 
-    from onceflow.sink import progress_log
-    from onceflow.wire.progress import PROGRESS_TOPIC
+    from onceflow.driver import progress_log
+    from onceflow.protocol.progress import PROGRESS_TOPIC
 
     pipe = make_pipe()
     pipe.fill(50)

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 import onceflow
-from onceflow import running
+from onceflow.admin.reset import reset
 from onceflow.client.settings import ClientSettings
-from onceflow.reset import reset
+from onceflow.driver import running
+from onceflow.protocol.names import Names
 from onceflow.testing import independent
-from onceflow.wire.names import Names
 
 pytestmark = pytest.mark.integration
 

@@ -17,8 +17,8 @@ from onceflow.client.produce import Producer
 from onceflow.client.settings import ClientSettings
 from onceflow.client.topics import max_message_bytes, topic_config
 from onceflow.client.transactions import Outcome, Transactions, describe_transaction
+from onceflow.protocol.batches import encode_single
 from onceflow.testing import independent
-from onceflow.wire.batches import encode_single
 
 pytestmark = pytest.mark.integration
 

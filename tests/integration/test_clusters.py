@@ -24,9 +24,9 @@ from onceflow.client.settings import ClientSettings
 from onceflow.client.topics import topic_config
 from onceflow.client.transactions import Outcome, Transactions
 from onceflow.errors import BrokerUnsupportedError, DeadlineExceededError
+from onceflow.protocol.batches import encode_single
 from onceflow.testing import independent
 from onceflow.testing.broker import create_topic
-from onceflow.wire.batches import encode_single
 
 # `make test` has three nodes, killed and started again while flows run, in test_left_out_markers.py and test_chaos.py.
 pytestmark = [pytest.mark.integration, pytest.mark.long, pytest.mark.timeout(240)]

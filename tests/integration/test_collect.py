@@ -10,9 +10,9 @@ import pytest
 from pyspark.errors import PySparkException
 from pyspark.sql import functions as F
 
-from onceflow.sink import collect as module
-from onceflow.sink import queries
-from onceflow.sink.collect import collect
+from onceflow.spark import collect as module
+from onceflow.spark import queries
+from onceflow.spark.collect import collect
 
 pytestmark = pytest.mark.integration
 

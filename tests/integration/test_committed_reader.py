@@ -20,9 +20,9 @@ from onceflow.client.cluster import Cluster, ConnectionFailedError
 from onceflow.client.committed import Aborted, Chunk, CommittedReader
 from onceflow.client.deadline import Deadline
 from onceflow.client.settings import ClientSettings
+from onceflow.protocol.batches import ProducerIdAndEpoch, encode_batches, encode_single
 from onceflow.testing import independent
 from onceflow.testing.broker import create_topic
-from onceflow.wire.batches import BatchHeader, encode_batches, encode_single
 
 pytestmark = pytest.mark.integration
 
@@ -363,7 +363,7 @@ class FakeCluster:
 
 
 def fake_batch(base_offset: int, value: bytes = b"v") -> bytes:
-    batch = encode_single(b"k", value, timestamp_ms=1, identity=BatchHeader(-1, -1), base_sequence=0)
+    batch = encode_single(b"k", value, timestamp_ms=1, identity=ProducerIdAndEpoch(-1, -1), base_sequence=0)
     return base_offset.to_bytes(8, "big") + batch.head[8:] + bytes(batch.body)
 
 
@@ -426,7 +426,7 @@ def test_much_in_one_answer_becomes_several_chunks(monkeypatch: pytest.MonkeyPat
         values,
         None,
         None,
-        identity=BatchHeader(-1, -1),
+        identity=ProducerIdAndEpoch(-1, -1),
         base_sequence=0,
         max_batch_bytes=100_000,
         target_batch_bytes=600,

@@ -14,11 +14,11 @@ from pyspark.sql import DataFrame
 
 import onceflow
 from onceflow import UnknownTopicError, interactive
-from onceflow.sink import batch as batch_module
-from onceflow.sink import jvm
+from onceflow.driver import commit as batch_module
+from onceflow.protocol import progress as records
+from onceflow.protocol.progress import PROGRESS_TOPIC
+from onceflow.spark import jvm
 from onceflow.testing import independent
-from onceflow.wire import progress as records
-from onceflow.wire.progress import PROGRESS_TOPIC
 
 pytestmark = pytest.mark.integration
 
@@ -43,10 +43,10 @@ def test_copies_exactly_once(make_pipe: Any, partitioner: str, small_batch_rows:
 
 
 @pytest.mark.parametrize("small_batch_rows", [0, 4000])
-def test_spread_uses_every_partition(make_pipe: Any, small_batch_rows: int) -> None:
+def test_round_robin_uses_every_partition(make_pipe: Any, small_batch_rows: int) -> None:
     pipe = make_pipe(partitions=3, target_partitions=5)
     pipe.fill(6000)
-    pipe.run(partitioner="spread", small_batch_rows=small_batch_rows)
+    pipe.run(partitioner="round_robin", small_batch_rows=small_batch_rows)
     seen = independent.read_topic(pipe.bootstrap, pipe.target, decided=True)
     assert sorted(s.value for s in seen) == sorted(value for _, value in pipe.sent)
     assert {s.partition for s in seen} == set(range(5))

@@ -17,14 +17,14 @@ from onceflow.client.deadline import Deadline
 from onceflow.client.leaders import ask_leaders
 from onceflow.client.settings import ClientSettings
 from onceflow.client.transactions import Outcome, describe_transaction
+from onceflow.driver.delivery import ExactlyOnce
+from onceflow.driver.driver_session import DriverSession
+from onceflow.driver.progress_log import ensure_topic
 from onceflow.errors import BatchAbortedError
-from onceflow.sink.delivery import ExactlyOnce
-from onceflow.sink.progress_log import ensure_topic
-from onceflow.sink.takeover import TakeOver
+from onceflow.protocol.names import Names
+from onceflow.protocol.progress import Progress
 from onceflow.testing import independent
 from onceflow.testing.broker import create_topic
-from onceflow.wire.names import Names
-from onceflow.wire.progress import Progress
 
 pytestmark = pytest.mark.integration
 
@@ -154,7 +154,7 @@ class Driver:
     """What a driver does of a batch, without Spark."""
 
     def __init__(self, cluster: Cluster, names: Names) -> None:
-        self.hold = TakeOver(cluster, names)
+        self.hold = DriverSession(cluster, names)
         ensure_topic(cluster, soon())
         self.hold.init(soon())
         self.progress = self.hold.progress({}, soon()) or Progress(names.progress_key, 0, {}, {}, 0)
@@ -237,7 +237,7 @@ def test_who_was_replaced_after_it_was_forgotten_is_fenced(names: Names, connect
 
 
 def test_a_reset_meanwhile_is_noticed(names: Names, connect: Callable[[], Cluster], forgetful: str) -> None:
-    from onceflow.reset import reset
+    from onceflow.admin.reset import reset
 
     driver = Driver(connect(), names)
     driver.commit()

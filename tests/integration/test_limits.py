@@ -33,15 +33,15 @@ from onceflow.client.settings import ClientSettings
 from onceflow.client.topics import await_topic
 from onceflow.client.topics import create_topic as create_own_topic
 from onceflow.client.transactions import Outcome, Transactions, describe_transaction
-from onceflow.sink.progress_log import ensure_topic
+from onceflow.driver.progress_log import ensure_topic
+from onceflow.protocol.batches import ProducerIdAndEpoch, encode_single
+from onceflow.protocol.progress import PROGRESS_TOPIC
 from onceflow.testing import independent
 from onceflow.testing.broker import create_topic
-from onceflow.wire.batches import BatchHeader, encode_single
-from onceflow.wire.progress import PROGRESS_TOPIC
 
 pytestmark = pytest.mark.integration
 
-EPOCH_MOST = 32_767
+MAX_EPOCH = 32_767
 
 
 def soon(seconds: float = 30.0) -> Deadline:
@@ -249,7 +249,7 @@ def test_too_few_replicas_in_sync_for_long(three_wanted: Any, monkeypatch: pytes
 
     The abort itself waits for the replicas: its markers are records, too.
     """
-    monkeypatch.setattr("onceflow.sink.batch._PATIENCE_S_LEAST", 1.0)
+    monkeypatch.setattr("onceflow.driver.commit._MIN_PATIENCE_S", 1.0)
     pipe = three_wanted
     with pytest.raises((onceflow.BatchAbortedError, onceflow.DeadlineExceededError)) as caught:
         pipe.run(transaction_timeout="1 second")
@@ -303,7 +303,7 @@ def test_the_error_tells_why_a_batch_was_refused(three_wanted: Any) -> None:
 # ---- epochs ----------------------------------------------------------------------------------------------
 
 
-def use_up_epochs(bootstrap_servers: str, transactional_id: str, last: int) -> BatchHeader:
+def use_up_epochs(bootstrap_servers: str, transactional_id: str, last: int) -> ProducerIdAndEpoch:
     """Initialise a transactional id until its epoch is ``last``: the same request, many at a time."""
     request = InitProducerIdRequest(
         version=5, transactional_id=transactional_id, transaction_timeout_ms=60_000, producer_id=-1, producer_epoch=-1
@@ -321,7 +321,7 @@ def use_up_epochs(bootstrap_servers: str, transactional_id: str, last: int) -> B
                 size, _, _, _, error, producer_id, known, _ = answer.unpack(stream.read(answer.size))
                 assert (size, error) == (answer.size - 4, 0)
         assert known == last
-        return BatchHeader(producer_id, known)
+        return ProducerIdAndEpoch(producer_id, known)
 
 
 @pytest.mark.long
@@ -331,7 +331,7 @@ def test_epochs_run_out_between_transactions(
     """The coordinator hands out another producer id; nothing is lost, doubled or fenced, and the old one is over."""
     topic = make_topic("epochs", 1)
     transactions = Transactions(cluster, f"onceflow.{topic}")
-    use_up_epochs(onceflow_broker, transactions.transactional_id, EPOCH_MOST - 7)
+    use_up_epochs(onceflow_broker, transactions.transactional_id, MAX_EPOCH - 7)
     transactions.init(soon())
     committed, used = [], []
     for number in range(12):
@@ -350,7 +350,7 @@ def test_epochs_run_out_between_transactions(
     assert len(set(ids)) == 2, used
     change = ids.index(ids[-1])
     assert 2 < change < 10, "the change must come between two transactions"
-    assert used[change - 1].producer_epoch == EPOCH_MOST - 1
+    assert used[change - 1].producer_epoch == MAX_EPOCH - 1
     assert used[change].producer_epoch == 0
     assert [s.value for s in independent.read_topic(onceflow_broker, topic, decided=True)] == committed
 
@@ -367,7 +367,7 @@ def test_epochs_run_out_while_a_flow_runs(make_pipe: Any, onceflow_broker: str) 
     pipe = make_pipe()
     pipe.fill(2000)
     transactional_id = f"onceflow.{pipe.flow}"
-    before = use_up_epochs(onceflow_broker, transactional_id, EPOCH_MOST - 8)
+    before = use_up_epochs(onceflow_broker, transactional_id, MAX_EPOCH - 8)
     query = pipe.run(read={"max_records_per_batch": 200})
     assert [batch.attempts for batch in query.batches] == [1] * len(query.batches)
     assert len(query.batches) >= 10

@@ -18,17 +18,17 @@ from click.testing import CliRunner, Result
 from confluent_kafka import Producer
 
 from onceflow import hooks
-from onceflow import parked as parking
+from onceflow.admin import parked as parking
 from onceflow.cli.main import cli
 from onceflow.client.settings import ClientSettings
 from onceflow.errors import BadRecordError, FencedError, OptionError, UnknownTopicError
-from onceflow.state import letters
+from onceflow.protocol.partitioners import key_partitions
+from onceflow.state import dead_letters
 from onceflow.state.record import Record
 from onceflow.state.retry import Retry
 from onceflow.testing import independent
 from onceflow.testing.faults import fault
 from onceflow.testing.processor_driver import ProcessorDriver
-from onceflow.wire.partitioners import key_partitions
 
 pytestmark = pytest.mark.integration
 
@@ -310,7 +310,7 @@ def test_an_ordinary_topic_of_dead_letters(lot: Lot, make_topic: Callable[..., s
     failed += [Record(None, None, "orders", (), 7, 1, 0), Record(b"orders/7/7", None, "orders", (), 7, 1, 1)]
     producer = Producer({"bootstrap.servers": lot.servers, "log_level": 0})
     for record in failed:
-        letter = letters.dead(record, lot.parked, ValueError("never"))
+        letter = dead_letters.dead(record, lot.parked, ValueError("never"))
         producer.produce(lot.parked, letter.value, letter.key, headers=list(letter.headers))
     producer.flush(30)
 

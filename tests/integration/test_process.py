@@ -14,7 +14,7 @@ from confluent_kafka.admin import AdminClient, ConfigResource, NewPartitions
 from pyspark.sql import functions as F
 
 import onceflow
-from onceflow.sink import batch, preparing, state_step
+from onceflow.driver import commit, preparing, state_step
 from onceflow.testing import independent
 from onceflow.testing.broker import create_topic
 
@@ -29,7 +29,7 @@ def by_tasks(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 def paths(query: Any) -> set[str]:
-    return {batch.path for batch in query.batches}
+    return {commit.path for commit in query.batches}
 
 
 def test_the_driver_processes_small_batches(make_state_pipe: Any) -> None:
@@ -46,7 +46,7 @@ def test_tasks_without_a_shuffle(make_state_pipe: Any, by_tasks: Any) -> None:
     pipe.fill(2500)
     query = pipe.run(**by_tasks)
     assert paths(query) == {"2 tasks"}
-    assert {batch.attempts for batch in query.batches} == {1}
+    assert {commit.attempts for commit in query.batches} == {1}
     pipe.check()
 
 
@@ -65,7 +65,7 @@ def test_source_that_is_partitioned_in_another_way(make_state_pipe: Any, by_task
     pipe.sent = pipe.ledger.inputs(0, 1500)
     independent.fill(pipe.bootstrap, pipe.source, pipe.sent, options={"partitioner": "consistent_random"})
     query = pipe.run(**by_tasks)
-    assert [batch.attempts for batch in query.batches][:2] == [2, 1]
+    assert [commit.attempts for commit in query.batches][:2] == [2, 1]
     pipe.check()
 
 
@@ -127,7 +127,7 @@ def test_many_outputs_that_belong_to_other_tasks(
 ) -> None:
     class Many(state_step.FusedTask):
         def __call__(self, batches: Any) -> Any:
-            from onceflow.sink import step_outputs
+            from onceflow.task import step_outputs
 
             step_outputs.RETURNED_ROWS_MAX = 10
             return super().__call__(batches)
@@ -136,7 +136,7 @@ def test_many_outputs_that_belong_to_other_tasks(
     pipe = make_state_pipe(target_partitions=3)
     pipe.fill(2500)
     query = pipe.run(**by_tasks)
-    assert [batch.attempts for batch in query.batches] == [2, 1, 1]
+    assert [commit.attempts for commit in query.batches] == [2, 1, 1]
     assert query.batches[-1].path == "2 + 1 tasks"
     pipe.check()
 
@@ -152,7 +152,7 @@ def test_inside_a_query(make_state_pipe: Any, small_batch_rows: int) -> None:
 
 def test_a_step_inside_a_query_that_yields_nothing(make_state_pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Write tasks that get no row report, too, when there are several of them."""
-    monkeypatch.setattr(batch, "_TASK_BYTES", 10_000)
+    monkeypatch.setattr(commit, "_TASK_BYTES", 10_000)
 
     class Silent(onceflow.Processor):
         def process(self, key: bytes, records: Any, state: Any) -> None:
@@ -193,8 +193,8 @@ def test_large_copies_are_prepared_before_the_batch_writes(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO, "onceflow.state")
-    monkeypatch.setattr(preparing, "_RECORDS_LEAST", 100)
-    monkeypatch.setattr(preparing, "_BYTES_LEAST", 1)
+    monkeypatch.setattr(preparing, "_MIN_RECORDS", 100)
+    monkeypatch.setattr(preparing, "_MIN_BYTES", 1)
     pipe = make_state_pipe()
     pipe.fill(2000)
     pipe.run(process={"store": store})
@@ -203,7 +203,7 @@ def test_large_copies_are_prepared_before_the_batch_writes(
         caplog.clear()
         pipe.fill(300)
         query = pipe.run(process={"store": store}, **by_tasks)
-        assert {batch.attempts for batch in query.batches} == {1}
+        assert {commit.attempts for commit in query.batches} == {1}
         assert told in caplog.text
         shutil.rmtree(pipe.state_dir)
     assert caplog.text.count(": restored, ") == 4
@@ -219,15 +219,15 @@ def test_other_stores(make_state_pipe: Any, by_tasks: Any, store: str) -> None:
         pipe.check(local=False)
 
 
-def test_single_key(make_state_pipe: Any) -> None:
+def test_snapshot_per_partition(make_state_pipe: Any) -> None:
     """The whole state of a partition is one record of the table topic."""
     pipe = make_state_pipe()
     for _ in range(2):
         pipe.fill(800)
-        pipe.run(process={"single_key": True})
+        pipe.run(process={"snapshot_per_partition": True})
         shutil.rmtree(pipe.state_dir)
     pipe.fill(100)
-    pipe.run(process={"single_key": True})
+    pipe.run(process={"snapshot_per_partition": True})
     records = independent.read_topic(pipe.bootstrap, pipe.table, decided=True)
     assert {(record.partition, record.key) for record in records} == {(p, b"onceflow.state") for p in range(4)}
     assert independent.read_topic(pipe.bootstrap, f"{pipe.table}-internal") == []
@@ -386,7 +386,7 @@ def test_what_loses_the_order_of_keys_is_told_or_refused(make_pipe: Any, caplog:
             flow.process(df, pipe_processor(), table=f"{pipe.source}-table")
         with pytest.raises(onceflow.OptionError, match=r'partitioner="key" needs'):
             flow.write(df, topic=pipe.target)
-        flow.write(df, topic=pipe.target, partitioner="spread")
+        flow.write(df, topic=pipe.target, partitioner="round_robin")
         df = flow.read(pipe.source)
         flow.write(df.repartition(3, "key").coalesce(2), topic=pipe.target)
         assert not caplog.records
@@ -443,7 +443,7 @@ def test_a_shuffled_batch_is_one_job(make_state_pipe: Any, by_tasks: Any) -> Non
             read = sum(store.lastStageAttempt(stage).shuffleReadRecords() for stage in stages)
         finally:
             query.stop()
-        batches, records = len(query.batches), sum(batch.rows_most for batch in query.batches)
+        batches, records = len(query.batches), sum(commit.max_rows for commit in query.batches)
         assert batches >= 1
         assert len(own) == batches
         assert read == (2 if inside else 1) * records
@@ -503,7 +503,7 @@ def test_side_outputs_must_not_go_to(make_state_pipe: Any) -> None:
 def test_outputs_are_placed_by_key(make_state_pipe: Any) -> None:
     pipe = make_state_pipe()
     with pytest.raises(onceflow.OptionError, match="does not go with the outputs"):
-        pipe.run(partitioner="spread")
+        pipe.run(partitioner="round_robin")
 
 
 @pytest.mark.parametrize("small_batch_rows", [0, None])

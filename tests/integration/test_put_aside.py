@@ -12,8 +12,8 @@ import pytest
 from pyspark.sql import functions as F
 
 import onceflow
-from onceflow import running, serdes
-from onceflow.sink import state_step
+from onceflow import serdes
+from onceflow.driver import running, state_step
 from onceflow.testing import independent
 
 pytestmark = pytest.mark.integration

@@ -121,7 +121,7 @@ def test_keys_go_where_the_java_client_puts_them(
 
 
 def test_records_without_keys_are_spread(call: Call, onceflow_broker: str, make_topic: Callable[..., str]) -> None:
-    topic = make_topic("spread", 3)
+    topic = make_topic("round_robin", 3)
     for _ in range(2):
         call("produce", topic, lines="1\n2\n3\n")
     assert independent.end_offsets(onceflow_broker, topic) == {(topic, 0): 2, (topic, 1): 2, (topic, 2): 2}

@@ -18,23 +18,24 @@ from click.testing import CliRunner
 from confluent_kafka.admin import AdminClient, NewPartitions
 
 import onceflow
-from onceflow import hooks, repartition
+from onceflow import hooks
+from onceflow.admin import repartition
+from onceflow.admin.repartitioner import Row, Writer
 from onceflow.cli.main import cli, main
 from onceflow.client.cluster import Cluster
 from onceflow.client.committed import CommittedReader
 from onceflow.client.deadline import Deadline
 from onceflow.client.settings import ClientSettings
 from onceflow.client.transactions import Transactions, describe_transaction
-from onceflow.sink import progress_log
+from onceflow.driver import progress_log
+from onceflow.protocol.names import Names
+from onceflow.protocol.progress import Progress, TableProgress
 from onceflow.state import rows, topics
 from onceflow.state.lmdb_store import LmdbStore
 from onceflow.state.local import Commit, Goal, Opened, open_partition, partition_folder, snapshot
-from onceflow.state.moving import Row, Writer
 from onceflow.state.run import SNAPSHOT_KEY
 from onceflow.testing import faults, independent
 from onceflow.testing.broker import create_topic
-from onceflow.wire.names import Names
-from onceflow.wire.progress import Progress, TableProgress
 
 pytestmark = pytest.mark.integration
 
@@ -168,7 +169,7 @@ class State:
             assert dict(self.committed().changelogs[topic]) == ends
         assert independent.committed_offsets(self.bootstrap, self.flow) == {(self.source, p): 5 + p for p in range(2)}
 
-    def stores(self, *, single_key: bool = False) -> tuple[dict[bytes, bytes], list[str]]:
+    def stores(self, *, snapshot_per_partition: bool = False) -> tuple[dict[bytes, bytes], list[str]]:
         """All rows of local stores that are brought up to progress as a flow does, and how they came there."""
         now = self.committed()
         last = Commit(now.batch_id, now.producer_id, now.producer_epoch)
@@ -185,7 +186,7 @@ class State:
                     goal,
                     CommittedReader(cluster),
                     verify=True,
-                    single_key=single_key,
+                    snapshot_per_partition=snapshot_per_partition,
                     now_ms=TIME_MS,
                 )
                 mine = dict(opened.store.scan(b""))
@@ -350,7 +351,7 @@ def test_a_source_that_is_gone(make_state: Any) -> None:
 
 
 def test_snapshots(make_state: Any) -> None:
-    """Rows of a table in single_key mode are inside its records."""
+    """Rows of a table in snapshot_per_partition mode are inside its records."""
     state = make_state(2, 0)
     users = [b"key\0%d" % n for n in range(60)]
     places = state.place(users, 2)
@@ -369,13 +370,13 @@ def test_snapshots(make_state: Any) -> None:
             for p in range(2)
         }
         state.write(by_place, batch=batch)
-        _, how = state.stores(single_key=True)
+        _, how = state.stores(snapshot_per_partition=True)
         assert how == (["restored"] * 2 if batch == 1 else ["caught up"] * 2)
     done = state.run(5)
     new = state.place(users, 5)
     assert done["snapshots"]
     assert done["rows"] == 3 * sum(places[user] != new[user] for user in users)
-    found, how = state.stores(single_key=True)
+    found, how = state.stores(snapshot_per_partition=True)
     assert how == ["caught up"] * 2 + ["restored"] * 3
     assert {key: row for key, row in found.items() if key[:1] in b"vmt"} == all_rows
     records = independent.read_topic(state.bootstrap, state.table, decided=True)
@@ -584,10 +585,10 @@ def test_a_flow_of_snapshots_goes_on(make_state_pipe: Any) -> None:
     pipe = make_state_pipe(partitions=2)
     state = State(pipe.bootstrap, pipe.flow, pipe.source, pipe.table, pipe.tmp_path, lambda *_: {}, None)  # type: ignore[arg-type]
     pipe.fill(500)
-    pipe.run(process={"single_key": True})
+    pipe.run(process={"snapshot_per_partition": True})
     assert state.run(3)["snapshots"]
     pipe.fill(300)
-    pipe.run(process={"single_key": True})
+    pipe.run(process={"snapshot_per_partition": True})
     _, sums, digits = pipe.ledger.expected(pipe.sent)
     local = onceflow.LocalTable(pipe.folder)
     assert {key: json.loads(value) for key, value in local.range()} == sums

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 import onceflow
 from onceflow.cli.main import cli
-from onceflow.sink import progress_log
+from onceflow.driver import progress_log
 from onceflow.testing import independent
 
 pytestmark = pytest.mark.integration

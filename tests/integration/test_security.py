@@ -27,16 +27,16 @@ from confluent_kafka.admin import (
 )
 
 import onceflow
-from onceflow import java
 from onceflow.broker.local import LocalBroker, free_ports
 from onceflow.client.brokers import Safety, StableOffsets, held_back, read_safety, warn_of_settings
 from onceflow.client.cluster import Cluster
 from onceflow.client.deadline import Deadline
 from onceflow.client.settings import ClientSettings
-from onceflow.sink.progress_log import partition_of
+from onceflow.driver.progress_log import partition_of
+from onceflow.host import java
+from onceflow.protocol.progress import PROGRESS_TOPIC
 from onceflow.testing import independent
 from onceflow.testing.broker import create_topic
-from onceflow.wire.progress import PROGRESS_TOPIC
 
 pytestmark = pytest.mark.integration
 

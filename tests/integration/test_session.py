@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING
 import pytest
 from click.testing import CliRunner
 
-from onceflow import jars
 from onceflow import session as session_module
-from onceflow.class_archive import archive_path, with_archive
 from onceflow.cli.main import cli
-from onceflow.jars import LOCAL_FS_MODULE
+from onceflow.host import jars
+from onceflow.host.jars import LOCAL_FS_MODULE
 from onceflow.session import (
     LOCAL_FS_CLASS,
     _class_paths,
@@ -25,6 +24,7 @@ from onceflow.session import (
     parse_defaults,
     submit_settings,
 )
+from onceflow.spark.class_archive import archive_path, with_archive
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

@@ -13,7 +13,8 @@ import pytest
 from pyspark.sql import functions as F
 
 import onceflow
-from onceflow.sink import plans, state_step
+from onceflow.driver import state_step
+from onceflow.spark import plans
 from onceflow.testing import independent
 
 pytestmark = pytest.mark.integration
@@ -107,7 +108,7 @@ def test_many_side_outputs_that_belong_to_other_tasks(trial: Trial, monkeypatch:
 
     class Few(state_step.RowsTask):
         def __call__(self, batches: Any) -> Any:
-            from onceflow.sink import step_outputs
+            from onceflow.task import step_outputs
 
             usual, step_outputs.RETURNED_ROWS_MAX = step_outputs.RETURNED_ROWS_MAX, 5
             try:

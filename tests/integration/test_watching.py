@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from confluent_kafka import Producer
 
-from onceflow import watching
 from onceflow.broker.local import free_ports
 from onceflow.client.settings import ClientSettings
+from onceflow.driver import watching
 from onceflow.testing import independent
 from onceflow.testing.proxy import Proxy
 

@@ -44,7 +44,7 @@ class Config(NamedTuple):
             rivals: another driver of the flow is started by mistake. leaders: a partition has none when a transaction
             ends, so its marker is left out. expiries: the coordinator forgets the idle transactional id.
         faults: at most so many of all these together.
-        attempts: a driver gives a batch up after so many (``SinkOptions.attempts_most``).
+        attempts: a driver gives a batch up after so many (``SinkOptions.max_attempts``).
         local: 1 if tasks keep a local copy of their state.
     """
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 from brokers import ONGOING, PREPARE_COMMIT, Config, State
 from explore import Action
+
 from protocol import Model
 
 STEPS = ("init", "plan", "begin", "write", "audit", "progress", "end", "settle")

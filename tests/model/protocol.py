@@ -105,7 +105,7 @@ class Model(Kafka):
     # ---- the steps of a batch, in order ------------------------------------------------------------------
 
     def init(self, s: State) -> Next:
-        """sink/takeover.py: Transactions.init fences, then progress_log.read_progress reads."""
+        """driver/driver_session.py: Transactions.init fences, then progress_log.read_progress reads."""
         to_fence, to_read = (STARTED, FENCED) if self.fences_before_reading else (FENCED, STARTED)
         for n, d in enumerate(s.drivers):
             if d.phase == to_fence:
@@ -135,8 +135,8 @@ class Model(Kafka):
         return self.looks_for_markers and any(log.unmarked for log in s.parts)
 
     def confirm(self, s: State, n: int, d: Driver) -> Next:
-        """Markers.confirm, TakeOver.progress: what was left undecided is decided by a transaction without records. In
-        one step; what happens when the driver dies between its two requests is in the guarantees."""
+        """Markers.confirm, DriverSession.progress: what was left undecided is decided by a transaction without records.
+        In one step; what happens when the driver dies between its two requests is in the guarantees."""
         c = s.coordinator
         if c.state in PREPARING:
             return
@@ -236,7 +236,7 @@ class Model(Kafka):
             yield what + "what is open is to be aborted", self.decided(s, c)
 
     def remembered(self, s: State, n: int, d: Driver, c: Coordinator, then: Callable[[State, int, int], State]) -> Next:
-        """A new producer id, for an id that had been forgotten. TakeOver._check_progress: progress tells whether
+        """A new producer id, for an id that had been forgotten. DriverSession._check_progress: progress tells whether
         somebody else has committed meanwhile. If not, this driver is the newest one."""
         what = f"driver {d.name}: InitProducerId, a new producer id: "
         if self.has_moved(s, d):
@@ -399,7 +399,7 @@ class Model(Kafka):
 
     def go_on(self, s: State, n: int, d: Driver) -> Next:
         """Version 1, Transactions._continue: InitProducerId that names the epoch of the abort. Then progress is read
-        once more (TakeOver._check_progress)."""
+        once more (DriverSession._check_progress)."""
         answer, c = self.init_producer_id(s.coordinator, d.epoch + 1)
         what = f"driver {d.name}: InitProducerId after the abort's epoch {d.epoch + 1}: "
         if answer == "fenced":

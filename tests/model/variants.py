@@ -26,6 +26,7 @@ from brokers import (
     swap,
 )
 from explore import Result
+
 from protocol import Model, search
 
 

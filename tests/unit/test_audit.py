@@ -11,6 +11,7 @@ import pytest
 from pyspark.sql import Row
 
 from onceflow import errors
+from onceflow.driver.audit import Audit, audit, together
 from onceflow.errors import (
     BadRecordError,
     BatchAbortedError,
@@ -19,9 +20,8 @@ from onceflow.errors import (
     ProgressConflictError,
     TransactionTimeoutError,
 )
-from onceflow.sink import reports
-from onceflow.sink.audit import Audit, audit, together
-from onceflow.sink.reports import Report
+from onceflow.task import reports
+from onceflow.task.reports import Report
 
 
 def report(task: int, topic: str | None, partition: int, count: int, rows: int | None = None, **more: Any) -> Report:
@@ -53,7 +53,7 @@ def check(given: Sequence[Report], tasks: int | None = 3, stages: dict[int, int]
 
 def test_clean() -> None:
     assert check(CLEAN) == Audit(
-        records=9, nbytes=90, partitions={"a": [0, 1], "b": [2]}, rss_kib_most=1002, counts=COUNTS
+        records=9, nbytes=90, partitions={"a": [0, 1], "b": [2]}, max_rss_kib=1002, counts=COUNTS
     )
 
 

@@ -172,8 +172,8 @@ def test_summary_of_runs() -> None:
     assert line["commits"] == 3
     assert line["commit_ms_median"] == 200
     assert line["cpu_us_per_record"] == 6.0
-    assert line["worker_rss_mib_most"] == 300
-    assert line["worker_anon_mib_most"] is None
+    assert line["max_worker_rss_mib"] == 300
+    assert line["max_worker_anon_mib"] is None
     assert line["correct"] == "2 missing"
     assert line["guarantee"] == "exactly_once"
     assert state.summary(state.SPARK, [run(1)], 1)["guarantee"] == "at_least_once"

@@ -14,13 +14,13 @@ import pyarrow as pa
 import pytest
 
 from onceflow.errors import BadRecordError, ProcessorError
-from onceflow.state import blame, letters
+from onceflow.protocol.names import OwnTopics
+from onceflow.state import blame, dead_letters
 from onceflow.state.json_columns import parse_json
 from onceflow.state.processor import ColumnProcessor, Processor
 from onceflow.state.record import Record
 from onceflow.state.serdes import BYTES, DOUBLE, JSON, LONG, STRING, Serde, struct
 from onceflow.testing.processor_driver import ProcessorDriver
-from onceflow.wire.names import OwnTopics
 
 HERE = Path(__file__)
 
@@ -264,7 +264,7 @@ def test_the_line_of_user_code(how: str, place: str) -> None:
     assert failure(Service()).detail.endswith(f", {wanted}")
     driver = ProcessorDriver(Service(), on_error="dead-letter")
     driver.send(b"k", b"v")
-    stack = (dict(driver.dead_letters[0].headers)[letters.ERROR_STACK] or b"").decode()
+    stack = (dict(driver.dead_letters[0].headers)[dead_letters.ERROR_STACK] or b"").decode()
     name, number = wanted.partition(" in ")[2].split(", ") if how != "returns" else ("Service.process", line("process"))
     assert f'{HERE.name}", line {number.partition(":")[2]}, in {name}\n' in stack
 

@@ -6,7 +6,7 @@ import pytest
 
 from onceflow.client.brokers import Held, OpenTransaction, Safety, StableOffsets, settings_warnings, told
 
-GOOD = Safety("out", replicas=3, unclean=False, in_sync_least=2)
+GOOD = Safety("out", replicas=3, unclean=False, min_in_sync=2)
 
 
 # ---- settings --------------------------------------------------------------------------------------------
@@ -16,10 +16,10 @@ GOOD = Safety("out", replicas=3, unclean=False, in_sync_least=2)
     "topic, brokers",
     [
         (GOOD, 3),
-        (Safety("out", replicas=1, unclean=False, in_sync_least=1), 1),  # a single broker can have no more
+        (Safety("out", replicas=1, unclean=False, min_in_sync=1), 1),  # a single broker can have no more
         (Safety("out", replicas=3), 3),  # settings may not be read
-        (Safety("out", replicas=3, unclean=False, in_sync_least=3), 3),
-        (Safety("out", replicas=1, unclean=False, in_sync_least=2), 1),  # brokers ask for no more than there are
+        (Safety("out", replicas=3, unclean=False, min_in_sync=3), 3),
+        (Safety("out", replicas=1, unclean=False, min_in_sync=2), 1),  # brokers ask for no more than there are
     ],
 )
 def test_nothing_to_tell(topic: Safety, brokers: int) -> None:

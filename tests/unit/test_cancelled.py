@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from py4j.protocol import Py4JError
 
-from onceflow.sink.jvm import was_cancelled
+from onceflow.spark.jvm import was_cancelled
 
 
 class Thrown:

@@ -12,9 +12,9 @@ from collections import Counter
 import pytest
 from click.testing import CliRunner
 
-from onceflow.chaos.ground import SETUPS
-from onceflow.chaos.menu import MENU
+from onceflow.chaos.fault_kinds import FAULT_KINDS
 from onceflow.chaos.run import Injected, Report
+from onceflow.chaos.test_bed import SETUPS
 from onceflow.chaos.verify import Findings
 from onceflow.cli.chaos import chaos
 from onceflow.errors import OptionError
@@ -70,13 +70,13 @@ def test_recovery_times() -> None:
 
 @pytest.mark.parametrize("setup", SETUPS.values(), ids=str)
 def test_every_setup_can_be_broken_in_many_ways(setup: object) -> None:
-    possible = [kind for kind, fault in MENU.items() if fault.possible(setup)]  # type: ignore[arg-type]
+    possible = [kind for kind, fault in FAULT_KINDS.items() if fault.possible(setup)]  # type: ignore[arg-type]
     assert len(possible) >= 10
-    assert random.Random(1).choices(possible, [MENU[kind].weight for kind in possible])
+    assert random.Random(1).choices(possible, [FAULT_KINDS[kind].weight for kind in possible])
 
 
 def test_every_kind_is_possible_somewhere() -> None:
-    for kind, fault in MENU.items():
+    for kind, fault in FAULT_KINDS.items():
         assert any(fault.possible(setup) for setup in SETUPS.values()), kind
 
 

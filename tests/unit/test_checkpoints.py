@@ -13,12 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onceflow.checkpoints import CheckpointStart, plan_checkpoint
-from onceflow.errors import ProgressConflictError
-from onceflow.running import moved_since
-from onceflow.sink.checkpoint import CheckpointState, LocalFolder, look_at
-from onceflow.sink.numbering import Numbering
-from onceflow.sink.offsets import (
+from onceflow.driver.numbering import Numbering
+from onceflow.driver.offset_log import (
     SourceRange,
     TopicOffsets,
     check_contiguous,
@@ -27,7 +23,11 @@ from onceflow.sink.offsets import (
     read_ends,
     read_range,
 )
-from onceflow.wire.progress import CheckpointProgress, Progress
+from onceflow.driver.running import moved_since
+from onceflow.errors import ProgressConflictError
+from onceflow.planning.checkpoints import CheckpointStart, plan_checkpoint
+from onceflow.protocol.progress import CheckpointProgress, Progress
+from onceflow.spark.checkpoint_files import CheckpointState, LocalFolder, look_at
 
 FLOW = "orders"
 PLACE = "/data/orders-checkpoint"
@@ -169,7 +169,8 @@ def test_empty_over_progress(checkpoint: CheckpointState, known: Progress, words
     start = plan(checkpoint, known, on_conflict="resume")
     assert start.drains is None
     assert (
-        start.remark == f"checkpoint {PLACE} is empty: the flow goes on at its committed offsets with empty Spark state"
+        start.warning
+        == f"checkpoint {PLACE} is empty: the flow goes on at its committed offsets with empty Spark state"
     )
 
 
@@ -264,7 +265,7 @@ def test_any_state(
         assert start.drains is None
         assert checkpoint.committed == -1, "the state of another query"
         assert known.batch_id == 0 or (on_conflict == "resume" and not other_sources)
-        assert bool(start.remark) == (known.batch_id > 0)
+        assert bool(start.warning) == (known.batch_id > 0)
 
 
 # ---- how far a checkpoint is -------------------------------------------------------------------------
@@ -367,7 +368,7 @@ def test_other_sources_beside_a_topic(tmp_path: Path, line: str) -> None:
     found = read_range(tmp_path, 4, ["in", "more"])
     assert found == SourceRange({"in": {0: 5}}, {"in": {0: 7}})
     assert found.others
-    assert found.rows_most == 2
+    assert found.max_rows == 2
 
 
 @pytest.mark.parametrize("line", [*OTHERS, "-"])

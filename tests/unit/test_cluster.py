@@ -28,7 +28,7 @@ from onceflow.client.offsets import offset_topics
 from onceflow.client.quiet import quiet
 from onceflow.client.settings import ClientSettings
 from onceflow.errors import BrokerUnsupportedError, DeadlineExceededError, ProtocolError, UnknownTopicError
-from onceflow.wire.batches import BatchHeader, encode_single
+from onceflow.protocol.batches import ProducerIdAndEpoch, encode_single
 
 
 class Clock:
@@ -297,7 +297,7 @@ THROTTLED = SimpleNamespace(error_code=0, responses=[])
 
 
 def encoded(value: bytes) -> bytes:
-    batch = encode_single(b"k", value, timestamp_ms=1, identity=BatchHeader(-1, -1, False), base_sequence=-1)
+    batch = encode_single(b"k", value, timestamp_ms=1, identity=ProducerIdAndEpoch(-1, -1, False), base_sequence=-1)
     return batch.head + bytes(batch.body)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from onceflow.errors import DeadLetterLimitError, OptionError, ProcessorError
-from onceflow.state.dead_letters import DeadLetters, check_limit
+from onceflow.state.dead_letter_limit import DeadLetters, check_limit
 from onceflow.state.local import Commit
 from onceflow.state.memory_store import MemoryStore
 from onceflow.state.processor import ColumnProcessor, Processor

@@ -16,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onceflow import Record, hooks
-from onceflow.sink.offsets import SourceRange
+from onceflow.driver.offset_log import SourceRange
+from onceflow.protocol.batches import ProducerIdAndEpoch
 from onceflow.testing import recorder
 from onceflow.testing.history import (
     ABORTED_READ,
@@ -46,7 +47,6 @@ from onceflow.testing.history import (
     check,
 )
 from onceflow.testing.recorder import Recorder, load, tag_of
-from onceflow.wire.batches import BatchHeader
 
 FLOW = "orders"
 PLACES = [("left", 0), ("left", 1), ("right", 0)]
@@ -719,7 +719,7 @@ def test_unreadable_tags_are_foreign(data: bytes) -> None:
 
 def begin(batch: int, epoch: int, flow: str = FLOW) -> None:
     source = SourceRange({"in": {0: 7 * batch}}, {"in": {0: 7 * batch + 7}})
-    hooks.at("begin", where="driver", flow=flow, batch=batch, identity=BatchHeader(4711, epoch), source=source)
+    hooks.at("begin", where="driver", flow=flow, batch=batch, identity=ProducerIdAndEpoch(4711, epoch), source=source)
 
 
 def test_a_driver_is_recorded(tmp_path: Path) -> None:

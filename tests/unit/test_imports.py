@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from pyspark.errors import PySparkException
 
-from onceflow import imports
 from onceflow.errors import EnvironmentUnusableError
-from onceflow.imports import ImportCheck
-from onceflow.pickling import LoadFailure, Pickled
-from onceflow.sink.import_errors import import_error
+from onceflow.spark import imports
+from onceflow.spark.import_errors import import_error
+from onceflow.spark.imports import ImportCheck
+from onceflow.spark.pickling import LoadFailure, Pickled
 
 
 class Context:

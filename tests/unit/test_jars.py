@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from onceflow import jars
 from onceflow.errors import EnvironmentUnusableError
-from onceflow.jars import Coordinate
+from onceflow.host import jars
+from onceflow.host.jars import Coordinate
 
 
 class FakeIvy:

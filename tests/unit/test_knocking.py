@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from onceflow.broker.folder import free_ports
-from onceflow.client import knocking
+from onceflow.client import first_connection
 from onceflow.client.cluster import Cluster
 from onceflow.client.deadline import Deadline
 from onceflow.client.settings import ClientSettings
@@ -21,7 +21,7 @@ from onceflow.errors import BrokerUnreachableError
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(knocking, "_TELL_AFTER_S", 0.3)
+    monkeypatch.setattr(first_connection, "_TELL_AFTER_S", 0.3)
 
 
 @pytest.fixture

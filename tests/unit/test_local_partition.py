@@ -99,11 +99,13 @@ class Topics:
 class Flow:
     """Commits batches to the topics and knows what the rows of the partition are."""
 
-    def __init__(self, seed: int = 1, keys: int = 60, single_key: bool = False, chunk_size: int = 7) -> None:
+    def __init__(
+        self, seed: int = 1, keys: int = 60, snapshot_per_partition: bool = False, chunk_size: int = 7
+    ) -> None:
         self.topics = Topics(chunk_size)
         self.dice = random.Random(seed)
         self.keys = keys
-        self.single_key = single_key
+        self.snapshot_per_partition = snapshot_per_partition
         self.rows: Rows = {}
         self.batch = 0
         self.goal = Goal("flow", "table", 3, "id-t", "id-i", 0, 0)
@@ -129,7 +131,7 @@ class Flow:
         self.batch += 1
         apply(self.rows, changes)
         before = dict(self.topics.ends)
-        if self.single_key:
+        if self.snapshot_per_partition:
             self.topics.append(
                 "table", b"state", snapshot(dict(rows.with_index(self.rows.items(), {}.get)).items()), []
             )
@@ -172,7 +174,7 @@ class Flow:
             self.goal,
             self.topics,
             verify=verify,
-            single_key=self.single_key,
+            snapshot_per_partition=self.snapshot_per_partition,
             now_ms=now_ms,
         )
 
@@ -210,9 +212,9 @@ def folder(tmp_path: Path) -> Path:
 # ---- what is found and what is done ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("single_key", [False, True])
-def test_batch_after_batch(opener: type[Store], folder: Path, single_key: bool) -> None:
-    flow = Flow(single_key=single_key)
+@pytest.mark.parametrize("snapshot_per_partition", [False, True])
+def test_batch_after_batch(opener: type[Store], folder: Path, snapshot_per_partition: bool) -> None:
+    flow = Flow(snapshot_per_partition=snapshot_per_partition)
     flow.check(flow.open(folder, opener))
     for _ in range(12):
         flow.run(folder, opener)
@@ -222,9 +224,9 @@ def test_batch_after_batch(opener: type[Store], folder: Path, single_key: bool) 
         assert flow.open(folder, opener).how == "in sync"
 
 
-@pytest.mark.parametrize("single_key", [False, True])
-def test_a_missing_copy_is_restored(opener: type[Store], folder: Path, single_key: bool) -> None:
-    flow = Flow(single_key=single_key)
+@pytest.mark.parametrize("snapshot_per_partition", [False, True])
+def test_a_missing_copy_is_restored(opener: type[Store], folder: Path, snapshot_per_partition: bool) -> None:
+    flow = Flow(snapshot_per_partition=snapshot_per_partition)
     for _ in range(5):
         flow.commit(flow.changes())
     seen: list[int] = []
@@ -234,7 +236,7 @@ def test_a_missing_copy_is_restored(opener: type[Store], folder: Path, single_ke
         flow.goal,
         flow.topics,
         verify=True,
-        single_key=single_key,
+        snapshot_per_partition=snapshot_per_partition,
         now_ms=NOW,
         progress=seen.append,
     )
@@ -599,8 +601,8 @@ def test_snapshots() -> None:
             rows_of_snapshot(raw)
 
 
-def test_a_tombstone_empties_a_single_key_partition(folder: Path) -> None:
-    flow = Flow(single_key=True)
+def test_a_tombstone_empties_a_partition_of_snapshots(folder: Path) -> None:
+    flow = Flow(snapshot_per_partition=True)
     flow.run(folder, LmdbStore, settled=True)
     flow.rows = {}
     flow.topics.append("table", b"state", None, [])

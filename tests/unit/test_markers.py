@@ -13,7 +13,7 @@ from onceflow.client.deadline import Deadline
 from onceflow.client.markers import Markers
 from onceflow.client.producers import OpenTransaction
 from onceflow.errors import DataLossError
-from onceflow.wire.batches import BatchHeader
+from onceflow.protocol.batches import ProducerIdAndEpoch
 
 OLD, NEW, SOMEBODY = 1, 2, 9
 PLACE = ("out", 0)
@@ -21,7 +21,7 @@ PLACE = ("out", 0)
 
 @pytest.fixture
 def transactions() -> Any:
-    return SimpleNamespace(identity=BatchHeader(OLD, 5), transactional_id="onceflow.f")
+    return SimpleNamespace(identity=ProducerIdAndEpoch(OLD, 5), transactional_id="onceflow.f")
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def left_open(monkeypatch: pytest.MonkeyPatch) -> list[OpenTransaction]:
 def confirm(transactions: Any, *, committed: bool) -> None:
     one = Markers(SimpleNamespace(), transactions, "f")  # type: ignore[arg-type]
     one.ended({PLACE: None}, committed=committed)
-    transactions.identity = BatchHeader(NEW, 0)  # the flow was idle
+    transactions.identity = ProducerIdAndEpoch(NEW, 0)  # the flow was idle
     one.confirm(Deadline(5, "a test"))
 
 

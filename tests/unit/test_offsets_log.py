@@ -11,8 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from onceflow.driver.offset_log import (
+    SourceRange,
+    TopicOffsets,
+    check_contiguous,
+    read_range,
+)
 from onceflow.errors import ProgressConflictError
-from onceflow.sink.offsets import SourceRange, TopicOffsets, check_contiguous, read_range
 
 METADATA = json.dumps(
     {
@@ -72,7 +77,7 @@ def test_several_sources(tmp_path: Path) -> None:
     found = read_range(tmp_path, 0)
     assert found.start == {f"in-{number}": {0: number} for number in range(11)}
     assert found.end == {f"in-{number}": {0: number + 1} for number in range(11)}
-    assert found.rows_most == 11
+    assert found.max_rows == 11
 
 
 def test_a_source_without_offset_yet(tmp_path: Path) -> None:
@@ -235,8 +240,8 @@ def test_a_source_that_the_end_of_a_later_batch_says_nothing_of(tmp_path: Path) 
         ({}, {"a": {0: 6}}, 6),
     ],
 )
-def test_rows_most(start: TopicOffsets, end: TopicOffsets, rows: int) -> None:
-    assert SourceRange(start, end).rows_most == rows
+def test_max_rows(start: TopicOffsets, end: TopicOffsets, rows: int) -> None:
+    assert SourceRange(start, end).max_rows == rows
 
 
 # ---- I2 ----------------------------------------------------------------------------------------------

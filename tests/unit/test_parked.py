@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from onceflow import parked as parking
+from onceflow.admin import parked as parking
+from onceflow.admin.parked import Parked
 from onceflow.cli.main import cli, main
 from onceflow.errors import OptionError
-from onceflow.parked import Parked
 from onceflow.state.retry import Retry
 from onceflow.testing.processor_driver import ProcessorDriver
 

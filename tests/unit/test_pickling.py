@@ -12,7 +12,7 @@ import pytest
 
 import onceflow
 from onceflow.errors import OptionError
-from onceflow.pickling import load_failure, pickled
+from onceflow.spark.pickling import load_failure, pickled
 from onceflow.testing import processor_driver
 
 LOCK = threading.Lock()

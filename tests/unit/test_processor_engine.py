@@ -9,13 +9,13 @@ import pyarrow as pa
 import pytest
 
 from onceflow.errors import ProcessorError, SchemaError
+from onceflow.protocol.names import OwnTopics
 from onceflow.state.engine import Engine
 from onceflow.state.memory_store import MemoryStore
 from onceflow.state.processor import Processor
 from onceflow.state.record import Record
 from onceflow.state.serdes import BYTES, JSON, LONG, STRING
 from onceflow.testing.processor_driver import ProcessorDriver
-from onceflow.wire.names import OwnTopics
 
 
 class Text(Processor):

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pytest
 
 from onceflow.errors import OptionError, ProcessorError
-from onceflow.state import letters, rows
+from onceflow.state import dead_letters, rows
 from onceflow.state.columns import ColumnEngine
 from onceflow.state.engine import Engine
 from onceflow.state.memory_store import MemoryStore
@@ -51,7 +51,7 @@ class Touchy(Processor):
 def causes(letter: Record) -> dict[str, str]:
     """What the headers say of the error, but for the stack."""
     known = {name: (content or b"").decode() for name, content in letter.headers if name.startswith("onceflow.error.")}
-    known.pop(letters.ERROR_STACK, None)
+    known.pop(dead_letters.ERROR_STACK, None)
     return {name.removeprefix("onceflow.error."): content for name, content in known.items()}
 
 
@@ -327,40 +327,44 @@ def test_a_damaged_store_is_not_the_fault_of_a_record(column_wise: bool, tmp_pat
 
 
 def test_letters_have_short_messages_and_only_known_places() -> None:
-    letter = letters.dead(Record(b"k", b"v"), "dead", ValueError("x" * 5000 + "\ud800"))
+    letter = dead_letters.dead(Record(b"k", b"v"), "dead", ValueError("x" * 5000 + "\ud800"))
     assert letter.topic == "dead"
     assert set(causes(letter)) == {"class", "message"}
     assert causes(letter)["message"] == "x" * 1000
-    assert letters.dead(Record(), "dead", ValueError("\ud800")).headers[1] == ("onceflow.error.message", b"?")  # type: ignore[index]
+    assert dead_letters.dead(Record(), "dead", ValueError("\ud800")).headers[1] == ("onceflow.error.message", b"?")  # type: ignore[index]
 
 
 def test_a_letter_of_a_letter_counts_on_and_remembers_where_it_came_from_first() -> None:
     record = Record(b"k", b"v", "orders", [("mine", b"1"), ("mine", b"2")], 9, 3, 12)
-    first = letters.dead(record, "dead", ValueError("one"))
+    first = dead_letters.dead(record, "dead", ValueError("one"))
     read = Record(b"k", b"v", "retry", first.headers, 10, 0, 5)
-    second = letters.dead(read, "dead", KeyError("two"))
+    second = dead_letters.dead(read, "dead", KeyError("two"))
     told = dict(second.headers)
     assert len(second.headers) == len(told) + 1  # `mine` is there twice, as it was
     assert second.headers[:2] == (("mine", b"1"), ("mine", b"2"))
-    assert (told[letters.ERROR_CLASS], told[letters.ATTEMPT]) == (b"KeyError", b"2")
-    assert [told[name] for name in (letters.ERROR_TOPIC, letters.ERROR_PARTITION, letters.ERROR_OFFSET)] == [
+    assert (told[dead_letters.ERROR_CLASS], told[dead_letters.ATTEMPT]) == (b"KeyError", b"2")
+    assert [
+        told[name] for name in (dead_letters.ERROR_TOPIC, dead_letters.ERROR_PARTITION, dead_letters.ERROR_OFFSET)
+    ] == [
         b"retry",
         b"0",
         b"5",
     ]
-    assert [told[name] for name in (letters.ORIGIN_TOPIC, letters.ORIGIN_PARTITION, letters.ORIGIN_OFFSET)] == [
+    assert [
+        told[name] for name in (dead_letters.ORIGIN_TOPIC, dead_letters.ORIGIN_PARTITION, dead_letters.ORIGIN_OFFSET)
+    ] == [
         b"orders",
         b"3",
         b"12",
     ]
-    late = letters.late(read, "late", 1, 2)
-    assert letters.ERROR_STACK not in dict(late.headers)
-    assert letters.attempts(late) == 1  # being late is no attempt
+    late = dead_letters.late(read, "late", 1, 2)
+    assert dead_letters.ERROR_STACK not in dict(late.headers)
+    assert dead_letters.attempts(late) == 1  # being late is no attempt
 
 
 @pytest.mark.parametrize("told", [b"", b"x", b"-1", None, b"1" * 30])
 def test_a_header_that_is_no_number_of_attempts_counts_for_nothing(told: bytes | None) -> None:
-    assert letters.attempts(Record(headers=[(letters.ATTEMPT, told)])) == 0
+    assert dead_letters.attempts(Record(headers=[(dead_letters.ATTEMPT, told)])) == 0
 
 
 def test_a_long_stack_is_cut_at_its_outer_end() -> None:
@@ -374,7 +378,7 @@ def test_a_long_stack_is_cut_at_its_outer_end() -> None:
 
     with pytest.raises(ValueError, match="the bottom") as caught:
         even(200)
-    stack = dict(letters.dead(Record(), "dead", caught.value).headers)[letters.ERROR_STACK] or b""
+    stack = dict(dead_letters.dead(Record(), "dead", caught.value).headers)[dead_letters.ERROR_STACK] or b""
     assert len(stack) <= 2000
     assert stack.endswith(b"ValueError: the bottom")
 
@@ -382,7 +386,7 @@ def test_a_long_stack_is_cut_at_its_outer_end() -> None:
 def test_a_long_message_does_not_push_the_places_out_of_the_stack() -> None:
     with pytest.raises(ValueError, match="xxx") as caught:
         raise ValueError("x" * 5000)
-    stack = (dict(letters.dead(Record(), "dead", caught.value).headers)[letters.ERROR_STACK] or b"").decode()
+    stack = (dict(dead_letters.dead(Record(), "dead", caught.value).headers)[dead_letters.ERROR_STACK] or b"").decode()
     assert len(stack) <= 2000
     assert 'raise ValueError("x" * 5000)' in stack
     assert "\nValueError: xxx" in stack
@@ -390,8 +394,8 @@ def test_a_long_message_does_not_push_the_places_out_of_the_stack() -> None:
 
 def test_a_negative_timestamp_is_not_written_again() -> None:
     """Some clients may write it, and Kafka takes it; a letter that nobody may write would stop the flow for ever."""
-    assert letters.dead(Record(timestamp_ms=-2), "dead", ValueError()).timestamp_ms is None
-    assert letters.dead(Record(timestamp_ms=0), "dead", ValueError()).timestamp_ms == 0
+    assert dead_letters.dead(Record(timestamp_ms=-2), "dead", ValueError()).timestamp_ms is None
+    assert dead_letters.dead(Record(timestamp_ms=0), "dead", ValueError()).timestamp_ms == 0
 
 
 def test_options_that_lead_nowhere() -> None:

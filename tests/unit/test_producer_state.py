@@ -40,9 +40,9 @@ from onceflow.errors import (
     TransactionTimeoutError,
     UnknownTopicError,
 )
-from onceflow.wire.batches import BatchHeader, EncodedBatch, encode_batches
+from onceflow.protocol.batches import EncodedBatch, ProducerIdAndEpoch, encode_batches
 
-IDENTITY = BatchHeader(producer_id=4711, producer_epoch=3)
+IDENTITY = ProducerIdAndEpoch(producer_id=4711, producer_epoch=3)
 LOST, DELAY = "the answer is lost", "the request is lost"
 """Instead of an error code: the connection breaks after, or before, the broker has done what was asked."""
 
@@ -327,7 +327,7 @@ def encode(count: int, *, per_batch: int = 1, size: int = 10, epoch: int = 3) ->
             values.slice(start, per_batch),
             None,
             None,
-            identity=BatchHeader(IDENTITY.producer_id, epoch),
+            identity=ProducerIdAndEpoch(IDENTITY.producer_id, epoch),
             base_sequence=start,
             max_batch_bytes=10_000_000,
             default_timestamp_ms=1,

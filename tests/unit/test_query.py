@@ -12,10 +12,10 @@ import pytest
 from py4j.protocol import Py4JError, Py4JNetworkError
 
 from onceflow import BatchAbortedError, EnvironmentUnusableError
+from onceflow.driver.commit import BatchSink
+from onceflow.driver.pace import Pace
+from onceflow.protocol.names import Names
 from onceflow.query import FlowQuery
-from onceflow.sink.batch import BatchSink
-from onceflow.sink.pace import Pace
-from onceflow.wire.names import Names
 
 
 class Gone:

@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 from pyspark.errors import StreamingQueryException
 
-from onceflow import interactive, spark_logs
+from onceflow import interactive
+from onceflow.driver import pace
 from onceflow.errors import FencedError
 from onceflow.query import FlowQuery
-from onceflow.sink import pace
+from onceflow.spark import logs
 
 
 class Query:
@@ -85,12 +86,12 @@ def test_without_a_trigger_no_batch_is_slow(monkeypatch: pytest.MonkeyPatch, cap
 
 
 def test_log_settings_of_the_user_win(tmp_path: Path) -> None:
-    assert "-Dlog4j2.configurationFile=" in spark_logs.with_settings("-Xss4m", tmp_path)
-    assert spark_logs.with_settings("-Xss4m", tmp_path).startswith("-Xss4m ")
+    assert "-Dlog4j2.configurationFile=" in logs.with_settings("-Xss4m", tmp_path)
+    assert logs.with_settings("-Xss4m", tmp_path).startswith("-Xss4m ")
     own = "-Dlog4j.configurationFile=mine.xml"
-    assert spark_logs.with_settings(own, tmp_path) == own
+    assert logs.with_settings(own, tmp_path) == own
     (tmp_path / "log4j2.properties").write_text("")
-    assert spark_logs.with_settings("", tmp_path) == ""
+    assert logs.with_settings("", tmp_path) == ""
 
 
 def test_logs_of_processes_that_have_ended_are_removed_a_day_later(
@@ -106,7 +107,7 @@ def test_logs_of_processes_that_have_ended_are_removed_a_day_later(
         (tmp_path / name).touch()
     for name in names:
         os.utime(tmp_path / name, (0, 0))
-    assert spark_logs.log_file().name == names[2]
+    assert logs.log_file().name == names[2]
     assert sorted(path.name for path in tmp_path.iterdir()) == [names[2], "onceflow-spark-pid999999998.log"]
 
 
@@ -131,8 +132,8 @@ def test_why_a_query_ended_is_raised_without_the_stacks_of_spark() -> None:
 
 
 def test_py4j_keeps_quiet_about_our_own_errors(caplog: pytest.LogCaptureFixture) -> None:
-    spark_logs.hush_py4j()
-    spark_logs.hush_py4j()
+    logs.silence_py4j()
+    logs.silence_py4j()
     logger = logging.getLogger("py4j.clientserver")
     for error in (FencedError("taken over"), ValueError("of somebody else")):
         try:

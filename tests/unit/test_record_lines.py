@@ -8,7 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onceflow.record_lines import json_object, key_and_value, to_json, value_only
+from onceflow.admin.record_lines import (
+    json_object,
+    key_and_value,
+    to_json,
+    value_only,
+)
 from onceflow.state.record import Record
 
 payloads = st.one_of(st.none(), st.binary(max_size=20), st.text(max_size=20).map(str.encode))

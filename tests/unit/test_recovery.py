@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onceflow import recovery
 from onceflow.errors import DataLossError, OnceflowError, OptionError, ProgressConflictError
-from onceflow.recovery import SourceTopic, Start
-from onceflow.wire.progress import Progress
+from onceflow.planning import source_starts
+from onceflow.planning.source_starts import SourceTopic, Start
+from onceflow.protocol.progress import Progress
 
 FLOW = "orders"
 
@@ -27,7 +27,7 @@ def progress(offsets: dict[int, int] | None, topic_ids: dict[str, str] | None = 
 
 
 def plan(source: SourceTopic, known: Progress | None, **options: Any) -> Start:
-    return recovery.plan(
+    return source_starts.plan(
         source, known, **{"starting_offsets": "earliest", "fail_on_data_loss": True, "flow": FLOW, **options}
     )
 
@@ -81,9 +81,9 @@ def test_starting_offsets_are_ignored_once_there_is_progress(starting: Any) -> N
     start = plan(topic({0: 0, 1: 0}, {0: 9, 1: 9}), progress({0: 5, 1: 0}), starting_offsets=starting)
     assert (start.offsets, start.pin) == ({0: 5, 1: 0}, False)
     if starting == "earliest":  # the default: nobody has asked for anything
-        assert start.remarks == ()
+        assert start.warnings == ()
     else:
-        (told,) = start.remarks
+        (told,) = start.warnings
         assert "first start only" in told
         assert f"onceflow reset {FLOW}" in told
 
@@ -101,7 +101,7 @@ def test_progress_at_the_edges_of_the_log_is_no_loss(committed: int) -> None:
 def test_new_partition_is_read_from_its_beginning_and_pinned() -> None:
     start = plan(topic({0: 0, 1: 2}, {0: 9, 1: 4}), progress({0: 5}))
     assert (start.offsets, start.pin) == ({0: 5, 1: 2}, True)
-    assert start.remarks == ("in-1 is new, it is read from offset 2",)
+    assert start.warnings == ("in-1 is new, it is read from offset 2",)
 
 
 def test_expired_records_stop_the_flow() -> None:
@@ -115,9 +115,9 @@ def test_expired_records_stop_the_flow() -> None:
 def test_expired_records_can_be_given_up() -> None:
     start = plan(topic({0: 0, 1: 8}, {0: 9, 1: 9}), progress({0: 5, 1: 6}), fail_on_data_loss=False)
     assert (start.offsets, start.pin) == ({0: 5, 1: 8}, True)
-    assert len(start.remarks) == 1
-    assert "offsets 6 to 7 have expired" in start.remarks[0]
-    assert "skipped" in start.remarks[0]
+    assert len(start.warnings) == 1
+    assert "offsets 6 to 7 have expired" in start.warnings[0]
+    assert "skipped" in start.warnings[0]
 
 
 @pytest.mark.parametrize("fail_on_data_loss", [True, False])
@@ -208,5 +208,5 @@ def test_any_state(
         assert same_id
         assert known.keys() <= span.keys()
         changed = [p for p, offset in start.offsets.items() if known.get(p) != offset]
-        told = [remark for remark in start.remarks if not remark.startswith("starting_offsets=")]
+        told = [warning for warning in start.warnings if not warning.startswith("starting_offsets=")]
         assert len(told) == len(changed)

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from onceflow.errors import BatchAbortedError, OnceflowError
-from onceflow.sink import reports
-from onceflow.sink.reports import Report
+from onceflow.task import reports
+from onceflow.task.reports import Report
 
 
 def report(error: OnceflowError | None) -> Report:
@@ -54,7 +54,7 @@ def test_there_and_back() -> None:
 def test_an_error_with_a_very_long_text_is_cut() -> None:
     """Every task may have one, and Spark fails a job whose results are larger than spark.driver.maxResultSize."""
     rows = reports.to_arrow([failed("x" * 5_000_000)])
-    assert rows.nbytes < 2 * reports.TEXT_MOST
+    assert rows.nbytes < 2 * reports.MAX_TEXT
     (bad,) = reports.from_dicts(rows.to_pylist())
     assert type(bad.error) is BatchAbortedError
     assert bad.error.detail.endswith("x... (5000000 characters)")

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onceflow.errors import OptionError, ProcessorError
-from onceflow.state import letters
+from onceflow.state import dead_letters
 from onceflow.state.record import Record
 from onceflow.state.retry import KEY, NULL_VALUE, RETRY_TOPIC, Retry
 from onceflow.testing.processor_driver import ProcessorDriver
@@ -32,8 +32,8 @@ def letter(attempt: int | bytes = 1, cause: str = "TimeoutError", *more: tuple[s
     count = attempt if isinstance(attempt, bytes) else str(attempt).encode()
     return [
         ("trace", b"x"),
-        (letters.ERROR_CLASS, cause.encode()),
-        (letters.ATTEMPT, count),
+        (dead_letters.ERROR_CLASS, cause.encode()),
+        (dead_letters.ATTEMPT, count),
         *ORIGIN_HEADERS,
         *(more or [(KEY, b"ada")]),
     ]
@@ -114,7 +114,7 @@ def test_the_last_attempt_is_parked_with_its_cause() -> None:
 def test_what_no_retry_heals_is_parked_at_once(cause: str) -> None:
     driver = ProcessorDriver(policy())
     (found,) = driver.send(ORIGIN, b"order", headers=letter(1, cause))
-    assert (found.topic, dict(found.headers)[letters.ATTEMPT]) == ("parked", b"1")
+    assert (found.topic, dict(found.headers)[dead_letters.ATTEMPT]) == ("parked", b"1")
 
 
 def test_causes_are_classes_or_their_names() -> None:
@@ -188,7 +188,7 @@ def test_every_record_survives_the_table(key: Any, value: Any, headers: Any, tim
 def test_a_large_record_takes_hardly_more_room_than_it_has() -> None:
     driver = ProcessorDriver(policy())
     value = bytes(range(256)) * 2000
-    headers = letter(1, "TimeoutError", (letters.ERROR_STACK, b"x" * 2000), (KEY, b"k" * 400))
+    headers = letter(1, "TimeoutError", (dead_letters.ERROR_STACK, b"x" * 2000), (KEY, b"k" * 400))
     driver.send(ORIGIN, value, headers=headers)
     plain = len(value) + sum(len(name) + len(content or b"") for name, content in headers)
     assert len(Retry.state.encode(driver.state(ORIGIN))) < plain

@@ -8,7 +8,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from onceflow.sink.step_outputs import (
+from onceflow.task.step_outputs import (
     OUTPUT_SCHEMA,
     RETURNED_BYTES_MAX,
     RETURNED_ROWS_MAX,

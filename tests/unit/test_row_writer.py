@@ -20,12 +20,20 @@ from onceflow.client.cluster import TopicInfo
 from onceflow.client.produce import Acknowledged
 from onceflow.client.settings import ClientSettings
 from onceflow.errors import BadRecordError, BatchAbortedError, FencedError, ProtocolError, UnknownTopicError
-from onceflow.sink import reports, tasks
-from onceflow.sink.tasks import Routing, RowWriter, Target, TaskPlace, WriteOrder, WriteTask, owner_of
+from onceflow.protocol.batches import EncodedBatch, ProducerIdAndEpoch
+from onceflow.task import reports, row_writer
+from onceflow.task.row_writer import (
+    Routing,
+    RowWriter,
+    Target,
+    TaskPlace,
+    WriteOrder,
+    WriteTask,
+    owner_of,
+)
 from onceflow.testing import faults
-from onceflow.wire.batches import BatchHeader, EncodedBatch
 
-IDENTITY = BatchHeader(producer_id=4711, producer_epoch=3)
+IDENTITY = ProducerIdAndEpoch(producer_id=4711, producer_epoch=3)
 HEADERS = pa.list_(pa.struct([("key", pa.string()), ("value", pa.binary())]))
 
 
@@ -105,8 +113,8 @@ class FakeCluster:
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     made = Recorder()
-    monkeypatch.setattr(tasks, "Producer", made)
-    monkeypatch.setattr(tasks, "max_message_bytes", lambda _cluster, names, _deadline: dict.fromkeys(names, 2_000))
+    monkeypatch.setattr(row_writer, "Producer", made)
+    monkeypatch.setattr(row_writer, "max_message_bytes", lambda _cluster, names, _deadline: dict.fromkeys(names, 2_000))
     return made
 
 
@@ -457,7 +465,7 @@ def test_version_1_enrols_a_partition_before_it_is_written(monkeypatch: pytest.M
     enrolled: list[tuple[str, int]] = []
 
     class Enrolling:
-        def __init__(self, cluster: Any, transactional_id: str, *, identity: BatchHeader) -> None:
+        def __init__(self, cluster: Any, transactional_id: str, *, identity: ProducerIdAndEpoch) -> None:
             assert (transactional_id, identity) == ("onceflow.orders", IDENTITY)
 
         def add_partitions(self, partitions: dict[str, list[int]], deadline: Any) -> None:
@@ -465,14 +473,14 @@ def test_version_1_enrols_a_partition_before_it_is_written(monkeypatch: pytest.M
             assert not set(places) & set(recorder.rows())
             enrolled.extend(places)
 
-    monkeypatch.setattr(tasks, "Transactions", Enrolling)
+    monkeypatch.setattr(row_writer, "Transactions", Enrolling)
     cluster = FakeCluster()
     write = writer(cluster=cluster, transaction_version=1)
     write.write(rows([0, 1, 0]))
     write.write(rows([1, 2, 0]))
     assert sorted(enrolled) == [("out", 0), ("out", 1), ("out", 2)], "once each"
     monkeypatch.setattr(cluster, "transaction_version", 1)
-    monkeypatch.setattr(tasks, "Transactions", None)
+    monkeypatch.setattr(row_writer, "Transactions", None)
     writer(cluster=cluster, transaction_version=2).write(rows([0]))
     assert [made["transaction_version"] for made in recorder.made] == [1, 2]
 
@@ -514,7 +522,9 @@ THIRD = TaskPlace("task", 3, 0, 40)
 
 def run(batches: Any, place: TaskPlace = THIRD, **changes: Any) -> list[reports.Report]:
     cluster: Any = FakeCluster()
-    return tasks.write_rows(replace(ORDER, **{"routing": Routing("key", 4, False), **changes}), place, batches, cluster)
+    return row_writer.write_rows(
+        replace(ORDER, **{"routing": Routing("key", 4, False), **changes}), place, batches, cluster
+    )
 
 
 def test_report_for_every_partition(recorder: Recorder) -> None:
@@ -587,7 +597,7 @@ def test_write_task(monkeypatch: pytest.MonkeyPatch, recorder: Recorder) -> None
 
     context = SimpleNamespace(partitionId=lambda: 2, attemptNumber=lambda: 0, stageId=lambda: 40)
     monkeypatch.setattr(pyspark.TaskContext, "get", lambda: context)
-    monkeypatch.setattr(tasks, "worker_cluster", lambda _settings: FakeCluster())
+    monkeypatch.setattr(row_writer, "worker_cluster", lambda _settings: FakeCluster())
     order = replace(ORDER, routing=Routing("key", 4, False))
     # Left over from the flow that used this worker before.
     monkeypatch.setenv(hooks.VARIABLE, faults.fault("begin", "raise", where="task"))
@@ -610,12 +620,14 @@ def test_a_worker_keeps_one_connection_per_cluster(monkeypatch: pytest.MonkeyPat
             assert refused_s is None, "brokers of a flow that runs may be away"
             made.append(settings)
 
-    monkeypatch.setattr(tasks, "Cluster", Made)
-    monkeypatch.setattr(tasks, "_clusters", {})
-    first = tasks.worker_cluster(ClientSettings("h:9092", {"client.id": "a"}))
-    assert tasks.worker_cluster(ClientSettings("h:9092", {"kafka.client.id": "a"})) is first
-    assert tasks.worker_cluster(ClientSettings("h:9092", {"client.id": "b"})) is not first
-    assert tasks.worker_cluster(ClientSettings("i:9092", {"client.id": "a"})) is not first
+    monkeypatch.setattr(row_writer, "Cluster", Made)
+    monkeypatch.setattr(row_writer, "_clusters", {})
+    first = row_writer.worker_cluster(ClientSettings("h:9092", {"client.id": "a"}))
+    assert row_writer.worker_cluster(ClientSettings("h:9092", {"kafka.client.id": "a"})) is first
+    assert row_writer.worker_cluster(ClientSettings("h:9092", {"client.id": "b"})) is not first
+    assert row_writer.worker_cluster(ClientSettings("i:9092", {"client.id": "a"})) is not first
     assert len(made) == 3
-    monkeypatch.setattr(tasks.os, "getpid", lambda: -5)
-    assert tasks.worker_cluster(ClientSettings("h:9092", {"client.id": "a"})) is not first, "sockets survive no fork"
+    monkeypatch.setattr(row_writer.os, "getpid", lambda: -5)
+    assert row_writer.worker_cluster(ClientSettings("h:9092", {"client.id": "a"})) is not first, (
+        "sockets survive no fork"
+    )

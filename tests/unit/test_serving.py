@@ -13,7 +13,7 @@ import pytest
 
 import onceflow
 from onceflow.errors import OptionError
-from onceflow.sink.options import BatchSummary
+from onceflow.planning.options import BatchSummary
 
 
 class Query:

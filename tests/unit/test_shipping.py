@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from onceflow import shipping
 from onceflow.errors import EnvironmentUnusableError
+from onceflow.spark import shipping
 
 
 @pytest.fixture

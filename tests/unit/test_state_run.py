@@ -17,7 +17,9 @@ import pytest
 from onceflow import serdes
 from onceflow.client.produce import Acknowledged
 from onceflow.errors import EnvironmentUnusableError
-from onceflow.state import boots
+from onceflow.host import boots
+from onceflow.protocol.partitioners import key_partitions
+from onceflow.protocol.progress import Progress
 from onceflow.state.lmdb_environment import forget
 from onceflow.state.lmdb_store import LmdbStore
 from onceflow.state.local import Commit
@@ -31,8 +33,6 @@ from onceflow.state.spec import ProcessSpec, StateReport
 from onceflow.state.store import Store
 from onceflow.state.table_state import TableState
 from onceflow.state.topics import TableTopics
-from onceflow.wire.partitioners import key_partitions
-from onceflow.wire.progress import Progress
 
 PARTITIONS = 2
 Row = tuple[bytes, "bytes | None"]
@@ -202,16 +202,16 @@ def test_a_copy_is_verified_again_after_its_machine_has_started_again(
 def test_a_copy_is_verified_once_for_each_start_of_its_machine(
     tmp_path: Path, boot: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    looked_at = []
+    on_noop = []
     holds = LmdbStore.checksum_holds
-    monkeypatch.setattr(LmdbStore, "checksum_holds", lambda store: looked_at.append(1) or holds(store))
+    monkeypatch.setattr(LmdbStore, "checksum_holds", lambda store: on_noop.append(1) or holds(store))
     flow = Flow(tmp_path)
     flow.run(KEYS)  # made by this run: nothing to verify
     for name, times in (("first", 0), ("second", PARTITIONS), ("second", 0), ("first", 0), ("third", PARTITIONS)):
         boot(name)
-        looked_at.clear()
+        on_noop.clear()
         flow.run(KEYS)
-        assert len(looked_at) == times
+        assert len(on_noop) == times
 
 
 @pytest.mark.parametrize("what", ["boot_id", "_mounts", "gethostname"])
@@ -275,7 +275,7 @@ def test_every_host_has_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.
 def test_the_driver_decides_for_its_own_machine_only(
     given: str | None, local: bool, expected: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from onceflow.process import StepOptions, make_spec
+    from onceflow.planning.process import StepOptions, make_spec
 
     monkeypatch.setenv("ONCEFLOW_STATE_DIR", "driver")
     options = StepOptions("table", None, "fail", None, None, None, False, "lmdb", given, False, "30 seconds")

@@ -396,7 +396,7 @@ def test_damage_that_does_not_show_in_the_rows_is_noticed(
 
 def test_the_map_grows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lmdb_environment, "_MAP_BYTES", 1 << 20)
-    monkeypatch.setattr(lmdb_environment, "_ROOM_LEAST", 0)
+    monkeypatch.setattr(lmdb_environment, "_MIN_ROOM", 0)
     monkeypatch.setattr(lmdb_environment, "_ROOM_PER_BYTE", 0)
     store = LmdbStore.open(tmp_path)
     for turn in range(3):

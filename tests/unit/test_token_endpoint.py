@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from onceflow import token_endpoint
 from onceflow.client.jaas import jaas_fields
 from onceflow.client.oauth import Tokens
 from onceflow.client.settings import ClientSettings
 from onceflow.client.token_sources import ClientCredentials, Token, TokenRefusedError, TokenUnavailableError
 from onceflow.errors import AuthenticationFailedError
-from onceflow.token_endpoint import TokenEndpoint, check_for_java, reader_options
+from onceflow.spark import token_endpoint
+from onceflow.spark.token_endpoint import TokenEndpoint, check_for_java, reader_options
 
 JWT = "eyJhbGciOiJub25lIn0.eyJzdWIiOiJtZSIsImV4cCI6NDEwMjQ0NDgwMH0.c2ln"  # {"sub": "me", "exp": 4102444800}
 NO_SUBJECT = "eyJhbGciOiJub25lIn0.eyJleHAiOjQxMDI0NDQ4MDB9.c2ln"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from onceflow import user_code
-from onceflow.sink.jvm import blamed_line
+from onceflow.spark.jvm import blamed_line
 
 PREFIX = "Job aborted due to stage failure: Task 0 in stage 3.0 failed 1 times, most recent failure: Lost task 0.0: "
 JAVA = "\n\tat org.apache.spark.api.python.BasePythonRunner.handlePythonException(PythonRunner.scala:581)"
@@ -18,7 +18,7 @@ CLEAN = '  File "/app/service.py", line 31, in clean\n    raise ValueError(amoun
 DECODER = '  File "/usr/lib/python3.12/json/decoder.py", line 355, in raw_decode\n    raise JSONDecodeError()\n'
 PANDAS = '  File "/app/env/lib/python3.12/site-packages/pandas/core/series.py", line 4, in map\n    work()\n'
 CYTHON = '  File "pandas/_libs/ops.pyx", line 9, in pandas._libs.ops.vec\n'
-TASK = '  File "/app/env/lib/python3.12/site-packages/onceflow/sink/state_tasks.py", line 9, in rows\n    work()\n'
+TASK = '  File "/app/env/lib/python3.12/site-packages/onceflow/task/state_tasks.py", line 9, in rows\n    work()\n'
 SHOP = '  File "/app/env/lib/python3.12/site-packages/shop/clean.py", line 5, in clean\n    work()\n'
 
 

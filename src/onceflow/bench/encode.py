@@ -16,7 +16,7 @@ import pyarrow as pa
 from rich.console import Console
 from rich.table import Table
 
-from onceflow.wire.batches import BatchHeader, encode_batches
+from onceflow.protocol.batches import ProducerIdAndEpoch, encode_batches
 
 TOTAL_BYTES = 50_000_000
 RUNS = 3
@@ -71,7 +71,7 @@ def _encode(given: tuple[Any, Any, Any, Any], compression: str) -> tuple[float, 
     begun = time.perf_counter()
     batches = encode_batches(
         *given,
-        identity=BatchHeader(producer_id=1, producer_epoch=1),
+        identity=ProducerIdAndEpoch(producer_id=1, producer_epoch=1),
         base_sequence=0,
         compression=compression,
         max_batch_bytes=MAX_BATCH_BYTES,

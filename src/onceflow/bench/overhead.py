@@ -32,15 +32,15 @@ STEPS = ("plan", "begin", "write", "audit", "progress", "end")
 LATENCY_TRIGGER = "100 milliseconds"
 # A batch takes so many times the trigger: the trigger must never be what a batch waits for.
 _FULL = 1.25
-_FULL_LEAST, _FULL_MOST = 1.1, 1.5
+_MIN_FULL, _MAX_FULL = 1.1, 1.5
 # Share of the time without a batch above which the first round does not count.
-_IDLE_MOST = 0.02
-_IDLE_ROUNDS_MOST = 2
+_MAX_IDLE = 0.02
+_MAX_IDLE_ROUNDS = 2
 _WARM_SECONDS = 1.0
 # The JVMs, Spark's and the broker's, go on getting faster for long: many small batches are many turns of their code.
 _WARM_TURNS = 4
 _LATENCY_WARM_SECONDS = 4.0
-_CALIBRATIONS_MOST = 5
+_MAX_CALIBRATIONS = 5
 _RUN_SECONDS = 120.0
 
 
@@ -149,7 +149,7 @@ def rate_of(commits: Sequence[Commit], first: int, end: int) -> tuple[float, flo
 
 def next_bound(tried: Mapping[int, float], trigger_ms: float) -> int | None:
     """The bound to try next, from milliseconds of a batch at the bounds tried so far; None: one of them will do."""
-    if any(trigger_ms * _FULL_LEAST <= ms <= trigger_ms * _FULL_MOST for ms in tried.values()):
+    if any(trigger_ms * _MIN_FULL <= ms <= trigger_ms * _MAX_FULL for ms in tried.values()):
         return None
     want = trigger_ms * _FULL
     under = max((bound for bound, ms in tried.items() if ms < want), default=None)
@@ -166,7 +166,7 @@ def next_bound(tried: Mapping[int, float], trigger_ms: float) -> int | None:
 
 def chosen_bound(tried: Mapping[int, float], trigger_ms: float) -> int:
     """The least bound whose batches fill the trigger, else the largest one tried."""
-    full = [bound for bound, ms in tried.items() if ms >= trigger_ms * _FULL_LEAST]
+    full = [bound for bound, ms in tried.items() if ms >= trigger_ms * _MIN_FULL]
     return min(full, default=max(tried))
 
 
@@ -232,8 +232,8 @@ def throughput(bench: Bench, choices: Choices, summary: dict[str, Any]) -> Itera
         bench.delete(source)
         overheads = [overhead_percent([pair]) for pair in zip(*_rates(found), strict=True)]
         summary[f"overhead_percent_{trigger.name}"] = round(statistics.median(overheads), 2)
-        summary[f"overhead_percent_{trigger.name}_least"] = round(min(overheads), 2)
-        summary[f"overhead_percent_{trigger.name}_most"] = round(max(overheads), 2)
+        summary[f"min_overhead_percent_{trigger.name}"] = round(min(overheads), 2)
+        summary[f"max_overhead_percent_{trigger.name}"] = round(max(overheads), 2)
         # Of the medians of all batches: less true to a service, as hiccups do not count, and steadier.
         medians = [(1 / _batch_median(found[EXACTLY]), 1 / _batch_median(found[AT_LEAST]))]
         summary[f"overhead_percent_{trigger.name}_of_median_batch"] = round(overhead_percent(medians), 2)
@@ -271,7 +271,7 @@ def _rounds(
                 f"records/s in batches of {statistics.median(measured.batch_ms):,.0f} ms {measured.problem}"
             )
         # Before the first round only: figures of different bounds are not mixed.
-        if turn == 0 and idled < _IDLE_ROUNDS_MOST and max(measured.idle for measured in pair.values()) > _IDLE_MOST:
+        if turn == 0 and idled < _MAX_IDLE_ROUNDS and max(measured.idle for measured in pair.values()) > _MAX_IDLE:
             idled += 1
             bound = round(bound * 1.15 / 100) * 100
             bench.say(f"{trigger.text}: batches waited for the trigger; again, with {bound:,} records")
@@ -288,8 +288,8 @@ def _line(runs: Sequence[Measured], trigger: Trigger, guarantee: str, bound: int
         "trigger": trigger.text,
         "guarantee": guarantee,
         "records_per_s": round(statistics.median(rates)),
-        "records_per_s_least": round(rates[0]),
-        "records_per_s_most": round(rates[-1]),
+        "min_records_per_s": round(rates[0]),
+        "max_records_per_s": round(rates[-1]),
         "idle_percent": round(max(measured.idle for measured in runs) * 100, 1),
         "path": "/".join(dict.fromkeys(measured.path for measured in runs)),
         "records_per_batch": bound,
@@ -400,7 +400,7 @@ def _run_once(bench: Bench, source: str, count: int, guarantee: str, trigger: Tr
             raise RuntimeError(f"a run of {len(commits)} batches is too short to be measured: raise --seconds")
         rate, idle = rate_of(commits, first, end)
         # The flow's own record of its batches has the last 200 of them.
-        batches = [batch for batch in query.batches[first - len(commits) :] if batch.rows_most >= bound * 0.9]
+        batches = [batch for batch in query.batches[first - len(commits) :] if batch.max_rows >= bound * 0.9]
         steps = {step: [batch.seconds.get(step, 0.0) * 1000 for batch in batches] for step in STEPS}
         path = "/".join(dict.fromkeys(batch.path for batch in batches))
         batch_ms = [commit.ended_ms - commit.began_ms for commit in commits[first:end]]
@@ -433,7 +433,7 @@ def _calibrated(bench: Bench, trigger: Trigger) -> int:
     """How many records fill the trigger, at at-least-once; the same bound is used for both."""
     tried: dict[int, float] = {}
     bound: int | None = trigger.first_bound
-    for _ in range(_CALIBRATIONS_MOST):
+    for _ in range(_MAX_CALIBRATIONS):
         if bound is None:
             break
         tried[bound] = _batch_ms(bench, AT_LEAST, trigger, bound)

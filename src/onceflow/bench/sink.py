@@ -30,7 +30,7 @@ SMALL_ROWS = 400
 SPARK = "spark"
 # Spark's own sink behind the consumer settings that Flow.read uses: what of the difference is theirs?
 SPARK_TUNED = "spark, our reader settings"
-CONTENDERS = (SPARK, SPARK_TUNED, "source", "spread", "key")
+CONTENDERS = (SPARK, SPARK_TUNED, "source", "round_robin", "key")
 LARGE_VALUE_BYTES = 500_000
 
 
@@ -60,7 +60,7 @@ class Measured:
     rows_per_s: float
     batch_ms: list[float]
     steps_ms: dict[str, float] = field(default_factory=dict)
-    worker_mib_most: float = 0.0
+    max_worker_mib: float = 0.0
 
 
 def run(choices: Choices, say: Callable[[str], None]) -> Iterator[dict[str, Any]]:
@@ -105,7 +105,7 @@ def _throughput(
 ) -> Iterator[dict[str, Any]]:
     say("warming up")
     for contender in CONTENDERS:
-        _run_once(spark, servers, source, contender, choices.records_per_batch, batches_most=2)
+        _run_once(spark, servers, source, contender, choices.records_per_batch, max_batches=2)
     found: dict[str, list[Measured]] = {contender: [] for contender in CONTENDERS}
     for turn in range(choices.rounds):
         order = CONTENDERS if turn % 2 == 0 else tuple(reversed(CONTENDERS))
@@ -121,10 +121,10 @@ def _throughput(
             "contender": contender,
             "guarantee": "at_least_once" if contender in (SPARK, SPARK_TUNED) else "exactly_once",
             "rows_per_s": round(statistics.median(rates)),
-            "rows_per_s_least": round(rates[0]),
-            "rows_per_s_most": round(rates[-1]),
+            "min_rows_per_s": round(rates[0]),
+            "max_rows_per_s": round(rates[-1]),
             "ratio_to_spark": round(statistics.median(rates) / base, 2),
-            "worker_mib_most": round(max(m.worker_mib_most for m in runs), 1),
+            "max_worker_mib": round(max(m.max_worker_mib for m in runs), 1),
             "records": choices.records,
             "records_per_batch": choices.records_per_batch,
         }
@@ -159,14 +159,14 @@ def _memory(
     value = os.urandom(LARGE_VALUE_BYTES)
     fill(servers, large, ((n.to_bytes(8, "big"), value) for n in range(1000)))
     for topic, value_bytes, records in ((source, VALUE_BYTES, choices.records), (large, LARGE_VALUE_BYTES, 1000)):
-        for partitioner in ("spread", "key"):
+        for partitioner in ("round_robin", "key"):
             memory = _peak_mib(spark, servers, topic, partitioner)
             yield {
                 "bench": "memory",
                 "contender": partitioner,
                 "records_in_one_batch": records,
                 "value_bytes": value_bytes,
-                "worker_mib_most": memory,
+                "max_worker_mib": memory,
             }
 
 
@@ -179,7 +179,7 @@ def _peak_mib(spark: Any, servers: str, source: str, partitioner: str) -> float:
     df = flow.read(source, max_records_per_batch=None).select("key", "value")
     query = flow.write(df, topic=target, partitioner=partitioner, small_batch_rows=0, once=True).start()
     _wait(query, None)
-    most = max(batch.rss_kib_most for batch in query.batches) / 1024
+    most = max(batch.max_rss_kib for batch in query.batches) / 1024
     flow.close()
     _delete(servers, target)
     return round(most, 1)
@@ -240,15 +240,15 @@ def first_commit() -> None:
 
 
 def _run_once(
-    spark: Any, servers: str, source: str, contender: str, records_per_batch: int, *, batches_most: int | None = None
+    spark: Any, servers: str, source: str, contender: str, records_per_batch: int, *, max_batches: int | None = None
 ) -> Measured:
     """Copy the topic once, from its start to its end; the first batch of a run is not counted."""
     target = f"bench-out-{uuid.uuid4().hex[:6]}"
     create_topic(servers, target, PARTITIONS)
     try:
         if contender in (SPARK, SPARK_TUNED):
-            return _run_spark(spark, servers, source, target, contender, records_per_batch, batches_most)
-        return _run_onceflow(spark, servers, source, target, contender, records_per_batch, batches_most)
+            return _run_spark(spark, servers, source, target, contender, records_per_batch, max_batches)
+        return _run_onceflow(spark, servers, source, target, contender, records_per_batch, max_batches)
     finally:
         _delete(servers, target)
 
@@ -260,7 +260,7 @@ def _run_spark(
     target: str,
     contender: str,
     records_per_batch: int,
-    batches_most: int | None,
+    max_batches: int | None,
 ) -> Measured:
     settings = ClientSettings(servers).spark_reader() if contender == SPARK_TUNED else {}
     df = (
@@ -284,7 +284,7 @@ def _run_spark(
             .trigger(availableNow=True)
             .start()
         )
-        _wait(query, batches_most)
+        _wait(query, max_batches)
         rows_per_s, batch_ms = _rates(query)
     return Measured(contender, rows_per_s, batch_ms)
 
@@ -296,26 +296,26 @@ def _run_onceflow(
     target: str,
     partitioner: str,
     records_per_batch: int,
-    batches_most: int | None,
+    max_batches: int | None,
 ) -> Measured:
     from onceflow import Flow
 
     flow = Flow(target, spark, bootstrap_servers=servers)
     df = flow.read(source, max_records_per_batch=records_per_batch).select("key", "value")
     query = flow.write(df, topic=target, partitioner=partitioner, once=True).start()
-    _wait(query, batches_most)
+    _wait(query, max_batches)
     rows_per_s, batch_ms = _rates(query)
     batches = query.batches[len(query.batches) // 3 :]
     steps = {name: statistics.median(b.seconds[name] * 1000 for b in batches) for name in batches[0].seconds}
-    memory = max((b.rss_kib_most for b in batches if b.path != "driver"), default=0) / 1024
+    memory = max((b.max_rss_kib for b in batches if b.path != "driver"), default=0) / 1024
     flow.close()
     return Measured(partitioner, rows_per_s, batch_ms, steps, memory)
 
 
-def _wait(query: Any, batches_most: int | None) -> None:
+def _wait(query: Any, max_batches: int | None) -> None:
     end = time.monotonic() + 600
     while query.isActive and time.monotonic() < end:
-        if batches_most is not None and len(query.recentProgress) >= batches_most:
+        if max_batches is not None and len(query.recentProgress) >= max_batches:
             query.stop()
             return
         query.awaitTermination(0.05)

@@ -513,8 +513,8 @@ def summary(variant: str, runs: Sequence[Measured], base: float, **more: Any) ->
         **more,
         "path": runs[-1].path,
         "records_per_s": round(statistics.median(rates)),
-        "records_per_s_least": round(rates[0]),
-        "records_per_s_most": round(rates[-1]),
+        "min_records_per_s": round(rates[0]),
+        "max_records_per_s": round(rates[-1]),
         "ratio_to_transform_with_state": round(statistics.median(rates) / base, 2) if base else None,
         "commits": runs[-1].commits,
         "commit_ms_median": round(statistics.median(ms for measured in runs for ms in measured.batch_ms or [0.0])),
@@ -595,8 +595,8 @@ def large(bench: Bench, choices: Choices) -> Iterator[dict[str, Any]]:
     per_batch = max(1000, choices.records // 10)
     with bench.meter("large") as meter:
         batches, problem = update_table(bench, name, source, want, per_batch, small_batch_rows=0)
-    full = [batch for batch in batches[1:] if batch.rows_most * 2 >= per_batch]
-    rates = [batch.rows_most / sum(batch.seconds.values()) for batch in full]
+    full = [batch for batch in batches[1:] if batch.max_rows * 2 >= per_batch]
+    rates = [batch.max_rows / sum(batch.seconds.values()) for batch in full]
     yield {
         "bench": "large_table",
         "keys": keys,
@@ -653,6 +653,6 @@ def worker_memory(meters: Sequence[Meter]) -> dict[str, float | None]:
     rss = [meter.rss_mib for meter in meters if meter.rss_mib is not None]
     anon = [meter.anon_mib for meter in meters if meter.anon_mib is not None]
     return {
-        "worker_rss_mib_most": round(max(rss), 1) if rss else None,
-        "worker_anon_mib_most": round(max(anon), 1) if anon else None,
+        "max_worker_rss_mib": round(max(rss), 1) if rss else None,
+        "max_worker_anon_mib": round(max(anon), 1) if anon else None,
     }

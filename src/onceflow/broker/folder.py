@@ -12,7 +12,7 @@ from pathlib import Path
 
 from onceflow.broker.config import HOST, Cluster, Node
 from onceflow.errors import EnvironmentUnusableError, OptionError
-from onceflow.file_lock import locked
+from onceflow.host.file_lock import locked
 
 PORTS = range(20_000, 32_000)
 _given: set[int] = set()

@@ -20,7 +20,7 @@ from onceflow.broker import ports, process
 from onceflow.broker.config import Cluster, Node, new_cluster_id
 from onceflow.broker.folder import Folder, default_data_dir, free_ports
 from onceflow.errors import EnvironmentUnusableError, OptionError
-from onceflow.jars import BROKER_VERSION
+from onceflow.host.jars import BROKER_VERSION
 
 __all__ = ["LocalBroker", "Status", "default_data_dir", "free_ports"]
 

@@ -20,8 +20,8 @@ from typing import Any
 
 from onceflow.broker.config import Cluster, Node, render_properties, server_properties
 from onceflow.errors import BrokerUnreachableError, EnvironmentUnusableError
-from onceflow.jars import kafka_broker_classpath
-from onceflow.java import find_java
+from onceflow.host.jars import kafka_broker_classpath
+from onceflow.host.java import find_java
 
 #: What is run in a broker's process; its argument is a server.properties.
 BROKER_CLASS = "kafka.Kafka"

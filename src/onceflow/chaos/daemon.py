@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pyspark import daemon
 
-from onceflow.state import boots
+from onceflow.host import boots
 
 VARIABLE = "ONCEFLOW_CHAOS_BOOT"
 

@@ -18,9 +18,9 @@ from typing import Any
 
 from onceflow import hooks
 from onceflow.chaos import flows
+from onceflow.driver import progress_log
 from onceflow.errors import OnceflowError
 from onceflow.session import session
-from onceflow.sink import progress_log
 from onceflow.testing.faults import InjectedFaultError
 from onceflow.testing.recorder import Recorder
 

@@ -14,9 +14,14 @@ from typing import Any
 
 from rich.table import Table
 
+from onceflow.chaos.fault_kinds import AHEAD_MS, FAULT_KINDS
 from onceflow.chaos.flows import ALARM_EVERY, LEDGER
-from onceflow.chaos.ground import SETUPS, Ground, Setup, standing
-from onceflow.chaos.menu import AHEAD_MS, MENU
+from onceflow.chaos.test_bed import (
+    SETUPS,
+    Setup,
+    TestBed,
+    standing,
+)
 from onceflow.chaos.verify import Findings, verify
 from onceflow.demos.display import Display, print_result
 from onceflow.errors import DeadlineExceededError
@@ -27,7 +32,7 @@ FIRST_COMMIT_S = 120.0
 RECOVERY_S = 180.0
 DRAIN_S = 240.0
 # Of each setup, however long it took to start.
-FAULTS_LEAST = 3
+MIN_FAULTS = 3
 
 
 @dataclass
@@ -99,7 +104,7 @@ class Report:
 def run(
     *, seconds: float, seed: int, setups: Sequence[str], kinds: Sequence[str] = (), keep: Path | None = None
 ) -> dict[str, Any]:
-    """Break things for about this long, divided evenly over the setups; each gets ``FAULTS_LEAST`` faults at least.
+    """Break things for about this long, divided evenly over the setups; each gets ``MIN_FAULTS`` faults at least.
 
     Args:
         kinds: of faults, names of ``MENU``; all that make sense in a setup when empty.
@@ -127,68 +132,70 @@ def _run_setup(
 ) -> None:
     folder.mkdir(parents=True)
     rng = random.Random(f"{report.seed} {setup.name}")
-    menu = {kind: fault for kind, fault in MENU.items() if fault.possible(setup) and (not kinds or kind in kinds)}
+    menu = {
+        kind: fault for kind, fault in FAULT_KINDS.items() if fault.possible(setup) and (not kinds or kind in kinds)
+    }
     weights = [fault.weight for fault in menu.values()]
-    with standing(setup, folder) as ground:
+    with standing(setup, folder) as bed:
         begun = time.monotonic()
-        ground.driver.start()
-        ground.driver.await_commits(begun, timeout_s=FIRST_COMMIT_S)
+        bed.driver.start()
+        bed.driver.await_commits(begun, timeout_s=FIRST_COMMIT_S)
         before = len(report.injected)
-        while menu and (time.monotonic() < until or len(report.injected) - before < FAULTS_LEAST):
+        while menu and (time.monotonic() < until or len(report.injected) - before < MIN_FAULTS):
             display.count(seconds=int(time.monotonic() - started))
             (kind,) = rng.choices(list(menu), weights)
             at = time.monotonic()
-            what = menu[kind].inject(ground, rng)
+            what = menu[kind].inject(bed, rng)
             fault = Injected(setup.name, kind, what, at - started)
             report.injected.append(fault)
             if rng.random() < 0.8:  # else the next one hits while this one is still being recovered from
                 healed = time.monotonic()
-                fault.back_s = healed - at + ground.driver.await_commits(healed, timeout_s=RECOVERY_S)
+                fault.back_s = healed - at + bed.driver.await_commits(healed, timeout_s=RECOVERY_S)
                 display.say(f"{setup.name}: {what}; all flows went on after {fault.back_s:.1f} s")
                 time.sleep(rng.uniform(0.0, 2.0))
             else:
                 display.say(f"{setup.name}: {what}; and at once:")
-        _drain(ground, display)
-        report.stops += ground.driver.stops
-        report.frames += ground.frames
-        report.batches += ground.driver.told.count
-        findings = verify(ground.bootstrap_servers, ground.names, setup.flows)
-        for stop in ground.driver.strange:
+        _drain(bed, display)
+        report.stops += bed.driver.stops
+        report.frames += bed.frames
+        report.batches += bed.driver.told.count
+        findings = verify(bed.bootstrap_servers, bed.names, setup.flows)
+        for stop in bed.driver.strange:
             findings.see("stopped by an error that is not onceflow's", f"{stop.error}: {stop.text[:300]}")
         report.findings[setup.name] = findings
         display.say(f"{setup.name}: {findings.records:,} records, {findings.verdict}")
 
 
-def _drain(ground: Ground, display: Display) -> None:
+def _drain(bed: TestBed, display: Display) -> None:
     """Everything is healed, and the flows catch up with the source; all timers become due."""
-    names, servers = ground.names, ground.bootstrap_servers
-    ground.feeder.stop()
-    ground.proxies.faults(None)
+    names, servers = bed.names, bed.bootstrap_servers
+    bed.feeder.stop()
+    bed.proxies.faults(None)
     names.clock.write_text(str(AHEAD_MS + 60_000))
     display.say("waiting until everything is processed")
     ends = independent.end_offsets(servers, names.source)
-    waiting = set(ground.setup.flows)
+    waiting = set(bed.setup.flows)
     end = time.monotonic() + DRAIN_S
     while waiting:
-        ground.driver.revive()
+        bed.driver.revive()
         waiting -= {k for k in waiting if independent.committed_offsets(servers, names.flow(k)) == ends}
-        _check_time(end, ground, f"flows that are behind: {sorted(waiting)}")
+        _check_time(end, bed, f"flows that are behind: {sorted(waiting)}")
         time.sleep(1.0)
-    if LEDGER in ground.setup.flows:
-        alarms = -(-ground.feeder.sent // ALARM_EVERY)
+    if LEDGER in bed.setup.flows:
+        alarms = -(-bed.feeder.sent // ALARM_EVERY)
         while len(independent.read_topic(servers, names.alarms)) < alarms:
-            ground.driver.revive()
-            _check_time(end, ground, f"fewer than {alarms} alarms")
+            bed.driver.revive()
+            _check_time(end, bed, f"fewer than {alarms} alarms")
             time.sleep(0.5)
-    ground.driver.end()
+    bed.driver.end()
 
 
-def _check_time(end: float, ground: Ground, problem: str) -> None:
+def _check_time(end: float, bed: TestBed, problem: str) -> None:
     if time.monotonic() > end:
         raise DeadlineExceededError(
             f"The flows were not done within {DRAIN_S:g} s after the last fault",
-            detail=f"{problem}\n{ground.driver.log_tail()}",
-            next_step=f"see {ground.names.folder / 'drivers.log'} (with --keep)",
+            detail=f"{problem}\n{bed.driver.log_tail()}",
+            next_step=f"see {bed.names.folder / 'drivers.log'} (with --keep)",
         )
 
 

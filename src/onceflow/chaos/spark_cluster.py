@@ -14,7 +14,7 @@ from types import TracebackType
 
 from onceflow.broker.local import free_ports
 from onceflow.errors import DeadlineExceededError, EnvironmentUnusableError
-from onceflow.java import find_java
+from onceflow.host.java import find_java
 from onceflow.testing.processes import descendants
 
 START_S = 60.0

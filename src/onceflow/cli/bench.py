@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 # One row with more columns is easier to read as a list.
-_COLUMNS_MOST = 14
+_MAX_COLUMNS = 14
 
 
 _output = click.option(
@@ -146,7 +146,7 @@ def _print(results: list[dict[str, Any]]) -> None:
         rows = [result for result in results if result["bench"] == name]
         columns = [key for key in rows[0] if key != "bench"]
         table = Table(title=name)
-        if len(rows) == 1 and len(columns) > _COLUMNS_MOST:
+        if len(rows) == 1 and len(columns) > _MAX_COLUMNS:
             table.add_column("figure")
             table.add_column("value", justify="right")
             for column in columns:

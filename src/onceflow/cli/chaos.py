@@ -34,15 +34,15 @@ def chaos(
     Clusters of Kafka and Spark are started for it. The last line of stdout is JSON; exit code 0 only if nothing is
     lost, doubled, torn or wrong.
     """
-    from onceflow.chaos.ground import SETUPS
-    from onceflow.chaos.menu import MENU
+    from onceflow.chaos.fault_kinds import FAULT_KINDS
+    from onceflow.chaos.test_bed import SETUPS
 
     if list_only:
         click.echo("setups: " + ", ".join(SETUPS))
-        click.echo("kinds:  " + ", ".join(MENU))
+        click.echo("kinds:  " + ", ".join(FAULT_KINDS))
         return 0
     _check(setups, list(SETUPS), "--setup")
-    _check(kinds, list(MENU), "--kind")
+    _check(kinds, list(FAULT_KINDS), "--kind")
     if keep is not None and keep.exists() and any(keep.iterdir()):
         raise OptionError(f"{keep} is not empty", next_step="name a new folder")
     from onceflow.chaos.run import run

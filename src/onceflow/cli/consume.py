@@ -46,10 +46,10 @@ def consume(
     Lines are for people: control characters are replaced, bytes that are no UTF-8 look like b'\\xff', null is null.
     --json loses nothing, and `onceflow produce --json` takes it.
     """
-    from onceflow import topic_records
+    from onceflow.admin import topic_records
+    from onceflow.admin.record_lines import to_json
     from onceflow.client.cluster import Cluster
     from onceflow.client.deadline import Deadline
-    from onceflow.record_lines import to_json
 
     first = _start(start)
     count = 0

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from onceflow.admin.record_lines import field, headers_as_json
 from onceflow.cli.connection import connection
 from onceflow.cli.text import counted, in_words, shown
 from onceflow.errors import OptionError
-from onceflow.record_lines import field, headers_as_json
 
 if TYPE_CHECKING:
+    from onceflow.admin.parked import Parked
     from onceflow.client.settings import ClientSettings
-    from onceflow.parked import Parked
 
 _MESSAGE_CHARACTERS = 80
 
@@ -36,7 +36,7 @@ def parked() -> None:
 @click.option("--json", "as_json", is_flag=True, help="A line of JSON for each record.")
 def list_(topic: str, settings: ClientSettings, as_json: bool) -> None:
     """List what is parked in TOPIC: origin, attempts, cause. Of an ordinary dead-letter topic: every dead letter."""
-    from onceflow import parked as parking
+    from onceflow.admin import parked as parking
 
     found = parking.read(settings, topic)
     if found and not any(record.cause for record in found):
@@ -70,7 +70,7 @@ def list_(topic: str, settings: ClientSettings, as_json: bool) -> None:
 @click.option("--json", "as_json", is_flag=True, help="As JSON; what is no UTF-8 as base64.")
 def show(topic: str, origin: str, settings: ClientSettings, as_json: bool) -> None:
     """Show the record with this ORIGIN: key, value, headers. Of several dead letters of one record: the last."""
-    from onceflow import parked as parking
+    from onceflow.admin import parked as parking
 
     (*_, record) = parking.read(settings, topic, [origin])
     if as_json:
@@ -104,7 +104,7 @@ def retry(
     They are written to the retry topic and taken out of TOPIC in one transaction. Their attempts are counted from the
     beginning.
     """
-    from onceflow import parked as parking
+    from onceflow.admin import parked as parking
 
     chosen = _chosen(origins, everything)
     counts = parking.retry(settings, topic, chosen, to=to)
@@ -128,7 +128,7 @@ def drop(
     settings: ClientSettings,
 ) -> None:
     """Drop parked records for good: all of them, or none."""
-    from onceflow import parked as parking
+    from onceflow.admin import parked as parking
 
     chosen = _chosen(origins, everything)
     if not yes:

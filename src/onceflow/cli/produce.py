@@ -15,10 +15,10 @@ from onceflow.cli.interrupts import interruptible
 from onceflow.cli.text import counted
 
 if TYPE_CHECKING:
+    from onceflow.admin.record_lines import Parser
+    from onceflow.admin.topic_records import TopicWriter
     from onceflow.client.settings import ClientSettings
-    from onceflow.record_lines import Parser
     from onceflow.state.record import Record
-    from onceflow.topic_records import TopicWriter
 
 _READ_BYTES = 1_000_000
 _SNIPPET_BYTES = 60
@@ -48,8 +48,8 @@ def produce(topic: str, settings: ClientSettings, key_separator: str | None, as_
     A line that cannot be written ends the command: the lines before it are written, it and those behind it are not.
     There is no transaction.
     """
+    from onceflow.admin.topic_records import TopicWriter
     from onceflow.client.cluster import Cluster
-    from onceflow.topic_records import TopicWriter
 
     parser = _parser(key_separator, as_json)
     source = cast(BufferedIOBase, sys.stdin.buffer)  # BinaryIO knows no read1
@@ -68,7 +68,7 @@ def produce(topic: str, settings: ClientSettings, key_separator: str | None, as_
 
 
 def _parser(key_separator: str | None, as_json: bool) -> Parser:
-    from onceflow import record_lines
+    from onceflow.admin import record_lines
 
     if as_json and key_separator is not None:
         raise click.UsageError("give either --json or --key-separator")

@@ -33,8 +33,8 @@ def reset(
     A running driver of the flow is fenced. What the flow has written stays, and is written a second time when
     the same records are read again.
     """
-    from onceflow import reset as resetting
-    from onceflow.wire.names import Names
+    from onceflow.admin import reset as resetting
+    from onceflow.protocol.names import Names
 
     names = Names(flow, transactional_id_prefix, group_id_prefix)
     if not yes:

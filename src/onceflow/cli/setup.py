@@ -9,8 +9,9 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from onceflow import class_archive, jars
-from onceflow.java import find_java
+from onceflow.host import jars
+from onceflow.host.java import find_java
+from onceflow.spark import class_archive
 
 
 @click.command()

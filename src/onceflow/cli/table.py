@@ -11,8 +11,8 @@ import click
 from onceflow.cli.connection import connection
 
 if TYPE_CHECKING:
+    from onceflow.admin.repartition import Repartitioned
     from onceflow.client.settings import ClientSettings
-    from onceflow.repartition import Repartitioned
 
 
 @click.group()
@@ -51,9 +51,9 @@ def repartition(
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-    from onceflow import repartition as repartitioning
-    from onceflow.state.moving import Told
-    from onceflow.wire.names import Names
+    from onceflow.admin import repartition as repartitioning
+    from onceflow.admin.repartitioner import RepartitionProgress
+    from onceflow.protocol.names import Names
 
     names = Names(flow, transactional_id_prefix, group_id_prefix)
     timeout_ms = None if transaction_timeout is None else _timeout_ms(transaction_timeout)
@@ -69,7 +69,7 @@ def repartition(
     ) as bars:
         bar = bars.add_task("", total=None, rows=0)
 
-        def tell(told: Told) -> None:
+        def tell(told: RepartitionProgress) -> None:
             bars.update(bar, completed=told.done, total=told.total, rows=told.rows)
 
         done = repartitioning.repartition(settings, names, table, partitions, timeout_ms=timeout_ms, tell=tell)

@@ -167,7 +167,7 @@ def _connected(settings: ClientSettings, what: str) -> Iterator[tuple[Cluster, D
 
 def _check_not_internal(names: Sequence[str]) -> None:
     from onceflow.errors import OptionError
-    from onceflow.wire.names import OwnTopics
+    from onceflow.protocol.names import OwnTopics
 
     for name in names:
         refusal = OwnTopics().refusal(name)

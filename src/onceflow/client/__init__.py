@@ -1,1 +1,1 @@
-"""Sockets: everything that talks to a broker. Formats live in ``onceflow.wire``."""
+"""Sockets: everything that talks to a broker. Formats live in ``onceflow.protocol``."""

@@ -11,7 +11,7 @@ from typing import Any
 from onceflow.errors import OptionError
 
 _EXAMPLE = "localhost:9092"
-_PORT_MOST = 65_535
+_MAX_PORT = 65_535
 _CONNECT_S = 2.0
 # Java clients take the protocol of a listener before an address, and leave it out.
 _SCHEME = re.compile(r"^[^/]*://")
@@ -93,9 +93,9 @@ def _parse(text: str) -> Address:
         raise OptionError(f"bootstrap_servers: {text} has no host", next_step=f"write for example {_EXAMPLE}")
     if not port:
         raise OptionError(f"bootstrap_servers: {shown} has no port", next_step=f"write {shown}:9092")
-    if not (port.isascii() and port.isdigit() and 0 < int(port) <= _PORT_MOST):
+    if not (port.isascii() and port.isdigit() and 0 < int(port) <= _MAX_PORT):
         raise OptionError(
             f"bootstrap_servers: {port!r} in {text} is no port",
-            next_step=f"write a number from 1 to {_PORT_MOST}, for example {shown}:9092",
+            next_step=f"write a number from 1 to {_MAX_PORT}, for example {shown}:9092",
         )
     return Address(host, int(port))

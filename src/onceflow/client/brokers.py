@@ -30,7 +30,7 @@ log = logging.getLogger("onceflow")
 
 #: They hold the decisions of transactions and the offsets of groups.
 CLUSTER_TOPICS = ("__transaction_state", "__consumer_offsets")
-_UNCLEAN, _IN_SYNC_LEAST = "unclean.leader.election.enable", "min.insync.replicas"
+_UNCLEAN, _MIN_IN_SYNC = "unclean.leader.election.enable", "min.insync.replicas"
 _SETTINGS_SECONDS = 10.0
 _EXISTS = (0, 5)  # NONE, LEADER_NOT_AVAILABLE: of one partition
 
@@ -47,13 +47,13 @@ class Safety:
     Args:
         replicas: of the partition that has the fewest.
         unclean: ``unclean.leader.election.enable``, of the topic or by the brokers' default; None: may not be read.
-        in_sync_least: ``min.insync.replicas``, likewise.
+        min_in_sync: ``min.insync.replicas``, likewise.
     """
 
     topic: str
     replicas: int
     unclean: bool | None = None
-    in_sync_least: int | None = None
+    min_in_sync: int | None = None
 
 
 def settings_warnings(topics: Iterable[Safety], brokers: int) -> list[str]:
@@ -64,7 +64,7 @@ def settings_warnings(topics: Iterable[Safety], brokers: int) -> list[str]:
     ordered = sorted(topics, key=lambda topic: topic.topic)
     unclean = [topic.topic for topic in ordered if topic.unclean]
     single = [topic.topic for topic in ordered if topic.replicas == 1 and brokers > 1]
-    lonely = [topic.topic for topic in ordered if topic.replicas > 1 and topic.in_sync_least == 1]
+    lonely = [topic.topic for topic in ordered if topic.replicas > 1 and topic.min_in_sync == 1]
     found = []
     if unclean:
         found.append(
@@ -78,7 +78,7 @@ def settings_warnings(topics: Iterable[Safety], brokers: int) -> list[str]:
         )
     if lonely:
         found.append(
-            f"{_IN_SYNC_LEAST}=1 for {', '.join(lonely)}: one broker alone may acknowledge a record, and it is lost "
+            f"{_MIN_IN_SYNC}=1 for {', '.join(lonely)}: one broker alone may acknowledge a record, and it is lost "
             "with it; set it to 2, with a replication factor of 3"
         )
     return found
@@ -98,16 +98,16 @@ def read_safety(cluster: Cluster, topics: Iterable[str], deadline: Deadline) -> 
         for topic in response.topics
         if topic.error_code in _EXISTS and topic.partitions
     }
-    configs = topic_configs(cluster, replicas, (_UNCLEAN, _IN_SYNC_LEAST), deadline) if replicas else {}
+    configs = topic_configs(cluster, replicas, (_UNCLEAN, _MIN_IN_SYNC), deadline) if replicas else {}
     found = []
     for name, count in replicas.items():
-        unclean, in_sync = configs[name][_UNCLEAN], configs[name][_IN_SYNC_LEAST]
+        unclean, in_sync = configs[name][_UNCLEAN], configs[name][_MIN_IN_SYNC]
         found.append(
             Safety(
                 topic=name,
                 replicas=count,
                 unclean=None if unclean is None else unclean == "true",
-                in_sync_least=None if in_sync is None else int(in_sync),
+                min_in_sync=None if in_sync is None else int(in_sync),
             )
         )
     return found, len(response.brokers)

@@ -25,13 +25,13 @@ from kafka.protocol.producer import EndTxnRequest, ProduceRequest, TxnOffsetComm
 
 from onceflow.client.connections import ConnectionManager
 from onceflow.client.deadline import Deadline
-from onceflow.client.knocking import REFUSED_S, Wait, knock
+from onceflow.client.first_connection import REFUSED_S, Wait, knock
 from onceflow.client.logins import authentication_failed, await_token
 from onceflow.client.quiet import filter_loggers, quiet
 from onceflow.client.settings import ClientSettings
 from onceflow.client.token_sources import TokenRefusedError
 from onceflow.errors import BrokerUnsupportedError, UnknownTopicError
-from onceflow.wire import codes
+from onceflow.protocol import codes
 
 log = logging.getLogger("onceflow.client")
 

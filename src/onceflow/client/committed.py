@@ -23,11 +23,19 @@ from onceflow.client.cluster import Cluster, ConnectionFailedError
 from onceflow.client.deadline import Deadline
 from onceflow.client.offsets import EARLIEST, LATEST, list_offsets
 from onceflow.errors import DataLossError, DeadlineExceededError, OnceflowError
-from onceflow.wire import codes
-from onceflow.wire.decode import ABORT, DecodedBatch, HeaderList, Int64s, Payloads, RawBatch, split_batches
+from onceflow.protocol import codes
+from onceflow.protocol.decode import (
+    ABORT,
+    DecodedBatch,
+    HeaderList,
+    Int64s,
+    Payloads,
+    RawBatch,
+    split_batches,
+)
 
 FETCH_BYTES = 8_000_000
-_FETCH_BYTES_LEAST = 250_000
+_MIN_FETCH_BYTES = 250_000
 _CHUNK_BYTES = 16_000_000  # once decompressed; a response that holds more becomes several chunks
 _WAIT_MS = 500
 _GRACE_S = 2.0  # for an answer under way when the deadline passes: it tells what was waited for
@@ -126,7 +134,7 @@ class _Read:
         self.position = start
         self.end = end
         self.seconds = seconds
-        self.fetch_bytes_most = self.fetch_bytes = fetch_bytes
+        self.max_fetch_bytes = self.fetch_bytes = fetch_bytes
         self.name = f"{topic}-{partition}"
         self.stable = self.high = -1  # last stable offset and high watermark, as of the last answer
         self.attempt = 0  # since the last answer that was none
@@ -182,7 +190,7 @@ class _Read:
             response = self.cluster.exchange(self._request(wait_ms), node, patience)
         except ConnectionFailedError as lost:
             # A slow line may not get a large answer through before the request times out.
-            self.fetch_bytes = max(self.fetch_bytes // 4, min(_FETCH_BYTES_LEAST, self.fetch_bytes_most))
+            self.fetch_bytes = max(self.fetch_bytes // 4, min(_MIN_FETCH_BYTES, self.max_fetch_bytes))
             return str(lost), None
         if response.error_code:
             return self._refused(int(response.error_code)), None
@@ -191,7 +199,7 @@ class _Read:
         answer = response.responses[0].partitions[0]
         if answer.error_code:
             return self._refused(int(answer.error_code)), None
-        self.fetch_bytes = min(2 * self.fetch_bytes, self.fetch_bytes_most)
+        self.fetch_bytes = min(2 * self.fetch_bytes, self.max_fetch_bytes)
         self.stable, self.high = int(answer.last_stable_offset), int(answer.high_watermark)
         return "", answer
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from onceflow.client.cluster import Cluster, ConnectionFailedError
 from onceflow.client.deadline import Deadline
-from onceflow.wire import codes
+from onceflow.protocol import codes
 
 log = logging.getLogger("onceflow.client")
 

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from onceflow.client.cluster import Cluster, ConnectionFailedError
 from onceflow.client.deadline import Deadline
-from onceflow.wire import codes
+from onceflow.protocol import codes
 
 Place = tuple[str, int]
 """A topic and the number of one of its partitions."""

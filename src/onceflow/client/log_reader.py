@@ -17,7 +17,7 @@ from kafka.record import MemoryRecords
 from onceflow.client.cluster import Cluster, ConnectionFailedError
 from onceflow.client.deadline import Deadline
 from onceflow.errors import DataLossError
-from onceflow.wire import codes
+from onceflow.protocol import codes
 
 _OFFSET_OUT_OF_RANGE = 1
 _FETCH_BYTES = 8_000_000

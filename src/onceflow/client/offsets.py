@@ -11,7 +11,7 @@ from onceflow.client.cluster import GROUP, Cluster
 from onceflow.client.coordinators import repeat
 from onceflow.client.deadline import Deadline
 from onceflow.client.leaders import ask_leaders
-from onceflow.wire import codes
+from onceflow.protocol import codes
 
 EARLIEST, LATEST = -2, -1
 

@@ -29,9 +29,9 @@ from onceflow.client.deadline import Deadline
 from onceflow.client.logins import authentication_failed
 from onceflow.client.quiet import quiet
 from onceflow.errors import BrokerUnsupportedError
-from onceflow.wire import codes
-from onceflow.wire.batches import EncodedBatch
-from onceflow.wire.produce import LEAST_VERSION, MOST_VERSION, encode_produce
+from onceflow.protocol import codes
+from onceflow.protocol.batches import EncodedBatch
+from onceflow.protocol.produce import MAX_VERSION, MIN_VERSION, encode_produce
 
 MAX_IN_FLIGHT = 4
 _UNKNOWN_TOPIC_OR_PARTITION = 3
@@ -142,8 +142,8 @@ class Producer:
         # Version 12 enrols partitions; only a cluster with transaction version 2 lets it (KIP-890).
         # Never mix version 12 with EndTxn below 5: a late batch would then open a new transaction.
         version = cluster.transaction_version if transaction_version is None else transaction_version
-        most = MOST_VERSION if version >= 2 or transactional_id is None else 11
-        self._version = cluster.version(ProduceRequest, least=LEAST_VERSION, most=most)
+        most = MAX_VERSION if version >= 2 or transactional_id is None else 11
+        self._version = cluster.version(ProduceRequest, least=MIN_VERSION, most=most)
 
     def send(self, topic: str, partition: int, batch: EncodedBatch) -> None:
         """Queue one batch (and push bytes); waits while too much is unacknowledged."""

@@ -18,12 +18,12 @@ from kafka.protocol.metadata import MetadataRequest
 from onceflow.client.cluster import Cluster, TopicInfo
 from onceflow.client.deadline import Deadline
 from onceflow.errors import OnceflowError, UnknownTopicError
-from onceflow.wire import codes
+from onceflow.protocol import codes
 
 _TOPIC_RESOURCE = 2
 _TOPIC_ALREADY_EXISTS = 36
 _SET_ON_TOPIC = 1  # where a setting comes from: DYNAMIC_TOPIC_CONFIG
-_ALIKE_MOST, _ALIKE_SHARE = 3, 0.7
+_MAX_ALIKE, _ALIKE_SHARE = 3, 0.7
 DEFAULT_MAX_MESSAGE_BYTES = 1_048_588  # Kafka's default of max.message.bytes
 
 
@@ -84,8 +84,8 @@ def _alike(cluster: Cluster, name: str, deadline: Deadline) -> list[str]:
         return []  # what is missing matters more
     # Case and separators are what people get wrong most.
     plain = {other: _plain(other) for other in sorted(there) if other != name and not other.startswith("__")}
-    close = difflib.get_close_matches(_plain(name), set(plain.values()), _ALIKE_MOST, _ALIKE_SHARE)
-    return [other for each in close for other in plain if plain[other] == each][:_ALIKE_MOST]
+    close = difflib.get_close_matches(_plain(name), set(plain.values()), _MAX_ALIKE, _ALIKE_SHARE)
+    return [other for each in close for other in plain if plain[other] == each][:_MAX_ALIKE]
 
 
 def _plain(name: str) -> str:

@@ -32,9 +32,9 @@ from onceflow.client.coordinators import repeat
 from onceflow.client.deadline import Deadline
 from onceflow.client.offsets import offset_topics, offsets_code
 from onceflow.errors import BrokerUnsupportedError, FencedError, PermissionDeniedError, TransactionTimeoutError
-from onceflow.wire import codes
-from onceflow.wire.batches import BatchHeader
-from onceflow.wire.produce import LEAST_VERSION, MOST_VERSION
+from onceflow.protocol import codes
+from onceflow.protocol.batches import ProducerIdAndEpoch
+from onceflow.protocol.produce import MAX_VERSION, MIN_VERSION
 
 _FENCED_CODES = (47, 90)
 _INVALID_TXN_STATE = 48
@@ -77,7 +77,7 @@ class Transactions:
         transactional_id: str,
         timeout_ms: int = 60_000,
         *,
-        identity: BatchHeader | None = None,
+        identity: ProducerIdAndEpoch | None = None,
         check: Callable[[Deadline], None] = lambda deadline: None,
     ) -> None:
         self._cluster = cluster
@@ -89,7 +89,7 @@ class Transactions:
         self._used = False  # whether this epoch may have been written under
 
     @property
-    def identity(self) -> BatchHeader:
+    def identity(self) -> ProducerIdAndEpoch:
         """Producer id and epoch that the next or current transaction is written with."""
         if self._identity is None:
             raise RuntimeError("Transactions.init has not been called")
@@ -105,11 +105,11 @@ class Transactions:
         self._cluster.connect(deadline)
         self._cluster.version(InitProducerIdRequest, least=3, most=5)
         self._cluster.version(TxnOffsetCommitRequest, least=3, most=5)
-        self._cluster.version(ProduceRequest, least=LEAST_VERSION, most=MOST_VERSION)
+        self._cluster.version(ProduceRequest, least=MIN_VERSION, most=MAX_VERSION)
 
     # ---- identity ------------------------------------------------------------------------------------
 
-    def init(self, deadline: Deadline) -> BatchHeader:
+    def init(self, deadline: Deadline) -> ProducerIdAndEpoch:
         """Take over the transactional id: fences every older owner and aborts what it left open.
 
         Returns only when an open transaction of the id has been decided.
@@ -118,7 +118,7 @@ class Transactions:
         self._unchecked = False  # whoever takes over looks at what was committed before
         return self.identity
 
-    def renew(self, deadline: Deadline) -> BatchHeader:
+    def renew(self, deadline: Deadline) -> ProducerIdAndEpoch:
         """A fresh epoch for the same owner. Nothing may be open.
 
         Raises:
@@ -136,7 +136,7 @@ class Transactions:
         self._confirm(deadline)
         return self.identity
 
-    def begin(self, deadline: Deadline) -> BatchHeader:
+    def begin(self, deadline: Deadline) -> ProducerIdAndEpoch:
         """An identity nothing has been written under yet (I3)."""
         self._confirm(deadline)
         if self._used:
@@ -144,7 +144,7 @@ class Transactions:
         self._used = True
         return self.identity
 
-    def _continue(self, deadline: Deadline) -> BatchHeader:
+    def _continue(self, deadline: Deadline) -> ProducerIdAndEpoch:
         """Version 1: go on after the coordinator has aborted our transaction.
 
         Raises:
@@ -155,7 +155,7 @@ class Transactions:
         self._confirm(deadline)
         return self.identity
 
-    def _adopt(self, identity: BatchHeader, *, sure: bool = True) -> None:
+    def _adopt(self, identity: ProducerIdAndEpoch, *, sure: bool = True) -> None:
         self._identity = identity
         self._used = False
         self._unchecked = self._unchecked or not sure
@@ -177,7 +177,7 @@ class Transactions:
         aborted = seen["state"] in ("PrepareAbort", "CompleteAbort") and epoch == mine.producer_epoch + 1
         return _Standing.ABORTED if aborted and seen["producer_id"] == mine.producer_id else _Standing.FENCED
 
-    def _init_producer_id(self, producer_id: int, epoch: int, deadline: Deadline) -> BatchHeader:
+    def _init_producer_id(self, producer_id: int, epoch: int, deadline: Deadline) -> ProducerIdAndEpoch:
         self._cluster.connect(deadline)
         request = InitProducerIdRequest(
             version=self._cluster.version(InitProducerIdRequest, least=3, most=5),
@@ -189,7 +189,7 @@ class Transactions:
         response = repeat(self._cluster, request, "InitProducerId", TRANSACTION, self.transactional_id, deadline)
         if response.error_code:
             raise self._error(response.error_code, "InitProducerId")
-        return BatchHeader(int(response.producer_id), int(response.producer_epoch))
+        return ProducerIdAndEpoch(int(response.producer_id), int(response.producer_epoch))
 
     # ---- enrolment -----------------------------------------------------------------------------------
 
@@ -291,7 +291,7 @@ class Transactions:
         code = int(response.error_code)
         if code == 0:
             if self.version_2:
-                self._identity = BatchHeader(int(response.producer_id), int(response.producer_epoch))
+                self._identity = ProducerIdAndEpoch(int(response.producer_id), int(response.producer_epoch))
                 self._used = False
             return Outcome.COMMITTED if commit else Outcome.ABORTED
         if code == _INVALID_TXN_STATE:
@@ -379,7 +379,7 @@ def fenced(flow: str, doing: str) -> FencedError:
     )
 
 
-def idempotent_identity(cluster: Cluster, deadline: Deadline) -> BatchHeader:
+def idempotent_identity(cluster: Cluster, deadline: Deadline) -> ProducerIdAndEpoch:
     """A new producer id for batches that are in order and not doubled by retries, without transactions (KIP-98).
 
     Any broker hands them out. Each has a place in the memory of every broker it writes to, for a day: so take one
@@ -401,7 +401,7 @@ def idempotent_identity(cluster: Cluster, deadline: Deadline) -> BatchHeader:
         response = cluster.ask(request, "InitProducerId", deadline)
     if response.error_code:
         raise codes.error_for(int(response.error_code), api="InitProducerId", detail="an idempotent producer")
-    return BatchHeader(int(response.producer_id), int(response.producer_epoch), transactional=False)
+    return ProducerIdAndEpoch(int(response.producer_id), int(response.producer_epoch), transactional=False)
 
 
 def describe_transaction(cluster: Cluster, transactional_id: str, deadline: Deadline) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import pyarrow as pa
 
-from onceflow.wire.partitioners import key_partitions
+from onceflow.protocol.partitioners import key_partitions
 
 Headers = tuple[tuple[str, bytes | None], ...]
 EXAMPLES_MAX = 5

@@ -254,14 +254,14 @@ class Chain(abc.ABC):
                 stack.callback(lag.close)
                 lags.append(lag)
             supervisor = stack.enter_context(Supervisor(services))
-            looked_at = 0.0
+            on_noop = 0.0
 
             def done() -> bool:
-                nonlocal looked_at
+                nonlocal on_noop
                 self._tell_deaths(display)
-                if time.monotonic() - looked_at < _LOOK_EVERY_S:
+                if time.monotonic() - on_noop < _LOOK_EVERY_S:
                     return False
-                looked_at = time.monotonic()
+                on_noop = time.monotonic()
                 complete = self._generator.check()
                 # In this order: once a flow is through, the end of what the next one reads does not move any more.
                 reached = [found for found in (lag.read() for lag in lags) if found is not None]

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 from onceflow.demos.audit import Expected, Message, Origin, letter_cause, origin_headers
 
 BAD_SHARE = 0.01
-ROWS_MOST = 400
-RAW_BYTES_MOST = 10_000
+MAX_ROWS = 400
+MAX_RAW_BYTES = 10_000
 ATTEMPTS = 4
 DEADLINE_S = 6
 HEAD = b"id,account,amount,date,text\n"
@@ -210,7 +210,7 @@ class Links:
             for line, row in enumerate(self.rows(case), first):
                 if row.transaction is None:
                     headers = (("link", link), ("line", b"%d" % line), ("cause", row.cause.encode()))
-                    yield Expected(f"{link.decode()} {line}", link, row.raw[:RAW_BYTES_MOST], headers)
+                    yield Expected(f"{link.decode()} {line}", link, row.raw[:MAX_RAW_BYTES], headers)
 
     def expected_loaded(self) -> Iterator[Expected]:
         for case in self.loaded():
@@ -368,7 +368,7 @@ def _rows(seed: int, case: Case, version: str) -> list[Row]:
     form = _jsonl if ".jsonl" in case.about.suffix else _csv
     bad = _BAD_JSONL if form is _jsonl else _BAD_CSV
     rows = []
-    for n in range(rng.randint(1, ROWS_MOST)):
+    for n in range(rng.randint(1, MAX_ROWS)):
         cents = rng.randint(-(10**7), 10**7)
         if rng.random() < 0.1:
             cents = cents // 100 * 100
@@ -386,7 +386,7 @@ def _rows(seed: int, case: Case, version: str) -> list[Row]:
             rows.append(Row(form(fields), {**fields, "amount": cents}))
     if case.kind == "long line":
         rows.insert(
-            len(rows) // 2, Row(b'{"id": "' + b"x" * 3_000_000, None, f"more than {RAW_BYTES_MOST} bytes in a line")
+            len(rows) // 2, Row(b'{"id": "' + b"x" * 3_000_000, None, f"more than {MAX_RAW_BYTES} bytes in a line")
         )
     return rows
 

@@ -23,7 +23,7 @@ from onceflow.demos.chain import Audit, Chain, Choices, Link, run_chain
 from onceflow.demos.display import Display, print_result
 from onceflow.demos.generator import Input
 from onceflow.demos.harness import Kill
-from onceflow.sink.delivery import AT_LEAST_ONCE, AT_MOST_ONCE, EXACTLY_ONCE
+from onceflow.driver.delivery import AT_LEAST_ONCE, AT_MOST_ONCE, EXACTLY_ONCE
 
 SOURCE = "deposits"
 _ID = re.compile(rb"dep-\d{9}")

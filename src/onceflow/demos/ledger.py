@@ -21,7 +21,7 @@ import pyarrow as pa
 
 from onceflow.demos.audit import EXAMPLES_MAX, Message, Remarks
 from onceflow.demos.deposits_data import CASH, Balance
-from onceflow.wire.partitioners import key_partitions
+from onceflow.protocol.partitioners import key_partitions
 
 #: So long after one entry of an id a reader who looks all the time must have seen the other.
 HEAL_S = 30.0

@@ -11,15 +11,15 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from onceflow.errors import BadRecordError, EnvironmentUnusableError, OnceflowError, OptionError, ProcessorError
-from onceflow.state import inbox, letters, timers
+from onceflow.protocol.names import OwnTopics
+from onceflow.state import dead_letters, input_batch, timers
 from onceflow.state.blame import full_text_of, line_of, shown
 from onceflow.state.durations import duration_ms
 from onceflow.state.handle import Scope
-from onceflow.state.outbox import Outbox
+from onceflow.state.output_collector import OutputCollector
 from onceflow.state.overlay import Overlay
 from onceflow.state.record import Record
 from onceflow.state.store import Store, StoreCorruptError
-from onceflow.wire.names import OwnTopics
 
 EXPIRED_PER_BATCH = 100_000
 """Rows that a batch deletes at most because their time is over."""
@@ -106,7 +106,7 @@ class BaseEngine:
             ttl_ms=default_ttl_ms,
         )
         self._own_topics = own_topics or OwnTopics()
-        self._outbox = Outbox(own_topics=self._own_topics)
+        self._collector = OutputCollector(own_topics=self._own_topics)
         self.max_event_ms: dict[tuple[str | None, int], int] = {}
         self.counts = dict.fromkeys(COUNTS, 0)
         self.causes: dict[str, tuple[int, str]] = {}
@@ -150,11 +150,11 @@ class BaseEngine:
             StoreCorruptError: the store cannot be read.
         """
         self.counts["records"] += rows.num_rows
-        batch = inbox.normalised(rows)
-        usable = inbox.usable_keys(batch)
+        batch = input_batch.normalised(rows)
+        usable = input_batch.usable_keys(batch)
         if usable is not None:
             for record in self._raw(batch.filter(pa.array(~usable))):
-                self._reject(record, ValueError(inbox.key_problem(record.key)))
+                self._reject(record, ValueError(input_batch.key_problem(record.key)))
             batch = batch.filter(pa.array(usable))
         if batch.num_rows:
             self._feed(batch)
@@ -172,7 +172,7 @@ class BaseEngine:
     def outputs(self) -> pa.RecordBatch | None:
         """What is to be written since the last call, letters included: key, value, topic (null: the default), headers,
         timestamp (int64 epoch milliseconds, null: the time of writing). None: nothing."""
-        return self._outbox.take()
+        return self._collector.take()
 
     def changes(self) -> list[tuple[bytes, bytes | None]]:
         """Row keys and rows (None: deleted) that are not as the store has them; without index rows."""
@@ -192,7 +192,7 @@ class BaseEngine:
     def _raw(self, batch: pa.RecordBatch) -> list[Record]:
         """Records of a normalised batch, key and value in bytes."""
         keys, values = batch.column("key").to_pylist(), batch.column("value").to_pylist()
-        return list(map(Record, keys, values, *inbox.metadata(batch, self._source_topic)))
+        return list(map(Record, keys, values, *input_batch.metadata(batch, self._source_topic)))
 
     def _see_times(self, batch: pa.RecordBatch, times: Any) -> npt.NDArray[np.bool_] | None:
         """Note event times, and write letters of the records that are late.
@@ -204,7 +204,7 @@ class BaseEngine:
         Returns:
             which records are in time; None: all.
         """
-        for place, ms in inbox.latest(batch, times, self._source_topic, self.partition):
+        for place, ms in input_batch.latest(batch, times, self._source_topic, self.partition):
             self.max_event_ms[place] = max(ms, self.max_event_ms.get(place, ms))
         if self.watermark_ms is None:
             return None
@@ -217,8 +217,8 @@ class BaseEngine:
         records = self._raw(batch.filter(mask))
         event_ms = times.filter(mask).to_pylist()
         topic, watermark_ms = self._late_topic, self.watermark_ms
-        self._outbox.extend(
-            letters.late(record, topic, ms, watermark_ms) for record, ms in zip(records, event_ms, strict=True)
+        self._collector.extend(
+            dead_letters.late(record, topic, ms, watermark_ms) for record, ms in zip(records, event_ms, strict=True)
         )
         self.counts["late"] += len(records)
         in_time: npt.NDArray[np.bool_] = ~late
@@ -238,10 +238,10 @@ class BaseEngine:
         if self._dead_letter_topic is None:
             where = f"offset {record.offset}, " if record.offset is not None else ""
             raise self._failed("a record could not be processed", error, record, f"{where}key {shown(record.key)}")
-        self._outbox.extend([letters.dead(record, self._dead_letter_topic, error)])
+        self._collector.extend([dead_letters.dead(record, self._dead_letter_topic, error)])
         self.counts["dead_letters"] += 1
         count, first = self.causes.get(type(error).__name__, (0, ""))
-        self.causes[type(error).__name__] = count + 1, first or letters.described(record, error)
+        self.causes[type(error).__name__] = count + 1, first or dead_letters.described(record, error)
 
     def _failed(self, what: str, error: Exception, record: Record | None = None, detail: str = "") -> OnceflowError:
         """The error of a batch that fails; to be raised."""

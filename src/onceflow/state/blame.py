@@ -16,11 +16,11 @@ from onceflow.state.record import Record
 from onceflow.state.serdes import BYTES, DOUBLE, JSON, LONG, STRING
 from onceflow.state.structs import Struct
 
-MESSAGE_MOST = 1000
+MAX_MESSAGE = 1000
 """Characters of a message: a text of user code may quote a whole record."""
 
-_SHOWN_MOST = 100
-_REASON_MOST = 300
+_MAX_SHOWN = 100
+_MAX_REASON = 300
 _TEXT, _PLACE = "onceflow_text", "onceflow_place"
 
 
@@ -54,7 +54,7 @@ _KNOWN = (
 
 def explain(error: BaseException, text: str) -> None:
     """Note what the error means to the user."""
-    error.__dict__[_TEXT] = user_code.cut(text, MESSAGE_MOST)  # some classes refuse new attributes
+    error.__dict__[_TEXT] = user_code.cut(text, MAX_MESSAGE)  # some classes refuse new attributes
 
 
 def not_decoded(error: BaseException, what: str, raw: bytes, serde: Any) -> None:
@@ -120,7 +120,7 @@ def returned_by(error: BaseException, method: Any) -> None:
 def text_of(error: BaseException) -> str:
     """What is wrong, of bounded length; without the error's class."""
     text: str | None = error.__dict__.get(_TEXT)
-    return user_code.cut(str(error), MESSAGE_MOST) if text is None else text
+    return user_code.cut(str(error), MAX_MESSAGE) if text is None else text
 
 
 def full_text_of(error: BaseException) -> str:
@@ -148,7 +148,7 @@ def stack_of(error: BaseException) -> str:
 
 def shown(raw: bytes | None) -> str:
     """A key or a value for messages."""
-    return repr(raw) if raw is None or len(raw) <= _SHOWN_MOST else f"{raw[:_SHOWN_MOST]!r}... ({len(raw)} bytes)"
+    return repr(raw) if raw is None or len(raw) <= _MAX_SHOWN else f"{raw[:_MAX_SHOWN]!r}... ({len(raw)} bytes)"
 
 
 # ---- inside ------------------------------------------------------------------------------------------
@@ -164,7 +164,7 @@ def _known(serde: Any) -> _Known:
 
 
 def _reason(error: BaseException, *, with_class: bool = False) -> str:
-    text = user_code.cut(str(error), _REASON_MOST)
+    text = user_code.cut(str(error), _MAX_REASON)
     return f"{type(error).__name__}: {text}" if with_class else text
 
 
@@ -172,7 +172,7 @@ def _shown_value(value: Any) -> str:
     if isinstance(value, bytes):
         return shown(value)
     try:
-        return user_code.cut(repr(value), _SHOWN_MOST)
+        return user_code.cut(repr(value), _MAX_SHOWN)
     except Exception:  # a __repr__ of the user's
         return f"<{type(value).__name__}>"
 

@@ -10,11 +10,11 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from onceflow.state import blame, inbox, rows
+from onceflow.state import blame, input_batch, rows
 from onceflow.state.base import NOT_OF_A_RECORD, BaseEngine
 from onceflow.state.json_columns import JsonRowError
 from onceflow.state.maps import ABSENT
-from onceflow.state.outbox import one_chunk, output_batch
+from onceflow.state.output_collector import one_chunk, output_batch
 from onceflow.state.processor import BadRows, ColumnProcessor
 from onceflow.state.serdes import BYTES, Struct
 
@@ -87,14 +87,14 @@ class ColumnEngine(BaseEngine):
         """
         if not batch.num_rows:
             return None
-        mark, counts = self._outbox.mark(), dict(self.counts)
+        mark, counts = self._collector.mark(), dict(self.counts)
         try:
             self._work(batch)
         except NOT_OF_A_RECORD:
             raise
         except Exception as error:
             blame.returned_by(error, self._asked)
-            self._outbox.truncate(mark)
+            self._collector.truncate(mark)
             self.counts.update(counts)
             return error
         return None
@@ -119,7 +119,7 @@ class ColumnEngine(BaseEngine):
             times = self._asked(pa.table(columns))
             if times is not None:
                 array = times if isinstance(times, (pa.Array, pa.ChunkedArray)) else pa.array(times)
-                in_time = self._see_times(batch, inbox.milliseconds(one_chunk(array)))
+                in_time = self._see_times(batch, input_batch.milliseconds(one_chunk(array)))
                 if in_time is not None:
                     mask = pa.array(in_time)
                     places = places[in_time]
@@ -146,10 +146,10 @@ class ColumnEngine(BaseEngine):
         batch = None if outputs is None else output_batch(as_table(outputs, "outputs"))
         changed = None if new_states is None else self._rows(as_table(new_states, "new states"), keys, row_keys)
         if batch is not None:
-            self._outbox.check_batch(batch)
+            self._collector.check_batch(batch)
         # Nothing can fail any more.
         if batch is not None:
-            self._outbox.add_batch(batch)
+            self._collector.add_batch(batch)
         if changed is not None:
             self._overlay.put_many(*changed)
 
@@ -228,7 +228,7 @@ class ColumnEngine(BaseEngine):
         if missing or unknown:
             raise ValueError(f"new states have columns {new.column_names}: missing {missing}, unknown {unknown}")
         count = new.num_rows
-        new_keys = inbox.binary(one_chunk(new["key"]), "key")
+        new_keys = input_batch.binary(one_chunk(new["key"]), "key")
         if not new_keys.equals(keys):
             row_keys = self._picked(new_keys, keys, row_keys)
         deleted = None

@@ -1,102 +1,103 @@
-"""How many dead letters one run of a step has made: the first one of each cause is told, too many stop the flow."""
+"""Late and dead letters: records that are put aside with the reason in their headers."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Mapping, Sequence
+import re
 
-from onceflow.errors import DeadLetterLimitError, OptionError
-from onceflow.state.spec import ProcessSpec, StateReport
+from onceflow.state.blame import MAX_MESSAGE, full_text_of, line_of, stack_of, text_of
+from onceflow.state.record import Header, Record
+from onceflow.user_code import cut
 
-log = logging.getLogger("onceflow.state")
+PREFIX = "onceflow."
+ERROR_CLASS = "onceflow.error.class"
+ERROR_MESSAGE = "onceflow.error.message"
+ERROR_STACK = "onceflow.error.stack"
+ERROR_TOPIC = "onceflow.error.topic"
+ERROR_PARTITION = "onceflow.error.partition"
+ERROR_OFFSET = "onceflow.error.offset"
+ORIGIN_TOPIC = "onceflow.origin.topic"
+ORIGIN_PARTITION = "onceflow.origin.partition"
+ORIGIN_OFFSET = "onceflow.origin.offset"
+ATTEMPT = "onceflow.attempt"
+"""How often the record has become a dead letter, this time included."""
 
-#: A share is judged when a run has read so many records: one bad record among the first three says nothing.
-RECORDS_LEAST = 100
+LATE = "LateRecord"
+"""Class of the cause of a late letter."""
+
+# A message may quote the whole record, and headers are limited by the topic's record size.
+_STACK_CHARACTERS = 2000
+_CAUSE_CHARACTERS = 300
+_COUNT = re.compile(rb"[0-9]{1,9}")
 
 
-def check_limit(limit: object, flow: str) -> None:
-    """Whether ``max_dead_letters`` can be meant.
-
-    Raises:
-        OptionError: it is neither a count nor a share.
-    """
-    is_count = type(limit) is int and limit >= 0
-    is_share = type(limit) is float and 0 < limit < 1
-    if limit is not None and not is_count and not is_share:
-        raise OptionError(
-            f"max_dead_letters={limit!r} is neither a count nor a share",
-            flow=flow,
-            next_step="give a whole number (100: so many in one run), or a share of the records read (0.01)",
-        )
-
-
-class DeadLetters:
-    """Those of one step since its flow was started.
+def put_aside(record: Record, topic: str, kind: str, message: str, further: tuple[Header, ...] = ()) -> Record:
+    """The record for the topic of late or dead letters.
 
     Args:
-        spec: with the limit: a count, a share of the records that were read, or None.
+        record: as it was read, key and value in bytes.
+        topic: of the letters.
+        kind: the cause, a class name.
+        message: what was wrong.
+        further: more headers that say so.
+
+    Returns:
+        the same key, value, headers and timestamp (but a negative one), and the cause in further headers. Where the
+        record has been put aside before, the headers of that time make way, but those that say where it came from
+        first.
     """
-
-    def __init__(self, spec: ProcessSpec) -> None:
-        self._spec = spec
-        self.records = 0
-        self.count = 0
-        self._told: set[str] = set()  # causes
-
-    def check(self, reports: Sequence[StateReport]) -> None:
-        """Whether a batch may be committed.
-
-        Raises:
-            DeadLetterLimitError: with its dead letters there are too many.
-        """
-        limit = self._spec.max_dead_letters
-        count = self.count + counted(reports, "dead_letters")
-        if limit is None or not count:
-            return
-        records = self.records + counted(reports, "records")
-        if isinstance(limit, float):
-            if records < RECORDS_LEAST or count <= limit * records:
-                return
-        elif count <= limit:
-            return
-        raise DeadLetterLimitError(
-            f"{count:,} of {records:,} records of this run are dead letters, max_dead_letters is {limit}",
-            topic=self._spec.dead_letter_topic,
-            detail=f"in this batch: {_in_words(_causes(reports)) or 'none'}; table {self._spec.table}",
-            next_step="nothing of this batch is visible. Correct the processor or its sources; to go on all the same, "
-            "raise max_dead_letters. A new run counts from 0.",
-        )
-
-    def adopt(self, reports: Sequence[StateReport]) -> None:
-        """The batch is committed. The first dead letters of the run are told, one for each class of cause."""
-        news = {name: cause for name, cause in _causes(reports).items() if name not in self._told}
-        if news:
-            log.warning(
-                "flow %s: the first dead letters of %s went to %s: %s",
-                self._spec.flow,
-                "another cause" if self._told else "this run",
-                self._spec.dead_letter_topic,
-                _in_words(news),
-            )
-            self._told |= news.keys()
-        self.records += counted(reports, "records")
-        self.count += counted(reports, "dead_letters")
+    before = dict(record.headers)
+    cause: list[Header] = [
+        (ERROR_CLASS, kind.encode()),
+        (ERROR_MESSAGE, message[:MAX_MESSAGE].encode(errors="replace")),
+        *further,
+    ]
+    places = (
+        (ERROR_TOPIC, ORIGIN_TOPIC, record.topic),
+        (ERROR_PARTITION, ORIGIN_PARTITION, record.partition),
+        (ERROR_OFFSET, ORIGIN_OFFSET, record.offset),
+    )
+    cause += [(name, str(where).encode()) for name, _, where in places if where is not None]
+    if ORIGIN_TOPIC in before:
+        cause += [(name, before[name]) for _, name, _ in places if name in before]
+    else:
+        cause += [(name, str(where).encode()) for _, name, where in places if where is not None]
+    replaced = {name for name, _ in cause} | {ERROR_STACK}
+    kept = [header for header in record.headers if header[0] not in replaced]
+    # Brokers take negative timestamps from some clients, which nobody may write again.
+    at_ms = record.timestamp_ms if record.timestamp_ms is not None and record.timestamp_ms >= 0 else None
+    return Record(record.key, record.value, topic, (*kept, *cause), at_ms)
 
 
-def counted(reports: Sequence[StateReport], what: str) -> int:
-    """The sum of one of the reports' counts."""
-    return sum(report.counts.get(what, 0) for report in reports)
+def late(record: Record, topic: str, event_ms: int, watermark_ms: int) -> Record:
+    """A letter of a record that is older than the watermark."""
+    message = f"event time {event_ms} is before the watermark {watermark_ms} (milliseconds)"
+    return put_aside(record, topic, LATE, message)
 
 
-def _causes(reports: Sequence[StateReport]) -> dict[str, tuple[int, str]]:
-    """How many dead letters each class of cause has made, the most frequent first; and its first one."""
-    found: dict[str, tuple[int, str]] = {}
-    for report in reports:
-        for name, (count, first) in report.causes.items():
-            before, told = found.get(name, (0, first))
-            found[name] = before + count, told
-    return dict(sorted(found.items(), key=lambda item: -item[1][0]))
+def dead(record: Record, topic: str, error: BaseException) -> Record:
+    """A letter of a record that could not be processed."""
+    further = ((ERROR_STACK, _stack(error).encode(errors="replace")), (ATTEMPT, str(attempts(record) + 1).encode()))
+    return put_aside(record, topic, type(error).__name__, text_of(error), further)
 
 
-def _in_words(causes: Mapping[str, tuple[int, str]]) -> str:
-    return "; ".join(f"{count:,} x {name}, first {first}" for name, (count, first) in causes.items())
+def described(record: Record, error: BaseException) -> str:
+    """Where a record comes from and what is wrong with it, for messages."""
+    topic = record.topic or "a record"
+    place = topic if record.partition is None else f"{topic}-{record.partition}"
+    offset = "" if record.offset is None else f", offset {record.offset}"
+    line = line_of(error)
+    return f"{place}{offset}: {cut(full_text_of(error), _CAUSE_CHARACTERS)}{f' ({line})' if line else ''}"
+
+
+def attempts(record: Record) -> int:
+    """How often a record has been a dead letter: 0 for one that never was, or whose header is no number."""
+    told = dict(record.headers).get(ATTEMPT)
+    return int(told) if told is not None and _COUNT.fullmatch(told) else 0
+
+
+def _stack(error: BaseException) -> str:
+    """The innermost lines of a traceback: they tell the place, the outermost are those of the engine."""
+    last = f"{type(error).__name__}: {error}"[: _STACK_CHARACTERS // 2]
+    places = stack_of(error)
+    room = _STACK_CHARACTERS - len(last)
+    return (places if len(places) <= room else places[-room:].split("\n", 1)[-1]) + last

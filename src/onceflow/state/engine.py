@@ -13,11 +13,16 @@ import numpy as np
 import pyarrow as pa
 
 from onceflow.errors import ProcessorError
-from onceflow.state import blame, inbox, rows, timers
+from onceflow.state import (
+    blame,
+    input_batch,
+    rows,
+    timers,
+)
 from onceflow.state.base import NOT_OF_A_RECORD, BaseEngine
 from onceflow.state.blame import shown
 from onceflow.state.handle import Scope, State
-from onceflow.state.outbox import NotRecordsError, Outbox
+from onceflow.state.output_collector import NotRecordsError, OutputCollector
 from onceflow.state.overlay import Overlay
 from onceflow.state.processor import Processor
 from onceflow.state.record import Record
@@ -40,7 +45,7 @@ class Engine(BaseEngine):
 
     def __init__(self, processor: Processor, *arguments: Any, **options: Any) -> None:
         super().__init__(processor, *arguments, **options)
-        self._outbox = Outbox(processor.key, processor.output, self._own_topics)
+        self._collector = OutputCollector(processor.key, processor.output, self._own_topics)
         self._own_event_time = type(processor).event_time is not Processor.event_time
 
     def start(self) -> None:
@@ -65,7 +70,7 @@ class Engine(BaseEngine):
                     raise
                 records = on_timer(key, timer, State(self._scope, raw_key))
                 if records is not None:
-                    self._outbox.extend(records, key, raw_key)
+                    self._collector.extend(records, key, raw_key)
             except NOT_OF_A_RECORD:
                 raise
             except Exception as error:
@@ -85,7 +90,7 @@ class Engine(BaseEngine):
                 batch = batch.filter(pa.array(in_time))
                 if not batch.num_rows:
                     return
-        raw_keys, ends, batch = inbox.by_key(batch)
+        raw_keys, ends, batch = input_batch.by_key(batch)
         first = 0  # key of the part
         while first < len(raw_keys):
             start = ends[first - 1] if first else 0
@@ -106,7 +111,7 @@ class Engine(BaseEngine):
         values, bad = _decoded(batch.column("value").to_pylist(), self.processor.value, "value")
         counts = [end - start for start, end in zip([0, *ends], ends, strict=False)]
         of_records = chain.from_iterable(map(repeat, keys, counts))
-        records = list(map(Record, of_records, values, *inbox.metadata(batch, self._source_topic)))
+        records = list(map(Record, of_records, values, *input_batch.metadata(batch, self._source_topic)))
         for at, error in bad_keys.items():
             bad.update(dict.fromkeys(range(ends[at] - counts[at], ends[at]), error))
         in_time = self._event_times(batch, records, bad) if self.uses_event_time and self._own_event_time else None
@@ -136,14 +141,14 @@ class Engine(BaseEngine):
             records: key by key; those of key k end at ends[k].
             where: index of each of the records in the batch.
         """
-        scope, overlay, outbox = self._scope, self._overlay, self._outbox
-        process, savepoint, extend = self.processor.process, overlay.savepoint, outbox.extend
+        scope, overlay, collector = self._scope, self._overlay, self._collector
+        process, savepoint, extend = self.processor.process, overlay.savepoint, collector.extend
         start = 0
         for key, raw_key, end in zip(keys, raw_keys, ends, strict=True):
             if end == start:
                 continue
             savepoint()
-            mark = outbox.mark()
+            mark = collector.mark()
             result = None
             try:
                 result = process(key, records[start:end], State(scope, raw_key))
@@ -153,7 +158,7 @@ class Engine(BaseEngine):
                 blame.handed_over(error, process, result)
                 _end(result)
                 overlay.roll_back()
-                outbox.truncate(mark)
+                collector.truncate(mark)
                 self._find_culprit(batch, raw_key, list(where[start:end]), error)
             start = end
 
@@ -170,21 +175,21 @@ class Engine(BaseEngine):
         if len(raw) == 1 or self._scope.fatal is not None:
             self._reject_processed(raw[0], raw_key, first)
             return
-        overlay, outbox, processor = self._overlay, self._outbox, self.processor
+        overlay, collector, processor = self._overlay, self._collector, self.processor
         for record in raw:
             overlay.savepoint()
-            mark = outbox.mark()
+            mark = collector.mark()
             result = None
             try:
                 again = self._decoded_again(record, raw_key)
                 result = processor.process(again.key, [again], State(self._scope, raw_key))
                 if result is not None:
-                    outbox.extend(result, again.key, raw_key)
+                    collector.extend(result, again.key, raw_key)
             except Exception as error:
                 blame.handed_over(error, processor.process, result)
                 _end(result)
                 overlay.roll_back()
-                outbox.truncate(mark)
+                collector.truncate(mark)
                 self._reject_processed(record, raw_key, error)
         if self._dead_letter_topic is None:
             offsets = [record.offset for record in raw if record.offset is not None]
@@ -246,8 +251,8 @@ class Engine(BaseEngine):
                 again = self._decoded_again(record, raw_key)
                 outputs = self.processor.process(again.key, [again], state)
                 if outputs is not None:  # they must be such as can be written
-                    outbox = Outbox(self.processor.key, self.processor.output, self._own_topics)
-                    outbox.extend(outputs, again.key, raw_key)
+                    collector = OutputCollector(self.processor.key, self.processor.output, self._own_topics)
+                    collector.extend(outputs, again.key, raw_key)
             return lacks(stored, state.get())
         except NOT_OF_A_RECORD:
             raise

@@ -31,7 +31,7 @@ _MAP_BYTES = 1 << 30
 _READERS_MAX = 512
 _IDLE_MAX = 64
 # Pages are written anew where a row changes; beyond this much room a transaction seldom runs out of map.
-_ROOM_PER_BYTE, _ROOM_LEAST = 4, 16 << 20
+_ROOM_PER_BYTE, _MIN_ROOM = 4, 16 << 20
 _READER_ATTEMPTS, _READER_PAUSE_S = 20, 0.005
 
 
@@ -170,7 +170,7 @@ class Environment:
             size: bytes that it writes, about.
         """
         with self.lock, self.translated(), self.writer.held():
-            self.make_room(_ROOM_PER_BYTE * size + _ROOM_LEAST)
+            self.make_room(_ROOM_PER_BYTE * size + _MIN_ROOM)
             while True:
                 try:
                     with self.begin(write=True) as txn:

@@ -38,7 +38,7 @@ _INTEGER_KEYS = 8
 _NO_PAGE = (1 << 64) - 1
 _DEPTH_MAX = 32
 _METAS = 2
-_LEAST_BYTES = 2 * 4096
+_MIN_BYTES = 2 * 4096
 
 
 class Meta(NamedTuple):
@@ -59,14 +59,14 @@ def read_meta(path: Path) -> Meta | None:
     """
     with open(path, "rb") as file:
         size = path.stat().st_size
-        if size < _LEAST_BYTES:
+        if size < _MIN_BYTES:
             raise StoreCorruptError(f"the data file has {size} bytes")
-        page = file.read(_LEAST_BYTES // 2)
+        page = file.read(_MIN_BYTES // 2)
         if _magic(page, _PAGE_BYTES_OF_LATER) == _MAGIC:
             return None
         first = _meta(page, 0)
         file.seek(first.page_size)
-        second = _meta(file.read(_LEAST_BYTES // 2), 1)
+        second = _meta(file.read(_MIN_BYTES // 2), 1)
     if second.page_size != first.page_size:
         raise StoreCorruptError("the data file's two meta pages differ")
     last = second if second.transaction > first.transaction else first

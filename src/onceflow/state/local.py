@@ -109,7 +109,7 @@ def open_partition(
     source: Source,
     *,
     verify: bool,
-    single_key: bool = False,
+    snapshot_per_partition: bool = False,
     tombstone_age_ms: int = TOMBSTONE_AGE_MS,
     now_ms: int,
     progress: Callable[[int], None] | None = None,
@@ -119,7 +119,8 @@ def open_partition(
 
     Args:
         verify: read the whole copy first and compare checksums (once per run of the driver).
-        single_key: a record of the table topic is a `snapshot` of the partition; the internal topic is not used.
+        snapshot_per_partition: a record of the table topic is a `snapshot` of the partition; the internal topic is
+            not used.
         tombstone_age_ms: a copy that was last in sync longer ago is restored (half of ``delete.retention.ms``).
         now_ms: epoch milliseconds.
         progress: told of the number of records read so far, again and again.
@@ -131,7 +132,7 @@ def open_partition(
         OnceflowError: Kafka could not be read, or the folder cannot be used. What is there stays consistent.
     """
     began = time.monotonic()
-    run = _Run(folder, goal, source, single_key, tombstone_age_ms, now_ms, progress, still_owner)
+    run = _Run(folder, goal, source, snapshot_per_partition, tombstone_age_ms, now_ms, progress, still_owner)
     why = ""
     try:
         store, how = _brought_up(folder, opener, run, verify=verify)
@@ -217,7 +218,7 @@ class _Run:
         folder: Path,
         goal: Goal,
         source: Source,
-        single_key: bool,
+        snapshot_per_partition: bool,
         tombstone_age_ms: int,
         now_ms: int,
         progress: Callable[[int], None] | None,
@@ -227,7 +228,7 @@ class _Run:
         self.records = self.ignored = 0
         self._folder = folder
         self._source = source
-        self._single_key = single_key
+        self._snapshot_per_partition = snapshot_per_partition
         self._tombstone_age_ms = tombstone_age_ms
         self._now_ms = now_ms
         self._progress = progress or (lambda _: None)
@@ -300,7 +301,7 @@ class _Run:
         Nothing is locked while Kafka is read, however long it takes to answer. The marker's time stays until the goal
         is reached: how long tombstones are kept counts from the first record that was read.
         """
-        if self._single_key:
+        if self._snapshot_per_partition:
             self._write(store, raw, Marker.of(self.goal, self._now_ms), self._replaced(store, marker), done=True)
             return
         since = time.monotonic()

@@ -29,7 +29,7 @@ KINDS = (rows.VALUE, rows.MAP, rows.TIMER)
 _FORMAT = 1
 _DELETED = 0xFFFF_FFFF
 # By a row's flags (see `rows.pack`).
-_ROW_BYTES_LEAST = {row[:1]: len(row) for row in (rows.pack(b"", e, v) for e in (None, 0) for v in (0, 1))}
+_MIN_ROW_BYTES = {row[:1]: len(row) for row in (rows.pack(b"", e, v) for e in (None, 0) for v in (0, 1))}
 _TIMER_ROW_BYTES = len(rows.pack(rows.timer_payload(b"e", 0)))
 
 
@@ -226,7 +226,7 @@ def _is_internal_row(key: bytes, row: bytes | None) -> bool:
     if len(key) > rows.ROW_KEY_BYTES_MAX or kind not in (rows.MAP, rows.TIMER):
         return False
     if row is None or kind == rows.MAP:
-        return row is None or (row[:1] in _ROW_BYTES_LEAST and len(row) >= _ROW_BYTES_LEAST[row[:1]])
+        return row is None or (row[:1] in _MIN_ROW_BYTES and len(row) >= _MIN_ROW_BYTES[row[:1]])
     return len(row) == _TIMER_ROW_BYTES and not row[0]
 
 

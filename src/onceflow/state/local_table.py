@@ -19,7 +19,7 @@ from onceflow.state.rocksdb_store import RocksdbStore
 from onceflow.state.store import Store
 
 _BYTES = (bytes, bytearray, memoryview)
-_NAMES_MOST = 10  # in an error
+_MAX_NAMES = 10  # in an error
 _OPENERS: tuple[type[Store], ...] = (LmdbStore, RocksdbStore, MemoryStore)
 
 
@@ -129,8 +129,8 @@ class LocalTable:
             names = close or names
         detail = f"there is no folder below {there}"
         if names:
-            more = f" and {len(names) - _NAMES_MOST} more" if len(names) > _NAMES_MOST else ""
-            detail = f"below {there} there is {', '.join(names[:_NAMES_MOST])}{more}"
+            more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+            detail = f"below {there} there is {', '.join(names[:_MAX_NAMES])}{more}"
         raise OptionError(
             what,
             detail=detail,

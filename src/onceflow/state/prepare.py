@@ -59,7 +59,7 @@ def open_local(
         moment.goal(spec, partition),
         source,
         verify=not is_verified(spec, moment, partition),
-        single_key=spec.single_key,
+        snapshot_per_partition=spec.snapshot_per_partition,
         tombstone_age_ms=spec.topics.tombstone_ms // 2,
         now_ms=int(time.time() * 1000),
         progress=_Progress(f"{spec.table}-{partition}"),

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from onceflow.errors import OptionError, SchemaError
-from onceflow.state import letters
+from onceflow.state import dead_letters
 from onceflow.state.durations import duration_ms
 from onceflow.state.processor import Processor
 from onceflow.state.record import Header, Record
@@ -30,7 +30,7 @@ RETRY_TOPIC = "onceflow.retry.topic"
 IDENTITY = re.compile(r"[a-zA-Z0-9._-]{1,249}/[0-9]{1,10}/[0-9]{1,19}")
 """An origin: the place where a record was read first."""
 
-_ORIGIN = (letters.ORIGIN_TOPIC, letters.ORIGIN_PARTITION, letters.ORIGIN_OFFSET)
+_ORIGIN = (dead_letters.ORIGIN_TOPIC, dead_letters.ORIGIN_PARTITION, dead_letters.ORIGIN_OFFSET)
 _TIMER = "due"
 _LENGTH = struct.Struct(">i")
 _HEADERS_TYPE = "array<struct<key:string,value:binary>>"
@@ -177,9 +177,9 @@ class Retry(Processor):
 
         # `\z`, because `$` would let a line feed at the end pass.
         places = [
-            (told(letters.ORIGIN_TOPIC), r"^[a-zA-Z0-9._-]{1,249}\z", F.col("topic")),
-            (told(letters.ORIGIN_PARTITION), r"^[0-9]{1,10}\z", F.col("partition").cast("string")),
-            (told(letters.ORIGIN_OFFSET), r"^[0-9]{1,19}\z", F.col("offset").cast("string")),
+            (told(dead_letters.ORIGIN_TOPIC), r"^[a-zA-Z0-9._-]{1,249}\z", F.col("topic")),
+            (told(dead_letters.ORIGIN_PARTITION), r"^[0-9]{1,10}\z", F.col("partition").cast("string")),
+            (told(dead_letters.ORIGIN_OFFSET), r"^[0-9]{1,19}\z", F.col("offset").cast("string")),
         ]
         complete = F.lit(True)
         for header, pattern, _ in places:
@@ -217,7 +217,7 @@ class Retry(Processor):
         if not IDENTITY.fullmatch(key):
             raise ValueError(f"key {key!r:.200} is no origin: Retry takes what Retry.by_origin(df) returns")
         for record in records:
-            attempt = max(1, letters.attempts(record))
+            attempt = max(1, dead_letters.attempts(record))
             if attempt >= self.max_attempts or _cause(record) in self.permanent:
                 state.delete()
                 state.timers.cancel(_TIMER)
@@ -260,7 +260,7 @@ def _origin_headers(origin: str) -> list[Header]:
 
 
 def _cause(letter: Record) -> str:
-    return (dict(letter.headers).get(letters.ERROR_CLASS) or b"").decode(errors="replace")
+    return (dict(letter.headers).get(dead_letters.ERROR_CLASS) or b"").decode(errors="replace")
 
 
 def _option(what: str, next_step: str) -> OptionError:

@@ -15,6 +15,8 @@ import pyarrow as pa
 
 from onceflow.client.produce import Acknowledged
 from onceflow.errors import OnceflowError
+from onceflow.protocol.names import OwnTopics
+from onceflow.protocol.partitioners import group_by_partition, key_partitions
 from onceflow.state import rows
 from onceflow.state.columns import ColumnEngine
 from onceflow.state.engine import Engine
@@ -22,15 +24,13 @@ from onceflow.state.local import Opened, Source, set_pending, snapshot
 from onceflow.state.prepare import Prepared, open_local
 from onceflow.state.processor import ColumnProcessor
 from onceflow.state.spec import Moment, ProcessSpec, StateReport
-from onceflow.wire.names import OwnTopics
-from onceflow.wire.partitioners import group_by_partition, key_partitions
 
 SNAPSHOT_KEY = b"onceflow.state"
 _HEADERS = pa.list_(pa.struct([("key", pa.string()), ("value", pa.binary())]))
 
 
 class ChangelogWriter(Protocol):
-    """Writes rows to one partition in the batch's transaction (``sink.tasks.RowWriter``)."""
+    """Writes rows to one partition in the batch's transaction (``task.row_writer.RowWriter``)."""
 
     def write_to(self, topic: str, partition: int, batch: pa.RecordBatch) -> None: ...
 
@@ -173,7 +173,7 @@ class StateRun:
     def _write(self, partition: int, run: _Open) -> None:
         topics = self._spec.topics
         try:
-            if self._spec.single_key:
+            if self._spec.snapshot_per_partition:
                 batch = pa.record_batch(
                     {"key": pa.array([SNAPSHOT_KEY]), "value": pa.array([snapshot(_merged(run))], pa.binary())}
                 )

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from onceflow.state import boots
+from onceflow.host import boots
 from onceflow.state.local import Commit, Goal, default_state_dir, partition_folder
 from onceflow.state.processor import ColumnProcessor, Processor
 from onceflow.state.store import Store
@@ -26,7 +26,7 @@ class ProcessSpec:
         flow: the flow's name. flow_key: what local folders are kept under (its name with its prefix).
         source_topic: the topic of rows that do not name theirs; None when several are read.
         default_ttl_ms: how long rows live that were put without a ttl; None: for ever.
-        single_key: whether the whole state of a partition is one record of the table topic.
+        snapshot_per_partition: whether the whole state of a partition is one record of the table topic.
         max_timers_per_batch: that fire in one partition; None: all that are due.
         max_dead_letters: of one run; below 1, as a share of its records; None: any number.
         state_dir: folder of the local stores; None: every host has one of its own, `default_state_dir`.
@@ -42,7 +42,7 @@ class ProcessSpec:
     dead_letter_topic: str | None = None
     late_topic: str | None = None
     default_ttl_ms: int | None = None
-    single_key: bool = False
+    snapshot_per_partition: bool = False
     source_topic: str | None = None
     max_timers_per_batch: int | None = None
     max_dead_letters: int | float | None = None

@@ -6,13 +6,13 @@ import logging
 from collections.abc import Iterable, Sequence
 
 from onceflow.errors import BatchAbortedError, ProgressConflictError
-from onceflow.state.dead_letters import DeadLetters
+from onceflow.protocol.progress import Progress, TableProgress
+from onceflow.state.dead_letter_limit import DeadLetters
 from onceflow.state.local import CAUGHT_UP, RESTORED, Commit
 from onceflow.state.prepare import Prepared
 from onceflow.state.shapes import declared_fields
 from onceflow.state.spec import Moment, ProcessSpec, StateReport
 from onceflow.state.watermark import Place, Watermark
-from onceflow.wire.progress import Progress, TableProgress
 
 log = logging.getLogger("onceflow.state")
 
@@ -140,7 +140,7 @@ class TableState:
         self._now_ms = moment.now_ms
         self.watermark.adopt(_latest(reports), watermark_ms)
         self.dead_letters.adopt(reports)
-        self.looked_at(reports)
+        self.on_noop(reports)
         for report in reports:
             if report.table_end is not None or report.internal_end is not None:
                 self.last[report.partition] = moment.commit
@@ -154,7 +154,7 @@ class TableState:
             _tell(each.table, each.partition, each.how, each.records, each.seconds)
         return len(self._verified) > known
 
-    def looked_at(self, reports: Sequence[StateReport]) -> None:
+    def on_noop(self, reports: Sequence[StateReport]) -> None:
         """The stores were opened, and nothing was committed (a batch without effect)."""
         for report in reports:
             self._verified.add((report.place, report.partition))

@@ -28,7 +28,7 @@ _CONFIGS = {
     # What is not compacted yet is read again at every restore.
     "min.cleanable.dirty.ratio": "0.2",
 }
-_COPIES_MOST = 3
+_MAX_COPIES = 3
 _TOMBSTONE_MS = 86_400_000  # Kafka's default of delete.retention.ms
 
 
@@ -115,7 +115,7 @@ def _ensure(cluster: Cluster, topic: str, partitions: int, deadline: Deadline) -
 
 
 def _create(cluster: Cluster, topic: str, partitions: int, deadline: Deadline) -> TopicInfo:
-    copies = min(_COPIES_MOST, cluster.broker_count())
+    copies = min(_MAX_COPIES, cluster.broker_count())
     configs = {**_CONFIGS, "min.insync.replicas": str(max(1, copies - 1))}
     try:
         if create_topic(cluster, topic, partitions=partitions, configs=configs, deadline=deadline, replication=copies):

@@ -55,9 +55,9 @@ class Watermark:
 
     def after(self, latest_ms: Mapping[Place, int]) -> int | None:
         """The watermark that follows a batch with these latest event times; nothing is remembered yet."""
-        return self._least(latest_ms, latest_ms.keys())
+        return self._earliest(latest_ms, latest_ms.keys())
 
-    def _least(self, latest_ms: Mapping[Place, int], active: Collection[Place]) -> int | None:
+    def _earliest(self, latest_ms: Mapping[Place, int], active: Collection[Place]) -> int | None:
         merged = {place: self._merged(place, latest_ms) for place in {**self._latest, **latest_ms}}
         waiting = [
             latest
@@ -71,7 +71,7 @@ class Watermark:
 
     def advance(self) -> int | None:
         """The watermark of the next batch: partitions may have gone idle since the last one. It stays this far."""
-        self.value_ms = self._least({}, self._arriving)
+        self.value_ms = self._earliest({}, self._arriving)
         return self.value_ms
 
     def adopt(self, latest_ms: Mapping[Place, int], value_ms: int | None) -> None:

@@ -19,8 +19,8 @@ from onceflow.testing.observed import (
     FAIL,
     HEADER,
     INFO,
-    INT64_MOST,
     INVOKE,
+    MAX_INT64,
     OK,
     Attempt,
     Final,
@@ -51,7 +51,7 @@ FOREIGN = "foreign"
 KINDS = (LOST, ABORTED_READ, DUPLICATE, TORN, GAP, ORDER, STATE, FOREIGN)
 
 PASSED, FAILED, UNKNOWN = "passed", "failed", "unknown"
-_EXAMPLES_MOST = 20
+_MAX_EXAMPLES = 20
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ class _Findings:
             return
         self.counts[kind] += int(where.get("count", 1))
         self._kept[kind] += 1
-        if self._kept[kind] <= _EXAMPLES_MOST:
+        if self._kept[kind] <= _MAX_EXAMPLES:
             self.anomalies.append(Anomaly(kind, detail, **where))
 
 
@@ -320,7 +320,7 @@ def _check_outputs(
 
         # Without a range of its attempt a row may be from anywhere.
         begun = np.array([a.start.get(place, 0) if a and a.end else 0 for a in known] or [0])
-        ended = np.array([a.end.get(place, 0) if a and a.end else INT64_MOST for a in known] or [0])
+        ended = np.array([a.end.get(place, 0) if a and a.end else MAX_INT64 for a in known] or [0])
         outside = (offset < begun[writer]) | (offset >= ended[writer])
         add(GAP, f"outputs of records of {name} that the batch has not read", outside)
         there = np.asarray(final.sources.get(place, ()), np.int64)

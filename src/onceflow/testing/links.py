@@ -41,10 +41,10 @@ log = logging.getLogger("onceflow.testing")
 JOIN_S = 5.0
 _REQUEST_HEAD = struct.Struct(">ihhi")  # size, API key, API version, correlation id
 _ANSWER_HEAD = struct.Struct(">ii")  # size, correlation id
-_FRAME_BYTES_MOST = 128 * 1024 * 1024  # brokers take 100 MiB by default
+_MAX_FRAME_BYTES = 128 * 1024 * 1024  # brokers take 100 MiB by default
 _PIECE_BYTES = 256 * 1024
 _COPY_TIMEOUT_S = 10.0
-_COPY_ANSWER_BYTES_MOST = 64 * 1024
+_MAX_COPY_ANSWER_BYTES = 64 * 1024
 
 
 @dataclass(frozen=True)
@@ -341,7 +341,7 @@ class Copies:
                     if head is None:
                         return None
                     left = int.from_bytes(head, "big")
-                    kept = _read(sock, min(left, _COPY_ANSWER_BYTES_MOST))
+                    kept = _read(sock, min(left, _MAX_COPY_ANSWER_BYTES))
                     if kept is not None:
                         _skip(sock, left - len(kept), memoryview(bytearray(_PIECE_BYTES)))
                     return kept
@@ -354,7 +354,7 @@ class Copies:
 
 def _left(size: int, head: struct.Struct) -> int:
     """Bytes of a frame behind its head; its size does not count the size itself."""
-    if not head.size - 4 <= size <= _FRAME_BYTES_MOST:
+    if not head.size - 4 <= size <= _MAX_FRAME_BYTES:
         raise ConnectionAbortedError(f"a frame of {size} bytes: this is not Kafka's protocol, or not in plaintext")
     return size + 4 - head.size
 

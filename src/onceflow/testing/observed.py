@@ -14,7 +14,7 @@ import numpy as np
 HEADER = "onceflow-history"
 
 INVOKE, OK, FAIL, INFO = "invoke", "ok", "fail", "info"
-INT64_MOST = 2**63 - 1
+MAX_INT64 = 2**63 - 1
 
 Place = tuple[str, int]
 """Topic and partition."""
@@ -52,7 +52,7 @@ class Tag(NamedTuple):
         flow, batch, attempt, topic, partition, offset, n = found
         texts = type(flow) is str and type(attempt) is str and type(topic) is str
         for number in (batch, partition, offset, n):
-            if type(number) is not int or not 0 <= number <= INT64_MOST or not texts:
+            if type(number) is not int or not 0 <= number <= MAX_INT64 or not texts:
                 raise ValueError(f"not a tag: {data[:80]!r}")
         return tag
 

@@ -14,19 +14,19 @@ import orjson
 import pyarrow as pa
 
 from onceflow.errors import ProcessorError
+from onceflow.protocol.partitioners import key_partitions
 from onceflow.state import rows
 from onceflow.state.columns import ColumnEngine
 from onceflow.state.durations import duration_ms
 from onceflow.state.engine import Engine
 from onceflow.state.handle import Scope, State
 from onceflow.state.memory_store import MemoryStore
-from onceflow.state.outbox import SCHEMA
+from onceflow.state.output_collector import SCHEMA
 from onceflow.state.overlay import Overlay
 from onceflow.state.processor import ColumnProcessor, Processor
 from onceflow.state.record import Header, Record
 from onceflow.state.serdes import BYTES, struct
 from onceflow.state.timers import Timer, timer_of
-from onceflow.wire.partitioners import key_partitions
 
 _INPUT = pa.schema([*SCHEMA, ("partition", pa.int32()), ("offset", pa.int64())])
 _LATE, _DEAD = "late", "dead-letters"

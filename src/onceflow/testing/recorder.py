@@ -26,16 +26,16 @@ from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 
 from onceflow import hooks
+from onceflow.driver import progress_log
 from onceflow.errors import OnceflowError
-from onceflow.sink import progress_log
+from onceflow.protocol import progress as records
+from onceflow.protocol.progress import PROGRESS_TOPIC
 from onceflow.state.record import Header, Record
 from onceflow.testing import independent
 from onceflow.testing.history import Final, History, Op, OutputsOf, Reads, Tag, Verdict, check
 from onceflow.testing.observed import FAIL, HEADER, INVOKE, OK, Place, TopicOffsets
-from onceflow.wire import progress as records
-from onceflow.wire.progress import PROGRESS_TOPIC
 
-#: Where the driver tells the tasks of a batch what attempt they belong to (sink/batch.py).
+#: Where the driver tells the tasks of a batch what attempt they belong to (driver/commit.py).
 PROPERTY = "onceflow.transaction"
 _SCHEMA = "key binary, value binary, headers array<struct<key: string, value: binary>>"
 

@@ -14,7 +14,7 @@ from itertools import count
 from typing import IO, Any, NamedTuple
 
 FIELDS = ("id", "account", "amount", "date", "text")
-LINE_BYTES_MOST = 10_000
+MAX_LINE_BYTES = 10_000
 SUFFIXES = {".csv": "csv", ".jsonl": "jsonl", ".ndjson": "jsonl"}
 CONTENT_TYPES = {"text/csv": "csv", "application/jsonl": "jsonl", "application/x-ndjson": "jsonl"}
 _AMOUNT = re.compile(r"([+-]?)([0-9]{1,15})(?:\.([0-9]{2}))?")
@@ -71,8 +71,8 @@ def read_rows(file: IO[bytes], form: str) -> Iterator[Row]:
         if not line:
             continue
         try:
-            if len(line) > LINE_BYTES_MOST:
-                raise BadRowError(f"more than {LINE_BYTES_MOST} bytes in a line")
+            if len(line) > MAX_LINE_BYTES:
+                raise BadRowError(f"more than {MAX_LINE_BYTES} bytes in a line")
             if b"\0" in line:
                 raise BadRowError("a null character")
             fields = split(line.decode())
@@ -80,13 +80,13 @@ def read_rows(file: IO[bytes], form: str) -> Iterator[Row]:
         except UnicodeDecodeError:
             yield Row(number, line, None, "not UTF-8")
         except BadRowError as error:
-            yield Row(number, line[:LINE_BYTES_MOST], None, str(error))
+            yield Row(number, line[:MAX_LINE_BYTES], None, str(error))
 
 
 def _lines(file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
     """Lines with their numbers. Of one that is too long, the beginning only: it may have gigabytes."""
     for number in count(1):
-        line = file.readline(LINE_BYTES_MOST + 2)
+        line = file.readline(MAX_LINE_BYTES + 2)
         if not line:
             return
         part = line

@@ -29,7 +29,7 @@ from typing import IO, Any, NamedTuple, TypeVar
 from urllib.parse import SplitResult, urljoin, urlsplit
 
 CHUNK = 64 * 1024
-REDIRECTS_MOST = 5
+MAX_REDIRECTS = 5
 PORTS = {"http": 80, "https": 443}
 T = TypeVar("T")
 
@@ -135,7 +135,7 @@ class Limits:
         attempts: at most. backoff_s: pause before the second one; it doubles each time.
         timeout_s: for a connection, and between two bytes.
         deadline_s: for a link, all attempts included. A server that sends a byte now and then comes to this.
-        bytes_most: of a file, decompressed.
+        max_bytes: of a file, decompressed.
     """
 
     parallel: int = 4
@@ -143,7 +143,7 @@ class Limits:
     backoff_s: float = 0.5
     timeout_s: float = 10.0
     deadline_s: float = 120.0
-    bytes_most: int = 4 * 2**30
+    max_bytes: int = 4 * 2**30
 
 
 class Download(NamedTuple):
@@ -232,15 +232,15 @@ class Downloads:
             with _own_disk():
                 file = unless_complete.enter_context(tempfile.TemporaryFile(dir=self.folder))
             with self._local(found) if isinstance(found, Path) else self._http(found, end) as source:
-                if (source.length or 0) > self.limits.bytes_most:
-                    raise TooLargeError(f"{source.length} bytes, {self.limits.bytes_most} are the most")
+                if (source.length or 0) > self.limits.max_bytes:
+                    raise TooLargeError(f"{source.length} bytes, {self.limits.max_bytes} are the most")
                 body = _Body(source, end, leave)
                 stream: Any = gzip.GzipFile(fileobj=io.BufferedReader(body, CHUNK)) if source.zipped else body
                 size = 0
                 while chunk := stream.read(CHUNK):
                     size += len(chunk)
-                    if size > self.limits.bytes_most:
-                        raise TooLargeError(f"more than {self.limits.bytes_most} bytes")
+                    if size > self.limits.max_bytes:
+                        raise TooLargeError(f"more than {self.limits.max_bytes} bytes")
                     with _own_disk():
                         file.write(chunk)
             with _own_disk():
@@ -267,7 +267,7 @@ class Downloads:
 
     @contextmanager
     def _http(self, url: SplitResult, end: float) -> Iterator[_Source]:
-        for _ in range(1 + REDIRECTS_MOST):
+        for _ in range(1 + MAX_REDIRECTS):
             with self._answer(url, end) as answer:
                 if answer.status not in (301, 302, 303, 307, 308):
                     yield _source_of(url, answer)
@@ -281,7 +281,7 @@ class Downloads:
             if isinstance(found, Path):
                 raise RefusedError("redirected to a path")
             url = found
-        raise FinalError(f"more than {REDIRECTS_MOST} redirects")
+        raise FinalError(f"more than {MAX_REDIRECTS} redirects")
 
     @contextmanager
     def _answer(self, url: SplitResult, end: float) -> Iterator[http.client.HTTPResponse]:

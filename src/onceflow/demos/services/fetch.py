@@ -12,7 +12,7 @@ import pyarrow as pa
 
 import onceflow
 
-VALUE_BYTES_MOST = 10_000
+MAX_VALUE_BYTES = 10_000
 ROWS_PER_ARROW_BATCH = 4_000
 BYTES_PER_ARROW_BATCH = 4 * 2**20
 encode = onceflow.serdes.JSON.encode
@@ -24,8 +24,8 @@ class LinkError(ValueError):
 
 def link_of(value: bytes | None) -> tuple[str, bool]:
     """The link in a record, and whether it is asked for once more."""
-    if value is None or len(value) > VALUE_BYTES_MOST:
-        raise LinkError("no value" if value is None else f"more than {VALUE_BYTES_MOST} bytes")
+    if value is None or len(value) > MAX_VALUE_BYTES:
+        raise LinkError("no value" if value is None else f"more than {MAX_VALUE_BYTES} bytes")
     try:
         wanted = json.loads(value)
     except (ValueError, RecursionError) as error:

@@ -1,0 +1,1 @@
+"""Commands on stopped flows and on topics: reset, repartition, parked records."""

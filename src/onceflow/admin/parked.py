@@ -1,0 +1,395 @@
+"""Parked records: what ``Retry`` has put aside for a person to look at. Read them, retry them, drop them.
+
+A topic of parked records is a table: the key is where the record was read first (``topic/partition/offset``), and a
+tombstone takes it out. An ordinary topic of dead letters is none: its keys are those of the records, many letters may
+share one, and nothing can be taken out. It is read, too; but what is in it is neither retried nor dropped.
+
+Retrying is one transaction: the record to the retry topic and the tombstone, so it is never in
+both places, nor in neither. All commands of one topic share a transactional id: whoever comes second fences the first,
+and reads the topic only when what the first has done is decided. So nothing is retried twice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import pyarrow as pa
+
+from onceflow import hooks
+from onceflow.admin.repartitioner import Row, Writer, abort_anew
+from onceflow.client.cluster import Cluster
+from onceflow.client.committed import CommittedReader
+from onceflow.client.deadline import Deadline
+from onceflow.client.offsets import LATEST, list_offsets
+from onceflow.client.settings import ClientSettings
+from onceflow.client.topics import find_topics, max_message_bytes
+from onceflow.client.transactions import Outcome, Transactions
+from onceflow.errors import (
+    DeadlineExceededError,
+    FencedError,
+    OnceflowError,
+    OptionError,
+    TransactionTimeoutError,
+)
+from onceflow.protocol.partitioners import group_by_partition, key_partitions
+from onceflow.state import dead_letters
+from onceflow.state.record import Header
+from onceflow.state.retry import IDENTITY, KEY, NULL_VALUE, RETRY_TOPIC
+
+_PREPARE_S, _COMMIT_S = 60.0, 60.0
+_TIMEOUT_MS = 60_000
+
+
+@dataclass(frozen=True)
+class Parked:
+    """One parked record, or one dead letter of an ordinary topic.
+
+    Args:
+        origin: where it was read first, ``topic/partition/offset``: its key in the topic, if it is parked there.
+        partition: of the topic of parked records.
+        stored: its value there.
+        headers: as they are there.
+        timestamp_ms: of the record; negative: it has none.
+        letter: whether it is a dead letter that nobody has parked.
+        stored_key: of a letter: its key there.
+    """
+
+    origin: str
+    partition: int
+    stored: bytes | None
+    headers: Sequence[Header]
+    timestamp_ms: int
+    letter: bool = False
+    stored_key: bytes | None = None
+
+    @property
+    def raw_origin(self) -> bytes:
+        """The key in the topic."""
+        return self.origin.encode(errors="surrogateescape")
+
+    @property
+    def key(self) -> bytes | None:
+        """The record's own key."""
+        return self.stored_key if self.letter else dict(self.headers).get(KEY)
+
+    @property
+    def value(self) -> bytes | None:
+        """The record's own value."""
+        return None if NULL_VALUE in dict(self.headers) and not self.letter else self.stored
+
+    @property
+    def attempt(self) -> int:
+        """How often it has failed; 0: its headers do not tell."""
+        told = self.told(dead_letters.ATTEMPT)
+        return int(told) if told.isascii() and told.isdigit() and len(told) < 10 else 0
+
+    @property
+    def cause(self) -> str:
+        """The class of the error."""
+        return self.told(dead_letters.ERROR_CLASS)
+
+    @property
+    def message(self) -> str:
+        """The text of the error."""
+        return self.told(dead_letters.ERROR_MESSAGE)
+
+    @property
+    def retry_topic(self) -> str:
+        """Where its retries went; empty: its headers do not tell."""
+        return self.told(RETRY_TOPIC)
+
+    def told(self, name: str) -> str:
+        """The last header of this name as text; empty: there is none."""
+        return (dict(self.headers).get(name) or b"").decode(errors="replace")
+
+    def again(self) -> Row:
+        """The record as it is retried: its attempts are counted from the beginning, its origin stays."""
+        left_out = (KEY, NULL_VALUE, RETRY_TOPIC, dead_letters.ATTEMPT)
+        headers = [(name, content) for name, content in self.headers if name not in left_out]
+        return Row(self.value, self.timestamp_ms, headers)
+
+
+def read(settings: ClientSettings, topic: str, origins: Collection[str] | None = None) -> list[Parked]:
+    """What is parked in a topic now, in the order of the origins; of an ordinary topic every dead letter.
+
+    Letters of one record that was processed several times share an origin. Transactions that are open are waited for:
+    what an earlier command has done is seen.
+
+    Args:
+        origins: of the records that are wanted; None: all, and without their values.
+
+    Raises:
+        OptionError: one of them is not there.
+        OnceflowError: the topic cannot be read.
+    """
+    deadline = Deadline(_PREPARE_S, f"reading parked records of {topic}")
+    with _connected(settings, topic) as cluster:
+        parts = list(_parts(cluster, topic, origins, deadline, values=origins is not None))
+        if origins is not None:
+            _check_found(topic, origins, parts)
+        return sorted((record for part in parts for record in part), key=lambda record: _order(record.origin))
+
+
+def retry(
+    settings: ClientSettings, topic: str, origins: Collection[str] | None, *, to: str | None = None
+) -> dict[str, int]:
+    """Write parked records to the retry topic and take them out of the topic, in one transaction.
+
+    Args:
+        topic: of the parked records.
+        origins: which ones; None: all that are there.
+        to: the retry topic; None: the one that each record's headers tell.
+
+    Returns:
+        how many went to which topic.
+
+    Raises:
+        OptionError: one of the origins is not there (any more), nothing tells the retry topic, or the topic holds
+            ordinary dead letters.
+        FencedError: another command for this topic has started meanwhile.
+        DeadlineExceededError: the outcome of the commit is not known.
+        OnceflowError: Kafka refused something. After any error but an unknown outcome, nothing has changed.
+    """
+    with _connected(settings, topic) as cluster:
+        return _Change(cluster, topic).run(origins, lambda record: _target(topic, record, to))
+
+
+def drop(settings: ClientSettings, topic: str, origins: Collection[str] | None) -> int:
+    """Take parked records out of the topic for good, in one transaction.
+
+    Args, Raises: as of `retry`.
+
+    Returns:
+        how many.
+    """
+    with _connected(settings, topic) as cluster:
+        return sum(_Change(cluster, topic).run(origins, lambda record: "").values())
+
+
+class _Change:
+    """One call of `retry` or `drop`."""
+
+    def __init__(self, cluster: Cluster, topic: str) -> None:
+        self._cluster = cluster
+        self._topic = topic
+        self._transactions = Transactions(cluster, f"onceflow.admin.parked.{topic}", _TIMEOUT_MS)
+
+    def run(self, origins: Collection[str] | None, target_of: Callable[[Parked], str]) -> dict[str, int]:
+        """Take out what is wanted.
+
+        Args:
+            target_of: the topic that a record goes to; empty: none.
+
+        Returns:
+            how many records went to which topic.
+        """
+        deadline = Deadline(_PREPARE_S, f"preparing to change topic {self._topic}")
+        try:
+            self._transactions.check_supported(deadline)
+            find_topics(self._cluster, {self._topic: ""}, deadline)  # before anybody is fenced
+            self._transactions.init(deadline)
+            self._at("init")
+            # Looked at only now: what an older command has done is decided, and it can do no more.
+            parts: Iterable[list[Parked]] = _parts(self._cluster, self._topic, origins, deadline)
+            if origins is not None:
+                parts = list(parts)  # all must be there before anything is written
+                _check_found(self._topic, origins, parts)
+                for records in parts:
+                    _refuse_letters(self._topic, records)
+            counts = self._write(parts, target_of)
+            if counts:
+                self._commit()
+            self._at("end")
+            return counts
+        except FencedError as error:
+            raise FencedError(
+                f"Another command has started to change topic {self._topic}; this one has changed nothing",
+                topic=self._topic,
+                detail=f"{error.what} (the broker also says so when a transaction took longer than "
+                f"{_TIMEOUT_MS / 1000:g} s)",
+                next_step="look at what is left with onceflow parked list; then run this one again, if need be",
+            ) from error
+
+    def _write(self, parts: Iterable[list[Parked]], target_of: Callable[[Parked], str]) -> dict[str, int]:
+        """Records and tombstones. What is not given by origin is read meanwhile, a partition at a time."""
+        deadline = Deadline(_TIMEOUT_MS / 1000, f"changing topic {self._topic}")
+        self._transactions.begin(deadline)
+        counts: dict[str, int] = {}
+        try:
+            limits = max_message_bytes(self._cluster, [self._topic], deadline)
+            writer = Writer(self._cluster, self._transactions, limits, deadline)
+            for records in parts:
+                _refuse_letters(self._topic, records)
+                by_target: dict[str, list[Parked]] = {}
+                for record in records:
+                    by_target.setdefault(target_of(record), []).append(record)
+                for target, found in by_target.items():
+                    if target and target not in limits:
+                        limits |= max_message_bytes(self._cluster, [target], deadline)
+                    if target:
+                        self._write_to(target, found, writer, deadline)
+                    counts[target] = counts.get(target, 0) + len(found)
+                if records:
+                    writer.delete(self._topic, records[0].partition, [record.raw_origin for record in records])
+                    writer.finish()
+            self._at("write")
+        except BaseException as problem:
+            if not isinstance(problem, FencedError):
+                abort_anew(self._cluster, self._transactions)
+            raise
+        return counts
+
+    def _write_to(self, target: str, found: Sequence[Parked], writer: Writer, deadline: Deadline) -> None:
+        count = find_topics(self._cluster, {target: "retry"}, deadline)[target].partitions
+        keys = pa.array([record.key for record in found], pa.large_binary())
+        places = key_partitions(keys, count)
+        # Records without a key may be anywhere.
+        spread = key_partitions(pa.array([record.raw_origin for record in found], pa.large_binary()), count)
+        places[places < 0] = spread[places < 0]
+        for partition, rows in group_by_partition(places, count):
+            again = [(found[n].key, found[n].again()) for n in rows.tolist()]
+            writer.write(target, partition, again)
+
+    def _commit(self) -> None:
+        try:
+            outcome = self._transactions.end(Deadline(_COMMIT_S, "committing"), commit=True)
+        except DeadlineExceededError as error:
+            raise DeadlineExceededError(
+                "The outcome of the commit is not known: the coordinator does not answer",
+                topic=self._topic,
+                detail=f"{error.what}; {error.detail}",
+                next_step="look with onceflow parked list when the brokers are back: all has happened, or nothing",
+            ) from error
+        if outcome is Outcome.FENCED:
+            raise FencedError("the commit was refused")
+        if outcome is Outcome.ABORTED:
+            raise TransactionTimeoutError(
+                f"The broker ended the transaction: it took longer than {_TIMEOUT_MS / 1000:g} s; nothing has changed",
+                topic=self._topic,
+                next_step="try again, or choose fewer records",
+            )
+
+    def _at(self, step: str) -> None:
+        hooks.at(step, where="driver", flow=f"parked.{self._topic}")
+
+
+@contextlib.contextmanager
+def _connected(settings: ClientSettings, topic: str) -> Iterator[Cluster]:
+    cluster = Cluster(settings)
+    try:
+        yield cluster
+    except OnceflowError as error:
+        error.locate(topic=topic)
+        raise
+    finally:
+        cluster.close()
+
+
+def _parts(
+    cluster: Cluster, topic: str, origins: Collection[str] | None, deadline: Deadline, *, values: bool = True
+) -> Iterator[list[Parked]]:
+    """What is parked, partition by partition.
+
+    Up to where the logs end now, not only to the last stable offsets: an open transaction of the flow that parks would
+    else hide what was decided behind its beginning, and a record that was retried would seem to be there still.
+
+    Args:
+        origins: which ones; None: all.
+        values: whether they are needed.
+    """
+    cluster.connect(deadline)
+    wanted = None if origins is None else {*origins}
+    span = {topic: sorted(find_topics(cluster, {topic: ""}, deadline)[topic].leaders)}
+    ends = list_offsets(cluster, span, LATEST, deadline, committed=False)[topic]
+    reader = CommittedReader(cluster)
+    for partition, end in sorted(ends.items()):
+        live: dict[bytes, Parked] = {}
+        found: list[Parked] = []  # letters
+        for chunk in reader.read(topic, partition, 0, end):
+            rows = zip(chunk.offsets.tolist(), chunk.keys, chunk.values, chunk.timestamps_ms.tolist(), strict=True)
+            for row, (offset, key, value, stamp) in enumerate(rows):
+                headers = tuple(chunk.headers.get(row, ()))
+                if key is not None and _is_parked(key, headers):
+                    live.pop(key, None)
+                    origin = _text(key)
+                    if value is not None and (wanted is None or origin in wanted):
+                        live[key] = Parked(origin, partition, value if values else b"", headers, stamp)
+                    continue
+                origin = _told_origin(headers) or f"{topic}/{partition}/{offset}"
+                if wanted is None or origin in wanted:
+                    headers = (
+                        headers if values else tuple(each for each in headers if each[0] != dead_letters.ERROR_STACK)
+                    )
+                    stored = value if values else b""
+                    found.append(Parked(origin, partition, stored, headers, stamp, letter=True, stored_key=key))
+        yield [*live.values(), *found]
+
+
+def _is_parked(key: bytes, headers: Sequence[Header]) -> bool:
+    """Whether a record was parked under this key, or is the tombstone of one that was.
+
+    A key of somebody's own may look like an origin; but then the headers of the letter tell another.
+    """
+    text = _text(key)
+    return IDENTITY.fullmatch(text) is not None and _told_origin(headers) in ("", text)
+
+
+def _told_origin(headers: Sequence[Header]) -> str:
+    """The origin that the headers of a letter tell; empty: none."""
+    told = dict(headers)
+    parts = [
+        told.get(name) or b""
+        for name in (dead_letters.ORIGIN_TOPIC, dead_letters.ORIGIN_PARTITION, dead_letters.ORIGIN_OFFSET)
+    ]
+    origin = _text(b"/".join(parts))
+    return origin if IDENTITY.fullmatch(origin) else ""
+
+
+def _refuse_letters(topic: str, records: Iterable[Parked]) -> None:
+    letter = next((record for record in records if record.letter), None)
+    if letter is not None:
+        raise OptionError(
+            f"{letter.origin} is an ordinary dead letter in {topic}, not a parked record: it can be neither retried "
+            "nor dropped here",
+            topic=topic,
+            detail="parked records are those that onceflow.Retry has given up; their keys are their origins",
+            next_step="to retry dead letters, run a flow with onceflow.Retry over this topic, and use its parked_topic "
+            "here; nothing has changed",
+        )
+
+
+def _check_found(topic: str, origins: Collection[str], parts: Iterable[list[Parked]]) -> None:
+    found = {record.origin for part in parts for record in part}
+    missing = [origin for origin in dict.fromkeys(origins) if origin not in found]
+    if missing:
+        more = f" (and {len(missing) - 1} others)" if len(missing) > 1 else ""
+        raise OptionError(
+            f"{missing[0]}{more} is not parked in {topic}: it never was, or it was retried or dropped already",
+            topic=topic,
+            next_step="see what is there with onceflow parked list; nothing has changed",
+        )
+
+
+def _target(topic: str, record: Parked, to: str | None) -> str:
+    target = to or record.retry_topic
+    if not target or target == topic:
+        raise OptionError(
+            f"Record {record.origin} does not tell where retries go"
+            if not target
+            else "A record cannot be retried into the topic that it is parked in",
+            topic=topic,
+            next_step="name the retry topic with --to; nothing has changed",
+        )
+    return target
+
+
+def _order(origin: str) -> tuple[str, int, int]:
+    topic, *numbers = origin.rsplit("/", 2)
+    partition, offset = (int(part) if part.isdecimal() else 0 for part in (*numbers, "", "")[:2])
+    return topic, partition, offset
+
+
+def _text(key: bytes) -> str:
+    return key.decode(errors="surrogateescape")

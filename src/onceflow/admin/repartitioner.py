@@ -1,0 +1,356 @@
+"""Brings the rows of a table to where Kafka's default partitioner looks for them among more partitions.
+
+Old partitions are read one after the other, and the rows that leave one are kept in memory until they are written:
+memory is bounded by the rows of one partition. (Tables of snapshots are small by definition: all of it is kept.)
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from onceflow.client.cluster import Cluster
+from onceflow.client.committed import Chunk, CommittedReader
+from onceflow.client.deadline import Deadline
+from onceflow.client.produce import Acknowledged, Producer
+from onceflow.client.transactions import Transactions
+from onceflow.errors import OnceflowError, ProgressConflictError
+from onceflow.protocol.batches import ProducerIdAndEpoch, encode_batches, next_sequence
+from onceflow.protocol.partitioners import group_by_partition, murmur2
+from onceflow.state import rows
+from onceflow.state.local import rows_of_snapshot, snapshot
+from onceflow.state.local_format import INTERNAL_SUFFIX
+from onceflow.state.run import SNAPSHOT_KEY
+
+log = logging.getLogger("onceflow.state")
+
+_ABORT_S = 10.0
+_SLICE_ROWS, _SLICE_BYTES = 20_000, 16_000_000
+_SNAPSHOT_START = b'{"format":'
+_HEADERS = pa.list_(pa.struct([("key", pa.string()), ("value", pa.binary())]))
+
+Ends = Mapping[int, int]
+"""Partition, then offset up to which it is read."""
+
+
+@dataclass(frozen=True)
+class RepartitionProgress:
+    """How far it is: offsets of the old partitions that are read, of how many, and rows that have moved."""
+
+    done: int
+    total: int
+    rows: int
+
+
+class Row(NamedTuple):
+    """A record without its key; no value: deleted."""
+
+    value: bytes | None
+    timestamp_ms: int
+    headers: list[tuple[str, bytes | None]] | None = None
+
+
+class Writer:
+    """Rows to partitions, in one transaction, or without any.
+
+    Args:
+        transactions: with one that has begun; or an idempotent identity.
+        limits: ``max.message.bytes`` of the topics.
+        deadline: bounds everything.
+        sequences: where those of an idempotent identity go on, by partition; changed by what is written.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        transactions: Transactions | ProducerIdAndEpoch,
+        limits: Mapping[str, int],
+        deadline: Deadline,
+        *,
+        sequences: dict[tuple[str, int], int] | None = None,
+    ) -> None:
+        self._enrolling: Transactions | None = None
+        transactional_id: str | None = None
+        if isinstance(transactions, ProducerIdAndEpoch):
+            self._identity = transactions
+        else:
+            self._identity, transactional_id = transactions.identity, transactions.transactional_id
+            self._enrolling = None if transactions.version_2 else transactions
+        self._limits = limits
+        self._deadline = deadline
+        self._producer = Producer(cluster, transactional_id=transactional_id, deadline=deadline)
+        self._sequences: dict[tuple[str, int], int] = {} if sequences is None else sequences
+
+    def write(self, topic: str, partition: int, found: Iterable[tuple[bytes | None, Row]]) -> None:
+        """Write rows under these keys (those of a table are never null), with their headers and timestamps."""
+        keys, values, stamps, headers = [], [], [], []
+        for key, row in found:
+            keys.append(key)
+            values.append(row.value)
+            stamps.append(row.timestamp_ms)
+            headers.append(row.headers)
+        times = np.array(stamps, dtype=np.int64)
+        self._send(
+            topic,
+            partition,
+            keys,
+            pa.array(values, pa.large_binary()),
+            pa.array(headers, _HEADERS) if any(headers) else None,
+            pa.array(times, mask=times < 0),  # old producers gave none
+        )
+
+    def delete(self, topic: str, partition: int, keys: Iterable[bytes]) -> None:
+        """Write tombstones."""
+        self._send(topic, partition, list(keys), None, None, None)
+
+    def finish(self) -> Mapping[tuple[str, int], Acknowledged]:
+        """Wait for every acknowledgement; what is where."""
+        return self._producer.flush()
+
+    def _send(
+        self, topic: str, partition: int, keys: Sequence[bytes | None], values: object, headers: object, stamps: object
+    ) -> None:
+        if (topic, partition) not in self._sequences and self._enrolling is not None:
+            self._enrolling.add_partitions({topic: [partition]}, self._deadline)
+        sequence = self._sequences.get((topic, partition), 0)
+        for encoded in encode_batches(
+            pa.array(keys, pa.large_binary()),
+            values,
+            headers,
+            stamps,
+            identity=self._identity,
+            base_sequence=sequence,
+            max_batch_bytes=self._limits[topic],
+            default_timestamp_ms=_now_ms(),
+        ):
+            self._producer.send(topic, partition, encoded)
+            sequence = next_sequence(sequence, encoded.count)
+        self._sequences[topic, partition] = sequence
+
+
+def abort_anew(cluster: Cluster, transactions: Transactions) -> None:
+    """Abort right away, and on a connection of its own: the one in use was left in the middle of something.
+
+    When it fails, the next take-over aborts, or the transaction's timeout does.
+    """
+    another = Cluster(cluster.settings, refused_s=None)
+    try:
+        deadline = Deadline(_ABORT_S, "aborting")
+        another.connect(deadline)
+        identity = transactions.identity
+        Transactions(another, transactions.transactional_id, identity=identity).end(deadline, commit=False)
+    except OnceflowError as error:
+        log.warning("the transaction could not be aborted now: %s", error.what)
+    finally:
+        another.close()
+
+
+class Repartitioner:
+    """Finds the rows of a table that have to move, and moves them.
+
+    Args:
+        before, after: partition counts; rows are placed for the first one.
+        ends: of all partitions, by topic.
+        tell: told of progress now and then.
+    """
+
+    def __init__(
+        self,
+        reader: CommittedReader,
+        table: str,
+        *,
+        before: int,
+        after: int,
+        ends: Mapping[str, Ends],
+        tell: Callable[[RepartitionProgress], None],
+    ) -> None:
+        self._reader = reader
+        self._table, self._internal = table, table + INTERNAL_SUFFIX
+        self._before, self._after = before, after
+        self._ends = ends
+        self._tell = tell
+        self._done = 0
+        self._total = sum(by_partition[p] for by_partition in ends.values() for p in range(before))
+        self.moved = {self._table: 0, self._internal: 0}
+        self.records = self.ignored = 0
+
+    def check_empty(self) -> None:
+        """What lies in new partitions would become state. (Aborted rows of an attempt before this one may be there.)
+
+        Raises:
+            ProgressConflictError: somebody else has written there.
+        """
+        for topic, ends in self._ends.items():
+            for partition in range(self._before, self._after):
+                last: dict[bytes | None, bytes | None] = {}
+                for chunk in self._reader.read(topic, partition, 0, ends[partition]):
+                    last.update(zip(chunk.keys, chunk.values, strict=True))
+                self._refuse(topic, partition, [key for key, value in last.items() if key and value is not None])
+
+    def holds_snapshots(self) -> bool:
+        """Whether a record of the table is a snapshot of a partition: the first record tells."""
+        for partition in range(self._before):
+            for chunk in self._reader.read(self._table, partition, 0, self._ends[self._table][partition]):
+                for key, value in zip(chunk.keys, chunk.values, strict=True):
+                    if key is not None and value is not None:
+                        return _is_snapshot(key, value)
+        return False
+
+    def move(self, writer: Writer, deadline: Deadline, *, snapshots: bool) -> None:
+        """Write every row that moves to its new partition, and a tombstone to the old one.
+
+        Args:
+            snapshots: of whole partitions: every partition gets a new one.
+
+        Raises:
+            ProgressConflictError: the table holds what no processor can have written.
+            DeadlineExceededError: the deadline has passed.
+        """
+        if snapshots:
+            self._move_snapshots(writer, deadline)
+            return
+        for topic, ends in self._ends.items():
+            for partition in range(self._before):
+                leaving = self._leaving(topic, partition, ends[partition], deadline)
+                for target, by_key in leaving.items():
+                    for part in _slices(by_key):
+                        writer.write(topic, target, part)
+                        writer.delete(topic, partition, [key for key, _ in part])
+                        self.moved[topic] += len(part)
+                writer.finish()  # nothing is under way while the next partition is read
+                self._advanced(0)
+
+    # ---- rows ------------------------------------------------------------------------------------------
+
+    def _leaving(self, topic: str, partition: int, end: int, deadline: Deadline) -> dict[int, dict[bytes, Row]]:
+        """Last rows of the keys that leave a partition, by where they go; some may be deleted ones."""
+        leaving: dict[int, dict[bytes, Row]] = {}
+        # What belongs elsewhere already: an earlier growth has left deleted rows, which may not be compacted yet.
+        strays: dict[bytes, bytes | None] = {}
+        for chunk in self._chunks(topic, partition, end, deadline):
+            if SNAPSHOT_KEY in chunk.keys:
+                self._check_none(chunk, topic, _is_snapshot)
+            keys, values, headers = chunk.keys, chunk.values, chunk.headers
+            stamps = chunk.timestamps_ms.tolist()
+            homes, targets = self._places(_users(keys, internal=topic == self._internal))
+            self.ignored += int(np.count_nonzero(homes < 0))
+            leaves = np.flatnonzero((homes == partition) & (targets != partition))
+            for target, found in group_by_partition(targets[leaves], self._after):
+                leaving.setdefault(target, {}).update(
+                    (keys[n], Row(values[n], stamps[n], headers.get(n))) for n in leaves[found].tolist()
+                )
+            for n in np.flatnonzero((homes >= 0) & (homes != partition)).tolist():
+                strays[keys[n]] = values[n]  # type: ignore[index]
+        self._refuse(topic, partition, [key for key, value in strays.items() if value is not None])
+        return leaving
+
+    def _move_snapshots(self, writer: Writer, deadline: Deadline) -> None:
+        placed: dict[int, list[tuple[bytes, bytes]]] = {p: [] for p in range(self._after)}
+        for partition in range(self._before):
+            last: bytes | None = None
+            for chunk in self._chunks(self._table, partition, self._ends[self._table][partition], deadline):
+                self._check_none(chunk, self._table, lambda key, value: not _is_snapshot(key, value))
+                values = [value for key, value in zip(chunk.keys, chunk.values, strict=True) if key is not None]
+                last = values[-1] if values else last
+            found = rows_of_snapshot(last) if last is not None else []
+            homes, targets = self._places([_user_of(row_key) for row_key, _ in found])
+            self._refuse(self._table, partition, [found[n][0] for n in np.flatnonzero(homes != partition).tolist()])
+            for target, row in zip(targets.tolist(), found, strict=True):
+                placed[target].append(row)
+            self.moved[self._table] += int(np.count_nonzero(targets != partition))
+        for partition, kept in placed.items():
+            writer.write(self._table, partition, [(SNAPSHOT_KEY, Row(snapshot(sorted(kept)), _now_ms()))])
+
+    def _places(self, users: Sequence[bytes | None]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+        """Where Kafka's default partitioner has put keys, and where it puts them from now on; -1 for none."""
+        column = pa.array(users, pa.large_binary())
+        hashes = murmur2(column) & np.int32(0x7FFF_FFFF)
+        homes, targets = hashes % np.int32(self._before), hashes % np.int32(self._after)
+        if column.null_count:
+            homes[column.is_null().to_numpy(zero_copy_only=False)] = -1
+        return homes, targets
+
+    def _chunks(self, topic: str, partition: int, end: int, deadline: Deadline) -> Iterator[Chunk]:
+        position = 0
+        for chunk in self._reader.read(topic, partition, 0, end):
+            if deadline.expired:
+                raise deadline.error(f"{topic}-{partition} is read up to offset {position} of {end}")
+            yield chunk
+            self.records += len(chunk.keys)
+            self._advanced(chunk.next_offset - position)
+            position = chunk.next_offset
+
+    def _advanced(self, offsets: int) -> None:
+        self._done += offsets
+        self._tell(RepartitionProgress(self._done, self._total, sum(self.moved.values())))
+
+    # ---- what must not be there --------------------------------------------------------------------------
+
+    def _check_none(self, chunk: Chunk, topic: str, wrong: Callable[[bytes, bytes], bool]) -> None:
+        pairs = zip(chunk.keys, chunk.values, strict=True)
+        if topic == self._table and any(
+            key is not None and value is not None and wrong(key, value) for key, value in pairs
+        ):
+            raise ProgressConflictError(
+                f"Table topic {topic} holds both rows and snapshots of whole partitions",
+                topic=topic,
+                detail="a table has one of them: snapshot_per_partition of Flow.process, or not",
+                next_step="process into a table of another name, from the start of the source",
+            )
+
+    def _refuse(self, topic: str, partition: int, strays: Sequence[bytes | None]) -> None:
+        if strays:
+            raise ProgressConflictError(
+                f"Partition {partition} of {topic} holds rows whose keys belong to other partitions",
+                topic=f"{topic}-{partition}",
+                detail=f"{len(strays)} rows, for example {(strays[0] or b'')[:100]!r}; they were not placed by Kafka's "
+                f"default partitioner over {self._before} partitions, and the flow does not find them",
+                next_step="find out who else writes to this topic, and delete those rows in that partition (a record "
+                "with their key and no value)",
+            )
+
+
+def _users(keys: Sequence[bytes | None], *, internal: bool) -> Sequence[bytes | None]:
+    """The user's key of each record; None for records that no processor wrote, which a restore ignores, too."""
+    if internal:
+        return [None if key is None or not _is_internal(key) else rows.split(key[1:])[0] for key in keys]
+    return [None if key is None or len(key) >= rows.ROW_KEY_BYTES_MAX else key for key in keys]
+
+
+def _is_internal(key: bytes) -> bool:
+    return key[:1] in (rows.MAP, rows.TIMER) and len(key) <= rows.ROW_KEY_BYTES_MAX and b"\0\0" in key
+
+
+def _user_of(row_key: bytes) -> bytes:
+    return rows.split(row_key[1:])[0] if rows.is_internal(row_key) else row_key[1:]
+
+
+def _is_snapshot(key: bytes, value: bytes) -> bool:
+    return key == SNAPSHOT_KEY and value.startswith(_SNAPSHOT_START)
+
+
+def _slices(by_key: Mapping[bytes, Row]) -> Iterator[list[tuple[bytes, Row]]]:
+    """Rows that are not deleted, some thousands at a time."""
+    part: list[tuple[bytes, Row]] = []
+    size = 0
+    for key, row in by_key.items():
+        if row.value is None:
+            continue
+        part.append((key, row))
+        size += len(row.value)
+        if len(part) >= _SLICE_ROWS or size >= _SLICE_BYTES:
+            yield part
+            part, size = [], 0
+    if part:
+        yield part
+
+
+def _now_ms() -> int:
+    return time.time_ns() // 1_000_000

@@ -1,0 +1,77 @@
+"""Make a flow start over: its progress record becomes a tombstone, its consumer group is deleted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kafka.protocol.admin import DeleteGroupsRequest
+
+from onceflow.client.cluster import GROUP, Cluster
+from onceflow.client.coordinators import repeat
+from onceflow.client.deadline import Deadline
+from onceflow.client.produce import Producer
+from onceflow.client.settings import ClientSettings
+from onceflow.client.transactions import Transactions
+from onceflow.driver import progress_log
+from onceflow.driver.driver_session import DriverSession
+from onceflow.protocol import codes
+from onceflow.protocol.batches import encode_single
+from onceflow.protocol.names import Names
+from onceflow.protocol.progress import PROGRESS_TOPIC, Progress
+
+_SECONDS = 60.0
+_GROUP_ID_NOT_FOUND = 69
+
+
+def reset(settings: ClientSettings, names: Names, source_topics: list[str]) -> Progress | None:
+    """Forget what the flow has committed; a running driver of it is fenced.
+
+    Args:
+        source_topics: topics it reads, to find its progress faster; may be empty.
+
+    Returns:
+        The progress that was, or None when there was none.
+
+    Raises:
+        PermissionDeniedError, BrokerUnreachableError, UnknownTopicError: nothing has changed.
+        FencedError: a driver of the flow started meanwhile.
+    """
+    deadline = Deadline(_SECONDS, f"resetting flow {names.flow}")
+    cluster = Cluster(settings)
+    try:
+        hold = DriverSession(cluster, names)
+        hold.transactions.check_supported(deadline)
+        progress_log.ensure_topic(cluster, deadline)
+        hold.init(deadline)
+        spans = {name: sorted(cluster.topic(name, deadline).leaders) for name in source_topics}
+        before = hold.progress(spans, deadline, missing_is_fine=True)
+        _write_tombstone(cluster, hold.transactions, names, deadline)
+        _delete_group(cluster, names.group_id, deadline)
+        return before
+    finally:
+        cluster.close()
+
+
+def _write_tombstone(cluster: Cluster, transactions: Transactions, names: Names, deadline: Deadline) -> None:
+    partition = progress_log.partition_of(names.progress_key)
+    identity = transactions.begin(deadline)
+    if not transactions.version_2:
+        transactions.add_partitions({PROGRESS_TOPIC: [partition]}, deadline)
+    producer = Producer(cluster, transactional_id=transactions.transactional_id, deadline=deadline)
+    key, now = names.progress_key.encode(), progress_log.now_ms()
+    tombstone = encode_single(key, None, timestamp_ms=now, identity=identity, base_sequence=0)
+    producer.send(PROGRESS_TOPIC, partition, tombstone)
+    producer.flush()
+    transactions.commit(deadline, flow=names.flow, doing="being reset")
+
+
+def _delete_group(cluster: Cluster, group: str, deadline: Deadline) -> None:
+    """Its offsets point to the old record; without one they would look like lost progress."""
+    request = DeleteGroupsRequest(version=cluster.version(DeleteGroupsRequest, least=0, most=2), groups_names=[group])
+
+    def code_of(response: Any) -> int:
+        return int(response.results[0].error_code)
+
+    code = code_of(repeat(cluster, request, "DeleteGroups", GROUP, group, deadline, code_of=code_of))
+    if code not in (0, _GROUP_ID_NOT_FOUND):
+        raise codes.error_for(code, api="DeleteGroups", detail=f"group {group}")

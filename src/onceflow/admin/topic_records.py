@@ -1,0 +1,191 @@
+"""Records to and from a topic without a flow: for the commands ``onceflow produce`` and ``onceflow consume``."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import numpy as np
+import pyarrow as pa
+
+from onceflow.admin.repartitioner import Row, Writer
+from onceflow.client.cluster import Cluster
+from onceflow.client.committed import Chunk, CommittedReader
+from onceflow.client.deadline import Deadline
+from onceflow.client.offsets import EARLIEST, LATEST, list_offsets
+from onceflow.client.topics import find_topics, max_message_bytes
+from onceflow.client.transactions import idempotent_identity
+from onceflow.errors import BadRecordError, OptionError
+from onceflow.protocol.batches import encode_single
+from onceflow.protocol.names import OwnTopics
+from onceflow.protocol.partitioners import group_by_partition, key_partitions
+from onceflow.state.record import Record
+
+_CALL_S = 60.0
+_LOOK_S = 0.1
+_FETCH_BYTES = 1_000_000
+_RECORD_OVERHEAD_BYTES, _HEADER_OVERHEAD_BYTES = 200, 10  # more than the format takes
+
+
+class TopicWriter:
+    """Writes records to one topic, each in the partition that the Java client gives its key.
+
+    That is murmur2 of the key; records without a key go to all partitions in turn. The producer is idempotent: its
+    own retries neither double nor reorder anything. There is no transaction: what is written is visible at once.
+
+    Raises:
+        UnknownTopicError: there is no such topic.
+        OptionError: it is an internal one.
+    """
+
+    def __init__(self, cluster: Cluster, topic: str) -> None:
+        self._cluster = cluster
+        self._topic = topic
+        self.written = 0
+        refusal = OwnTopics().refusal(topic)
+        if refusal:
+            raise OptionError(
+                f"Nothing may be written to {topic}, which {refusal}",
+                topic=topic,
+                next_step="write to a topic of your own",
+            )
+        deadline = Deadline(_CALL_S, f"preparing to write to {topic}")
+        self._partitions = find_topics(cluster, {topic: ""}, deadline)[topic].partitions
+        self._limits = max_message_bytes(cluster, [topic], deadline)
+        self._identity = idempotent_identity(cluster, deadline)
+        self._sequences: dict[tuple[str, int], int] = {}
+        self._turn = 0
+
+    def check(self, record: Record) -> None:
+        """Whether the topic takes a record of this size.
+
+        Raises:
+            BadRecordError: it is larger than ``max.message.bytes``.
+        """
+        sizes = [len(record.key or b"") + len(record.value or b"") + _RECORD_OVERHEAD_BYTES]
+        sizes += [len(name.encode()) + len(value or b"") + _HEADER_OVERHEAD_BYTES for name, value in record.headers]
+        limit = self._limits[self._topic]
+        if sum(sizes) > limit:  # or nearly
+            encoded = encode_single(
+                record.key, record.value, record.headers, timestamp_ms=0, identity=self._identity, base_sequence=0
+            )
+            if encoded.nbytes > limit:
+                raise BadRecordError(
+                    f"the record takes {encoded.nbytes:,} bytes, the topic at most {limit:,} (max.message.bytes)",
+                    topic=self._topic,
+                )
+
+    def write(self, records: Sequence[Record]) -> None:
+        """Write records with key, value, headers and timestamp; returns when all are acknowledged.
+
+        Raises:
+            OnceflowError: none, some or all of these are written. `written` does not count them.
+        """
+        if not records:
+            return
+        deadline = Deadline(_CALL_S, f"writing to {self._topic}")
+        places = key_partitions(pa.array([record.key for record in records], pa.large_binary()), self._partitions)
+        open_places = np.flatnonzero(places < 0)
+        places[open_places] = (self._turn + np.arange(len(open_places))) % self._partitions
+        self._turn += len(open_places)
+        writer = Writer(self._cluster, self._identity, self._limits, deadline, sequences=self._sequences)
+        for partition, rows in group_by_partition(places, self._partitions):
+            found = [records[row] for row in rows.tolist()]
+            writer.write(self._topic, partition, [(record.key, _row(record)) for record in found])
+        writer.finish()
+        self.written += len(records)
+
+
+def read(
+    cluster: Cluster,
+    topic: str,
+    *,
+    start: int = EARLIEST,
+    partition: int | None = None,
+    follow: bool = False,
+    check: Callable[[], None] = lambda: None,
+) -> Iterator[list[Record]]:
+    """Committed records, up to the last stable offsets as of now, or for ever. A partition at a time, in order.
+
+    Args:
+        start: ``EARLIEST``, ``LATEST``, or an offset, from which on each partition is read.
+        partition: this one only; None: all, with ``follow`` also those that are added meanwhile.
+        follow: whether to wait for more.
+        check: called again and again; what it raises ends the reading.
+
+    Raises:
+        UnknownTopicError: there is no such topic. OptionError: it has no such partition.
+        OnceflowError: brokers do not answer, or refuse.
+    """
+    reader = CommittedReader(cluster, fetch_bytes=_FETCH_BYTES)
+    positions: dict[int, int] = {}
+    while True:
+        deadline = Deadline(_CALL_S, f"reading {topic}")
+        ends = stable_offsets(cluster, topic, partition, deadline)
+        if not positions:
+            positions = _positions(cluster, topic, start, ends, deadline)
+        found = False
+        for number, end in ends.items():
+            for chunk in reader.read(topic, number, positions.get(number, 0), end):
+                check()
+                positions[number] = chunk.next_offset
+                if chunk.keys:
+                    found = True
+                    yield _records(chunk, topic, number)
+        if not follow:
+            return
+        check()
+        if not found:
+            time.sleep(_LOOK_S)
+
+
+def stable_offsets(cluster: Cluster, topic: str, partition: int | None, deadline: Deadline) -> dict[int, int]:
+    """Last stable offsets, by partition.
+
+    Args:
+        partition: this one only; None: all.
+
+    Raises:
+        UnknownTopicError: there is no such topic. OptionError: it has no such partition.
+    """
+    there = sorted(find_topics(cluster, {topic: ""}, deadline)[topic].leaders)
+    if partition is not None and partition not in there:
+        raise OptionError(
+            f"Topic {topic} has no partition {partition}",
+            topic=topic,
+            next_step=f"it has {len(there)}, counted from 0",
+        )
+    span = {topic: there if partition is None else [partition]}
+    return dict(sorted(list_offsets(cluster, span, LATEST, deadline)[topic].items()))
+
+
+def held_back(cluster: Cluster, topic: str, stable: Mapping[int, int]) -> dict[int, int]:
+    """How many offsets of each partition are in front of its end, but behind an open transaction. Zeros are left out.
+
+    Args:
+        stable: up to where readers of committed records get.
+    """
+    deadline = Deadline(_CALL_S, f"looking at the ends of {topic}")
+    ends = list_offsets(cluster, {topic: sorted(stable)}, LATEST, deadline, committed=False)[topic]
+    return {number: ends[number] - offset for number, offset in stable.items() if ends[number] > offset}
+
+
+def _positions(cluster: Cluster, topic: str, start: int, ends: Mapping[int, int], deadline: Deadline) -> dict[int, int]:
+    if start == LATEST:
+        return dict(ends)
+    if start == EARLIEST:
+        return list_offsets(cluster, {topic: sorted(ends)}, EARLIEST, deadline)[topic]
+    return dict.fromkeys(ends, start)
+
+
+def _records(chunk: Chunk, topic: str, partition: int) -> list[Record]:
+    rows = zip(chunk.keys, chunk.values, chunk.timestamps_ms.tolist(), chunk.offsets.tolist(), strict=True)
+    return [
+        Record(key, value, topic, chunk.headers.get(row, ()), stamp, partition, offset)
+        for row, (key, value, stamp, offset) in enumerate(rows)
+    ]
+
+
+def _row(record: Record) -> Row:
+    # A negative timestamp: that of writing.
+    return Row(record.value, -1 if record.timestamp_ms is None else record.timestamp_ms, list(record.headers) or None)

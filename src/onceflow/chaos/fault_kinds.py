@@ -1,0 +1,300 @@
+"""The faults that can be injected. Each heals what has to be healed, and says what it did.
+
+``MENU`` maps the kind to its function and to where it makes sense. Whether a flow goes on afterwards is found out by
+whoever injects; see ``run.py``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from onceflow.chaos.flows import LEDGER, OPERATORS
+from onceflow.chaos.spark_cluster import SparkCluster
+from onceflow.chaos.test_bed import Setup, TestBed
+from onceflow.hooks import STEPS
+from onceflow.testing.faults import fault, python_workers
+from onceflow.testing.network import CUT, DELAY, DIRECTIONS, DROP, DUPLICATE, REORDER, REQUEST, Network, Rule
+
+# Brokers refuse records from more than an hour ahead (KIP-937); the clock may go back as far as it likes.
+AHEAD_MS, BEHIND_MS = 3_000_000, 7_200_000
+_APIS = ("Produce", "EndTxn", "InitProducerId", "AddPartitionsToTxn", "TxnOffsetCommit", "FindCoordinator", "Metadata")
+_STEP_WAIT_S = 60.0
+_PAGE_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One entry of the menu.
+
+    Args:
+        inject: does it; returns what it did in a few words.
+        possible: where it makes sense.
+        weight: how often it is chosen.
+    """
+
+    inject: Callable[[TestBed, random.Random], str]
+    possible: Callable[[Setup], bool] = lambda setup: True
+    weight: int = 2
+
+
+# ---- drivers and workers -----------------------------------------------------------------------------
+
+
+def driver_kill(bed: TestBed, rng: random.Random) -> str:
+    rest = rng.random() < 0.5
+    bed.driver.kill(leave_rest=rest)
+    _choose(bed, rng)
+    bed.driver.start()
+    return "SIGKILL to the driver" + (", its JVM and workers left to themselves" if rest else " and its JVM")
+
+
+def jvm_kill(bed: TestBed, rng: random.Random) -> str:
+    bed.driver.kill(jvm_only=True)
+    return "SIGKILL to the driver's JVM"
+
+
+def step_kill(bed: TestBed, rng: random.Random) -> str:
+    """A driver that dies right after a step, and one that raises there."""
+    step, action = rng.choice(STEPS), rng.choice(("kill", "kill", "raise"))
+    bed.driver.kill()
+    flow = bed.names.flow(rng.choice(bed.driver.kinds))
+    mark = bed.names.folder / f"step-{bed.driver.starts}"
+    where = {} if step == "init" else {"batch_from": bed.driver.told.batches.get(flow, -1) + rng.randint(1, 4)}
+    bed.driver.start(fault(step, action, flow=flow, once_file=str(mark), **where))
+    end = time.monotonic() + _STEP_WAIT_S
+    while bed.driver.running.exit_code is None and time.monotonic() < end:
+        time.sleep(0.05)
+    return f"{action} at step {step} of {flow}" + ("" if mark.exists() else " (not reached)")
+
+
+def driver_pause(bed: TestBed, rng: random.Random) -> str:
+    seconds = rng.uniform(1, 6)
+    process = bed.driver.running
+    process.send(signal.SIGSTOP, whole=True)
+    time.sleep(seconds)
+    process.send(signal.SIGCONT, whole=True)
+    return f"SIGSTOP to the driver, {seconds:.1f} s"
+
+
+def workers_kill(bed: TestBed, rng: random.Random) -> str:
+    pids = python_workers(bed.driver.running.pid)
+    if bed.spark_cluster is not None:
+        pids += [pid for executor in bed.spark_cluster.executors() for pid in python_workers(executor)]
+    _kill(pids)
+    return f"SIGKILL to {len(pids)} Python workers"
+
+
+def second_driver(bed: TestBed, rng: random.Random) -> str:
+    # A stopped application would keep the cores of a Spark cluster from the second one.
+    stopped = rng.random() < 0.5 and bed.spark_cluster is None
+    first = bed.driver.running
+    if stopped:
+        first.send(signal.SIGSTOP, whole=True)
+    since = time.monotonic()
+    bed.driver.intrude()
+    if stopped:
+        bed.driver.await_commits(since, timeout_s=90)
+        first.send(signal.SIGCONT, whole=True)
+    return "a second driver" + (", while the first was stopped" if stopped else " beside the first")
+
+
+def state_deleted(bed: TestBed, rng: random.Random) -> str:
+    bed.driver.kill()
+    shutil.rmtree(bed.names.state, ignore_errors=True)
+    bed.driver.start()
+    return "SIGKILL to the driver, local state deleted"
+
+
+def clock_jump(bed: TestBed, rng: random.Random) -> str:
+    ahead = rng.randint(-BEHIND_MS, AHEAD_MS)
+    bed.names.clock.write_text(str(ahead))
+    return f"the driver's clock is {ahead / 60_000:+.0f} minutes off"
+
+
+# ---- executors ---------------------------------------------------------------------------------------
+
+
+def executor_kill(bed: TestBed, rng: random.Random) -> str:
+    cluster = _spark_cluster(bed)
+    pids = cluster.executors()
+    chosen = rng.sample(pids, min(len(pids), rng.choice((1, 1, 2))))
+    _kill(chosen)
+    return f"SIGKILL to {len(chosen)} of {len(pids)} executors"
+
+
+def shuffle_lost(bed: TestBed, rng: random.Random) -> str:
+    cluster = _spark_cluster(bed)
+    mark = bed.names.folder / f"shuffle-{bed.driver.starts}"
+    bed.driver.kill()
+    bed.driver.choices = replace(bed.driver.choices, small_batch_rows=0)
+    rule = fault("begin", "lose-shuffle", where="task", folder=str(cluster.local), once_file=str(mark))
+    bed.driver.start(rule)
+    end = time.monotonic() + _STEP_WAIT_S
+    while not mark.exists() and time.monotonic() < end:
+        bed.driver.revive()
+        time.sleep(0.05)
+    return "shuffle files deleted while tasks run" + ("" if mark.exists() else " (not reached)")
+
+
+def worker_replaced(bed: TestBed, rng: random.Random) -> str:
+    """A machine is lost for good, and another one comes a little later."""
+    cluster = _spark_cluster(bed)
+    name = rng.choice(cluster.workers)
+    cluster.kill_worker(name)
+    time.sleep(rng.uniform(0, 5))
+    return f"SIGKILL to {name} with its executors, {cluster.add_worker()} instead of it"
+
+
+def worker_added(bed: TestBed, rng: random.Random) -> str:
+    """A third worker comes, and goes again."""
+    cluster = _spark_cluster(bed)
+    name = cluster.add_worker()
+    time.sleep(rng.uniform(5, 15))
+    cluster.kill_worker(name)
+    return f"{name} came, and was killed"
+
+
+def host_rebooted(bed: TestBed, rng: random.Random) -> str:
+    """The executors' machine goes down under a living driver: LMDB, which is not synced, has lost some of its pages."""
+
+    def torn() -> None:
+        for file in sorted(bed.names.state.rglob("data.mdb")):
+            if rng.random() < 0.5:
+                _tear(file, rng)
+        bed.names.boot.write_text(f"boot {rng.random()}")
+
+    killed = _spark_cluster(bed).kill_executors(meanwhile=torn)
+    return f"the host of {killed} executors rebooted, local state torn"
+
+
+def _tear(file: Path, rng: random.Random) -> None:
+    """Some pages are as if they had never been written."""
+    with file.open("r+b") as pages:
+        size = os.fstat(pages.fileno()).st_size
+        for _ in range(4):
+            pages.seek(rng.randrange(max(1, size // _PAGE_BYTES)) * _PAGE_BYTES)
+            pages.write(rng.randbytes(_PAGE_BYTES))
+
+
+# ---- brokers -----------------------------------------------------------------------------------------
+
+
+def broker_kill(bed: TestBed, rng: random.Random) -> str:
+    node = rng.choice(bed.node_ids)
+    bed.broker.kill(node)
+    time.sleep(rng.uniform(0, 6))  # missed or not: its session ends after 3 s
+    bed.broker.start_node(node)
+    return f"SIGKILL to broker {node}"
+
+
+def broker_pause(bed: TestBed, rng: random.Random) -> str:
+    node, seconds = rng.choice(bed.node_ids), rng.uniform(0.5, 5)
+    bed.broker.pause(node)
+    time.sleep(seconds)
+    bed.broker.resume(node)
+    return f"SIGSTOP to broker {node}, {seconds:.1f} s"
+
+
+def idle(bed: TestBed, rng: random.Random) -> str:
+    """No records for so long that the brokers forget the flows' transactional ids."""
+    seconds = rng.uniform(10, 14)
+    bed.feeder.pause(seconds)
+    return f"no records for {seconds:.1f} s"
+
+
+def leaders_moved(bed: TestBed, rng: random.Random) -> str:
+    bed.broker.move_leaders()
+    return "leaders moved"
+
+
+def rolling_restart(bed: TestBed, rng: random.Random) -> str:
+    bed.broker.rolling_restart()
+    return "rolling restart of the brokers"
+
+
+# ---- network -----------------------------------------------------------------------------------------
+
+
+def network(action: str) -> Callable[[TestBed, random.Random], str]:
+    """Frames of some APIs are tampered with for a while."""
+
+    def inject(bed: TestBed, rng: random.Random) -> str:
+        apis = tuple(rng.sample(_APIS, 3))
+        probability, seconds = rng.choice((0.05, 0.2, 0.5)), rng.uniform(0.05, 1.0)
+        directions = (REQUEST,) if action in (DUPLICATE, REORDER) else DIRECTIONS
+        rules = [Rule(action, apis, way, probability=probability, seconds=seconds) for way in directions]
+        weather = Network(rng.randrange(2**32), rules)
+        bed.proxies.faults(weather)
+        time.sleep(rng.uniform(2, 5))
+        bed.proxies.faults(None)
+        bed.frames.update(weather.counts)
+        return f"{action} of {', '.join(apis)} at {probability:.0%}: {sum(weather.counts.values())} frames"
+
+    return inject
+
+
+def network_split(bed: TestBed, rng: random.Random) -> str:
+    seconds = rng.uniform(0.5, 4)
+    bed.proxies.pause()
+    time.sleep(seconds)
+    bed.proxies.resume()
+    return f"no network between driver and brokers, {seconds:.1f} s"
+
+
+def _kill(pids: list[int]) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _choose(bed: TestBed, rng: random.Random) -> None:
+    """Drivers of a run are not all alike."""
+    rows = rng.choice((None, 0))
+    bed.driver.choices = replace(
+        bed.driver.choices,
+        small_batch_rows=rows,
+        records_per_batch=rng.choice((2_000, 10_000)),
+        operator=rng.choice(OPERATORS),
+    )
+
+
+def _spark_cluster(bed: TestBed) -> SparkCluster:
+    if bed.spark_cluster is None:
+        raise ValueError("this setup has no Spark cluster")
+    return bed.spark_cluster
+
+
+FAULT_KINDS: dict[str, Fault] = {
+    "driver killed": Fault(driver_kill, weight=3),
+    "driver's JVM killed": Fault(jvm_kill, weight=1),
+    "driver dies at a step": Fault(step_kill, weight=3),
+    "driver stopped for a while": Fault(driver_pause),
+    "workers killed": Fault(workers_kill, weight=3),
+    "second driver": Fault(second_driver),
+    "local state deleted": Fault(state_deleted, lambda setup: LEDGER in setup.flows, weight=1),
+    "clock jumps": Fault(clock_jump, lambda setup: LEDGER in setup.flows),
+    "executor killed": Fault(executor_kill, lambda setup: setup.workers > 0, weight=6),
+    "shuffle files lost": Fault(shuffle_lost, lambda setup: setup.workers > 0, weight=3),
+    "worker replaced": Fault(worker_replaced, lambda setup: setup.workers > 0, weight=3),
+    "worker comes and goes": Fault(worker_added, lambda setup: setup.workers > 0),
+    "host rebooted": Fault(host_rebooted, lambda setup: setup.workers > 0 and LEDGER in setup.flows, weight=4),
+    "idle until forgotten": Fault(idle, lambda setup: bool(setup.properties), weight=6),
+    "broker killed": Fault(broker_kill, weight=2),
+    "broker stopped for a while": Fault(broker_pause, weight=3),
+    "leaders moved": Fault(leaders_moved, lambda setup: setup.nodes > 1 and setup.copies is None, weight=3),
+    "rolling restart": Fault(rolling_restart, lambda setup: setup.nodes > 1, weight=1),
+    "frames delayed": Fault(network(DELAY), weight=2),
+    "frames doubled": Fault(network(DUPLICATE), weight=2),
+    "frames reordered": Fault(network(REORDER), weight=2),
+    "frames dropped": Fault(network(DROP), weight=2),
+    "connections cut": Fault(network(CUT), weight=3),
+    "network split": Fault(network_split, weight=2),
+}

@@ -1,0 +1,155 @@
+"""What a run stands on: a Kafka cluster behind a fault proxy, perhaps a Spark cluster, and topics.
+
+A ``Setup`` names one of the combinations that are worth breaking.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from onceflow.broker.local import LocalBroker
+from onceflow.chaos import daemon
+from onceflow.chaos.driver_process import Driver
+from onceflow.chaos.feeder import Feeder
+from onceflow.chaos.flows import COPY, LEDGER, SORTER, TOTALS, Names
+from onceflow.chaos.spark_cluster import SparkCluster
+from onceflow.driver.progress_log import PROGRESS_PARTITIONS
+from onceflow.protocol.progress import PROGRESS_TOPIC
+from onceflow.testing.broker import create_topic
+from onceflow.testing.proxy import Proxies, proxied_node_properties
+
+OLDER_KAFKA = "3.9.2"
+_BROKER = {
+    "transaction.abort.timed.out.transaction.cleanup.interval.ms": "1000",
+    # A killed node comes back only when the session of its predecessor has run out.
+    "broker.session.timeout.ms": "3000",
+    "broker.heartbeat.interval.ms": "500",
+    "controller.quorum.election.timeout.ms": "500",
+    "controller.quorum.fetch.timeout.ms": "1500",
+}
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A combination.
+
+    Args:
+        nodes: of Kafka. copies: of each partition, Kafka's own topics left out; None: three, where there are as many
+            nodes. version: of Kafka; None: the newest.
+        features: of the cluster, to have another transaction version.
+        workers: of a Spark standalone cluster; 0: Spark runs in the driver.
+        flows: kinds, see ``flows.py``.
+        rate: records per second.
+        properties: of the brokers.
+    """
+
+    name: str
+    nodes: int = 1
+    copies: int | None = None
+    version: str | None = None
+    features: Mapping[str, int] = field(default_factory=dict)
+    workers: int = 0
+    flows: Sequence[str] = (COPY, LEDGER)
+    rate: int = 1_500
+    partitions: int = 4
+    properties: Mapping[str, str] = field(default_factory=dict)
+
+
+# A flow that is idle for some seconds is forgotten: Kafka's own defaults are a week, and a look every hour.
+_FORGETS = {
+    "transactional.id.expiration.ms": "8000",
+    "transaction.remove.expired.transaction.cleanup.interval.ms": "1000",
+    "producer.id.expiration.ms": "8000",
+}
+
+
+SETUPS = {
+    setup.name: setup
+    for setup in (
+        Setup("one-node", flows=(COPY, LEDGER, SORTER)),
+        Setup("three-nodes", nodes=3),
+        Setup("one-copy", nodes=3, copies=1),
+        Setup("executors", workers=2, flows=(LEDGER, SORTER), rate=1_000),
+        Setup("forgetful", properties=_FORGETS),
+        Setup("checkpoint", flows=(COPY, TOTALS)),
+        Setup("version-1", features={"transaction.version": 1}),
+        Setup("kafka-3.9", version=OLDER_KAFKA),
+    )
+}
+
+
+@dataclass
+class TestBed:
+    """Everything that a fault may touch.
+
+    Args:
+        broker: reached directly by the feeder and the checks, through ``proxies`` by the drivers.
+        frames: that the proxies tampered with, by action.
+    """
+
+    setup: Setup
+    names: Names
+    broker: LocalBroker
+    proxies: Proxies
+    feeder: Feeder
+    driver: Driver
+    spark_cluster: SparkCluster | None
+    frames: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def bootstrap_servers(self) -> str:
+        """Past the proxies."""
+        return self.broker.bootstrap_servers
+
+    @property
+    def node_ids(self) -> list[int]:
+        return [node.node_id for node in self.broker.cluster.nodes]
+
+
+def rebooting_hosts(names: Names) -> dict[str, str]:
+    """Settings of Spark with which executors take the boot id of their host from a file."""
+    return {
+        "spark.python.daemon.module": daemon.__name__,
+        f"spark.executorEnv.{daemon.VARIABLE}": str(names.boot),
+    }
+
+
+@contextlib.contextmanager
+def standing(setup: Setup, folder: Path) -> Iterator[TestBed]:
+    """The ground, with everything started; all of it is ended afterwards."""
+    with contextlib.ExitStack() as stack:
+        properties, ports = proxied_node_properties(range(1, setup.nodes + 1))
+        copies = {"default.replication.factor": str(setup.copies), "min.insync.replicas": "1"} if setup.copies else {}
+        broker = stack.enter_context(
+            LocalBroker(
+                folder / "kafka",
+                nodes=setup.nodes,
+                version=setup.version,
+                features=setup.features,
+                properties={**_BROKER, **copies, **setup.properties},
+                node_properties=properties,
+                heap="400m" if setup.nodes > 1 else "700m",
+            )
+        )
+        proxies = stack.enter_context(Proxies(ports))
+        names = Names("chaos", folder)
+        for topic in [names.source, *names.outputs(setup.flows)]:
+            create_topic(broker.bootstrap_servers, topic, setup.partitions)
+        if setup.copies is not None:  # a flow that makes it asks for more copies
+            create_topic(broker.bootstrap_servers, PROGRESS_TOPIC, PROGRESS_PARTITIONS, {"cleanup.policy": "compact"})
+        names.boot.write_text("first")
+        spark_cluster = stack.enter_context(SparkCluster(folder / "spark", setup.workers)) if setup.workers else None
+        driver = Driver(
+            names,
+            setup.flows,
+            proxies.bootstrap_servers,
+            "local[2]" if spark_cluster is None else spark_cluster.master,
+            {} if spark_cluster is None else {**spark_cluster.settings, **rebooting_hosts(names)},
+        )
+        stack.callback(driver.close)
+        feeder = stack.enter_context(Feeder(broker.bootstrap_servers, names.source, setup.rate))
+        yield TestBed(setup, names, broker, proxies, feeder, driver, spark_cluster)

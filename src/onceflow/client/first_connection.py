@@ -1,0 +1,186 @@
+"""The first connection to a cluster: a start that has the wrong address says so soon.
+
+Connections that are refused, and names that do not resolve, mean that no broker is there: all of them for some seconds
+are an error. A server that takes connections, or says nothing, may only be slow: it has as long as the start has.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import kafka.errors as kafka_errors
+
+from onceflow.client.addresses import Address, Contact, contact
+from onceflow.client.deadline import Deadline
+from onceflow.client.logins import authentication_failed
+from onceflow.client.quiet import quiet
+from onceflow.client.settings import ClientSettings
+from onceflow.client.token_sources import TokenUnavailableError
+from onceflow.errors import BrokerUnreachableError, BrokerUnsupportedError, DeadlineExceededError
+
+if TYPE_CHECKING:
+    from onceflow.client.cluster import Cluster
+
+log = logging.getLogger("onceflow")
+
+#: How long a start waits for brokers that refuse connections, in seconds, unless it is told otherwise.
+REFUSED_S = 15.0
+_TELL_AFTER_S, _TELL_EVERY_S = 5.0, 30.0
+# One connection that hangs in its handshake must not use up all the time there is.
+_MIN_KNOCK_S, _MAX_KNOCK_S = 2.0, 15.0
+
+
+class Wait:
+    """What a start that waits for its first connection has met so far, and for how long.
+
+    Args:
+        refused_s: how long all addresses may refuse connections; None: until the deadline, without a word.
+        named: the addresses that are tried are those that the bootstrap servers name.
+    """
+
+    def __init__(
+        self, settings: ClientSettings, deadline: Deadline, *, refused_s: float | None, named: bool = False
+    ) -> None:
+        self._servers = settings.bootstrap_servers
+        self._protocol = settings.options.get("security.protocol", "PLAINTEXT")
+        self._deadline = deadline
+        self._refused_s = refused_s
+        self._named = named
+        self._met: dict[Address, Contact] = {}
+        self._began = self._takes_since = deadline.remaining
+        self._tell_at_s = _TELL_AFTER_S
+        self._addresses: Sequence[Address] = ()
+
+    @property
+    def tells(self) -> bool:
+        return self._refused_s is not None
+
+    def over(self, addresses: Sequence[Address]) -> None:
+        """From now on these are tried."""
+        self._addresses = addresses
+
+    def failed(self, address: Address) -> bool:
+        """A Kafka connection to this address has failed. Whether somebody takes connections there again.
+
+        Raises:
+            BrokerUnreachableError: all have refused connections for as long as is allowed.
+        """
+        if self._refused_s is None:
+            return False
+        before, now = self._met.get(address), contact(address)
+        self._met[address] = now
+        if not now.refused:
+            self._takes_since = self._deadline.remaining
+        elif self._refused() and self._takes_since - self._deadline.remaining >= self._refused_s:
+            raise self.error(f"within {self._refused_s:g} s")
+        self.tell()
+        return before is not None and before.refused and not now.refused
+
+    def tell(self) -> None:
+        """Log what is tried, when that has taken some seconds."""
+        waited_s = self._began - self._deadline.remaining
+        if not self.tells or waited_s < self._tell_at_s:
+            return
+        self._tell_at_s = waited_s + _TELL_EVERY_S
+        refused_s = self._takes_since - self._deadline.remaining
+        left_s = (self._refused_s or 0.0) - refused_s if self._refused() else self._deadline.remaining
+        log.warning(
+            "%s: no broker has answered for %.0f s: %s; trying for another %.0f s",
+            self._deadline.what,
+            waited_s,
+            "; ".join(self._in_words(address, self._met.get(address)) for address in self._addresses),
+            max(0.0, min(left_s, self._deadline.remaining)),
+        )
+
+    def error(self, how_long: str, problem: str = "") -> BrokerUnreachableError:
+        """``problem``: of the last Kafka connection."""
+        lines = [self._in_words(address, contact(address)) for address in self._addresses]
+        detail = "; ".join(lines) + (f"; last problem: {problem}" if problem else "")
+        if self._named:
+            return BrokerUnreachableError(
+                f"{self._servers} answers, but none of the brokers that it names did {how_long}",
+                detail=detail,
+                next_step="set advertised.listeners of the brokers to addresses that this machine resolves and reaches",
+            )
+        return BrokerUnreachableError(
+            f"No broker answered at {self._servers} {how_long}",
+            detail=detail,
+            next_step="check bootstrap_servers and security.protocol, and that the broker is up "
+            "(`onceflow broker status` for the local one); a Flow that starts before its brokers waits longer with "
+            "connect_timeout=",
+        )
+
+    def _refused(self) -> bool:
+        return all(address in self._met and self._met[address].refused for address in self._addresses)
+
+    def _in_words(self, address: Address, met: Contact | None) -> str:
+        if met is None:
+            return f"{address}: no answer yet"
+        if met.text:
+            return f"{address}: {met.text}"
+        return (
+            f"{address} accepts connections but did not complete the Kafka handshake as {self._protocol} "
+            "(TLS or SASL expected by one side only, an untrusted certificate, or not a broker)"
+        )
+
+
+def knock(cluster: Cluster, nodes: Callable[[], Sequence[Any]], deadline: Deadline, wait: Wait) -> None:
+    """Connect to any of these nodes. kafka-python's own loop would repeat a refused password in silence.
+
+    Args:
+        nodes: brokers as kafka-python's metadata has them; asked for again before each attempt.
+
+    Raises:
+        BrokerUnreachableError, AuthenticationFailedError, BrokerUnsupportedError: no connection was made.
+    """
+    attempt, problem = 0, ""
+    while True:
+        choice = nodes()
+        node = choice[attempt % len(choice)]
+        wait.over([Address(each.host, each.port) for each in choice])
+        try:
+            _connect(cluster, node.node_id, deadline, wait)
+            return
+        except (kafka_errors.SaslAuthenticationFailedError, kafka_errors.AuthorizationError) as error:
+            if not cluster.may_log_in_again(error):
+                raise authentication_failed(cluster.settings, error) from error
+            problem = str(error)
+        except (kafka_errors.UnsupportedSaslMechanismError, TokenUnavailableError) as error:
+            raise authentication_failed(cluster.settings, error) from error
+        except kafka_errors.IncompatibleBrokerVersion as error:
+            raise BrokerUnsupportedError(
+                "What answers at bootstrap_servers is not a Kafka broker of a known version",
+                detail=str(error),
+                next_step="give the address of a broker, not of a controller; onceflow needs Kafka 2.8 or later",
+            ) from error
+        except kafka_errors.NodeNotReadyError as error:  # kafka-python does not try it again yet
+            problem = problem or str(error)
+        except (kafka_errors.KafkaError, OSError) as error:
+            problem = str(error)
+        if wait.failed(Address(node.host, node.port)):
+            # kafka-python would leave it alone for up to half a minute.
+            cluster.manager.reset_backoff(node.node_id)
+        try:
+            deadline.pause(attempt + 3, problem)
+        except DeadlineExceededError as error:
+            raise wait.error(f"within {deadline.seconds:g} s", problem) from error
+        attempt += 1
+
+
+def _connect(cluster: Cluster, node_id: Any, deadline: Deadline, wait: Wait) -> None:
+    patience_s = min(max(_MIN_KNOCK_S, deadline.seconds / 4), _MAX_KNOCK_S)
+    timeout_ms = max(1, int(deadline.capped(patience_s) * 1000))
+
+    async def run() -> None:
+        await cluster.manager.get_connection(node_id, timeout_ms=timeout_ms, refresh_metadata_on_err=False)
+
+    # A server that accepts and is silent: the line comes while it is waited for.
+    telling = cluster.net.call_later(_TELL_AFTER_S, wait.tell) if wait.tells else None
+    try:
+        with quiet():
+            cluster.net.run(run)
+    finally:
+        if telling is not None:
+            cluster.net.cancel(telling)

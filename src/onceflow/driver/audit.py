@@ -1,0 +1,135 @@
+"""The check before every commit: what the tasks say must be a whole, written once (I3, I4)."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from onceflow.errors import BatchAbortedError, OnceflowError, ProgressConflictError
+from onceflow.task.reports import Report
+
+
+@dataclass(frozen=True)
+class Audit:
+    """What a batch wrote, after the checks have passed."""
+
+    records: int
+    nbytes: int
+    partitions: dict[str, list[int]]
+    max_rss_kib: int
+    counts: dict[str, int] = field(default_factory=dict)  # records per topic
+
+
+def audit(
+    reports: Sequence[Report], *, tasks: int | None, stage_attempts: Mapping[int, int], flow: str, batch: int
+) -> Audit:
+    """Check the reports of one attempt-set.
+
+    Args:
+        tasks: how many tasks the job had; None when the driver wrote.
+        stage_attempts: attempt number that each stage reached, for stages that could be attempted again.
+
+    Raises:
+        OnceflowError: a task's own error, as it was raised there.
+        BatchAbortedError: extra attempts, missing reports or counts that disagree (worth a rerun).
+        ProgressConflictError: one partition had two writers: a rerun would do the same again.
+    """
+    for report in reports:
+        if report.error is not None:
+            raise report.error.locate(flow=flow, batch=batch)
+    _check_attempts(reports, tasks, stage_attempts, flow, batch)
+    owners: dict[tuple[str, int], int] = {}
+    per_task_rows: dict[int, int] = {}
+    per_task_count: dict[int, int] = {}
+    partitions: dict[str, list[int]] = {}
+    for report in reports:
+        per_task_rows[report.task] = report.rows
+        if report.topic is None:
+            continue
+        place = (report.topic, report.partition)
+        if place in owners:
+            raise ProgressConflictError(
+                f"Two tasks wrote to {report.topic}-{report.partition} in one transaction",
+                flow=flow,
+                batch=batch,
+                topic=f"{report.topic}-{report.partition}",
+                detail=f"tasks {owners[place]} and {report.task}; their sequence numbers hide each other's records",
+                next_step="nothing was committed; report this, with the query's plan (df.explain())",
+            )
+        owners[place] = report.task
+        per_task_count[report.task] = per_task_count.get(report.task, 0) + report.count
+        partitions.setdefault(report.topic, []).append(report.partition)
+    for task, rows in per_task_rows.items():
+        if per_task_count.get(task, 0) != rows:
+            raise _aborted(
+                f"task {task} received {rows} rows and got {per_task_count.get(task, 0)} acknowledged", flow, batch
+            )
+    counts: dict[str, int] = {}
+    for report in reports:
+        if report.topic is not None:
+            counts[report.topic] = counts.get(report.topic, 0) + report.count
+    return Audit(
+        counts=counts,
+        records=sum(r.count for r in reports),
+        nbytes=sum(r.nbytes for r in reports),
+        partitions={topic: sorted(numbers) for topic, numbers in partitions.items()},
+        max_rss_kib=max((r.rss_kib for r in reports), default=0),
+    )
+
+
+def together(audits: Sequence[Audit], tables: Container[str], *, flow: str, batch: int) -> Audit:
+    """What all stages of a batch wrote.
+
+    Args:
+        tables: topics whose records are state, and no part of the counts.
+
+    Raises:
+        ProgressConflictError: two stages wrote to one partition.
+    """
+    partitions: dict[str, list[int]] = {}
+    for checked in audits:
+        for topic, numbers in checked.partitions.items():
+            both = set(partitions.get(topic, ())) & set(numbers)
+            if both:
+                raise ProgressConflictError(
+                    f"Two stages wrote to {topic}-{min(both)} in one transaction",
+                    flow=flow,
+                    batch=batch,
+                    topic=f"{topic}-{min(both)}",
+                    next_step="nothing was committed; is a table topic also an output of the query? Otherwise report "
+                    "this, with the query's plan (df.explain())",
+                )
+            partitions[topic] = sorted([*partitions.get(topic, ()), *numbers])
+    return Audit(
+        records=sum(count for checked in audits for topic, count in checked.counts.items() if topic not in tables),
+        nbytes=sum(checked.nbytes for checked in audits),
+        partitions=partitions,
+        max_rss_kib=max((checked.max_rss_kib for checked in audits), default=0),
+    )
+
+
+def _check_attempts(
+    reports: Sequence[Report], tasks: int | None, stage_attempts: Mapping[int, int], flow: str, batch: int
+) -> None:
+    for report in reports:
+        if report.attempt:
+            raise _aborted(f"task {report.task} is attempt {report.attempt}", flow, batch)
+    for stage, attempt in stage_attempts.items():
+        if attempt:
+            raise _aborted(f"stage {stage} is attempt {attempt}: shuffle files were lost", flow, batch)
+    if tasks is None:
+        return
+    seen = {report.task for report in reports}
+    if seen != set(range(tasks)):
+        missing = sorted(set(range(tasks)) - seen)
+        raise _aborted(f"{tasks} tasks should have reported, {len(missing)} did not: {missing[:10]}", flow, batch)
+
+
+def _aborted(detail: str, flow: str, batch: int) -> OnceflowError:
+    return BatchAbortedError(
+        "The tasks' reports do not add up to one clean attempt",
+        flow=flow,
+        batch=batch,
+        detail=detail,
+        next_step="none: the batch is run again under a new epoch",
+    )

@@ -1,0 +1,188 @@
+"""What a guarantee costs: which of the sink's steps run in a transaction, and in which order.
+
+Everything else of a batch (plan, tasks, encoding, audit) is the same code for all three:
+
+- ``exactly_once``: rows, progress and source offsets in one transaction.
+- ``at_least_once``: rows, then progress. A crash in between writes the rows again. No transaction: an idempotent
+  producer keeps a partition's records in order, and its own retries from doubling them (KIP-98).
+- ``at_most_once``: progress, then rows. A crash in between loses the rows; nothing is tried twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Protocol
+
+from onceflow.client.cluster import Cluster
+from onceflow.client.deadline import Deadline
+from onceflow.client.leaders import Place
+from onceflow.client.transactions import Outcome, idempotent_identity
+from onceflow.driver import progress_log
+from onceflow.driver.driver_session import DriverSession, enrolled, partitions_of
+from onceflow.protocol.batches import ProducerIdAndEpoch, next_sequence
+from onceflow.protocol.names import Names
+from onceflow.protocol.progress import Offsets, Progress
+from onceflow.task.reports import Report
+
+EXACTLY_ONCE, AT_LEAST_ONCE, AT_MOST_ONCE = "exactly_once", "at_least_once", "at_most_once"
+GUARANTEES = (EXACTLY_ONCE, AT_LEAST_ONCE, AT_MOST_ONCE)
+_LOOK_S = 5.0
+
+Sequences = Mapping[tuple[str, int], int]
+
+
+class Delivery(Protocol):
+    """How a batch gets an identity, its progress and an end.
+
+    Args:
+        transactional_id: of the rows' producers; None without transactions.
+        progress_first: whether progress moves before anything is written.
+    """
+
+    @property
+    def progress_first(self) -> bool: ...
+
+    @property
+    def transactional_id(self) -> str | None: ...
+
+    @property
+    def sequences(self) -> Sequences:
+        """Where the sequence numbers of the identity go on, per partition; 0 where it is not named."""
+        ...
+
+    def begin(self, deadline: Deadline) -> ProducerIdAndEpoch:
+        """The identity that this attempt's rows are written under."""
+        ...
+
+    def written(self, reports: Iterable[Report]) -> None:
+        """All rows are acknowledged, and the audit has passed."""
+        ...
+
+    def write_progress(self, progress: Progress, offsets: Offsets, deadline: Deadline) -> None:
+        """Step ``progress``: the record and the group's offsets."""
+        ...
+
+    def end(self, deadline: Deadline) -> Outcome:
+        """Step ``end``: what decides the batch."""
+        ...
+
+    def abort(self, deadline: Deadline) -> None:
+        """Nothing more is written under this attempt's identity."""
+        ...
+
+
+class ExactlyOnce:
+    """One transaction for everything (I1)."""
+
+    progress_first = False
+
+    def __init__(self, hold: DriverSession, topics: Iterable[str]) -> None:
+        self.sequences: Sequences = {}  # every transaction has an epoch of its own, and starts at 0 (I4)
+        self._hold = hold
+        self._transactions = hold.transactions
+        self._markers = hold.markers
+        self._topics = {*topics}  # that are written to, as far as is known
+        self._places: dict[Place, int | None] = {}  # of this transaction: its first offset in each partition
+        self._progress: Progress | None = None  # of this transaction
+        self._begun = False
+
+    @property
+    def transactional_id(self) -> str | None:
+        return self._transactions.transactional_id
+
+    def begin(self, deadline: Deadline) -> ProducerIdAndEpoch:
+        self._markers.confirm(deadline)
+        identity = self._transactions.begin(deadline)
+        self._begun, self._places = True, {}
+        return identity
+
+    def written(self, reports: Iterable[Report]) -> None:
+        """Remembers where this transaction begins in each partition; nothing is kept beyond it."""
+        for report in reports:
+            if report.topic is not None:
+                known = report.base_offset >= 0  # a broker may not tell it of what it has seen before
+                self._places[report.topic, report.partition] = report.base_offset if known else None
+                self._topics.add(report.topic)
+
+    def write_progress(self, progress: Progress, offsets: Offsets, deadline: Deadline) -> None:
+        self._places[progress_log.place_of(progress.flow)] = progress_log.write_progress(
+            self._hold.cluster, self._transactions, self._hold.names, progress, offsets, deadline
+        )
+        self._progress = progress
+
+    def end(self, deadline: Deadline) -> Outcome:
+        outcome = self._transactions.end(deadline, commit=True)
+        if outcome is Outcome.COMMITTED:
+            if self._progress is not None:
+                self._hold.committed(self._progress)
+            self._begun = False
+            self._markers.ended(self._places, committed=True)
+        return outcome
+
+    def abort(self, deadline: Deadline) -> None:
+        if self._markers.stuck:
+            return
+        # What failed may have been the look at the last transaction: then that one still counts.
+        places = self._enrolled(deadline) if self._begun else None
+        self._transactions.abort(deadline)
+        self._begun = False
+        if places is not None:
+            self._markers.ended(places, committed=False)
+
+    def _enrolled(self, deadline: Deadline) -> dict[Place, int | None]:
+        """Where an attempt that failed may have written: more than it has reported, and more than Kafka tells."""
+        progress = progress_log.place_of(self._hold.names.progress_key)
+        look = Deadline(deadline.capped(_LOOK_S), "looking at the transaction")  # the abort needs the time more
+        told = enrolled(self._hold.described(look))
+        return dict.fromkeys({progress, *told, *partitions_of(self._hold.cluster, self._topics, deadline)})
+
+
+class WithoutTransactions:
+    """Rows and progress one after the other; an identity serves until an attempt fails."""
+
+    transactional_id: str | None = None
+
+    def __init__(self, cluster: Cluster, names: Names, *, progress_first: bool) -> None:
+        self.progress_first = progress_first
+        self._cluster = cluster
+        self._names = names
+        self._identity: ProducerIdAndEpoch | None = None
+        self._sequences: dict[tuple[str, int], int] = {}
+
+    @property
+    def sequences(self) -> Sequences:
+        return self._sequences
+
+    def begin(self, deadline: Deadline) -> ProducerIdAndEpoch:
+        if self._identity is None:
+            self._identity = idempotent_identity(self._cluster, deadline)
+            self._sequences = {}
+        return self._identity
+
+    def written(self, reports: Iterable[Report]) -> None:
+        for report in reports:
+            if report.topic is not None:
+                place = (report.topic, report.partition)
+                self._sequences[place] = next_sequence(self._sequences.get(place, 0), report.count)
+
+    def write_progress(self, progress: Progress, offsets: Offsets, deadline: Deadline) -> None:
+        progress_log.write_progress(self._cluster, None, self._names, progress, offsets, deadline)
+
+    def end(self, deadline: Deadline) -> Outcome:
+        """Nothing is left to decide."""
+        return Outcome.COMMITTED
+
+    def abort(self, deadline: Deadline) -> None:
+        """How far the failed attempt got is not known, so nothing continues its sequences."""
+        self._identity = None
+
+
+def delivery(guarantee: str, hold: DriverSession, topics: Iterable[str]) -> Delivery:
+    """The way of a guarantee, which has been checked.
+
+    Args:
+        topics: outputs and tables, as far as they are known at a start.
+    """
+    if guarantee == EXACTLY_ONCE:
+        return ExactlyOnce(hold, topics)
+    return WithoutTransactions(hold.cluster, hold.names, progress_first=guarantee == AT_MOST_ONCE)

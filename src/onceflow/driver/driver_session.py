@@ -1,0 +1,167 @@
+"""Step ``init``: whoever starts takes over what the flow has in Kafka, and finds all of it decided.
+
+The transactional id is initialised first: that fences older drivers and aborts what they left open, so what is read
+afterwards does not change any more. Then markers that Kafka left out are written (``client/markers.py``); the
+progress record's own one first, for it tells how the last batch has ended.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from onceflow.client.cluster import Cluster
+from onceflow.client.deadline import Deadline
+from onceflow.client.leaders import Place
+from onceflow.client.markers import Markers
+from onceflow.client.producers import OpenTransaction
+from onceflow.client.transactions import Transactions, describe_transaction
+from onceflow.driver import progress_log
+from onceflow.errors import FencedError, OnceflowError, PermissionDeniedError, UnknownTopicError
+from onceflow.protocol.names import Names
+from onceflow.protocol.progress import Progress, encode
+
+log = logging.getLogger("onceflow.sink")
+
+_GROUPS_TOPIC = "__consumer_offsets"  # the group's offsets: the next transaction overwrites them, however it ends
+_UNKNOWN: Mapping[str, Any] = {"state": "", "partitions": {}}
+_COMMITTED = ("PrepareCommit", "CompleteCommit")
+
+
+class DriverSession:
+    """What one driver holds of a flow: its transactional id, and the sight of its markers.
+
+    Args:
+        cluster: stays with the caller, who closes it.
+    """
+
+    def __init__(self, cluster: Cluster, names: Names) -> None:
+        self.cluster = cluster
+        self.transactions = Transactions(cluster, names.transactional_id, check=self._check_progress)
+        self.markers = Markers(cluster, self.transactions, names.flow)
+        self.names = names
+        self._committed: Progress | None = None
+        self._knows = False  # whether ``_committed`` is what progress was when this driver last looked or committed
+        self._sources: Mapping[str, list[int]] = {}
+        self._described = dict(_UNKNOWN)
+        self._looked_at: set[Place] = set()
+
+    def init(self, deadline: Deadline) -> None:
+        """Fence older drivers. What the coordinator knew of their last transaction is remembered: init forgets it.
+
+        Raises:
+            OptionError: the brokers do not grant so long a transaction timeout.
+        """
+        self._described = self.described(deadline)
+        self._knows = False
+        self.transactions.init(deadline)
+        self._looked_at = set()
+
+    def committed(self, progress: Progress) -> None:
+        """To be called when a transaction with this progress record was committed."""
+        self._committed, self._knows = progress, True
+
+    def described(self, deadline: Deadline) -> dict[str, Any]:
+        """As `describe_transaction`; with an empty state and no partitions when the coordinator does not tell."""
+        try:
+            return describe_transaction(self.cluster, self.transactions.transactional_id, deadline)
+        except OnceflowError as error:
+            log.debug("flow %s: could not look at the last transaction: %s", self.names.flow, error)
+            return dict(_UNKNOWN)
+
+    def progress(
+        self, source_topics: Mapping[str, list[int]], deadline: Deadline, *, missing_is_fine: bool = False
+    ) -> Progress | None:
+        """The last committed progress, and what it tells of is decided. Arguments as of `read_progress`."""
+        names = self.names
+        own = progress_log.place_of(names.progress_key)
+        left = self._left_open([own, *enrolled(self._described)], deadline)
+        if own in left:
+            hinted = progress_log.hinted_offset(
+                self.cluster, names.group_id, source_topics, own[1], deadline, stable=True
+            )
+            # The group's offsets are a part of the same transaction: when they point to the record, it is committed.
+            points_there = hinted is not None and hinted >= left[own].start_offset
+            committed = self._described["state"] in _COMMITTED or points_there
+            self.markers.write([own], committed=committed, deadline=deadline)
+        found = progress_log.read_progress(
+            self.cluster, names.progress_key, names.group_id, source_topics, deadline, missing_is_fine=missing_is_fine
+        )
+        self._committed, self._knows, self._sources = found, True, source_topics
+        self._decide({place: each for place, each in left.items() if place != own}, found, deadline)
+        if found is not None:
+            self.decide([*found.changelogs, *found.outputs], found, deadline)
+        return found
+
+    def _check_progress(self, deadline: Deadline) -> None:
+        """Whether progress in Kafka is still what this driver has read or committed last; asked after InitProducerId.
+
+        Kafka forgets a transactional id that is idle for ``transactional.id.expiration.ms``, and with it that a newer
+        driver has fenced this one. What that driver has committed is in the progress record.
+
+        Raises:
+            FencedError: it is not.
+        """
+        if not self._knows:
+            return  # nothing is built on it yet
+        names = self.names
+        found = progress_log.read_progress(
+            self.cluster, names.progress_key, names.group_id, self._sources, deadline, missing_is_fine=True
+        )
+        if _bytes(found) != _bytes(self._committed):
+            at = "none" if found is None else f"batch {found.batch_id}"
+            ours = "none" if self._committed is None else f"batch {self._committed.batch_id}"
+            raise FencedError(
+                f"Somebody else has moved the progress of flow {names.flow!r}",
+                flow=names.flow,
+                detail=f"progress in Kafka: {at}; what this driver has committed last: {ours}",
+                next_step="stop one of the two drivers: a flow has one; nothing was lost or doubled",
+            )
+
+    def decide(self, topics: Iterable[str], progress: Progress | None, deadline: Deadline) -> None:
+        """Decide what this flow's last batch may have left undecided in these topics.
+
+        Args:
+            topics: those that are gone are skipped.
+        """
+        self._decide(self._left_open(partitions_of(self.cluster, topics, deadline), deadline), progress, deadline)
+
+    def _left_open(self, places: Iterable[Place], deadline: Deadline) -> dict[Place, OpenTransaction]:
+        new = {*places} - self._looked_at
+        self._looked_at |= new
+        return self.markers.left_open(new, deadline) if new else {}
+
+    def _decide(self, left: Mapping[Place, OpenTransaction], progress: Progress | None, deadline: Deadline) -> None:
+        for committed in (True, False):
+            places = [place for place, each in left.items() if self._is_committed(each, progress) is committed]
+            self.markers.write(places, committed=committed, deadline=deadline)
+
+    def _is_committed(self, left: OpenTransaction, progress: Progress | None) -> bool:
+        """Whether it is the transaction that progress tells of. Every attempt has an epoch of its own (I3)."""
+        if progress is None:
+            return False
+        if progress.producer_id < 0:  # written by an earlier onceflow
+            return self._described["state"] in _COMMITTED
+        return (progress.producer_id, progress.producer_epoch) == (left.producer_id, left.producer_epoch)
+
+
+def _bytes(progress: Progress | None) -> tuple[bytes, bytes] | None:
+    return None if progress is None else encode(progress)
+
+
+def enrolled(described: Mapping[str, Any]) -> list[Place]:
+    """The partitions of a transaction, as `describe_transaction` tells them, without the group's."""
+    partitions: Mapping[str, list[int]] = described["partitions"]
+    return [(topic, number) for topic, numbers in partitions.items() for number in numbers if topic != _GROUPS_TOPIC]
+
+
+def partitions_of(cluster: Cluster, topics: Iterable[str], deadline: Deadline) -> list[Place]:
+    """All partitions of these topics; of those that are gone, none."""
+    found: list[Place] = []
+    for topic in sorted({*topics}):
+        try:
+            found += [(topic, partition) for partition in sorted(cluster.topic(topic, deadline).leaders)]
+        except (UnknownTopicError, PermissionDeniedError) as error:
+            log.debug("nothing is open in %s: %s", topic, error)
+    return found

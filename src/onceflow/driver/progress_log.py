@@ -1,0 +1,255 @@
+"""The flow's progress in Kafka: a compacted topic with one record per flow (the truth), and the committed
+offsets of an ordinary consumer group (for people's lag tools).
+
+The offset commit carries where the progress record stands (``onceflow:<partition>:<offset>``), so a start
+reads a few records instead of the topic. It is only a hint: without it the partition is read from its start.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from collections.abc import Mapping
+
+from onceflow.client import offsets as kafka_offsets
+from onceflow.client.cluster import Cluster, TopicInfo
+from onceflow.client.deadline import Deadline
+from onceflow.client.leaders import Place
+from onceflow.client.log_reader import LogRecord, read_log
+from onceflow.client.produce import Producer
+from onceflow.client.topics import await_topic, create_topic, topic_config
+from onceflow.client.transactions import Transactions
+from onceflow.errors import OnceflowError, PermissionDeniedError, ProgressConflictError, UnknownTopicError
+from onceflow.protocol import progress as records
+from onceflow.protocol.batches import ProducerIdAndEpoch, encode_single
+from onceflow.protocol.names import Names
+from onceflow.protocol.progress import (
+    PROGRESS_TOPIC,
+    Offsets,
+    Progress,
+    progress_partition,
+)
+
+log = logging.getLogger("onceflow.progress")
+
+# A flow's record lives in a partition that must never change, so the partitioner counts to this number
+# whatever the topic's partition count becomes.
+PROGRESS_PARTITIONS = 8
+# Small segments: only closed ones are compacted, and a start without hint reads what is not compacted.
+_CONFIGS = {
+    "cleanup.policy": "compact",
+    "segment.bytes": str(16 * 1024 * 1024),
+    "min.cleanable.dirty.ratio": "0.1",
+    # As onceflow writes it (not compressed), whatever the broker's default is: it is read with few codecs.
+    "compression.type": "producer",
+}
+_MAX_COPIES = 3
+# A record outside any transaction; written twice by a retry, it says the same twice.
+_PLAIN = ProducerIdAndEpoch(-1, -1, transactional=False)
+_HINT = re.compile(r"onceflow:(\d+):(\d+)")
+
+
+def partition_of(flow: str) -> int:
+    """Partition of the progress topic that holds this flow's record."""
+    return progress_partition(flow, PROGRESS_PARTITIONS)
+
+
+def place_of(flow: str) -> Place:
+    """Where this flow's record lives."""
+    return PROGRESS_TOPIC, partition_of(flow)
+
+
+def hint(partition: int, offset: int) -> str:
+    """Metadata of the offset commit: where the progress record of the same transaction is."""
+    return f"onceflow:{partition}:{offset}"
+
+
+def ensure_topic(cluster: Cluster, deadline: Deadline) -> TopicInfo:
+    """The progress topic, created when it is missing.
+
+    Raises:
+        PermissionDeniedError: it is missing and this principal may not create it.
+        ProgressConflictError: somebody made it with fewer partitions or without compaction.
+    """
+    try:
+        info = cluster.topics([PROGRESS_TOPIC], deadline)[PROGRESS_TOPIC]
+    except UnknownTopicError:
+        try:
+            # The broker's default is often one copy. This topic is the flow's memory.
+            copies = min(_MAX_COPIES, cluster.broker_count())
+            configs = {**_CONFIGS, "min.insync.replicas": str(max(1, copies - 1))}
+            if create_topic(
+                cluster,
+                PROGRESS_TOPIC,
+                partitions=PROGRESS_PARTITIONS,
+                configs=configs,
+                deadline=deadline,
+                replication=copies,
+            ):
+                log.info("created the progress topic %s", PROGRESS_TOPIC)
+        except PermissionDeniedError as error:
+            raise PermissionDeniedError(
+                f"The progress topic {PROGRESS_TOPIC} does not exist, and this principal may not create it",
+                topic=PROGRESS_TOPIC,
+                detail=error.detail,
+                next_step=f"create it once: {PROGRESS_PARTITIONS} partitions, cleanup.policy=compact; "
+                "or grant CREATE on it",
+            ) from error
+        info = await_topic(cluster, PROGRESS_TOPIC, deadline)
+    if info.partitions < PROGRESS_PARTITIONS:
+        raise ProgressConflictError(
+            f"The progress topic {PROGRESS_TOPIC} has {info.partitions} partitions, needed are {PROGRESS_PARTITIONS}",
+            topic=PROGRESS_TOPIC,
+            next_step=f"add partitions: kafka-topics.sh --alter --topic {PROGRESS_TOPIC} "
+            f"--partitions {PROGRESS_PARTITIONS} (a flow's partition does not depend on the count)",
+        )
+    policy = topic_config(cluster, PROGRESS_TOPIC, "cleanup.policy", deadline)
+    if policy is None:
+        log.warning("may not read the settings of %s: see that its cleanup.policy is compact", PROGRESS_TOPIC)
+    elif policy != "compact":
+        raise ProgressConflictError(
+            f"The progress topic {PROGRESS_TOPIC} has cleanup.policy={policy}: progress of an idle flow would expire",
+            topic=PROGRESS_TOPIC,
+            next_step=f"kafka-configs.sh --alter --entity-type topics --entity-name {PROGRESS_TOPIC} "
+            "--add-config cleanup.policy=compact",
+        )
+    return info
+
+
+def read_progress(
+    cluster: Cluster,
+    flow: str,
+    group: str,
+    source_topics: Mapping[str, list[int]],
+    deadline: Deadline,
+    *,
+    missing_is_fine: bool = False,
+) -> Progress | None:
+    """The last committed progress of a flow, or None when it never committed.
+
+    Call it after InitProducerId of the flow's transactional id: then every transaction of the flow is
+    decided, and other flows' open transactions are not waited for.
+
+    Args:
+        flow: key of the record (``Names.progress_key``).
+        missing_is_fine: do not mind group offsets that point to a record which is gone.
+    """
+    partition = partition_of(flow)
+    span = {PROGRESS_TOPIC: [partition]}
+    begin = kafka_offsets.list_offsets(cluster, span, kafka_offsets.EARLIEST, deadline)[PROGRESS_TOPIC][partition]
+    end = kafka_offsets.list_offsets(cluster, span, kafka_offsets.LATEST, deadline, committed=False)[PROGRESS_TOPIC][
+        partition
+    ]
+    hinted = hinted_offset(cluster, group, source_topics, partition, deadline)
+    latest = None
+    if hinted is not None and begin <= hinted < end:
+        latest = _latest(cluster, flow, partition, hinted, end, deadline)
+    if latest is None:
+        latest = _latest(cluster, flow, partition, begin, end, deadline)
+    if latest is None:
+        if hinted is not None and not missing_is_fine:
+            raise ProgressConflictError(
+                "The flow has committed offsets, but its progress record is gone",
+                flow=flow,
+                topic=f"{PROGRESS_TOPIC}-{partition}",
+                detail=f"group {group} points to offset {hinted}; the log holds {begin} to {end}",
+                next_step="was the progress topic deleted, or not compacted? To start over on purpose: "
+                f"`onceflow reset {flow}`",
+            )
+        return None
+    if latest.value is None:  # a tombstone: the flow was reset
+        return None
+    try:
+        return records.decode(latest.key, latest.value)
+    except OnceflowError as error:
+        error.locate(flow=flow, topic=f"{PROGRESS_TOPIC}-{partition}")
+        raise
+
+
+def hinted_offset(
+    cluster: Cluster,
+    group: str,
+    source_topics: Mapping[str, list[int]],
+    partition: int,
+    deadline: Deadline,
+    *,
+    stable: bool = False,
+) -> int | None:
+    """Where the group's committed offsets say that the record is.
+
+    Args:
+        stable: what they say of the last transaction. Otherwise what they say may be older, which is as good for
+            finding the record, and nobody has to be waited for.
+    """
+    committed = kafka_offsets.fetch_committed(cluster, group, source_topics, deadline, stable=stable)
+    hints = [
+        int(match[2])
+        for by_partition in committed.values()
+        for _, metadata in by_partition.values()
+        if (match := _HINT.fullmatch(metadata)) and int(match[1]) == partition
+    ]
+    return min(hints) if hints else None
+
+
+def _latest(cluster: Cluster, flow: str, partition: int, start: int, end: int, deadline: Deadline) -> LogRecord | None:
+    """The last committed record (or tombstone) of a flow in ``[start, end)``."""
+    key = flow.encode()
+    committed: LogRecord | None = None
+    undecided: dict[int, LogRecord] = {}
+    for item in read_log(cluster, PROGRESS_TOPIC, partition, start, end, deadline):
+        if isinstance(item, LogRecord):
+            if item.key != key:
+                continue
+            if item.producer_id < 0:
+                committed = item  # written by hand or by a tool, outside a transaction
+            else:
+                undecided[item.producer_id] = item
+        elif (record := undecided.pop(item.producer_id, None)) is not None and item.committed:
+            committed = record
+    # Compaction may have dropped the marker of a committed record (never that of an aborted one, which
+    # goes together with its records): all transactions of the flow are decided here.
+    for record in undecided.values():
+        if committed is None or record.offset > committed.offset:
+            committed = record
+    return committed
+
+
+def write_progress(
+    cluster: Cluster,
+    transactions: Transactions | None,
+    names: Names,
+    progress: Progress,
+    offsets: Offsets,
+    deadline: Deadline,
+) -> int:
+    """Step ``progress``: the record, then the group offsets that point to it. Returns the record's offset.
+
+    Args:
+        transactions: both become visible with the transaction; None: at once, in this order.
+        offsets: those to commit to the group: of the topics that are read. Progress may know others, which the
+            query does not read any more and which may be gone.
+    """
+    partition = partition_of(progress.flow)
+    if transactions is not None and not transactions.version_2:
+        transactions.add_partitions({PROGRESS_TOPIC: [partition]}, deadline)
+    transactional_id = None if transactions is None else transactions.transactional_id
+    identity = _PLAIN if transactions is None else transactions.identity
+    key, value = records.encode(progress)
+    producer = Producer(cluster, transactional_id=transactional_id, deadline=deadline)
+    batch = encode_single(key, value, timestamp_ms=progress.time_ms, identity=identity, base_sequence=0)
+    producer.send(PROGRESS_TOPIC, partition, batch)
+    written = producer.flush()[PROGRESS_TOPIC, partition].base_offset
+    if not offsets:
+        return written  # no source is a topic; the record is found without the group's hint
+    metadata = hint(partition, written)
+    if transactions is None:
+        kafka_offsets.commit_offsets(cluster, names.group_id, offsets, deadline, metadata=metadata)
+    else:
+        transactions.commit_offsets(names.group_id, offsets, deadline, metadata=metadata)
+    return written
+
+
+def now_ms() -> int:
+    """Wall clock, epoch milliseconds."""
+    return int(time.time() * 1000)

@@ -1,0 +1,32 @@
+"""Output topics as the driver sees them: partition counts and size limits that all tasks of a batch share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from onceflow.client.cluster import Cluster, TopicInfo
+from onceflow.client.deadline import Deadline
+from onceflow.client.topics import find_topics, max_message_bytes
+from onceflow.task.row_writer import Target
+
+
+def load_targets(
+    cluster: Cluster, topic: str | None, deadline: Deadline, *, more: Mapping[str, str] | None = None
+) -> dict[str, Target]:
+    """The output topic, or with a topic column every topic there is (internal ones left out).
+
+    Args:
+        more: topics that are written to, too, whatever the rows say, and what they are for.
+
+    Raises:
+        UnknownTopicError: one that was named does not exist.
+    """
+    named = {**(more or {}), **({} if topic is None else {topic: "output"})}
+    found: dict[str, TopicInfo] = {} if topic is not None else cluster.topics(None, deadline)
+    if named:
+        found.update(find_topics(cluster, named, deadline))
+    names = [name for name, info in found.items() if topic is not None or not (info.internal or name.startswith("__"))]
+    if not names:
+        return {}
+    limits = max_message_bytes(cluster, names, deadline)
+    return {name: Target(found[name].partitions, limits[name]) for name in names}

@@ -1,0 +1,339 @@
+"""Jars for Spark's Kafka connector and for the local broker, resolved once and then used from a cache.
+
+The resolver is the Ivy that ships inside pyspark, so nothing has to be installed for it. The cache is
+``$ONCEFLOW_CACHE`` or ``~/.cache/onceflow``: ``jars/<key>/`` holds one complete set of jars and the file
+``classpath`` that lists them in order; the key is made of the coordinates asked for. A set appears under
+its name by an atomic rename, so a set that is there is whole, and needs no network.
+
+Where jars come from, first match wins: ``$ONCEFLOW_MAVEN_REPO`` (root URL of a Maven repository), a mirror
+of everything or of ``central`` in ``~/.m2/settings.xml``, Ivy's own default (the public Maven repository).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.metadata
+import importlib.util
+import logging
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from xml.etree import ElementTree
+from xml.sax.saxutils import quoteattr
+
+from onceflow.errors import EnvironmentUnusableError
+from onceflow.host.file_lock import locked
+from onceflow.host.java import find_java
+
+log = logging.getLogger(__name__)
+
+BROKER_VERSION = "4.3.1"
+RESOLVE_TIMEOUT_S = 600
+LOCAL_FS_MODULE = "hadoop-bare-naked-local-fs"
+
+
+@dataclass(frozen=True)
+class Coordinate:
+    """One Maven module, with revisions to try when the first one cannot be found."""
+
+    organisation: str
+    module: str
+    revision: str
+    fallbacks: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.organisation}:{self.module}:{self.revision}"
+
+
+def cache_dir() -> Path:
+    """``$ONCEFLOW_CACHE``, else ``~/.cache/onceflow``."""
+    given = os.environ.get("ONCEFLOW_CACHE")
+    return Path(given).expanduser() if given else Path.home() / ".cache" / "onceflow"
+
+
+def spark_connector_coordinates(spark_version: str) -> list[Coordinate]:
+    """What Spark needs beyond its own jars to read Kafka, and to write checkpoints without forking."""
+    return [
+        # A patch release of Spark may come out without its connector; that of 4.2.0 works with every 4.2.
+        Coordinate("org.apache.spark", "spark-sql-kafka-0-10_2.13", spark_version, _unless(spark_version, "4.2.0")),
+        # Not published under every Spark version. 4.0.0 works with connector 4.2.0, for source and sink.
+        Coordinate(
+            "org.apache.spark",
+            "spark-token-provider-kafka-0-10_2.13",
+            spark_version,
+            _unless(spark_version, "4.0.0"),
+        ),
+        Coordinate("org.apache.kafka", "kafka-clients", "3.9.2"),
+        Coordinate("org.apache.commons", "commons-pool2", "2.13.1"),
+        Coordinate("org.scala-lang.modules", "scala-parallel-collections_2.13", "1.2.0"),
+        # A local file system that sets permissions in the JVM. Hadoop's own starts a `chmod` for every file.
+        Coordinate("com.globalmentor", LOCAL_FS_MODULE, "0.1.0"),
+    ]
+
+
+def spark_connector_jars() -> list[Path]:
+    """The jars of the Kafka connector for the installed pyspark, without any that Spark has itself."""
+    return resolve(spark_connector_coordinates(installed_spark_version()), transitive=False)
+
+
+def cluster_jars() -> list[Path]:
+    """Those of `spark_connector_jars` that a cluster needs: the local file system is for local masters."""
+    return [jar for jar in spark_connector_jars() if not jar.name.startswith(LOCAL_FS_MODULE)]
+
+
+def spark_has_connector() -> bool:
+    """Whether the Kafka connector lies among Spark's own jars, as in an image made for it."""
+    return any(_spark_jars_folder().glob("spark-sql-kafka-*.jar"))
+
+
+def kafka_broker_classpath(version: str = BROKER_VERSION) -> list[Path]:
+    """The class path of an Apache Kafka broker of this version."""
+    return resolve(
+        [
+            Coordinate("org.apache.kafka", "kafka_2.13", version),
+            # Kafka's POM has no logging backend, and without one the broker says nothing. This is the
+            # smallest.
+            Coordinate("org.slf4j", "slf4j-simple", "1.7.36"),
+        ],
+        transitive=True,
+    )
+
+
+def installed_spark_version() -> str:
+    """The version of the installed pyspark, found without importing it."""
+    try:
+        return importlib.metadata.version("pyspark")
+    except importlib.metadata.PackageNotFoundError:
+        raise _no_pyspark() from None
+
+
+def resolve(coordinates: Sequence[Coordinate], *, transitive: bool) -> list[Path]:
+    """Paths of the jars for these coordinates, from the cache or else from a Maven repository.
+
+    Raises:
+        EnvironmentUnusableError: a module cannot be found or downloaded.
+    """
+    key = cache_key(coordinates, transitive=transitive)
+    home = cache_dir() / "jars"
+    cached = _read_set(home / key)
+    if cached is not None:
+        return cached
+    home.mkdir(parents=True, exist_ok=True)
+    with _locked(home / f"{key}.lock"):
+        cached = _read_set(home / key)  # another process may have made it while this one waited
+        if cached is not None:
+            return cached
+        names = ", ".join(f"{c.module} {c.revision}" for c in coordinates)
+        log.warning("downloading %s and what they need, once", names)
+        started = time.monotonic()
+        _make_set(home / key, coordinates, transitive=transitive)
+        jars = _read_set(home / key)
+        if jars is None:
+            raise EnvironmentUnusableError(
+                f"The jars of {names} disappeared from {home} right after they were put there.",
+                next_step="See whether something cleans that folder, or set ONCEFLOW_CACHE to another one.",
+            )
+        log.info("%d jars in %.1f s", len(jars), time.monotonic() - started)
+        return jars
+
+
+def cache_key(coordinates: Sequence[Coordinate], *, transitive: bool) -> str:
+    """Name of the folder for these coordinates: readable, and different for different coordinates."""
+    text = "\n".join([*map(str, coordinates), f"transitive={transitive}"])
+    digest = hashlib.sha256(text.encode()).hexdigest()[:12]
+    return f"{coordinates[0].module}-{coordinates[0].revision}-{digest}"
+
+
+def _unless(revision: str, fallback: str) -> tuple[str, ...]:
+    return () if revision == fallback else (fallback,)
+
+
+def _no_pyspark() -> EnvironmentUnusableError:
+    return EnvironmentUnusableError("pyspark is not installed.", next_step="pip install 'pyspark>=4.2,<4.3'")
+
+
+def _read_set(folder: Path) -> list[Path] | None:
+    """The jars of a cached set, or None when there is no set or somebody removed some of its jars."""
+    try:
+        names = (folder / "classpath").read_text().splitlines()
+    except OSError:
+        return None
+    jars = [folder / name for name in names]
+    return jars if jars and all(jar.is_file() for jar in jars) else None
+
+
+def _make_set(folder: Path, coordinates: Sequence[Coordinate], *, transitive: bool) -> None:
+    scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    try:
+        jars_dir = scratch / "set"
+        _retrieve(jars_dir, scratch, coordinates, transitive=transitive)
+        names = sorted(path.name for path in jars_dir.glob("*.jar"))
+        (jars_dir / "classpath").write_text("".join(f"{name}\n" for name in names))
+        if folder.exists():  # incomplete: _read_set said so, under the same lock
+            shutil.rmtree(folder)
+        jars_dir.rename(folder)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _retrieve(jars_dir: Path, scratch: Path, coordinates: Sequence[Coordinate], *, transitive: bool) -> None:
+    """Run Ivy until it finds every module, each time with fallback revisions for those it did not find."""
+    wanted = list(coordinates)
+    while True:
+        answer = _run_ivy(jars_dir, scratch, wanted, transitive=transitive)
+        if answer.returncode == 0 and any(jars_dir.glob("*.jar")):
+            return
+        missing = set(re.findall(r"(\S+?)#(\S+?);(\S+?): not found", answer.stdout))
+        again = [
+            replace(c, revision=c.fallbacks[0], fallbacks=c.fallbacks[1:])
+            if c.fallbacks and (c.organisation, c.module, c.revision) in missing
+            else c
+            for c in wanted
+        ]
+        if again == wanted:
+            raise _unresolved(wanted, missing, answer.stdout)
+        for before, after in zip(wanted, again, strict=True):
+            if before != after:
+                log.info("%s was not found, trying %s", before, after.revision)
+        wanted = again
+
+
+def _run_ivy(
+    jars_dir: Path, scratch: Path, coordinates: Sequence[Coordinate], *, transitive: bool
+) -> subprocess.CompletedProcess[str]:
+    ivy_file = scratch / "ivy.xml"
+    ivy_file.write_text(ivy_module(coordinates, transitive=transitive))
+    command = [str(find_java()), "-XX:TieredStopAtLevel=1", "-cp", str(_ivy_jar()), "org.apache.ivy.Main"]
+    root = repository_root()
+    if root is not None:
+        settings = scratch / "ivysettings.xml"
+        settings.write_text(ivy_settings(root))
+        command += ["-settings", str(settings)]
+    # Ivy takes an exclusive look at its cache files; one cache per set keeps sets independent of each other.
+    command += ["-cache", str(scratch / "cache"), "-ivy", str(ivy_file), "-confs", "default"]
+    command += ["-retrieve", f"{jars_dir}/[artifact](-[classifier])-[revision].[ext]"]
+    try:
+        return subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            timeout=RESOLVE_TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise EnvironmentUnusableError(
+            f"Downloading jars took longer than {RESOLVE_TIMEOUT_S} s.", next_step=_NEXT_STEP
+        ) from None
+
+
+def ivy_module(coordinates: Sequence[Coordinate], *, transitive: bool) -> str:
+    """The ivy.xml that asks for these; ``default`` of a POM is its jar and what that needs at run time."""
+    flag = str(transitive).lower()
+    dependencies = "".join(
+        f"<dependency org={quoteattr(c.organisation)} name={quoteattr(c.module)} rev={quoteattr(c.revision)} "
+        f'transitive="{flag}" conf="default-&gt;default"/>'
+        for c in coordinates
+    )
+    return (
+        '<ivy-module version="2.0"><info organisation="onceflow" module="jars"/>'
+        '<configurations><conf name="default"/></configurations>'
+        f"<dependencies>{dependencies}</dependencies></ivy-module>"
+    )
+
+
+def ivy_settings(root: str) -> str:
+    """An ivysettings.xml whose only repository is the Maven repository at ``root``."""
+    return (
+        '<ivysettings><settings defaultResolver="maven"/><resolvers>'
+        f'<ibiblio name="maven" m2compatible="true" root={quoteattr(root)}/>'
+        "</resolvers></ivysettings>"
+    )
+
+
+def repository_root() -> str | None:
+    """The Maven repository the user asks for, or None for Ivy's default."""
+    given = os.environ.get("ONCEFLOW_MAVEN_REPO", "").strip()
+    if given:
+        return given.rstrip("/") + "/"
+    return maven_mirror(Path.home() / ".m2" / "settings.xml")
+
+
+def maven_mirror(settings: Path) -> str | None:
+    """URL of the mirror of ``*`` or ``central`` in a Maven settings file, or None."""
+    try:
+        tree = ElementTree.parse(settings)
+    except (OSError, ElementTree.ParseError):
+        return None
+    for mirror in tree.iter():
+        if _local_name(mirror.tag) != "mirror":
+            continue
+        fields = {_local_name(field.tag): (field.text or "").strip() for field in mirror}
+        mirrored = [name.strip() for name in fields.get("mirrorOf", "").split(",")]
+        if fields.get("url") and any(name in ("*", "central", "external:*") for name in mirrored):
+            return fields["url"].rstrip("/") + "/"
+    return None
+
+
+def _local_name(tag: str) -> str:
+    return tag.rpartition("}")[2]
+
+
+def _spark_jars_folder() -> Path:
+    spec = importlib.util.find_spec("pyspark")
+    if spec is None or not spec.submodule_search_locations:
+        raise _no_pyspark()
+    return Path(next(iter(spec.submodule_search_locations)), "jars")
+
+
+def _ivy_jar() -> Path:
+    folder = _spark_jars_folder()
+    jars = sorted(folder.glob("ivy-*.jar"))
+    if not jars:
+        raise EnvironmentUnusableError(
+            f"There is no Ivy in {folder}.", next_step="Install pyspark again: this one is incomplete."
+        )
+    return jars[-1]
+
+
+_NEXT_STEP = (
+    "See whether this machine reaches a Maven repository. Behind a mirror, set ONCEFLOW_MAVEN_REPO to its "
+    "URL (or use ~/.m2/settings.xml); behind a proxy, set JAVA_TOOL_OPTIONS=-Dhttps.proxyHost=...; then "
+    "run `onceflow setup`."
+)
+
+
+def _unresolved(
+    wanted: Sequence[Coordinate], missing: set[tuple[str, str, str]], output: str
+) -> EnvironmentUnusableError:
+    names = [":".join(module) for module in sorted(missing)] or [str(c) for c in wanted]
+    lines = [line.strip(": \t") for line in output.splitlines() if line.strip(": \t")]
+    errors = [
+        line for line in lines if re.search(r"error at|exception|failed|refused|unknown host", line, re.IGNORECASE)
+    ]
+    # Addresses are cut: a repository URL may carry a password.
+    detail = re.sub(r"\w+://\S+", "<url>", "; ".join(dict.fromkeys(errors or lines[-3:])))[:600]
+    return EnvironmentUnusableError(
+        f"These jars could not be resolved: {', '.join(names)}.", detail=detail, next_step=_NEXT_STEP
+    )
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold an exclusive lock on a file; processes that want the same jars wait for one download."""
+    with locked(
+        path,
+        RESOLVE_TIMEOUT_S,
+        busy=f"Another process has held {path} for {RESOLVE_TIMEOUT_S} s.",
+        next_step="See which process downloads jars, and stop it if it hangs.",
+    ):
+        yield

@@ -1,0 +1,1 @@
+"""Decisions that are made before anything is written."""

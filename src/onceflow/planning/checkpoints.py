@@ -1,0 +1,155 @@
+"""Whether a Spark checkpoint and the flow's progress belong together: a pure decision, made before a start.
+
+Spark's checkpoint holds the state of a query, progress in Kafka says which batches are committed. Spark continues
+from the checkpoint, so the two must agree about the last batch, but for the one a crash can have left in between:
+committed in Kafka and not yet in Spark's commit log.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from onceflow.errors import ProgressConflictError
+from onceflow.protocol.progress import Progress
+from onceflow.spark.checkpoint_files import CheckpointState
+
+REFUSE, RESUME = "refuse", "resume"
+ON_CONFLICT = (REFUSE, RESUME)
+
+
+@dataclass(frozen=True)
+class CheckpointStart:
+    """The decision.
+
+    Args:
+        drains: number (Spark's) of the batch that Kafka has committed and Spark does not know to be: its commit log
+            is completed, or it is run again for its state only (drained). None: no such.
+        remark: what a person should know.
+    """
+
+    drains: int | None = None
+    warning: str = ""
+
+
+def plan_checkpoint(
+    checkpoint: CheckpointState,
+    progress: Progress,
+    *,
+    digest: str | None,
+    location: str,
+    on_conflict: str,
+    other_sources: bool,
+    flow: str,
+) -> CheckpointStart:
+    """Decide how a query with this checkpoint starts, or refuse.
+
+    Args:
+        digest: of the batch that progress names, as the checkpoint has it; None when it has no such batch.
+        on_conflict: ``refuse``, or ``resume``: an empty checkpoint may follow existing progress, with empty state.
+        other_sources: whether the query has sources whose position is nowhere but in the checkpoint.
+
+    Raises:
+        ProgressConflictError: they do not belong together; its text names the situation and the choices.
+    """
+    known = progress.checkpoint
+    if checkpoint.planned > checkpoint.committed + 1:
+        raise _damaged(checkpoint, location, flow)
+    if known is not None and checkpoint.query_id == known.query_id:
+        if known.batch > checkpoint.planned:
+            raise _behind(checkpoint, known.batch, location, flow)
+        if known.batch < checkpoint.committed:
+            raise _ahead(checkpoint, known.batch, location, flow)
+        if digest != known.digest:
+            raise _diverged(known.batch, location, flow)
+        if known.batch == checkpoint.planned > checkpoint.committed:
+            return CheckpointStart(drains=known.batch)
+        return CheckpointStart()
+    if checkpoint.committed >= 0:
+        raise _foreign(checkpoint, progress, location, flow)
+    if progress.batch_id == 0:
+        return CheckpointStart()  # the flow never committed a batch, and neither did the checkpoint
+    if on_conflict != RESUME:
+        raise _empty(progress, location, flow)
+    if other_sources:
+        raise ProgressConflictError(
+            "The flow cannot be resumed with an empty checkpoint: it has sources whose position was in the old one",
+            flow=flow,
+            detail=f"checkpoint {location}; only topics that are read with Flow.read have offsets in Kafka",
+            next_step=f"restore the old checkpoint, or start over on purpose: `onceflow reset {flow}`",
+        )
+    return CheckpointStart(
+        warning=f"checkpoint {location} is empty: the flow goes on at its committed offsets with empty Spark state"
+    )
+
+
+_CHOICES = (
+    "1. start with the checkpoint that belongs to the flow; 2. go on at the committed offsets with empty Spark state: "
+    'give an empty folder and on_checkpoint_conflict="resume"; 3. read everything again: `onceflow reset {flow}` and '
+    "an empty folder"
+)
+
+
+def _conflict(what: str, detail: str, flow: str) -> ProgressConflictError:
+    return ProgressConflictError(what, flow=flow, detail=detail, next_step=_CHOICES.format(flow=flow))
+
+
+def _empty(progress: Progress, location: str, flow: str) -> ProgressConflictError:
+    before = progress.checkpoint
+    had = "without a checkpoint" if before is None else f"with the checkpoint of query {before.query_id}"
+    return _conflict(
+        f"The checkpoint is empty, and the flow has committed {progress.batch_id} batches {had}",
+        f"checkpoint {location}: was the old one deleted, or is this another folder? Aggregations, joins and "
+        "de-duplication would start with empty state in the middle of the stream",
+        flow,
+    )
+
+
+def _foreign(checkpoint: CheckpointState, progress: Progress, location: str, flow: str) -> ProgressConflictError:
+    if progress.checkpoint is not None:
+        ours = f"the flow's is that of query {progress.checkpoint.query_id}"
+    elif progress.batch_id:
+        ours = f"the flow has committed {progress.batch_id} batches without a checkpoint since"
+    else:
+        ours = "the flow has never committed a batch, or was reset"
+    return _conflict(
+        "The checkpoint belongs to another query",
+        f"checkpoint {location} is that of query {checkpoint.query_id} and has finished batch "
+        f"{checkpoint.committed}; {ours}",
+        flow,
+    )
+
+
+def _behind(checkpoint: CheckpointState, batch: int, location: str, flow: str) -> ProgressConflictError:
+    return _conflict(
+        "The checkpoint is older than the flow's progress",
+        f"checkpoint {location} knows batches up to {checkpoint.planned}, Kafka has committed batch {batch}; "
+        "was it restored from a backup? What Spark would run again is written already",
+        flow,
+    )
+
+
+def _ahead(checkpoint: CheckpointState, batch: int, location: str, flow: str) -> ProgressConflictError:
+    return _conflict(
+        "The checkpoint is ahead of the flow's progress",
+        f"checkpoint {location} has finished batch {checkpoint.committed}, Kafka has committed batch {batch}; "
+        "was the progress topic restored or tampered with? What is in between would be lost",
+        flow,
+    )
+
+
+def _damaged(checkpoint: CheckpointState, location: str, flow: str) -> ProgressConflictError:
+    return _conflict(
+        "The checkpoint is damaged: its commit log ends too early",
+        f"checkpoint {location} has planned batch {checkpoint.planned} and finished {checkpoint.committed}; "
+        "Spark leaves at most one unfinished. Were files of it deleted?",
+        flow,
+    )
+
+
+def _diverged(batch: int, location: str, flow: str) -> ProgressConflictError:
+    return _conflict(
+        "The checkpoint has gone another way than the flow's progress",
+        f"batch {batch} ends at other offsets in checkpoint {location} than Kafka has committed; was a copy of "
+        "it used elsewhere, or restored from a backup?",
+        flow,
+    )

@@ -1,0 +1,57 @@
+"""What a sink is told when it is made, and what it tells of each batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class SinkOptions:
+    """Choices of ``Flow.write`` that the sink needs, and what the query's plan says.
+
+    Args:
+        stateful: whether Spark keeps state for the query: then a batch may have more rows than its source range.
+        late: ``drop`` or ``fail``: what becomes of a batch of which Spark drops rows as late; None: it drops none.
+        trigger_s: how often a batch is to begin; 0: as soon as the last one is done.
+        timers_s: how long batches that only fire timers, one after the other, may hold up the source.
+        reads_little: whether few source records are little work for Spark, see ``queries.reads_little``.
+    """
+
+    topic: str | None
+    partitioner: str
+    compression: str
+    transaction_timeout_s: float
+    small_batch_rows: int | None = None
+    max_attempts: int = 4
+    guarantee: str = "exactly_once"
+    stateful: bool = False
+    reads_little: bool = False
+    trigger_s: float = 0.0
+    timers_s: float = 1.0
+    late: str | None = None
+
+
+@dataclass
+class BatchSummary:
+    """What one committed batch was, for people and benchmarks: seconds per step, sizes, attempts.
+
+    Args:
+        records: written to the outputs; neither state nor records that were put aside.
+        dead_letters: records that became dead letters. late: that went to the topic of late records.
+        dropped: rows that Spark dropped because they were later than its watermark.
+        nbytes: of all that was written, state and records put aside included.
+        lost: with at_most_once: that rows of the batch were given up.
+    """
+
+    batch: int
+    max_rows: int
+    path: str = ""
+    attempts: int = 0
+    records: int = 0
+    dead_letters: int = 0
+    late: int = 0
+    dropped: int = 0
+    nbytes: int = 0
+    max_rss_kib: int = 0
+    lost: bool = False
+    seconds: dict[str, float] = field(default_factory=dict)

@@ -1,0 +1,303 @@
+"""``Flow.process``: what is checked and made before a step with state can run."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from pyspark.sql import SparkSession
+
+from onceflow.client.cluster import Cluster
+from onceflow.client.deadline import Deadline
+from onceflow.errors import OptionError, ProgressConflictError
+from onceflow.protocol.names import OwnTopics
+from onceflow.protocol.progress import Progress, TableProgress
+from onceflow.state.base import TIMERS_PER_BATCH
+from onceflow.state.dead_letter_limit import check_limit
+from onceflow.state.durations import duration_ms
+from onceflow.state.local import default_state_dir
+from onceflow.state.processor import ColumnProcessor, Processor
+from onceflow.state.shapes import declared_fields
+from onceflow.state.spec import ProcessSpec
+from onceflow.state.store import Store
+from onceflow.state.topics import TableTopics, check_known, check_readable, committed_ends, ensure_topics
+
+log = logging.getLogger("onceflow.state")
+
+ON_ERROR = ("fail", "dead-letter")
+STORES = ("lmdb", "memory", "rocksdb")
+
+
+@dataclass(frozen=True)
+class Step:
+    """One ``Flow.process`` of a flow."""
+
+    spec: ProcessSpec
+    lateness_ms: int | None
+    idle_s: float
+
+
+def needs_clock(spec: ProcessSpec) -> bool:
+    """Whether a step must be woken up when there are no data: timers fire and rows expire."""
+    processor = spec.processor
+    has_timers = isinstance(processor, Processor) and type(processor).on_timer is not Processor.on_timer
+    return has_timers or spec.default_ttl_ms is not None
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """Arguments of ``Flow.process``, as given."""
+
+    table: str
+    partitions: int | None
+    on_error: str
+    dead_letter_topic: str | None
+    late_topic: str | None
+    retention: str | None
+    snapshot_per_partition: bool
+    store: str | type[Store]
+    state_dir: str | Path | None
+    adopt_existing: bool
+    idle_timeout: str
+    max_timers_per_batch: int | None = TIMERS_PER_BATCH
+    max_dead_letters: int | float | None = None
+
+
+def check_options(
+    options: StepOptions, processor: object, *, flow: str, sources: Iterable[str], tables: Iterable[str]
+) -> Processor | ColumnProcessor:
+    """What can be told without asking Kafka.
+
+    Raises:
+        OptionError: see its text.
+    """
+    if not isinstance(processor, Processor | ColumnProcessor):
+        raise OptionError(
+            f"Flow.process takes a Processor, not {processor!r}",
+            flow=flow,
+            next_step="give an instance of your subclass: Balance(), not Balance",
+        )
+    table = options.table
+    if not table or table in sources or table.startswith("__"):
+        what = "is read by this flow" if table in sources else "cannot be a table topic"
+        raise OptionError(f"table={table!r} {what}", flow=flow, next_step="give the table a topic name of its own")
+    if table in tables:
+        raise OptionError(
+            f"table={table!r} has a step already", flow=flow, next_step="one step of one flow owns a table"
+        )
+    if options.on_error not in ON_ERROR:
+        raise OptionError(
+            f"on_error={options.on_error!r} is unknown", flow=flow, next_step=f"use one of {', '.join(ON_ERROR)}"
+        )
+    if (options.on_error == "dead-letter") != (options.dead_letter_topic is not None):
+        raise OptionError(
+            'on_error="dead-letter" and dead_letter_topic= go together',
+            flow=flow,
+            next_step="give both, or neither: then a record that cannot be processed stops the flow",
+        )
+    try:
+        declared_fields(processor)
+    except ValueError as error:
+        raise OptionError(
+            f"{type(processor).__name__}.state_fields: {error}", flow=flow, next_step="see struct()"
+        ) from None
+    check_limit(options.max_dead_letters, flow)
+    if options.max_dead_letters is not None and options.dead_letter_topic is None:
+        raise OptionError(
+            "max_dead_letters= is given, and there are no dead letters",
+            flow=flow,
+            next_step='give on_error="dead-letter" and dead_letter_topic= as well, or leave it out',
+        )
+    if (processor.allowed_lateness is not None) != (options.late_topic is not None):
+        raise OptionError(
+            "allowed_lateness of the processor and late_topic= go together",
+            flow=flow,
+            next_step="give both (late records go to the topic, they never vanish), or neither (none is late)",
+        )
+    known = OwnTopics(frozenset(sources), frozenset(t for name in (*tables, table) for t in (name, name + "-internal")))
+    check_side_topics((options.dead_letter_topic, options.late_topic), known, flow)
+    if options.partitions is not None and options.partitions < 1:
+        raise OptionError(f"partitions={options.partitions} is too few", flow=flow, next_step="give at least 1")
+    if options.max_timers_per_batch is not None and options.max_timers_per_batch < 1:
+        raise OptionError(
+            f"max_timers_per_batch={options.max_timers_per_batch} is too few",
+            flow=flow,
+            next_step="give at least 1, or None to fire all that are due in one batch",
+        )
+    for name, duration in (
+        ("retention", options.retention),
+        ("idle_timeout", options.idle_timeout),
+        ("ttl", processor.ttl),
+        ("allowed_lateness", processor.allowed_lateness),
+    ):
+        try:
+            if duration is not None and duration_ms(duration) <= 0 and name != "allowed_lateness":
+                raise ValueError("it must be positive")
+        except ValueError as error:
+            raise OptionError(f"{name}={duration!r}: {error}", flow=flow, next_step='for example "5 minutes"') from None
+    if isinstance(options.store, str) and options.store not in STORES:
+        raise OptionError(f"store={options.store!r} is unknown", flow=flow, next_step=f"use one of {STORES}")
+    return processor
+
+
+def check_side_topics(topics: Iterable[str | None], own: OwnTopics, flow: str) -> None:
+    """Refuse topics that dead letters and late records must not go to.
+
+    Raises:
+        OptionError: one is an internal topic, a source or a table of the flow.
+    """
+    for topic in topics:
+        why = "" if topic is None else own.refusal(topic)
+        if why:
+            raise OptionError(
+                f"Dead letters or late records cannot go to {topic!r}, which {why}",
+                flow=flow,
+                next_step="give them a topic of their own",
+            )
+
+
+def store_class(store: str | type[Store]) -> type[Store]:
+    """The local store by its name; classes pass."""
+    if not isinstance(store, str):
+        return store
+    if store == "memory":
+        from onceflow.state.memory_store import MemoryStore
+
+        return MemoryStore
+    if store == "rocksdb":
+        from onceflow.state.rocksdb_store import RocksdbStore
+
+        return RocksdbStore
+    from onceflow.state.lmdb_store import LmdbStore
+
+    return LmdbStore
+
+
+def ensure_table(
+    cluster: Cluster,
+    options: StepOptions,
+    progress: Progress,
+    sources: Mapping[str, int],
+    processor: Processor | ColumnProcessor,
+    deadline: Deadline,
+) -> tuple[TableTopics, Progress]:
+    """The table's topics, and progress that knows them.
+
+    Args:
+        sources: partition count of every source topic.
+        processor: its state has a version, and maybe declared fields.
+
+    Returns:
+        The topics, and progress: the same object when it knew them already, else one to be committed first.
+    """
+    table = options.table
+    topics = ensure_topics(cluster, table, options.partitions or max(sources.values()), deadline)
+    ends = committed_ends(cluster, topics, deadline)
+    check_readable(cluster, ends, deadline)
+    if table in progress.changelogs:
+        check_known(topics, progress.changelogs, progress.topic_ids)
+        _check_state(table, progress.tables.get(table, TableProgress()), processor)
+        return topics, progress
+    if options.partitions is not None and topics.partitions != options.partitions:
+        raise ProgressConflictError(
+            f"Table topic {table} has {topics.partitions} partitions, partitions={options.partitions} was asked for",
+            topic=table,
+            next_step="leave partitions= out, or give the table another name",
+        )
+    if any(end for by_partition in ends.values() for end in by_partition.values()) and not options.adopt_existing:
+        raise ProgressConflictError(
+            f"Table topic {table} holds records already, and the flow has no progress of them",
+            topic=table,
+            detail="they may be the state of another flow, or of this one before it was reset",
+            next_step="delete the topics "
+            f"{topics.table} and {topics.internal} to start empty, or give adopt_existing=True to take the rows over",
+        )
+    return topics, replace(
+        progress,
+        changelogs={**progress.changelogs, **ends},
+        topic_ids={**progress.topic_ids, **topics.ids},
+        tables={**progress.tables, table: TableProgress(processor.version, fields=declared_fields(processor))},
+    )
+
+
+def runs_here(spark: SparkSession) -> bool:
+    """Whether tasks run on this machine."""
+    return re.match(r"local(\[|$)", str(spark.sparkContext.master)) is not None
+
+
+def check_migration(processor: Processor | ColumnProcessor, known: int, *, table: str, flow: str) -> None:
+    """Whether the processor can read what another version of it has written.
+
+    Raises:
+        ProgressConflictError: it cannot.
+    """
+    if processor.version > known and not callable(getattr(processor, "migrate", None)):
+        raise ProgressConflictError(
+            f"The state of table {table} has version {known}; the processor has version {processor.version} and no "
+            "migrate()",
+            flow=flow,
+            topic=table,
+            next_step="add `def migrate(self, payload, from_version)` to the processor, or keep its version",
+        )
+
+
+def _check_state(table: str, known: TableProgress, processor: Processor | ColumnProcessor) -> None:
+    if processor.version < known.version:
+        raise ProgressConflictError(
+            f"The state of table {table} was written by version {known.version} of the processor, this is version "
+            f"{processor.version}",
+            topic=table,
+            next_step="run the newer processor; state is not migrated backwards",
+        )
+    fields = declared_fields(processor)
+    if processor.version == known.version and None not in (fields, known.fields) and fields != known.fields:
+        raise ProgressConflictError(
+            f"The state of table {table} has the fields {known.fields}, the processor declares {fields}",
+            topic=table,
+            next_step="raise the processor's `version` and define migrate(self, payload, from_version), or declare the "
+            "fields as they were",
+        )
+
+
+def make_spec(
+    options: StepOptions,
+    processor: Processor | ColumnProcessor,
+    topics: TableTopics,
+    *,
+    flow: str,
+    flow_key: str,
+    source_topic: str | None,
+    local: bool,
+) -> ProcessSpec:
+    """What the step's tasks are told.
+
+    Args:
+        local: whether they run on this machine. Then driver and workers share the stores, and one of them decides where
+            these are; elsewhere every host goes by its own environment.
+    """
+    state_dir = default_state_dir() if local else None
+    ttl = options.retention if options.retention is not None else processor.ttl
+    return ProcessSpec(
+        flow=flow,
+        flow_key=flow_key,
+        processor=processor,
+        topics=topics,
+        store=store_class(options.store),
+        state_dir=state_dir if options.state_dir is None else Path(options.state_dir),
+        on_error=options.on_error,
+        dead_letter_topic=options.dead_letter_topic,
+        late_topic=options.late_topic,
+        default_ttl_ms=None if ttl is None else duration_ms(ttl),
+        snapshot_per_partition=options.snapshot_per_partition,
+        source_topic=source_topic,
+        max_timers_per_batch=options.max_timers_per_batch,
+        max_dead_letters=options.max_dead_letters,
+    )
+
+
+def side_topics(steps: Mapping[str, Step]) -> dict[str, str]:
+    """Topics of dead letters and late records, and which they are for."""
+    return {topic: role for step in steps.values() for topic, role in step.spec.side_topics.items()}

@@ -1,0 +1,169 @@
+"""Where a flow starts: a pure decision from what progress says and what the source topics hold now.
+
+``plan`` looks at facts and decides or refuses; it does no I/O. ``Flow.read`` gathers the facts, after the
+transactional id was initialised (so that nothing moves any more), and applies the decision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from onceflow.errors import DataLossError, OptionError, ProgressConflictError
+from onceflow.protocol.progress import Progress
+
+STARTING = ("earliest", "latest")
+StartingOffsets = str | Mapping[int, int]
+
+
+@dataclass(frozen=True)
+class SourceTopic:
+    """A source topic as it is now.
+
+    Args:
+        earliest, latest: per partition, log start and last stable offset.
+    """
+
+    name: str
+    topic_id: str
+    earliest: Mapping[int, int]
+    latest: Mapping[int, int]
+
+
+@dataclass(frozen=True)
+class Start:
+    """The decision.
+
+    Args:
+        offsets: where each partition is read from.
+        pin: whether these offsets differ from what progress holds and must be committed before reading.
+        remarks: what a person should know (lost ranges that were accepted, new partitions).
+    """
+
+    offsets: dict[int, int]
+    pin: bool
+    warnings: tuple[str, ...] = field(default=())
+
+
+def plan(
+    topic: SourceTopic,
+    progress: Progress | None,
+    *,
+    starting_offsets: StartingOffsets,
+    fail_on_data_loss: bool,
+    flow: str,
+) -> Start:
+    """Decide where ``topic`` is read from.
+
+    - Never read before by this flow: at ``starting_offsets``, which are pinned (committed) at once, so
+      that "latest" means the first start, not every start until something was written.
+    - Read before: exactly where progress ends. Partitions that are new are read from their beginning.
+    - Records between progress and the log's start have expired: ``DataLossError``, or with
+      ``fail_on_data_loss=False`` the gap is logged, pinned and skipped.
+    - The topic was deleted and created again: refused, its offsets mean other records now.
+    """
+    if isinstance(starting_offsets, str) and starting_offsets not in STARTING:
+        raise OptionError(
+            f"starting_offsets={starting_offsets!r} is unknown",
+            flow=flow,
+            next_step='use "earliest", "latest" or a dictionary {partition: offset} of all partitions',
+        )
+    known = None if progress is None else progress.offsets.get(topic.name)
+    if progress is None or known is None:
+        return Start(_first_start(topic, starting_offsets, flow), pin=True)
+    _check_same_topic(topic, progress, flow)
+    offsets: dict[int, int] = {}
+    warnings: list[str] = []
+    pin = False
+    for partition, earliest in sorted(topic.earliest.items()):
+        committed = known.get(partition)
+        if committed is None:
+            offsets[partition] = earliest
+            pin = True
+            warnings.append(f"{topic.name}-{partition} is new, it is read from offset {earliest}")
+            continue
+        if committed < earliest:
+            lost = f"{topic.name}-{partition}: offsets {committed} to {earliest - 1} have expired before they were read"
+            if fail_on_data_loss:
+                raise _data_loss(topic, partition, lost, flow)
+            warnings.append(lost + "; skipped, because fail_on_data_loss=False")
+            offsets[partition] = earliest
+            pin = True
+            continue
+        if committed > topic.latest[partition]:
+            raise _behind(topic, partition, committed, flow)
+        offsets[partition] = committed
+    gone = sorted(set(known) - set(topic.earliest))
+    if gone:
+        raise ProgressConflictError(
+            f"Topic {topic.name} has lost partitions {gone} that this flow has read",
+            flow=flow,
+            topic=topic.name,
+            detail="partitions can only go when a topic is deleted and created again",
+            next_step="`onceflow reset` the flow to read the new topic from its start",
+        )
+    if progress.batch_id and starting_offsets not in ("earliest", dict(known)):
+        warnings.append(
+            f"starting_offsets={starting_offsets!r} counts for the first start only; {topic.name} is read on where "
+            f"progress ends, at {offsets}. To start over: `onceflow reset {flow} --bootstrap-servers HOST:PORT`"
+        )
+    return Start(offsets, pin, tuple(warnings))
+
+
+def _first_start(topic: SourceTopic, starting: StartingOffsets, flow: str) -> dict[int, int]:
+    if isinstance(starting, str):
+        return dict(topic.earliest if starting == "earliest" else topic.latest)
+    missing = sorted(set(topic.earliest) - set(starting))
+    unknown = sorted(set(starting) - set(topic.earliest))
+    if missing or unknown:
+        raise OptionError(
+            f"starting_offsets must name every partition of {topic.name} and no other",
+            flow=flow,
+            topic=topic.name,
+            detail=f"missing {missing}, unknown {unknown}",
+            next_step="give one offset for each partition",
+        )
+    for partition, offset in starting.items():
+        low, high = topic.earliest[partition], topic.latest[partition]
+        if not low <= offset <= high:
+            raise OptionError(
+                f"starting_offsets of {topic.name}-{partition} is {offset}, the log holds {low} to {high}",
+                flow=flow,
+                topic=f"{topic.name}-{partition}",
+                next_step="give an offset that exists",
+            )
+    return dict(starting)
+
+
+def _check_same_topic(topic: SourceTopic, progress: Progress, flow: str) -> None:
+    before = progress.topic_ids.get(topic.name)
+    if before is not None and before != topic.topic_id:
+        raise ProgressConflictError(
+            f"Topic {topic.name} was deleted and created again since this flow last read it",
+            flow=flow,
+            topic=topic.name,
+            detail=f"topic id was {before}, is {topic.topic_id}; progress ends at {dict(progress.offsets[topic.name])}",
+            next_step="`onceflow reset` the flow to read the new topic from its start, or use another flow name",
+        )
+
+
+def _data_loss(topic: SourceTopic, partition: int, lost: str, flow: str) -> DataLossError:
+    return DataLossError(
+        "Source records are gone that this flow had not read yet",
+        flow=flow,
+        topic=f"{topic.name}-{partition}",
+        detail=lost,
+        next_step="if that loss is acceptable, read with fail_on_data_loss=False once: the gap is logged and skipped; "
+        "otherwise raise the topic's retention",
+    )
+
+
+def _behind(topic: SourceTopic, partition: int, committed: int, flow: str) -> ProgressConflictError:
+    return ProgressConflictError(
+        f"Progress is ahead of {topic.name}-{partition}",
+        flow=flow,
+        topic=f"{topic.name}-{partition}",
+        detail=f"progress ends at {committed}, the log's last stable offset is {topic.latest[partition]}",
+        next_step="the log was truncated (unclean leader election, restored from a backup); "
+        "find out what is missing, then `onceflow reset` the flow",
+    )

@@ -1,0 +1,124 @@
+"""DataFrames around a process step: its input columns, the partition of a row, the clock, its output columns."""
+
+from __future__ import annotations
+
+from pyspark.sql import Column, DataFrame, SparkSession
+from pyspark.sql import functions as F
+from pyspark.sql import types as T
+
+from onceflow.errors import SchemaError
+from onceflow.planning.ownership import HEADERS, Columns, is_headers
+from onceflow.spark import jvm, queries
+
+_MAX_SPREAD, _MAX_TASKS = 4, 16
+_OPTIONAL: dict[str, type[T.DataType]] = {
+    "topic": T.StringType,
+    "partition": T.IntegerType,
+    "offset": T.LongType,
+    "timestamp": T.TimestampType,
+}
+
+
+def state_columns(df: DataFrame, flow: str, *, one_topic: bool) -> DataFrame:
+    """The columns a process step takes, and no other: every column is copied several times on its way.
+
+    Args:
+        one_topic: all rows come from one topic, which they need not name.
+
+    Raises:
+        SchemaError: key or value is missing, or a column has a wrong type.
+    """
+    types = {field.name: field.dataType for field in df.schema.fields}
+    for name, kind in _OPTIONAL.items():
+        if name in types and not isinstance(types[name], kind):
+            raise _wrong_type(name, types[name], kind.typeName(), flow)
+    if "headers" in types and not is_headers(types["headers"]):
+        raise _wrong_type("headers", types["headers"], HEADERS, flow)
+    for name in ("key", "value"):
+        if not isinstance(types.get(name), (T.StringType, T.BinaryType)):
+            there = types[name].simpleString() if name in types else "missing"
+            raise SchemaError(
+                f"Flow.process needs the column {name!r} as string or binary; it is {there}",
+                flow=flow,
+                next_step="select key and value (and topic, partition, offset, timestamp, headers where there are any)",
+            )
+    wanted: list[Column] = []
+    for name in types:
+        if name in ("key", "value"):
+            binary = isinstance(types[name], T.BinaryType)
+            wanted.append(F.col(name) if binary else F.col(name).cast("binary").alias(name))
+        elif name == "headers" or (name in _OPTIONAL and not (name == "topic" and one_topic)):
+            wanted.append(F.col(name))
+    return df.select(*wanted)
+
+
+def _wrong_type(name: str, kind: T.DataType, wanted: str, flow: str) -> SchemaError:
+    return SchemaError(
+        f"Flow.process takes the column {name!r} as {wanted}; it is {kind.simpleString()}",
+        flow=flow,
+        next_step="cast it, give it another name, or leave it out with select",
+    )
+
+
+def task_count(partitions: int, wanted: int) -> int:
+    """How many tasks share the partitions of a table.
+
+    A divisor of their number, where one is near: then equal keys of topics with a multiple of it fall to the same task,
+    and outputs are written by the step's own tasks. A prime number has none; then every partition is a task, or, where
+    those would be too many, tasks have unequal numbers of partitions and outputs go through a stage of their own.
+    """
+    wanted = max(1, min(wanted, partitions))
+    divisors = [n for n in range(1, partitions + 1) if partitions % n == 0]
+    above = next(n for n in divisors if n >= wanted)
+    below = max(n for n in divisors if n <= wanted)
+    if above <= _MAX_SPREAD * wanted:
+        return above
+    if 2 * below >= wanted:
+        return below
+    return above if above <= _MAX_TASKS * wanted else wanted
+
+
+def partition_of_key(df: DataFrame, partitions: int) -> Column:
+    """Where Kafka's default partitioner puts a row's key; 0 for rows without one."""
+    hashed = jvm.murmur2(df.sparkSession, F.col("key")).bitwiseAND(F.lit(0x7FFFFFFF))
+    return F.coalesce(hashed % F.lit(partitions), F.lit(0)).cast("int")
+
+
+def ticking(spark: SparkSession, flow: str) -> DataFrame:
+    """A stream with a row each second (Spark's ``rate`` source), marked as the flow's own."""
+    reader = spark.readStream.format("rate").option("rowsPerSecond", "1").option("numPartitions", "1")
+    return reader.option(queries.MARK, flow).load()
+
+
+def with_clock(df: DataFrame, flow: str) -> DataFrame:
+    """The same rows, woken up every second without data, too: timers must fire.
+
+    The source has news every second; the filter keeps its rows out, and the optimizer the rest.
+    """
+    nothing = (
+        ticking(df.sparkSession, flow)
+        .where(F.lit(False))
+        .select(*[F.lit(None).cast(field.dataType).alias(field.name) for field in df.schema.fields])
+    )
+    return df.unionByName(nothing)
+
+
+def with_default_topic(df: DataFrame, topic: str | None) -> DataFrame:
+    """Rows that name no topic go to the default one."""
+    return df if topic is None else df.withColumn("topic", F.coalesce(F.col("topic"), F.lit(topic)))
+
+
+def sink_columns(df: DataFrame, columns: Columns, topic: str | None) -> DataFrame:
+    """The columns of a query that the sink takes, of the types that a process step's outputs have.
+
+    Args:
+        columns: of the query, checked.
+        topic: where all rows go; None: each names its own.
+    """
+    wanted: list[Column] = []
+    for name in columns.taken:
+        if name in columns.cast:
+            wanted.append(F.col(name).cast("binary").alias(name))
+        elif name != "topic":
+            wanted.append(F.col(name))
+    return df.select(*wanted, (F.col("topic") if topic is None else F.lit(topic)).alias("topic"))

@@ -1,0 +1,395 @@
+"""Record batches (version 2) back into keys and values: the reverse of ``batches.py``, as fast as Python allows.
+
+The only step of Python per record follows the records' lengths, since nothing else tells where the next record
+begins. All other numbers are read for all records of a batch at once (numpy, a varint at a time), and Arrow
+cuts keys and values out of the records section. Batches of a few records, for which that would be slower, go
+through a plain loop.
+
+Keys and values are copies: nothing keeps the buffer alive that they were read from.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import google_crc32c
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from onceflow.errors import ProtocolError
+from onceflow.protocol.batches import HEADER_BYTES
+from onceflow.protocol.compression import decompress
+from onceflow.protocol.varints import VARLONG_BYTES_MAX
+
+Int64s = npt.NDArray[np.int64]
+Payloads = list[bytes | None]
+HeaderList = list[tuple[str, bytes | None]]
+
+COMMIT, ABORT = "commit", "abort"
+"""What the marker of a transaction says."""
+
+# baseOffset int64, batchLength int32, partitionLeaderEpoch int32, magic int8, crc uint32, attributes int16,
+# lastOffsetDelta int32, baseTimestamp int64, maxTimestamp int64, producerId int64, producerEpoch int16,
+# baseSequence int32, record count int32.
+_HEADER = struct.Struct(">qiibIhiqqqhii")
+_LENGTH = struct.Struct(">i")
+_LENGTH_AT, _LENGTH_FROM, _MAGIC_AT, _COVERED_FROM = 8, 12, 16, 21
+_COMPRESSION, _APPEND_TIME, _TRANSACTIONAL, _CONTROL = 0x07, 0x08, 0x10, 0x20
+_MARKERS = {0: ABORT, 1: COMMIT}
+_RECORD_BYTES_MIN = 7
+_FEW_RECORDS = 80  # below, the loop is faster than dozens of calls of numpy
+_BROKEN = "a record batch is not laid out as the format says"
+_REPORT = "read the records with another client; if it can, report this to onceflow with the broker's version."
+
+
+@dataclass(frozen=True, slots=True)
+class DecodedBatch:
+    """One batch as columns; row ``i`` of each belongs to the same record.
+
+    Args:
+        base_offset: offset that the deltas count from; its record may be gone by compaction.
+        last_offset: of the batch as it was written; its record may be gone, too.
+        producer_id: -1 for a batch of a producer that is neither idempotent nor transactional.
+        producer_epoch: of that producer.
+        transactional: whether a marker decides over these records.
+        control: whether this is a batch of the broker's own: a marker, no data.
+        marker: ``COMMIT`` or ``ABORT``; None when it is not a control batch, or one that says something else.
+        offsets: ascending.
+        timestamps_ms: epoch milliseconds; of the broker, when the topic's timestamps are those of appending.
+        keys, values: payloads; None for null.
+        headers: by row, only of records that have any. Records may share one list: do not change it.
+        nbytes: size of the records, once decompressed.
+    """
+
+    base_offset: int
+    last_offset: int
+    producer_id: int
+    producer_epoch: int
+    transactional: bool
+    control: bool
+    marker: str | None
+    offsets: Int64s
+    timestamps_ms: Int64s
+    keys: Payloads
+    values: Payloads
+    headers: dict[int, HeaderList]
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class RawBatch:
+    """A batch of which the header is read and the checksum verified: what it takes to skip it."""
+
+    base_offset: int
+    last_offset: int
+    producer_id: int
+    producer_epoch: int
+    attributes: int
+    base_timestamp_ms: int
+    max_timestamp_ms: int
+    count: int
+    data: bytes = field(repr=False)  # the whole buffer
+    start: int  # of the records section in it
+    end: int
+
+    @property
+    def transactional(self) -> bool:
+        """Whether a marker decides over these records."""
+        return bool(self.attributes & _TRANSACTIONAL)
+
+    @property
+    def control(self) -> bool:
+        """Whether it holds a marker (or something else of the broker's own) instead of data."""
+        return bool(self.attributes & _CONTROL)
+
+    def decode(self) -> DecodedBatch:
+        """The records.
+
+        Raises:
+            ProtocolError: they do not follow the format, or cannot be decompressed.
+        """
+        data, start, end = self.data, self.start, self.end
+        code = self.attributes & _COMPRESSION
+        if code and self.count:
+            data = decompress(code, memoryview(data)[start:end])
+            start, end = 0, len(data)
+        if not 0 <= self.count <= (end - start) // _RECORD_BYTES_MIN:
+            raise self._broken(f"{self.count} records in {end - start} bytes")
+        try:
+            columns = (_few if self.count < _FEW_RECORDS else _many)(data, start, end, self.count)
+        except (IndexError, ValueError, OverflowError, pa.ArrowException) as error:
+            raise self._broken(str(error)) from error
+        deltas, stamps, keys, values, headers = columns
+        if self.attributes & _APPEND_TIME:
+            stamps = np.full(self.count, self.max_timestamp_ms, dtype=np.int64)
+        else:
+            stamps += self.base_timestamp_ms
+        deltas += self.base_offset
+        marker = None
+        if self.control and keys and keys[0] is not None and len(keys[0]) >= 4:
+            marker = _MARKERS.get(int.from_bytes(keys[0][2:4], "big"))  # version int16, type int16
+        who = (self.producer_id, self.producer_epoch, self.transactional, self.control, marker)
+        columns = (deltas, stamps, keys, values, headers)
+        return DecodedBatch(self.base_offset, self.last_offset, *who, *columns, nbytes=end - start)
+
+    def _broken(self, detail: str) -> ProtocolError:
+        return ProtocolError(_BROKEN, detail=f"base offset {self.base_offset}: {detail}", next_step=_REPORT)
+
+
+def decode_batches(buffer: Any) -> Iterator[DecodedBatch]:
+    """The batches in the records of a Fetch response, or in a segment file, decoded one at a time.
+
+    Args:
+        buffer: anything with a buffer; ``bytes`` are not copied as a whole. Brokers cut the last batch off where the
+            size asked for ends: what is incomplete at the end is left out.
+
+    Raises:
+        ProtocolError: a batch fails its checksum, does not follow the format, or is of an older one (magic 0 or 1).
+    """
+    for raw in split_batches(buffer):
+        yield raw.decode()
+
+
+def split_batches(buffer: Any) -> Iterator[RawBatch]:
+    """The same batches with their checksums verified, but records not looked at."""
+    data = buffer if isinstance(buffer, bytes) else bytes(buffer)
+    whole = pa.py_buffer(data)  # the checksum takes no memoryview
+    position = 0
+    while len(data) - position > _MAGIC_AT:
+        magic = data[position + _MAGIC_AT]
+        if magic != 2:
+            raise ProtocolError(
+                f"records are in message format {magic}; onceflow reads format 2, that of Kafka 0.11 and later",
+                detail=f"at byte {position} of {len(data)}",
+                next_step="write the topic again with a client and a broker of this decade.",
+            )
+        (length,) = _LENGTH.unpack_from(data, position + _LENGTH_AT)
+        end = position + _LENGTH_FROM + length
+        if length < HEADER_BYTES - _LENGTH_FROM:
+            raise ProtocolError(_BROKEN, detail=f"length {length} at byte {position} of {len(data)}", next_step=_REPORT)
+        if end > len(data):
+            return
+        base, _, _, _, crc, attributes, last_delta, first_ms, max_ms, producer_id, epoch, _, count = (
+            _HEADER.unpack_from(data, position)
+        )
+        found = google_crc32c.value(whole.slice(position + _COVERED_FROM, end - position - _COVERED_FROM))
+        if found != crc:
+            raise ProtocolError(
+                "a record batch fails its checksum: it was damaged on the way or on the broker's disk",
+                detail=f"base offset {base}, {length} bytes, checksum {found:#010x} instead of {crc:#010x}",
+                next_step="read again; if it fails at the same offset, look into the broker's log and at its disk.",
+            )
+        yield RawBatch(
+            base,
+            base + last_delta,
+            producer_id,
+            epoch,
+            attributes,
+            first_ms,
+            max_ms,
+            count,
+            data,
+            position + HEADER_BYTES,
+            end,
+        )
+        position = end
+
+
+# ---- many records: by column -------------------------------------------------------------------------
+
+
+def _many(
+    data: bytes, start: int, end: int, count: int
+) -> tuple[Int64s, Int64s, Payloads, Payloads, dict[int, HeaderList]]:
+    """Offset deltas, timestamp deltas, keys, values and headers of a records section."""
+    view = np.frombuffer(data, dtype=np.uint8)
+    buffer = pa.py_buffer(data)
+    begins = _follow(data, start, end, count)
+    length, at = _varints(view, begins)
+    stops = at + length
+    if stops[-1] != end or (stops[:-1] != begins[1:]).any():
+        raise ValueError("the lengths of the records do not add up")
+    stamps, at = _varints(view, at + 1)  # behind the attributes, which are not used
+    deltas, at = _varints(view, at)
+    key_start, key_end, no_key = _spans(view, at)
+    value_start, value_end, no_value = _spans(view, key_end)
+    header_count, at = _varints(view, value_end)
+    with_headers = np.flatnonzero(header_count)
+    if (at > stops).any() or int(np.count_nonzero(at != stops)) > len(with_headers):
+        raise ValueError("a record does not end where its length says")
+    keys = _cut(buffer, key_start, key_end, no_key)
+    values = _cut(buffer, value_start, value_end, no_value)
+    headers: dict[int, HeaderList] = {}
+    if len(with_headers):
+        counts = header_count[with_headers].tolist()
+        raw = _cut(buffer, at[with_headers], stops[with_headers], None)
+        headers = _headers(with_headers.tolist(), counts, raw)
+    return deltas, stamps, keys, values, headers
+
+
+def _follow(data: bytes, position: int, end: int, count: int) -> Int64s:
+    """Where each record begins: the loop over the lengths. It may end up anywhere if the data are broken."""
+    begins: list[int] = []
+    add = begins.append
+    for _ in range(count):
+        add(position)
+        byte = data[position]
+        if byte < 0x80:
+            position += (byte >> 1) + 1
+            continue
+        second = data[position + 1]
+        if second < 0x80:
+            position += ((byte & 0x7F) >> 1) + (second << 6) + 2
+        else:
+            length, position = _varint(data, position)
+            position += length
+    if position != end:
+        raise ValueError("the lengths of the records do not add up")
+    return np.array(begins, dtype=np.int64)
+
+
+def _varints(view: npt.NDArray[np.uint8], at: Int64s) -> tuple[Int64s, Int64s]:
+    """The signed numbers at these places, and the places behind them."""
+    byte = view.take(at)
+    code = byte.astype(np.uint64)
+    after = at + 1
+    if byte.max() >= 0x80:
+        code &= np.uint64(0x7F)
+        more = np.flatnonzero(byte >= 0x80)
+        shift = 7
+        while len(more):
+            if shift >= 7 * VARLONG_BYTES_MAX:
+                raise ValueError("a number has too many bytes")
+            # Mostly all records go on or none does: then nothing is picked out.
+            rows: Any = slice(None) if len(more) == len(at) else more
+            byte = view.take(after[rows])
+            code[rows] |= (byte & 0x7F).astype(np.uint64) << np.uint64(shift)
+            after[rows] += 1
+            more = more[byte >= 0x80]
+            shift += 7
+    sign = code & np.uint64(1)
+    code >>= np.uint64(1)
+    value = code.view(np.int64)
+    if sign.any():
+        value ^= -sign.view(np.int64)
+    return value, after
+
+
+def _spans(view: npt.NDArray[np.uint8], at: Int64s) -> tuple[Int64s, Int64s, Any]:
+    """Where the payloads begin and end whose lengths are at these places, and which are null (None: none is)."""
+    length, start = _varints(view, at)
+    nulls = None
+    if length.min() < 0:
+        nulls = length == -1
+        length[nulls] = 0
+    if length.min() < 0 or length.max() > len(view):
+        raise ValueError("a payload has an impossible length")
+    return start, start + length, nulls
+
+
+def _cut(buffer: Any, starts: Int64s, ends: Int64s, nulls: Any) -> Payloads:
+    """``buffer[start:end]`` for every row: a binary column of payload, gap, payload, gap, ... without the gaps."""
+    bounds = np.empty(2 * len(starts), dtype=np.int32)
+    bounds[::2] = starts
+    bounds[1::2] = ends
+    column = pa.Array.from_buffers(pa.binary(), len(bounds) - 1, [None, pa.py_buffer(bounds), buffer])
+    rows = np.arange(0, len(bounds), 2)
+    cut: Payloads = column.take(pa.array(rows, mask=nulls)).to_numpy(zero_copy_only=False).tolist()
+    return cut
+
+
+def _headers(rows: list[int], counts: list[int], raw: Payloads) -> dict[int, HeaderList]:
+    """Headers one by one. Those of a batch are often all the same: equal bytes are parsed once."""
+    known: dict[tuple[int, bytes | None], HeaderList] = {}
+    found = {}
+    for row, count, section in zip(rows, counts, raw, strict=True):
+        listed = known.get((count, section))
+        if listed is None:
+            data = section or b""
+            listed, end = _header_list(data, 0, len(data), count)
+            if end != len(data):
+                raise ValueError("a record does not end where its length says")
+            known[count, section] = listed
+        found[row] = listed
+    return found
+
+
+# ---- few records: one by one -------------------------------------------------------------------------
+
+
+def _few(
+    data: bytes, position: int, end: int, count: int
+) -> tuple[Int64s, Int64s, Payloads, Payloads, dict[int, HeaderList]]:
+    """What `_many` does, record by record."""
+    deltas, stamps = [], []
+    keys: Payloads = []
+    values: Payloads = []
+    headers: dict[int, HeaderList] = {}
+    for row in range(count):
+        length, position = _varint(data, position)
+        stop = position + length
+        if length < 0 or stop > end:
+            raise ValueError("the lengths of the records do not add up")
+        stamp, position = _varint(data, position + 1)
+        delta, position = _varint(data, position)
+        stamps.append(stamp)
+        deltas.append(delta)
+        key, position = _payload(data, position, stop)
+        keys.append(key)
+        value, position = _payload(data, position, stop)
+        values.append(value)
+        header_count, position = _varint(data, position)
+        if header_count:
+            headers[row], position = _header_list(data, position, stop, header_count)
+        if position != stop:
+            raise ValueError("a record does not end where its length says")
+    if position != end:
+        raise ValueError("the lengths of the records do not add up")
+    return np.array(deltas, dtype=np.int64), np.array(stamps, dtype=np.int64), keys, values, headers
+
+
+def _header_list(data: bytes, position: int, end: int, count: int) -> tuple[HeaderList, int]:
+    if not 0 <= count <= end - position:
+        raise ValueError(f"{count} headers in {end - position} bytes")
+    listed: HeaderList = []
+    for _ in range(count):
+        name, position = _payload(data, position, end)
+        content, position = _payload(data, position, end)
+        if name is None:
+            raise ValueError("a header has a null key")
+        listed.append((name.decode(errors="replace"), content))
+    return listed, position
+
+
+def _payload(data: bytes, position: int, end: int) -> tuple[bytes | None, int]:
+    length, position = _varint(data, position)
+    if length < 0:
+        if length < -1:
+            raise ValueError("a payload has an impossible length")
+        return None, position
+    stop = position + length
+    if stop > end:
+        raise ValueError("a record does not end where its length says")
+    return data[position:stop], stop
+
+
+def _varint(data: bytes, position: int) -> tuple[int, int]:
+    """The signed number at this place, and the place behind it."""
+    byte = data[position]
+    if byte < 0x80:
+        return (byte >> 1) ^ -(byte & 1), position + 1
+    code = byte & 0x7F
+    shift = 7
+    while True:
+        position += 1
+        byte = data[position]
+        code |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return (code >> 1) ^ -(code & 1), position + 1
+        shift += 7
+        if shift >= 7 * VARLONG_BYTES_MAX:
+            raise ValueError("a number has too many bytes")

@@ -1,0 +1,277 @@
+"""The progress record: what a flow has committed, as one compacted record per flow.
+
+It is written inside the transaction whose outcome it tells, so it is visible exactly when that batch is
+(I1). The key is the flow's name, the value versioned JSON, readable with any consumer. Readers ignore
+fields they do not know and refuse a format number above their own: a newer onceflow may mean something else
+by the same words.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import pyarrow as pa
+
+from onceflow.errors import ProgressConflictError, ProtocolError
+from onceflow.protocol.partitioners import key_partitions
+
+PROGRESS_TOPIC = "__onceflow_progress"
+PROGRESS_FORMAT = 1
+
+Offsets = Mapping[str, Mapping[int, int]]
+"""Topic, then partition, then offset."""
+
+
+@dataclass(frozen=True)
+class TableProgress:
+    """What a flow has committed about one of its tables, beside the end offsets.
+
+    Args:
+        version: of the processor's state.
+        watermark_ms: event-time watermark that the next batch sees, epoch milliseconds.
+        fields: names and types of the fields that the processor declares for its state; None: it declares none.
+    """
+
+    version: int = 0
+    watermark_ms: int | None = None
+    fields: str | None = None
+
+
+@dataclass(frozen=True)
+class CheckpointProgress:
+    """Which batch of a Spark checkpoint a record belongs to.
+
+    Args:
+        query_id: id of the query, from the checkpoint's ``metadata``.
+        batch: Spark's number of the batch.
+        digest: of the end offsets of all its sources, as the checkpoint has them: tells a batch from another one
+            that was planned under the same number.
+        commit: the entry of Spark's commit log for the batch, as Spark was going to write it; None: not known.
+    """
+
+    query_id: str
+    batch: int
+    digest: str
+    commit: str | None = None
+
+
+@dataclass(frozen=True)
+class Progress:
+    """State of a flow after its last committed batch.
+
+    Args:
+        flow: name of the flow.
+        batch_id: number of the committed batch, counted since the flow's first start.
+        offsets: source end offsets: topic, partition, next offset to read.
+        topic_ids: source topic to Kafka's topic id; tells a re-created topic from the old one.
+        changelogs: end offsets of the table topics, as ``offsets``.
+        checkpoint: what the batch was in Spark's checkpoint, if the query keeps one.
+        watermark_ms: event-time watermark handed to the next batch, epoch milliseconds.
+        tables: name of the table topic to what else is known of it.
+        outputs: topics that the batch has written to, tables left out.
+        producer_id, producer_epoch: the batch's transaction: tells whether the changes that a store holds back are
+            committed, and records that Kafka has left undecided. -1: unknown.
+        time_ms: when the record was made, epoch milliseconds.
+        format: version of this record's format.
+    """
+
+    flow: str
+    batch_id: int
+    offsets: Offsets
+    topic_ids: Mapping[str, str]
+    time_ms: int
+    changelogs: Offsets = field(default_factory=dict)
+    checkpoint: CheckpointProgress | None = None
+    watermark_ms: int | None = None
+    tables: Mapping[str, TableProgress] = field(default_factory=dict)
+    outputs: tuple[str, ...] = ()
+    producer_id: int = -1
+    producer_epoch: int = -1
+    format: int = PROGRESS_FORMAT
+
+
+def progress_partition(flow: str, partition_count: int) -> int:
+    """Partition of the progress topic that holds a flow: where the Java client would put its key."""
+    return int(key_partitions(pa.array([flow.encode()], pa.binary()), partition_count)[0])
+
+
+def encode(progress: Progress) -> tuple[bytes, bytes]:
+    """Key and value of the record. Equal progress gives equal bytes."""
+    content = {
+        "batch_id": int(progress.batch_id),
+        "changelogs": _plain(progress.changelogs),
+        "checkpoint_query_id": None if progress.checkpoint is None else progress.checkpoint.query_id,
+        "flow": progress.flow,
+        "format": int(progress.format),
+        "offsets": _plain(progress.offsets),
+        "time_ms": int(progress.time_ms),
+        "topic_ids": dict(progress.topic_ids),
+        "watermark_ms": None if progress.watermark_ms is None else int(progress.watermark_ms),
+    }
+    if progress.checkpoint is not None:
+        kept: dict[str, Any] = {"batch": int(progress.checkpoint.batch), "digest": progress.checkpoint.digest}
+        if progress.checkpoint.commit is not None:
+            kept["commit"] = progress.checkpoint.commit
+        content["checkpoint"] = kept
+    if progress.producer_id >= 0:
+        content |= {"producer_id": int(progress.producer_id), "producer_epoch": int(progress.producer_epoch)}
+    if progress.outputs:
+        content["outputs"] = list(progress.outputs)
+    if progress.tables:
+        content["tables"] = {
+            name: {"version": int(table.version), "watermark_ms": table.watermark_ms}
+            | ({} if table.fields is None else {"fields": table.fields})
+            for name, table in progress.tables.items()
+        }
+    value = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return progress.flow.encode(), value.encode()
+
+
+def decode(key: bytes | None, value: bytes) -> Progress:
+    """Read a progress record back.
+
+    Raises:
+        ProtocolError: the bytes are not a progress record.
+        ProgressConflictError: it was written by a newer onceflow, or under the key of another flow.
+    """
+    name = _flow_of(key)
+    try:
+        content = json.loads(value)
+    except (ValueError, RecursionError) as error:
+        _garbage(name, f"the value is not JSON: {error}")
+    if not isinstance(content, dict):
+        _garbage(name, f"the value is a JSON {type(content).__name__}, not an object")
+    version = _take(content, name, "format", int)
+    if version > PROGRESS_FORMAT:
+        raise ProgressConflictError(
+            "the flow's progress was written by a newer onceflow",
+            next_step="upgrade onceflow here to at least the version that last ran this flow.",
+            flow=name,
+            detail=f"record format {version}, this version reads up to {PROGRESS_FORMAT}",
+        )
+    if version < 1:
+        _garbage(name, f"format is {version}")
+    flow = _take(content, name, "flow", str)
+    if flow != name:
+        raise ProgressConflictError(
+            f"the progress record under this flow's key belongs to flow {flow!r}",
+            next_step=f"find out who writes to {PROGRESS_TOPIC}; only onceflow may.",
+            flow=name,
+        )
+    batch_id = _take(content, name, "batch_id", int)
+    if batch_id < 0:
+        _garbage(name, f"batch_id is {batch_id}")
+    watermark_ms = content.get("watermark_ms")
+    return Progress(
+        flow=flow,
+        batch_id=batch_id,
+        offsets=_offsets(content, name, "offsets"),
+        topic_ids=_topic_ids(content, name),
+        changelogs=_offsets(content, name, "changelogs") if "changelogs" in content else {},
+        checkpoint=_checkpoint(content, name),
+        watermark_ms=None if watermark_ms is None else _take(content, name, "watermark_ms", int),
+        tables=_tables(content, name) if "tables" in content else {},
+        outputs=_topics(content, name) if "outputs" in content else (),
+        producer_id=_take(content, name, "producer_id", int) if "producer_id" in content else -1,
+        producer_epoch=_take(content, name, "producer_epoch", int) if "producer_epoch" in content else -1,
+        time_ms=_take(content, name, "time_ms", int),
+        format=version,
+    )
+
+
+def _plain(offsets: Offsets) -> dict[str, dict[int, int]]:
+    """Plain dicts of plain ints, in partition order: numpy's ints are not JSON."""
+    return {
+        topic: {int(partition): int(offset) for partition, offset in sorted(partitions.items())}
+        for topic, partitions in offsets.items()
+    }
+
+
+def _flow_of(key: bytes | None) -> str:
+    try:
+        name = (key or b"").decode()
+    except UnicodeDecodeError:
+        name = ""
+    if not name:
+        _garbage(None, f"the key is {key!r}, not the name of a flow")
+    return name
+
+
+def _take(content: dict[str, Any], flow: str, name: str, kind: type) -> Any:
+    value = content.get(name)
+    # JSON true is an int to Python.
+    if not isinstance(value, kind) or isinstance(value, bool):
+        _garbage(flow, f"{name} is {_short(value)}, not of type {kind.__name__}")
+    return value
+
+
+def _offsets(content: dict[str, Any], flow: str, name: str) -> dict[str, dict[int, int]]:
+    result: dict[str, dict[int, int]] = {}
+    for topic, partitions in _take(content, flow, name, dict).items():
+        if not isinstance(partitions, dict):
+            _garbage(flow, f"{name} of {topic} is {_short(partitions)}")
+        result[topic] = {}
+        for partition, offset in partitions.items():
+            legal = partition.isascii() and partition.isdecimal()
+            if not legal or not isinstance(offset, int) or isinstance(offset, bool) or offset < 0:
+                _garbage(flow, f"{name} of {topic} has {_short(partition)}: {_short(offset)}")
+            result[topic][int(partition)] = offset
+    return result
+
+
+def _topic_ids(content: dict[str, Any], flow: str) -> dict[str, str]:
+    ids = _take(content, flow, "topic_ids", dict)
+    for topic, topic_id in ids.items():
+        if not isinstance(topic_id, str):
+            _garbage(flow, f"topic_ids of {topic} is {_short(topic_id)}")
+    return dict(ids)
+
+
+def _topics(content: dict[str, Any], flow: str) -> tuple[str, ...]:
+    topics = _take(content, flow, "outputs", list)
+    for topic in topics:
+        if not isinstance(topic, str):
+            _garbage(flow, f"outputs has {_short(topic)}")
+    return tuple(topics)
+
+
+def _tables(content: dict[str, Any], flow: str) -> dict[str, TableProgress]:
+    result: dict[str, TableProgress] = {}
+    for topic, table in _take(content, flow, "tables", dict).items():
+        if not isinstance(table, dict):
+            _garbage(flow, f"tables of {topic} is {_short(table)}")
+        watermark_ms = table.get("watermark_ms")
+        result[topic] = TableProgress(
+            version=_take(table, flow, "version", int),
+            watermark_ms=None if watermark_ms is None else _take(table, flow, "watermark_ms", int),
+            fields=_take(table, flow, "fields", str) if "fields" in table else None,
+        )
+    return result
+
+
+def _checkpoint(content: dict[str, Any], flow: str) -> CheckpointProgress | None:
+    if content.get("checkpoint_query_id") is None:
+        return None
+    rest = _take(content, flow, "checkpoint", dict)
+    return CheckpointProgress(
+        query_id=_take(content, flow, "checkpoint_query_id", str),
+        batch=_take(rest, flow, "batch", int),
+        digest=_take(rest, flow, "digest", str),
+        commit=_take(rest, flow, "commit", str) if "commit" in rest else None,
+    )
+
+
+def _short(value: Any) -> str:
+    return repr(value)[:80]
+
+
+def _garbage(flow: str | None, detail: str) -> NoReturn:
+    raise ProtocolError(
+        f"a record in {PROGRESS_TOPIC} is not a progress record",
+        next_step=f"find out who else writes to {PROGRESS_TOPIC}; `onceflow reset` starts the flow anew.",
+        flow=flow,
+        detail=detail,
+    )

@@ -1,0 +1,106 @@
+"""Start Spark faster: a class-data archive for its JVM, made once by ``onceflow setup``.
+
+Half of what a Spark session takes to start is the JVM reading and checking some 15,000 classes. The JVM can
+map them from an archive that an earlier run left (``-XX:ArchiveClassesAtExit``). The archive belongs to one
+Java, one Spark and one class path; where any of them differs, the JVM ignores it, and so nothing can go
+wrong but speed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from onceflow.errors import OnceflowError
+from onceflow.host import jars
+from onceflow.host.java import find_java, with_flags
+
+log = logging.getLogger(__name__)
+
+TRAINING_TIMEOUT_S = 180
+
+# Spark touches classes as features are used, so the training run uses what a flow uses: SQL, Python tasks,
+# the Kafka connector and a streaming query. It waits for the JVM, which writes the archive after the last
+# Python line.
+_TRAINING = """
+import sys, onceflow
+from pyspark import SparkContext
+archive, checkpoint = sys.argv[1:]
+flag = "-XX:ArchiveClassesAtExit=" + archive
+spark = onceflow.session("onceflow-setup", "local[2]", {"spark.driver.extraJavaOptions": flag})
+spark.range(4).repartition(2).mapInArrow(lambda batches: batches, "id long").toArrow()
+options = {"kafka.bootstrap.servers": "127.0.0.1:9", "subscribe": "t"}
+spark.readStream.format("kafka").options(**options).load().selectExpr("key", "value").schema
+rate = spark.readStream.format("rate-micro-batch").option("rowsPerBatch", 4).load()
+def write(frame, batch):
+    frame.selectExpr("cast(value as string) as value").toArrow()
+query = rate.writeStream.foreachBatch(write).option("checkpointLocation", checkpoint).start()
+while not query.lastProgress and query.isActive:
+    query.awaitTermination(0.2)
+query.stop()
+gateway = SparkContext._gateway
+spark.stop()
+gateway.proc.stdin.close()
+sys.exit(gateway.proc.wait(120))
+"""
+
+
+def archive_path() -> Path:
+    """Where the archive for this Java and this Spark is, or would be."""
+    java = find_java().resolve()
+    try:
+        release = (java.parent.parent / "release").read_text(errors="replace")
+    except OSError:
+        release = ""
+    spark = jars.installed_spark_version()
+    key = hashlib.sha256(f"{java}\n{release}\n{sys.prefix}\n{spark}".encode()).hexdigest()[:12]
+    return jars.cache_dir() / "class-archives" / f"spark-{spark}-{key}.jsa"
+
+
+def java_flags() -> list[str]:
+    """JVM flags that use the archive; none when there is no archive."""
+    path = archive_path()
+    # An archive that does not fit is a reason to be slower, not to print warnings among the user's output.
+    return [f"-XX:SharedArchiveFile={path}", "-Xlog:disable", "-Xlog:all=error:stderr"] if path.exists() else []
+
+
+def with_archive(options: str) -> str:
+    """These JVM options and ours, unless the user chose something about archives or JVM logging."""
+    if any(word in options for word in ("SharedArchiveFile", "ArchiveClassesAtExit", "-Xshare", "-Xlog")):
+        return options
+    return with_flags(options, java_flags())
+
+
+def make_archive() -> Path | None:
+    """Make the archive if there is none; None when it cannot be made, which costs nothing but speed."""
+    path = archive_path()
+    if path.exists():
+        return path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".training-", dir=path.parent) as scratch:
+        made = Path(scratch, path.name)
+        try:
+            answer = subprocess.run(
+                [sys.executable, "-c", _TRAINING, str(made), str(Path(scratch, "checkpoint"))],
+                cwd=scratch,
+                env={**os.environ, "PYTHONWARNINGS": "ignore"},
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=TRAINING_TIMEOUT_S,
+                check=False,
+            )
+        except (OnceflowError, OSError, subprocess.TimeoutExpired) as error:
+            log.info("no class archive: %s", error)
+            return None
+        if not made.exists():
+            log.info("no class archive: %s", answer.stderr[-2000:])
+            return None
+        made.replace(path)
+    return path

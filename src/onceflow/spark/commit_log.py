@@ -1,0 +1,132 @@
+"""Spark's commit log: what it will say of a batch, known before Kafka commits it, and put there after a crash.
+
+A batch can be committed in Kafka and missing in Spark's commit log, when the driver dies in between. Running it
+again for its state (draining) gives the state of the *second* run, which differs from the one whose output is
+committed when user code is not deterministic. So the progress record holds the entry that Spark was going to write:
+next watermark, and with state format 2 the ids of the state files of this very run. With it the next start completes
+the log, and goes on with the state that the committed batch has left. The state files are there: Spark's tasks upload
+them before the job ends, and the transaction is committed after that.
+
+The entry is made by Spark's own code and objects (MicroBatchExecution.markMicroBatchEnd does the same a moment later);
+where these are not as expected, there is no entry, and the batch is drained.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from py4j.protocol import Py4JError
+from pyspark import SparkContext
+from pyspark.sql import SparkSession
+
+from onceflow.spark import jvm
+from onceflow.spark.checkpoint_files import Folder
+
+log = logging.getLogger("onceflow.sink")
+
+_CHECKPOINTING = "org.apache.spark.sql.execution.streaming.checkpointing"
+
+
+class CommitLog:
+    """Of a running query. Every entry is compared with what Spark wrote in the end; one that differs is the last.
+
+    Args:
+        spark: the session that the query was started in. folder: of its checkpoint.
+    """
+
+    def __init__(self, spark: SparkSession, folder: Folder) -> None:
+        self._spark = spark
+        self._java: Any = spark._jvm
+        self._state_format: str | None = None
+        self._folder = folder
+        self._made: tuple[int, str] | None = None
+        self._trusted = True
+
+    def entry(self, query_id: str, batch: int) -> str | None:
+        """What Spark will write for the batch under way, all of whose tasks are done; None: not known."""
+        self._check(batch)
+        if not self._trusted:
+            return None
+        try:
+            text = self._entry(query_id)
+        except (Py4JError, AttributeError, TypeError, LookupError) as error:
+            self._trust_no_more(jvm.first_line(error))
+            return None
+        self._made = (batch, text)
+        return text
+
+    def _entry(self, query_id: str) -> str:
+        java = self._java
+        execution = self._spark._jsparkSession.streams().get(query_id).streamingQuery()
+        context = execution.getLatestExecutionContext()
+        plan = context.executionPlan().executedPlan()
+        tracker = execution.watermarkTracker()
+        tracker.updateWatermark(plan)  # only ever rises; the same again when Spark does it
+        ids = java.scala.Option.empty()
+        if self._state_format is None:  # as it was when the query started
+            self._state_format = str(context.executionPlan().sparkSession().conf().get(jvm.STATE_FORMAT, "1"))
+        if self._state_format != "1":
+            ids = java.scala.Option.apply(self._state_ids(execution, context, plan))
+        written = execution.commitLog()
+        more, version = (getattr(written, f"createMetadata$default${n}")() for n in (3, 4))
+        entry = written.createMetadata(tracker.currentWatermark(), ids, more, version)
+        stream = java.java.io.ByteArrayOutputStream()
+        written.serialize(entry, stream)
+        return str(stream.toString("UTF-8"))
+
+    def _state_ids(self, execution: Any, context: Any, plan: Any) -> Any:
+        """Ids of the state files of the batch under way; Spark learns them only when it ends, and once."""
+        same_type = getattr(getattr(self._java.scala, "$less$colon$less$"), "MODULE$").refl()
+        current = _call(execution, "currentStateStoreCkptId")
+        before = current.toMap(same_type)
+        try:
+            _call(execution, "updateStateStoreCkptId", context, plan)
+            return current.toMap(same_type)
+        finally:
+            current.clear()
+            current.addAll(before)
+
+    def _check(self, batch: int) -> None:
+        if self._made is None or self._made[0] != batch - 1:
+            return
+        found = self._folder.text(f"commits/{batch - 1}")
+        if found != self._made[1]:
+            self._trust_no_more(f"Spark wrote {found!r}, expected was {self._made[1]!r}")
+
+    def _trust_no_more(self, why: str) -> None:
+        if self._trusted:
+            log.warning("Spark's commit log is not as expected; after a crash a batch may be drained: %s", why)
+        self._trusted = False
+
+
+def complete(spark: SparkSession, address: str, batch: int, entry: str) -> bool:
+    """Write the entry of a batch that Kafka has committed into a checkpoint that no query runs with.
+
+    Returns:
+        Whether it is there; False: the batch has to be drained.
+    """
+    java: Any = spark._jvm
+    try:
+        package = java
+        for name in _CHECKPOINTING.split("."):
+            package = getattr(package, name)
+        written = package.CommitLog(spark._jsparkSession, f"{address}/commits", False)
+        stream = java.java.io.ByteArrayInputStream(bytearray(entry.encode()))
+        return bool(written.add(batch, written.deserialize(stream)))
+    except (Py4JError, TypeError) as error:
+        log.warning("the entry of batch %d cannot be added to Spark's commit log: %s", batch, jvm.first_line(error))
+        return False
+
+
+def _call(target: Any, method: str, *arguments: Any) -> Any:
+    """Call a method of Spark's that is not public."""
+    for found in target.getClass().getDeclaredMethods():
+        if str(found.getName()) == method and int(found.getParameterCount()) == len(arguments):
+            found.setAccessible(True)
+            gateway: Any = SparkContext._gateway
+            array = gateway.new_array(gateway.jvm.java.lang.Object, len(arguments))
+            for i, argument in enumerate(arguments):
+                array[i] = argument
+            return found.invoke(target, array)
+    raise LookupError(f"{target.getClass().getName()} has no {method}")

@@ -1,0 +1,187 @@
+"""Whether tasks can load what a query sends them: looked at in a worker, before a batch depends on it.
+
+A small batch runs in the driver's own process, which has all modules of the program; a large one runs in workers. A
+module that only the driver finds would let small batches pass and stop the flow at the first backlog.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import subprocess
+import sys
+import sysconfig
+import uuid
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from py4j.protocol import Py4JError
+from pyspark import InheritableThread, SparkContext
+from pyspark.errors import PySparkException
+from pyspark.sql import DataFrame, SparkSession
+
+from onceflow.errors import EnvironmentUnusableError
+from onceflow.planning.process import Step, runs_here
+from onceflow.spark import jvm, plans, queries, shipping
+from onceflow.spark.import_errors import cannot_import, import_error
+from onceflow.spark.pickling import (
+    LoadFailure,
+    Pickled,
+    load_failure,
+    pickled,
+)
+
+log = logging.getLogger("onceflow")
+
+_SECONDS = 30.0
+# A worker reads a broadcast from a file that comes with the function that has it.
+_BROADCAST = b"pyspark.core.broadcast"
+_FIND = "import importlib.util, sys; sys.exit(any(importlib.util.find_spec(name) is None for name in sys.argv[1:]))"
+
+_EVERYWHERE = sys.stdlib_module_names | {"__main__", "onceflow"}
+
+_passed: weakref.WeakKeyDictionary[SparkContext, set[bytes]] = weakref.WeakKeyDictionary()
+
+
+class ImportCheck:
+    """Of what one query sends to tasks. What has passed once in a Spark application is not looked at again."""
+
+    def __init__(self, spark: SparkSession, sent: Iterable[Pickled], *, flow: str) -> None:
+        self._spark = spark
+        self._flow = flow
+        self._local = runs_here(spark)
+        self._passed = _passed.setdefault(spark.sparkContext, set())
+        self._waiting = [
+            each
+            for each in sent
+            if _digest(each) not in self._passed
+            and _BROADCAST not in each.data
+            and not (self._local and each.names and are_found(spark.sparkContext, each.names))
+        ]
+
+    def at_start(self) -> None:
+        """Look, unless the first executor is still to come: a start does not wait for it.
+
+        Raises:
+            EnvironmentUnusableError: a module is missing; with its name, and who needs it.
+        """
+        context: Any = self._spark.sparkContext._jsc
+        if self._local or context.sc().getExecutorMemoryStatus().size() > 1:
+            self.finish()
+
+    def finish(self) -> None:
+        """Look, where `at_start` has not.
+
+        Raises:
+            EnvironmentUnusableError: see there.
+        """
+        waiting, self._waiting = self._waiting, []
+        if not waiting:
+            return
+        try:
+            found = _load_in_task(self._spark.sparkContext, [each.data for each in waiting])
+        except (PySparkException, Py4JError) as error:
+            if jvm.was_cancelled(error) or jvm.is_being_stopped(self._spark):
+                raise
+            refusal = cannot_import(error) or EnvironmentUnusableError(
+                "Tasks cannot run Python code of the driver",
+                detail=jvm.first_line(error),
+                next_step="see that the Python that runs tasks (spark.pyspark.python) has what the driver's has",
+            )
+            raise refusal.locate(flow=self._flow) from error
+        if found is None:
+            log.warning("flow %s: not checked whether tasks find its modules: none has run in time", self._flow)
+            return
+        for each, failure in zip(waiting, found, strict=True):
+            if failure is not None:
+                raise _refusal(each, failure).locate(flow=self._flow)
+        self._passed.update(map(_digest, waiting))
+
+
+def sent_to_tasks(df: DataFrame, steps: Mapping[str, Step], flow: str) -> list[Pickled]:
+    """What a query makes tasks load: processors, stores of the user's own, functions."""
+    specs = [step.spec for step in steps.values()]
+    stores = {spec.store for spec in specs if not spec.store.__module__.startswith("onceflow.")}
+    return [*(pickled(sent, flow=flow) for sent in (*(spec.processor for spec in specs), *stores)), *functions_of(df)]
+
+
+def functions_of(df: DataFrame) -> list[Pickled]:
+    """The user's Python functions in a query, as Spark has pickled them."""
+    java: Any = df.sparkSession._jvm
+    mark = java.org.apache.spark.sql.catalyst.trees.TreePattern.PYTHON_UDF()
+    found: list[Pickled] = []
+    for node in jvm.nodes(plans.analyzed(df), mark):
+        expressions = node.expressions()
+        for expression in map(expressions.apply, range(expressions.size())):
+            for function in jvm.nodes(expression, mark):
+                if not plans.kind(function).startswith("Python") or queries.is_ours(str(function.name())):
+                    continue
+                command = function.func().command().toArray(java.scala.reflect.ClassTag.Byte())
+                found.append(Pickled(f"the function {function.name()}", bytes(command)))
+    return found
+
+
+def _refusal(sent: Pickled, failure: LoadFailure) -> EnvironmentUnusableError:
+    line = f"{failure.kind}: {failure.text}".splitlines()[0]
+    return import_error(line, sent.what) or EnvironmentUnusableError(
+        f"Tasks cannot load {sent.what}",
+        detail=line,
+        next_step="see that the modules where tasks run are those of the driver, in the same versions",
+    )
+
+
+def _digest(sent: Pickled) -> bytes:
+    return hashlib.sha256(sent.data).digest()
+
+
+def _load_in_task(context: SparkContext, pickles: Sequence[bytes]) -> list[LoadFailure | None] | None:
+    """For each, what has failed. None: no task has run in time."""
+    group = f"onceflow-imports-{uuid.uuid4()}"
+    found: list[list[LoadFailure | None]] = []
+    problems: list[BaseException] = []
+
+    def run() -> None:
+        context.setJobGroup(group, "onceflow: whether tasks can load what the query sends them")
+        try:
+            found.append(context.parallelize(pickles, 1).map(load_failure).collect())
+        except BaseException as problem:
+            problems.append(problem)
+
+    thread = InheritableThread(target=run, daemon=True)
+    thread.start()
+    thread.join(_SECONDS)
+    if thread.is_alive():
+        context.cancelJobGroup(group)
+        return None
+    if problems:
+        raise problems[0]
+    return found[0] if found else None  # Spark has stopped before it began
+
+
+def are_found(context: SparkContext, names: Iterable[str]) -> bool:
+    """Whether workers on this machine will find modules, as far as it can be told without one: by where the driver has
+    them from, or by asking a Python like theirs, which takes 30 ms."""
+    known = set(shipping.program_folders())
+    known |= {os.path.abspath(sysconfig.get_path(name)) for name in ("purelib", "platlib")}
+    same = context.pythonExec == sys.executable
+    asked = set()
+    for name in names:
+        top = name.partition(".")[0]
+        if top not in _EVERYWHERE and not (same and shipping.root_of(name) in known):
+            asked.add(top)
+    if not asked:
+        return True
+    variable = filter(None, (context.environment.get("PYTHONPATH"), os.environ.get("PYTHONPATH")))
+    try:
+        answer = subprocess.run(
+            [context.pythonExec, "-c", _FIND, *asked],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(variable)},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=_SECONDS,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return answer.returncode == 0

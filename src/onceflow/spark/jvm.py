@@ -1,0 +1,372 @@
+"""The few things asked of Spark's JVM beyond PySpark's own API, all in one place.
+
+Expressions: Catalyst can call a public Java method in generated code (``StaticInvoke``, one of the
+expressions Spark's encoders use). So the partition of a key is computed by Kafka's own
+``Utils.murmur2`` at JVM speed, without a round trip through Python.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from py4j.protocol import Py4JError
+from pyspark.errors import PySparkException
+from pyspark.sql import Column, DataFrame, SparkSession
+
+from onceflow import user_code
+from onceflow.errors import BatchAbortedError, EnvironmentUnusableError, OptionError
+from onceflow.session import has_class
+
+#: Version of the state store's checkpoints; from 2 on, state files have unique ids that Spark's commit log names.
+STATE_FORMAT = "spark.sql.streaming.stateStore.checkpointFormatVersion"
+# How a job ends that was cancelled (a query that is stopped, the UI, SparkContext.cancelJobGroup).
+_JOB_CANCELLED = "SPARK_JOB_CANCELLED"
+_INTERRUPTIONS = frozenset(
+    {
+        "java.lang.InterruptedException",
+        "java.nio.channels.ClosedByInterruptException",
+        "org.apache.kafka.common.errors.InterruptException",
+    }
+)
+_KAFKA_TIMEOUT = "org.apache.kafka.common.errors.TimeoutException"
+_MAX_CAUSES = 20
+_QUERY_ID = "sql.streaming.queryId"  # local property of the thread that runs a query's batches
+# One class of each jar that the Kafka connector needs. Spark finds it without them, and fails later.
+_CONNECTOR_NEEDS = (
+    "org.apache.kafka.clients.consumer.KafkaConsumer",
+    "org.apache.spark.kafka010.KafkaConfigUpdater",
+    "org.apache.commons.pool2.PooledObjectFactory",
+)
+_MURMUR2_CLASS = "org.apache.kafka.common.utils.Utils"
+
+
+def _column(java_expression: Any, spark: SparkSession) -> Column:
+    from pyspark.sql.classic.column import Column as ClassicColumn
+
+    utils = spark._jvm.org.apache.spark.sql.classic.ExpressionUtils  # type: ignore[union-attr]
+    return ClassicColumn(utils.column(java_expression))
+
+
+def _sequence(spark: SparkSession, *items: Any) -> Any:
+    return spark._jvm.PythonUtils.toSeq(list(items))  # type: ignore[union-attr]
+
+
+def _static_invoke(spark: SparkSession, class_name: str, data_type: Any, method: str, *arguments: Any) -> Any:
+    jvm: Any = spark._jvm
+    target = jvm.org.apache.spark.util.Utils.classForName(class_name, True, False)
+    expressions = jvm.org.apache.spark.sql.catalyst.expressions.objects
+    # propagateNull, returnNullable, isDeterministic, no scalar function
+    return expressions.StaticInvoke(
+        target,
+        data_type,
+        method,
+        _sequence(spark, *arguments),
+        _sequence(spark),
+        True,
+        True,
+        True,
+        jvm.scala.Option.empty(),
+    )
+
+
+def _integer_type(spark: SparkSession) -> Any:
+    types: Any = spark._jvm.org.apache.spark.sql.types  # type: ignore[union-attr]
+    return getattr(getattr(types, "IntegerType$"), "MODULE$")
+
+
+def murmur2(spark: SparkSession, key: Column) -> Column:
+    """Kafka's murmur2 of a binary column, as a signed integer; null for a null key."""
+    try:
+        java_key = spark._jvm.org.apache.spark.sql.classic.ExpressionUtils.expression(key._jc)  # type: ignore[union-attr]
+        call = _static_invoke(spark, _MURMUR2_CLASS, _integer_type(spark), "murmur2", java_key)
+    except Py4JError as error:
+        raise EnvironmentUnusableError(
+            "Spark's JVM cannot call Kafka's murmur2",
+            detail=str(error).splitlines()[0],
+            next_step="use a session made by onceflow.session(), which puts kafka-clients on the class path",
+        ) from error
+    return _column(call, spark)
+
+
+def why_no_connector(spark: SparkSession) -> str:
+    """Why Spark could not read topics, in a line; empty when it can."""
+    sources: Any = spark._jvm.org.apache.spark.sql.execution.datasources.DataSource  # type: ignore[union-attr]
+    try:
+        # What load() does, by the class loader of this thread: it finds jars however they were given.
+        sources.lookupDataSource("kafka", spark._jsparkSession.sessionState().conf())
+    except (Py4JError, PySparkException) as error:
+        return str(error).splitlines()[0]
+    missing = [name for name in _CONNECTOR_NEEDS if not has_class(spark._jvm, name)]
+    return f"the connector is there without jars that it needs: no class {missing[0]}" if missing else ""
+
+
+def connector_package(spark: SparkSession) -> str:
+    """Maven coordinates of the Kafka connector for this Spark."""
+    scala = str(spark._jvm.scala.util.Properties.versionNumberString())  # type: ignore[union-attr]
+    return f"org.apache.spark:spark-sql-kafka-0-10_{'.'.join(scala.split('.')[:2])}:{spark.version}"
+
+
+def nodes(tree: Any, mark: Any = None) -> Iterator[Any]:
+    """Every node of a plan, logical or physical, or of an expression.
+
+    Args:
+        mark: one of Catalyst's tree patterns; only nodes that it is in, or below, are looked at.
+    """
+    waiting = [tree]
+    while waiting:
+        node = waiting.pop()
+        if mark is not None and not node.containsPattern(mark):
+            continue
+        yield node
+        children = node.children()
+        waiting.extend(children.apply(i) for i in range(children.size()))
+
+
+def has_shuffle(df: DataFrame) -> bool:
+    """Whether tasks of a batch read shuffle files: only then can Spark attempt a whole stage again."""
+    waiting = [df._jdf.queryExecution().toRdd()]
+    seen: set[int] = set()
+    while waiting:
+        rdd = waiting.pop()
+        if int(rdd.id()) in seen:
+            continue
+        seen.add(int(rdd.id()))
+        dependencies = rdd.dependencies()
+        for i in range(dependencies.size()):
+            dependency = dependencies.apply(i)
+            if "Shuffle" in str(dependency.getClass().getSimpleName()):
+                return True
+            waiting.append(dependency.rdd())
+    return False
+
+
+def stage_attempts(spark: SparkSession, stages: Iterable[int], timeout_s: float = 20.0) -> dict[int, int]:
+    """Attempt number each stage has reached, after Spark has told its listeners everything.
+
+    Python's TaskContext does not know the attempt of its stage, and attempt numbers of tasks start at 0 again
+    in it. Spark's status store does, a little later: hence the wait for the listener bus.
+
+    Raises:
+        BatchAbortedError: it cannot be found out.
+    """
+    tracker: Any = spark.sparkContext._jsc.statusTracker()
+    found: dict[int, int] = {}
+    try:
+        spark.sparkContext._jsc.sc().listenerBus().waitUntilEmpty(int(timeout_s * 1000))
+        for stage in stages:
+            info = tracker.getStageInfo(stage)
+            if info is None:
+                raise LookupError(f"Spark's status store has forgotten stage {stage}")
+            found[stage] = int(info.currentAttemptId())
+    except (Py4JError, LookupError) as error:
+        raise BatchAbortedError(
+            "It cannot be told whether Spark attempted a stage twice",
+            detail=first_line(error),
+            next_step="none: the batch is run again under a new epoch; if it repeats, see what listeners the "
+            "session has (they must keep up within 20 s) and spark.ui.retainedStages",
+        ) from error
+    return found
+
+
+def state_rows(spark: SparkSession, query_id: str) -> float:
+    """How many rows the state of a running query has, after its last batch; infinite when that is not known."""
+    try:
+        progress = spark._jsparkSession.streams().get(query_id).lastProgress()
+        return math.inf if progress is None else float(sum(o.numRowsTotal() for o in progress.stateOperators()))
+    except (Py4JError, AttributeError, TypeError):
+        return math.inf
+
+
+def rows_dropped(spark: SparkSession, query_id: str) -> int:
+    """How many rows operators with state have dropped as late, in the batch under way of a query.
+
+    All its attempts together: the plan keeps its metrics.
+    """
+    metrics = [node.metrics().get("numRowsDroppedByWatermark") for node in _state_store_writers(spark, query_id)]
+    return sum(int(metric.get().value()) for metric in metrics if metric.isDefined())
+
+
+def _state_store_writers(spark: SparkSession, query_id: str) -> Iterator[Any]:
+    """The operators that keep state, in the batch under way of a query."""
+    java: Any = spark._jvm
+    query = spark._jsparkSession.streams().get(query_id)
+    loader = java.org.apache.spark.util.Utils.getContextOrSparkClassLoader()
+    writer = java.java.lang.Class.forName(
+        "org.apache.spark.sql.execution.streaming.operators.stateful.StateStoreWriter", False, loader
+    )
+    for node in nodes(query.streamingQuery().lastExecution().executedPlan()):
+        if writer.isInstance(node):
+            yield node
+
+
+def forget_state_ids(spark: SparkSession, query_id: str) -> None:
+    """Make a batch that is run again name the state of its last attempt, not of its first.
+
+    With ``stateStore.checkpointFormatVersion`` 2 every attempt of a task writes state files under an id of its own,
+    and Spark's commit log names the first that was reported (``StateStoreWriter.getStateStoreCheckpointInfo``): that
+    of the aborted attempt, whose state may be another where user code is not deterministic.
+
+    Raises:
+        BatchAbortedError: Spark does not let us; then the batch must not be run again.
+    """
+    try:
+        for node in _state_store_writers(spark, query_id):
+            node.checkpointInfoAccumulator().reset()
+    except (Py4JError, AttributeError, TypeError) as error:
+        raise BatchAbortedError(
+            "The batch cannot be run again: what its first attempt did to Spark's state cannot be forgotten",
+            detail=first_line(error),
+            next_step="start the flow again: it continues at this batch",
+        ) from error
+
+
+def failed_task_message(spark: SparkSession, stages: Iterable[int]) -> str:
+    """Why a task of these stages failed, as Spark's status store has it; empty when it does not tell."""
+    try:
+        spark.sparkContext._jsc.sc().listenerBus().waitUntilEmpty(5_000)
+        store: Any = spark.sparkContext._jsc.sc().statusStore()
+        for stage in stages:
+            tasks = store.taskList(stage, 0, 10_000)
+            for i in range(tasks.size()):
+                message = tasks.apply(i).errorMessage()
+                if message.isDefined():
+                    return f"the first attempt failed: {blamed_line(str(message.get()))}"
+    except Py4JError:
+        pass  # only an explanation: the batch is aborted in any case
+    return ""
+
+
+def source_partitions(df: DataFrame) -> list[tuple[str, int]]:
+    """Topic and partition that each task of a batch reads, in task order.
+
+    Follows the batch's RDD through one-to-one dependencies down to the Kafka source.
+
+    Raises:
+        OptionError: something in between (a shuffle, a union) mixes partitions.
+    """
+    rdd = _followed(df._jdf.queryExecution().toRdd(), "DataSourceRDD")
+    found: list[tuple[str, int]] = []
+    for partition in rdd.partitions():
+        inputs = partition.inputPartition()
+        if inputs.isEmpty():
+            raise _not_source_partitioned("a task reads nothing")
+        offset_range = inputs.get().offsetRange()
+        found.append((str(offset_range.topic()), int(offset_range.partition())))
+    if len(set(found)) != len(found):
+        raise _not_source_partitioned(
+            "a source partition is split over tasks (minPartitions or maxRecordsPerPartition)"
+        )
+    return found
+
+
+def task_total(df: DataFrame) -> int:
+    """How many tasks compute a DataFrame. It runs nothing: adaptive execution is off (``driver/commit.py``)."""
+    return int(df._jdf.queryExecution().toRdd().getNumPartitions())
+
+
+def coalesced_tasks(df: DataFrame) -> list[list[int]]:
+    """For each task of a DataFrame behind a ``coalesce``, the numbers of the tasks that it has taken together."""
+    rdd = _followed(df._jdf.queryExecution().toRdd(), "CoalescedRDD")
+    return [[int(number) for number in partition.parentsIndices()] for partition in rdd.partitions()]
+
+
+def _followed(rdd: Any, kind: str) -> Any:
+    """The RDD of this class that an RDD is made from one to one."""
+    while rdd.getClass().getSimpleName() != kind:
+        dependencies = rdd.dependencies()
+        if dependencies.size() != 1 or dependencies.head().getClass().getSimpleName() != "OneToOneDependency":
+            raise _not_source_partitioned(f"it goes through {rdd.getClass().getSimpleName()}")
+        rdd = dependencies.head().rdd()
+    return rdd
+
+
+def _not_source_partitioned(why: str) -> OptionError:
+    return OptionError(
+        'partitioner="source" needs a query that keeps every source partition in one task',
+        detail=why,
+        next_step='use partitioner="key", or drop the shuffle, join or union from the query',
+    )
+
+
+def was_cancelled(error: BaseException) -> bool:
+    """Whether Spark has cancelled the job or interrupted the query, as its classes and error conditions say.
+
+    Texts do not count: they may be those of user code.
+    """
+    try:
+        return any(
+            str(each.getClass().getName()) in _INTERRUPTIONS or _condition(each) == _JOB_CANCELLED
+            for each in _thrown(error)
+        )
+    except Py4JError:
+        return False
+
+
+def kafka_timeout(error: BaseException) -> str:
+    """What a Kafka client of Spark's has waited for in vain, when that is why the query has ended; else empty."""
+    try:
+        for each in _thrown(error):
+            if str(each.getClass().getName()) == _KAFKA_TIMEOUT:
+                return str(each.getMessage())
+    except Py4JError:
+        pass  # the JVM is gone
+    return ""
+
+
+def _thrown(error: BaseException) -> Iterator[Any]:
+    """The Java exception of an error of PySpark, and its causes."""
+    thrown = getattr(error, "_origin", None)
+    if thrown is None:
+        thrown = getattr(error, "java_exception", None)
+    for _ in range(_MAX_CAUSES):
+        if thrown is None:
+            return
+        yield thrown
+        thrown = thrown.getCause()
+
+
+def _condition(thrown: Any) -> str | None:
+    for method in ("getCondition", "getErrorClass"):  # Spark 4, Spark 3.5
+        try:
+            return str(getattr(thrown, method)())
+        except (Py4JError, AttributeError):
+            continue  # no SparkThrowable, or the other Spark
+    return None
+
+
+def is_being_stopped(spark: SparkSession) -> bool:
+    """Whether the query whose batch runs on this thread is being stopped, or Spark is."""
+    try:
+        context: Any = spark.sparkContext._jsc
+        if context is None or context.sc().isStopped():
+            return True
+        query_id = spark.sparkContext.getLocalProperty(_QUERY_ID)
+        if query_id is None:
+            return False
+        # A batch has a session of its own, whose streams() knows no query: what all sessions share knows them.
+        java: Any = spark._jvm
+        running = spark._jsparkSession.sharedState().activeStreamingQueries()
+        query = running.get(java.java.util.UUID.fromString(query_id))
+        return query is not None and not query.isActive()
+    except (Py4JError, AttributeError):
+        return False
+
+
+def first_line(error: BaseException) -> str:
+    """A short text of a Spark job's failure, see `blamed_line`."""
+    java = getattr(error, "java_exception", None)
+    text = str(java.getMessage()) if java is not None and java.getMessage() else str(error)
+    return blamed_line(text) or type(error).__name__
+
+
+def blamed_line(text: str) -> str:
+    """The line that says what happened: of a Python traceback the exception and the line of the user's code that
+    raised it, else the last line that names an error, else the first."""
+    said = user_code.blamed(text)
+    if said:
+        return said
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    blamed = [line for line in lines if line.split(":")[0].endswith(("Error", "Exception"))]
+    return (blamed or lines or [""])[-1 if blamed else 0][:500]

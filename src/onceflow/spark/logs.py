@@ -1,0 +1,61 @@
+"""What Spark's JVM and py4j say when a flow fails: one line on the console, all of it in a file.
+
+The error itself is onceflow's own: raised where the query is awaited, else logged once.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+import time
+from pathlib import Path
+
+from onceflow.errors import OnceflowError
+from onceflow.host.java import with_flags
+from onceflow.host.leftovers import of_ended_processes
+
+_SETTINGS = Path(__file__).with_name("log4j2.properties")
+_PREFIX = "onceflow-spark-pid"
+
+
+def with_settings(options: str, spark_conf: Path) -> str:
+    """JVM options with onceflow's log4j settings, unless the user has chosen some.
+
+    Args:
+        options: JVM options of the driver. spark_conf: Spark's configuration folder.
+    """
+    chosen = "log4j" in options or "log4j" in os.environ.get("JDK_JAVA_OPTIONS", "")
+    if chosen or any(spark_conf.glob("log4j*")):
+        return options
+    return with_flags(options, [f"-Dlog4j2.configurationFile={_SETTINGS}", f"-Donceflow.spark.log={log_file()}"])
+
+
+def log_file() -> Path:
+    """Where the JVM of this process writes its log; those of processes that have ended are removed."""
+    for old in of_ended_processes(_PREFIX, r"\.log(\.1)?"):
+        if _is_old(old):
+            old.unlink(missing_ok=True)
+    return Path(tempfile.gettempdir(), f"{_PREFIX}{os.getpid()}.log")
+
+
+def _is_old(file: Path) -> bool:
+    """Whether nobody looks at it any more: a day after its last line."""
+    try:
+        return time.time() - file.stat().st_mtime > 86_400
+    except OSError:
+        return False
+
+
+class _NotOfFlows(logging.Filter):
+    """Leaves out what py4j says of errors that onceflow raises: they reach the user another way."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not (record.exc_info and isinstance(record.exc_info[1], OnceflowError))
+
+
+def silence_py4j() -> None:
+    """py4j logs every error of a callback with its traceback, and so those of foreachBatch."""
+    logger = logging.getLogger("py4j.clientserver")
+    if not any(isinstance(each, _NotOfFlows) for each in logger.filters):
+        logger.addFilter(_NotOfFlows())

@@ -1,0 +1,160 @@
+"""A processor as it is sent to tasks: its pickle, the modules that this names, and what cannot be sent at all.
+
+Tasks import this module: it needs little.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+from pyspark import cloudpickle
+from pyspark.cloudpickle.cloudpickle import _should_pickle_by_reference
+
+from onceflow.errors import OptionError
+from onceflow.state.processor import ColumnProcessor, Processor
+
+_MAX_DEPTH = 6
+
+
+@dataclass(frozen=True)
+class Pickled:
+    """What is sent to tasks.
+
+    Args:
+        what: for errors, for example ``the processor Balance``.
+        names: the modules that the pickle names instead of holding what is in them: tasks import these. Empty where
+            they are not known.
+    """
+
+    what: str
+    data: bytes = field(repr=False)
+    names: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class LoadFailure:
+    """Why a pickle cannot be loaded in a task. The error itself might be of a class that the driver lacks."""
+
+    kind: str
+    text: str
+
+
+def pickled(sent: object, *, flow: str) -> Pickled:
+    """The pickle of a processor, or of a class of stores, made as Spark makes it.
+
+    Raises:
+        OptionError: it cannot be pickled; the text names the class and the attribute.
+    """
+    name = (sent if isinstance(sent, type) else type(sent)).__qualname__
+    with io.BytesIO() as file:
+        pickler: Any = _Pickler(file)
+        try:
+            pickler.dump(sent)
+        except Exception as error:
+            raise _refusal(sent, name, error, flow) from error
+        what = f"the store {name}" if isinstance(sent, type) else f"the processor {name}"
+        return Pickled(what, file.getvalue(), frozenset(pickler.names))
+
+
+def load_failure(data: bytes) -> LoadFailure | None:
+    """What a task does: None when it can load a pickle."""
+    try:
+        pickle.loads(data)
+    except Exception as error:
+        return LoadFailure(type(error).__name__, str(error)[:1000])
+    return None
+
+
+class _Pickler(cloudpickle.Pickler):
+    """Notes which modules are named."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)  # type: ignore[no-untyped-call]
+        self.names: set[str] = set()
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, ModuleType | type | FunctionType):
+            module: Any = obj.__name__ if isinstance(obj, ModuleType) else obj.__module__
+            if isinstance(module, str) and _should_pickle_by_reference(obj):  # type: ignore[no-untyped-call]
+                self.names.add(module)
+        return super().reducer_override(obj)  # type: ignore[no-untyped-call]
+
+
+def _refusal(sent: object, name: str, error: Exception, flow: str) -> OptionError:
+    what, why = _culprit(sent, name, "", _MAX_DEPTH) or (name, error)
+    return OptionError(
+        f"{what} cannot be sent to tasks",
+        flow=flow,
+        detail=f"{type(why).__name__}: {why}".splitlines()[0],
+        next_step="a processor is pickled: make connections, locks and the like in open(), which runs in the tasks, "
+        "and put them on self there",
+    )
+
+
+def _culprit(value: Any, name: str, user: str, depth: int) -> tuple[str, Exception] | None:
+    """What it is in a value that cannot be pickled, and why; None: the value can be.
+
+    Args:
+        user: the function that the value belongs to, if it does.
+    """
+    why = _failure(value)
+    if why is None:
+        return None
+    if depth:
+        for part_name, part_user, part in _parts(value, name, user):
+            found = _culprit(part, part_name, part_user, depth - 1)
+            if found is not None:
+                return found
+    kind = "" if isinstance(value, type | FunctionType) else f" ({type(value).__qualname__})"
+    return f"{name}{kind}{f', which {user} uses,' if user else ''}", why
+
+
+def _failure(value: Any) -> Exception | None:
+    try:
+        cloudpickle.dumps(value)  # type: ignore[no-untyped-call]
+    except Exception as error:
+        return error
+    return None
+
+
+def _parts(value: Any, name: str, user: str) -> Iterator[tuple[str, str, Any]]:
+    """What is pickled with a value, as far as it is ours to name: not the inside of a client of somebody else."""
+    if isinstance(value, Processor | ColumnProcessor):
+        yield from ((f"{name}.{attribute}", user, part) for attribute, part in vars(value).items())
+        yield name, user, type(value)
+    elif isinstance(value, type):
+        yield from ((f"{name}.{attribute}", user, part) for attribute, part in vars(value).items())
+        yield from ((base.__qualname__, user, base) for base in value.__bases__)
+    elif isinstance(value, staticmethod | classmethod):
+        yield name, user, value.__func__
+    elif isinstance(value, property):
+        yield from ((name, user, part) for part in (value.fget, value.fset) if part is not None)
+    elif isinstance(value, FunctionType):
+        function = value.__qualname__ if user else name
+        yield from ((variable, function, part) for variable, part in _used_by(value))
+    elif isinstance(value, Mapping):
+        yield from ((f"{name}[{key!r}]", user, part) for key, part in value.items())
+    elif isinstance(value, list | tuple):
+        yield from ((f"{name}[{i}]", user, part) for i, part in enumerate(value))
+
+
+def _used_by(function: FunctionType) -> Iterator[tuple[str, Any]]:
+    """Variables around a function, which go with it when it is pickled by value."""
+    code = function.__code__
+    for variable, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            yield variable, cell.cell_contents
+        except ValueError:
+            continue  # not assigned yet
+    for variable in sorted(_global_names(code) & function.__globals__.keys()):
+        yield variable, function.__globals__[variable]
+
+
+def _global_names(code: CodeType) -> set[str]:
+    inner = (_global_names(constant) for constant in code.co_consts if isinstance(constant, CodeType))
+    return set(code.co_names).union(*inner)

@@ -1,0 +1,282 @@
+"""What a query and a session must be like before onceflow runs them: checked before anything is written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pyspark.sql import DataFrame, SparkSession
+
+from onceflow.errors import EnvironmentUnusableError, OptionError, UnsupportedQueryError
+from onceflow.interactive import again
+from onceflow.spark import jvm
+
+#: An option on the source that says which flow read it; Spark's Kafka source ignores what it does not know.
+MARK = "onceflow.flow"
+
+# Logical operators that keep state between micro-batches when their input is a stream
+# (Spark: UnsupportedOperationChecker, and the stateful operators of IncrementalExecution).
+_STATEFUL = {
+    "Aggregate": "an aggregation",
+    "Deduplicate": "dropDuplicates",
+    "DeduplicateWithinWatermark": "dropDuplicatesWithinWatermark",
+    "Distinct": "distinct",
+    "Except": "subtract",
+    "Intersect": "intersect",
+    "FlatMapGroupsWithState": "flatMapGroupsWithState",
+    "FlatMapGroupsInPandasWithState": "applyInPandasWithState",
+    "TransformWithState": "transformWithState",
+    "TransformWithStateInPySpark": "transformWithState",
+    "TransformWithStateInPandas": "transformWithStateInPandas",
+    "GlobalLimit": "limit",
+    "Limit": "limit",
+    "Tail": "tail",
+}
+_READER_OWNED = {
+    "subscribe": "give the topic to Flow.read",
+    "subscribepattern": "Flow.read takes one topic; call it once for each",
+    "assign": "Flow.read takes whole topics",
+    "startingoffsets": "use starting_offsets of Flow.read",
+    "startingtimestamp": "use starting_offsets of Flow.read",
+    "startingoffsetsbytimestamp": "use starting_offsets of Flow.read",
+    "failondataloss": "use fail_on_data_loss of Flow.read",
+    "includeheaders": "use include_headers of Flow.read",
+    "maxoffsetspertrigger": "use max_records_per_batch of Flow.read",
+    "kafka.isolation.level": "sources are always read with read_committed",
+}
+_READER_KNOWN = {
+    "minpartitions",
+    "maxrecordsperpartition",
+    "minoffsetspertrigger",
+    "maxtriggerdelay",
+    "groupidprefix",
+    "kafkaconsumer.polltimeoutms",
+    "fetchoffset.numretries",
+    "fetchoffset.retryintervalms",
+}
+# By these several tasks may read one partition.
+_SPLITTING = ("minPartitions", "maxRecordsPerPartition")
+
+
+def reader_options(options: Mapping[str, str], flow: str) -> dict[str, str]:
+    """Options for Spark's Kafka source that a user may set.
+
+    Raises:
+        OptionError: unknown, or decided by onceflow.
+    """
+    for name in options:
+        lower = name.lower()
+        if lower in _READER_OWNED:
+            raise OptionError(
+                f"option {name!r} of Flow.read is set by onceflow itself", flow=flow, next_step=_READER_OWNED[lower]
+            )
+        if lower not in _READER_KNOWN:
+            raise OptionError(
+                f"unknown option {name!r} of Flow.read",
+                flow=flow,
+                next_step=f"known: {', '.join(sorted(_READER_KNOWN))}; connection options belong to Flow(options=...)",
+            )
+    return {name: str(value) for name, value in options.items()}
+
+
+def starting_offsets_json(topic: str, offsets: Mapping[int, int]) -> str:
+    return json.dumps({topic: {str(partition): offset for partition, offset in sorted(offsets.items())}})
+
+
+def check_session(spark: SparkSession, flow: str) -> None:
+    """Refuse what would break a guarantee whatever the query is."""
+    if not hasattr(spark, "_jsparkSession"):
+        raise UnsupportedQueryError(
+            "Spark Connect is not supported: foreachBatch runs in another process there",
+            flow=flow,
+            next_step=f'{again()}use a classic session: onceflow.session(master="...")',
+        )
+    if str(spark.conf.get("spark.speculation", "false")).lower() == "true":
+        raise UnsupportedQueryError(
+            "spark.speculation is on: two attempts of a task would write under one producer epoch",
+            flow=flow,
+            next_step="set spark.speculation=false for sessions that run flows",
+        )
+
+
+def check_connector(spark: SparkSession, flow: str) -> None:
+    """Refuse a session that cannot read topics, before anything is taken over.
+
+    Raises:
+        EnvironmentUnusableError: Spark's Kafka connector is not on its class path, or not whole.
+    """
+    problem = jvm.why_no_connector(spark)
+    if problem:
+        raise EnvironmentUnusableError(
+            "This Spark session has no usable Kafka connector",
+            flow=flow,
+            detail=problem,
+            next_step=f"{again()}make the session with onceflow.session(), before anything else in the process starts "
+            f"Spark; or give Spark the package {jvm.connector_package(spark)}, by --packages or spark.jars.packages",
+        )
+
+
+# What the name of a process step in a query plan begins with.
+_STEP_NAME = "onceflow_state_"
+# Likewise of any function of onceflow's own: all of them make a row of a row, or are process steps.
+_OUR_NAMES = "onceflow_"
+# mapInArrow and mapInPandas.
+_FREE = ("MapInArrow", "MapInPandas")
+
+
+def step_name(table: str) -> str:
+    """The name of a process step's function in a query plan."""
+    return _STEP_NAME + table
+
+
+def step_table(node: Any) -> str | None:
+    """The table of the process step that a node of a plan is, if it is one."""
+    if str(node.getClass().getSimpleName()) != "MapInArrow":
+        return None
+    name = str(node.functionExpr().name())
+    return name.removeprefix(_STEP_NAME) if name.startswith(_STEP_NAME) else None
+
+
+def is_ours(name: str) -> bool:
+    """Whether a Python function in a plan, by its name, is onceflow's own."""
+    return name.startswith(_OUR_NAMES)
+
+
+def topics_read(plan: Any) -> set[str]:
+    """The topics that the streams of a plan read."""
+    found = set()
+    for node in jvm.nodes(plan):
+        if str(node.getClass().getSimpleName()) == "StreamingRelationV2" and node.extraOptions().get("subscribe"):
+            found.add(str(node.extraOptions().get("subscribe")))
+    return found
+
+
+@dataclass(frozen=True)
+class PlanFacts:
+    """What a query's plan says about it.
+
+    Args:
+        topics: whether it reads topics with ``Flow.read``.
+        others: whether it has other sources, whose position is in the checkpoint only.
+        stateful: whether Spark keeps state for it.
+        watermark: whether it has one of Spark's watermarks, by which operators with state drop late rows.
+        has_step: whether rows come out of a process step.
+        dealt_out: whether rows go to tasks in turn (``repartition(n)`` without columns): equal keys meet in any order.
+        splitting: the option by which several tasks may read one partition, and of which topic; None: there is none.
+    """
+
+    topics: bool
+    others: bool
+    stateful: bool
+    watermark: bool
+    has_step: bool
+    dealt_out: bool
+    splitting: tuple[str, str] | None
+
+
+def check_plan(df: DataFrame, flow: str, *, checkpoint: bool = False) -> PlanFacts:
+    """Refuse queries that cannot be continued from what is there: progress in Kafka, and maybe a checkpoint.
+
+    Raises:
+        UnsupportedQueryError: not a stream, a foreign source, or Spark-native state without a checkpoint.
+    """
+    if not isinstance(df, DataFrame):
+        raise UnsupportedQueryError(
+            f"Flow.write takes a DataFrame, not {type(df).__name__}", flow=flow, next_step="give a streaming DataFrame"
+        )
+    if not df.isStreaming:
+        raise UnsupportedQueryError(
+            "The DataFrame is not a stream", flow=flow, next_step="make it from Flow.read of this flow"
+        )
+    topics = others = stateful = watermark = has_step = dealt_out = False
+    splitting = None
+    for node in jvm.nodes(df._jdf.queryExecution().analyzed()):
+        if not node.isStreaming():
+            continue
+        kind = str(node.getClass().getSimpleName())
+        if kind in ("StreamingRelationV2", "StreamingRelation", "StreamingExecutionRelation"):
+            ours = _check_source(node, kind, flow, checkpoint)
+            topics, others = topics or ours, others or not ours
+            splitting = splitting or (_splitting(node) if ours else None)
+        has_step = has_step or step_table(node) is not None
+        watermark = watermark or kind == "EventTimeWatermark"
+        dealt_out = dealt_out or (kind == "Repartition" and bool(node.shuffle()))
+        what = _STATEFUL.get(kind)
+        if kind == "Join" and node.left().isStreaming() and node.right().isStreaming():
+            what = "a join of two streams"
+        stateful = stateful or what is not None
+        if what is not None and not checkpoint:
+            raise _needs_checkpoint(what, df, flow)
+    return PlanFacts(topics, others, stateful, watermark, has_step, dealt_out, splitting)
+
+
+def _needs_checkpoint(what: str, df: DataFrame, flow: str) -> UnsupportedQueryError:
+    if any(step_table(node) is not None for node in jvm.nodes(df._jdf.queryExecution().analyzed())):
+        # A checkpoint would be refused next: see step_query.check_goes_with.
+        return UnsupportedQueryError(
+            f"The query keeps state in Spark ({what}) behind Flow.process, whose state is in Kafka",
+            flow=flow,
+            next_step="divide it into two flows: one writes what the processor yields to a topic, the other reads it",
+        )
+    return UnsupportedQueryError(
+        f"The query keeps state in Spark ({what}), which needs a checkpoint",
+        flow=flow,
+        next_step="give Flow.write a folder that outlives the driver: checkpoint=...; without it the state would start "
+        "empty after every restart",
+    )
+
+
+def _splitting(source: Any) -> tuple[str, str] | None:
+    options = source.extraOptions()
+    return next(((name, str(options.get("subscribe"))) for name in _SPLITTING if options.containsKey(name)), None)
+
+
+def _check_source(node: Any, kind: str, flow: str, checkpoint: bool) -> bool:
+    """Whether a source is a topic of this flow."""
+    marked = node.extraOptions().get(MARK) if kind == "StreamingRelationV2" else None
+    named = kind != "StreamingExecutionRelation"
+    if marked is None and checkpoint and named and "kafka" not in str(node.sourceName()).lower():
+        return False  # files, rate, ...: their position is in the checkpoint
+    if marked != flow:
+        of_other = f"flow {marked!r}" if marked else "spark.readStream"
+        raise UnsupportedQueryError(
+            f"The query reads a stream that was made by {of_other}",
+            flow=flow,
+            next_step="read every topic with Flow.read of the flow that writes it; other sources (files, rate) need "
+            "checkpoint=...",
+        )
+    return True
+
+
+def reads_little(df: DataFrame) -> bool:
+    """Whether a batch of few source records is little work for Spark, too: nothing else is read, no state is kept."""
+    for node in jvm.nodes(df._jdf.queryExecution().analyzed()):
+        kind = str(node.getClass().getSimpleName())
+        if not node.isStreaming() or kind == "Join" or kind in _STATEFUL:
+            return False
+    return True
+
+
+def may_make_many(df: DataFrame) -> bool:
+    """Whether user code turns rows into as many as it likes: a link into the rows of its file, for example."""
+    for node in jvm.nodes(df._jdf.queryExecution().analyzed()):
+        kind = str(node.getClass().getSimpleName())
+        if kind in _FREE and not is_ours(str(node.functionExpr().name())):
+            return True
+    return False
+
+
+def has_source_keys(df: DataFrame) -> bool:
+    """Whether the column ``key`` is that of the source, not one that was made from other columns."""
+    plan = df._jdf.queryExecution().analyzed()
+    key = attribute(plan, "key")
+    return any(node.children().isEmpty() and attribute(node, "key") == key for node in jvm.nodes(plan))
+
+
+def attribute(plan: Any, name: str) -> int | None:
+    """Number of an output column of a plan; Spark keeps it as long as the column is passed on as it is."""
+    output = plan.output()
+    found = [int(a.exprId().id()) for a in map(output.apply, range(output.size())) if str(a.name()) == name]
+    return found[0] if found else None

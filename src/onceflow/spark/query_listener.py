@@ -1,0 +1,106 @@
+"""What Spark tells of queries: a warning for one on a DataFrame of ``Flow.read`` that ``Flow.write`` has not started,
+an error for one of a flow that Spark has ended."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import weakref
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from py4j.protocol import Py4JError
+from pyspark.java_gateway import ensure_callback_server_started
+from pyspark.sql import SparkSession
+
+from onceflow.spark import jvm, queries
+
+if TYPE_CHECKING:
+    from onceflow.query import FlowQuery
+
+log = logging.getLogger("onceflow")
+
+_lock = threading.Lock()
+_watched: weakref.WeakSet[Any] = weakref.WeakSet()
+_starting: list[str] = []
+_of_flows: weakref.WeakValueDictionary[str, FlowQuery] = weakref.WeakValueDictionary()  # by their run ids
+
+
+@contextlib.contextmanager
+def by_flow(flow: str) -> Iterator[None]:
+    """Queries of this flow that start meanwhile are started by ``Flow.write``."""
+    _starting.append(flow)
+    try:
+        yield
+    finally:
+        _starting.remove(flow)
+
+
+def started(query: FlowQuery) -> None:
+    """A query of a flow runs: its end is told, unless somebody waits for it."""
+    _of_flows[str(query.runId)] = query
+
+
+def watch(spark: SparkSession) -> None:
+    """From now on look at every query that starts in this session. Only the first call does something."""
+    with _lock:
+        if spark in _watched:
+            return
+        _watched.add(spark)
+    java: Any = spark._jvm
+    try:
+        ensure_callback_server_started(spark.sparkContext._gateway)  # type: ignore[no-untyped-call]
+        listener = java.org.apache.spark.sql.streaming.PythonStreamingQueryListenerWrapper(_Listener(spark))
+        spark._jsparkSession.streams().addListener(listener)
+    except (Py4JError, TypeError) as error:
+        log.debug("queries outside of flows will not be noticed: %s", error)
+
+
+class _Listener:
+    """Called by Spark, at the start of a query on the thread that starts it.
+
+    Not PySpark's ``StreamingQueryListener``: that one takes every event apart, also the progress of each batch.
+    """
+
+    def __init__(self, spark: SparkSession) -> None:
+        self._spark = spark
+
+    def onQueryStarted(self, event: Any) -> None:
+        try:
+            flow = _flow_of(self._spark, event.id())
+        except (Py4JError, AttributeError) as error:
+            log.debug("a query that starts could not be looked at: %s", error)
+            return
+        if flow is not None and flow not in _starting:
+            log.warning(
+                "a query reads the topics of flow %s and is not written by Flow.write: it commits no progress, and "
+                "what it writes may be lost or doubled. Write it with flow.write(...).start(), or read the topic "
+                "with spark.readStream",
+                flow,
+            )
+
+    def onQueryProgress(self, event: Any) -> None:
+        pass
+
+    def onQueryIdle(self, event: Any) -> None:
+        pass
+
+    def onQueryTerminated(self, event: Any) -> None:
+        query = _of_flows.pop(str(event.runId()), None)
+        if query is not None:
+            query.terminated()
+
+    class Java:
+        implements = ("org.apache.spark.sql.streaming.PythonStreamingQueryListener",)
+
+
+def _flow_of(spark: SparkSession, query_id: Any) -> str | None:
+    """The flow whose topics a query reads, if it does."""
+    query = spark._jsparkSession.streams().get(query_id)
+    for node in jvm.nodes(query.streamingQuery().analyzedPlan()):
+        if str(node.getClass().getSimpleName()) == "StreamingRelationV2":
+            mark = node.extraOptions().get(queries.MARK)
+            if mark is not None:
+                return str(mark)
+    return None

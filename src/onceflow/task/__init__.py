@@ -1,0 +1,1 @@
+"""The tasks' side of a batch: writing rows, running process steps, reporting."""

@@ -1,0 +1,404 @@
+"""What runs where the rows are: partition, encode, produce, wait for every acknowledgement, report.
+
+``WriteTask`` is pickled into ``mapInArrow``; the driver calls the same code for a batch that is too small to
+be worth Python tasks. Batches of rows are streamed: memory is bounded by one Arrow batch and the
+producer's unacknowledged bytes, whatever the size of the micro-batch.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import threading
+import time
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from onceflow import hooks
+from onceflow.client.cluster import Cluster
+from onceflow.client.deadline import Deadline
+from onceflow.client.produce import Acknowledged, Producer
+from onceflow.client.settings import ClientSettings
+from onceflow.client.topics import max_message_bytes, missing
+from onceflow.client.transactions import Transactions
+from onceflow.errors import BadRecordError, BatchAbortedError, OnceflowError, ProtocolError, UnknownTopicError
+from onceflow.protocol.batches import ProducerIdAndEpoch, encode_batches, next_sequence
+from onceflow.protocol.names import OwnTopics
+from onceflow.protocol.partitioners import group_by_partition, key_partitions
+from onceflow.task import reports
+
+
+def owner_of(topic: str | None, partition: int, tasks: int) -> int:
+    """The task that writes a partition; ``ownership._group`` is the same function in Spark SQL.
+
+    Args:
+        topic: None when all rows go to one topic.
+    """
+    return ((0 if topic is None else zlib.crc32(topic.encode())) + partition) % tasks
+
+
+@dataclass(frozen=True)
+class Routing:
+    """How a task finds the partition of a row.
+
+    Args:
+        kind: ``key``: by partition column, then by key, then any partition the task owns;
+            ``source``: the whole task writes to one partition.
+        tasks: how many tasks the job has.
+        hash_key: whether keys decide.
+        task_partitions: for ``source``, partition of each task.
+    """
+
+    kind: str
+    tasks: int
+    hash_key: bool
+    task_partitions: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Target:
+    """An output topic as the driver saw it when the batch began; every task uses the same numbers."""
+
+    partitions: int
+    max_message_bytes: int
+
+
+@dataclass(frozen=True)
+class WriteOrder:
+    """All a task needs to write its rows. Holds secrets (``settings``): it travels with the task's code only.
+
+    Args:
+        topic: the one output topic; None when rows name theirs in a ``topic`` column.
+        transactional_id: None when the guarantee does without transactions.
+        own_topics: topics of the flow that no row may name.
+        sequences: where the identity's sequence numbers go on, for an identity that outlives a batch.
+        transaction_version: as the driver sees it; tasks must not mix protocols with the driver's EndTxn.
+    """
+
+    flow: str
+    batch: int
+    settings: ClientSettings
+    transactional_id: str | None
+    identity: ProducerIdAndEpoch
+    compression: str
+    topic: str | None
+    targets: Mapping[str, Target]
+    routing: Routing
+    transaction_version: int
+    deadline_s: float
+    own_topics: OwnTopics = field(default_factory=OwnTopics)
+    sequences: Mapping[tuple[str, int], int] = field(default_factory=dict)
+    faults: str | None = None  # rules of the driver's environment (tests only), see onceflow.hooks
+
+
+@dataclass(frozen=True)
+class TaskPlace:
+    """Where code runs: Spark's numbers for the task, or the driver."""
+
+    where: str
+    task: int
+    attempt: int
+    stage: int = -1
+
+
+class WriteTask:
+    """The function given to ``mapInArrow``."""
+
+    def __init__(self, order: WriteOrder) -> None:
+        self.order = order
+
+    def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        from pyspark import TaskContext
+
+        context = TaskContext.get()
+        if context is None:
+            raise RuntimeError("WriteTask was called outside a Spark task")
+        hooks.configure(self.order.faults)
+        hooks.at("begin", where="task", flow=self.order.flow, batch=self.order.batch, task=context.partitionId())
+        place = TaskPlace("task", context.partitionId(), context.attemptNumber(), context.stageId())
+        yield reports.to_arrow(write_rows(self.order, place, batches, worker_cluster(self.order.settings)))
+
+
+def write_rows(
+    order: WriteOrder, place: TaskPlace, batches: Iterable[pa.RecordBatch], cluster: Cluster
+) -> list[reports.Report]:
+    """Write rows and report. Errors of ours are reported, not raised, so that the driver gets them typed."""
+    started = time.monotonic()
+    writer = RowWriter(order, place, cluster)
+    error: OnceflowError | None = None
+    acknowledged: Mapping[tuple[str, int], Acknowledged] = {}
+    try:
+        if place.attempt > 0:
+            raise extra_attempt(f"task {place.task} is at attempt {place.attempt}", order)
+        for batch in batches:
+            writer.write(batch)
+        acknowledged = writer.finish()
+        if place.where == "task":  # the driver announces the step itself
+            hooks.at("write", where="task", flow=order.flow, batch=order.batch, task=place.task)
+    except OnceflowError as problem:
+        error = problem
+    return reports_of(place, acknowledged, rows=writer.rows, seconds=time.monotonic() - started, error=error)
+
+
+def reports_of(
+    place: TaskPlace,
+    acknowledged: Mapping[tuple[str, int], Acknowledged],
+    *,
+    rows: int,
+    seconds: float,
+    error: OnceflowError | None,
+) -> list[reports.Report]:
+    """One report per partition that was written, or one that only says that the task ran."""
+    rss_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+    def report(topic: str | None, partition: int, done: Acknowledged) -> reports.Report:
+        return reports.Report(
+            task=place.task,
+            attempt=place.attempt,
+            stage=place.stage,
+            topic=topic,
+            partition=partition,
+            base_offset=done.base_offset,
+            count=done.count,
+            nbytes=done.nbytes,
+            rows=rows,
+            seconds=seconds,
+            rss_kib=rss_kib,
+            error=error,
+        )
+
+    written = [report(topic, partition, done) for (topic, partition), done in acknowledged.items()]
+    return written or [report(None, -1, Acknowledged())]
+
+
+def extra_attempt(what: str, order: WriteOrder) -> BatchAbortedError:
+    """An earlier attempt may have written under this epoch; writing again would be dropped silently (I3)."""
+    return BatchAbortedError(
+        f"Extra attempt: {what}; nothing may be written twice under one epoch",
+        flow=order.flow,
+        batch=order.batch,
+        next_step="none: the batch is aborted and run again under a new epoch",
+    )
+
+
+def refused_topic(topic: str, why: str, rows: pa.RecordBatch) -> BadRecordError:
+    """The error of rows that name a topic which no output may go to."""
+    key = rows.column("key")[0].as_py() if "key" in rows.schema.names and rows.num_rows else None
+    return BadRecordError(
+        f"A record names the topic {topic!r}, which {why}",
+        topic=topic,
+        detail=f"the first of {rows.num_rows} such records of an Arrow batch has the key {key!r:.120}",
+        next_step="mend the topic column, or the Record(topic=...) of the processor: outputs need topics of their own",
+    )
+
+
+class RowWriter:
+    """Routes Arrow rows to (topic, partition), encodes them and hands them to the producer."""
+
+    def __init__(self, order: WriteOrder, place: TaskPlace, cluster: Cluster) -> None:
+        self._order = order
+        self._place = place
+        self._cluster = cluster
+        self._clock: Deadline | None = None
+        self._targets = dict(order.targets)
+        self._producer: Producer | None = None
+        self._sequences: dict[tuple[str, int], int] = {}
+        self._turns: dict[str, int] = {}
+        self._owned: dict[str, list[int]] = {}
+        self._checked: set[str] = set()
+        self.rows = 0
+
+    @property
+    def _deadline(self) -> Deadline:
+        """From the first thing that is to be written on: what comes before (a long restore) holds up nobody."""
+        if self._clock is None:
+            what = f"writing batch {self._order.batch} of flow {self._order.flow}"
+            self._clock = Deadline(self._order.deadline_s, what)
+        return self._clock
+
+    def write(self, batch: pa.RecordBatch) -> None:
+        """Send one Arrow batch of rows (columns as ``ownership.py`` selects them)."""
+        if batch.num_rows == 0:
+            return
+        self.rows += batch.num_rows
+        for topic, rows in self._by_topic(batch):
+            self._write_topic(topic, rows)
+
+    def write_to(self, topic: str, partition: int, batch: pa.RecordBatch) -> None:
+        """Send rows to a partition that the caller has chosen; it must be the only one to do so."""
+        if batch.num_rows:
+            self.rows += batch.num_rows
+            self._encode(topic, partition, batch, self.target(topic))
+
+    def finish(self) -> Mapping[tuple[str, int], Acknowledged]:
+        """Wait for every acknowledgement; what is where, per (topic, partition)."""
+        return {} if self._producer is None else self._producer.flush()
+
+    # ---- routing -------------------------------------------------------------------------------------
+
+    def _by_topic(self, batch: pa.RecordBatch) -> Iterator[tuple[str, pa.RecordBatch]]:
+        if self._order.topic is not None:
+            yield self._order.topic, batch
+            return
+        column = batch.column("topic")
+        if column.null_count:
+            raise BadRecordError(
+                f"{column.null_count} rows have a null topic",
+                flow=self._order.flow,
+                batch=self._order.batch,
+                next_step="give every row a topic, or use the topic= argument of Flow.write",
+            )
+        names = column.dictionary_encode()
+        codes = names.indices.to_numpy(zero_copy_only=False)
+        for code, indices in group_by_partition(codes, len(names.dictionary)):
+            name = names.dictionary[code].as_py()
+            rows = batch if len(indices) == batch.num_rows else batch.take(pa.array(indices))
+            self.check_topic(name, rows)
+            yield name, rows
+
+    def check_topic(self, topic: str, rows: pa.RecordBatch) -> None:
+        """Refuse a topic that rows name and that no output may go to.
+
+        Raises:
+            BadRecordError: with the topic and the first of the rows.
+        """
+        if topic in self._checked:
+            return
+        why = self._order.own_topics.refusal(topic)
+        if why:
+            raise refused_topic(topic, why, rows).locate(flow=self._order.flow, batch=self._order.batch)
+        self._checked.add(topic)
+
+    def _write_topic(self, topic: str, rows: pa.RecordBatch) -> None:
+        target = self.target(topic)
+        routing = self._order.routing
+        if routing.kind == "source":
+            self._encode(topic, routing.task_partitions[self._place.task], rows, target)
+            return
+        names = rows.schema.names
+        given = rows.column("partition") if "partition" in names else None
+        hashed = key_partitions(rows.column("key"), target.partitions) if routing.hash_key else None
+        if given is None and hashed is None:
+            self._encode(topic, self._next_owned(topic, target), rows, target)
+            return
+        partitions = hashed if hashed is not None else np.full(rows.num_rows, -1, np.int32)
+        if given is not None:
+            partitions = self._as_given(topic, target, given, partitions)
+        if partitions.min() < 0:  # no partition given, and no key (murmur2 gives no negative partition)
+            partitions = np.where(partitions < 0, np.int32(self._next_owned(topic, target)), partitions)
+        low, high = int(partitions.min()), int(partitions.max())
+        if low == high:
+            self._encode(topic, low, rows, target)
+            return
+        for partition, indices in group_by_partition(partitions, target.partitions):
+            self._encode(topic, partition, rows.take(pa.array(indices)), target)
+
+    def _as_given(self, topic: str, target: Target, given: pa.Array, otherwise: Any) -> Any:
+        """The partition column where it is not null."""
+        chosen = given.fill_null(-1).to_numpy(zero_copy_only=False)
+        wrong = np.asarray(given.is_valid()) & ((chosen < 0) | (chosen >= target.partitions))
+        if wrong.any():
+            raise BadRecordError(
+                f"A row asks for partition {int(chosen[wrong][0])} of topic {topic}",
+                flow=self._order.flow,
+                batch=self._order.batch,
+                topic=topic,
+                detail=f"{int(wrong.sum())} rows of an Arrow batch; the topic has partitions 0 to "
+                f"{target.partitions - 1}",
+                next_step="mend the partition column, or drop it to partition by key",
+            )
+        return np.where(np.asarray(given.is_valid()), chosen, otherwise)
+
+    def _next_owned(self, topic: str, target: Target) -> int:
+        """Any partition this task owns, another one for each Arrow batch."""
+        owned = self._owned.get(topic)
+        if owned is None:
+            tasks, task = self._order.routing.tasks, max(0, self._place.task)
+            name = None if self._order.topic is not None else topic
+            # A topic the driver did not know is in one task as a whole.
+            known = topic in self._order.targets
+            everything = range(target.partitions)
+            owned = [p for p in everything if not known or owner_of(name, p, tasks) == task]
+            self._owned[topic] = owned
+        if not owned:
+            raise ProtocolError(
+                f"Task {self._place.task} received rows of {topic} and owns no partition of it",
+                flow=self._order.flow,
+                batch=self._order.batch,
+                topic=topic,
+                next_step="report this with the query's plan (df.explain())",
+            )
+        turn = self._turns.get(topic, self._order.batch)
+        self._turns[topic] = turn + 1
+        return owned[turn % len(owned)]
+
+    def target(self, topic: str) -> Target:
+        """A topic's partitions and limit: what the driver saw, or what the cluster says of one it did not know.
+
+        Raises:
+            UnknownTopicError: there is no such topic.
+        """
+        if topic not in self._targets:
+            try:
+                info = self._cluster.topic(topic, self._deadline, fresh=True, patient=True)
+            except UnknownTopicError as error:
+                raise missing(self._cluster, error, {topic: "output"}, self._deadline) from None
+            limit = max_message_bytes(self._cluster, [topic], self._deadline)[topic]
+            self._targets[topic] = Target(info.partitions, limit)
+        return self._targets[topic]
+
+    # ---- writing -------------------------------------------------------------------------------------
+
+    def _encode(self, topic: str, partition: int, rows: pa.RecordBatch, target: Target) -> None:
+        if self._producer is None:
+            self._producer = Producer(
+                self._cluster,
+                transactional_id=self._order.transactional_id,
+                deadline=self._deadline,
+                transaction_version=self._order.transaction_version,
+            )
+        transactional_id = self._order.transactional_id
+        if (topic, partition) not in self._sequences and self._order.transaction_version < 2 and transactional_id:
+            # Version 1 of the protocol: a partition is enrolled before it is written to.
+            transactions = Transactions(self._cluster, transactional_id, identity=self._order.identity)
+            transactions.add_partitions({topic: [partition]}, self._deadline)
+        names = rows.schema.names
+        sequence = self._sequences.get((topic, partition), self._order.sequences.get((topic, partition), 0))
+        try:
+            for encoded in encode_batches(
+                rows.column("key") if "key" in names else None,
+                rows.column("value") if "value" in names else None,
+                rows.column("headers") if "headers" in names else None,
+                rows.column("timestamp") if "timestamp" in names else None,
+                identity=self._order.identity,
+                base_sequence=sequence,
+                compression=self._order.compression,
+                max_batch_bytes=target.max_message_bytes,
+                default_timestamp_ms=int(time.time() * 1000),
+            ):
+                self._producer.send(topic, partition, encoded)
+                sequence = next_sequence(sequence, encoded.count)
+        except OnceflowError as error:
+            error.locate(flow=self._order.flow, topic=f"{topic}-{partition}", batch=self._order.batch)
+            raise
+        self._sequences[topic, partition] = sequence
+
+
+# Python workers are reused from batch to batch: keep the connection. Not across a fork, and per thread of
+# control only one task runs in a worker at a time.
+_clusters: dict[tuple[int, str], Cluster] = {}
+_clusters_lock = threading.Lock()
+
+
+def worker_cluster(settings: ClientSettings) -> Cluster:
+    """The connection of this worker process to the cluster of ``settings``."""
+    key = (os.getpid(), repr((settings.bootstrap_servers, sorted(settings.options.items()))))
+    with _clusters_lock:
+        if key not in _clusters:
+            _clusters[key] = Cluster(settings, refused_s=None)
+        return _clusters[key]

@@ -1,0 +1,164 @@
+"""What a state task does with the records that user code yields.
+
+It writes those that fall to its own partitions: every partition has exactly one writer (I4). A few others it returns
+to the driver; when there are many, the batch has to run in another way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from onceflow.errors import BadRecordError, BatchAbortedError
+from onceflow.protocol.partitioners import group_by_partition, key_partitions
+from onceflow.task.row_writer import RowWriter
+
+#: Rows that a task returns to the driver instead of writing them. With more of them the batch runs in another way.
+RETURNED_ROWS_MAX = 20_000
+# Of all tasks together: far below spark.driver.maxResultSize (1 GiB by default), beyond which Spark fails the job.
+RETURNED_BYTES_MAX = 64_000_000
+
+HEADERS_TYPE = pa.list_(pa.struct([("key", pa.string()), ("value", pa.binary())]))
+#: Rows that a process step yields: Spark's name of the schema, and Arrow's.
+OUTPUT_SPARK_SCHEMA = (
+    "key binary, value binary, topic string, headers array<struct<key: string, value: binary>>, "
+    "timestamp timestamp_ltz"  # whatever spark.sql.timestampType says
+)
+OUTPUT_SCHEMA = pa.schema(
+    [
+        ("key", pa.binary()),
+        ("value", pa.binary()),
+        ("topic", pa.string()),
+        ("headers", HEADERS_TYPE),
+        ("timestamp", pa.timestamp("us", tz="UTC")),
+    ]
+)
+
+
+class NotColocatedError(BatchAbortedError):
+    """Internal: outputs belong to partitions of other tasks. The batch runs again, with a shuffle of the outputs."""
+
+
+class TaskOutputs:
+    """Writes what user code yields to partitions that nobody else writes.
+
+    Args:
+        topic: where records go that name none; None: such a record is refused.
+        modulus: a partition belongs to the task whose number is its remainder by this.
+        by_source: the number of the table's partition takes the place of the task's.
+    """
+
+    def __init__(self, writer: RowWriter, *, topic: str | None, modulus: int, by_source: bool, turn: int) -> None:
+        self._writer = writer
+        self._topic = topic
+        self._modulus = modulus
+        self._by_source = by_source
+        self._returned: list[pa.RecordBatch] = []
+        self._returned_rows = self._returned_bytes = 0
+        self._turn = turn
+
+    def emit(self, batch: pa.RecordBatch, partition: int) -> None:
+        """Records that came from one partition of the table.
+
+        Raises:
+            NotColocatedError: too many belong to other tasks.
+            BadRecordError: one names no topic. (What it must not name, the engine has refused.)
+        """
+        residue = partition if self._by_source else partition % self._modulus
+        for topic, rows in self._by_topic(batch):
+            target = self._writer.target(topic)
+            if target.partitions % self._modulus:
+                self._return(topic, rows)
+            else:
+                self._write(topic, rows, target.partitions, residue)
+
+    def returned(self) -> pa.Table | None:
+        """Rows for topics that cannot be divided among the tasks: the driver writes them."""
+        return pa.Table.from_batches(self._returned, OUTPUT_SCHEMA) if self._returned else None
+
+    def _by_topic(self, batch: pa.RecordBatch) -> Iterator[tuple[str, pa.RecordBatch]]:
+        column = batch.column("topic")
+        rows = batch.drop_columns(["topic"])
+        if column.null_count == len(column):
+            yield self._default(), rows
+            return
+        if column.null_count:
+            column = pc.fill_null(column, self._default())
+        names = column.dictionary_encode()
+        codes = names.indices.to_numpy(zero_copy_only=False)
+        for code, indices in group_by_partition(codes, len(names.dictionary)):
+            whole = len(indices) == batch.num_rows
+            yield names.dictionary[code].as_py(), rows if whole else rows.take(pa.array(indices))
+
+    def _default(self) -> str:
+        if self._topic is None:
+            raise BadRecordError(
+                "The processor yielded a record without a topic",
+                next_step="give Record(topic=...), or the topic= argument of Flow.write",
+            )
+        return self._topic
+
+    def _write(self, topic: str, rows: pa.RecordBatch, count: int, residue: int) -> None:
+        modulus = self._modulus
+        partitions = key_partitions(rows.column("key"), count)
+        if int(partitions.min()) < 0:  # no key: any partition of ours will do, another one each time
+            self._turn += 1
+            free = residue + modulus * (self._turn % (count // modulus))
+            partitions = np.where(partitions < 0, np.int32(free), partitions)
+        if modulus > 1 and (partitions % modulus != residue).any():
+            raise NotColocatedError(
+                f"Outputs for {topic} have other keys than the records they come from",
+                next_step="none: the batch runs again, in two stages",
+            )
+        low, high = int(partitions.min()), int(partitions.max())
+        if low == high:
+            self._writer.write_to(topic, low, rows)
+            return
+        for partition, indices in group_by_partition(partitions, count):
+            self._writer.write_to(topic, partition, rows.take(pa.array(indices)))
+
+    def _return(self, topic: str, rows: pa.RecordBatch) -> None:
+        self._returned_rows += rows.num_rows
+        self._returned_bytes += rows.nbytes
+        max_bytes = RETURNED_BYTES_MAX // max(1, self._modulus)
+        if self._returned_rows > RETURNED_ROWS_MAX or self._returned_bytes > max_bytes:
+            raise NotColocatedError(
+                f"Many outputs go to {topic}, whose partitions cannot be divided among the tasks",
+                next_step="none: the batch runs again, in two stages",
+            )
+        with_topic = rows.append_column("topic", pa.array([topic] * rows.num_rows, pa.string()))
+        self._returned.append(output_rows(with_topic))
+
+
+def output_rows(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """What an engine yields as rows of ``OUTPUT_SCHEMA``."""
+    millis = batch.column("timestamp")
+    if not pa.types.is_timestamp(millis.type):
+        millis = pc.multiply(millis, 1000).cast(pa.timestamp("us", tz="UTC"))
+    columns = {name: batch.column(name) for name in ("key", "value", "topic", "headers")}
+    return pa.record_batch([*columns.values(), millis], schema=OUTPUT_SCHEMA)
+
+
+def written_rows(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """Rows of ``OUTPUT_SCHEMA`` with the timestamp in milliseconds, as ``RowWriter`` takes them."""
+    position = batch.schema.get_field_index("timestamp")
+    return batch.set_column(position, "timestamp", batch.column(position).cast(pa.timestamp("ms")).cast(pa.int64()))
+
+
+def packed(table: pa.Table | None) -> bytes | None:
+    """Returned rows for the way to the driver."""
+    if table is None:
+        return None
+    stream = pa.BufferOutputStream()
+    with pa.ipc.new_stream(stream, OUTPUT_SCHEMA) as writer:
+        writer.write_table(table)
+    raw: bytes = stream.getvalue().to_pybytes()
+    return raw
+
+
+def unpacked(raw: bytes) -> pa.Table:
+    """What `packed` has made."""
+    return pa.ipc.open_stream(pa.py_buffer(raw)).read_all()

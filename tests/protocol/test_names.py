@@ -1,0 +1,69 @@
+"""Identifiers survive the way to Kafka and back."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from onceflow.errors import OptionError
+from onceflow.protocol.names import (
+    FLOW_NAME_LENGTH_MAX,
+    Names,
+    flow_of_group_id,
+    flow_of_transactional_id,
+    validate_flow_name,
+)
+
+LEGAL = "abcXYZ019._-"
+flows = st.text(LEGAL, min_size=1, max_size=40).filter(lambda name: name not in (".", ".."))
+prefixes = st.text(LEGAL, max_size=10)
+
+
+def test_ids_without_prefix() -> None:
+    names = Names("orders")
+    assert (names.transactional_id, names.group_id) == ("onceflow.orders", "orders")
+
+
+@pytest.mark.parametrize("prefix", ["", "team."])
+def test_progress_key(prefix: str) -> None:
+    """Two prefixes make two flows that do not fence each other: they must not share progress. Groups do not matter."""
+    names = Names("orders", transactional_id_prefix=prefix, group_id_prefix="g.")
+    assert names.progress_key == f"{prefix}orders"
+
+
+@settings(max_examples=100, deadline=None, derandomize="CI" in os.environ)
+@given(flow=flows, first=prefixes, second=prefixes)
+def test_round_trip(flow: str, first: str, second: str) -> None:
+    names = Names(flow, transactional_id_prefix=first, group_id_prefix=second)
+    assert flow_of_transactional_id(names.transactional_id, first) == flow
+    assert flow_of_group_id(names.group_id, second) == flow
+
+
+def test_ids_of_others_are_not_ours() -> None:
+    assert flow_of_transactional_id("streams-app-1") is None
+    assert flow_of_transactional_id("onceflow.") is None
+    assert flow_of_transactional_id("onceflow.a b") is None
+    assert flow_of_transactional_id("onceflow.orders", "team.") is None
+    assert flow_of_group_id("other", "team.") is None
+
+
+@pytest.mark.parametrize(
+    "flow", ["", ".", "..", "a b", "a/b", "größe", "a\n", "x" * (FLOW_NAME_LENGTH_MAX + 1), None, 5]
+)
+def test_illegal_flow_names(flow: Any) -> None:
+    with pytest.raises(OptionError) as caught:
+        validate_flow_name(flow)
+    assert caught.value.next_step
+
+
+def test_longest_name_and_illegal_prefixes() -> None:
+    assert validate_flow_name("x" * FLOW_NAME_LENGTH_MAX)
+    for prefix in ("a b", "x" * 101):
+        with pytest.raises(OptionError):
+            Names("orders", transactional_id_prefix=prefix)
+        with pytest.raises(OptionError):
+            Names("orders", group_id_prefix=prefix)

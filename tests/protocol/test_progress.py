@@ -1,0 +1,186 @@
+"""The progress record: written the same way every time, read back exactly, refused when it is not one."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kafka.partitioner.default import murmur2
+
+from onceflow.errors import ProgressConflictError, ProtocolError
+from onceflow.protocol.progress import (
+    PROGRESS_FORMAT,
+    CheckpointProgress,
+    Progress,
+    TableProgress,
+    decode,
+    encode,
+    progress_partition,
+)
+
+PROGRESS = Progress(
+    flow="orders",
+    batch_id=12,
+    offsets={"b": {10: 5, 2: 7}, "a": {0: 0}},
+    topic_ids={"a": "x", "b": "y"},
+    changelogs={"balances": {0: 99}},
+    checkpoint=CheckpointProgress("0f-1", 7, "ab12"),
+    watermark_ms=1_700_000_000_000,
+    time_ms=1_700_000_000_123,
+)
+GOLDEN = (
+    b'{"batch_id":12,"changelogs":{"balances":{"0":99}},"checkpoint":{"batch":7,"digest":"ab12"},'
+    b'"checkpoint_query_id":"0f-1","flow":"orders","format":1,'
+    b'"offsets":{"a":{"0":0},"b":{"2":7,"10":5}},"time_ms":1700000000123,"topic_ids":{"a":"x","b":"y"},'
+    b'"watermark_ms":1700000000000}'
+)
+
+
+def test_golden_bytes() -> None:
+    """Format 1 is in people's topics: these bytes may never change their meaning."""
+    assert encode(PROGRESS) == (b"orders", GOLDEN)
+    assert decode(b"orders", GOLDEN) == PROGRESS
+
+
+def test_golden_bytes_of_a_flow_with_state() -> None:
+    progress = Progress(
+        flow="orders",
+        batch_id=3,
+        offsets={"a": {0: 9}},
+        topic_ids={},
+        changelogs={"balances": {0: 4}},
+        time_ms=5,
+        tables={"balances": TableProgress(2, 77), "other": TableProgress()},
+        outputs=("settled", "statements"),
+        producer_id=11,
+        producer_epoch=6,
+    )
+    golden = (
+        b'{"batch_id":3,"changelogs":{"balances":{"0":4}},"checkpoint_query_id":null,"flow":"orders","format":1,'
+        b'"offsets":{"a":{"0":9}},"outputs":["settled","statements"],"producer_epoch":6,"producer_id":11,'
+        b'"tables":{"balances":{"version":2,"watermark_ms":77},"other":{"version":0,"watermark_ms":null}},'
+        b'"time_ms":5,"topic_ids":{},"watermark_ms":null}'
+    )
+    assert encode(progress) == (b"orders", golden)
+    assert decode(b"orders", golden) == progress
+
+
+names = st.text(st.characters(codec="utf-8"), min_size=1, max_size=8)
+offsets = st.dictionaries(names, st.dictionaries(st.integers(0, 9999), st.integers(0, 2**62), max_size=4), max_size=3)
+
+
+@settings(max_examples=80, deadline=None, derandomize="CI" in os.environ)
+@given(
+    st.builds(
+        Progress,
+        flow=names,
+        batch_id=st.integers(0, 2**40),
+        offsets=offsets,
+        topic_ids=st.dictionaries(names, names, max_size=3),
+        changelogs=offsets,
+        checkpoint=st.one_of(st.none(), st.builds(CheckpointProgress, names, st.integers(0, 2**40), names)),
+        watermark_ms=st.one_of(st.none(), st.integers(-(2**40), 2**60)),
+        time_ms=st.integers(0, 2**60),
+        tables=st.dictionaries(
+            names, st.builds(TableProgress, st.integers(0, 99), st.one_of(st.none(), st.integers(0, 2**60))), max_size=2
+        ),
+        outputs=st.lists(names, max_size=3).map(tuple),
+    )
+)
+def test_round_trip(progress: Progress) -> None:
+    assert decode(*encode(progress)) == progress
+
+
+def test_numpy_numbers_are_written_as_numbers() -> None:
+    offsets: Any = {"a": {np.int32(1): np.int64(7)}}
+    key, value = encode(Progress("f", 1, offsets, {}, time_ms=0))
+    assert decode(key, value).offsets == {"a": {1: 7}}
+
+
+def test_unknown_fields_are_ignored_and_optional_ones_may_be_missing() -> None:
+    content = json.loads(GOLDEN) | {"later": {"x": 1}}
+    assert decode(b"orders", json.dumps(content).encode()) == PROGRESS
+    for name in ("changelogs", "checkpoint_query_id", "watermark_ms"):
+        del content[name]
+    short = decode(b"orders", json.dumps(content).encode())
+    assert (short.changelogs, short.checkpoint, short.watermark_ms) == ({}, None, None)
+
+
+def test_newer_format_says_so() -> None:
+    content = {"format": PROGRESS_FORMAT + 1, "anything": "else"}
+    with pytest.raises(ProgressConflictError, match="written by a newer onceflow") as caught:
+        decode(b"orders", json.dumps(content).encode())
+    assert "upgrade" in caught.value.next_step
+    assert caught.value.flow == "orders"
+
+
+def test_record_of_another_flow() -> None:
+    with pytest.raises(ProgressConflictError, match="belongs to flow 'orders'"):
+        decode(b"payments", GOLDEN)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"batch_id": "12"},
+        {"batch_id": True},
+        {"batch_id": -1},
+        {"batch_id": None},
+        {"format": "1"},
+        {"format": 0},
+        {"flow": 3},
+        {"offsets": []},
+        {"offsets": {"a": 5}},
+        {"outputs": "a"},
+        {"outputs": [5]},
+        {"offsets": {"a": {"x": 5}}},
+        {"offsets": {"a": {"-1": 5}}},
+        {"offsets": {"a": {"²": 5}}},
+        {"offsets": {"a": {"0": -5}}},
+        {"offsets": {"a": {"0": 1.5}}},
+        {"offsets": {"a": {"0": False}}},
+        {"changelogs": None},
+        {"topic_ids": {"a": 1}},
+        {"topic_ids": None},
+        {"checkpoint_query_id": 4},
+        {"watermark_ms": "x"},
+        {"tables": []},
+        {"tables": {"a": 1}},
+        {"producer_id": "x"},
+        {"time_ms": None},
+    ],
+)
+def test_wrong_types_are_refused(changes: dict[str, Any]) -> None:
+    content = json.loads(GOLDEN) | changes
+    with pytest.raises(ProtocolError, match="not a progress record") as caught:
+        decode(b"orders", json.dumps(content).encode())
+    assert next(iter(changes)) in caught.value.detail
+
+
+@pytest.mark.parametrize("value", [b"", b"\xff\xfe", b"{", b"[1]", b"null", b'"x"', b"[" * 100_000])
+def test_garbage_is_refused(value: bytes) -> None:
+    with pytest.raises(ProtocolError, match="not a progress record"):
+        decode(b"orders", value)
+
+
+@pytest.mark.parametrize("key", [None, b"", b"\xff"])
+def test_garbage_keys_are_refused(key: bytes | None) -> None:
+    with pytest.raises(ProtocolError, match="not a progress record"):
+        decode(key, GOLDEN)
+
+
+@settings(max_examples=30, deadline=None, derandomize="CI" in os.environ)
+@given(st.binary(max_size=60))
+def test_any_bytes_give_one_of_our_errors(value: bytes) -> None:
+    with pytest.raises((ProtocolError, ProgressConflictError)):
+        decode(b"orders", value)
+
+
+def test_partition_is_that_of_the_key() -> None:
+    for flow in ("orders", "a", "validated-deposits"):
+        assert progress_partition(flow, 50) == (murmur2(flow.encode()) & 0x7FFF_FFFF) % 50
