@@ -6,6 +6,8 @@ fields. Messages never carry option values: an option may be a password.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from types import TracebackType
 from typing import Any, TypeVar
 
 _Error = TypeVar("_Error", bound="OnceflowError")
@@ -78,6 +80,27 @@ class OnceflowError(Exception):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (type(self), self.what, self.fields())
+
+
+@dataclass(frozen=True)
+class located:
+    """Fills in where it happened in every onceflow error that leaves the block: see `OnceflowError.locate`.
+
+    A class rather than a generator: it adds no frame to the traceback of the error.
+    """
+
+    flow: str | None = None
+    topic: str | None = None
+    batch: int | None = None
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if isinstance(error, OnceflowError):
+            error.locate(flow=self.flow, topic=self.topic, batch=self.batch)
 
 
 def _rebuild(kind: type[OnceflowError], what: str, fields: dict[str, Any]) -> OnceflowError:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import inspect
 import pickle
+import traceback
 
 import pytest
 
 from onceflow import errors
-from onceflow.errors import OnceflowError
+from onceflow.errors import OnceflowError, located
 
 CLASSES = [kind for kind in vars(errors).values() if inspect.isclass(kind) and issubclass(kind, OnceflowError)]
 
@@ -48,6 +49,24 @@ def test_locate_fills_only_what_is_missing(kind: type[OnceflowError]) -> None:
     assert str(error) == "it broke [flow=orders, topic=out-3, batch=0]\n  detail: d\n  next step: mend it."
     error.locate(flow="payments", batch=9)
     assert (error.flow, error.batch) == ("orders", 0)
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_located_completes_the_error_itself_and_adds_no_frame(kind: type[OnceflowError]) -> None:
+    error = kind("it broke", topic="out-3")
+    with pytest.raises(kind) as caught, located(flow="orders", topic="other", batch=0):
+        raise error
+    assert caught.value is error
+    assert (error.flow, error.topic, error.batch) == ("orders", "out-3", 0)
+    assert [entry.name for entry in traceback.extract_tb(error.__traceback__)] == [
+        "test_located_completes_the_error_itself_and_adds_no_frame"
+    ]
+
+
+def test_located_leaves_other_errors_alone() -> None:
+    with pytest.raises(ValueError, match="no error of ours") as caught, located(flow="orders"):
+        raise ValueError("no error of ours")
+    assert caught.value.args == ("no error of ours",)
 
 
 @pytest.mark.parametrize("kind", CLASSES)

@@ -29,9 +29,9 @@ from onceflow.client.transactions import Outcome, Transactions
 from onceflow.errors import (
     DeadlineExceededError,
     FencedError,
-    OnceflowError,
     OptionError,
     TransactionTimeoutError,
+    located,
 )
 from onceflow.protocol.partitioners import group_by_partition, key_partitions
 from onceflow.state import dead_letters
@@ -279,10 +279,8 @@ class _Change:
 def _connected(settings: ClientSettings, topic: str) -> Iterator[Cluster]:
     cluster = Cluster(settings)
     try:
-        yield cluster
-    except OnceflowError as error:
-        error.locate(topic=topic)
-        raise
+        with located(topic=topic):
+            yield cluster
     finally:
         cluster.close()
 

@@ -45,6 +45,7 @@ from onceflow.errors import (
     ProgressConflictError,
     TransactionTimeoutError,
     UnknownTopicError,
+    located,
 )
 from onceflow.protocol.names import Names
 from onceflow.protocol.progress import Offsets, Progress
@@ -106,10 +107,8 @@ def repartition(
     """
     cluster = Cluster(settings)
     try:
-        return _Repartition(cluster, names, table, partitions, timeout_ms, tell or (lambda _: None)).run()
-    except OnceflowError as error:
-        error.locate(flow=names.flow, topic=table)
-        raise
+        with located(flow=names.flow, topic=table):
+            return _Repartition(cluster, names, table, partitions, timeout_ms, tell or (lambda _: None)).run()
     finally:
         cluster.close()
 

@@ -22,7 +22,7 @@ from kafka.protocol.consumer import FetchRequest
 from onceflow.client.cluster import Cluster, ConnectionFailedError
 from onceflow.client.deadline import Deadline
 from onceflow.client.offsets import EARLIEST, LATEST, list_offsets
-from onceflow.errors import DataLossError, DeadlineExceededError, OnceflowError
+from onceflow.errors import DataLossError, DeadlineExceededError, located
 from onceflow.protocol import codes
 from onceflow.protocol.decode import (
     ABORT,
@@ -146,14 +146,11 @@ class _Read:
     def chunks(self) -> Iterator[Chunk]:
         told = self.end if self.position >= self.end else -1  # the caller has heard of everything in front of it
         self.deadline = self._fresh_deadline()  # the first chunk may be asked for long after the call
-        try:
+        with located(topic=self.name):
             while self.position < self.end:
                 for chunk in self._step():
                     self.position = told = chunk.next_offset
                     yield chunk
-        except OnceflowError as error:
-            error.locate(topic=self.name)
-            raise
         if told < self.end:
             yield Chunk(next_offset=self.end)
 

@@ -20,7 +20,7 @@ from onceflow.client.log_reader import LogRecord, read_log
 from onceflow.client.produce import Producer
 from onceflow.client.topics import await_topic, create_topic, topic_config
 from onceflow.client.transactions import Transactions
-from onceflow.errors import OnceflowError, PermissionDeniedError, ProgressConflictError, UnknownTopicError
+from onceflow.errors import PermissionDeniedError, ProgressConflictError, UnknownTopicError, located
 from onceflow.protocol import progress as records
 from onceflow.protocol.batches import ProducerIdAndEpoch, encode_single
 from onceflow.protocol.names import Names
@@ -160,11 +160,8 @@ def read_progress(
         return None
     if latest.value is None:  # a tombstone: the flow was reset
         return None
-    try:
+    with located(flow=flow, topic=f"{PROGRESS_TOPIC}-{partition}"):
         return records.decode(latest.key, latest.value)
-    except OnceflowError as error:
-        error.locate(flow=flow, topic=f"{PROGRESS_TOPIC}-{partition}")
-        raise
 
 
 def hinted_offset(

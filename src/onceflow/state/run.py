@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 
 from onceflow.client.produce import Acknowledged
-from onceflow.errors import OnceflowError
+from onceflow.errors import located
 from onceflow.protocol.names import OwnTopics
 from onceflow.protocol.partitioners import group_by_partition, key_partitions
 from onceflow.state import rows
@@ -172,7 +172,7 @@ class StateRun:
 
     def _write(self, partition: int, run: _Open) -> None:
         topics = self._spec.topics
-        try:
+        with located(flow=self._spec.flow, batch=self._moment.batch):
             if self._spec.snapshot_per_partition:
                 batch = pa.record_batch(
                     {"key": pa.array([SNAPSHOT_KEY]), "value": pa.array([snapshot(_merged(run))], pa.binary())}
@@ -185,9 +185,6 @@ class StateRun:
                 self._changelog.write_to(topics.table, partition, _table_batch(values))
             if internal:
                 self._changelog.write_to(topics.internal, partition, _internal_batch(internal))
-        except OnceflowError as error:
-            error.locate(flow=self._spec.flow, batch=self._moment.batch)
-            raise
 
     def _left(self, partition: int, run: _Open, acknowledged: Mapping[tuple[str, int], Acknowledged]) -> StateReport:
         spec, moment = self._spec, self._moment

@@ -26,7 +26,7 @@ from onceflow.client.produce import Acknowledged, Producer
 from onceflow.client.settings import ClientSettings
 from onceflow.client.topics import max_message_bytes, missing
 from onceflow.client.transactions import Transactions
-from onceflow.errors import BadRecordError, BatchAbortedError, OnceflowError, ProtocolError, UnknownTopicError
+from onceflow.errors import BadRecordError, BatchAbortedError, OnceflowError, ProtocolError, UnknownTopicError, located
 from onceflow.protocol.batches import ProducerIdAndEpoch, encode_batches, next_sequence
 from onceflow.protocol.names import OwnTopics
 from onceflow.protocol.partitioners import group_by_partition, key_partitions
@@ -369,7 +369,7 @@ class RowWriter:
             transactions.add_partitions({topic: [partition]}, self._deadline)
         names = rows.schema.names
         sequence = self._sequences.get((topic, partition), self._order.sequences.get((topic, partition), 0))
-        try:
+        with located(flow=self._order.flow, topic=f"{topic}-{partition}", batch=self._order.batch):
             for encoded in encode_batches(
                 rows.column("key") if "key" in names else None,
                 rows.column("value") if "value" in names else None,
@@ -383,9 +383,6 @@ class RowWriter:
             ):
                 self._producer.send(topic, partition, encoded)
                 sequence = next_sequence(sequence, encoded.count)
-        except OnceflowError as error:
-            error.locate(flow=self._order.flow, topic=f"{topic}-{partition}", batch=self._order.batch)
-            raise
         self._sequences[topic, partition] = sequence
 
 
