@@ -39,13 +39,13 @@ if TYPE_CHECKING:
     from onceflow.query import FlowQuery
     from onceflow.serving import serve
     from onceflow.session import session
-    from onceflow.state import serdes
-    from onceflow.state.handle import State
-    from onceflow.state.local_table import LocalTable
-    from onceflow.state.processor import BadRows, ColumnProcessor, Processor
-    from onceflow.state.record import Record
+    from onceflow.state.api import serdes
+    from onceflow.state.api.handle import State
+    from onceflow.state.api.processor import BadRows, ColumnProcessor, Processor
+    from onceflow.state.api.record import Record
+    from onceflow.state.api.timers import Timer
+    from onceflow.state.local.table import LocalTable
     from onceflow.state.retry import Retry
-    from onceflow.state.timers import Timer
 
 __all__ = [
     "AuthenticationFailedError",
@@ -87,16 +87,16 @@ __all__ = [
 
 # Every other public name is an error.
 _HOMES = {
-    "BadRows": "onceflow.state.processor",
-    "ColumnProcessor": "onceflow.state.processor",
+    "BadRows": "onceflow.state.api.processor",
+    "ColumnProcessor": "onceflow.state.api.processor",
     "Flow": "onceflow.flow",
     "FlowQuery": "onceflow.query",
-    "LocalTable": "onceflow.state.local",
-    "Processor": "onceflow.state.processor",
-    "Record": "onceflow.state.record",
+    "LocalTable": "onceflow.state.local.opening",
+    "Processor": "onceflow.state.api.processor",
+    "Record": "onceflow.state.api.record",
     "Retry": "onceflow.state.retry",
-    "State": "onceflow.state.handle",
-    "Timer": "onceflow.state.timers",
+    "State": "onceflow.state.api.handle",
+    "Timer": "onceflow.state.api.timers",
     "serve": "onceflow.serving",
     "session": "onceflow.session",
 }
@@ -106,7 +106,7 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name == "serdes":
-        return importlib.import_module("onceflow.state.serdes")
+        return importlib.import_module("onceflow.state.api.serdes")
     value = getattr(importlib.import_module(_HOMES.get(name, "onceflow.errors")), name)
     # Importing onceflow.session binds the *module* to the package's name `session`; put the function there.
     globals()[name] = value

@@ -35,6 +35,7 @@ from onceflow.driver.running import (
 )
 from onceflow.driver.targets import load_targets
 from onceflow.driver.watching import Watch
+from onceflow.durations import duration_ms
 from onceflow.errors import (
     BatchAbortedError,
     OnceflowError,
@@ -64,9 +65,8 @@ from onceflow.spark import (
 )
 from onceflow.spark.imports import ImportCheck, sent_to_tasks
 from onceflow.spark.pickling import pickled
-from onceflow.state.durations import duration_ms
-from onceflow.state.processor import ColumnProcessor, Processor
-from onceflow.state.store import Store
+from onceflow.state.api.processor import ColumnProcessor, Processor
+from onceflow.state.stores.base import Store
 from onceflow.state.topics import TableTopics
 
 log = logging.getLogger("onceflow")

@@ -19,7 +19,8 @@ MAX_TEXT = 500
 _PACKAGE = f"{Path(__file__).resolve().parent}/"
 _STDLIB = tuple(f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib"))
 # A traceback may come from a worker, where all this lies elsewhere. Packages in Cython do not tell where they lie.
-_ONCEFLOW = re.compile(r"[/\\]onceflow[/\\](admin|client|driver|host|planning|protocol|spark|state|task)[/\\]\w+\.py$")
+_ROOMS = "admin|client|driver|host|planning|protocol|spark|state|task"
+_ONCEFLOW = re.compile(rf"[/\\]onceflow[/\\](?:{_ROOMS})[/\\](?:\w+[/\\])?\w+\.py$")
 _PYTHON = re.compile(r"[/\\]lib(64)?[/\\]python3\.\d+[/\\]|^<frozen |^<__array_function__ |\.p(yx|xi|xd)$")
 _SPARK = re.compile(r"[/\\](pyspark|py4j)(-[\w.-]+)?(\.zip)?[/\\]")
 _PACKAGES = re.compile(r"[/\\](?:site|dist)-packages[/\\]([^/\\]+)")

@@ -21,7 +21,7 @@ from onceflow.demos.moving_average_data import Measurement
 from onceflow.demos.services import moving_average as service
 from onceflow.errors import EnvironmentUnusableError, OptionError
 from onceflow.protocol.partitioners import key_partitions
-from onceflow.state.record import Record
+from onceflow.state.api.record import Record
 from onceflow.testing.processor_driver import ProcessorDriver
 
 SEED = 42

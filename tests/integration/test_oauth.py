@@ -18,11 +18,11 @@ import pytest
 
 import onceflow
 from onceflow.broker.local import LocalBroker, free_ports
+from onceflow.client.auth.jaas import jaas_fields
+from onceflow.client.auth.sources import ClientCredentials, TokenUnavailableError
 from onceflow.client.cluster import Cluster
 from onceflow.client.deadline import Deadline
-from onceflow.client.jaas import jaas_fields
 from onceflow.client.settings import ClientSettings
-from onceflow.client.token_sources import ClientCredentials, TokenUnavailableError
 from onceflow.spark import token_endpoint
 from onceflow.testing.broker import create_topic
 from onceflow.testing.identity import IdentityProvider

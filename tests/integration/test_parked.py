@@ -24,7 +24,7 @@ from onceflow.client.settings import ClientSettings
 from onceflow.errors import BadRecordError, FencedError, OptionError, UnknownTopicError
 from onceflow.protocol.partitioners import key_partitions
 from onceflow.state import dead_letters
-from onceflow.state.record import Record
+from onceflow.state.api.record import Record
 from onceflow.state.retry import Retry
 from onceflow.testing import independent
 from onceflow.testing.faults import fault

@@ -344,7 +344,8 @@ class Kafka:
             if d.tag == tag:
                 d = d._replace(waiting=d.waiting - 1)
                 s = s._replace(drivers=swap(s.drivers, n, d))
-                if self.config.local and d.here and d.phase == WRITING and not d.waiting:  # state/local.py set_pending
+                # As set_pending of state/local/opening.py does.
+                if self.config.local and d.here and d.phase == WRITING and not d.waiting:
                     s = s._replace(store=s.store._replace(pending=(d.epoch, d.at, d.end, d.tag)))
         return s
 

@@ -162,7 +162,7 @@ class Model(Kafka):
             yield what + "written now", self.decided(after, now)
 
     def settle(self, s: State) -> Next:
-        """BatchSink._settle; local state: state/local.py _Run._step, with what the driver knows as committed."""
+        """BatchSink._settle; of local state _Run._step of state/local/opening.py, with what the driver knows of."""
         for n, d in enumerate(s.drivers):
             if d.phase != TO_SETTLE:
                 continue
@@ -259,8 +259,8 @@ class Model(Kafka):
         return next(tag for tag in range(1, len(taken) + 2) if tag not in taken)
 
     def write(self, s: State) -> Next:
-        """BatchSink._write, tasks.write_rows: every task sends its rows, with sequences from 0 in each partition. They
-        arrive one by one, in ``append``: a task that sends later is a task whose request takes longer."""
+        """BatchSink._write, row_writer.write_rows: every task sends its rows, with sequences from 0 in each partition.
+        They arrive one by one, in ``append``: a task that sends later is a task whose request takes longer."""
         for n, d in enumerate(s.drivers):
             if d.phase == BEGUN:
                 rows = self.requests(d)
@@ -458,7 +458,7 @@ class Model(Kafka):
 
     def die(self, s: State) -> Next:
         """A task dies after it has produced, and what it has sent arrives or not. Its second attempt writes nothing
-        and says so (tasks.write_rows, extra_attempt); the audit then refuses the attempt (I3)."""
+        and says so (row_writer.write_rows, extra_attempt); the audit then refuses the attempt (I3)."""
         if left := self.spent(s, "deaths"):
             for n, d in enumerate(s.drivers):
                 if d.phase == WRITING and d.waiting and not d.bad:

@@ -13,7 +13,7 @@ import pytest
 
 from onceflow.bench import balance_service, copy_service, state
 from onceflow.bench.balance_service import Balance, ColumnBalance, expected, payments, problem_of, row_of
-from onceflow.state.record import Record
+from onceflow.state.api.record import Record
 
 SENT = list(payments(500, 20))
 

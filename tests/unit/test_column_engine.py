@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from onceflow.errors import ProcessorError
 from onceflow.state import rows
-from onceflow.state.columns import ColumnEngine
-from onceflow.state.memory_store import MemoryStore
-from onceflow.state.processor import BadRows, ColumnProcessor
-from onceflow.state.serdes import struct
+from onceflow.state.api.processor import BadRows, ColumnProcessor
+from onceflow.state.api.serdes import struct
+from onceflow.state.engine.column_engine import ColumnEngine
+from onceflow.state.stores.memory_store import MemoryStore
 from onceflow.testing.processor_driver import ProcessorDriver
 
 FIELDS = {"total": "int64", "last": "string"}

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 from onceflow.errors import DeadLetterLimitError, OptionError, ProcessorError
+from onceflow.state.api.processor import ColumnProcessor, Processor
+from onceflow.state.api.record import Record
+from onceflow.state.api.serdes import BYTES, JSON, STRING, struct
 from onceflow.state.dead_letter_limit import DeadLetters, check_limit
-from onceflow.state.local import Commit
-from onceflow.state.memory_store import MemoryStore
-from onceflow.state.processor import ColumnProcessor, Processor
-from onceflow.state.record import Record
-from onceflow.state.serdes import BYTES, JSON, STRING, struct
-from onceflow.state.shapes import declared_fields, lacks
+from onceflow.state.engine.shapes import declared_fields, lacks
+from onceflow.state.local.opening import Commit
 from onceflow.state.spec import ProcessSpec, StateReport
+from onceflow.state.stores.memory_store import MemoryStore
 from onceflow.state.topics import TableTopics
 from onceflow.testing.processor_driver import ProcessorDriver
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onceflow.state.json_columns import JsonRowError, format_json, parse_json
+from onceflow.state.api.json_columns import JsonRowError, format_json, parse_json
 
 SCHEMA = pa.schema([("id", pa.string()), ("amount", pa.int64()), ("rate", pa.float64()), ("open", pa.bool_())])
 

@@ -22,10 +22,10 @@ from typing import Any
 import pytest
 
 from onceflow.errors import DataLossError, EnvironmentUnusableError, FencedError, OptionError, ProtocolError
-from onceflow.state import local, rows
-from onceflow.state.lmdb_environment import forget
-from onceflow.state.lmdb_store import LmdbStore
-from onceflow.state.local import (
+from onceflow.state import rows
+from onceflow.state.local import opening
+from onceflow.state.local.format import MARKER, PENDING, Marker
+from onceflow.state.local.opening import (
     Chunk,
     Commit,
     Goal,
@@ -39,10 +39,11 @@ from onceflow.state.local import (
     settle,
     snapshot,
 )
-from onceflow.state.local_format import MARKER, PENDING, Marker
-from onceflow.state.memory_store import MemoryStore
-from onceflow.state.rocksdb_store import RocksdbStore
-from onceflow.state.store import Store
+from onceflow.state.stores.base import Store
+from onceflow.state.stores.lmdb_environment import forget
+from onceflow.state.stores.lmdb_store import LmdbStore
+from onceflow.state.stores.memory_store import MemoryStore
+from onceflow.state.stores.rocksdb_store import RocksdbStore
 
 HOUR = 3_600_000
 NOW = 1_700_000_000_000
@@ -436,7 +437,7 @@ def test_a_copy_older_than_tombstones_is_restored(opener: type[Store], folder: P
 def test_an_interrupted_restore_counts_its_age_from_its_beginning(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(local, "_WRITTEN_ROWS", 5)
+    monkeypatch.setattr(opening, "_WRITTEN_ROWS", 5)
     flow = Flow()
     for _ in range(4):
         flow.commit(flow.changes())
@@ -536,8 +537,8 @@ def test_nothing_is_locked_while_kafka_is_read(opener: type[Store], folder: Path
 def test_a_long_restore_holds_little_in_memory_and_leaves_no_file(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(local, "_WRITTEN_ROWS", 10)
-    monkeypatch.setattr(local, "_COMMITTED_ROWS", 50)
+    monkeypatch.setattr(opening, "_WRITTEN_ROWS", 10)
+    monkeypatch.setattr(opening, "_COMMITTED_ROWS", 50)
     commits = []
     bulk = LmdbStore.bulk
     monkeypatch.setattr(LmdbStore, "bulk", lambda store: commits.append(1) or bulk(store))
@@ -722,7 +723,7 @@ def test_a_local_table_says_what_its_keys_are(tmp_path: Path) -> None:
 READER = """
 import sys
 from onceflow.errors import OptionError
-from onceflow.state.local import LocalTable
+from onceflow.state.local.opening import LocalTable
 table = LocalTable(sys.argv[1])
 for line in sys.stdin:
     try:
@@ -936,8 +937,8 @@ def test_a_crash_of_the_engine_leads_to_a_restore(folder: Path) -> None:
 
 def play_restore(folder: Path, commits: bool) -> None:
     """Says so after every chunk, and waits to be killed after some."""
-    local._WRITTEN_ROWS = 100
-    local._COMMITTED_S = 0.0 if commits else 1000.0
+    opening._WRITTEN_ROWS = 100
+    opening._COMMITTED_S = 0.0 if commits else 1000.0
     flow = damaged_flow()
     flow.topics.chunk_size = 100
 

@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from onceflow.client import oauth
-from onceflow.client.oauth import Tokens
-from onceflow.client.token_sources import (
+from onceflow.client.auth import bearer_tokens
+from onceflow.client.auth.bearer_tokens import Tokens
+from onceflow.client.auth.sources import (
     ClientCredentials,
     Provider,
     Token,
@@ -418,7 +418,7 @@ def test_many_threads_ask_the_source_once() -> None:
 
 
 def test_a_source_that_never_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(oauth, "_ONE_CALL_S", 0.1)
+    monkeypatch.setattr(bearer_tokens, "_ONE_CALL_S", 0.1)
     release = threading.Event()
 
     class Stuck:
@@ -437,9 +437,9 @@ def test_a_source_that_never_answers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_equal_sources_share_their_token() -> None:
     source = ClientCredentials("http://h/", "me", SECRET)
-    tokens = oauth.shared(source, {"a": "b"})
-    assert oauth.shared(ClientCredentials("http://h/", "me", SECRET), {"a": "b"}) is tokens
-    assert oauth.shared(source) is not tokens
-    assert oauth.shared(ClientCredentials("http://h/", "me", SECRET, scope="x"), {"a": "b"}) is not tokens
+    tokens = bearer_tokens.shared(source, {"a": "b"})
+    assert bearer_tokens.shared(ClientCredentials("http://h/", "me", SECRET), {"a": "b"}) is tokens
+    assert bearer_tokens.shared(source) is not tokens
+    assert bearer_tokens.shared(ClientCredentials("http://h/", "me", SECRET, scope="x"), {"a": "b"}) is not tokens
     assert tokens.extensions() == {"a": "b"}
     assert SECRET not in repr(tokens)

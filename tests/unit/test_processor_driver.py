@@ -11,10 +11,10 @@ import pyarrow.compute as pc
 import pytest
 
 from onceflow.errors import ProcessorError
-from onceflow.state.json_columns import format_json, parse_json
-from onceflow.state.processor import ColumnProcessor, Processor
-from onceflow.state.record import Record
-from onceflow.state.serdes import JSON, STRING
+from onceflow.state.api.json_columns import format_json, parse_json
+from onceflow.state.api.processor import ColumnProcessor, Processor
+from onceflow.state.api.record import Record
+from onceflow.state.api.serdes import JSON, STRING
 from onceflow.testing.processor_driver import ProcessorDriver
 
 

@@ -10,11 +10,11 @@ import pytest
 
 from onceflow.errors import ProcessorError, SchemaError
 from onceflow.protocol.names import OwnTopics
-from onceflow.state.engine import Engine
-from onceflow.state.memory_store import MemoryStore
-from onceflow.state.processor import Processor
-from onceflow.state.record import Record
-from onceflow.state.serdes import BYTES, JSON, LONG, STRING
+from onceflow.state.api.processor import Processor
+from onceflow.state.api.record import Record
+from onceflow.state.api.serdes import BYTES, JSON, LONG, STRING
+from onceflow.state.engine.record_engine import Engine
+from onceflow.state.stores.memory_store import MemoryStore
 from onceflow.testing.processor_driver import ProcessorDriver
 
 

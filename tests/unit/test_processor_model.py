@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onceflow.state import rows
-from onceflow.state.engine import Engine
-from onceflow.state.memory_store import MemoryStore
-from onceflow.state.processor import Processor
-from onceflow.state.record import Record
-from onceflow.state.serdes import JSON
+from onceflow.state.api.processor import Processor
+from onceflow.state.api.record import Record
+from onceflow.state.api.serdes import JSON
+from onceflow.state.engine.record_engine import Engine
+from onceflow.state.stores.memory_store import MemoryStore
 
 KEYS = [b"a", b"a\0", b"\0", b"b", b""]
 NAMES = ["x", "x\0", "y"]

@@ -10,11 +10,11 @@ import pytest
 
 from onceflow.errors import OptionError, ProcessorError
 from onceflow.state import rows
-from onceflow.state.engine import Engine
-from onceflow.state.memory_store import MemoryStore
-from onceflow.state.processor import Processor
-from onceflow.state.record import Record
-from onceflow.state.serdes import JSON, STRING
+from onceflow.state.api.processor import Processor
+from onceflow.state.api.record import Record
+from onceflow.state.api.serdes import JSON, STRING
+from onceflow.state.engine.record_engine import Engine
+from onceflow.state.stores.memory_store import MemoryStore
 from onceflow.testing.processor_driver import ProcessorDriver
 
 
@@ -91,7 +91,7 @@ def test_rows_expire_for_readers_at_once_and_are_deleted_by_the_next_batch(store
 
 
 def test_expiry_is_bounded_per_batch_and_hidden_meanwhile(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("onceflow.state.base.EXPIRED_PER_BATCH", 3)
+    monkeypatch.setattr("onceflow.state.engine.base.EXPIRED_PER_BATCH", 3)
     seen = []
     processor = Text(lambda key, records, state: seen.append(state.get()) or state.put("v"), ttl=1)
     run = engine(processor, store)

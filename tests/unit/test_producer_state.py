@@ -24,10 +24,10 @@ from kafka.protocol.producer import ProduceRequest, ProduceResponse
 from kafka.record.memory_records import MemoryRecords
 
 from onceflow.client import produce
+from onceflow.client.auth.sources import TokenUnavailableError
 from onceflow.client.deadline import Deadline
 from onceflow.client.produce import MAX_IN_FLIGHT, Acknowledged, Producer
 from onceflow.client.settings import ClientSettings
-from onceflow.client.token_sources import TokenUnavailableError
 from onceflow.errors import (
     AuthenticationFailedError,
     BadRecordError,

@@ -21,7 +21,7 @@ from onceflow.cli.interrupts import interruptible
 from onceflow.cli.main import cli
 from onceflow.client.offsets import EARLIEST, LATEST
 from onceflow.errors import BadRecordError, DeadlineExceededError, OptionError
-from onceflow.state.record import Record
+from onceflow.state.api.record import Record
 
 # ---- which cluster ---------------------------------------------------------------------------------------
 

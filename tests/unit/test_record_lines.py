@@ -14,7 +14,7 @@ from onceflow.admin.record_lines import (
     to_json,
     value_only,
 )
-from onceflow.state.record import Record
+from onceflow.state.api.record import Record
 
 payloads = st.one_of(st.none(), st.binary(max_size=20), st.text(max_size=20).map(str.encode))
 

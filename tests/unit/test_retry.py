@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from onceflow.errors import OptionError, ProcessorError
 from onceflow.state import dead_letters
-from onceflow.state.record import Record
+from onceflow.state.api.record import Record
 from onceflow.state.retry import KEY, NULL_VALUE, RETRY_TOPIC, Retry
 from onceflow.testing.processor_driver import ProcessorDriver
 

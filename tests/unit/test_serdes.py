@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onceflow.state.durations import duration_ms
-from onceflow.state.record import Record
-from onceflow.state.serdes import BYTES, DOUBLE, JSON, LONG, STRING, Serde, struct
+from onceflow.durations import duration_ms
+from onceflow.state.api.record import Record
+from onceflow.state.api.serdes import BYTES, DOUBLE, JSON, LONG, STRING, Serde, struct
 
 ALL = {
     "flag": "bool",

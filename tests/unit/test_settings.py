@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from onceflow.client.auth.sources import ClientCredentials, Provider, TokenFile
 from onceflow.client.settings import ClientSettings
-from onceflow.client.token_sources import ClientCredentials, Provider, TokenFile
 from onceflow.errors import OptionError
 
 PLAIN = {"security.protocol": "SASL_SSL", "sasl.mechanism": "PLAIN"}

@@ -20,17 +20,17 @@ from onceflow.errors import EnvironmentUnusableError
 from onceflow.host import boots
 from onceflow.protocol.partitioners import key_partitions
 from onceflow.protocol.progress import Progress
-from onceflow.state.lmdb_environment import forget
-from onceflow.state.lmdb_store import LmdbStore
-from onceflow.state.local import Commit
-from onceflow.state.memory_store import MemoryStore
-from onceflow.state.prepare import lacks, prepare_partition
-from onceflow.state.processor import Processor
-from onceflow.state.record import Record
-from onceflow.state.rocksdb_store import RocksdbStore
+from onceflow.state.api.processor import Processor
+from onceflow.state.api.record import Record
+from onceflow.state.local.opening import Commit
+from onceflow.state.local.prepare import lacks, prepare_partition
 from onceflow.state.run import StateRun
 from onceflow.state.spec import ProcessSpec, StateReport
-from onceflow.state.store import Store
+from onceflow.state.stores.base import Store
+from onceflow.state.stores.lmdb_environment import forget
+from onceflow.state.stores.lmdb_store import LmdbStore
+from onceflow.state.stores.memory_store import MemoryStore
+from onceflow.state.stores.rocksdb_store import RocksdbStore
 from onceflow.state.table_state import TableState
 from onceflow.state.topics import TableTopics
 

@@ -21,12 +21,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onceflow.errors import DeadlineExceededError, EnvironmentUnusableError
-from onceflow.state import lmdb_environment, lmdb_lock, rocksdb_store, rows
-from onceflow.state.lmdb_pages import Meta, check_pages, read_meta
-from onceflow.state.lmdb_store import LmdbStore
-from onceflow.state.memory_store import MemoryStore
-from onceflow.state.rocksdb_store import RocksdbStore
-from onceflow.state.store import Store, StoreCorruptError
+from onceflow.state import rows
+from onceflow.state.stores import lmdb_environment, lmdb_lock, rocksdb_store
+from onceflow.state.stores.base import Store, StoreCorruptError
+from onceflow.state.stores.lmdb_pages import Meta, check_pages, read_meta
+from onceflow.state.stores.lmdb_store import LmdbStore
+from onceflow.state.stores.memory_store import MemoryStore
+from onceflow.state.stores.rocksdb_store import RocksdbStore
 
 OPENERS: list[type[Store]] = [LmdbStore, MemoryStore, RocksdbStore]
 
@@ -467,8 +468,8 @@ def test_idle_environments_are_closed(tmp_path: Path, monkeypatch: pytest.Monkey
 READER = """
 import sys
 from pathlib import Path
-from onceflow.state import lmdb_environment
-from onceflow.state.lmdb_store import LmdbStore
+from onceflow.state.stores import lmdb_environment
+from onceflow.state.stores.lmdb_store import LmdbStore
 lmdb_environment._MAP_BYTES = 1 << 20
 for line in sys.stdin:
     store = LmdbStore.open(Path(sys.argv[1]), read_only=True)
@@ -521,7 +522,7 @@ def test_another_process_reads_while_this_one_writes(tmp_path: Path) -> None:
 WRITES_AND_STOPS = """
 import os, signal, sys
 from pathlib import Path
-from onceflow.state.lmdb_store import LmdbStore
+from onceflow.state.stores.lmdb_store import LmdbStore
 
 store = LmdbStore.open(Path(sys.argv[1]))
 store.write([(b"va", b"1")])
@@ -621,7 +622,7 @@ def test_a_rocksdb_that_another_process_holds_is_not_taken_for_damaged(
 ) -> None:
     monkeypatch.setattr(rocksdb_store, "_LOCK_WAIT_S", 0.05)
     holder = (
-        "import sys; from pathlib import Path; from onceflow.state.rocksdb_store import RocksdbStore as R;"
+        "import sys; from pathlib import Path; from onceflow.state.stores.rocksdb_store import RocksdbStore as R;"
         "s = R.open(Path(sys.argv[1])); s.write([(b'va', b'1')]); print('open', flush=True);"
         "sys.stdin.read(); s.close()"
     )

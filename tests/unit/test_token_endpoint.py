@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from onceflow.client.jaas import jaas_fields
-from onceflow.client.oauth import Tokens
+from onceflow.client.auth.bearer_tokens import Tokens
+from onceflow.client.auth.jaas import jaas_fields
+from onceflow.client.auth.sources import ClientCredentials, Token, TokenRefusedError, TokenUnavailableError
 from onceflow.client.settings import ClientSettings
-from onceflow.client.token_sources import ClientCredentials, Token, TokenRefusedError, TokenUnavailableError
 from onceflow.errors import AuthenticationFailedError
 from onceflow.spark import token_endpoint
 from onceflow.spark.token_endpoint import TokenEndpoint, check_for_java, reader_options

@@ -35,7 +35,7 @@ from onceflow.errors import (
 )
 from onceflow.protocol.partitioners import group_by_partition, key_partitions
 from onceflow.state import dead_letters
-from onceflow.state.record import Header
+from onceflow.state.api.record import Header
 from onceflow.state.retry import IDENTITY, KEY, NULL_VALUE, RETRY_TOPIC
 
 _PREPARE_S, _COMMIT_S = 60.0, 60.0

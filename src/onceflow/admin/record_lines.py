@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from onceflow.state.record import Header, Record
+from onceflow.state.api.record import Header, Record
 
 _BASE64 = "_base64"
 # Where a record was read from. A record that is written goes where its key belongs.

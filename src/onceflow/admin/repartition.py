@@ -49,7 +49,7 @@ from onceflow.errors import (
 )
 from onceflow.protocol.names import Names
 from onceflow.protocol.progress import Offsets, Progress
-from onceflow.state.local_format import INTERNAL_SUFFIX
+from onceflow.state.local.format import INTERNAL_SUFFIX
 from onceflow.state.topics import TableTopics, check_known, committed_ends
 
 log = logging.getLogger("onceflow.state")

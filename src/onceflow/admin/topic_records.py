@@ -19,7 +19,7 @@ from onceflow.errors import BadRecordError, OptionError
 from onceflow.protocol.batches import encode_single
 from onceflow.protocol.names import OwnTopics
 from onceflow.protocol.partitioners import group_by_partition, key_partitions
-from onceflow.state.record import Record
+from onceflow.state.api.record import Record
 
 _CALL_S = 60.0
 _LOOK_S = 0.1

@@ -23,10 +23,10 @@ import numpy as np
 import orjson
 import pyarrow as pa
 
-from onceflow.state.json_columns import format_json, parse_json
-from onceflow.state.processor import ColumnProcessor, Processor
-from onceflow.state.record import Record
-from onceflow.state.serdes import JSON
+from onceflow.state.api.json_columns import format_json, parse_json
+from onceflow.state.api.processor import ColumnProcessor, Processor
+from onceflow.state.api.record import Record
+from onceflow.state.api.serdes import JSON
 
 INPUT = pa.schema([("account", pa.string()), ("amount", pa.int64()), ("id", pa.int64())])
 # Bounds the batches of a backlog; without one, a batch holds what has come in a commit interval.

@@ -13,7 +13,7 @@ from onceflow.cli.text import counted, in_words, shown
 
 if TYPE_CHECKING:
     from onceflow.client.settings import ClientSettings
-    from onceflow.state.record import Record
+    from onceflow.state.api.record import Record
 
 
 @click.command()

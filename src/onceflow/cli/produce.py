@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from onceflow.admin.record_lines import Parser
     from onceflow.admin.topic_records import TopicWriter
     from onceflow.client.settings import ClientSettings
-    from onceflow.state.record import Record
+    from onceflow.state.api.record import Record
 
 _READ_BYTES = 1_000_000
 _SNIPPET_BYTES = 60

@@ -87,7 +87,7 @@ def _in_words(done: Repartitioned) -> str:
 
 
 def _timeout_ms(text: str) -> int:
-    from onceflow.state.durations import duration_ms
+    from onceflow.durations import duration_ms
 
     try:
         found = duration_ms(float(text) if text.replace(".", "", 1).isdigit() else text)

@@ -23,13 +23,13 @@ from kafka.net.selector import NetworkSelector
 from kafka.protocol.metadata import ApiVersionsRequest, FindCoordinatorRequest, MetadataRequest
 from kafka.protocol.producer import EndTxnRequest, ProduceRequest, TxnOffsetCommitRequest
 
+from onceflow.client.auth.logins import authentication_failed, await_token
+from onceflow.client.auth.sources import TokenRefusedError
 from onceflow.client.connections import ConnectionManager
 from onceflow.client.deadline import Deadline
 from onceflow.client.first_connection import REFUSED_S, Wait, knock
-from onceflow.client.logins import authentication_failed, await_token
 from onceflow.client.quiet import filter_loggers, quiet
 from onceflow.client.settings import ClientSettings
-from onceflow.client.token_sources import TokenRefusedError
 from onceflow.errors import BrokerUnsupportedError, UnknownTopicError
 from onceflow.protocol import codes
 

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 import kafka.errors as kafka_errors
 
 from onceflow.client.addresses import Address, Contact, contact
+from onceflow.client.auth.logins import authentication_failed
+from onceflow.client.auth.sources import TokenUnavailableError
 from onceflow.client.deadline import Deadline
-from onceflow.client.logins import authentication_failed
 from onceflow.client.quiet import quiet
 from onceflow.client.settings import ClientSettings
-from onceflow.client.token_sources import TokenUnavailableError
 from onceflow.errors import BrokerUnreachableError, BrokerUnsupportedError, DeadlineExceededError
 
 if TYPE_CHECKING:

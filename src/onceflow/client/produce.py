@@ -24,9 +24,9 @@ from typing import Any
 import kafka.errors as kafka_errors
 from kafka.protocol.producer import ProduceRequest
 
+from onceflow.client.auth.logins import authentication_failed
 from onceflow.client.cluster import UNKNOWN_TOPIC_S, Cluster, unknown_topic
 from onceflow.client.deadline import Deadline
-from onceflow.client.logins import authentication_failed
 from onceflow.client.quiet import quiet
 from onceflow.errors import BrokerUnsupportedError
 from onceflow.protocol import codes

@@ -12,11 +12,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from onceflow.client import oauth
 from onceflow.client.addresses import parse_servers
-from onceflow.client.jaas import OAUTH_MODULE, jaas, jaas_fields
-from onceflow.client.token_options import client_fields, msk_iam, oauthbearer
-from onceflow.client.token_sources import ClientCredentials
+from onceflow.client.auth import bearer_tokens
+from onceflow.client.auth.jaas import OAUTH_MODULE, jaas, jaas_fields
+from onceflow.client.auth.options import client_fields, msk_iam, oauthbearer
+from onceflow.client.auth.sources import ClientCredentials
 from onceflow.errors import OptionError
 
 # Java client name -> kafka-python argument, for those that need no thought.
@@ -164,9 +164,9 @@ class ClientSettings:
         return out
 
     @property
-    def tokens(self) -> oauth.Tokens | None:
+    def tokens(self) -> bearer_tokens.Tokens | None:
         """Where our own connections get their tokens; None when the mechanism has none. One object in a process."""
-        found: oauth.Tokens | None = self.kafka_python().get("sasl_oauth_token_provider")
+        found: bearer_tokens.Tokens | None = self.kafka_python().get("sasl_oauth_token_provider")
         return found
 
     @property

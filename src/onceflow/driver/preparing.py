@@ -20,7 +20,7 @@ from onceflow.client.settings import ClientSettings
 from onceflow.client.transactions import describe_transaction
 from onceflow.errors import OnceflowError
 from onceflow.protocol.batches import ProducerIdAndEpoch
-from onceflow.state.prepare import Prepared, is_verified, lacks, prepare_partition
+from onceflow.state.local.prepare import Prepared, is_verified, lacks, prepare_partition
 from onceflow.state.spec import Moment, ProcessSpec
 from onceflow.state.table_state import TableState
 from onceflow.task.row_writer import worker_cluster

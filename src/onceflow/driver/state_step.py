@@ -40,8 +40,8 @@ from onceflow.protocol.progress import Progress
 from onceflow.spark import jvm, plans, queries
 from onceflow.spark.collect import collect
 from onceflow.state.dead_letter_limit import counted
-from onceflow.state.local import Commit, settle
-from onceflow.state.prepare import Prepared
+from onceflow.state.local.opening import Commit, settle
+from onceflow.state.local.prepare import Prepared
 from onceflow.state.spec import Moment, ProcessSpec, StateReport
 from onceflow.state.table_state import TableState
 from onceflow.task import reports

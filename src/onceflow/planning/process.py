@@ -12,17 +12,17 @@ from pyspark.sql import SparkSession
 
 from onceflow.client.cluster import Cluster
 from onceflow.client.deadline import Deadline
+from onceflow.durations import duration_ms
 from onceflow.errors import OptionError, ProgressConflictError
 from onceflow.protocol.names import OwnTopics
 from onceflow.protocol.progress import Progress, TableProgress
-from onceflow.state.base import TIMERS_PER_BATCH
+from onceflow.state.api.processor import ColumnProcessor, Processor
 from onceflow.state.dead_letter_limit import check_limit
-from onceflow.state.durations import duration_ms
-from onceflow.state.local import default_state_dir
-from onceflow.state.processor import ColumnProcessor, Processor
-from onceflow.state.shapes import declared_fields
+from onceflow.state.engine.base import TIMERS_PER_BATCH
+from onceflow.state.engine.shapes import declared_fields
+from onceflow.state.local.opening import default_state_dir
 from onceflow.state.spec import ProcessSpec
-from onceflow.state.store import Store
+from onceflow.state.stores.base import Store
 from onceflow.state.topics import TableTopics, check_known, check_readable, committed_ends, ensure_topics
 
 log = logging.getLogger("onceflow.state")
@@ -164,14 +164,14 @@ def store_class(store: str | type[Store]) -> type[Store]:
     if not isinstance(store, str):
         return store
     if store == "memory":
-        from onceflow.state.memory_store import MemoryStore
+        from onceflow.state.stores.memory_store import MemoryStore
 
         return MemoryStore
     if store == "rocksdb":
-        from onceflow.state.rocksdb_store import RocksdbStore
+        from onceflow.state.stores.rocksdb_store import RocksdbStore
 
         return RocksdbStore
-    from onceflow.state.lmdb_store import LmdbStore
+    from onceflow.state.stores.lmdb_store import LmdbStore
 
     return LmdbStore
 

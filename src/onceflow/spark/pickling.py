@@ -16,7 +16,7 @@ from pyspark import cloudpickle
 from pyspark.cloudpickle.cloudpickle import _should_pickle_by_reference
 
 from onceflow.errors import OptionError
-from onceflow.state.processor import ColumnProcessor, Processor
+from onceflow.state.api.processor import ColumnProcessor, Processor
 
 _MAX_DEPTH = 6
 

@@ -27,10 +27,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from onceflow.client.jaas import OAUTH_MODULE, jaas
-from onceflow.client.oauth import Tokens
+from onceflow.client.auth.bearer_tokens import Tokens
+from onceflow.client.auth.jaas import OAUTH_MODULE, jaas
+from onceflow.client.auth.sources import TokenRefusedError, TokenUnavailableError, claims
 from onceflow.client.settings import ClientSettings
-from onceflow.client.token_sources import TokenRefusedError, TokenUnavailableError, claims
 from onceflow.errors import AuthenticationFailedError, EnvironmentUnusableError
 from onceflow.host.java import find_java
 

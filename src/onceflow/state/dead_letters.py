@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from onceflow.state.blame import MAX_MESSAGE, full_text_of, line_of, stack_of, text_of
-from onceflow.state.record import Header, Record
+from onceflow.state.api.record import Header, Record
+from onceflow.state.api.user_errors import MAX_MESSAGE, full_text_of, line_of, stack_of, text_of
 from onceflow.user_code import cut
 
 PREFIX = "onceflow."

@@ -8,18 +8,18 @@ import struct
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from onceflow.durations import duration_ms
 from onceflow.errors import OptionError, SchemaError
 from onceflow.state import dead_letters
-from onceflow.state.durations import duration_ms
-from onceflow.state.processor import Processor
-from onceflow.state.record import Header, Record
-from onceflow.state.serdes import STRING, Serde
+from onceflow.state.api.processor import Processor
+from onceflow.state.api.record import Header, Record
+from onceflow.state.api.serdes import STRING, Serde
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
-    from onceflow.state.handle import State
-    from onceflow.state.timers import Timer
+    from onceflow.state.api.handle import State
+    from onceflow.state.api.timers import Timer
 
 KEY = "onceflow.key"
 """The record's own key, where another one has its place: in a parked record. Absent: it has no key."""

@@ -18,11 +18,11 @@ from onceflow.errors import located
 from onceflow.protocol.names import OwnTopics
 from onceflow.protocol.partitioners import group_by_partition, key_partitions
 from onceflow.state import rows
-from onceflow.state.columns import ColumnEngine
-from onceflow.state.engine import Engine
-from onceflow.state.local import Opened, Source, set_pending, snapshot
-from onceflow.state.prepare import Prepared, open_local
-from onceflow.state.processor import ColumnProcessor
+from onceflow.state.api.processor import ColumnProcessor
+from onceflow.state.engine.column_engine import ColumnEngine
+from onceflow.state.engine.record_engine import Engine
+from onceflow.state.local.opening import Opened, Source, set_pending, snapshot
+from onceflow.state.local.prepare import Prepared, open_local
 from onceflow.state.spec import Moment, ProcessSpec, StateReport
 
 SNAPSHOT_KEY = b"onceflow.state"

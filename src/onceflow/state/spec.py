@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from onceflow.host import boots
-from onceflow.state.local import Commit, Goal, default_state_dir, partition_folder
-from onceflow.state.processor import ColumnProcessor, Processor
-from onceflow.state.store import Store
+from onceflow.state.api.processor import ColumnProcessor, Processor
+from onceflow.state.local.opening import Commit, Goal, default_state_dir, partition_folder
+from onceflow.state.stores.base import Store
 from onceflow.state.topics import TableTopics
 
 

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Sequence
 from onceflow.errors import BatchAbortedError, ProgressConflictError
 from onceflow.protocol.progress import Progress, TableProgress
 from onceflow.state.dead_letter_limit import DeadLetters
-from onceflow.state.local import CAUGHT_UP, RESTORED, Commit
-from onceflow.state.prepare import Prepared
-from onceflow.state.shapes import declared_fields
+from onceflow.state.engine.shapes import declared_fields
+from onceflow.state.local.opening import CAUGHT_UP, RESTORED, Commit
+from onceflow.state.local.prepare import Prepared
 from onceflow.state.spec import Moment, ProcessSpec, StateReport
 from onceflow.state.watermark import Place, Watermark
 

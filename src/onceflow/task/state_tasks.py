@@ -27,7 +27,7 @@ from onceflow.client.transactions import describe_transaction
 from onceflow.errors import BatchAbortedError, OnceflowError, OptionError
 from onceflow.protocol.partitioners import key_partitions
 from onceflow.spark import queries
-from onceflow.state.prepare import Prepared
+from onceflow.state.local.prepare import Prepared
 from onceflow.state.run import StateRun
 from onceflow.state.spec import Moment, ProcessSpec, StateReport
 from onceflow.task import reports

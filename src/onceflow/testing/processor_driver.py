@@ -13,20 +13,20 @@ from typing import Any
 import orjson
 import pyarrow as pa
 
+from onceflow.durations import duration_ms
 from onceflow.errors import ProcessorError
 from onceflow.protocol.partitioners import key_partitions
 from onceflow.state import rows
-from onceflow.state.columns import ColumnEngine
-from onceflow.state.durations import duration_ms
-from onceflow.state.engine import Engine
-from onceflow.state.handle import Scope, State
-from onceflow.state.memory_store import MemoryStore
-from onceflow.state.output_collector import SCHEMA
-from onceflow.state.overlay import Overlay
-from onceflow.state.processor import ColumnProcessor, Processor
-from onceflow.state.record import Header, Record
-from onceflow.state.serdes import BYTES, struct
-from onceflow.state.timers import Timer, timer_of
+from onceflow.state.api.handle import Scope, State
+from onceflow.state.api.processor import ColumnProcessor, Processor
+from onceflow.state.api.record import Header, Record
+from onceflow.state.api.serdes import BYTES, struct
+from onceflow.state.api.timers import Timer, timer_of
+from onceflow.state.engine.column_engine import ColumnEngine
+from onceflow.state.engine.output_collector import SCHEMA
+from onceflow.state.engine.record_engine import Engine
+from onceflow.state.stores.memory_store import MemoryStore
+from onceflow.state.stores.overlay import Overlay
 
 _INPUT = pa.schema([*SCHEMA, ("partition", pa.int32()), ("offset", pa.int64())])
 _LATE, _DEAD = "late", "dead-letters"

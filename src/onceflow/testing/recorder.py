@@ -30,7 +30,7 @@ from onceflow.driver import progress_log
 from onceflow.errors import OnceflowError
 from onceflow.protocol import progress as records
 from onceflow.protocol.progress import PROGRESS_TOPIC
-from onceflow.state.record import Header, Record
+from onceflow.state.api.record import Header, Record
 from onceflow.testing import independent
 from onceflow.testing.history import Final, History, Op, OutputsOf, Reads, Tag, Verdict, check
 from onceflow.testing.observed import FAIL, HEADER, INVOKE, OK, Place, TopicOffsets

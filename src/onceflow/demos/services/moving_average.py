@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 import onceflow
-from onceflow.state.json_columns import format_json, parse_json
+from onceflow.state.api.json_columns import format_json, parse_json
 
 LAST_N = 20
 LAST_T = 10_080 * 60  # seconds: 7 days, by the times of the measurements

@@ -1,0 +1,1 @@
+"""Logins: JAAS fields, bearer tokens and where they come from."""

@@ -1,0 +1,42 @@
+"""Logins that a broker, or whoever gives out tokens, has refused."""
+
+from __future__ import annotations
+
+from onceflow.client.auth.sources import TokenRefusedError, TokenUnavailableError
+from onceflow.client.deadline import Deadline
+from onceflow.client.settings import ClientSettings
+from onceflow.errors import AuthenticationFailedError, OnceflowError
+
+_TOKEN_PATIENCE_S = 20.0  # a new task waits out a short outage of whoever gives out tokens
+
+
+def await_token(settings: ClientSettings, deadline: Deadline) -> None:
+    """Without a token no broker has to be asked, and an error here says more than one of a connection.
+
+    Raises:
+        AuthenticationFailedError: there is none.
+    """
+    tokens = settings.tokens
+    patience = Deadline(deadline.capped(_TOKEN_PATIENCE_S), "a first token")
+    while tokens is not None:
+        try:
+            tokens.token()
+            return
+        except (TokenUnavailableError, TokenRefusedError) as error:
+            if isinstance(error, TokenRefusedError) or patience.remaining < 1.0:
+                raise authentication_failed(settings, error) from error
+
+
+def authentication_failed(settings: ClientSettings, error: Exception) -> OnceflowError:
+    if isinstance(error, (TokenUnavailableError, TokenRefusedError)):
+        return AuthenticationFailedError(error.what, next_step=error.next_step)
+    if settings.tokens is not None:
+        next_step = (
+            "compare the issuer, audience, scope and expiry of the token with what the broker expects "
+            "(sasl.oauthbearer.expected.issuer and .audience), and the clocks of the machines"
+        )
+    else:
+        next_step = "check sasl.mechanism, user name and password, and that the user exists on the broker"
+    return AuthenticationFailedError(
+        f"The broker at {settings.bootstrap_servers} refused the credentials", detail=str(error), next_step=next_step
+    )

@@ -1,0 +1,1 @@
+"""What user code sees of state: processors, their state, maps, lists, timers and serdes."""

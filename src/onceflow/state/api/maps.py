@@ -1,0 +1,198 @@
+"""Maps and lists of a key: many rows, of which a call reads and writes only those it needs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from onceflow.state import rows
+from onceflow.state.api.user_errors import not_encoded
+
+if TYPE_CHECKING:
+    from onceflow.state.api.handle import Scope
+
+# Lists are maps whose name begins with a byte that no UTF-8 text has.
+_LIST = b"\xff"
+
+#: Read from a row whose time is over.
+ABSENT: Any = object()
+
+
+class MapState:
+    """A map of one key; get it as ``state.map(name)``. Entries are ordered by the bytes of their keys."""
+
+    __slots__ = ("_decode", "_key_serde", "_name", "_prefix", "_scope", "_serde")
+
+    def __init__(self, scope: Scope, key: bytes, name: str, key_serde: Any, value_serde: Any) -> None:
+        serde = scope.value_serde if value_serde is None else value_serde
+        self._scope = scope
+        self._name = name
+        self._prefix = rows.map_key(key, name.encode())
+        self._key_serde = key_serde
+        self._serde = serde
+        self._decode = serde.decode
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        """The entry's value, or the default."""
+        row = self._scope.overlay.get(self._row_key(key))
+        if row is None:
+            return default
+        value = self._scope.read(row, self._decode, self._name)
+        return default if value is ABSENT else value
+
+    def __contains__(self, key: Any) -> bool:
+        row = self._scope.overlay.get(self._row_key(key))
+        return row is not None and not self._scope.has_expired(row)
+
+    def put(self, key: Any, value: Any, ttl: str | float | None = None) -> None:
+        """Set an entry.
+
+        Args:
+            key: bytes or text, or what the map's key serde takes.
+            value: anything the map's value serde takes, but None: use delete().
+            ttl: as of ``state.put``.
+
+        Raises:
+            ValueError: the value is None, or the keys and the name are too long together.
+        """
+        put(self, self._row_key(key), value, ttl)
+
+    def delete(self, key: Any) -> None:
+        """Delete an entry; nothing happens when there is none."""
+        self._scope.overlay.put(self._row_key(key), None)
+
+    def items(self, start: Any = None, end: Any = None, *, reverse: bool = False) -> Iterator[tuple[Any, Any]]:
+        """Keys and values of the entries with start <= key < end, as they are now; the map may be changed meanwhile.
+
+        Args:
+            start, end: None: from the first, to the last.
+            reverse: from the last to the first.
+        """
+        low = self._prefix if start is None else self._prefix + self._key_bytes(start)
+        high = rows.after(self._prefix) if end is None else self._prefix + self._key_bytes(end)
+        return self._entries(low, high, reverse)
+
+    def prefix(self, prefix: bytes | str) -> Iterator[tuple[Any, Any]]:
+        """Keys and values of the entries whose keys' bytes begin with the prefix."""
+        low = self._prefix + (prefix.encode() if isinstance(prefix, str) else prefix)
+        return self._entries(low, rows.after(low), False)
+
+    def clear(self) -> None:
+        """Delete all entries."""
+        clear(self._scope, self._prefix)
+
+    def _entries(self, low: bytes, high: bytes | None, reverse: bool) -> Iterator[tuple[Any, Any]]:
+        decode_key = bytes if self._key_serde is None else self._key_serde.decode
+        for row_key, value in values(self._scope, low, high, reverse, self._decode, self._name):
+            yield decode_key(row_key[len(self._prefix) :]), value
+
+    def _row_key(self, key: Any) -> bytes:
+        return self._scope.checked(self._prefix + self._key_bytes(key))
+
+    def _key_bytes(self, key: Any) -> bytes:
+        if self._key_serde is not None:
+            try:
+                encoded: bytes = self._key_serde.encode(key)
+            except Exception as error:
+                not_encoded(error, f"the key for map {self._name!r}", key, self._key_serde, "its")
+                raise
+            return encoded
+        if isinstance(key, str):
+            return key.encode()
+        if isinstance(key, bytes):
+            return key
+        raise TypeError(f"keys of map {self._name!r} are bytes or str, got {type(key).__name__}: give it a key serde")
+
+
+class ListState:
+    """A list of one key; get it as ``state.list(name)``."""
+
+    __slots__ = ("_decode", "_name", "_next", "_prefix", "_scope", "_serde")
+
+    def __init__(self, scope: Scope, key: bytes, name: str, value_serde: Any) -> None:
+        serde = scope.value_serde if value_serde is None else value_serde
+        self._scope = scope
+        self._name = name
+        self._prefix = rows.map_key(key, _LIST + name.encode())
+        self._serde = serde
+        self._decode = serde.decode
+        self._next: int | None = None  # where the next item goes, once it is known
+
+    def append(self, value: Any, ttl: str | float | None = None) -> None:
+        """Add an item at the end.
+
+        Args:
+            value: anything the list's value serde takes, but None.
+            ttl: as of ``state.put``.
+        """
+        scope, prefix = self._scope, self._prefix
+        if self._next is None:
+            last = next(scope.overlay.scan(prefix, _end(prefix), reverse=True), None)
+            self._next = 0 if last is None else int.from_bytes(last[0][len(prefix) :], "big") + 1
+        put(self, scope.checked(prefix + self._next.to_bytes(8, "big")), value, ttl)
+        self._next += 1
+
+    def extend(self, items: Iterable[Any], ttl: str | float | None = None) -> None:
+        """Add items at the end."""
+        for value in items:
+            self.append(value, ttl)
+
+    def items(self) -> Iterator[Any]:
+        """The items in order, as they are now; the list may be changed meanwhile."""
+        prefix = self._prefix
+        return (value for _, value in values(self._scope, prefix, _end(prefix), False, self._decode, self._name))
+
+    __iter__ = items
+
+    def __len__(self) -> int:
+        found = self._scope.overlay.scan(self._prefix, _end(self._prefix))
+        return sum(1 for _, row in found if not self._scope.has_expired(row))
+
+    def __bool__(self) -> bool:
+        return next(self.items(), None) is not None
+
+    def clear(self) -> None:
+        """Delete all items."""
+        clear(self._scope, self._prefix)
+        self._next = 0
+
+
+def put(place: MapState | ListState, row_key: bytes, value: Any, ttl: str | float | None) -> None:
+    if value is None:
+        raise ValueError("None cannot be put: use delete()")
+    scope, serde = place._scope, place._serde
+    header = scope.header_of(ttl)
+    try:
+        row = header + serde.encode(value)
+    except Exception as error:
+        kind = "map" if isinstance(place, MapState) else "list"
+        role = "state" if serde is scope.value_serde else "its"
+        not_encoded(error, f"the value put into {kind} {place._name!r}", value, serde, role)
+        raise
+    scope.overlay.put(row_key, row)
+
+
+def values(
+    scope: Scope, low: bytes, high: bytes | None, reverse: bool, decode: Any, name: str
+) -> Iterator[tuple[bytes, Any]]:
+    """Row keys and values of the rows that have not expired, as of this call."""
+    found = scope.overlay.scan(low, high or _end(low), reverse=reverse)
+
+    def read() -> Iterator[tuple[bytes, Any]]:
+        for row_key, row in found:
+            value = scope.read(row, decode, name)
+            if value is not ABSENT:
+                yield row_key, value
+
+    return read()
+
+
+def clear(scope: Scope, prefix: bytes) -> None:
+    for row_key, _ in scope.overlay.scan(prefix, _end(prefix)):
+        scope.overlay.put(row_key, None)
+
+
+def _end(prefix: bytes) -> bytes:
+    end = rows.after(prefix)
+    assert end is not None  # row keys begin with a letter
+    return end

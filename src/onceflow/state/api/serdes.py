@@ -1,0 +1,101 @@
+"""Serdes: how keys, values and state become bytes and come back.
+
+Any object with ``encode`` and ``decode`` will do, for example a wrapper of an Avro or Protobuf library. Null keys and
+values never reach a serde: they are None on both sides.
+"""
+
+from __future__ import annotations
+
+import struct as _struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from onceflow.state.api.structs import Struct, struct
+
+__all__ = ["BYTES", "DOUBLE", "JSON", "LONG", "STRING", "Serde", "Struct", "struct"]
+
+
+@dataclass(frozen=True)
+class Serde:
+    """A pair of functions.
+
+    ::
+
+        UPPER = Serde(encode=lambda text: text.upper().encode(), decode=bytes.decode, name="upper")
+
+    Args:
+        encode: a value to bytes.
+        decode: bytes to a value.
+        name: for messages.
+    """
+
+    encode: Callable[[Any], bytes]
+    decode: Callable[[bytes], Any]
+    name: str = "custom"
+
+    def __repr__(self) -> str:
+        return f"<serde {self.name}>"
+
+
+def _to_bytes(value: Any) -> bytes:
+    if type(value) is bytes:
+        return value
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        return bytes(value)
+    raise TypeError(f"expected bytes, got {type(value).__name__}: declare a serde, for example STRING or JSON")
+
+
+def _same(value: bytes) -> bytes:
+    return value
+
+
+def _to_text_bytes(value: str) -> bytes:
+    if not isinstance(value, str):
+        raise TypeError(f"expected str, got {type(value).__name__}")
+    return value.encode()
+
+
+_LONG = _struct.Struct(">q")
+_DOUBLE = _struct.Struct(">d")
+
+
+def _to_long(value: int) -> bytes:
+    try:
+        return _LONG.pack(value)
+    except _struct.error as error:
+        raise ValueError(f"{value!r} is no 64-bit integer: {error}") from None
+
+
+def _of_long(raw: bytes) -> int:
+    if len(raw) != 8:
+        raise ValueError(f"a 64-bit integer has 8 bytes, got {len(raw)}")
+    return int(_LONG.unpack(raw)[0])
+
+
+def _to_double(value: float) -> bytes:
+    try:
+        return _DOUBLE.pack(value)
+    except _struct.error as error:
+        raise ValueError(f"{value!r} is no number: {error}") from None
+
+
+def _of_double(raw: bytes) -> float:
+    if len(raw) != 8:
+        raise ValueError(f"a double has 8 bytes, got {len(raw)}")
+    return float(_DOUBLE.unpack(raw)[0])
+
+
+BYTES = Serde(_to_bytes, _same, "bytes")
+"""Bytes as they are."""
+STRING = Serde(_to_text_bytes, bytes.decode, "string")
+"""Text in UTF-8."""
+JSON = Serde(orjson.dumps, orjson.loads, "json")
+"""JSON documents: dicts, lists, text, numbers, booleans."""
+LONG = Serde(_to_long, _of_long, "long")
+"""A signed integer in eight big-endian bytes, as Kafka's LongSerializer writes it. In range scans negative numbers come
+after positive ones: the order is that of the bytes."""
+DOUBLE = Serde(_to_double, _of_double, "double")
+"""A float in eight big-endian bytes, as Kafka's DoubleSerializer writes it."""

@@ -1,0 +1,1 @@
+"""Runs a processor over one partition's part of a batch. Knows neither Spark nor Kafka."""

@@ -1,0 +1,280 @@
+"""What both engines share: limits of what they take, time, letters, errors, and what they hand over."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from onceflow.durations import duration_ms
+from onceflow.errors import BadRecordError, EnvironmentUnusableError, OnceflowError, OptionError, ProcessorError
+from onceflow.protocol.names import OwnTopics
+from onceflow.state import dead_letters
+from onceflow.state.api import timers
+from onceflow.state.api.handle import Scope
+from onceflow.state.api.record import Record
+from onceflow.state.api.user_errors import full_text_of, line_of, shown
+from onceflow.state.engine import input_batch
+from onceflow.state.engine.output_collector import OutputCollector
+from onceflow.state.stores.base import Store, StoreCorruptError
+from onceflow.state.stores.overlay import Overlay
+
+EXPIRED_PER_BATCH = 100_000
+"""Rows that a batch deletes at most because their time is over."""
+
+TIMERS_PER_BATCH = 1_000
+"""Timers that fire at most in one batch and partition, unless ``Flow.process`` says otherwise."""
+
+
+NOT_OF_A_RECORD = (StoreCorruptError, EnvironmentUnusableError, MemoryError)
+"""Errors that are no record's fault, nor the processor's: the caller restores the store, or runs the batch again."""
+
+COUNTS = ("records", "late", "dead_letters", "timers_fired", "expired")
+"""What is counted of a partition's part of a batch; records are all that were fed."""
+
+
+class BaseEngine:
+    """Runs a processor over one partition's part of a batch: start(), feed() for every Arrow batch, finish().
+
+    Knows neither Spark nor Kafka, and writes nothing: take outputs() and changes().
+
+    Args:
+        processor: user code.
+        store: committed state of the partition; nobody writes to it while the engine is in use.
+        flow, table, batch: for messages.
+        partition: of the table.
+        now_ms: processing time of the batch.
+        watermark_ms: event time of the batch; None while unknown.
+        default_ttl_ms: of rows that are put without one; None: the processor's ``ttl``.
+        on_error: what a record does that cannot be processed: ``fail`` the batch or go to the dead letters.
+        dead_letter_topic, late_topic: where letters go.
+        source_topic: of records that do not name theirs.
+        own_topics: that no output may go to.
+        max_timers_per_batch: that fire, those with the earliest times; the others wait for the next batch. None: all.
+
+    Attributes:
+        timers_left: whether more timers were due than one batch may fire.
+        max_event_ms: the latest event time by topic and partition of the source (None and the table's partition where
+            that is not known); only when the processor has ``allowed_lateness``.
+        counts: what happened so far.
+        causes: of dead letters, by class of the cause: how many, and where the first comes from and why it is one.
+
+    Raises:
+        OptionError: letters have nowhere to go, or ttl or allowed_lateness is no duration.
+    """
+
+    def __init__(
+        self,
+        processor: Any,
+        store: Store,
+        *,
+        flow: str,
+        table: str,
+        partition: int,
+        batch: int,
+        now_ms: int,
+        watermark_ms: int | None = None,
+        default_ttl_ms: int | None = None,
+        on_error: Literal["fail", "dead-letter"] = "fail",
+        dead_letter_topic: str | None = None,
+        late_topic: str | None = None,
+        source_topic: str | None = None,
+        own_topics: OwnTopics | None = None,
+        max_timers_per_batch: int | None = TIMERS_PER_BATCH,
+    ) -> None:
+        self.processor = copy.copy(processor)
+        self.flow, self.table, self.partition, self.batch = flow, table, partition, batch
+        self.now_ms, self.watermark_ms = now_ms, watermark_ms
+        self.uses_event_time = processor.allowed_lateness is not None
+        self._check(on_error, dead_letter_topic, late_topic)
+        if default_ttl_ms is None and processor.ttl is not None:
+            default_ttl_ms = duration_ms(processor.ttl)
+        self._dead_letter_topic = dead_letter_topic if on_error == "dead-letter" else None
+        self._late_topic = late_topic
+        self._source_topic = source_topic
+        self._max_timers = max_timers_per_batch
+        self.timers_left = False
+        self._overlay = Overlay(store)
+        self._scope = Scope(
+            processor,
+            self._overlay,
+            partition=partition,
+            now_ms=now_ms,
+            watermark_ms=watermark_ms,
+            ttl_ms=default_ttl_ms,
+        )
+        self._own_topics = own_topics or OwnTopics()
+        self._collector = OutputCollector(own_topics=self._own_topics)
+        self.max_event_ms: dict[tuple[str | None, int], int] = {}
+        self.counts = dict.fromkeys(COUNTS, 0)
+        self.causes: dict[str, tuple[int, str]] = {}
+
+    def _check(self, on_error: str, dead_letter_topic: str | None, late_topic: str | None) -> None:
+        if on_error not in ("fail", "dead-letter"):
+            raise OptionError(f"on_error is {on_error!r}", next_step="use 'fail' or 'dead-letter'.", flow=self.flow)
+        if on_error == "dead-letter" and dead_letter_topic is None:
+            raise OptionError("on_error='dead-letter' needs a topic for dead letters", flow=self.flow)
+        if self.uses_event_time and late_topic is None:
+            raise OptionError("a processor with allowed_lateness needs a topic for late records", flow=self.flow)
+        for name in ("ttl", "allowed_lateness"):
+            value = getattr(self.processor, name)
+            try:
+                if value is not None and duration_ms(value) <= 0 and name == "ttl":
+                    raise ValueError("it must be positive")
+            except ValueError as error:
+                raise OptionError(f"{type(self.processor).__name__}.{name}: {error}", flow=self.flow) from None
+
+    # ---- what the caller calls -----------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Open the processor and do what is due by time.
+
+        Raises:
+            ProcessorError: open() failed.
+        """
+        self._guarded("open", self.processor.open, self.partition)
+        self.counts["expired"] += timers.expire(self._overlay, self.now_ms, EXPIRED_PER_BATCH)
+
+    def feed(self, rows: pa.RecordBatch) -> None:
+        """Process records of this partition, in the order in which they arrived.
+
+        Args:
+            rows: columns key and value, and as far as known headers, topic, partition, offset, and timestamp (int64
+                epoch milliseconds).
+
+        Raises:
+            ProcessorError: a record could not be processed, and on_error is ``fail``.
+            SchemaError: no key or value column.
+            StoreCorruptError: the store cannot be read.
+        """
+        self.counts["records"] += rows.num_rows
+        batch = input_batch.normalised(rows)
+        usable = input_batch.usable_keys(batch)
+        if usable is not None:
+            for record in self._raw(batch.filter(pa.array(~usable))):
+                self._reject(record, ValueError(input_batch.key_problem(record.key)))
+            batch = batch.filter(pa.array(usable))
+        if batch.num_rows:
+            self._feed(batch)
+        if self._scope.fatal is not None:
+            raise self._located(self._scope.fatal)
+
+    def finish(self) -> None:
+        """Close the processor.
+
+        Raises:
+            ProcessorError: close() failed.
+        """
+        self._guarded("close", self.processor.close)
+
+    def outputs(self) -> pa.RecordBatch | None:
+        """What is to be written since the last call, letters included: key, value, topic (null: the default), headers,
+        timestamp (int64 epoch milliseconds, null: the time of writing). None: nothing."""
+        return self._collector.take()
+
+    def changes(self) -> list[tuple[bytes, bytes | None]]:
+        """Row keys and rows (None: deleted) that are not as the store has them; without index rows."""
+        return self._overlay.changes()
+
+    @property
+    def next_timer_ms(self) -> dict[str, int | None]:
+        """When something is due next on the clocks ``event`` and ``processing`` (with expiry of rows), after the
+        changes."""
+        return timers.earliest(self._overlay)
+
+    # ---- for the engines -----------------------------------------------------------------------------
+
+    def _feed(self, batch: pa.RecordBatch) -> None:
+        raise NotImplementedError
+
+    def _raw(self, batch: pa.RecordBatch) -> list[Record]:
+        """Records of a normalised batch, key and value in bytes."""
+        keys, values = batch.column("key").to_pylist(), batch.column("value").to_pylist()
+        return list(map(Record, keys, values, *input_batch.metadata(batch, self._source_topic)))
+
+    def _see_times(self, batch: pa.RecordBatch, times: Any) -> npt.NDArray[np.bool_] | None:
+        """Note event times, and write letters of the records that are late.
+
+        Args:
+            batch: normalised.
+            times: int64 Arrow array, null where unknown.
+
+        Returns:
+            which records are in time; None: all.
+        """
+        for place, ms in input_batch.latest(batch, times, self._source_topic, self.partition):
+            self.max_event_ms[place] = max(ms, self.max_event_ms.get(place, ms))
+        if self.watermark_ms is None:
+            return None
+        known = times.is_valid().to_numpy(zero_copy_only=False)
+        late = known & (times.fill_null(0).to_numpy() < self.watermark_ms)
+        if not late.any():
+            return None
+        assert self._late_topic is not None
+        mask = pa.array(late)
+        records = self._raw(batch.filter(mask))
+        event_ms = times.filter(mask).to_pylist()
+        topic, watermark_ms = self._late_topic, self.watermark_ms
+        self._collector.extend(
+            dead_letters.late(record, topic, ms, watermark_ms) for record, ms in zip(records, event_ms, strict=True)
+        )
+        self.counts["late"] += len(records)
+        in_time: npt.NDArray[np.bool_] = ~late
+        return in_time
+
+    def _reject(self, record: Record, error: Exception) -> None:
+        """Write a dead letter, or fail the batch.
+
+        Args:
+            record: key and value in bytes.
+            error: what is wrong with it.
+        """
+        if isinstance(error, NOT_OF_A_RECORD):
+            raise error
+        if self._scope.fatal is not None:
+            raise self._located(self._scope.fatal) from error
+        if self._dead_letter_topic is None:
+            where = f"offset {record.offset}, " if record.offset is not None else ""
+            raise self._failed("a record could not be processed", error, record, f"{where}key {shown(record.key)}")
+        self._collector.extend([dead_letters.dead(record, self._dead_letter_topic, error)])
+        self.counts["dead_letters"] += 1
+        count, first = self.causes.get(type(error).__name__, (0, ""))
+        self.causes[type(error).__name__] = count + 1, first or dead_letters.described(record, error)
+
+    def _failed(self, what: str, error: Exception, record: Record | None = None, detail: str = "") -> OnceflowError:
+        """The error of a batch that fails; to be raised."""
+        place = None
+        if record is not None and record.topic is not None:
+            place = record.topic if record.partition is None else f"{record.topic}-{record.partition}"
+        if isinstance(error, BadRecordError):  # what was yielded cannot be written, and the error says why
+            known = filter(None, (error.detail, f"for a record of {place}" if place else "", detail))
+            fields = {
+                **error.fields(),
+                "detail": ", ".join([*known, f"table {self.table}-{self.partition}", line_of(error)]),
+            }
+            return BadRecordError(error.what, **fields).locate(flow=self.flow, batch=self.batch)
+        failed = ProcessorError(
+            f"{what}: {full_text_of(error)}",
+            next_step="correct the processor or the record; with on_error='dead-letter' and dead_letter_topic= such "
+            "records go to a topic instead.",
+            flow=self.flow,
+            topic=place,
+            batch=self.batch,
+            detail=", ".join(filter(None, (detail, f"table {self.table}-{self.partition}", line_of(error)))),
+        )
+        failed.__cause__ = error
+        return failed
+
+    def _guarded(self, name: str, call: Callable[..., None], *arguments: Any) -> None:
+        try:
+            call(*arguments)
+        except Exception as error:
+            raise self._failed(f"{type(self.processor).__name__}.{name}() failed", error) from error
+
+    def _located(self, error: ProcessorError) -> ProcessorError:
+        error.detail = error.detail or f"table {self.table}-{self.partition}"
+        return error.locate(flow=self.flow, batch=self.batch)

@@ -1,0 +1,301 @@
+"""``ColumnEngine``: runs a ``ColumnProcessor`` over one partition's part of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from onceflow.state import rows
+from onceflow.state.api import user_errors
+from onceflow.state.api.json_columns import JsonRowError
+from onceflow.state.api.maps import ABSENT
+from onceflow.state.api.processor import BadRows, ColumnProcessor
+from onceflow.state.api.serdes import BYTES, Struct
+from onceflow.state.engine import input_batch
+from onceflow.state.engine.base import NOT_OF_A_RECORD, BaseEngine
+from onceflow.state.engine.output_collector import one_chunk, output_batch
+
+_PREFIX = pa.scalar(rows.VALUE, pa.binary())
+_NO_SEPARATOR = pa.scalar(b"", pa.binary())
+
+
+class ColumnContext(NamedTuple):
+    """What a column processor is told besides records and states.
+
+    Args:
+        partition: of the table.
+        now_ms: processing time of the batch, the same in every task, epoch milliseconds.
+        watermark_ms: no records older than this are expected; None while unknown.
+    """
+
+    partition: int
+    now_ms: int
+    watermark_ms: int | None
+
+
+class ColumnEngine(BaseEngine):
+    """See `BaseEngine`.
+
+    A call of process() that fails is done again: without the bad records if it names them (``BadRows``), else with the
+    halves of its records, until the bad ones are found.
+    """
+
+    processor: ColumnProcessor
+
+    def __init__(self, processor: ColumnProcessor, *arguments: Any, **options: Any) -> None:
+        super().__init__(processor, *arguments, **options)
+        self._struct = None if processor.state_fields is None else Struct(processor.state_fields)
+        if self._struct is not None:
+            self._scope.decode = self._struct.decode
+            reserved = {"key", "exists", "deleted"} & set(self._struct.fields)
+            if reserved:
+                raise ValueError(f"state_fields cannot be named {', '.join(sorted(reserved))}")
+        self._fields = pa.schema([("value", pa.binary())]) if self._struct is None else self._struct.schema
+        self._context = ColumnContext(self.partition, self.now_ms, self.watermark_ms)
+        self._asked: Any = self.processor.process  # the method that was called last
+
+    def _feed(self, batch: pa.RecordBatch) -> None:
+        error = self._attempt(batch)
+        while isinstance(error, BadRows) and self._scope.fatal is None:
+            batch = self._without(batch, error)
+            error = self._attempt(batch)
+        if error is None:
+            return
+        first = self._raw(batch.slice(0, 1))[0]
+        if batch.num_rows == 1 or self._scope.fatal is not None:
+            if isinstance(error, JsonRowError) and error.document is not None and error.document == first.value:
+                told = f"{error.reason}; it is {user_errors.shown(first.value)}"
+                user_errors.explain(
+                    error, f"the value of the record is not JSON with the fields that parse_json reads: {told}"
+                )
+            self._reject(first, error)
+            return
+        middle = batch.num_rows // 2
+        self._feed(batch.slice(0, middle))
+        self._feed(batch.slice(middle))
+        if self._dead_letter_topic is None:
+            what = f"{batch.num_rows} records could not be processed together"
+            raise self._failed(what, error, first, "fewer at a time succeed") from error
+
+    def _attempt(self, batch: pa.RecordBatch) -> Exception | None:
+        """Process all or nothing; what went wrong.
+
+        The error is handed back and not handled in an except clause: those of all attempts would hang together.
+        """
+        if not batch.num_rows:
+            return None
+        mark, counts = self._collector.mark(), dict(self.counts)
+        try:
+            self._work(batch)
+        except NOT_OF_A_RECORD:
+            raise
+        except Exception as error:
+            user_errors.returned_by(error, self._asked)
+            self._collector.truncate(mark)
+            self.counts.update(counts)
+            return error
+        return None
+
+    def _without(self, batch: pa.RecordBatch, bad: BadRows) -> pa.RecordBatch:
+        """The records that are not bad; dead letters of the others."""
+        numbers = sorted(bad.causes)
+        for record, row in zip(self._raw(batch.take(pa.array(numbers, pa.int64()))), numbers, strict=True):
+            self._reject(record, bad.causes[row])
+        others = np.ones(batch.num_rows, dtype=bool)
+        others[numbers] = False
+        return batch.filter(pa.array(others))
+
+    def _work(self, batch: pa.RecordBatch) -> None:
+        """Process all or nothing."""
+        places = np.arange(batch.num_rows)
+        columns = dict(zip(batch.schema.names, batch.columns, strict=True))
+        if "timestamp" in columns:
+            columns["timestamp_ms"] = columns.pop("timestamp")
+        if self.uses_event_time:
+            self._asked = self.processor.event_time
+            times = self._asked(pa.table(columns))
+            if times is not None:
+                array = times if isinstance(times, (pa.Array, pa.ChunkedArray)) else pa.array(times)
+                in_time = self._see_times(batch, input_batch.milliseconds(one_chunk(array)))
+                if in_time is not None:
+                    mask = pa.array(in_time)
+                    places = places[in_time]
+                    batch = batch.filter(mask)
+                    columns = {name: column.filter(mask) for name, column in columns.items()}
+                    if not batch.num_rows:
+                        return
+        encoded = columns["key"].dictionary_encode()
+        keys = encoded.dictionary
+        row_keys = pc.binary_join_element_wise(_PREFIX, keys, _NO_SEPARATOR).to_pylist()
+        states = self._states(keys, self._overlay.get_many(row_keys))
+        columns["state"] = encoded.indices
+        result: Any
+        self._asked = self.processor.process
+        try:
+            result = self._asked(pa.table(columns), states, self._context)
+        except BadRows as bad:
+            raise _of_batch(bad, places.tolist()) from bad
+        if result is None:
+            return
+        if not isinstance(result, tuple) or len(result) != 2:
+            raise TypeError(f"process() returns outputs and new states, got {type(result).__name__}")
+        outputs, new_states = result
+        batch = None if outputs is None else output_batch(as_table(outputs, "outputs"))
+        changed = None if new_states is None else self._rows(as_table(new_states, "new states"), keys, row_keys)
+        if batch is not None:
+            self._collector.check_batch(batch)
+        # Nothing can fail any more.
+        if batch is not None:
+            self._collector.add_batch(batch)
+        if changed is not None:
+            self._overlay.put_many(*changed)
+
+    # ---- state ---------------------------------------------------------------------------------------
+
+    def _states(self, keys: Any, found: list[bytes | None]) -> pa.Table:
+        """The table of states: a row for each key."""
+        payloads, skip = self._payloads(found)
+        present = [payload for payload in payloads if payload is not None]
+        if self._struct is None:
+            columns = {"value": pa.array([payload[skip:] for payload in present], pa.binary())}
+        else:
+            try:
+                columns = self._struct.decode_columns(present, skip)
+            except ValueError as error:
+                raise self._scope.unreadable(error) from error
+        exists = np.ones(len(payloads), dtype=bool)
+        if len(present) < len(payloads):
+            exists = np.fromiter((payload is not None for payload in payloads), dtype=bool, count=len(payloads))
+            places = pa.array(np.cumsum(exists) - 1, mask=~exists)
+            columns = {name: column.take(places) for name, column in columns.items()}
+        return pa.table({"key": keys, **columns, "exists": pa.array(exists)})
+
+    def _payloads(self, found: list[bytes | None]) -> tuple[list[bytes | None], int]:
+        """Rows without what is not there any more, and how many bytes of each come before the payload."""
+        scope = self._scope
+        flags = {row[0] for row in found if row is not None}
+        if not flags:
+            return found, 0
+        if flags == {0} and not scope.version:
+            return found, 1
+        if flags == {scope.header[0]}:
+            return self._uniform(found)
+        return [self._payload(row) for row in found], 0
+
+    def _uniform(self, found: list[bytes | None]) -> tuple[list[bytes | None], int]:
+        """As `_payloads`, for rows that all begin as those do that this engine writes."""
+        scope = self._scope
+        skip = len(scope.header)
+        heads = np.frombuffer(
+            b"".join([scope.header if row is None else row[:skip] for row in found]), dtype=np.uint8
+        ).reshape(len(found), skip)
+        if scope.version:
+            versions = heads[:, skip - 4 :]
+            if (versions != np.frombuffer(scope.header[-4:], dtype=np.uint8)).any():
+                return [self._payload(row) for row in found], 0
+        if skip >= 9:  # flags and expiry; the order of its bytes is that of times
+            expires = np.ascontiguousarray(heads[:, 1:9]).view(">u8").reshape(len(found))
+            over = expires <= int.from_bytes(rows.time_bytes(self.now_ms), "big")
+            if over.any():
+                found = [None if gone else row for row, gone in zip(found, over.tolist(), strict=True)]
+        return found, skip
+
+    def _payload(self, row: bytes | None) -> bytes | None:
+        """The payload of one row in this version's format."""
+        if row is None or self._scope.has_expired(row):
+            return None
+        payload, _, version = rows.unpack(row)
+        if version == self._scope.version:
+            return payload
+        value = self._scope.migrated(payload, version, None)
+        if value is ABSENT or value is None:
+            return None
+        encoded: bytes = BYTES.encode(value) if self._struct is None else self._struct.encode(value)
+        return encoded
+
+    def _rows(self, new: pa.Table, keys: Any, row_keys: list[bytes]) -> tuple[list[bytes], list[bytes | None]]:
+        """Row keys and rows of new states.
+
+        Raises:
+            ValueError: columns are missing or unknown, or keys are not those of the records.
+        """
+        names = set(new.column_names)
+        missing = {"key", *self._fields.names} - names
+        unknown = names - {"key", "exists", "deleted", *self._fields.names}
+        if missing or unknown:
+            raise ValueError(f"new states have columns {new.column_names}: missing {missing}, unknown {unknown}")
+        count = new.num_rows
+        new_keys = input_batch.binary(one_chunk(new["key"]), "key")
+        if not new_keys.equals(keys):
+            row_keys = self._picked(new_keys, keys, row_keys)
+        deleted = None
+        if "deleted" in names:
+            deleted = one_chunk(new["deleted"]).cast(pa.bool_()).fill_null(False).to_numpy(zero_copy_only=False)
+        fields = {field.name: _cast(one_chunk(new[field.name]), field) for field in self._fields}
+        packed: Sequence[bytes | None]
+        if self._struct is not None:
+            packed = self._struct.encode_columns(fields, count, self._scope.header)
+        else:
+            values = fields["value"]
+            nulls = values.is_null().to_numpy(zero_copy_only=False)
+            if (nulls if deleted is None else nulls & ~deleted).any():
+                raise ValueError("a new state has the value null: delete it with the column deleted")
+            header = self._scope.header
+            packed = [None if value is None else header + value for value in values.to_pylist()]
+        changed: list[bytes | None] = list(packed)
+        if deleted is not None and deleted.any():
+            changed = [None if gone else row for row, gone in zip(changed, deleted.tolist(), strict=True)]
+        return row_keys, changed
+
+    def _picked(self, new_keys: Any, keys: Any, row_keys: list[bytes]) -> list[bytes]:
+        places = pc.index_in(new_keys, keys)
+        if places.null_count:
+            stranger = new_keys.filter(places.is_null())[0].as_py()
+            raise ValueError(f"new states have key {stranger!r:.200}, which none of the records has")
+        where: npt.NDArray[np.int32] = places.to_numpy()
+        if len(where) and np.bincount(where).max() > 1:
+            raise ValueError("new states have a key twice")
+        return [row_keys[i] for i in where.tolist()]
+
+
+def _of_batch(bad: BadRows, places: list[int]) -> Exception:
+    """The same with rows of the batch: late records are not processed.
+
+    Args:
+        places: rows of the batch that were processed.
+    """
+    strange = [row for row in bad.causes if not 0 <= row < len(places)]
+    if strange or not bad.causes:
+        return ValueError(f"BadRows names {strange or 'no records'}; there are {len(places)}")
+    return BadRows({places[row]: cause for row, cause in bad.causes.items()})
+
+
+def as_table(given: Any, what: str) -> pa.Table:
+    """A pyarrow table of what user code returned.
+
+    Raises:
+        TypeError: neither pyarrow, nor pandas, nor anything with ``__arrow_c_stream__`` (Polars, DuckDB).
+    """
+    if isinstance(given, pa.Table):
+        return given
+    if isinstance(given, pa.RecordBatch):
+        return pa.Table.from_batches([given])
+    if type(given).__module__.partition(".")[0] == "pandas":
+        return pa.Table.from_pandas(given, preserve_index=False)
+    if hasattr(given, "__arrow_c_stream__"):
+        return pa.table(given)
+    raise TypeError(f"{what} are a table of pyarrow, pandas or Polars, got {type(given).__name__}")
+
+
+def _cast(column: Any, field: Any) -> Any:
+    if column.type == field.type:
+        return column
+    try:
+        return column.cast(field.type)
+    except pa.ArrowException as error:
+        raise ValueError(f"state field {field.name} is {field.type}: {error}") from None

@@ -1,0 +1,214 @@
+"""Arrow batches of records on their way in: the same columns for all, then lists and groups."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import repeat
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from onceflow.errors import SchemaError
+from onceflow.state import rows
+from onceflow.state.api.record import Header
+
+_TYPES = {"topic": pa.string(), "partition": pa.int32(), "offset": pa.int64()}
+
+
+def normalised(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """The columns that are known, each in one type: key, value, and as given topic, partition, offset, timestamp (int64
+    epoch milliseconds) and headers.
+
+    Raises:
+        SchemaError: no key or no value, or one that is not bytes or text.
+    """
+    columns = {}
+    for name in ("key", "value", "topic", "partition", "offset", "timestamp", "headers"):
+        at = batch.schema.get_field_index(name)
+        if at < 0:
+            continue
+        column = batch.column(at)
+        if name in ("key", "value"):
+            column = binary(column, name)
+        elif name == "timestamp":
+            column = milliseconds(column)
+        elif name in _TYPES and column.type != _TYPES[name]:
+            column = column.cast(_TYPES[name])
+        columns[name] = column
+    if "key" not in columns or "value" not in columns:
+        raise SchemaError(f"records need the columns key and value, got {batch.schema.names}")
+    return pa.RecordBatch.from_arrays(list(columns.values()), names=list(columns))
+
+
+def binary(column: Any, name: str) -> Any:
+    """The column as 32-bit binary.
+
+    Raises:
+        SchemaError: neither bytes nor text.
+    """
+    kind = column.type
+    if kind == pa.binary():
+        return column
+    if pa.types.is_dictionary(kind):
+        kind = kind.value_type
+    for is_type in (
+        pa.types.is_string,
+        pa.types.is_binary,
+        pa.types.is_large_string,
+        pa.types.is_large_binary,
+        pa.types.is_fixed_size_binary,
+        pa.types.is_string_view,
+        pa.types.is_binary_view,
+        pa.types.is_null,
+    ):
+        if is_type(kind):
+            if pa.types.is_string(column.type) or pa.types.is_large_binary(column.type):
+                return column.cast(pa.binary())
+            # Not every type can be cast to binary directly.
+            text = (
+                pa.types.is_dictionary(column.type) or pa.types.is_string_view(kind) or pa.types.is_large_string(kind)
+            )
+            return column.cast(pa.string()).cast(pa.binary()) if text else column.cast(pa.binary())
+    raise SchemaError(f"column {name} has type {column.type}; it must be binary or string")
+
+
+def milliseconds(column: Any) -> Any:
+    """A column of times as int64 epoch milliseconds."""
+    if pa.types.is_timestamp(column.type):
+        column = column.cast(pa.timestamp("ms", column.type.tz), safe=False)
+    return column if column.type == pa.int64() else column.cast(pa.int64())
+
+
+def usable_keys(batch: pa.RecordBatch) -> npt.NDArray[np.bool_] | None:
+    """Which records have a key that state can be kept for; None: all."""
+    keys = batch.column("key")
+    lengths = pc.binary_length(keys)
+    if not keys.null_count and (not len(keys) or pc.max(lengths).as_py() <= rows.KEY_BYTES_MAX):
+        return None
+    usable: npt.NDArray[np.bool_] = (
+        pc.less_equal(lengths, rows.KEY_BYTES_MAX).fill_null(False).to_numpy(zero_copy_only=False)
+    )
+    return usable
+
+
+def key_problem(key: bytes | None) -> str:
+    """What is wrong with an unusable key."""
+    if key is None:
+        return "the record has no key: state is kept by key"
+    return f"the key has {len(key)} bytes, {rows.KEY_BYTES_MAX} are the most"
+
+
+class Metadata(NamedTuple):
+    """What a record has besides key and value, for every record of a batch."""
+
+    topics: Iterable[str | None]
+    headers: Iterable[tuple[Header, ...]]
+    timestamps: Iterable[int | None]
+    partitions: Iterable[int | None]
+    offsets: Iterable[int | None]
+    read_from: Iterable[str | None]
+
+
+def metadata(batch: pa.RecordBatch, source_topic: str | None) -> Metadata:
+    """Columns of a normalised batch as lists.
+
+    Args:
+        source_topic: of records that do not name theirs.
+    """
+    topics = _topics(batch, source_topic)
+    return Metadata(
+        topics,
+        _headers(batch),
+        _numbers(batch, "timestamp"),
+        _numbers(batch, "partition"),
+        _numbers(batch, "offset"),
+        topics,
+    )
+
+
+def by_key(batch: pa.RecordBatch) -> tuple[list[bytes], list[int], pa.RecordBatch]:
+    """A normalised batch sorted by key: the keys in the order in which they first appear, the records of each in the
+    order of arrival.
+
+    Returns:
+        distinct keys, where the records of each end, and the sorted batch.
+    """
+    encoded = batch.column("key").dictionary_encode()
+    keys: list[bytes] = encoded.dictionary.to_pylist()
+    if len(keys) == batch.num_rows:
+        return keys, list(range(1, len(keys) + 1)), batch
+    codes = encoded.indices.to_numpy()
+    # Sorting 16-bit numbers stably is a radix sort.
+    order = np.argsort(codes.astype(np.uint16) if len(keys) <= 65_536 else codes, kind="stable")
+    return keys, np.cumsum(np.bincount(codes)).tolist(), batch.take(pa.array(order))
+
+
+def latest(
+    batch: pa.RecordBatch, times: Any, source_topic: str | None, table_partition: int
+) -> Iterable[tuple[tuple[str | None, int], int]]:
+    """The greatest time of every source partition.
+
+    Args:
+        batch: normalised.
+        times: int64 Arrow array, null where unknown.
+        source_topic: of records that do not name theirs.
+        table_partition: stands for the source's partition where that is not known.
+    """
+    known = times.is_valid() if times.null_count else None
+    if known is not None:
+        batch, times = batch.filter(known), times.filter(known)
+    if not len(times):
+        return
+    topics: list[str | None] = [source_topic]
+    codes = np.zeros(len(times), dtype=np.int64)
+    if "topic" in batch.schema.names:
+        encoded = batch.column("topic").dictionary_encode("encode")
+        topics, codes = _topic_names(encoded, source_topic), encoded.indices.to_numpy().astype(np.int64)
+    partitions = np.full(len(times), table_partition, dtype=np.int64)
+    if "partition" in batch.schema.names:
+        partitions = batch.column("partition").fill_null(table_partition).to_numpy().astype(np.int64)
+    places, of_place = np.unique(codes << 32 | partitions, return_inverse=True)
+    greatest = np.full(len(places), np.iinfo(np.int64).min)
+    np.maximum.at(greatest, of_place, times.to_numpy())
+    for place, ms in zip(places.tolist(), greatest.tolist(), strict=True):
+        yield (topics[place >> 32], place & 0xFFFF_FFFF), ms
+
+
+def _topics(batch: pa.RecordBatch, source_topic: str | None) -> Iterable[str | None]:
+    if "topic" not in batch.schema.names or not batch.num_rows:
+        return repeat(source_topic)
+    encoded = batch.column("topic").dictionary_encode("encode")
+    names = _topic_names(encoded, source_topic)
+    if len(names) == 1:
+        return repeat(names[0])
+    return [names[i] for i in encoded.indices.to_pylist()]
+
+
+def _topic_names(encoded: Any, source_topic: str | None) -> list[str | None]:
+    return [source_topic if name is None else name for name in encoded.dictionary.to_pylist()]
+
+
+def _numbers(batch: pa.RecordBatch, name: str) -> Iterable[int | None]:
+    if name not in batch.schema.names:
+        return repeat(None)
+    column = batch.column(name)
+    numbers: list[int | None] = column.to_pylist() if column.null_count else column.to_numpy().tolist()
+    return numbers
+
+
+def _headers(batch: pa.RecordBatch) -> Iterable[tuple[Header, ...]]:
+    if "headers" not in batch.schema.names:
+        return repeat(())
+    column = batch.column("headers")
+    counts = pc.list_value_length(column).fill_null(0).to_numpy()
+    if not counts.any():
+        return repeat(())
+    flat = column.flatten()  # leaves out what lies under null lists
+    names = pc.struct_field(flat, 0).to_pylist()
+    contents = binary(pc.struct_field(flat, 1), "headers").to_pylist()
+    pairs = list(zip(names, contents, strict=True))
+    ends = np.cumsum(counts).tolist()
+    return [tuple(pairs[start:end]) for start, end in zip([0, *ends], ends, strict=False)]

@@ -1,0 +1,240 @@
+"""Records on their way out: checked and encoded one by one or as tables, handed over as Arrow batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from onceflow.errors import BadRecordError
+from onceflow.protocol.names import OwnTopics
+from onceflow.state.api.record import Header, Record
+from onceflow.state.api.serdes import BYTES
+from onceflow.state.api.user_errors import not_encoded
+from onceflow.state.engine.input_batch import binary, milliseconds
+
+_NO_TOPICS = OwnTopics()
+
+SCHEMA = pa.schema(
+    [
+        ("key", pa.binary()),
+        ("value", pa.binary()),
+        ("topic", pa.string()),
+        ("headers", pa.list_(pa.struct([("key", pa.string()), ("value", pa.binary())]))),
+        ("timestamp", pa.int64()),
+    ]
+)
+"""Of outputs; topic null: the default output topic, timestamp null: the time of writing, in epoch milliseconds."""
+
+
+class NotRecordsError(TypeError):
+    """A processor has yielded something else than records: no record that it reads is at fault."""
+
+
+class OutputCollector:
+    """What a batch writes so far.
+
+    Args:
+        key, output: serdes of keys and values that are not bytes.
+        own_topics: that no record may name.
+    """
+
+    def __init__(
+        self,
+        key: Any = BYTES,
+        output: Any = BYTES,
+        own_topics: OwnTopics = _NO_TOPICS,
+    ) -> None:
+        self._own_topics = own_topics
+        self._key_serde = key
+        self._output_serde = output
+        self._encode_key = key.encode
+        self._encode_value = output.encode
+        self._keys: list[bytes | None] = []
+        self._values: list[bytes | None] = []
+        # By index, because most records have none of them: topic, headers, timestamp.
+        self._extras: dict[int, tuple[str | None, list[Header], int | None]] = {}
+        self._batches: list[pa.RecordBatch] = []
+
+    def mark(self) -> int:
+        """To truncate to; not across take()."""
+        return len(self._keys)
+
+    def truncate(self, mark: int) -> None:
+        """Forget the records since the mark."""
+        del self._keys[mark:], self._values[mark:]
+        for at in [at for at in self._extras if at >= mark]:
+            del self._extras[at]
+
+    def extend(self, records: Iterable[Record], key: Any = None, raw_key: bytes | None = None) -> None:
+        """Take what user code returned.
+
+        Args:
+            records: as returned; a generator runs in here.
+            key: the key they were made for,
+            raw_key: and its bytes, which spares encoding it again.
+
+        Raises:
+            TypeError, ValueError: not records, or not such as can be written; and whatever a generator or serde raises.
+            BadRecordError: a record names a topic that outputs must not go to.
+        """
+        if isinstance(records, Record):
+            raise NotRecordsError("expected records, got one Record: yield it, or return a list")
+        if not hasattr(records, "__iter__") and not hasattr(records, "__getitem__"):
+            raise _no_record(records, records)
+        keys, values = self._keys, self._values
+        encode_value = self._encode_value
+        for record in records:
+            if type(record) is not Record and not isinstance(record, Record):
+                raise _no_record(record, records)
+            out_key = record.key
+            if out_key is not None and type(out_key) is not bytes:
+                if out_key is key and type(key) is str:  # any other may have been changed in place
+                    out_key = raw_key
+                else:
+                    try:
+                        out_key = _checked(self._encode_key(out_key), "key")
+                    except Exception as error:
+                        not_encoded(error, "the key you yielded", record.key, self._key_serde, "key")
+                        raise
+            value = record.value
+            if value is not None and type(value) is not bytes:
+                try:
+                    value = encode_value(value)
+                    if type(value) is not bytes:
+                        _checked(value, "value")
+                except Exception as error:
+                    not_encoded(error, "the value you yielded", record.value, self._output_serde, "output")
+                    raise
+            if record.topic is not None or record.timestamp_ms is not None or record.headers:
+                self._extras[len(keys)] = extras = _extras(record)
+                if extras[0] is not None:
+                    self._check(extras[0], record)
+            keys.append(out_key)
+            values.append(value)
+
+    def _check(self, topic: str, record: Record) -> None:
+        why = self._own_topics.refusal(topic)
+        if why:
+            raise BadRecordError(
+                f"A record names the topic {topic!r}, which {why}",
+                topic=topic,
+                detail=f"yielded with the key {record.key!r:.120}",
+                next_step="give outputs topics of their own",
+            )
+
+    def check_batch(self, batch: pa.RecordBatch) -> None:
+        """Look at the topics of records that are columns already.
+
+        Raises:
+            BadRecordError: one names a topic that outputs must not go to.
+        """
+        topics = batch.column("topic")
+        if topics.null_count == len(topics):
+            return
+        for topic in pc.unique(topics).drop_null().to_pylist():
+            first = pc.index(topics, topic).as_py()
+            self._check(topic, Record(batch.column("key")[first].as_py(), None))
+
+    def add_batch(self, batch: pa.RecordBatch) -> None:
+        """Take records that are columns already, of `SCHEMA`."""
+        if batch.num_rows:
+            self._batches.append(batch)
+
+    def take(self) -> pa.RecordBatch | None:
+        """What has come since the last call, in `SCHEMA`; None: nothing."""
+        count = len(self._keys)
+        if count:
+            topics: Any = pa.nulls(count, SCHEMA.field("topic").type)
+            headers: Any = pa.nulls(count, SCHEMA.field("headers").type)
+            times: Any = pa.nulls(count, SCHEMA.field("timestamp").type)
+            if self._extras:
+                listed = [self._extras.get(i, (None, None, None)) for i in range(count)]
+                topics = pa.array([each[0] for each in listed], topics.type)
+                times = pa.array([each[2] for each in listed], times.type)
+                if any(each[1] for each in self._extras.values()):
+                    headers = pa.array([each[1] or None for each in listed], headers.type)
+            columns = [pa.array(self._keys, pa.binary()), pa.array(self._values, pa.binary()), topics, headers, times]
+            self._batches.append(pa.RecordBatch.from_arrays(columns, schema=SCHEMA))
+            self._keys.clear()
+            self._values.clear()
+            self._extras.clear()
+        batches, self._batches = self._batches, []
+        if len(batches) < 2:
+            return batches[0] if batches else None
+        return pa.Table.from_batches(batches).combine_chunks().to_batches()[0]
+
+
+def output_batch(table: pa.Table) -> pa.RecordBatch:
+    """A table that a column processor returned, in `SCHEMA`.
+
+    Raises:
+        ValueError: missing or unknown columns.
+        SchemaError, pa.ArrowInvalid: columns of unusable types.
+    """
+    names = table.column_names
+    unknown = set(names) - {"key", "value", "topic", "headers", "timestamp_ms"}
+    if unknown or "value" not in names:
+        raise ValueError(
+            f"outputs have the columns {names}: key and value are needed, topic, headers and timestamp_ms possible"
+        )
+    columns = []
+    for field in SCHEMA:
+        name = "timestamp_ms" if field.name == "timestamp" else field.name
+        if name not in names:
+            columns.append(pa.nulls(table.num_rows, field.type))
+            continue
+        column = one_chunk(table[name])
+        if name in ("key", "value"):
+            column = binary(column, name)
+        elif name == "timestamp_ms":
+            column = milliseconds(column)
+        elif column.type != field.type:
+            column = column.cast(field.type)
+        columns.append(column)
+    return pa.RecordBatch.from_arrays(columns, schema=SCHEMA)
+
+
+def one_chunk(column: Any) -> Any:
+    """An array of a column."""
+    if isinstance(column, pa.ChunkedArray):
+        return column.chunk(0) if column.num_chunks == 1 else pc.cast(column, column.type).combine_chunks()
+    return column
+
+
+def _checked(raw: Any, what: str) -> Any:
+    if type(raw) is not bytes:
+        raise TypeError(f"the serde of the {what} returned {type(raw).__name__}, not bytes")
+    return raw
+
+
+def _no_record(found: Any, records: Any) -> TypeError:
+    """What is wrong with something that is among the records, but is none."""
+    if isinstance(records, (Mapping, str, bytes)):  # returned as a whole; what was found is a part of it
+        found = records
+    return NotRecordsError(f"expected Records, got {type(found).__name__}: {found!r:.200}")
+
+
+def _extras(record: Record) -> tuple[str | None, list[Header], int | None]:
+    # A record that was read and is passed on goes to the default topic, not back to where it came from.
+    topic = None if record.topic == record._read_from else record.topic
+    if topic is not None and not isinstance(topic, str):
+        raise TypeError(f"a record's topic is text or None, got {topic!r:.200}")
+    at_ms: Any = record.timestamp_ms
+    if at_ms is not None and (
+        isinstance(at_ms, bool) or not isinstance(at_ms, int) or not -(1 << 63) <= at_ms < 1 << 63
+    ):
+        raise TypeError(f"a record's timestamp_ms is a 64-bit integer or None, got {at_ms!r:.200}")
+    headers: list[Header] = []
+    given: Any = record.headers
+    for name, content in given.items() if isinstance(given, Mapping) else (given or ()):
+        if not isinstance(name, str):
+            raise TypeError(f"a header's name is text, got {name!r:.200}")
+        if isinstance(content, str):
+            content = content.encode()
+        elif content is not None and not isinstance(content, bytes):
+            raise TypeError(f"header {name} is bytes or None, got {content!r:.200}")
+        headers.append((name, content))
+    return topic, headers, at_ms

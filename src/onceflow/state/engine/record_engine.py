@@ -1,0 +1,325 @@
+"""``Engine``: runs a ``Processor`` over one partition's part of a batch."""
+
+from __future__ import annotations
+
+import logging
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from itertools import chain, repeat
+from operator import index
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from onceflow.errors import ProcessorError
+from onceflow.state import rows
+from onceflow.state.api import timers, user_errors
+from onceflow.state.api.handle import Scope, State
+from onceflow.state.api.processor import Processor
+from onceflow.state.api.record import Record
+from onceflow.state.api.user_errors import shown
+from onceflow.state.engine import input_batch
+from onceflow.state.engine.base import NOT_OF_A_RECORD, BaseEngine
+from onceflow.state.engine.output_collector import NotRecordsError, OutputCollector
+from onceflow.state.engine.shapes import SHAPE_ERRORS, NoRows, lacks
+from onceflow.state.stores.overlay import Overlay
+
+log = logging.getLogger("onceflow.state")
+
+# So few that they are gone before the garbage collector promotes them: with a whole Arrow batch at a time, a quarter of
+# the time goes into full collections.
+_RECORDS_AT_ONCE = 1000
+
+
+class Engine(BaseEngine):
+    """See `BaseEngine`.
+
+    A call of process() that fails is taken back, and its records are processed one by one to find which of them is bad.
+    """
+
+    processor: Processor
+
+    def __init__(self, processor: Processor, *arguments: Any, **options: Any) -> None:
+        super().__init__(processor, *arguments, **options)
+        self._collector = OutputCollector(processor.key, processor.output, self._own_topics)
+        self._own_event_time = type(processor).event_time is not Processor.event_time
+
+    def start(self) -> None:
+        """Open the processor, delete rows whose time is over, fire timers that are due, as many as one batch may.
+
+        Raises:
+            ProcessorError: open() or on_timer() failed.
+        """
+        super().start()
+        on_timer, decode = self.processor.on_timer, self.processor.key.decode
+        for raw_key, timer in timers.due(self._overlay, self.now_ms, self.watermark_ms):
+            if self.counts["timers_fired"] == self._max_timers:
+                self.timers_left = True
+                break
+            timers.take(self._overlay, raw_key, timer)
+            records = None
+            try:
+                try:
+                    key = decode(raw_key)
+                except Exception as error:
+                    user_errors.not_decoded(error, "the key of the timer", raw_key, self.processor.key)
+                    raise
+                records = on_timer(key, timer, State(self._scope, raw_key))
+                if records is not None:
+                    self._collector.extend(records, key, raw_key)
+            except NOT_OF_A_RECORD:
+                raise
+            except Exception as error:
+                if self._scope.fatal is None:
+                    user_errors.handed_over(error, on_timer, records)
+                    where = f"timer {timer.name!r} ({timer.clock} time {timer.at_ms}), key {shown(raw_key)}"
+                    raise self._failed("a timer could not be handled", error, detail=where) from error
+            if self._scope.fatal is not None:
+                raise self._located(self._scope.fatal)
+            self.counts["timers_fired"] += 1
+        self._overlay.savepoint()
+
+    def _feed(self, batch: pa.RecordBatch) -> None:
+        if self.uses_event_time and not self._own_event_time and "timestamp" in batch.schema.names:
+            in_time = self._see_times(batch, batch.column("timestamp"))
+            if in_time is not None:
+                batch = batch.filter(pa.array(in_time))
+                if not batch.num_rows:
+                    return
+        raw_keys, ends, batch = input_batch.by_key(batch)
+        first = 0  # key of the part
+        while first < len(raw_keys):
+            start = ends[first - 1] if first else 0
+            last = bisect_left(ends, start + _RECORDS_AT_ONCE, first, len(ends) - 1)
+            part = batch.slice(start, ends[last] - start)
+            self._feed_keys(part, raw_keys[first : last + 1], [end - start for end in ends[first : last + 1]])
+            first = last + 1
+
+    def _feed_keys(self, batch: pa.RecordBatch, raw_keys: list[bytes], ends: list[int]) -> None:
+        """Process records key by key.
+
+        Args:
+            batch: sorted by key.
+            raw_keys: the keys.
+            ends: where the records of each key end.
+        """
+        keys, bad_keys = _decoded(raw_keys, self.processor.key, "key")
+        values, bad = _decoded(batch.column("value").to_pylist(), self.processor.value, "value")
+        counts = [end - start for start, end in zip([0, *ends], ends, strict=False)]
+        of_records = chain.from_iterable(map(repeat, keys, counts))
+        records = list(map(Record, of_records, values, *input_batch.metadata(batch, self._source_topic)))
+        for at, error in bad_keys.items():
+            bad.update(dict.fromkeys(range(ends[at] - counts[at], ends[at]), error))
+        in_time = self._event_times(batch, records, bad) if self.uses_event_time and self._own_event_time else None
+        where: Sequence[int] = range(len(records))
+        if bad or in_time is not None:
+            for i, error in sorted(bad.items()):
+                self._reject(self._raw(batch.slice(i, 1))[0], error)
+            keep = np.ones(len(records), dtype=bool) if in_time is None else in_time
+            keep[list(bad)] = False
+            where = np.flatnonzero(keep).tolist()
+            records = [records[i] for i in where]
+            ends = np.cumsum(keep)[np.array(ends) - 1].tolist()
+        self._process(batch, keys, raw_keys, records, ends, where)
+
+    def _process(
+        self,
+        batch: pa.RecordBatch,
+        keys: Sequence[Any],
+        raw_keys: Sequence[bytes],
+        records: list[Record],
+        ends: list[int],
+        where: Sequence[int],
+    ) -> None:
+        """Call process() key by key.
+
+        Args:
+            records: key by key; those of key k end at ends[k].
+            where: index of each of the records in the batch.
+        """
+        scope, overlay, collector = self._scope, self._overlay, self._collector
+        process, savepoint, extend = self.processor.process, overlay.savepoint, collector.extend
+        start = 0
+        for key, raw_key, end in zip(keys, raw_keys, ends, strict=True):
+            if end == start:
+                continue
+            savepoint()
+            mark = collector.mark()
+            result = None
+            try:
+                result = process(key, records[start:end], State(scope, raw_key))
+                if result is not None:
+                    extend(result, key, raw_key)
+            except Exception as error:
+                user_errors.handed_over(error, process, result)
+                _end(result)
+                overlay.roll_back()
+                collector.truncate(mark)
+                self._find_culprit(batch, raw_key, list(where[start:end]), error)
+            start = end
+
+    def _find_culprit(self, batch: pa.RecordBatch, raw_key: bytes, where: list[int], first: Exception) -> None:
+        """Process the records of a call that failed one by one; each that fails is rejected.
+
+        Raises:
+            ProcessorError: one failed and on_error is ``fail``; or the state itself cannot be read.
+        """
+        if isinstance(first, NOT_OF_A_RECORD):
+            raise first
+        part = batch.take(pa.array(where))
+        raw = self._raw(part)
+        if len(raw) == 1 or self._scope.fatal is not None:
+            self._reject_processed(raw[0], raw_key, first)
+            return
+        overlay, collector, processor = self._overlay, self._collector, self.processor
+        for record in raw:
+            overlay.savepoint()
+            mark = collector.mark()
+            result = None
+            try:
+                again = self._decoded_again(record, raw_key)
+                result = processor.process(again.key, [again], State(self._scope, raw_key))
+                if result is not None:
+                    collector.extend(result, again.key, raw_key)
+            except Exception as error:
+                user_errors.handed_over(error, processor.process, result)
+                _end(result)
+                overlay.roll_back()
+                collector.truncate(mark)
+                self._reject_processed(record, raw_key, error)
+        if self._dead_letter_topic is None:
+            offsets = [record.offset for record in raw if record.offset is not None]
+            span = f"offsets {offsets[0]} to {offsets[-1]}, " if offsets else ""
+            detail = f"{span}key {shown(raw_key)}; each record alone succeeds"
+            raise self._failed("records of one key could not be processed together", first, raw[0], detail) from first
+
+    def _decoded_again(self, record: Record, raw_key: bytes) -> Record:
+        """The record as process() gets it: the call that failed may have changed the one it had."""
+        value = None if record.value is None else self.processor.value.decode(record.value)
+        return Record(
+            self.processor.key.decode(raw_key),
+            value,
+            record.topic,
+            record.headers,
+            record.timestamp_ms,
+            record.partition,
+            record.offset,
+            record.topic,
+        )
+
+    def _reject_processed(self, record: Record, raw_key: bytes, error: Exception) -> None:
+        """As `_reject`, of a record that process() has raised for. Where it is not at fault, the batch fails."""
+        if self._scope.fatal is None and isinstance(error, NotRecordsError):
+            self._scope.fatal = ProcessorError(
+                f"process() has to yield Records: {user_errors.text_of(error)}",
+                next_step="yield Record(key, value); records are not at fault, so there are no dead letters of them.",
+                detail=", ".join(filter(None, (f"table {self.table}-{self.partition}", user_errors.line_of(error)))),
+            )
+        if self._scope.fatal is None and self._is_fault_of_state(record, raw_key, error):
+            self._scope.fatal = ProcessorError(
+                f"the stored state of key {shown(raw_key)} lacks fields that process() looks for: "
+                f"{user_errors.full_text_of(error)}",
+                detail=", ".join(filter(None, (f"table {self.table}-{self.partition}", user_errors.line_of(error)))),
+                next_step="records are not at fault. Did the fields of the state change? Then raise `version` and "
+                "define migrate(self, payload, from_version).",
+            )
+        self._reject(record, error)
+
+    def _is_fault_of_state(self, record: Record, raw_key: bytes, error: Exception) -> bool:
+        """Whether a record fails only because the key's value was stored by other code.
+
+        So it is when the record succeeds on empty state, succeeds once more on the state that this makes, and this
+        state has fields that the stored one lacks. Nothing that these trials do is kept.
+        """
+        if not isinstance(error, SHAPE_ERRORS) or isinstance(error, NotRecordsError):
+            return False
+        row_key = rows.value_key(raw_key)
+        row = self._overlay.store.get(row_key)
+        if row is None or self._overlay.get(row_key) != row:
+            return False  # this code has written it, in this batch
+        try:
+            # Not the scope of the batch: what cannot be read here is not read by the batch, either.
+            stored = State(self._trial_scope(self._overlay), raw_key).get()
+            if stored is None:
+                return False
+            state = State(self._trial_scope(Overlay(NoRows())), raw_key)
+            for _ in range(2):
+                again = self._decoded_again(record, raw_key)
+                outputs = self.processor.process(again.key, [again], state)
+                if outputs is not None:  # they must be such as can be written
+                    collector = OutputCollector(self.processor.key, self.processor.output, self._own_topics)
+                    collector.extend(outputs, again.key, raw_key)
+            return lacks(stored, state.get())
+        except NOT_OF_A_RECORD:
+            raise
+        except Exception:  # of user code: the record fails on empty state as well, so it is bad
+            return False
+
+    def _trial_scope(self, overlay: Overlay) -> Scope:
+        return Scope(
+            self.processor,
+            overlay,
+            partition=self.partition,
+            now_ms=self.now_ms,
+            watermark_ms=self.watermark_ms,
+            ttl_ms=None,
+        )
+
+    def _event_times(self, batch: pa.RecordBatch, records: list[Record], bad: dict[int, Exception]) -> Any:
+        """Which records are in time by the processor's own event_time(); None: all. Where it fails is added to bad."""
+        times: list[int | None] = []
+        for i, record in enumerate(records):
+            at_ms = None
+            if i not in bad:
+                try:
+                    at_ms = self.processor.event_time(record)
+                    at_ms = None if at_ms is None else index(at_ms)
+                    if at_ms is not None and not -(1 << 63) <= at_ms < 1 << 63:
+                        raise ValueError(f"event time {at_ms} is not in milliseconds")
+                except Exception as error:
+                    if at_ms is not None:
+                        user_errors.explain(
+                            error, f"event_time() gives milliseconds since 1970 or None, got {at_ms!r:.100}"
+                        )
+                        user_errors.returned_by(error, self.processor.event_time)
+                    bad[i], at_ms = error, None
+            times.append(at_ms)
+        return self._see_times(batch, pa.array(times, pa.int64()))
+
+
+def _end(result: Any) -> None:
+    """End a generator that was left half-way now: its clean-up must not change what comes after it."""
+    close = getattr(result, "close", None)
+    if close is not None:
+        try:
+            close()
+        except Exception:
+            log.warning("clean-up of a processor's generator failed", exc_info=True)
+
+
+def _decoded(raws: Sequence[bytes | None], serde: Any, what: str) -> tuple[list[Any], dict[int, Exception]]:
+    """Decoded values, and errors by index where that fails. None stays None.
+
+    Args:
+        what: of a record they are, for the errors.
+    """
+    decode: Callable[[bytes], Any] = serde.decode
+    try:
+        if None not in raws:
+            return list(map(decode, raws)), {}  # type: ignore[arg-type]
+        return [None if raw is None else decode(raw) for raw in raws], {}
+    except Exception:
+        pass
+    values: list[Any] = []
+    bad: dict[int, Exception] = {}
+    for i, raw in enumerate(raws):
+        value = None
+        if raw is not None:
+            try:
+                value = decode(raw)
+            except Exception as error:
+                user_errors.not_decoded(error, f"the {what} of the record", raw, serde)
+                bad[i] = error
+        values.append(value)
+    return values, bad

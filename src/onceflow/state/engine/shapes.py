@@ -1,0 +1,53 @@
+"""The shape of state: whether a value that was stored has the fields that a processor looks for now."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from onceflow.state.api.processor import ColumnProcessor, Processor
+from onceflow.state.api.serdes import Struct, struct
+
+SHAPE_ERRORS = (KeyError, AttributeError, TypeError, IndexError)
+"""What Python raises where a value has not the fields or the type that code expects."""
+
+
+class NoRows:
+    """A store without rows, for a trial on empty state. Has what an ``Overlay`` reads."""
+
+    def get(self, row_key: bytes) -> None:
+        return None
+
+    def get_many(self, row_keys: Sequence[bytes]) -> list[None]:
+        return [None] * len(row_keys)
+
+    def scan(self, start: bytes, end: bytes | None, *, reverse: bool = False) -> Iterator[tuple[bytes, bytes]]:
+        return iter(())
+
+
+def lacks(stored: Any, new: Any) -> bool:
+    """Whether a stored value lacks a field that a new value of the same processor has, or is built in another way.
+
+    Numbers, text, lists and other values without fields are all alike: which of them is there may depend on records.
+    None is no value: nothing is known of its shape.
+    """
+    if stored is None or new is None:
+        return False
+    if isinstance(new, dict) and isinstance(stored, dict):
+        return any(name not in stored or lacks(stored[name], value) for name, value in new.items())
+    if _is_plain(new) and _is_plain(stored):
+        return False
+    if type(new) is not type(stored):
+        return True
+    return lacks(vars(stored), vars(new)) if hasattr(new, "__dict__") else False
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, (bool, int, float, str, bytes, list, tuple, set, frozenset))
+
+
+def declared_fields(processor: Processor | ColumnProcessor) -> str | None:
+    """The fields that a processor declares for its state, as text; None: it declares none."""
+    if isinstance(processor, ColumnProcessor):
+        return None if processor.state_fields is None else struct(**processor.state_fields).name
+    return processor.state.name if isinstance(processor.state, Struct) else None

@@ -1,0 +1,282 @@
+"""What a local copy of a table partition says about itself, and how changes and snapshots of it are written."""
+
+from __future__ import annotations
+
+import os
+import struct
+import tempfile
+from base64 import b64decode, b64encode
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import NamedTuple, Protocol
+from urllib.parse import quote
+
+import orjson
+
+from onceflow.errors import ProtocolError
+from onceflow.state import rows
+from onceflow.state.stores.base import StoreCorruptError
+
+INTERNAL_SUFFIX = "-internal"
+#: Names of blobs.
+MARKER, PENDING = "marker", "pending"
+#: Kinds of rows that come from Kafka; those of the others follow from them.
+KINDS = (rows.VALUE, rows.MAP, rows.TIMER)
+
+_FORMAT = 1
+_DELETED = 0xFFFF_FFFF
+# By a row's flags (see `rows.pack`).
+_MIN_ROW_BYTES = {row[:1]: len(row) for row in (rows.pack(b"", e, v) for e in (None, 0) for v in (0, 1))}
+_TIMER_ROW_BYTES = len(rows.pack(rows.timer_payload(b"e", 0)))
+
+
+AHEAD = "it is ahead of what is committed"
+"""What `Marker.misfit` says of a copy that knows more than the goal: Kafka has lost something, or we are late."""
+
+
+class Commit(NamedTuple):
+    """Names a transaction: batch id, producer id and producer epoch."""
+
+    batch: int
+    producer_id: int
+    producer_epoch: int
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What the driver knows is committed.
+
+    Args:
+        table_id, internal_id: Kafka's ids of the two topics; a topic made anew has another one.
+        table_end, internal_end: next offset after the last committed record.
+        last: the transaction that committed last, when it is known.
+    """
+
+    flow: str
+    table: str
+    partition: int
+    table_id: str
+    internal_id: str
+    table_end: int
+    internal_end: int
+    last: Commit | None = None
+
+    @property
+    def internal(self) -> str:
+        """Name of the internal topic."""
+        return self.table + INTERNAL_SUFFIX
+
+
+@dataclass(frozen=True)
+class Marker:
+    """What the rows of a store are.
+
+    Args:
+        time_ms: when this was all that is committed, epoch milliseconds; tombstones that are older may be gone.
+    """
+
+    flow: str
+    table: str
+    partition: int
+    table_id: str
+    internal_id: str
+    table_end: int
+    internal_end: int
+    time_ms: int
+
+    def encode(self) -> bytes:
+        return orjson.dumps({"format": _FORMAT, **asdict(self)})
+
+    @classmethod
+    def decode(cls, raw: bytes) -> Marker | None:
+        """None: unreadable, or of another format."""
+        try:
+            read = orjson.loads(raw)
+            if read.pop("format") != _FORMAT:
+                return None
+            marker = cls(**read)
+        except (ValueError, TypeError, KeyError, AttributeError):
+            return None
+        numbers = (marker.partition, marker.table_end, marker.internal_end, marker.time_ms)
+        return marker if all(isinstance(number, int) for number in numbers) else None
+
+    @classmethod
+    def of(cls, goal: Goal, time_ms: int) -> Marker:
+        fields = asdict(goal)
+        del fields["last"]
+        return cls(**fields, time_ms=time_ms)
+
+    def at(self, goal: Goal) -> bool:
+        return (self.table_end, self.internal_end) == (goal.table_end, goal.internal_end)
+
+    def misfit(self, goal: Goal) -> str:
+        """Why the copy cannot be continued; empty if it can."""
+        if (self.flow, self.table, self.partition) != (goal.flow, goal.table, goal.partition):
+            return f"it belongs to {self.table}-{self.partition} of flow {self.flow}"
+        if (self.table_id, self.internal_id) != (goal.table_id, goal.internal_id):
+            return "its topics were deleted and made anew"
+        if self.table_end > goal.table_end or self.internal_end > goal.internal_end:
+            return AHEAD
+        return ""
+
+
+class Pending(NamedTuple):
+    """Changes of a batch of which nobody here knows whether it was committed.
+
+    Args:
+        ends: of the two topics once it is. base: before it.
+        changes: last row per row key, without index rows; None deletes.
+    """
+
+    commit: Commit
+    ends: tuple[int, int]
+    base: tuple[int, int]
+    changes: Sequence[tuple[bytes, bytes | None]]
+
+    def follows(self, marker: Marker) -> bool:
+        return self.base == (marker.table_end, marker.internal_end)
+
+    def encode(self) -> bytes:
+        """Sizes of a header, of all keys and of all rows, then these themselves: no loop over rows in Python."""
+        head = orjson.dumps({"format": _FORMAT, "commit": list(self.commit), "ends": self.ends, "base": self.base})
+        keys = [key for key, _ in self.changes]
+        values = [row or b"" for _, row in self.changes]
+        sizes = [_DELETED if row is None else len(row) for _, row in self.changes]
+        counts = struct.pack(f"<II{2 * len(keys)}I", len(head), len(keys), *map(len, keys), *sizes)
+        return b"".join((counts, head, *keys, *values))
+
+    @classmethod
+    def decode(cls, raw: bytes | None) -> Pending | None:
+        """None: there is none, or of another format.
+
+        Raises:
+            StoreCorruptError: it is damaged.
+        """
+        if raw is None:
+            return None
+        try:
+            head_size, count = struct.unpack_from("<II", raw)
+            sizes = struct.unpack_from(f"<{2 * count}I", raw, 8)
+            head_at = 8 + 8 * count
+            header = orjson.loads(raw[head_at : head_at + head_size])
+            if header["format"] != _FORMAT:
+                return None
+            lengths = [0 if size == _DELETED else size for size in sizes]
+            ends = list(accumulate(lengths, initial=head_at + head_size))
+            parts = [raw[start:end] for start, end in pairwise(ends)]
+            if ends[-1] != len(raw):
+                raise ValueError("its size is wrong")
+            changes = [
+                (key, None if size == _DELETED else row)
+                for key, row, size in zip(parts[:count], parts[count:], sizes[count:], strict=True)
+            ]
+            return cls(Commit(*header["commit"]), tuple(header["ends"]), tuple(header["base"]), changes)
+        except (ValueError, TypeError, KeyError, struct.error) as unreadable:
+            raise StoreCorruptError(f"what is pending cannot be read: {unreadable}") from unreadable
+
+
+# ---- records -----------------------------------------------------------------------------------------
+
+
+class Chunk(Protocol):
+    """Consecutive committed records (``client.committed.Chunk``)."""
+
+    keys: list[bytes | None]
+    values: list[bytes | None]
+    headers: dict[int, list[tuple[str, bytes | None]]]
+    next_offset: int
+
+
+Changes = dict[bytes, bytes | None]
+
+
+def table_changes(chunk: Chunk, changes: Changes) -> int:
+    """Adds the rows of records of the table topic; returns how many records are not ours."""
+    keys, values = chunk.keys, chunk.values
+    packed = [None if value is None else b"\0" + value for value in values]
+    for at, headers in chunk.headers.items():
+        value = values[at]
+        if value is not None:
+            packed[at] = rows.from_record(value, headers)
+    if None not in keys and max(map(len, keys), default=0) < rows.ROW_KEY_BYTES_MAX:  # type: ignore[arg-type]
+        changes.update(zip([rows.VALUE + key for key in keys], packed, strict=True))  # type: ignore[operator]
+        return 0
+    fit = [(at, key) for at, key in enumerate(keys) if key is not None and len(key) < rows.ROW_KEY_BYTES_MAX]
+    changes.update({rows.VALUE + key: packed[at] for at, key in fit})
+    return len(keys) - len(fit)
+
+
+def internal_changes(chunk: Chunk, changes: Changes) -> int:
+    """The same of the internal topic."""
+    fit = [
+        (key, row)
+        for key, row in zip(chunk.keys, chunk.values, strict=True)
+        if key is not None and _is_internal_row(key, row)
+    ]
+    changes.update(fit)
+    return len(chunk.keys) - len(fit)
+
+
+def _is_internal_row(key: bytes, row: bytes | None) -> bool:
+    """Whether a processor can have written this. A restore must not stop at what somebody else wrote."""
+    kind = key[:1]
+    if len(key) > rows.ROW_KEY_BYTES_MAX or kind not in (rows.MAP, rows.TIMER):
+        return False
+    if row is None or kind == rows.MAP:
+        return row is None or (row[:1] in _MIN_ROW_BYTES and len(row) >= _MIN_ROW_BYTES[row[:1]])
+    return len(row) == _TIMER_ROW_BYTES and not row[0]
+
+
+def snapshot(all_rows: Iterable[tuple[bytes, bytes]]) -> bytes:
+    """All rows of a partition as one record's value; index rows are left out, they follow from the others."""
+    listed = [[b64encode(key).decode(), b64encode(row).decode()] for key, row in all_rows if key[:1] in KINDS]
+    return orjson.dumps({"format": _FORMAT, "rows": listed})
+
+
+def rows_of_snapshot(raw: bytes) -> list[tuple[bytes, bytes]]:
+    """The rows of a `snapshot`.
+
+    Raises:
+        ProtocolError: this is none, or one of a later version.
+    """
+    try:
+        read = orjson.loads(raw)
+        if read["format"] == _FORMAT:
+            return [(b64decode(key), b64decode(row)) for key, row in read["rows"]]
+        problem = f"format {read['format']}, known is {_FORMAT}"
+    except (ValueError, TypeError, KeyError) as unreadable:
+        problem = f"{type(unreadable).__name__}: {unreadable}"
+    raise ProtocolError(
+        "A record of the table topic is not a snapshot of state that this version can read",
+        detail=problem,
+        next_step="update onceflow; if the record is not of a flow, see who else writes to the table topic",
+    )
+
+
+# ---- folders -----------------------------------------------------------------------------------------
+
+
+def default_state_dir() -> Path:
+    """``ONCEFLOW_STATE_DIR``, else a folder in the user's home, else (it cannot be written) one of temporary files."""
+    named = os.environ.get("ONCEFLOW_STATE_DIR")
+    if named:
+        return Path(named)
+    with suppress(OSError, RuntimeError):  # RuntimeError: no home at all
+        folder = Path.home() / ".local" / "state" / "onceflow"
+        folder.mkdir(parents=True, exist_ok=True)
+        if os.access(folder, os.W_OK | os.X_OK):
+            return folder
+    return Path(tempfile.gettempdir()) / f"onceflow-state-{os.getuid()}"
+
+
+def partition_folder(state_dir: Path, flow: str, table: str, partition: int) -> Path:
+    """``<state_dir>/<flow>/<table>/<partition>``; names are escaped so that each is one folder."""
+    return state_dir / _folder_name(flow) / _folder_name(table) / str(partition)
+
+
+def _folder_name(name: str) -> str:
+    quoted = quote(name, safe="")
+    return quoted.replace(".", "%2E") if quoted.strip(".") == "" else quoted

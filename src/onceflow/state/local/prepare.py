@@ -1,0 +1,150 @@
+"""Local copies are opened, and brought up to what is committed: in a batch, or before one begins.
+
+A batch has to end before its transaction times out, and nobody can say how long a restore takes. So a copy that lacks
+much, or has to be verified, can be prepared first, with no transaction open: by the driver, or by a task of a job of
+its own. The batch then finds it in sync.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from onceflow.state.local.format import MARKER, PENDING, Marker, Pending
+from onceflow.state.local.opening import Goal, Opened, Source, found_in, open_partition
+from onceflow.state.spec import Moment, ProcessSpec
+from onceflow.state.stores.base import Store, StoreCorruptError
+
+log = logging.getLogger("onceflow.state")
+
+_LONG_RESTORE_S = 5.0
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A local copy that holds what was committed when it was opened, for `TableState.prepared`.
+
+    Args:
+        place: see `ProcessSpec.place`.
+        how, records, seconds: see `Opened`.
+    """
+
+    table: str
+    partition: int
+    place: str
+    how: str
+    records: int
+    seconds: float
+
+    @classmethod
+    def of(cls, opened: Opened, spec: ProcessSpec, partition: int) -> Prepared:
+        return cls(spec.table, partition, spec.place(), opened.how, opened.records, opened.seconds)
+
+
+def open_local(
+    spec: ProcessSpec,
+    moment: Moment,
+    partition: int,
+    source: Source,
+    *,
+    still_owner: Callable[[], bool] | None = None,
+) -> Opened:
+    """The store of a partition on this host, see `open_partition`. A long restore is told of every few seconds."""
+    return open_partition(
+        spec.folder(partition),
+        spec.store,
+        moment.goal(spec, partition),
+        source,
+        verify=not is_verified(spec, moment, partition),
+        snapshot_per_partition=spec.snapshot_per_partition,
+        tombstone_age_ms=spec.topics.tombstone_ms // 2,
+        now_ms=int(time.time() * 1000),
+        progress=_Progress(f"{spec.table}-{partition}"),
+        still_owner=still_owner,
+    )
+
+
+def prepare_partition(
+    spec: ProcessSpec,
+    moment: Moment,
+    partition: int,
+    source: Source,
+    *,
+    still_owner: Callable[[], bool] | None = None,
+) -> Prepared:
+    """Bring the copy on this host up to what is committed, before a batch begins. Needs no transaction.
+
+    Args:
+        moment: of the batch to come, as far as it is known: what is committed, and what is verified.
+        still_owner: whether no newer driver has taken the flow over; asked only when that is in doubt.
+
+    Raises:
+        FencedError: a newer driver has.
+        OnceflowError: Kafka could not be read, or the folder cannot be used. What was read so far is kept.
+    """
+    opened = open_local(spec, moment, partition, source, still_owner=still_owner)
+    opened.store.close()
+    return Prepared.of(opened, spec, partition)
+
+
+def lacks(spec: ProcessSpec, moment: Moment, partition: int) -> int | None:
+    """How many records (at most) a batch would have to read for the copy on this host; None: it has to verify it, too.
+
+    Takes no longer than opening the store.
+    """
+    verified = is_verified(spec, moment, partition)
+    return missing_records(spec.folder(partition), spec.store, moment.goal(spec, partition), verified=verified)
+
+
+def is_verified(spec: ProcessSpec, moment: Moment, partition: int) -> bool:
+    """Whether the copy on this host was verified in this run."""
+    return (spec.place(), partition) in moment.verified
+
+
+def missing_records(folder: Path, opener: type[Store], goal: Goal, *, verified: bool) -> int | None:
+    """How many records (at most) have to be read before the copy is at the goal, as its marker says.
+
+    Args:
+        verified: whether the copy was. If not, it is not opened: what is damaged may crash the process that does.
+
+    Returns:
+        None: there is a copy, and it has to be verified first.
+    """
+    everything = goal.table_end + goal.internal_end
+    died, there = found_in(folder, opener)
+    if died or not there:
+        return everything
+    if not verified:
+        return None
+    try:
+        store = opener.open(folder)
+        try:
+            marker = Marker.decode(store.blob(MARKER) or b"")
+            pending = Pending.decode(store.blob(PENDING))
+        finally:
+            store.close()
+    except StoreCorruptError:
+        return everything
+    if marker is None or marker.misfit(goal):
+        return everything
+    if pending is not None and pending.commit == goal.last and pending.follows(marker):
+        return 0
+    return everything - marker.table_end - marker.internal_end
+
+
+class _Progress:
+    """Tells of a long restore every few seconds."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._started = self._told = time.monotonic()
+
+    def __call__(self, records: int) -> None:
+        now = time.monotonic()
+        if now - self._told >= _LONG_RESTORE_S:
+            self._told = now
+            rate = records / (now - self._started)
+            log.info("restoring %s: %d records so far, %.0f a second", self._what, records, rate)

@@ -1,0 +1,217 @@
+"""The default store: LMDB, which many processes read while one writes, and which a kill leaves whole."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from onceflow.state import rows
+from onceflow.state.stores.base import (
+    BULK_BYTES_MAX,
+    BULK_ROWS_MAX,
+    NO_BLOBS,
+    TALLY,
+    Store,
+    StoreCorruptError,
+    Tally,
+    plan,
+)
+from onceflow.state.stores.lmdb_environment import DATA, LOCK, Environment, acquire, forget, release
+from onceflow.state.stores.lmdb_lock import NAME as WRITER
+from onceflow.state.stores.lmdb_pages import check_pages
+
+_SCANNED_FIRST, _SCANNED_AT_ONCE = 16, 1024
+# As many pages as there are rows, each of them split, and what is in pages of its own.
+_BULK_ROOM = 2 * BULK_ROWS_MAX * 4096 + 2 * BULK_BYTES_MAX
+
+
+class LmdbStore(Store):
+    """Rows and blobs in two named databases of one LMDB environment."""
+
+    def __init__(self, environment: Environment) -> None:
+        self._environment = environment
+        self._closed = False
+        self._bulk: Any = None
+
+    @classmethod
+    def open(cls, folder: Path, *, read_only: bool = False) -> LmdbStore:
+        return cls(acquire(folder, read_only))
+
+    @staticmethod
+    def exists(folder: Path) -> bool:
+        return (folder / DATA).exists()
+
+    @staticmethod
+    def remove(folder: Path) -> None:
+        forget(folder)
+        if folder.exists() and not folder.is_dir():
+            folder.unlink()
+        # LMDB's lock file first: one that outlives its data would give the next data wrong transaction numbers.
+        for file in (folder / LOCK, folder / DATA, folder / WRITER):
+            if file.is_dir() and not file.is_symlink():
+                shutil.rmtree(file)
+            elif os.path.lexists(file):
+                file.unlink(missing_ok=True)
+
+    def get(self, key: bytes) -> bytes | None:
+        row: bytes | None = self._environment.read(lambda txn, db: txn.get(key, db=db))
+        return row
+
+    def get_many(self, keys: Sequence[bytes]) -> list[bytes | None]:
+        def read(txn: Any, db: Any) -> list[bytes | None]:
+            cursor = txn.cursor(db)
+            return list(map(cursor.get, keys))
+
+        return self._environment.read(read)
+
+    def scan(self, start: bytes, end: bytes | None = None, *, reverse: bool = False) -> Iterator[tuple[bytes, bytes]]:
+        # In parts: a read transaction that stays open keeps pages from being used again, and forbids the map to grow.
+        wanted = _SCANNED_FIRST
+        while True:
+            part = self._environment.read(_part_read(start, end, reverse, wanted))
+            for key, row in part:
+                if not (start <= key and (end is None or key < end)):
+                    raise StoreCorruptError("keys of the local store are out of order")
+                if reverse:
+                    end = key
+                else:
+                    start = key + b"\0"
+                yield key, row
+            if len(part) < wanted:
+                return
+            wanted = min(2 * wanted, _SCANNED_AT_ONCE)
+
+    def blob(self, name: str) -> bytes | None:
+        found: bytes | None = self._environment.read(lambda txn, _: txn.get(name.encode(), db=self._environment.blobs))
+        return found
+
+    def write(
+        self,
+        changes: rows.Changes | dict[bytes, bytes | None],
+        blobs: Mapping[str, bytes | None] = NO_BLOBS,
+        expect: tuple[str, bytes | None] | None = None,
+        *,
+        index: bool = False,
+    ) -> bool:
+        wanted = changes if isinstance(changes, dict) else dict(changes)
+        environment = self._environment
+
+        def write(txn: Any, db: Any) -> bool:
+            if expect is not None and txn.get(expect[0].encode(), db=environment.blobs) != expect[1]:
+                return False
+            tally = Tally.decode(txn.get(TALLY.encode(), db=environment.blobs))
+            cursor = txn.cursor(db)
+            planned = plan(wanted, tally, lambda keys: map(cursor.get, keys), index=index)
+            for key in planned.deletes:
+                txn.delete(key, db=db)
+            # Appended pages are full; others are split in halves.
+            cursor.putmulti(zip(planned.keys, planned.values, strict=True), append=not tally.rows)
+            for name, blob in {**blobs, TALLY: planned.tally.with_blobs(blobs).encode()}.items():
+                if blob is None:
+                    txn.delete(name.encode(), db=environment.blobs)
+                else:
+                    txn.put(name.encode(), blob, db=environment.blobs)
+            return True
+
+        if self._bulk is not None:
+            with environment.translated():
+                return write(self._bulk, environment.rows)
+        size = sum(sum(map(len, filter(None, part))) for part in (wanted, wanted.values(), blobs.values()))
+        return environment.write(write, size)
+
+    @contextmanager
+    def bulk(self) -> Iterator[Callable[[], None]]:
+        # Every commit copies the pages that the next one touches: with keys in random order, all of them.
+        environment = self._environment
+
+        def commit() -> None:
+            with environment.translated():
+                self._bulk.commit()
+                environment.complete_file()
+                environment.writer.release()  # others get their turn
+                begin()
+
+        def begin() -> None:
+            # First the environment, then its writer, as in `Environment.write`: nobody in this process reads while the
+            # map is made larger. While the transaction is open it cannot grow. It is only address space.
+            with environment.lock:
+                environment.writer.acquire()
+                try:
+                    environment.make_room(_BULK_ROOM)
+                    self._bulk = environment.begin(write=True)
+                except BaseException:
+                    environment.writer.release()
+                    self._bulk = None
+                    raise
+
+        with environment.translated():
+            begin()
+        try:
+            yield commit
+            with environment.translated():
+                self._bulk.commit()
+                environment.complete_file()
+        finally:
+            if self._bulk is not None:
+                self._bulk.abort()  # nothing is left of it if it is committed
+                self._bulk = None
+                environment.writer.release()
+
+    def checksum_holds(self) -> bool:
+        with self._environment.translated():
+            # What LMDB would trust comes first: a damaged page may crash the process.
+            check_pages(self._environment.folder / DATA)
+        return super().checksum_holds()
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            release(self._environment)
+
+    def _tally(self) -> Tally:
+        return Tally.decode(self.blob(TALLY))
+
+    def _items(self) -> Iterator[tuple[bytes, bytes]]:
+        # One transaction and one cursor: reading ends even where the tree is damaged.
+        environment = self._environment
+        with environment.lock, environment.translated(), environment.begin() as txn:
+            yield from txn.cursor(environment.rows).iternext()
+
+    def _blobs(self) -> dict[str, bytes]:
+        def read(txn: Any, _: Any) -> dict[str, bytes]:
+            return {name.decode(errors="replace"): blob for name, blob in txn.cursor(self._environment.blobs)}
+
+        found = self._environment.read(read)
+        found.pop(TALLY, None)
+        return found
+
+
+def _part_read(start: bytes, end: bytes | None, reverse: bool, wanted: int) -> Callable[[Any, Any], list[Any]]:
+    def read(txn: Any, db: Any) -> list[tuple[bytes, bytes]]:
+        cursor = txn.cursor(db)
+        if not reverse:
+            if not _seek(cursor, start):
+                return []
+            part = list(islice(cursor.iternext(), wanted))
+            if end is not None and part[-1][0] >= end:
+                part = [(key, row) for key, row in part if key < end]
+            return part
+        if not (cursor.prev() if end is not None and _seek(cursor, end) else cursor.last()):
+            return []
+        part = list(islice(cursor.iterprev(), wanted))
+        return part if part[-1][0] >= start else [(key, row) for key, row in part if key >= start]
+
+    return read
+
+
+def _seek(cursor: Any, key: bytes) -> bool:
+    """Moves to the first key from this one on, which may be longer than keys can be."""
+    if not key:
+        return bool(cursor.first())
+    found = cursor.set_range(key[: rows.STORE_KEY_BYTES_MAX])
+    return bool(cursor.next() if found and cursor.key() < key else found)

@@ -1,0 +1,126 @@
+"""Changes of a batch over the committed rows of a store: reads see both, and a savepoint takes changes back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import repeat
+from typing import TYPE_CHECKING, Any
+
+from sortedcontainers import SortedSet
+
+if TYPE_CHECKING:
+    from onceflow.state.engine.shapes import NoRows
+    from onceflow.state.stores.base import Store
+
+_MISSING: Any = object()
+
+
+class Overlay:
+    """Rows of one partition as a batch sees them.
+
+    Reads of single rows are remembered: nobody writes to the store while a batch runs.
+
+    Args:
+        store: the committed rows.
+    """
+
+    def __init__(self, store: Store | NoRows) -> None:
+        self.store = store
+        self._rows: dict[bytes, bytes | None] = {}  # every row known: read or changed
+        self._committed: dict[bytes, bytes | None] = {}  # what the store has, as far as it was read
+        self._changed: dict[bytes, None] = {}  # keys that were written; may be back at what they were
+        self._journal: list[tuple[bytes, Any]] = []  # what was there before, since the savepoint
+        self._ordered: dict[bytes, Any] = {}  # kind of row -> sorted changed keys; made by the first scan
+
+    def get(self, row_key: bytes) -> bytes | None:
+        """The row; None when there is none."""
+        row = self._rows.get(row_key, _MISSING)
+        if row is _MISSING:
+            row = self._rows[row_key] = self._committed[row_key] = self.store.get(row_key)
+        return row  # type: ignore[no-any-return]
+
+    def get_many(self, row_keys: Sequence[bytes]) -> list[bytes | None]:
+        """The rows of many keys; None where there is none."""
+        found: list[Any] = list(map(self._rows.get, row_keys, repeat(_MISSING)))
+        if _MISSING in found:
+            absent = [i for i, row in enumerate(found) if row is _MISSING]
+            keys = [row_keys[i] for i in absent]
+            read = self.store.get_many(keys)
+            pairs = dict(zip(keys, read, strict=True))
+            self._rows.update(pairs)
+            self._committed.update(pairs)
+            for i, row in zip(absent, read, strict=True):
+                found[i] = row
+        return found
+
+    def put(self, row_key: bytes, row: bytes | None) -> None:
+        """Change a row; None deletes it."""
+        rows = self._rows
+        self._journal.append((row_key, rows.get(row_key, _MISSING)))
+        rows[row_key] = row
+        if row_key not in self._changed:
+            self._changed[row_key] = None
+            if self._ordered and row_key[:1] in self._ordered:
+                self._ordered[row_key[:1]].add(row_key)
+
+    def put_many(self, row_keys: Sequence[bytes], new: Sequence[bytes | None]) -> None:
+        """Change many rows, for good: a savepoint does not bring them back."""
+        self._rows.update(zip(row_keys, new, strict=True))
+        self._changed.update(dict.fromkeys(row_keys))
+        self._ordered.clear()
+
+    def scan(self, start: bytes, end: bytes, *, reverse: bool = False) -> Iterator[tuple[bytes, bytes]]:
+        """Rows with start <= key < end of one kind, as they are now: later changes do not show in this scan."""
+        kind = start[:1]
+        ordered = self._ordered.get(kind)
+        if ordered is None:
+            ordered = self._ordered[kind] = SortedSet(key for key in self._changed if key[:1] == kind)
+        between = ordered.irange(start, end, (True, False), reverse)
+        changed = [(key, self._rows[key]) for key in between if key in self._rows]
+        committed = self.store.scan(start, end, reverse=reverse)
+        return _merged(committed, changed, reverse) if changed else committed
+
+    def savepoint(self) -> None:
+        """What is changed from here on can be taken back."""
+        self._journal.clear()
+
+    def roll_back(self) -> None:
+        """Take back what was changed since the savepoint."""
+        rows = self._rows
+        while self._journal:
+            row_key, row = self._journal.pop()
+            if row is _MISSING:
+                del rows[row_key]  # unknown again: the key stays in _changed, which is harmless
+            else:
+                rows[row_key] = row
+
+    def changes(self) -> list[tuple[bytes, bytes | None]]:
+        """The last row of every key that is not as the store has it."""
+        rows, committed = self._rows, self._committed
+        unread = [key for key in self._changed if key not in committed and key in rows]
+        if unread:
+            committed.update(zip(unread, self.store.get_many(unread), strict=True))
+        return [(key, rows[key]) for key in self._changed if key in rows and rows[key] != committed[key]]
+
+
+def _merged(
+    committed: Iterator[tuple[bytes, bytes]], changed: list[tuple[bytes, bytes | None]], reverse: bool
+) -> Iterator[tuple[bytes, bytes]]:
+    """Both in order; where both have a key, what was changed counts."""
+    waiting = iter(changed)
+    key, row = next(waiting, (None, None))
+    for old_key, old_row in committed:
+        while key is not None and (key > old_key if reverse else key < old_key):
+            if row is not None:
+                yield key, row
+            key, row = next(waiting, (None, None))
+        if key == old_key:
+            if row is not None:
+                yield old_key, row
+            key, row = next(waiting, (None, None))
+        else:
+            yield old_key, old_row
+    while key is not None:
+        if row is not None:
+            yield key, row
+        key, row = next(waiting, (None, None))

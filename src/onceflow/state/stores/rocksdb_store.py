@@ -1,0 +1,238 @@
+"""A store in RocksDB, for state that is much larger than memory.
+
+Only one process may have it open for writing, so it is opened for a batch and closed after it, which costs some
+milliseconds. Needs the package ``rocksdict`` (``pip install 'onceflow[rocksdb]'``).
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from onceflow.errors import DeadlineExceededError, EnvironmentUnusableError
+from onceflow.state import rows
+from onceflow.state.stores.base import NO_BLOBS, TALLY, Store, StoreCorruptError, Tally, plan, unusable
+
+DATA = "rocksdb"
+_ROW, _AFTER_ROWS, _BLOB = b"r", b"s", b"b"
+_WRITE_BUFFER_BYTES = 32 << 20
+_LOCK_WAIT_S, _VANISHED_WAIT_S, _LOCK_PAUSE_S = 10.0, 1.0, 0.02
+_LOCK_MESSAGES = ("lock hold by current process", "While lock file")
+_VANISHED = ("No such file or directory",)
+_DISK_FULL = "No space left on device"
+_NOT_ALLOWED = ("Permission denied", "Not a directory", "Read-only file system", "Too many open files")
+
+
+class RocksdbStore(Store):
+    """Rows and blobs in one RocksDB, told apart by a first letter."""
+
+    def __init__(self, database: _Database) -> None:
+        self._database = database
+        self._closed = False
+
+    @classmethod
+    def open(cls, folder: Path, *, read_only: bool = False) -> RocksdbStore:
+        _library()
+        with _open_lock:
+            name = _name(folder)
+            database = _open.get(name)
+            if database is None or (database.read_only and not read_only):
+                database = _Database(folder, read_only)
+                _open[name] = database
+            database.users += 1
+        return cls(database)
+
+    @staticmethod
+    def exists(folder: Path) -> bool:
+        return (folder / DATA / "CURRENT").exists()
+
+    @staticmethod
+    def remove(folder: Path) -> None:
+        with _open_lock:
+            known = _open.pop(_name(folder), None)
+            if known is not None:
+                known.rdict.close()
+            data = folder / DATA
+            if folder.exists() and not folder.is_dir():
+                folder.unlink()
+            elif data.is_dir() and not data.is_symlink():
+                shutil.rmtree(data)
+            elif os.path.lexists(data):
+                data.unlink()
+
+    def get(self, key: bytes) -> bytes | None:
+        with self._translated():
+            row: bytes | None = self._rdict.get(_ROW + key)
+            return row
+
+    def get_many(self, keys: Sequence[bytes]) -> list[bytes | None]:
+        with self._translated():
+            return list(self._rdict.get([_ROW + key for key in keys]) or ()) if keys else []
+
+    def scan(self, start: bytes, end: bytes | None = None, *, reverse: bool = False) -> Iterator[tuple[bytes, bytes]]:
+        low, high = _ROW + start, _AFTER_ROWS if end is None else _ROW + end
+        with self._translated():
+            for key, row in self._rdict.items(backwards=reverse, from_key=high if reverse else low):
+                if reverse and key == high:
+                    continue
+                if not low <= key < high:
+                    return
+                yield key[1:], row
+
+    def blob(self, name: str) -> bytes | None:
+        with self._translated():
+            found: bytes | None = self._rdict.get(_BLOB + name.encode())
+            return found
+
+    def write(
+        self,
+        changes: rows.Changes | dict[bytes, bytes | None],
+        blobs: Mapping[str, bytes | None] = NO_BLOBS,
+        expect: tuple[str, bytes | None] | None = None,
+        *,
+        index: bool = False,
+    ) -> bool:
+        wanted = changes if isinstance(changes, dict) else dict(changes)
+        with self._translated(), self._database.lock:
+            # No other process has it open, so what is read here is still so when the batch is written.
+            if expect is not None and self.blob(expect[0]) != expect[1]:
+                return False
+            planned = plan(wanted, self._tally(), self.get_many, index=index)
+            batch = _library().WriteBatch(raw_mode=True)
+            for key in planned.deletes:
+                batch.delete(_ROW + key)
+            for key, row in zip(planned.keys, planned.values, strict=True):
+                batch.put(_ROW + key, row)
+            for name, blob in {**blobs, TALLY: planned.tally.with_blobs(blobs).encode()}.items():
+                if blob is None:
+                    batch.delete(_BLOB + name.encode())
+                else:
+                    batch.put(_BLOB + name.encode(), blob)
+            self._rdict.write(batch)
+        return True
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        with _open_lock:
+            database = self._database
+            database.users -= 1
+            if not database.users:
+                database.rdict.close()
+                name = _name(database.folder)
+                if _open.get(name) is database:
+                    del _open[name]
+
+    def _tally(self) -> Tally:
+        return Tally.decode(self.blob(TALLY))
+
+    def _items(self) -> Iterator[tuple[bytes, bytes]]:
+        return self.scan(b"")
+
+    def _blobs(self) -> dict[str, bytes]:
+        found = {}
+        with self._translated():
+            for key, blob in self._rdict.items(from_key=_BLOB):
+                if not key.startswith(_BLOB):
+                    break
+                found[key[1:].decode(errors="replace")] = blob
+        found.pop(TALLY, None)
+        return found
+
+    @property
+    def _rdict(self) -> Any:
+        return self._database.rdict
+
+    @contextmanager
+    def _translated(self) -> Iterator[None]:
+        with _translated(self._database.folder):
+            yield
+
+
+class _Database:
+    """An open RocksDB, shared by all stores of one folder in this process."""
+
+    def __init__(self, folder: Path, read_only: bool) -> None:
+        self.folder = folder
+        self.read_only = read_only
+        self.lock = threading.RLock()
+        self.users = 0
+        if read_only and not RocksdbStore.exists(folder):
+            raise FileNotFoundError(folder / DATA)
+        with _translated(folder):
+            if not read_only:
+                folder.mkdir(parents=True, exist_ok=True)
+            self.rdict = _opened(folder, read_only)
+
+
+def _opened(folder: Path, read_only: bool) -> Any:
+    """Opens it; a process that still has it gets some seconds to close it.
+
+    A reader may look while a writer merges files, and miss those that are deleted just then: it looks again.
+    """
+    library = _library()
+    options = library.Options(raw_mode=True)
+    options.create_if_missing(True)
+    options.set_write_buffer_size(_WRITE_BUFFER_BYTES)
+    options.set_keep_log_file_num(1)
+    access = library.AccessType.read_only(False) if read_only else library.AccessType.read_write()
+    until = time.monotonic() + (_VANISHED_WAIT_S if read_only else _LOCK_WAIT_S)
+    while True:
+        try:
+            return library.Rdict(str(folder / DATA), options, access_type=access)
+        except Exception as error:  # the library raises nothing more special
+            passing = _VANISHED if read_only else _LOCK_MESSAGES
+            if not any(message in str(error) for message in passing) or time.monotonic() >= until:
+                raise
+        time.sleep(_LOCK_PAUSE_S)
+
+
+@contextmanager
+def _translated(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except (DeadlineExceededError, EnvironmentUnusableError, StoreCorruptError, FileNotFoundError, ValueError):
+        raise
+    except Exception as error:  # the library raises nothing more special; its messages tell what it is
+        message = str(error)
+        if any(part in message for part in _LOCK_MESSAGES):
+            raise DeadlineExceededError(
+                f"Gave up after {_LOCK_WAIT_S:g} s: another process has the local state open: {folder} on host "
+                f"{socket.gethostname()}",
+                detail=message,
+                next_step="none if it is a task of an attempt before, which ends; else end that process: a folder of "
+                "local state serves one driver at a time",
+            ) from error
+        if _DISK_FULL in message:
+            raise unusable(folder, "The disk of the local state is full", error) from error
+        if any(part in message for part in _NOT_ALLOWED):
+            raise unusable(folder, "The local state cannot be opened", error) from error
+        raise StoreCorruptError(f"the local store is damaged: {message}") from error
+
+
+def _library() -> Any:
+    try:
+        import rocksdict
+    except ImportError as missing:
+        raise EnvironmentUnusableError(
+            "State in RocksDB needs a package that is not installed",
+            detail=str(missing),
+            next_step="run: pip install 'onceflow[rocksdb]'",
+        ) from missing
+    return rocksdict
+
+
+_open: dict[tuple[int, str], _Database] = {}
+_open_lock = threading.RLock()
+
+
+def _name(folder: Path) -> tuple[int, str]:
+    return os.getpid(), os.path.realpath(folder)
