@@ -289,7 +289,7 @@ class Fetches:
 
 def fetched(*records: bytes, code: int = 0) -> Any:
     raw = b"".join(records)
-    part = SimpleNamespace(error_code=code, records=raw, log_start_offset=0)
+    part = SimpleNamespace(error_code=code, records=raw, log_start_offset=0, last_stable_offset=1, high_watermark=1)
     return SimpleNamespace(error_code=0, responses=[SimpleNamespace(partitions=[part])])
 
 

@@ -17,30 +17,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from kafka.protocol.consumer import FetchRequest
 
-from onceflow.client.cluster import Cluster, ConnectionFailedError
+from onceflow.client.cluster import Cluster
 from onceflow.client.deadline import Deadline
+from onceflow.client.fetching import FETCH_BYTES, READ_COMMITTED, PartitionFetch
 from onceflow.client.offsets import EARLIEST, LATEST, list_offsets
 from onceflow.errors import DataLossError, DeadlineExceededError, located
-from onceflow.protocol import codes
-from onceflow.protocol.decode import (
-    ABORT,
-    DecodedBatch,
-    HeaderList,
-    Int64s,
-    Payloads,
-    RawBatch,
-    split_batches,
-)
+from onceflow.protocol.decode import ABORT, DecodedBatch, HeaderList, Int64s, Payloads, RawBatch
 
-FETCH_BYTES = 8_000_000
-_MIN_FETCH_BYTES = 250_000
 _CHUNK_BYTES = 16_000_000  # once decompressed; a response that holds more becomes several chunks
-_WAIT_MS = 500
-_GRACE_S = 2.0  # for an answer under way when the deadline passes: it tells what was waited for
-_READ_COMMITTED = 1
-_OFFSET_OUT_OF_RANGE = 1
 
 
 @dataclass(slots=True)
@@ -119,98 +104,72 @@ class CommittedReader:
             ProtocolError: a batch is damaged or of an old format.
             OnceflowError: what else the broker refuses.
         """
-        return _Read(self._cluster, topic, partition, start, end, self._seconds, self._fetch_bytes).chunks()
+        return _CommittedRead(self._cluster, topic, partition, start, end, self._seconds, self._fetch_bytes).chunks()
 
 
-class _Read:
+class _CommittedRead(PartitionFetch[Chunk]):
     """One call of ``read``."""
+
+    isolation_level = READ_COMMITTED
+    repeats_unknown_errors = True
 
     def __init__(
         self, cluster: Cluster, topic: str, partition: int, start: int, end: int, seconds: float, fetch_bytes: int
     ) -> None:
-        self.cluster = cluster
-        self.topic = topic
-        self.partition = partition
-        self.position = start
-        self.end = end
-        self.seconds = seconds
-        self.max_fetch_bytes = self.fetch_bytes = fetch_bytes
-        self.name = f"{topic}-{partition}"
-        self.stable = self.high = -1  # last stable offset and high watermark, as of the last answer
-        self.attempt = 0  # since the last answer that was none
-        self.deadline = self._fresh_deadline()
-
-    def _fresh_deadline(self) -> Deadline:
-        return Deadline(self.seconds, f"reading committed records of {self.name} at offset {self.position}")
+        self._seconds = seconds
+        deadline = _deadline(seconds, f"{topic}-{partition}", start)
+        super().__init__(cluster, topic, partition, start, end, deadline, max_fetch_bytes=fetch_bytes)
 
     def chunks(self) -> Iterator[Chunk]:
-        told = self.end if self.position >= self.end else -1  # the caller has heard of everything in front of it
-        self.deadline = self._fresh_deadline()  # the first chunk may be asked for long after the call
+        handed_out = self.end if self.position >= self.end else -1  # the caller has all that is in front of it
+        self._progressed()  # the first chunk may be asked for long after the call
         with located(topic=self.name):
             while self.position < self.end:
-                for chunk in self._step():
-                    self.position = told = chunk.next_offset
+                for chunk in self.step():
+                    handed_out = chunk.next_offset
                     yield chunk
-        if told < self.end:
+        if handed_out < self.end:
             yield Chunk(next_offset=self.end)
 
-    def _step(self) -> Iterator[Chunk]:
-        """Fetch once, and move the position or wait a little."""
-        before = self.position
-        problem, answer = self._fetch(fresh_leader=self.attempt > 0)
-        if answer is not None:
-            # Consumers may take their time with a chunk: only what happens in here counts against the deadline.
-            yield from self._chunks_of(answer)
-        if self.position > before:
-            self.deadline, self.attempt = self._fresh_deadline(), 0
-        elif answer is None:
-            self.deadline.pause(self.attempt, f"Fetch {self.name}: {problem}")
-            self.attempt += 1
-        elif self.stable >= self.end and not answer.records:
+    def _progressed(self) -> None:
+        self.deadline = _deadline(self._seconds, self.name, self.position)
+
+    def _items(self, batches: Iterator[RawBatch], answer: Any) -> Iterator[Chunk]:
+        """The committed records of one answer, decompressed as far as memory allows at a time."""
+        aborted = Aborted((int(a.first_offset), int(a.producer_id)) for a in answer.aborted_transactions or ())
+        chunk = Chunk(next_offset=self.position)
+        size = 0
+        for raw in batches:
+            if raw.base_offset >= self.end:
+                chunk.next_offset = self.end
+                break
+            if aborted.keeps(raw):
+                batch = raw.decode()
+                chunk.add(batch, self.position, self.end)
+                size += batch.nbytes
+            # A compacted batch may hold nothing at its end; its last offset still counts.
+            chunk.next_offset = max(chunk.next_offset, min(raw.last_offset + 1, self.end))
+            if size >= _CHUNK_BYTES:
+                self.position = chunk.next_offset
+                yield chunk
+                chunk, size = Chunk(next_offset=self.position), 0
+        if chunk.next_offset > self.position:
+            self.position = chunk.next_offset
+            yield chunk
+
+    def _stalled(self, *, empty: bool) -> None:
+        if self.last_stable_offset >= self.end and empty:
             # The broker has looked from here to the last stable offset: compaction has left nothing.
             self.position = self.end
         elif self.deadline.expired:
             raise self._held_back()
         else:
-            self.deadline.pause(0, f"Fetch {self.name}: no progress, the last stable offset is {self.stable}")
+            problem = f"no progress, the last stable offset is {self.last_stable_offset}"
+            self.deadline.pause(0, f"Fetch {self.name}: {problem}")
 
-    # ---- one request ---------------------------------------------------------------------------------
+    # ---- what went wrong -----------------------------------------------------------------------------
 
-    def _fetch(self, *, fresh_leader: bool) -> tuple[str, Any]:
-        """A problem that may pass, or the partition's part of the response."""
-        self.cluster.connect(self.deadline)
-        node = self.cluster.leader(self.topic, self.partition, self.deadline, fresh=fresh_leader)
-        # Whether there is something to wait for is not known before the first answer.
-        wait_ms = int(self.deadline.capped(_WAIT_MS / 1000) * 1000) if 0 <= self.stable < self.end else 0
-        try:
-            patience = Deadline(self.deadline.remaining + _GRACE_S, self.deadline.what)
-            response = self.cluster.exchange(self._request(wait_ms), node, patience)
-        except ConnectionFailedError as lost:
-            # A slow line may not get a large answer through before the request times out.
-            self.fetch_bytes = max(self.fetch_bytes // 4, min(_MIN_FETCH_BYTES, self.max_fetch_bytes))
-            return str(lost), None
-        if response.error_code:
-            return self._refused(int(response.error_code)), None
-        if not response.responses:
-            return "the broker throttles this client", None  # it answers with no partition at all
-        answer = response.responses[0].partitions[0]
-        if answer.error_code:
-            return self._refused(int(answer.error_code)), None
-        self.fetch_bytes = min(2 * self.fetch_bytes, self.max_fetch_bytes)
-        self.stable, self.high = int(answer.last_stable_offset), int(answer.high_watermark)
-        return "", answer
-
-    def _refused(self, code: int) -> str:
-        """What to wait for; raises when waiting cannot help."""
-        row = codes.describe(code)
-        if code == _OFFSET_OUT_OF_RANGE:
-            return self._out_of_range()
-        # A read can always be repeated, even when it is unknown what went wrong.
-        if row.verdict.retriable or row.verdict is codes.Verdict.UNKNOWN_OUTCOME:
-            return row.name
-        raise codes.error_for(code, api="Fetch", topic=self.name, detail=f"at offset {self.position}")
-
-    def _out_of_range(self) -> str:
+    def _out_of_range(self, answer: Any) -> str:
         """Go on at the log's start, when the records in front of it were deleted."""
         place = {self.topic: [self.partition]}
         first = list_offsets(self.cluster, place, EARLIEST, self.deadline)[self.topic][self.partition]
@@ -222,65 +181,18 @@ class _Read:
             return f"offset {self.position} is in the log now"  # moved to another leader meanwhile
         raise self._too_short(last)
 
-    def _request(self, wait_ms: int) -> Any:
-        topic_type = FetchRequest.FetchTopic
-        partition = topic_type.FetchPartition(
-            partition=self.partition,
-            current_leader_epoch=-1,
-            fetch_offset=self.position,
-            log_start_offset=-1,
-            partition_max_bytes=self.fetch_bytes,
-        )
-        return FetchRequest(
-            version=self.cluster.version(FetchRequest, least=11, most=11),
-            replica_id=-1,
-            max_wait_ms=wait_ms,
-            min_bytes=1,
-            max_bytes=self.fetch_bytes,
-            isolation_level=_READ_COMMITTED,
-            session_id=0,
-            session_epoch=-1,
-            topics=[topic_type(topic=self.topic, partitions=[partition])],
-            forgotten_topics_data=[],
-            rack_id="",
-        )
-
-    # ---- one answer ----------------------------------------------------------------------------------
-
-    def _chunks_of(self, answer: Any) -> Iterator[Chunk]:
-        """The committed records of one answer, decompressed as far as memory allows at a time."""
-        aborted = Aborted((int(a.first_offset), int(a.producer_id)) for a in answer.aborted_transactions or ())
-        chunk = Chunk(next_offset=self.position)
-        size = 0
-        for raw in split_batches(answer.records or b""):
-            if raw.base_offset >= self.end:
-                chunk.next_offset = self.end
-                break
-            if aborted.keeps(raw):
-                batch = raw.decode()
-                chunk.add(batch, self.position, self.end)
-                size += batch.nbytes
-            # A compacted batch may hold nothing at its end; its last offset still counts.
-            chunk.next_offset = max(chunk.next_offset, min(raw.last_offset + 1, self.end))
-            if size >= _CHUNK_BYTES:
-                yield chunk
-                chunk, size = Chunk(next_offset=chunk.next_offset), 0
-        if chunk.next_offset > self.position:
-            yield chunk
-
-    # ---- what went wrong -----------------------------------------------------------------------------
-
     def _held_back(self) -> Exception:
-        if self.high < self.end:
-            return self._too_short(self.high)
+        if self.high_watermark < self.end:
+            return self._too_short(self.high_watermark)
         return DeadlineExceededError(
             f"Committed records up to offset {self.end} are waited for, and an open transaction is in front of them: "
-            f"no progress in {self.seconds:g} s",
+            f"no progress in {self._seconds:g} s",
             topic=self.name,
-            detail=f"the last stable offset is {self.stable}, the log ends at {self.high}; read up to {self.position}",
+            detail=f"the last stable offset is {self.last_stable_offset}, the log ends at {self.high_watermark}; read "
+            f"up to {self.position}",
             next_step="find who wrote to this partition and has not finished: kafka-transactions.sh describe-producers "
             f"--topic {self.topic} --partition {self.partition} lists open transactions (CurrentTransactionStartOffset "
-            f"{self.stable}); end that producer, or abort its transaction with kafka-transactions.sh abort",
+            f"{self.last_stable_offset}); end that producer, or abort its transaction with kafka-transactions.sh abort",
         )
 
     def _too_short(self, last: int) -> DataLossError:
@@ -291,6 +203,10 @@ class _Read:
             next_step="find out whether the topic was deleted and created again, or records were lost in an unclean "
             "leader election",
         )
+
+
+def _deadline(seconds: float, name: str, position: int) -> Deadline:
+    return Deadline(seconds, f"reading committed records of {name} at offset {position}")
 
 
 class Aborted:

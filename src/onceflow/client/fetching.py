@@ -1,0 +1,174 @@
+"""One partition's log from a position to an end: Fetch requests, what is tried again, and answers cut into batches.
+
+Two readers are built on it: `committed` hands out committed records in columns, `log_reader` everything that lies in
+the log. They differ in what they make of an answer, and in what they wait for.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Iterator
+from typing import Any, ClassVar, Generic, TypeVar
+
+from kafka.protocol.consumer import FetchRequest
+
+from onceflow.client.cluster import Cluster, ConnectionFailedError
+from onceflow.client.deadline import Deadline
+from onceflow.protocol import codes
+from onceflow.protocol.decode import RawBatch, split_batches
+
+T = TypeVar("T")
+
+READ_UNCOMMITTED, READ_COMMITTED = 0, 1
+FETCH_BYTES = 8_000_000
+_MIN_FETCH_BYTES = 250_000
+_WAIT_S = 0.5
+_GRACE_S = 2.0  # for an answer under way when the deadline passes: it tells what was waited for
+_OFFSET_OUT_OF_RANGE = 1
+
+
+class PartitionFetch(abc.ABC, Generic[T]):
+    """One read of ``[start, end)`` of one partition.
+
+    Args:
+        deadline: of the whole read; subclasses may set it anew.
+        max_fetch_bytes: size of a fetch, which bounds memory. One batch that is larger comes in whole.
+
+    Attributes:
+        position: up to where everything has been handed out.
+        last_stable_offset, high_watermark: as of the last answer; -1 before the first.
+        answered: whether the leader has answered without an error.
+    """
+
+    isolation_level: ClassVar[int]
+    repeats_unknown_errors: ClassVar[bool] = False
+    """Whether an error that tells nothing is waited out, until the deadline. A read can always be repeated."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        topic: str,
+        partition: int,
+        start: int,
+        end: int,
+        deadline: Deadline,
+        *,
+        max_fetch_bytes: int = FETCH_BYTES,
+    ) -> None:
+        self.cluster, self.topic, self.partition = cluster, topic, partition
+        self.name = f"{topic}-{partition}"
+        self.position, self.end = start, end
+        self.deadline = deadline
+        self.last_stable_offset = self.high_watermark = -1
+        self.answered = False
+        self._max_fetch_bytes = self._fetch_bytes = max_fetch_bytes
+        self._attempt = 0  # since the last answer that was of use
+
+    def step(self) -> Iterator[T]:
+        """Fetch once, and move the position or wait a little.
+
+        Raises:
+            DeadlineExceededError: no progress in time.
+            OnceflowError: the broker refuses, and asking again does not help; or what it sent cannot be read.
+        """
+        before = self.position
+        problem, answer = self._fetch()
+        if answer is not None:
+            # Callers may take their time with an item: only what happens in here counts against the deadline.
+            yield from self._items(split_batches(answer.records or b""), answer)
+        if self.position > before:
+            self._attempt = 0
+            self._progressed()
+        elif answer is None:
+            self._wait(problem)
+        else:
+            self._stalled(empty=not answer.records)
+
+    # ---- what readers make of it -----------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def _items(self, batches: Iterator[RawBatch], answer: Any) -> Iterator[T]:
+        """What is handed out of one answer. Moves the position."""
+
+    @abc.abstractmethod
+    def _out_of_range(self, answer: Any) -> str:
+        """The position is not in the log: what to wait for, or an error. May move the position."""
+
+    @abc.abstractmethod
+    def _stalled(self, *, empty: bool) -> None:
+        """An answer did not move the position.
+
+        Args:
+            empty: there was not even a part of a batch in it.
+        """
+
+    def _progressed(self) -> None:
+        """The position has moved."""
+
+    def _wait(self, problem: str) -> None:
+        self.deadline.pause(self._attempt, f"Fetch {self.name}: {problem}")
+        self._attempt += 1
+
+    # ---- one request -----------------------------------------------------------------------------------
+
+    def _fetch(self) -> tuple[str, Any]:
+        """A problem that may pass, or the partition's part of the response."""
+        node = self.cluster.leader(self.topic, self.partition, self.deadline, fresh=self._attempt > 0)
+        try:
+            patience = Deadline(self.deadline.remaining + _GRACE_S, self.deadline.what)
+            response = self.cluster.exchange(self._request(), node, patience)
+        except ConnectionFailedError as lost:
+            # A slow line may not get a large answer through before the request times out.
+            self._fetch_bytes = max(self._fetch_bytes // 4, min(_MIN_FETCH_BYTES, self._max_fetch_bytes))
+            return str(lost), None
+        if response.error_code:
+            return self._refused(int(response.error_code), None), None
+        if not response.responses:
+            return "the broker throttles this client", None  # it answers with no partition at all
+        answer = response.responses[0].partitions[0]
+        if answer.error_code:
+            return self._refused(int(answer.error_code), answer), None
+        self._fetch_bytes = min(2 * self._fetch_bytes, self._max_fetch_bytes)
+        self.last_stable_offset, self.high_watermark = int(answer.last_stable_offset), int(answer.high_watermark)
+        self.answered = True
+        return "", answer
+
+    def _refused(self, code: int, answer: Any) -> str:
+        """What to wait for; raises when waiting cannot help.
+
+        Args:
+            answer: the partition's part of the response; None: the error is of the whole request.
+        """
+        row = codes.describe(code)
+        if code == _OFFSET_OUT_OF_RANGE and answer is not None:
+            return self._out_of_range(answer)
+        unknown = row.verdict is codes.Verdict.UNKNOWN_OUTCOME and self.repeats_unknown_errors
+        if row.verdict.retriable or unknown:
+            return row.name
+        raise codes.error_for(code, api="Fetch", topic=self.name, detail=f"at offset {self.position}")
+
+    def _request(self) -> FetchRequest:
+        topic_type = FetchRequest.FetchTopic
+        partition = topic_type.FetchPartition(
+            partition=self.partition,
+            current_leader_epoch=-1,
+            fetch_offset=self.position,
+            log_start_offset=-1,
+            partition_max_bytes=self._fetch_bytes,
+        )
+        readable = self.last_stable_offset if self.isolation_level == READ_COMMITTED else self.high_watermark
+        # Whether there is something to wait for is not known before the first answer.
+        wait_s = self.deadline.capped(_WAIT_S) if 0 <= readable < self.end else 0.0
+        return FetchRequest(
+            version=self.cluster.version(FetchRequest, least=11, most=11),
+            replica_id=-1,
+            max_wait_ms=int(wait_s * 1000),
+            min_bytes=1,
+            max_bytes=self._fetch_bytes,
+            isolation_level=self.isolation_level,
+            session_id=0,
+            session_epoch=-1,
+            topics=[topic_type(topic=self.topic, partitions=[partition])],
+            forgotten_topics_data=[],
+            rack_id="",
+        )
