@@ -336,8 +336,8 @@ class FakeCluster:
     def connect(self, deadline: Deadline) -> None:
         pass
 
-    def version(self, request: Any, *, least: int, most: int) -> int:
-        return most
+    def version(self, request: Any, *, min_version: int, max_version: int) -> int:
+        return max_version
 
     def leader(self, topic: str, partition: int, deadline: Deadline, *, fresh: bool = False) -> int:
         self.fresh.append(fresh)

@@ -238,17 +238,17 @@ def test_a_request_fits_the_broker_that_it_goes_to(cluster: Cluster, name: str) 
     kind, least, most, fields = REQUESTS[name]
     for theirs in range(least, most + 1):
         offering(cluster, 1, kind)
-        request = kind(version=cluster.version(kind, least=least, most=most), **fields)
+        request = kind(version=cluster.version(kind, min_version=least, max_version=most), **fields)
         cluster._fit(request, broker(**{f"api{kind.API_KEY}": (0, theirs)}))
         assert theirs == request.API_VERSION
         assert request.encode() == kind(version=theirs, **fields).encode()
         # From now on it is asked for what all understand.
-        assert cluster.version(kind, least=least, most=most) == theirs
+        assert cluster.version(kind, min_version=least, max_version=most) == theirs
 
 
 def test_a_broker_that_is_too_old_is_an_error(cluster: Cluster) -> None:
     offering(cluster, 1, InitProducerIdRequest)
-    request = InitProducerIdRequest(version=cluster.version(InitProducerIdRequest, least=3, most=5))
+    request = InitProducerIdRequest(version=cluster.version(InitProducerIdRequest, min_version=3, max_version=5))
     with pytest.raises(BrokerUnsupportedError, match=r"Broker 2 .*up to version 1 only"):
         cluster._fit(request, broker(api22=(0, 1)))
 
@@ -256,7 +256,7 @@ def test_a_broker_that_is_too_old_is_an_error(cluster: Cluster) -> None:
 @pytest.mark.parametrize("kind", [EndTxnRequest, TxnOffsetCommitRequest, ProduceRequest])
 def test_the_two_ways_to_end_a_transaction_are_never_mixed(cluster: Cluster, kind: Any) -> None:
     offering(cluster, 2, kind)
-    version = cluster.version(kind, least=0, most=5)
+    version = cluster.version(kind, min_version=0, max_version=5)
     with pytest.raises(BrokerUnsupportedError, match="Broker 2"):
         cluster.fits(kind.API_KEY, version, broker(**{f"api{kind.API_KEY}": (0, version - 1)}))
 
@@ -279,9 +279,9 @@ class Fetches:
     def leader(self, topic: str, partition: int, deadline: Deadline, *, fresh: bool = False) -> int:
         return 1
 
-    def version(self, request: Any, *, least: int, most: int) -> int:
+    def version(self, request: Any, *, min_version: int, max_version: int) -> int:
         assert request is FetchRequest
-        return most
+        return max_version
 
     def exchange(self, request: Any, node: int, deadline: Deadline) -> Any:
         return self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]

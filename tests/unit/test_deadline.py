@@ -67,7 +67,7 @@ def test_backoff_bounds(attempt: int, seed: int) -> None:
 def test_backoff_bounds_can_be_given() -> None:
     deadline = make(Clock())
     for attempt in range(20):
-        wait = deadline.backoff_s(attempt, first_s=0.1, most_s=3.0)
+        wait = deadline.backoff_s(attempt, min_s=0.1, max_s=3.0)
         assert min(3.0, 0.1 * 2**attempt) / 2 <= wait <= min(3.0, 0.1 * 2**attempt)
 
 

@@ -125,10 +125,10 @@ class World:
     def connect(self, deadline: Deadline) -> None:
         self.connects += 1
 
-    def version(self, request: Any, *, least: int, most: int) -> int:
+    def version(self, request: Any, *, min_version: int, max_version: int) -> int:
         assert request is ProduceRequest
-        self.asked_version = (least, most)
-        return most
+        self.asked_version = (min_version, max_version)
+        return max_version
 
     def fits(self, key: int, version: int, connection: Any) -> int:
         assert key == ProduceRequest.API_KEY

@@ -67,7 +67,9 @@ def _write_tombstone(cluster: Cluster, transactions: Transactions, names: Names,
 
 def _delete_group(cluster: Cluster, group: str, deadline: Deadline) -> None:
     """Its offsets point to the old record; without one they would look like lost progress."""
-    request = DeleteGroupsRequest(version=cluster.version(DeleteGroupsRequest, least=0, most=2), groups_names=[group])
+    request = DeleteGroupsRequest(
+        version=cluster.version(DeleteGroupsRequest, min_version=0, max_version=2), groups_names=[group]
+    )
 
     def code_of(response: Any) -> int:
         return int(response.results[0].error_code)

@@ -166,7 +166,7 @@ def set_feature(cluster: Cluster, client_options: Mapping[str, Any], name: str, 
             update = UpdateFeaturesRequest.FeatureUpdateKey(
                 feature=name, max_version_level=level, upgrade_type=_UPGRADE if level > now else _SAFE_DOWNGRADE
             )
-            version = client.version(UpdateFeaturesRequest, least=1, most=2)
+            version = client.version(UpdateFeaturesRequest, min_version=1, max_version=2)
             timeout_ms = int(deadline.remaining * 1000)
             request = UpdateFeaturesRequest(version=version, timeout_ms=timeout_ms, feature_updates=[update])
             answer = client.ask(request, "UpdateFeatures", deadline)

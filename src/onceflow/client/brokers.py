@@ -259,7 +259,7 @@ def _named(cluster: Cluster, seen: OpenTransaction, deadline: Deadline) -> OpenT
     """The same with what its coordinator knows. Any broker may be the coordinator, so all are asked."""
     for broker in cluster.manager.cluster.brokers():
         request = ListTransactionsRequest(
-            version=cluster.version(ListTransactionsRequest, least=0, most=0),
+            version=cluster.version(ListTransactionsRequest, min_version=0, max_version=0),
             state_filters=[],
             producer_id_filters=[seen.producer_id],
         )

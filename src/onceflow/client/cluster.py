@@ -84,7 +84,7 @@ class Cluster:
         self._coordinators: dict[tuple[int, str], int] = {}
         self._features: dict[str, int] | None = None
         self._api_versions: dict[int, tuple[int, int]] = {}  # that every broker understands which was asked so far
-        self._least_versions: dict[int, int] = {}  # that requests may be sent with, by API key
+        self._min_versions: dict[int, int] = {}  # that requests may be sent with, by API key
         self._bootstrapped = False
         # Whoever drops a Cluster without closing it (a failed start) must not leak sockets.
         self._finalizer = weakref.finalize(self, _close, self.manager, self.net)
@@ -143,23 +143,23 @@ class Cluster:
             raise RuntimeError("Cluster.connect has not been called")
         return 2 if self._features.get("transaction.version", 0) >= 2 else 1
 
-    def version(self, request: Any, *, least: int, most: int) -> int:
-        """The version to send ``request`` with, between ``least`` and ``most``.
+    def version(self, request: Any, *, min_version: int, max_version: int) -> int:
+        """The version to send ``request`` with, between ``min_version`` and ``max_version``.
 
         Brokers may understand different versions while a cluster is upgraded one by one. When the request turns out to
-        go to an older one, ``exchange`` sends it with a lower version, ``least`` or above.
+        go to an older one, ``exchange`` sends it with a lower version, ``min_version`` or above.
 
         Raises:
             BrokerUnsupportedError: the broker's range does not meet ours.
         """
         name, key = request.name.removesuffix("Request"), request.API_KEY
         low, high = self._api_versions.get(key, (0, -1))
-        self._least_versions[key] = least
-        chosen = min(high, most)
-        if chosen < max(low, least):
+        self._min_versions[key] = min_version
+        chosen = min(high, max_version)
+        if chosen < max(low, min_version):
             offer = "does not offer it" if high < 0 else f"offers versions {low}-{high}"
             raise BrokerUnsupportedError(
-                f"The broker cannot do {name} version {least}-{most}: it {offer}",
+                f"The broker cannot do {name} version {min_version}-{max_version}: it {offer}",
                 next_step="exactly-once needs a broker with transactions: Apache Kafka 2.8 or later",
             )
         return chosen
@@ -212,7 +212,7 @@ class Cluster:
             self._api_versions[api] = (max(low, theirs[0]), min(high, theirs[1]))
         chosen = int(known.get(key, (0, -1))[1])
         # At transaction version 2 every broker is new enough; one that says otherwise must not be sent less.
-        if chosen < self._least_versions.get(key, version) or (key in _ENROL and self.transaction_version >= 2):
+        if chosen < self._min_versions.get(key, version) or (key in _ENROL and self.transaction_version >= 2):
             raise BrokerUnsupportedError(
                 f"Broker {connection.node_id} understands request {key} up to version {chosen} only",
                 detail=f"it was to be sent with version {version}, which another broker offers",
@@ -335,7 +335,7 @@ class Cluster:
             return known
         attempt = 0
         while True:
-            version = self.version(FindCoordinatorRequest, least=1, most=4)
+            version = self.version(FindCoordinatorRequest, min_version=1, max_version=4)
             # Version 4 has a list of keys instead of one (KIP-699).
             request = FindCoordinatorRequest(version=version, key_type=kind, key=key, coordinator_keys=[key])
             response = self.ask(request, "FindCoordinator", deadline)

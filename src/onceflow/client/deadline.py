@@ -49,12 +49,12 @@ class Deadline:
         """``seconds``, or what is left when that is less."""
         return min(seconds, self.remaining)
 
-    def backoff_s(self, attempt: int, *, first_s: float = 0.005, most_s: float = 0.5) -> float:
+    def backoff_s(self, attempt: int, *, min_s: float = 0.005, max_s: float = 0.5) -> float:
         """Exponential wait with full jitter for the ``attempt``-th retry (0-based), in seconds.
 
         Starts small: the common retry is a collision of two enrolments that ends within milliseconds.
         """
-        ceiling = min(most_s, first_s * (2 ** min(attempt, 16)))
+        ceiling = min(max_s, min_s * (2 ** min(attempt, 16)))
         return self._rng.uniform(ceiling / 2, ceiling)
 
     def pause(self, attempt: int, last_problem: str) -> None:

@@ -160,7 +160,7 @@ class PartitionFetch(abc.ABC, Generic[T]):
         # Whether there is something to wait for is not known before the first answer.
         wait_s = self.deadline.capped(_WAIT_S) if 0 <= readable < self.end else 0.0
         return FetchRequest(
-            version=self.cluster.version(FetchRequest, least=11, most=11),
+            version=self.cluster.version(FetchRequest, min_version=11, max_version=11),
             replica_id=-1,
             max_wait_ms=int(wait_s * 1000),
             min_bytes=1,

@@ -30,7 +30,7 @@ def list_offsets(
         committed: LATEST is the last stable offset; otherwise the high watermark.
     """
     cluster.connect(deadline)
-    version = cluster.version(ListOffsetsRequest, least=2, most=6)
+    version = cluster.version(ListOffsetsRequest, min_version=2, max_version=6)
     answers = ask_leaders(
         cluster,
         [(topic, partition) for topic, numbers in partitions.items() for partition in numbers],
@@ -75,7 +75,7 @@ def fetch_committed(
         stable: wait while a transaction on them is undecided (KIP-447); otherwise those before it are returned.
     """
     cluster.connect(deadline)
-    version = cluster.version(OffsetFetchRequest, least=7, most=7)
+    version = cluster.version(OffsetFetchRequest, min_version=7, max_version=7)
     request = OffsetFetchRequest(
         version=version,
         group_id=group,
@@ -108,7 +108,7 @@ def commit_offsets(
     cluster.connect(deadline)
     topic_type = OffsetCommitRequest.OffsetCommitRequestTopic
     request = OffsetCommitRequest(
-        version=cluster.version(OffsetCommitRequest, least=6, most=7),
+        version=cluster.version(OffsetCommitRequest, min_version=6, max_version=7),
         group_id=group,
         generation_id_or_member_epoch=-1,
         member_id="",

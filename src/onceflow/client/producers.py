@@ -43,7 +43,7 @@ def open_transactions(
         BrokerUnsupportedError: the brokers are older than Kafka 2.8.
     """
     cluster.connect(deadline)
-    version = cluster.version(DescribeProducersRequest, least=0, most=0)
+    version = cluster.version(DescribeProducersRequest, min_version=0, max_version=0)
 
     def request(wanted: Mapping[str, Sequence[int]]) -> DescribeProducersRequest:
         topic_type = DescribeProducersRequest.TopicRequest

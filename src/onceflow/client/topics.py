@@ -111,7 +111,7 @@ def create_topic(
     """
     cluster.connect(deadline)
     request = CreateTopicsRequest(
-        version=cluster.version(CreateTopicsRequest, least=4, most=5),
+        version=cluster.version(CreateTopicsRequest, min_version=4, max_version=5),
         topics=[
             CreateTopicsRequest.CreatableTopic(
                 name=name,
@@ -139,7 +139,9 @@ def delete_topic(cluster: Cluster, name: str, deadline: Deadline) -> None:
     """
     cluster.connect(deadline)
     request = DeleteTopicsRequest(
-        version=cluster.version(DeleteTopicsRequest, least=1, most=5), topic_names=[name], timeout_ms=30_000
+        version=cluster.version(DeleteTopicsRequest, min_version=1, max_version=5),
+        topic_names=[name],
+        timeout_ms=30_000,
     )
     # A topic that is not there does not come back by waiting.
     _change(cluster, request, "DeleteTopics", "responses", name, deadline, final=UnknownTopicError)
@@ -168,7 +170,7 @@ def create_partitions(cluster: Cluster, name: str, count: int, deadline: Deadlin
     """
     cluster.connect(deadline)
     request = CreatePartitionsRequest(
-        version=cluster.version(CreatePartitionsRequest, least=1, most=3),
+        version=cluster.version(CreatePartitionsRequest, min_version=1, max_version=3),
         topics=[CreatePartitionsRequest.CreatePartitionsTopic(name=name, count=count, assignments=None)],
         timeout_ms=30_000,
         validate_only=False,
@@ -261,7 +263,7 @@ def _described(cluster: Cluster, names: Sequence[str], keys: Sequence[str] | Non
     """Results of DescribeConfigs; all settings when no keys are given."""
     cluster.connect(deadline)
     request = DescribeConfigsRequest(
-        version=cluster.version(DescribeConfigsRequest, least=1, most=4),
+        version=cluster.version(DescribeConfigsRequest, min_version=1, max_version=4),
         resources=[
             DescribeConfigsRequest.DescribeConfigsResource(
                 resource_type=_TOPIC_RESOURCE, resource_name=name, configuration_keys=keys

@@ -103,9 +103,9 @@ class Transactions:
     def check_supported(self, deadline: Deadline) -> None:
         """Raises ``BrokerUnsupportedError`` when the broker has no transactions, before anything else is asked."""
         self._cluster.connect(deadline)
-        self._cluster.version(InitProducerIdRequest, least=3, most=5)
-        self._cluster.version(TxnOffsetCommitRequest, least=3, most=5)
-        self._cluster.version(ProduceRequest, least=MIN_VERSION, most=MAX_VERSION)
+        self._cluster.version(InitProducerIdRequest, min_version=3, max_version=5)
+        self._cluster.version(TxnOffsetCommitRequest, min_version=3, max_version=5)
+        self._cluster.version(ProduceRequest, min_version=MIN_VERSION, max_version=MAX_VERSION)
 
     # ---- identity ------------------------------------------------------------------------------------
 
@@ -180,7 +180,7 @@ class Transactions:
     def _init_producer_id(self, producer_id: int, epoch: int, deadline: Deadline) -> ProducerIdAndEpoch:
         self._cluster.connect(deadline)
         request = InitProducerIdRequest(
-            version=self._cluster.version(InitProducerIdRequest, least=3, most=5),
+            version=self._cluster.version(InitProducerIdRequest, min_version=3, max_version=5),
             transactional_id=self.transactional_id,
             transaction_timeout_ms=self.timeout_ms,
             producer_id=producer_id,
@@ -196,7 +196,7 @@ class Transactions:
     def add_partitions(self, partitions: Mapping[str, Iterable[int]], deadline: Deadline) -> None:
         """Enrol output partitions. Needed with transaction version 1; harmless with 2."""
         request = AddPartitionsToTxnRequest(
-            version=self._cluster.version(AddPartitionsToTxnRequest, least=0, most=3),
+            version=self._cluster.version(AddPartitionsToTxnRequest, min_version=0, max_version=3),
             v3_and_below_transactional_id=self.transactional_id,
             v3_and_below_producer_id=self.identity.producer_id,
             v3_and_below_producer_epoch=self.identity.producer_epoch,
@@ -236,7 +236,7 @@ class Transactions:
         most = 5 if self.version_2 else 4
         topic_type = TxnOffsetCommitRequest.TxnOffsetCommitRequestTopic
         request = TxnOffsetCommitRequest(
-            version=self._cluster.version(TxnOffsetCommitRequest, least=3, most=most),
+            version=self._cluster.version(TxnOffsetCommitRequest, min_version=3, max_version=most),
             transactional_id=self.transactional_id,
             group_id=group,
             producer_id=self.identity.producer_id,
@@ -252,7 +252,7 @@ class Transactions:
 
     def _add_offsets(self, group: str, deadline: Deadline) -> None:
         request = AddOffsetsToTxnRequest(
-            version=self._cluster.version(AddOffsetsToTxnRequest, least=0, most=3),
+            version=self._cluster.version(AddOffsetsToTxnRequest, min_version=0, max_version=3),
             transactional_id=self.transactional_id,
             producer_id=self.identity.producer_id,
             producer_epoch=self.identity.producer_epoch,
@@ -281,7 +281,7 @@ class Transactions:
             if outcome is not None:
                 return outcome
         request = EndTxnRequest(
-            version=self._cluster.version(EndTxnRequest, least=0, most=5 if self.version_2 else 4),
+            version=self._cluster.version(EndTxnRequest, min_version=0, max_version=5 if self.version_2 else 4),
             transactional_id=self.transactional_id,
             producer_id=self.identity.producer_id,
             producer_epoch=self.identity.producer_epoch,
@@ -387,7 +387,7 @@ def idempotent_identity(cluster: Cluster, deadline: Deadline) -> ProducerIdAndEp
     """
     cluster.connect(deadline)
     request = InitProducerIdRequest(
-        version=cluster.version(InitProducerIdRequest, least=3, most=5),
+        version=cluster.version(InitProducerIdRequest, min_version=3, max_version=5),
         transactional_id=None,
         transaction_timeout_ms=60_000,
         producer_id=-1,
@@ -413,7 +413,8 @@ def describe_transaction(cluster: Cluster, transactional_id: str, deadline: Dead
     """
     cluster.connect(deadline)
     request = DescribeTransactionsRequest(
-        version=cluster.version(DescribeTransactionsRequest, least=0, most=0), transactional_ids=[transactional_id]
+        version=cluster.version(DescribeTransactionsRequest, min_version=0, max_version=0),
+        transactional_ids=[transactional_id],
     )
     response = repeat(
         cluster,
