@@ -1,1 +1,113 @@
-../../src/onceflow/demos/services/retry.py
+"""Two flows: one charges orders with an unreliable payment provider, the other one retries what has failed.
+
+python retry.py charge --bootstrap-servers localhost:9092
+python retry.py retry  --bootstrap-servers localhost:9092                       # in another terminal
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import onceflow
+
+AMOUNT_MAX = 1_000_000
+YEAR_2100_MS = 4_102_444_800_000
+
+
+class PaymentDeclinedError(Exception):
+    """The provider says no, and will say so again."""
+
+
+class AlreadyChargedError(Exception):
+    """An order of this key was charged before."""
+
+
+class Charge(onceflow.Processor):
+    """Charges an order once. Whatever is raised here makes the record a dead letter."""
+
+    value = state = output = onceflow.serdes.JSON
+
+    def process(self, key: bytes, records: Sequence[onceflow.Record], state: Any) -> Iterator[onceflow.Record]:
+        for record in records:
+            order = checked(record.value)
+            if state.get() is not None:
+                raise AlreadyChargedError(order["id"])
+            attempt = int(dict(record.headers).get("onceflow.attempt") or 0) + 1
+            ask_provider(order["card"], attempt)
+            receipt = {"id": order["id"], "amount": order["amount"], "attempt": attempt}
+            state.put(receipt)
+            yield onceflow.Record(key, receipt)
+
+
+def checked(order: Any) -> dict[str, Any]:
+    """The order, if it is one."""
+    if not isinstance(order, dict):
+        raise TypeError(f"an order is an object, not {type(order).__name__}")
+    for name, kind in (("id", str), ("amount", int), ("at", int), ("card", str)):
+        if type(order[name]) is not kind:
+            raise TypeError(f"{name} is {type(order[name]).__name__}, not {kind.__name__}")
+    if not 0 < order["amount"] <= AMOUNT_MAX:
+        raise ValueError(f"amount {order['amount']} is not from 1 to {AMOUNT_MAX}")
+    if not 0 < order["at"] < YEAR_2100_MS:
+        raise ValueError(f"at {order['at']} is no time of this century")
+    return order
+
+
+def ask_provider(card: str, attempt: int) -> None:
+    """Stands for a call over the network. Its test cards tell how it answers: ``busy-2`` is busy twice."""
+    kind, _, times = card.partition("-")
+    if kind == "declined":
+        raise PaymentDeclinedError(card)
+    if kind == "down" or (kind == "busy" and attempt <= int(times)):
+        raise ConnectionError(f"no answer at attempt {attempt}")
+    if kind == "slow" and attempt <= int(times):
+        raise TimeoutError(f"no answer in time at attempt {attempt}")
+    if kind not in ("ok", "busy", "slow"):
+        raise ValueError(f"unknown card {card!r:.50}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("flow", choices=["charge", "retry"])
+    parser.add_argument("--bootstrap-servers", required=True)
+    parser.add_argument("--suffix", default="", help="of all topic and flow names")
+    parser.add_argument("--batch", type=int, default=20_000, help="most records of one transaction")
+    parser.add_argument("--state-dir", help="for the local stores  [default: ~/.local/state/onceflow]")
+    given = parser.parse_args()
+
+    orders, retry, failed, parked, charged, charges, waiting = (
+        f"{name}{given.suffix}" for name in ("orders", "retry", "failed", "parked", "charged", "charges", "waiting")
+    )
+    spark = onceflow.session(given.flow, master="local[2]", config={"spark.driver.memory": "640m"})
+    flow = onceflow.Flow(f"{given.flow}{given.suffix}", spark, bootstrap_servers=given.bootstrap_servers)
+
+    def read(topic: str) -> Any:
+        return flow.read(topic, max_records_per_batch=given.batch, include_headers=True)
+
+    if given.flow == "charge":
+        rows = flow.process(
+            read(orders).unionByName(read(retry)),
+            Charge(),
+            table=charges,
+            on_error="dead-letter",
+            dead_letter_topic=failed,
+            state_dir=given.state_dir,
+        )
+    else:
+        policy = onceflow.Retry(
+            retry_topic=retry,
+            parked_topic=parked,
+            base="0.2 seconds",
+            ceiling="2 seconds",
+            max_attempts=4,
+            permanent=onceflow.Retry.PERMANENT | {"AlreadyChargedError", "PaymentDeclinedError"},
+        )
+        rows = flow.process(onceflow.Retry.by_origin(read(failed)), policy, table=waiting, state_dir=given.state_dir)
+    topic = charged if given.flow == "charge" else retry
+    onceflow.serve(flow.write(rows, topic=topic, trigger="200 milliseconds").start())
+
+
+if __name__ == "__main__":
+    main()

@@ -7,15 +7,15 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+import deposits as service
 import pytest
 
 from onceflow import Record
 from onceflow.demos import deposits_data as data
 from onceflow.demos.audit import KINDS, Headers, Message, Origin, origin_headers
 from onceflow.demos.chain import Audit, Choices
-from onceflow.demos.deposits import Deposits
+from onceflow.demos.deposits import SERVICE, Deposits
 from onceflow.demos.harness import Death
-from onceflow.demos.services import deposits as service
 from onceflow.testing.processor_driver import ProcessorDriver
 
 SEED = 42
@@ -275,4 +275,4 @@ def test_state_must_have_been_deleted_and_read_back(
 
 def test_the_example_is_the_service_of_the_demo() -> None:
     example = Path(__file__).parents[2] / "examples" / "deposits" / "deposits.py"
-    assert example.resolve() == Path(service.__file__).resolve()
+    assert example == SERVICE == Path(service.__file__)

@@ -10,6 +10,7 @@ from datetime import timedelta
 from fractions import Fraction
 from pathlib import Path
 
+import moving_average as service
 import pyarrow as pa
 import pytest
 
@@ -18,7 +19,6 @@ from onceflow.demos import moving_average_data as data
 from onceflow.demos.audit import Expected, Findings, Message, Origin, compare
 from onceflow.demos.moving_average import MovingAverage, MovingAverageChoices, run
 from onceflow.demos.moving_average_data import Measurement
-from onceflow.demos.services import moving_average as service
 from onceflow.errors import EnvironmentUnusableError, OptionError
 from onceflow.protocol.partitioners import key_partitions
 from onceflow.state.api.record import Record
@@ -397,4 +397,4 @@ def test_a_package_that_is_missing_is_told(monkeypatch: pytest.MonkeyPatch, modu
 
 def test_the_example_is_the_service_of_the_demo() -> None:
     example = Path(__file__).parents[2] / "examples" / "moving-average" / "moving_average.py"
-    assert example.resolve() == Path(service.__file__).resolve()
+    assert example == demo.SERVICE == Path(service.__file__)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pairs as service
 import pyarrow as pa
 import pytest
 
@@ -20,7 +21,6 @@ from onceflow.demos.audit import KINDS, Expected, Findings, Message, Origin, com
 from onceflow.demos.chain import Audit
 from onceflow.demos.display import Display
 from onceflow.demos.pairs_data import Arrival, Bad, Moment
-from onceflow.demos.services import pairs as service
 from onceflow.protocol.partitioners import key_partitions
 from onceflow.testing.processor_driver import ProcessorDriver
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+from retry import Charge
 
 from onceflow.demos import retry_data as data
 from onceflow.demos.audit import KINDS, Message, Origin, compare
 from onceflow.demos.retry import Choices, run
-from onceflow.demos.services.retry import Charge
 from onceflow.errors import OptionError
 from onceflow.protocol.partitioners import key_partitions
 from onceflow.state.api.record import Record

@@ -202,16 +202,16 @@ def test_a_copy_is_verified_again_after_its_machine_has_started_again(
 def test_a_copy_is_verified_once_for_each_start_of_its_machine(
     tmp_path: Path, boot: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    on_noop = []
+    checksums = []
     holds = LmdbStore.checksum_holds
-    monkeypatch.setattr(LmdbStore, "checksum_holds", lambda store: on_noop.append(1) or holds(store))
+    monkeypatch.setattr(LmdbStore, "checksum_holds", lambda store: checksums.append(1) or holds(store))
     flow = Flow(tmp_path)
     flow.run(KEYS)  # made by this run: nothing to verify
     for name, times in (("first", 0), ("second", PARTITIONS), ("second", 0), ("first", 0), ("third", PARTITIONS)):
         boot(name)
-        on_noop.clear()
+        checksums.clear()
         flow.run(KEYS)
-        assert len(on_noop) == times
+        assert len(checksums) == times
 
 
 @pytest.mark.parametrize("what", ["boot_id", "_mounts", "gethostname"])

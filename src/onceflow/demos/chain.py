@@ -31,7 +31,6 @@ from onceflow.demos.reading import GroupLag, Tally, read_topic
 from onceflow.errors import OptionError
 from onceflow.testing.broker import create_topic
 
-SERVICES = Path(__file__).parent / "services"
 # So many batches leave room for kills between them; so few keep the fixed cost of a batch small.
 BATCHES_PER_LIFE = 5
 _LOOK_EVERY_S = 1.0
@@ -58,7 +57,7 @@ class Link:
         flow: its name.
         sources: the topics it reads.
         done: what a record that it is through with counts as, on the display.
-        script, arguments: how its process is started: a file in ``services``, and what comes before the options.
+        script, arguments: how its process is started: a Python file, and what comes before the options.
         keeps_state: it is given ``--state-dir``; after some of its deaths, what is in there is deleted.
         share: how many of the demo's records it gets; kills are planned over its batches.
     """
@@ -66,7 +65,7 @@ class Link:
     flow: str
     sources: tuple[str, ...]
     done: str
-    script: str
+    script: Path
     arguments: tuple[str, ...] = ()
     keeps_state: bool = False
     share: float = 1.0
@@ -162,7 +161,7 @@ class Chain(abc.ABC):
 
     def command(self, link: Link) -> list[str]:
         """How the process of a flow is started."""
-        command = [sys.executable, str(SERVICES / link.script), *link.arguments]
+        command = [sys.executable, str(link.script), *link.arguments]
         command += ["--bootstrap-servers", self.servers, f"--suffix={self.suffix}"]
         command += ["--batch", str(self.records_per_batch)]
         return [*command, "--state-dir", str(self.state_dir)] if link.keeps_state else command
@@ -254,14 +253,14 @@ class Chain(abc.ABC):
                 stack.callback(lag.close)
                 lags.append(lag)
             supervisor = stack.enter_context(Supervisor(services))
-            on_noop = 0.0
+            looked_at = 0.0
 
             def done() -> bool:
-                nonlocal on_noop
+                nonlocal looked_at
                 self._tell_deaths(display)
-                if time.monotonic() - on_noop < _LOOK_EVERY_S:
+                if time.monotonic() - looked_at < _LOOK_EVERY_S:
                     return False
-                on_noop = time.monotonic()
+                looked_at = time.monotonic()
                 complete = self._generator.check()
                 # In this order: once a flow is through, the end of what the next one reads does not move any more.
                 reached = [found for found in (lag.read() for lag in lags) if found is not None]

@@ -27,7 +27,9 @@ from onceflow.demos.display import Display
 from onceflow.demos.generator import Input
 from onceflow.demos.ledger import BalanceFindings, Books, Line, Looks
 from onceflow.demos.reading import read_topic
+from onceflow.demos.service_files import service_file
 
+SERVICE = service_file("deposits/deposits.py")
 # What the driver says of each partition when a batch that had to read its state from the topics is committed.
 READ_BACK = r"table \S+-\d+: (?:restored|caught up), (\d+) records read"
 # For records of 1970 and of 9999: brokers delete the former, and refuse the latter, where nothing else is said.
@@ -44,8 +46,8 @@ class Deposits(Chain):
     partitions: ClassVar[Mapping[str, int]] = {"deposits": 4, "validated": 3, "rejected": 2, "ledger": 6}
     configs: ClassVar[Mapping[str, Mapping[str, str]]] = {"deposits": ANY_TIME, "rejected": ANY_TIME}
     links: ClassVar[Sequence[Link]] = (
-        Link("validate", ("deposits",), "validated", "deposits.py", ("validate",), keeps_state=True),
-        Link("book", ("validated",), "booked", "deposits.py", ("book",), keeps_state=True),
+        Link("validate", ("deposits",), "validated", SERVICE, ("validate",), keeps_state=True),
+        Link("book", ("validated",), "booked", SERVICE, ("book",), keeps_state=True),
     )
     inputs_of = ("deposits",)
     outputs = ("validated", "ledger")

@@ -20,7 +20,9 @@ from onceflow.demos.files_data import ATTEMPTS, BIG_IDENTITY, DEADLINE_S, BigFil
 from onceflow.demos.files_server import FilesServer, write_files
 from onceflow.demos.generator import Input
 from onceflow.demos.reading import read_topic
+from onceflow.demos.service_files import service_file
 
+SERVICE = service_file("files/files.py")
 BIG_BYTES = 10**9
 # It takes longer to come than the others.
 _BIG_DEADLINE_S = 40
@@ -45,7 +47,7 @@ class Files(Chain):
         "failed": 3,
         "skipped": 2,
     }
-    links: ClassVar[Sequence[Link]] = (Link("files", ("links",), "loaded", "files.py", keeps_state=True),)
+    links: ClassVar[Sequence[Link]] = (Link("files", ("links",), "loaded", SERVICE, keeps_state=True),)
     inputs_of = ("links",)
     outputs = ("transactions",)
     letters = ("failed", "bad-rows")

@@ -14,6 +14,7 @@ import random
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 from rich.table import Table
@@ -26,6 +27,7 @@ from onceflow.demos.harness import Kill
 from onceflow.driver.delivery import AT_LEAST_ONCE, AT_MOST_ONCE, EXACTLY_ONCE
 
 SOURCE = "deposits"
+COPY_SERVICE = Path(__file__).with_name("copy_service.py")
 _ID = re.compile(rb"dep-\d{9}")
 #: In the order in which they are run and shown.
 GUARANTEES = (AT_MOST_ONCE, AT_LEAST_ONCE, EXACTLY_ONCE)
@@ -62,7 +64,7 @@ class Guarantees(Chain):
     name = "guarantees"
     partitions: ClassVar[Mapping[str, int]] = {SOURCE: 4, **dict.fromkeys(GUARANTEES, 3)}
     links: ClassVar[Sequence[Link]] = tuple(
-        Link(f"copy-{guarantee}", (SOURCE,), guarantee, "guarantees.py", (guarantee,)) for guarantee in GUARANTEES
+        Link(f"copy-{guarantee}", (SOURCE,), guarantee, COPY_SERVICE, (guarantee,)) for guarantee in GUARANTEES
     )
     inputs_of = (SOURCE,)
     outputs = GUARANTEES

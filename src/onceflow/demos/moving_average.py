@@ -21,8 +21,10 @@ from onceflow.demos.chain import Audit, Chain, Choices, Link, run_chain
 from onceflow.demos.display import Display
 from onceflow.demos.generator import Input
 from onceflow.demos.reading import read_topic
+from onceflow.demos.service_files import service_file
 from onceflow.errors import OptionError
 
+SERVICE = service_file("moving-average/moving_average.py")
 PICTURE = Path("moving-average.png")
 # More would have to begin after the year 2999, which the services take for a mistake.
 RECORDS_MAX = 1_000_000
@@ -60,8 +62,8 @@ class MovingAverage(Chain):
         "bad-measurements-columns": 1,
     }
     links: ClassVar[Sequence[Link]] = (
-        Link("averages", (data.SOURCE,), "records", "moving_average.py", ("records",), keeps_state=True),
-        Link("averages-columns", (data.SOURCE,), "columns", "moving_average.py", ("columns",), keeps_state=True),
+        Link("averages", (data.SOURCE,), "records", SERVICE, ("records",), keeps_state=True),
+        Link("averages-columns", (data.SOURCE,), "columns", SERVICE, ("columns",), keeps_state=True),
     )
     inputs_of = (data.SOURCE,)
     outputs = ("averages", "averages-columns")

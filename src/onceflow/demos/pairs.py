@@ -23,16 +23,20 @@ from onceflow.demos.chain import Audit, Chain, Choices, Link, run_chain
 from onceflow.demos.display import Display
 from onceflow.demos.generator import Input
 from onceflow.demos.reading import read_topic
+from onceflow.demos.service_files import service_file
 
+SERVICE = service_file("pairs/pairs.py")
+#: The same with Spark's own state.
+SPARK_SERVICE = service_file("pairs/pairs_spark.py")
 PROCESSOR, SORT, JOIN, GROUPED = "processor", "sort", "join", "grouped"
 #: In the order in which they run.
 VERSIONS = (PROCESSOR, JOIN, GROUPED)
 LINKS = {
-    PROCESSOR: Link("pairs", ("events",), PROCESSOR, "pairs.py", keeps_state=True),
-    SORT: Link("pairs-sort", ("events",), SORT, "pairs_spark.py", (SORT,)),
+    PROCESSOR: Link("pairs", ("events",), PROCESSOR, SERVICE, keeps_state=True),
+    SORT: Link("pairs-sort", ("events",), SORT, SPARK_SERVICE, (SORT,)),
     # Each of two topics has a bit less than half of the events.
-    JOIN: Link("pairs-join", ("as", "bs"), JOIN, "pairs_spark.py", (JOIN,), share=0.9),
-    GROUPED: Link("pairs-grouped", ("as", "bs"), GROUPED, "pairs_spark.py", (GROUPED,), share=0.9),
+    JOIN: Link("pairs-join", ("as", "bs"), JOIN, SPARK_SERVICE, (JOIN,), share=0.9),
+    GROUPED: Link("pairs-grouped", ("as", "bs"), GROUPED, SPARK_SERVICE, (GROUPED,), share=0.9),
 }
 #: How many rows of state a moment may take: its events and their two timers; two halves of a join and two ids, which
 #: Spark remembers for five minutes longer than the halves; one row of an aggregation.

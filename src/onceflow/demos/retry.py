@@ -18,8 +18,10 @@ from onceflow.demos.chain import Audit, Chain, Choices, Link, run_chain
 from onceflow.demos.display import Display
 from onceflow.demos.generator import Input
 from onceflow.demos.reading import read_topic
+from onceflow.demos.service_files import service_file
 from onceflow.testing import independent
 
+SERVICE = service_file("retry/retry.py")
 # Of the broker, not of the flows: the audit measures with it how long records have waited.
 _BROKER_TIME = {"message.timestamp.type": "LogAppendTime"}
 
@@ -38,8 +40,8 @@ class Retries(Chain):
         "parked": {"cleanup.policy": "compact"},
     }
     links: ClassVar[Sequence[Link]] = (
-        Link("charge", ("orders", "retry"), "charged", "retry.py", ("charge",), keeps_state=True),
-        Link("retry", ("failed",), "retried", "retry.py", ("retry",), keeps_state=True, share=0.4),
+        Link("charge", ("orders", "retry"), "charged", SERVICE, ("charge",), keeps_state=True),
+        Link("retry", ("failed",), "retried", SERVICE, ("retry",), keeps_state=True, share=0.4),
     )
     inputs_of: ClassVar[tuple[str, ...]] = ("orders",)
     outputs: ClassVar[tuple[str, ...]] = ("charged", "parked")

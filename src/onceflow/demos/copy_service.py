@@ -1,6 +1,6 @@
 """A copy of one topic to another, with the guarantee that is asked for. Nothing else differs between the three.
 
-python service.py at_most_once --bootstrap-servers localhost:9092
+python copy_service.py at_most_once --bootstrap-servers localhost:9092
 """
 
 from __future__ import annotations

@@ -1,0 +1,26 @@
+"""Build hook: a wheel carries the example services, because ``onceflow demo`` runs them.
+
+They lie in ``examples/`` in the checkout and in the source archive, and in ``onceflow/demos/examples/`` in a wheel. An
+editable install gets no copies: ``onceflow.demos.service_files`` finds the files in the checkout.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+
+class ExampleServices(BuildHookInterface):
+    """Adds the files of ``examples/`` that are no tests, each in the folder of its service."""
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        if version == "editable":
+            return
+        root = Path(self.root)
+        services = sorted(file for file in root.glob("examples/*/*.py") if not file.name.startswith("test_"))
+        if not services:
+            raise FileNotFoundError(f"{root / 'examples'} holds no services; a wheel needs them for `onceflow demo`")
+        for file in services:
+            build_data["force_include"][str(file)] = f"onceflow/demos/{file.relative_to(root).as_posix()}"

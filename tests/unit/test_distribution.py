@@ -1,0 +1,127 @@
+"""What is built for others: a wheel has the example services, from the checkout and from the source archive alike."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = sorted(file for file in ROOT.glob("examples/*/*.py") if not file.name.startswith("test_"))
+# What git ignores, and git's own.
+NOT_OURS = {
+    ".git",
+    ".venv",
+    ".mypy_cache",
+    ".ruff_cache",
+    ".pytest_cache",
+    ".hypothesis",
+    "__pycache__",
+    "build",
+    "dist",
+}
+
+
+def build(root: Path, target: str, folder: Path) -> Path:
+    """The archive that the build backend makes of a source tree."""
+    command = [sys.executable, "-m", "hatchling", "build", "-t", target, "-d", str(folder)]
+    subprocess.run(command, cwd=root, check=True, capture_output=True, timeout=120)
+    (built,) = folder.glob("onceflow-*")
+    return built
+
+
+def contents(wheel: Path) -> dict[str, bytes]:
+    with zipfile.ZipFile(wheel) as archive:
+        # RECORD has the checksums of the others.
+        return {name: archive.read(name) for name in archive.namelist() if not name.endswith("RECORD")}
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(ROOT, "wheel", tmp_path_factory.mktemp("wheel"))
+
+
+def test_a_wheel_has_the_package_and_the_example_services(wheel: Path) -> None:
+    found = {name: text for name, text in contents(wheel).items() if not name.startswith("onceflow-")}
+    package = [file for file in (ROOT / "src").rglob("*") if file.is_file() and "__pycache__" not in file.parts]
+    expected = {file.relative_to(ROOT / "src").as_posix(): file.read_bytes() for file in package}
+    assert len(EXAMPLES) >= 9
+    expected |= {f"onceflow/demos/{file.relative_to(ROOT).as_posix()}": file.read_bytes() for file in EXAMPLES}
+    assert found == expected
+
+
+def test_the_source_archive_builds_the_same_wheel(wheel: Path, tmp_path: Path) -> None:
+    with tarfile.open(build(ROOT, "sdist", tmp_path / "sdist")) as archive:
+        assert [member.name for member in archive if member.issym() or member.islnk()] == []
+        archive.extractall(tmp_path)
+    (unpacked,) = tmp_path.glob("onceflow-*")
+    assert contents(build(unpacked, "wheel", tmp_path / "wheel")) == contents(wheel)
+
+
+def test_the_image_builds_the_same_wheel(wheel: Path, tmp_path: Path) -> None:
+    """Of what the Dockerfile copies to ``/src``."""
+    for line in (ROOT / "deploy" / "Dockerfile").read_text().splitlines():
+        if not line.startswith("COPY ") or "/src/" not in line:
+            continue
+        *sources, target = shlex.split(line)[1:]
+        folder = tmp_path / "image" / target.removeprefix("/src/")
+        for source in sources:
+            if (ROOT / source).is_dir():
+                shutil.copytree(ROOT / source, folder)
+            else:
+                folder.mkdir(parents=True, exist_ok=True)
+                shutil.copy(ROOT / source, folder)
+    assert contents(build(tmp_path / "image", "wheel", tmp_path / "wheel")) == contents(wheel)
+
+
+def test_an_editable_install_has_no_copies(tmp_path: Path) -> None:
+    """A copy would be out of date with the next change in the checkout."""
+    code = "import sys; from hatchling.build import build_editable; build_editable(sys.argv[1])"
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, check=True, capture_output=True, timeout=120)
+    (built,) = tmp_path.glob("onceflow-*.whl")
+    files = [name for name in contents(built) if ".dist-info/" not in name]
+    assert [Path(name).suffix for name in files] == [".pth"]
+
+
+@pytest.mark.parametrize("installed", ["wheel", "editable"])
+def test_the_demos_find_their_services(wheel: Path, tmp_path: Path, installed: str) -> None:
+    """As installed from a wheel, and from a checkout: the files are there."""
+    place, folder = ROOT / "src", ROOT
+    if installed == "wheel":
+        place, folder = tmp_path / "site", tmp_path / "site" / "onceflow" / "demos"
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(place)
+    code = (
+        "from onceflow.demos import deposits, files, guarantees, moving_average, pairs, retry\n"
+        "print(deposits.SERVICE, files.SERVICE, guarantees.COPY_SERVICE, moving_average.SERVICE, sep='\\n')\n"
+        "print(pairs.SERVICE, pairs.SPARK_SERVICE, retry.SERVICE, sep='\\n')\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(place)}
+    answer = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
+    )
+    scripts = [Path(line) for line in answer.stdout.splitlines()]
+    names = ["deposits/deposits", "files/files", "moving-average/moving_average", "pairs/pairs", "pairs/pairs_spark"]
+    expected = [folder / "examples" / f"{name}.py" for name in (*names, "retry/retry")]
+    assert sorted(scripts) == sorted([*expected, place / "onceflow" / "demos" / "copy_service.py"])
+    assert all(script.is_file() for script in scripts)
+    # The one that imports files beside it.
+    command = [sys.executable, str(folder / "examples" / "files" / "files.py"), "--help"]
+    usage = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    assert usage.stdout.startswith("usage: files.py ")
+
+
+def test_the_repository_has_no_symbolic_links() -> None:
+    """A zip download and a checkout on Windows turn them into text files."""
+    links = []
+    for folder, folders, files in os.walk(ROOT):
+        folders[:] = [name for name in folders if name not in NOT_OURS]
+        links += [Path(folder) / name for name in (*folders, *files) if (Path(folder) / name).is_symlink()]
+    assert links == []
