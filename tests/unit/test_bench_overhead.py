@@ -6,15 +6,16 @@ from typing import Any
 
 import pytest
 
-from onceflow.bench import overhead
+from onceflow.bench import overhead_runs
 from onceflow.bench.latency import Plan, percentile
-from onceflow.bench.overhead import (
+from onceflow.bench.overhead_figures import (
     Commit,
     chosen_bound,
     commits_of,
     next_bound,
     overhead_percent,
     rate_of,
+    rotations,
     turns,
     warm_span,
 )
@@ -38,7 +39,7 @@ def test_a_plan_counts_what_comes_after_the_warm_up() -> None:
 
 def test_contenders_take_turns_and_each_goes_first_equally_often() -> None:
     assert turns(("a", "b"), 4) == [("a", "b"), ("b", "a"), ("a", "b"), ("b", "a")]
-    assert overhead.rotations(("a", "b", "c")) == [("a", "b", "c"), ("b", "c", "a"), ("c", "a", "b")]
+    assert rotations(("a", "b", "c")) == [("a", "b", "c"), ("b", "c", "a"), ("c", "a", "b")]
 
 
 def test_overhead_is_the_median_of_the_rounds_own_ratios() -> None:
@@ -113,8 +114,8 @@ def test_outputs_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
         servers = "nowhere"
 
     def problem(numbers: list[int]) -> str:
-        monkeypatch.setattr(overhead, "_keys", lambda *_: iter(number.to_bytes(8, "big") for number in numbers))
-        return overhead.problem_of(Somewhere(), "out", 4)  # type: ignore[arg-type]
+        monkeypatch.setattr(overhead_runs, "_keys", lambda *_: iter(number.to_bytes(8, "big") for number in numbers))
+        return overhead_runs.problem_of(Somewhere(), "out", 4)  # type: ignore[arg-type]
 
     assert problem([3, 1, 0, 2]) == ""
     assert problem([0, 1, 2]) == "3 records with 3 keys came out of 4"

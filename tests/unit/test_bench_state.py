@@ -11,7 +11,7 @@ import orjson
 import pyarrow as pa
 import pytest
 
-from onceflow.bench import balance_service, copy_service, state
+from onceflow.bench import balance_runs, balance_service, copy_service, processes, restore, state
 from onceflow.bench.balance_service import Balance, ColumnBalance, expected, payments, problem_of, row_of
 from onceflow.state.api.record import Record
 
@@ -108,36 +108,36 @@ def test_log_lines_of_a_restore() -> None:
         "table t-1: caught up, 7 records read in 0.10 s",
         "table t-1: restored, 500 records read in 0.25 s",
     ]
-    assert state.restored_of(lines) == (1500, 0.75)
+    assert restore.restored_of(lines) == (1500, 0.75)
 
 
 def test_proc_files() -> None:
     stat = "12 (a (b) c) S 7 12 12 0 -1 4194560 1 2 3 4 100 50 20 30 20 0 1 0 999 1 1"
-    process = state.stat_of(stat)
+    process = processes.stat_of(stat)
     assert (process.parent, process.begun) == (7, 999)
-    assert process.cpu_s == pytest.approx(150 / state._TICKS)
-    assert state.busy_of("cpu  10 1 20 500 60 2 3 40 0 0\ncpu0 1\n") == pytest.approx(36 / state._TICKS)
-    assert state.memory_of("Name:\tx\nVmRSS:\t  2048 kB\nRssAnon:\t  1024 kB\n") == (2.0, 1.0)
-    assert state.memory_of("Name:\tx\n") == (0.0, 0.0)
+    assert process.cpu_s == pytest.approx(150 / processes._TICKS)
+    assert processes.busy_of("cpu  10 1 20 500 60 2 3 40 0 0\ncpu0 1\n") == pytest.approx(36 / processes._TICKS)
+    assert processes.memory_of("Name:\tx\nVmRSS:\t  2048 kB\nRssAnon:\t  1024 kB\n") == (2.0, 1.0)
+    assert processes.memory_of("Name:\tx\n") == (0.0, 0.0)
 
 
 def test_processes_below_another() -> None:
     parents = {1: 0, 2: 1, 3: 2, 4: 1, 5: 9}
-    stats = {pid: state.Process(parent, 0.0, 0) for pid, parent in parents.items()}
-    assert sorted(state.below(1, stats)) == [2, 3, 4]
-    assert state.below(5, stats) == []
+    stats = {pid: processes.Process(parent, 0.0, 0) for pid, parent in parents.items()}
+    assert sorted(processes.below(1, stats)) == [2, 3, 4]
+    assert processes.below(5, stats) == []
 
 
 def test_time_of_workers_that_have_ended_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    worker = state.Process(1, 5.0, 77)
-    stats = {1: state.Process(0, 1.0, 1), 2: worker}
-    monkeypatch.setattr(state, "_stats", lambda: stats.items())
-    meter = state.Meter(1, (), "x")
+    worker = processes.Process(1, 5.0, 77)
+    stats = {1: processes.Process(0, 1.0, 1), 2: worker}
+    monkeypatch.setattr(processes, "_stats", lambda: stats.items())
+    meter = processes.Meter(1, (), "x")
     stats[2] = worker._replace(cpu_s=7.0)
     meter._cpu()
     del stats[2]
     assert meter.cpu_s()["workers"] == 2.0
-    stats[2] = state.Process(1, 0.5, 99)  # another one with the same pid
+    stats[2] = processes.Process(1, 0.5, 99)  # another one with the same pid
     assert meter.cpu_s()["workers"] == 2.5
 
 
@@ -146,27 +146,27 @@ def test_rates_leave_out_the_first_batch_and_a_rest() -> None:
         {"numInputRows": n, "durationMs": {"triggerExecution": ms}} for n, ms in ((100, 9000), (100, 500), (0, 7))
     ]
     reports += [{"numInputRows": n, "durationMs": {"triggerExecution": ms}} for n, ms in ((100, 300), (10, 200))]
-    batches = state.batches_of(reports)
+    batches = balance_runs.batches_of(reports)
     assert batches == [(100, 9000.0), (100, 500.0), (100, 300.0), (10, 200.0)]
-    assert state.rate_of(batches) == (250.0, [500.0, 300.0])
-    assert state.rate_of(batches[:1]) == (0.0, [])
-    assert state.rate_of([]) == (0.0, [])
+    assert balance_runs.rate_of(batches) == (250.0, [500.0, 300.0])
+    assert balance_runs.rate_of(batches[:1]) == (0.0, [])
+    assert balance_runs.rate_of([]) == (0.0, [])
 
 
 def test_steps_are_those_of_later_batches() -> None:
     batches = [SimpleNamespace(seconds={"write": s}) for s in (9.0, 0.1, 0.3)]
-    assert state.steps_ms(batches) == {"write": 200.0}
-    assert state.steps_ms(batches[:1]) == {"write": 9000.0}
-    assert state.steps_ms([]) == {}
+    assert balance_runs.steps_ms(batches) == {"write": 200.0}
+    assert balance_runs.steps_ms(batches[:1]) == {"write": 9000.0}
+    assert balance_runs.steps_ms([]) == {}
 
 
 def test_summary_of_runs() -> None:
-    def run(rate: float, problem: str = "") -> state.Measured:
+    def run(rate: float, problem: str = "") -> balance_runs.Measured:
         meter: Any = SimpleNamespace(rss_mib=rate, anon_mib=None)
         cpu_s = {"driver": 1.0, "jvm": 2.0, "workers": 3.0, "broker": 4.0, "others": 9.0}
-        return state.Measured(rate, 1_000_000, 3, [100.0, 300.0], cpu_s, meter, problem=problem)
+        return balance_runs.Measured(rate, 1_000_000, 3, [100.0, 300.0], cpu_s, meter, problem=problem)
 
-    line = state.summary(state.COLUMNS, [run(300), run(100), run(200, "2 missing")], 50, records=1)
+    line = state.summary(balance_runs.COLUMNS, [run(300), run(100), run(200, "2 missing")], 50, records=1)
     assert line["records_per_s"] == 200
     assert line["ratio_to_transform_with_state"] == 4.0
     assert line["commits"] == 3
@@ -176,7 +176,7 @@ def test_summary_of_runs() -> None:
     assert line["max_worker_anon_mib"] is None
     assert line["correct"] == "2 missing"
     assert line["guarantee"] == "exactly_once"
-    assert state.summary(state.SPARK, [run(1)], 1)["guarantee"] == "at_least_once"
+    assert state.summary(balance_runs.SPARK, [run(1)], 1)["guarantee"] == "at_least_once"
 
 
 def test_the_service_copies_when_asked_to(monkeypatch: pytest.MonkeyPatch) -> None:

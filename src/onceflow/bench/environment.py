@@ -1,0 +1,81 @@
+"""One SparkSession against one broker, for all runs of a benchmark."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from onceflow.bench.processes import MARK, Meter
+
+PARTITIONS = 4
+_RUN_SECONDS = 1800
+
+
+@dataclass
+class Bench:
+    """What all runs share.
+
+    Args:
+        spark: the session. servers: of the broker. broker_pids: its processes.
+        folder: for local state and checkpoints. say: told what is going on.
+    """
+
+    spark: Any
+    servers: str
+    broker_pids: tuple[int, ...]
+    folder: Path
+    say: Callable[[str], None]
+
+    def topic(self, prefix: str) -> str:
+        """A new topic."""
+        from onceflow.testing.broker import create_topic
+
+        name = f"{prefix}-{uuid.uuid4().hex[:6]}"
+        create_topic(self.servers, name, PARTITIONS)
+        return name
+
+    def fill(self, topic: str, records: Iterable[tuple[bytes, bytes]]) -> int:
+        """Produce them, keys placed as the Java client does. Returns how many."""
+        from onceflow.testing.independent import fill
+
+        return fill(self.servers, topic, records)
+
+    def delete(self, *topics: str) -> None:
+        """Delete topics that are there."""
+        from onceflow.broker.process import admin_client
+
+        with admin_client(self.servers, {}) as admin:
+            there = admin.list_topics(timeout=30).topics
+            gone = [topic for topic in topics if topic in there]
+            for future in admin.delete_topics(gone).values() if gone else ():
+                future.result(30)
+
+    def meter(self, mark: str) -> Meter:
+        """For runs whose workers are this mark's own."""
+        self.spark.sparkContext.environment[MARK] = mark
+        return Meter(self.spark.sparkContext._gateway.proc.pid, self.broker_pids, mark)
+
+    def outputs(self, topic: str) -> Iterator[tuple[bytes | None, bytes | None]]:
+        """Keys and values of all committed records, by an independent consumer."""
+        from onceflow.testing.independent import read_topic
+
+        return ((seen.key, seen.value) for seen in read_topic(self.servers, topic, decided=True, seconds=300))
+
+
+def wait(query: Any, first: Callable[[], None] = lambda: None) -> None:
+    """Until the query has ended. ``first`` is called after its first batch."""
+    end = time.monotonic() + _RUN_SECONDS
+    begun = False
+    while query.isActive:
+        if time.monotonic() > end:
+            query.stop()
+            raise TimeoutError(f"a benchmark run took more than {_RUN_SECONDS} s")
+        if not begun and query.recentProgress:
+            begun = True
+            first()
+        query.awaitTermination(0.05)
+    query.awaitTermination()  # raises what it failed with
