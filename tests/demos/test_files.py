@@ -19,6 +19,7 @@ from fetch import Fetch
 from files import Once
 
 from onceflow.client.deadline import Deadline
+from onceflow.demos import files_big, files_rows
 from onceflow.demos import files_data as data
 from onceflow.demos.audit import KINDS, Expected, Findings, Message, Origin, compare
 from onceflow.demos.files import Files, FilesChoices, run
@@ -77,7 +78,7 @@ def test_one_percent_of_the_rows_is_bad_in_every_way() -> None:
     rows = [row for case in links.loaded() for row in links.rows(case)]
     causes = Counter(row.cause for row in rows if row.transaction is None)
     assert 0.007 < causes.total() / len(rows) < 0.013
-    assert {cause for _, cause in (*data._BAD_CSV, *data._BAD_JSONL)} <= set(causes)
+    assert {cause for _, cause in (*files_rows.BAD_CSV, *files_rows.BAD_JSONL)} <= set(causes)
 
 
 def test_ids_are_unique_in_a_file_and_accounts_belong_to_one() -> None:
@@ -97,19 +98,19 @@ def test_the_old_content_of_a_file_that_changes_shares_no_row_with_the_new_one()
 
 
 def test_the_rows_of_the_big_file_all_have_one_length() -> None:
-    content = b"".join([data.HEAD, *data.big_parts(9_000)])
-    assert len(content) == data.big_bytes(9_000)
+    content = b"".join([files_rows.HEAD, *files_big.big_parts(9_000)])
+    assert len(content) == files_big.big_bytes(9_000)
     assert len(set(map(len, content.split(b"\n")[1:-1]))) == 1
 
 
 def test_the_big_file_becomes_what_is_expected_of_it(tmp_path: Path) -> None:
     path = tmp_path / "big.csv"
-    path.write_bytes(b"".join([data.HEAD, *data.big_parts(2_000)]))
+    path.write_bytes(b"".join([files_rows.HEAD, *files_big.big_parts(2_000)]))
     with path.open("rb") as file:
         rows = [row.transaction for row in read_rows(file, "csv")]
     assert all(row is not None for row in rows)
     for number, row in enumerate(rows):
-        expected = json.loads(data.big_transaction(number, "l")[1])
+        expected = json.loads(files_big.big_transaction(number, "l")[1])
         assert row == {name: value for name, value in expected.items() if name != "link"}
 
 
@@ -353,19 +354,19 @@ def _has(message: Message, header: str) -> bool:
 
 def test_the_audit_of_the_big_file_sees_what_is_wrong() -> None:
     link, count = "http://127.0.0.1:1/big.csv", 50
-    messages = [Message(0, n, *data.big_transaction(n, link)) for n in range(count)]
+    messages = [Message(0, n, *files_big.big_transaction(n, link)) for n in range(count)]
     assert _big(link, count, messages) == {"lost": 0, "duplicated": 0, "wrong": 0}
     assert _big(link, count, messages[1:]) == {"lost": 1, "duplicated": 0, "wrong": 0}
     assert _big(link, count, [*messages, messages[7]]) == {"lost": 0, "duplicated": 1, "wrong": 0}
     changed = (messages[7].value or b"").replace(b"2024-01-31", b"2024-01-30")
     assert _big(link, count, [*messages[:7], messages[7]._replace(value=changed), *messages[8:]])["wrong"] == 1
     assert _big(link, count, [*messages[:7], messages[7]._replace(key=b"x"), *messages[8:]])["wrong"] == 1
-    foreign = data.big_transaction(count, link)
+    foreign = files_big.big_transaction(count, link)
     assert _big(link, count, [*messages, Message(0, 0, *foreign)])["wrong"] == 1
 
 
 def _big(link: str, count: int, messages: list[Message]) -> Mapping[str, Any]:
-    audit = data.BigFile(link, count)
+    audit = files_big.BigFile(link, count)
     assert not audit.takes(Message(0, 0, b"acc", b'{"id":"000000001","link":"http://another"}'))
     assert all(audit.takes(message) for message in messages)
     assert audit.found == len(messages)
@@ -426,5 +427,5 @@ def test_the_demo_writes_every_link(make_demo: Callable[[FilesChoices], Files]) 
 def test_the_big_file_is_one_more(make_demo: Callable[[FilesChoices], Files]) -> None:
     demo = make_demo(FilesChoices(records=60, seed=SEED, kills=1, big=True))
     assert len(list(demo.inputs())) == 61
-    assert 0.999e9 < data.big_bytes(demo.wanted.big_rows) <= 1e9
+    assert 0.999e9 < files_big.big_bytes(demo.wanted.big_rows) <= 1e9
     assert [record.identity for record in demo.wanted.expected_loaded()].count(demo.wanted.big_link) == 1

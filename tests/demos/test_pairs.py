@@ -16,11 +16,14 @@ import pytest
 from onceflow import Record
 from onceflow.client.deadline import Deadline
 from onceflow.demos import pairs as demo
+from onceflow.demos import pairs_bad_records, pairs_events
 from onceflow.demos import pairs_data as data
 from onceflow.demos.audit import KINDS, Expected, Findings, Message, Origin, compare, origin_headers
 from onceflow.demos.chain import Audit
 from onceflow.demos.display import Display
-from onceflow.demos.pairs_data import Arrival, Bad, Moment
+from onceflow.demos.pairs_bad_records import Bad
+from onceflow.demos.pairs_data import Arrival
+from onceflow.demos.pairs_events import Moment
 from onceflow.protocol.partitioners import key_partitions
 from onceflow.testing.processor_driver import ProcessorDriver
 
@@ -84,7 +87,7 @@ def test_records_come_in_the_order_of_their_own_time_and_events_do_not(arrivals:
     assert own == sorted(own)
     behind = [each.at_ms - at_ms for each, _, at_ms in good]
     assert min(behind) >= 0
-    assert data.DISORDER_MS * 0.9 < max(behind) < data.DISORDER_MS
+    assert pairs_events.DISORDER_MS * 0.9 < max(behind) < pairs_events.DISORDER_MS
 
 
 def test_no_event_is_late_whichever_way_event_time_is_taken(good: Good) -> None:
@@ -117,11 +120,11 @@ def test_an_id_belongs_to_one_event(good: Good) -> None:
 def test_events_without_an_id_are_written_in_every_way_and_meet_those_of_other_ways(moments: list[Moment]) -> None:
     events = [event for moment in moments for event in (moment.a, moment.b) if event is not None]
     told = [json.loads(event.encoded) for event in events]
-    assert {event.spelling for event in events} == set(range(len(data.SPELLINGS)))
+    assert {event.spelling for event in events} == set(range(len(pairs_events.SPELLINGS)))
     assert all(("id" in each) == (event.spelling == 0) for each, event in zip(told, events, strict=True))
     assert all(event.copies == 1 for event in events if event.spelling)
     for each, event in zip(told, events, strict=True):
-        assert service.canonical(each["timestamp"]) == data.timestamp(event.at_ms)
+        assert service.canonical(each["timestamp"]) == pairs_events.timestamp(event.at_ms)
     assert any(moment.a and moment.b and 0 < moment.a.spelling < moment.b.spelling for moment in moments)
 
 
@@ -149,14 +152,14 @@ def test_closing_events_come_last_and_bring_every_partition_past_all_others(
 
 def test_every_kind_of_bad_record_is_there() -> None:
     bad = data.bad_records(data.story(SEED, 100_000, PARTITIONS)).values()
-    assert {each.cause for each in bad} == set(data.CAUSES)
+    assert {each.cause for each in bad} == set(pairs_bad_records.CAUSES)
     huge = [each for each in bad if len(each.value or b"") > 200_000]
     assert len(huge) == len(bad) // data.HUGE_EVERY
 
 
 def test_bad_records_are_bad_in_the_way_they_say() -> None:
     for each in data.bad_records(data.story(SEED, 100_000, PARTITIONS)).values():
-        for delay_ms in (0, data.DISORDER_MS - 1):
+        for delay_ms in (0, pairs_events.DISORDER_MS - 1):
             assert _cause(each, each.at_ms + delay_ms) == each.cause, each
 
 
@@ -165,13 +168,13 @@ def _cause(bad: Bad, told_ms: int) -> str | None:
     try:
         event = None if bad.value is None else service.Pairs.value.decode(bad.value)
     except ValueError:
-        return data.NOT_JSON
+        return pairs_bad_records.NOT_JSON
     try:
         service.checked(event, told_ms)
     except service.BadEvent as error:
         # A key is looked at before the value is.
-        return data.LONG_KEY if bad.told is not None and len(bad.told) > 470 else str(error)
-    return data.TWICE if bad.told != event["timestamp"] else None
+        return pairs_bad_records.LONG_KEY if bad.told is not None and len(bad.told) > 470 else str(error)
+    return pairs_bad_records.TWICE if bad.told != event["timestamp"] else None
 
 
 def test_bad_events_share_timestamps_with_good_ones(story: list[Moment | Bad], moments: list[Moment]) -> None:
@@ -274,7 +277,7 @@ def _pair_up(found: Records) -> None:
 
 def _add_closing(found: Records) -> None:
     event = next(data.closing(SEED, COUNT, PARTITIONS))
-    found.append(Message(0, 10_000, data.timestamp(event.at_ms).encode(), event.encoded))
+    found.append(Message(0, 10_000, pairs_events.timestamp(event.at_ms).encode(), event.encoded))
 
 
 @pytest.mark.parametrize(

@@ -20,10 +20,15 @@ class _Filter(logging.Filter):
     """Drops what this thread logs inside of ``quiet``, unless onceflow's own log is at level DEBUG."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        return not getattr(_here, "depth", 0) or record.levelno >= logging.CRITICAL or _OURS.isEnabledFor(logging.DEBUG)
+        return not getattr(_here, "depth", 0) or record.levelno >= logging.CRITICAL or _at_debug()
 
 
 _FILTER = _Filter()
+
+
+def _at_debug() -> bool:
+    # Not ``isEnabledFor``: from Python 3.13.4 it is False while a record is handled, and a filter runs then.
+    return _OURS.getEffectiveLevel() <= logging.DEBUG
 
 
 @contextmanager

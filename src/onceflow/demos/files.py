@@ -16,7 +16,8 @@ from typing import Any, ClassVar
 from onceflow.demos.audit import Expected, Findings, Message
 from onceflow.demos.chain import Audit, Chain, Choices, Link, run_chain
 from onceflow.demos.display import Display
-from onceflow.demos.files_data import ATTEMPTS, BIG_IDENTITY, DEADLINE_S, BigFile, Links, identify
+from onceflow.demos.files_big import BIG_IDENTITY, BigFile
+from onceflow.demos.files_data import ATTEMPTS, DEADLINE_S, Links, identify
 from onceflow.demos.files_server import FilesServer, write_files
 from onceflow.demos.generator import Input
 from onceflow.demos.reading import read_topic

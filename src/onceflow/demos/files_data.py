@@ -10,22 +10,16 @@ import json
 import random
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import NamedTuple
 
 from onceflow.demos.audit import Expected, Message, Origin, letter_cause, origin_headers
+from onceflow.demos.files_big import BIG, big_row
+from onceflow.demos.files_rows import HEAD, MAX_RAW_BYTES, Row, compact_json, rows_of_file
 
-BAD_SHARE = 0.01
-MAX_ROWS = 400
-MAX_RAW_BYTES = 10_000
 ATTEMPTS = 4
 DEADLINE_S = 6
-HEAD = b"id,account,amount,date,text\n"
-TEXTS = ("Rent, March", 'Café "Zur Post"', "Überweisung", "Invoice 2024/17", "", "a\tb", "salary " * 10)
 IDENTITY = re.compile(rb"link-\d{5}")
-BIG, BIG_IDENTITY = "big.csv", "link-99999"
-_BIG_TEXT = ("a payment with much to say for itself, " * 14)[:500]
 
 
 class Kind(NamedTuple):
@@ -108,14 +102,6 @@ class Case(NamedTuple):
         return KINDS[self.kind]
 
 
-class Row(NamedTuple):
-    """A line of a file: a transaction, or a cause why it is none."""
-
-    raw: bytes
-    transaction: Mapping[str, str | int] | None
-    cause: str = ""
-
-
 class Links:
     """All links of a run.
 
@@ -128,7 +114,7 @@ class Links:
         self.seed = seed
         self.base = base
         self.big_link = f"{base}/{BIG}"
-        self.big_rows = big // len(_big_row(0))
+        self.big_rows = big // len(big_row(0))
         self.cases = list(_cases(seed, count))
         self.by_name = {self.name(case): case for case in self.cases if case.of is None}
 
@@ -178,7 +164,13 @@ class Links:
 
     def rows(self, case: Case, version: str = "") -> list[Row]:
         """The lines of a file, without a head."""
-        return _rows(self.seed, case, version)
+        if case.kind == "empty":
+            return []
+        rows = list(rows_of_file(self.seed, case.number, version, jsonl=".jsonl" in case.about.suffix))
+        if case.kind == "long line":
+            cause = f"more than {MAX_RAW_BYTES} bytes in a line"
+            rows.insert(len(rows) // 2, Row(b'{"id": "' + b"x" * 3_000_000, None, cause))
+        return rows
 
     def content(self, case: Case, version: str = "") -> bytes:
         """The file, packed if its name says so."""
@@ -201,7 +193,7 @@ class Links:
                 if row.transaction is not None:
                     value = {**row.transaction, "link": self.link(case)}
                     identity = f"{self.link(case)} {row.transaction['id']}"
-                    yield Expected(identity, str(row.transaction["account"]).encode(), _json(value))
+                    yield Expected(identity, str(row.transaction["account"]).encode(), compact_json(value))
 
     def expected_bad_rows(self) -> Iterator[Expected]:
         for case in self.loaded():
@@ -269,58 +261,6 @@ class Links:
         return wrong
 
 
-class BigFile:
-    """The rows of the big file among the records of ``transactions``: too many to be compared one by one in memory."""
-
-    def __init__(self, link: str, rows: int) -> None:
-        self._end = f'"link":"{link}"}}'.encode()
-        self._link = link
-        self._seen = bytearray(rows)
-        self.found = 0
-        self.counts = {"lost": rows, "duplicated": 0, "wrong": 0}
-
-    def takes(self, message: Message) -> bool:
-        """Whether the record is a row of the file; then it is counted."""
-        value = message.value or b""
-        if not value.endswith(self._end):
-            return False
-        self.found += 1
-        number = int(value[7:16]) if value[7:16].isdigit() else -1
-        if not 0 <= number < len(self._seen) or (message.key, value) != big_transaction(number, self._link):
-            self.counts["wrong"] += 1
-        elif self._seen[number]:
-            self.counts["duplicated"] += 1
-        else:
-            self._seen[number] = 1
-            self.counts["lost"] -= 1
-        return True
-
-
-def big_parts(count: int) -> Iterator[bytes]:
-    """The lines of the big file, without the head, some thousand at a time."""
-    for at in range(0, count, 4_000):
-        yield b"".join(map(_big_row, range(at, min(at + 4_000, count))))
-
-
-def big_bytes(count: int) -> int:
-    """Of the whole file with so many rows, which all have the same length."""
-    return len(HEAD) + count * len(_big_row(0))
-
-
-def big_transaction(number: int, link: str) -> tuple[bytes, bytes]:
-    """Key and value that a row of the big file becomes."""
-    account = f"acc-big-{number % 1000:04d}"
-    amount = number % 1000 * 100 + 50
-    fields = {"id": f"{number:09d}", "account": account, "amount": amount, "date": "2024-01-31", "text": _BIG_TEXT}
-    return account.encode(), _json({**fields, "link": link})
-
-
-def _big_row(number: int) -> bytes:
-    within = number % 1000
-    text = f'{number:09d},acc-big-{within:04d},{within:03d}.50,2024-01-31,"{_BIG_TEXT}"\n'
-    return text.encode()
-
-
 def identify(topic: str, message: Message, origins: Mapping[str, Origin]) -> str | None:
     """The identity of a record in a topic, as the expected ones have it."""
     headers = {name: (value or b"").decode(errors="replace") for name, value in message.headers}
@@ -360,104 +300,5 @@ def _cases(seed: int, count: int) -> Iterator[Case]:
     return iter(cases)
 
 
-@lru_cache(maxsize=64)
-def _rows(seed: int, case: Case, version: str) -> list[Row]:
-    if case.kind == "empty":
-        return []
-    rng = random.Random(f"rows-{seed}-{case.number}-{version}")
-    form = _jsonl if ".jsonl" in case.about.suffix else _csv
-    bad = _BAD_JSONL if form is _jsonl else _BAD_CSV
-    rows = []
-    for n in range(rng.randint(1, MAX_ROWS)):
-        cents = rng.randint(-(10**7), 10**7)
-        if rng.random() < 0.1:
-            cents = cents // 100 * 100
-        fields = {
-            "id": f"{version}{n:04d}",
-            "account": f"acc-{case.number:05d}-{rng.randrange(10)}",
-            "amount": _amount(cents),
-            "date": f"{rng.randint(1970, 2099)}-{rng.randint(1, 12):02d}-{rng.randint(1, 28):02d}",
-            "text": rng.choice(TEXTS),
-        }
-        if rng.random() < BAD_SHARE:
-            change, cause = rng.choice(bad)
-            rows.append(Row(change(fields), None, cause))
-        else:
-            rows.append(Row(form(fields), {**fields, "amount": cents}))
-    if case.kind == "long line":
-        rows.insert(
-            len(rows) // 2, Row(b'{"id": "' + b"x" * 3_000_000, None, f"more than {MAX_RAW_BYTES} bytes in a line")
-        )
-    return rows
-
-
-def _amount(cents: int) -> str:
-    whole, rest = divmod(abs(cents), 100)
-    return f"{'-' if cents < 0 else ''}{whole}" + (f".{rest:02d}" if rest else "")
-
-
-def _csv(fields: Mapping[str, str], **changed: str) -> bytes:
-    return ",".join(_quoted(value) for value in {**fields, **changed}.values()).encode()
-
-
-def _quoted(value: str) -> str:
-    return '"' + value.replace('"', '""') + '"' if "," in value or '"' in value else value
-
-
-def _jsonl(fields: Mapping[str, str], **changed: str) -> bytes:
-    """``changed``: JSON in place of a value."""
-    parts = {name: value if name == "amount" else json.dumps(value) for name, value in fields.items()} | changed
-    return ("{" + ", ".join(f'"{name}": {value}' for name, value in parts.items()) + "}").encode()
-
-
-def _without(fields: Mapping[str, str], name: str) -> bytes:
-    return _jsonl({each: value for each, value in fields.items() if each != name})
-
-
 def _summary(link: str, rows: int, bad_rows: int) -> bytes:
-    return _json({"link": link, "rows": rows, "bad_rows": bad_rows})
-
-
-def _json(value: Mapping[str, Any]) -> bytes:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
-
-
-_NO_AMOUNT = "amount is not a number with two decimals, or too large"
-_NO_DATE, _FAR = "date is not a date", "date is not in 1970 to 2099"
-_Bad = Sequence[tuple[Callable[[Mapping[str, str]], bytes], str]]
-_BAD_CSV: _Bad = (
-    (lambda row: _csv(row, text="").rsplit(b",", 1)[0], "4 columns in place of 5"),
-    (lambda row: _csv(row, text="x") + b",more", "6 columns in place of 5"),
-    (lambda row: _csv(row, amount="a lot"), _NO_AMOUNT),
-    (lambda row: _csv(row, amount="1.234"), _NO_AMOUNT),
-    (lambda row: _csv(row, amount="9" * 30), _NO_AMOUNT),
-    (lambda row: _csv(row, amount=""), _NO_AMOUNT),
-    (lambda row: _csv(row, date="2023-02-30"), _NO_DATE),
-    (lambda row: _csv(row, date="tomorrow"), _NO_DATE),
-    (lambda row: _csv(row, date="0000-00-00"), _NO_DATE),
-    (lambda row: _csv(row, date="1066-10-14"), _FAR),
-    (lambda row: _csv(row, date="9999-12-31"), _FAR),
-    (lambda row: _csv(row, id=""), "id is missing"),
-    (lambda row: _csv(row, account="x" * 65), "account is too long"),
-    (lambda row: _csv(row, text="\0"), "a null character"),
-    (lambda row: _csv(row, text="") + b"\xff\xfe", "not UTF-8"),
-    (lambda row: _csv(row, text="") + b'"lost', "not CSV"),
-)
-_BAD_JSONL: _Bad = (
-    (lambda row: _jsonl(row)[:-5], "not JSON"),
-    (lambda row: b"[" * 5000, "not JSON"),
-    (lambda row: b"[1, 2]", "not a JSON object"),
-    (lambda row: b"null", "not a JSON object"),
-    (lambda row: _without(row, "account"), "account is missing"),
-    (lambda row: _jsonl(row, text="null"), "text is missing"),
-    (lambda row: _jsonl(row, amount='"12"'), "amount has a wrong type"),
-    (lambda row: _jsonl(row, amount="true"), "amount has a wrong type"),
-    (lambda row: _jsonl(row, amount="NaN"), _NO_AMOUNT),
-    (lambda row: _jsonl(row, amount="1e400"), _NO_AMOUNT),
-    (lambda row: _jsonl(row, amount="9" * 30), _NO_AMOUNT),
-    (lambda row: _jsonl(row, id="17"), "id has a wrong type"),
-    (lambda row: _jsonl(row, date='"2023-02-30"'), _NO_DATE),
-    (lambda row: _jsonl(row, date='"0001-01-01"'), _FAR),
-    (lambda row: _jsonl(row, text='"\\ud800"'), "half a character"),
-    (lambda row: _jsonl(row, text='""') + b"\xff", "not UTF-8"),
-)
+    return compact_json({"link": link, "rows": rows, "bad_rows": bad_rows})

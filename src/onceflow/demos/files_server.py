@@ -16,7 +16,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from onceflow.demos.files_data import BIG, HEAD, Case, Links, big_bytes, big_parts
+from onceflow.demos.files_big import BIG, big_bytes, big_parts
+from onceflow.demos.files_data import Case, Links
+from onceflow.demos.files_rows import HEAD
 
 FAILS = 2  # so often a server that recovers fails first
 TYPES = {".csv": "text/csv", ".jsonl": "application/jsonl", ".gz": "application/gzip", ".png": "image/png"}

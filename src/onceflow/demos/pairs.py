@@ -22,6 +22,8 @@ from onceflow.demos.audit import Expected, Message, letter_cause, origin_headers
 from onceflow.demos.chain import Audit, Chain, Choices, Link, run_chain
 from onceflow.demos.display import Display
 from onceflow.demos.generator import Input
+from onceflow.demos.pairs_bad_records import LONG_KEY, NO_TIME, NOT_JSON, TWICE, Bad
+from onceflow.demos.pairs_events import Moment
 from onceflow.demos.reading import read_topic
 from onceflow.demos.service_files import service_file
 
@@ -42,7 +44,7 @@ LINKS = {
 #: Spark remembers for five minutes longer than the halves; one row of an aggregation.
 ROWS_OF_A_MOMENT = {PROCESSOR: 3, JOIN: 6, GROUPED: 1}
 #: What `sort` says of what it does not tell apart.
-SORTED_AS = {data.LONG_KEY: data.NO_TIME, data.TWICE: data.NOT_JSON}
+SORTED_AS = {LONG_KEY: NO_TIME, TWICE: NOT_JSON}
 #: Records keep the timestamps of the demo's own time, long ago: a broker would delete them for their age.
 KEPT = {"retention.ms": "-1"}
 
@@ -73,11 +75,11 @@ class Pairs(Chain):
 
     # ---- what there is -------------------------------------------------------------------------------
 
-    def story(self) -> Iterator[data.Moment | data.Bad]:
+    def story(self) -> Iterator[Moment | Bad]:
         return data.story(self.choices.seed, self.choices.records, self.partitions["events"])
 
     @cached_property
-    def bad(self) -> dict[str, data.Bad]:
+    def bad(self) -> dict[str, Bad]:
         return data.bad_records(self.story())
 
     def inputs(self) -> Iterator[Input]:
@@ -201,14 +203,14 @@ def outputs_of(version: str) -> tuple[str, str]:
     return ("pairs", "unpaired") if version == PROCESSOR else (f"pairs-{version}", f"unpaired-{version}")
 
 
-def expected_cause(bad: data.Bad, *, of_processor: bool) -> dict[str, str]:
+def expected_cause(bad: Bad, *, of_processor: bool) -> dict[str, str]:
     """What the headers of a letter must say is wrong. The processor's own errors have their own words."""
-    if of_processor and bad.cause == data.NOT_JSON:
+    if of_processor and bad.cause == NOT_JSON:
         return {"onceflow.error.class": "JSONDecodeError"}
-    if of_processor and bad.cause == data.LONG_KEY:
+    if of_processor and bad.cause == LONG_KEY:
         return {"onceflow.error.class": "ValueError"}
     # What the two find when they look at it in their own way.
-    other = {data.TWICE: "the key is not its timestamp"} if of_processor else SORTED_AS
+    other = {TWICE: "the key is not its timestamp"} if of_processor else SORTED_AS
     return {"onceflow.error.class": "BadEvent", "onceflow.error.message": other.get(bad.cause, bad.cause)}
 
 

@@ -8,93 +8,30 @@ from __future__ import annotations
 import heapq
 import json
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from datetime import datetime, timedelta, timezone
 from typing import NamedTuple
 
 from onceflow.demos.audit import Expected, Message
+from onceflow.demos.pairs_bad_records import VALUE_MAX, Bad, bad_record
+from onceflow.demos.pairs_events import DISORDER_MS, EPOCH, SPELLINGS, START_MS, Event, Moment, timestamp
 
-#: Event time begins here. It is fixed, so that a seed always makes the same records.
-START_MS = 1_767_225_600_000  # 2026-01-01T00:00:00Z
 #: How long a singleton is waited for, and how late an event may be: the services say the same.
 LATENESS_MS = 300_000
-#: An event comes up to this long after it has happened.
-DISORDER_MS = 120_000
 #: The closing events happen so long after the last record: all singletons before them are over then.
 CLOSING_MS = 900_000
 #: No more events per second of event time than this, so that many records mean a long time, not many at a time;
 STEP_MS_MIN = 20  # between two moments, with two events each
 #: and a short run lasts long enough for singletons to be over in the middle of it.
 SPAN_MS_MIN = 1_800_000
+#: Every so many bad records, one is large.
+HUGE_EVERY = 40
 SINGLE_SHARE = 0.03
 DOUBLED_SHARE = 0.02
 KEYLESS_SHARE = 0.05
 #: Of the events that are sent once: they have no id, and write their timestamps in some other way.
 PLAIN_SHARE = 0.2
 BAD_SHARE = 0.02  # of moments and bad records together: one in a hundred records
-#: Every so many bad records, one is large.
-HUGE_EVERY = 40
-HUGE_CHARACTERS = 300_000
-VALUE_MAX = 1_000_000
-
-NOT_JSON = "not JSON"
-NO_OBJECT = "not a JSON object"
-BAD_ID = "id must be a text of 1 to 64 characters, if it is there"
-BAD_TYPE = "type must be A or B"
-BAD_VALUE = "value must be a whole number below 10^15"
-NO_TIME = "timestamp must be like 2026-01-31 23:59:59 or 2026-01-31T23:59:59.999Z"
-ABSURD_TIME = "timestamp is more than a minute after the record's own"
-LONG_KEY = "the key is too long"
-TWICE = "a field is there twice"
-CAUSES = (NOT_JSON, NO_OBJECT, BAD_ID, BAD_TYPE, BAD_VALUE, NO_TIME, ABSURD_TIME, LONG_KEY, TWICE)
-
-_EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
-
-
-class Event(NamedTuple):
-    """One event as it should be.
-
-    Args:
-        copies: how often it is sent.
-        spelling: of its timestamp, one of ``SPELLINGS``; but for the first, it does not tell its id.
-    """
-
-    id: str
-    type: str
-    at_ms: int
-    value: int
-    copies: int = 1
-    spelling: int = 0
-
-    @property
-    def encoded(self) -> bytes:
-        name = "" if self.spelling else f'"id":"{self.id}",'
-        at = SPELLINGS[self.spelling](self.at_ms)
-        return f'{{{name}"type":"{self.type}","timestamp":"{at}","value":{self.value}}}'.encode()
-
-
-class Moment(NamedTuple):
-    """What happened at one time: two events, or one."""
-
-    at_ms: int
-    a: Event | None
-    b: Event | None
-
-
-class Bad(NamedTuple):
-    """A record that is no event.
-
-    Args:
-        at_ms: when it is made.
-        cause: why it is none.
-        told: the timestamp as a reader of JSON finds it; None: there is none.
-    """
-
-    id: str
-    at_ms: int
-    cause: str
-    value: bytes | None
-    told: str | None
 
 
 class Arrival(NamedTuple):
@@ -128,7 +65,7 @@ def story(seed: int, count: int, partitions: int) -> Iterator[Moment | Bad]:
             bad += 1
             room -= 1
             # At a moment where there may be good ones: a bad event must not do harm to a good one of its timestamp.
-            yield _bad(f"bad-{number:09d}", at_ms, rng, huge=bad % HUGE_EVERY == 0)
+            yield bad_record(f"bad-{number:09d}", at_ms, rng, huge=bad % HUGE_EVERY == 0)
             continue
         at_ms = START_MS + moments * step_ms + int(chance() * step_ms)
         moments += 1
@@ -228,7 +165,7 @@ def identify(message: Message) -> str | None:
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
     at = at if at.tzinfo is not None else at.replace(tzinfo=timezone.utc)
-    return timestamp((at - _EPOCH) // timedelta(milliseconds=1))
+    return timestamp((at - EPOCH) // timedelta(milliseconds=1))
 
 
 def bad_records(parts: Iterable[Moment | Bad]) -> dict[str, Bad]:
@@ -271,156 +208,3 @@ def moments_at_most(seed: int, count: int, partitions: int, *, records_per_batch
     per_ms = len(times) / max(1, times[-1] - times[0])
     in_batches = 3 * records_per_batch * len(times) / count
     return min(len(times), int(per_ms * (LATENESS_MS + DISORDER_MS) + in_batches)) + 2 * partitions
-
-
-def timestamp(at_ms: int) -> str:
-    """As outputs write it, and most events."""
-    return _text(at_ms) + "Z"
-
-
-def _text(at_ms: int) -> str:
-    seconds, ms = divmod(at_ms, 1000)
-    return f"{_EPOCH + timedelta(seconds=seconds):%Y-%m-%dT%H:%M:%S}.{ms:03d}"
-
-
-def _at_offset(sign: str, minutes: int) -> Callable[[int], str]:
-    """As a clock writes it that is so much ahead of UTC, or behind."""
-    ahead_ms = (minutes if sign == "+" else -minutes) * 60_000
-    return lambda at_ms: f"{_text(at_ms + ahead_ms)}{sign}{minutes // 60:02d}:{minutes % 60:02d}"
-
-
-#: Ways to write a timestamp that mean the same.
-SPELLINGS: tuple[Callable[[int], str], ...] = (
-    timestamp,
-    lambda at_ms: _text(at_ms).replace("T", " "),
-    lambda at_ms: f"{_text(at_ms)}000",
-    _at_offset("+", 330),
-    _at_offset("-", 720),
-)
-
-
-# ---- bad records ---------------------------------------------------------------------------------------
-
-
-def _bad(identity: str, at_ms: int, rng: random.Random, *, huge: bool) -> Bad:
-    kind = rng.choice(_HUGE if huge else _KINDS)
-    at = timestamp(at_ms)
-    fields = {"id": identity, "type": rng.choice("AB"), "timestamp": at, "value": rng.randrange(VALUE_MAX)}
-    return kind(Bad(identity, at_ms, "", b"", at), fields, rng)
-
-
-_Fields = dict[str, object]
-_Kind = Callable[[Bad, _Fields, random.Random], Bad]
-_MISSING = object()
-
-
-def _no_value(bad: Bad, fields: _Fields, rng: random.Random) -> Bad:
-    return bad._replace(cause=NO_OBJECT, value=None, told=None)
-
-
-def _not_json(bad: Bad, fields: _Fields, rng: random.Random) -> Bad:
-    whole = _json(fields)
-    value = rng.choice(
-        [
-            b"",
-            whole[: rng.randint(1, len(whole) - 1)],
-            whole + b"}",
-            whole + whole,
-            whole + b"," + whole,
-            b"event " + bad.id.encode(),
-            b"\xff\xfe" + whole,
-            whole.replace(b"bad", b"b\xffd"),
-        ]
-    )
-    # Of two events with a comma in between, the services find the first one's timestamp.
-    return bad._replace(cause=NOT_JSON, value=value, told=bad.told if value == whole + b"," + whole else None)
-
-
-def _no_object(bad: Bad, fields: _Fields, rng: random.Random) -> Bad:
-    value = rng.choice([b"[1,2]", f'"{bad.id}"'.encode(), b"17", b"true", b"null", b"[" + _json(fields) + b"]"])
-    return bad._replace(cause=NO_OBJECT, value=value, told=None)
-
-
-def _twice(bad: Bad, fields: _Fields, rng: random.Random) -> Bad:
-    whole, field = _json(fields), rng.choice(list(fields))
-    again = _json({field: fields[field]})
-    return bad._replace(cause=TWICE, value=whole[:-1] + b"," + again[1:], told=None)
-
-
-def _with(cause: str, name: str, values: Iterable[object]) -> _Kind:
-    """Bad for one field, which has one of these values."""
-    choices = list(values)
-
-    def make(bad: Bad, fields: _Fields, rng: random.Random) -> Bad:
-        chosen = rng.choice(choices)
-        changed = {field: value for field, value in fields.items() if field != name}
-        if chosen is not _MISSING:
-            changed[name] = chosen
-        told = changed.get("timestamp")
-        return bad._replace(cause=cause, value=_json(changed), told=None if told is None else str(told))
-
-    return make
-
-
-def _absurd_time(bad: Bad, fields: _Fields, rng: random.Random) -> Bad:
-    year_ms, day_ms = 365 * 86_400_000, 86_400_000
-    at = rng.choice(
-        [
-            "9999-12-31T23:59:59.999Z",
-            timestamp(bad.at_ms + 10 * year_ms),
-            timestamp(bad.at_ms + 2 * day_ms),
-            # A record comes at most this much later than what it tells of, and the services allow a minute.
-            timestamp(bad.at_ms + DISORDER_MS + 61_000),
-        ]
-    )
-    return bad._replace(cause=ABSURD_TIME, value=_json({**fields, "timestamp": at}), told=at)
-
-
-def _huge_id(bad: Bad, fields: _Fields, rng: random.Random) -> Bad:
-    return bad._replace(cause=BAD_ID, value=_json({**fields, "id": bad.id * (HUGE_CHARACTERS // len(bad.id))}))
-
-
-def _huge_timestamp(bad: Bad, fields: _Fields, rng: random.Random) -> Bad:
-    at = "2" * HUGE_CHARACTERS
-    return bad._replace(cause=LONG_KEY, value=_json({**fields, "timestamp": at}), told=at)
-
-
-def _huge_text(bad: Bad, fields: _Fields, rng: random.Random) -> Bad:
-    return bad._replace(cause=NOT_JSON, value=b"\x00" * HUGE_CHARACTERS, told=None)
-
-
-_HUGE: tuple[_Kind, ...] = (_huge_id, _huge_timestamp, _huge_text)
-_KINDS: tuple[_Kind, ...] = (
-    _no_value,
-    _not_json,
-    _no_object,
-    _twice,
-    _with(BAD_ID, "id", [17, False, "", ["evt"], True, "x" * 65]),
-    _with(BAD_TYPE, "type", [_MISSING, None, "C", "a", 1, "", ["A"], "AB"]),
-    _with(BAD_VALUE, "value", [_MISSING, None, "12", 1.5, 12.0, True, 10**15, -(10**18), -(2**63), 10**30, [1]]),
-    _with(
-        NO_TIME,
-        "timestamp",
-        [
-            _MISSING,
-            None,
-            "",
-            "yesterday",
-            "2026-02-30T00:00:00.000Z",
-            "2026-01-01T24:00:00.000Z",
-            "2026-01-01T00:00Z",
-            "2026-01-01 00:00:00.000 +01:00",
-            "2026-01-01T00:00:00.0000000Z",
-            "2026-01-01T00:00:00.000+15:00",
-            "2026-01-01T00:00:00.000+0100",
-            "\u0662\u0660\u0662\u0666-01-01T00:00:00.000Z",
-            "2026-01-01T00:00:00.000Z\n",
-            START_MS,
-        ],
-    ),
-    _absurd_time,
-)
-
-
-def _json(fields: Mapping[str, object]) -> bytes:
-    return json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode()
