@@ -23,7 +23,7 @@ from onceflow.client.settings import ClientSettings
 from onceflow.client.topics import find_topics
 from onceflow.driver import progress_log
 from onceflow.driver.commit import BatchSink
-from onceflow.driver.delivery import EXACTLY_ONCE, GUARANTEES, delivery
+from onceflow.driver.delivery import EXACTLY_ONCE, GUARANTEES, ExactlyOnce, delivery
 from onceflow.driver.driver_session import DriverSession
 from onceflow.driver.late_rows import FAIL, LATE
 from onceflow.driver.running import (
@@ -407,19 +407,17 @@ class Flow:
         except BatchAbortedError as error:
             # Between two calls of a start may be days: Kafka may have forgotten the transactional id meanwhile.
             log.info("flow %s: what its start has decided is committed again: %s", self.name, error.what)
-            self._held().transactions.abort(deadline)
+            ExactlyOnce(self._held(), []).abort(deadline)
             self._try_to_commit(progress, deadline)
 
     def _try_to_commit(self, progress: Progress, deadline: Deadline) -> None:
-        hold = self._held()
-        hold.markers.confirm(deadline)
-        hold.transactions.begin(deadline)
+        transaction = ExactlyOnce(self._held(), [])
+        transaction.begin(deadline)
+        transaction.written([])  # it has no rows
         # The group gets offsets of topics that are read; progress may know others, which may be gone.
         read = {topic: dict(offsets) for topic, offsets in progress.offsets.items() if topic in self._sources}
-        at = progress_log.write_progress(hold.cluster, hold.transactions, self._names, progress, read, deadline)
-        hold.transactions.commit(deadline, flow=self.name, doing="starting")
-        hold.committed(progress)
-        hold.markers.ended({progress_log.place_of(progress.flow): at}, committed=True)
+        transaction.write_progress(progress, read, deadline)
+        transaction.commit(deadline, doing="starting")
         self._committed = progress
 
     # ---- writing -------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 import onceflow
-from onceflow.driver import commit
+from onceflow.driver import output_writer
 
 
 def session(given: dict[str, Any]) -> Any:
@@ -27,7 +27,7 @@ def session(given: dict[str, Any]) -> Any:
 
 def start(given: dict[str, Any], spark: Any) -> Any:
     # Small data is to be written by as many tasks as large data would be.
-    commit._TASK_BYTES = given.get("task_bytes", commit._TASK_BYTES)
+    output_writer._TASK_BYTES = given.get("task_bytes", output_writer._TASK_BYTES)
     flow = onceflow.Flow(given["flow"], spark, bootstrap_servers=given["bootstrap"])
     source = flow.read(given["source"], max_records_per_batch=given.get("records_per_batch", 1000))
     return flow.write(source.select("key", "value"), topic=given["target"], **given.get("write", {})).start()

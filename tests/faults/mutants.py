@@ -23,9 +23,10 @@ from onceflow.client.deadline import Deadline
 from onceflow.client.produce import Acknowledged, Producer
 from onceflow.client.transactions import Transactions
 from onceflow.driver import commit as batch_module
-from onceflow.driver import progress_log
+from onceflow.driver import output_writer, progress_log
 from onceflow.driver.commit import BatchSink
 from onceflow.driver.delivery import ExactlyOnce
+from onceflow.protocol.transaction import GIVEN, Epoch, Event
 from onceflow.spark import queries
 from onceflow.task import row_writer
 from onceflow.testing import faults, recorder
@@ -91,7 +92,7 @@ def killed(step: str) -> Callable[[Patch, Path], None]:
         def gone(self: Any, problem: BaseException, batch: int) -> None:
             raise problem
 
-        patch.setattr(BatchSink, "_abort", gone)
+        patch.setattr(BatchSink, "abort", gone)
         failed(step)(patch, once)
 
     return fault
@@ -108,14 +109,14 @@ def stale_start(patch: Patch, once: Path) -> None:
 
 def two_arrow_batches(patch: Patch, once: Path) -> None:
     """The rows of a batch come in two halves."""
-    original = batch_module.collect
+    original = output_writer.collect
 
     def halves(df: Any, *, interpreted: bool) -> list[pa.RecordBatch]:
         once.touch()
         table = pa.Table.from_batches(original(df, interpreted=interpreted)).combine_chunks()
         return [rows for half in (table[: BATCH_ROWS // 2], table[BATCH_ROWS // 2 :]) for rows in half.to_batches()]
 
-    patch.setattr(batch_module, "collect", halves)
+    patch.setattr(output_writer, "collect", halves)
 
 
 FAULTS = {
@@ -175,7 +176,7 @@ def next_attempt_continues(patch: Patch) -> None:
     """An attempt that failed is not aborted: the next one goes on in its transaction, under its epoch."""
 
     def abort(self: Any, deadline: Deadline) -> None:
-        self._transactions._used = False
+        self.machine.standing = GIVEN
 
     patch.setattr(ExactlyOnce, "abort", abort)
 
@@ -186,7 +187,8 @@ def abort_keeps_the_epoch(patch: Patch) -> None:
     def abort(self: Any, deadline: Deadline) -> None:
         identity = self.identity
         self.end(deadline, commit=False)
-        self._identity, self._used = identity, False
+        self._identity = identity
+        self.machine.standing = self.machine.standing._replace(epoch=Epoch.FRESH)
 
     patch.setattr(Transactions, "abort", abort)
 
@@ -210,22 +212,30 @@ def progress_outside_the_transaction(patch: Patch) -> None:
 
     def plain(cluster: Any, transactions: Any, names: Any, progress: Any, *rest: Any) -> None:
         original(cluster, None if progress.batch_id else transactions, names, progress, *rest)
+        if progress.batch_id:
+            transactions.machine.on(Event.PROGRESS_WRITTEN)
 
     patch.setattr(progress_log, "write_progress", plain)
 
 
 def progress_in_a_transaction_before(patch: Patch) -> None:
     """Two transactions: first progress, then rows."""
-    original = BatchSink._attempt
+    original = BatchSink.attempt
 
-    def attempt(self: Any, df: Any, batch: int, source: Any, summary: Any) -> bool:
-        self._delivery.begin(Deadline(30, "mutant"))
-        progress = self._progress(batch, source, ())
+    def attempt(self: Any, df: Any, attempt: Any) -> bool:
+        attempt.producer = self._delivery.begin(Deadline(30, "mutant"))
+        self._delivery.written([])
+        progress = self._progress(attempt, ())
         self._delivery.end(Deadline(30, "mutant"))
-        self._move_progress = lambda *_: progress
-        return original(self, df, batch, source, summary)
 
-    patch.setattr(BatchSink, "_attempt", attempt)
+        def moved(*_: Any) -> Any:
+            self._delivery.machine.on(Event.PROGRESS_WRITTEN)
+            return progress
+
+        self._move_progress = moved
+        return original(self, df, attempt)
+
+    patch.setattr(BatchSink, "attempt", attempt)
 
 
 def plan_is_off_by_one(patch: Patch) -> None:
@@ -249,13 +259,15 @@ def no_contiguity_check(patch: Patch) -> None:
 
 def two_transactions(patch: Patch) -> None:
     """A batch takes two transactions, half of its rows in each."""
-    original, write_rows = BatchSink._write, batch_module.write_rows
+    original, write_rows = BatchSink._write, output_writer.write_rows
 
     def write(self: Any, *arguments: Any) -> Any:
         def halves(order: Any, place: Any, rows: Any, cluster: Any) -> list[Any]:
             table = pa.Table.from_batches(rows)
             half = table.num_rows // 2
             first = write_rows(order, place, table[:half].to_batches(), cluster)
+            self._delivery.written([])
+            self._delivery.machine.on(Event.PROGRESS_WRITTEN)
             self._delivery.end(Deadline(30, "mutant"))
             order = replace(order, identity=self._delivery.begin(Deadline(30, "mutant")))
             second = write_rows(order, place, table[half:].to_batches(), cluster)
@@ -263,7 +275,7 @@ def two_transactions(patch: Patch) -> None:
             return [replace(r, count=r.count + counts[r.topic, r.partition], rows=table.num_rows) for r in second]
 
         with patch.context() as inner:
-            inner.setattr(batch_module, "write_rows", halves)
+            inner.setattr(output_writer, "write_rows", halves)
             return original(self, *arguments)
 
     patch.setattr(BatchSink, "_write", write)

@@ -88,7 +88,9 @@ class Flow:
         cluster = Cluster(ClientSettings(self.broker.bootstrap_servers))
         self.clusters.append(cluster)
         cluster.connect(soon())
-        return DriverSession(cluster, Names(name or self.name))
+        session = DriverSession(cluster, Names(name or self.name))
+        session.transactions._batch = False  # the tests walk the steps by themselves
+        return session
 
     def create(self, topic: str, partitions: int) -> None:
         """Its one copy is not where the transaction's coordinator is."""
@@ -189,7 +191,7 @@ def commit_after_an_abort(flow: Flow, driver: DriverSession, *, looks: bool) -> 
     flow.write(driver, "aborted")
     flow.end_without_leader(driver, commit=False)
     if looks:
-        driver.markers.ended({(flow.out, 0): None}, committed=False)
+        driver.markers.ended({(flow.out, 0): None})
         driver.markers.confirm(soon())
     driver.transactions.begin(soon())
     flow.write(driver, "committed")
@@ -214,7 +216,7 @@ def test_a_committed_batch_is_decided_before_the_next(flow: Flow, driver: Driver
     driver.transactions.begin(soon())
     first = flow.write(driver, "committed")
     flow.end_without_leader(driver, commit=True)
-    driver.markers.ended({(flow.out, 0): first}, committed=True)
+    driver.markers.ended({(flow.out, 0): first})
     driver.markers.confirm(soon())
     driver.transactions.begin(soon())
     flow.write(driver, "aborted")
@@ -235,7 +237,7 @@ def test_others_open_transactions_are_left_alone(
     first = flow.write(driver, "committed")
     driver.transactions.end(soon(), commit=True)
     with caplog.at_level(logging.WARNING):
-        driver.markers.ended({(flow.out, 0): first}, committed=True)
+        driver.markers.ended({(flow.out, 0): first})
         driver.markers.confirm(soon())
     assert not caplog.records
     stranger.transactions.end(soon(), commit=False)

@@ -92,7 +92,7 @@ def test_two_tasks_on_one_partition_are_refused_before_commit(make_pipe: Any, mo
     """I4. The planner is made to send every row to partition 0 from two tasks."""
     from pyspark.sql import functions as F
 
-    from onceflow.driver import commit
+    from onceflow.driver import output_writer
     from onceflow.planning import ownership
     from onceflow.task.row_writer import Routing
 
@@ -103,7 +103,7 @@ def test_two_tasks_on_one_partition_are_refused_before_commit(make_pipe: Any, mo
     pipe = make_pipe()
     pipe.fill(400)
     with monkeypatch.context() as patched:
-        patched.setattr(commit, "prepare", broken)
+        patched.setattr(output_writer, "prepare", broken)
         query = start(pipe, small_batch_rows=0)
         with pytest.raises(ProgressConflictError, match="Two tasks wrote to"):
             query.awaitTermination(60)

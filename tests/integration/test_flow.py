@@ -14,7 +14,7 @@ from pyspark.sql import DataFrame
 
 import onceflow
 from onceflow import UnknownTopicError, interactive
-from onceflow.driver import commit as batch_module
+from onceflow.driver import output_writer
 from onceflow.protocol import progress as records
 from onceflow.protocol.progress import PROGRESS_TOPIC
 from onceflow.spark import jvm
@@ -343,7 +343,7 @@ def test_an_error_of_user_code_that_speaks_of_cancelling_is_run_again(make_pipe:
 
 def test_a_large_batch_that_is_filtered_to_nothing(make_pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every write task reports, also when the shuffle in front of it has no rows."""
-    monkeypatch.setattr(batch_module, "_TASK_BYTES", 1000)
+    monkeypatch.setattr(output_writer, "_TASK_BYTES", 1000)
     pipe = make_pipe()
     pipe.fill(400)
     with pipe.open() as flow:

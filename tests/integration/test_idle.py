@@ -169,6 +169,7 @@ class Driver:
             producer_id=identity.producer_id,
             producer_epoch=identity.producer_epoch,
         )
+        self.delivery.written([])
         self.delivery.write_progress(after, {}, soon())
         outcome = self.delivery.end(soon())
         if outcome is Outcome.COMMITTED:

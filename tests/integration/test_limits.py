@@ -249,7 +249,7 @@ def test_too_few_replicas_in_sync_for_long(three_wanted: Any, monkeypatch: pytes
 
     The abort itself waits for the replicas: its markers are records, too.
     """
-    monkeypatch.setattr("onceflow.driver.commit._MIN_PATIENCE_S", 1.0)
+    monkeypatch.setattr("onceflow.driver.output_writer._MIN_PATIENCE_S", 1.0)
     pipe = three_wanted
     with pytest.raises((onceflow.BatchAbortedError, onceflow.DeadlineExceededError)) as caught:
         pipe.run(transaction_timeout="1 second")

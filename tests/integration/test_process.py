@@ -14,7 +14,7 @@ from confluent_kafka.admin import AdminClient, ConfigResource, NewPartitions
 from pyspark.sql import functions as F
 
 import onceflow
-from onceflow.driver import commit, preparing, state_step
+from onceflow.driver import output_writer, preparing, state_step
 from onceflow.testing import independent
 from onceflow.testing.broker import create_topic
 
@@ -152,7 +152,7 @@ def test_inside_a_query(make_state_pipe: Any, small_batch_rows: int) -> None:
 
 def test_a_step_inside_a_query_that_yields_nothing(make_state_pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Write tasks that get no row report, too, when there are several of them."""
-    monkeypatch.setattr(commit, "_TASK_BYTES", 10_000)
+    monkeypatch.setattr(output_writer, "_TASK_BYTES", 10_000)
 
     class Silent(onceflow.Processor):
         def process(self, key: bytes, records: Any, state: Any) -> None:

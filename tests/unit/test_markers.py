@@ -14,6 +14,7 @@ from onceflow.client.markers import Markers
 from onceflow.client.producers import OpenTransaction
 from onceflow.errors import DataLossError
 from onceflow.protocol.batches import ProducerIdAndEpoch
+from onceflow.protocol.transaction import Epoch, Mode, Phase, Sight, Standing, Transaction
 
 OLD, NEW, SOMEBODY = 1, 2, 9
 PLACE = ("out", 0)
@@ -21,7 +22,11 @@ PLACE = ("out", 0)
 
 @pytest.fixture
 def transactions() -> Any:
-    return SimpleNamespace(identity=ProducerIdAndEpoch(OLD, 5), transactional_id="onceflow.f")
+    return SimpleNamespace(
+        identity=ProducerIdAndEpoch(OLD, 5),
+        transactional_id="onceflow.f",
+        machine=Transaction(Mode.BATCH_V2),
+    )
 
 
 @pytest.fixture
@@ -38,7 +43,9 @@ def left_open(monkeypatch: pytest.MonkeyPatch) -> list[OpenTransaction]:
 
 def confirm(transactions: Any, *, committed: bool) -> None:
     one = Markers(SimpleNamespace(), transactions, "f")  # type: ignore[arg-type]
-    one.ended({PLACE: None}, committed=committed)
+    phase = Phase.COMMITTED if committed else Phase.ABORTED
+    transactions.machine.standing = Standing(phase, Epoch.FRESH, Sight.READ)
+    one.ended({PLACE: None})
     transactions.identity = ProducerIdAndEpoch(NEW, 0)  # the flow was idle
     one.confirm(Deadline(5, "a test"))
 

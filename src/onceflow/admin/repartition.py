@@ -49,6 +49,7 @@ from onceflow.errors import (
 )
 from onceflow.protocol.names import Names
 from onceflow.protocol.progress import Offsets, Progress
+from onceflow.protocol.transaction import Event
 from onceflow.state.local.format import INTERNAL_SUFFIX
 from onceflow.state.topics import TableTopics, check_known, committed_ends
 
@@ -282,6 +283,7 @@ class _Repartition:
             writer = Writer(self._cluster, transactions, limits, deadline)
             move(writer, deadline)
             written = writer.finish()
+            transactions.machine.on(Event.ROWS_AUDITED)
             hooks.at("write", where="driver", flow=names.flow)
             after = replace(
                 progress,

@@ -144,8 +144,7 @@ def abort_anew(cluster: Cluster, transactions: Transactions) -> None:
     try:
         deadline = Deadline(_ABORT_S, "aborting")
         another.connect(deadline)
-        identity = transactions.identity
-        Transactions(another, transactions.transactional_id, identity=identity).end(deadline, commit=False)
+        transactions.over(another).end(deadline, commit=False)
     except OnceflowError as error:
         log.warning("the transaction could not be aborted now: %s", error.what)
     finally:

@@ -18,6 +18,7 @@ from onceflow.protocol import codes
 from onceflow.protocol.batches import encode_single
 from onceflow.protocol.names import Names
 from onceflow.protocol.progress import PROGRESS_TOPIC, Progress
+from onceflow.protocol.transaction import Event
 
 _SECONDS = 60.0
 _GROUP_ID_NOT_FOUND = 69
@@ -62,6 +63,8 @@ def _write_tombstone(cluster: Cluster, transactions: Transactions, names: Names,
     tombstone = encode_single(key, None, timestamp_ms=now, identity=identity, base_sequence=0)
     producer.send(PROGRESS_TOPIC, partition, tombstone)
     producer.flush()
+    transactions.machine.on(Event.ROWS_AUDITED)  # it has no rows
+    transactions.machine.on(Event.PROGRESS_WRITTEN)
     transactions.commit(deadline, flow=names.flow, doing="being reset")
 
 

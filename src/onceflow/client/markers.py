@@ -27,6 +27,7 @@ from onceflow.errors import (
     PermissionDeniedError,
     UnknownTopicError,
 )
+from onceflow.protocol.transaction import Event, Phase
 
 log = logging.getLogger("onceflow.client")
 
@@ -41,7 +42,8 @@ class Markers:
     """Sees to it that one transaction is decided everywhere before the next one begins. Not thread-safe.
 
     Args:
-        transactions: whose transactions; initialised before anything is asked of it.
+        transactions: whose transactions; initialised before anything is asked of it. Their ``machine`` knows how the
+            last one has ended.
         name: of the flow, for what is logged.
     """
 
@@ -50,22 +52,20 @@ class Markers:
         self._transactions = transactions
         self._name = name
         self._places: dict[Place, int | None] = {}
-        self._committed = False
         self._producer_ids: set[int] = set()  # of this flow: Kafka gives another one to an id that it had forgotten
         self._look: _Look | None = None
-        self.stuck = False  # a transaction that commits what is left is open: nobody may abort it
 
-    def ended(self, places: Mapping[Place, int | None], *, committed: bool) -> None:
+    def ended(self, places: Mapping[Place, int | None]) -> None:
         """The last transaction has ended; a look at its markers starts, and takes nobody's time.
 
         Args:
             places: where it has written, or may have; with the offset of its first record there, where it is known.
         """
-        self._places, self._committed = dict(places), committed
+        self._places = dict(places)
         self._producer_ids.add(self._transactions.identity.producer_id)
         firsts = {place: first for place, first in places.items() if first is not None}
         self._look = None
-        if committed and places and len(firsts) == len(places):
+        if self._was_committed and places and len(firsts) == len(places):
             self._look = _Look(self._cluster, firsts, self._own)
 
     def confirm(self, deadline: Deadline) -> None:
@@ -77,8 +77,14 @@ class Markers:
             DataLossError: committed records may be lost, see `write`.
         """
         if self._places and not (self._look is not None and self._look.seen()):
-            self._decide(self._places, self._committed, deadline)
+            self._decide(self._places, self._was_committed, deadline)
         self._places, self._look = {}, None
+        self._transactions.machine.on(Event.MARKERS_CONFIRMED)
+
+    @property
+    def _was_committed(self) -> bool:
+        """How the last transaction has ended."""
+        return self._transactions.machine.phase in (Phase.COMMITTED, Phase.SETTLED)
 
     def left_open(self, places: Iterable[Place], deadline: Deadline) -> dict[Place, OpenTransaction]:
         """Where this producer has an open transaction. Call it when none should be.
@@ -107,6 +113,7 @@ class Markers:
         if wanted := dict.fromkeys(places):
             self._write(wanted, committed, deadline, sure=True)
             self._decide(wanted, committed, deadline)
+            self._transactions.machine.on(Event.MARKERS_CONFIRMED)
 
     # ---- how -------------------------------------------------------------------------------------------
 
@@ -197,15 +204,14 @@ class Markers:
             "commits" if committed else "aborts",
         )
         transactions = self._transactions
-        transactions.begin(deadline)
-        transactions.add_partitions(by_topic(places), deadline)
+        transactions.begin(deadline, Event.COMPLETE_COMMIT if committed else Event.COMPLETE_ABORT)
         # From here on an abort would decide the records: whatever it takes, this transaction has to end as meant.
         try:
+            transactions.add_partitions(by_topic(places), deadline)
             outcome = transactions.end(Deadline(_END_S, f"deciding what is open in {_named(places)}"), commit=committed)
         except DeadlineExceededError as error:
             if not committed:
                 raise  # whoever comes next aborts it, which is what it is for
-            self.stuck = True
             raise self._lost(places, "the coordinator does not answer when that transaction is to commit") from error
         if outcome is Outcome.FENCED:
             raise fenced(self._name, "writing the transaction markers that Kafka had left out")

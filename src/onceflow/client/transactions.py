@@ -9,6 +9,9 @@ Version 1 answers the owner of a transaction that timed out like somebody who is
 under the next epoch. To tell the two apart, no driver sends EndTxn(abort) there. It lets InitProducerId abort, as the
 timeout does. So the state CompleteAbort under the epoch after ours means: our transaction was aborted, and nobody has
 been given that epoch. Its owner may then name it in InitProducerId (KIP-360), which fails if anybody was faster.
+
+What may follow what is the table of ``protocol/transaction.py``. Here are the requests. Each reports to that table
+what it has done, or what its answer says.
 """
 
 from __future__ import annotations
@@ -35,6 +38,7 @@ from onceflow.errors import BrokerUnsupportedError, FencedError, PermissionDenie
 from onceflow.protocol import codes
 from onceflow.protocol.batches import ProducerIdAndEpoch
 from onceflow.protocol.produce import MAX_VERSION, MIN_VERSION
+from onceflow.protocol.transaction import GIVEN, START, Epoch, Event, Mode, Transaction
 
 _FENCED_CODES = (47, 90)
 _INVALID_TXN_STATE = 48
@@ -69,6 +73,10 @@ class Transactions:
         check: raises ``FencedError`` when somebody else has committed under the transactional id since this owner did.
             Called when Kafka itself cannot tell: it has forgotten the id (``transactional.id.expiration.ms``), or it
             has aborted the owner's transaction.
+        batch: whether its transactions are a flow's, with an audit and a progress record; else a tool's.
+
+    Attributes:
+        machine: where the transactional id stands.
     """
 
     def __init__(
@@ -79,14 +87,21 @@ class Transactions:
         *,
         identity: ProducerIdAndEpoch | None = None,
         check: Callable[[Deadline], None] = lambda deadline: None,
+        batch: bool = False,
     ) -> None:
         self._cluster = cluster
         self.transactional_id = transactional_id
         self.timeout_ms = timeout_ms
         self._identity = identity
         self._check = check
-        self._unchecked = False  # whether ``check`` has to be asked before anything is written
-        self._used = False  # whether this epoch may have been written under
+        self._batch = batch
+        self.machine = Transaction(Mode.of(2, batch=batch), START if identity is None else GIVEN)
+
+    def over(self, cluster: Cluster) -> Transactions:
+        """The same transactional id, as it stands, over another connection."""
+        same = Transactions(cluster, self.transactional_id, self.timeout_ms, check=self._check, batch=self._batch)
+        same._identity, same.machine = self._identity, self.machine
+        return same
 
     @property
     def identity(self) -> ProducerIdAndEpoch:
@@ -114,8 +129,8 @@ class Transactions:
 
         Returns only when an open transaction of the id has been decided.
         """
-        self._adopt(self._init_producer_id(-1, -1, deadline))
-        self._unchecked = False  # whoever takes over looks at what was committed before
+        self._identity = self._init_producer_id(-1, -1, deadline)
+        self.machine.on(Event.INITIALIZED)
         return self.identity
 
     def renew(self, deadline: Deadline) -> ProducerIdAndEpoch:
@@ -125,23 +140,33 @@ class Transactions:
             FencedError: somebody else has taken over.
         """
         mine = self.identity
+        self.machine.expect(Event.EPOCH_BUMPED)
         try:
             fresh = self._init_producer_id(mine.producer_id, mine.producer_epoch, deadline)
         except FencedError:
             if self.version_2 or self._standing(deadline) is not _Standing.ABORTED:
+                self.machine.on(Event.FENCED)
                 raise
             return self._continue(deadline)
+        self._identity = fresh
         # Another producer id for the same owner: Kafka had forgotten the transactional id, or epochs have run out.
-        self._adopt(fresh, sure=fresh.producer_id == mine.producer_id)
-        self._confirm(deadline)
+        same = fresh.producer_id == mine.producer_id
+        self.machine.on(Event.EPOCH_BUMPED if same else Event.PRODUCER_ID_REPLACED)
+        self._verify(deadline)
         return self.identity
 
-    def begin(self, deadline: Deadline) -> ProducerIdAndEpoch:
-        """An identity nothing has been written under yet (I3)."""
-        self._confirm(deadline)
-        if self._used:
+    def begin(self, deadline: Deadline, event: Event = Event.BEGIN) -> ProducerIdAndEpoch:
+        """An identity nothing has been written under yet (I3).
+
+        Args:
+            event: what begins: a transaction, or one that writes missing markers.
+        """
+        self._connect(deadline)
+        self.machine.expect(event)
+        self._verify(deadline)
+        if self.machine.epoch is Epoch.USED:
             self.renew(deadline)
-        self._used = True
+        self.machine.on(event)
         return self.identity
 
     def _continue(self, deadline: Deadline) -> ProducerIdAndEpoch:
@@ -151,19 +176,31 @@ class Transactions:
             FencedError: somebody else was faster, or has committed meanwhile.
         """
         mine = self.identity
-        self._adopt(self._init_producer_id(mine.producer_id, mine.producer_epoch + 1, deadline), sure=False)
-        self._confirm(deadline)
+        try:
+            self._identity = self._init_producer_id(mine.producer_id, mine.producer_epoch + 1, deadline)
+        except FencedError:
+            self.machine.on(Event.FENCED)
+            raise
+        self.machine.on(Event.TIMEOUT_CONTINUED)
+        self._verify(deadline)
         return self.identity
 
-    def _adopt(self, identity: ProducerIdAndEpoch, *, sure: bool = True) -> None:
-        self._identity = identity
-        self._used = False
-        self._unchecked = self._unchecked or not sure
+    def _verify(self, deadline: Deadline) -> None:
+        """Before anything is written under an epoch that was given without a look at newer drivers."""
+        if self.machine.epoch is Epoch.UNVERIFIED:
+            self._ask_progress(deadline)
+            self.machine.on(Event.OWNERSHIP_VERIFIED)
 
-    def _confirm(self, deadline: Deadline) -> None:
-        if self._unchecked:
+    def _ask_progress(self, deadline: Deadline) -> None:
+        try:
             self._check(deadline)
-            self._unchecked = False
+        except FencedError:
+            self.machine.on(Event.FENCED)
+            raise
+
+    def _connect(self, deadline: Deadline) -> None:
+        self._cluster.connect(deadline)
+        self.machine.mode = Mode.of(self._cluster.transaction_version, batch=self._batch)
 
     def _standing(self, deadline: Deadline) -> _Standing:
         mine = self.identity
@@ -178,7 +215,7 @@ class Transactions:
         return _Standing.ABORTED if aborted and seen["producer_id"] == mine.producer_id else _Standing.FENCED
 
     def _init_producer_id(self, producer_id: int, epoch: int, deadline: Deadline) -> ProducerIdAndEpoch:
-        self._cluster.connect(deadline)
+        self._connect(deadline)
         request = InitProducerIdRequest(
             version=self._cluster.version(InitProducerIdRequest, min_version=3, max_version=5),
             transactional_id=self.transactional_id,
@@ -276,6 +313,16 @@ class Transactions:
             DeadlineExceededError: the outcome is unknown. The caller must stop; a restart finds out.
             FencedError: of an abort, when Kafka has forgotten the transactional id, and ``check`` says so.
         """
+        if self.machine.is_fenced:
+            return Outcome.FENCED
+        self._connect(deadline)
+        self.machine.on(Event.COMMIT if commit else Event.ABORT)
+        outcome = self._end(deadline, commit=commit)
+        if outcome is Outcome.FENCED and not self.machine.is_fenced:
+            self.machine.on(Event.FENCED)
+        return outcome
+
+    def _end(self, deadline: Deadline, *, commit: bool) -> Outcome:
         if not commit and not self.version_2:
             outcome = self._abort_as_the_timeout_does(deadline)
             if outcome is not None:
@@ -292,24 +339,28 @@ class Transactions:
         if code == 0:
             if self.version_2:
                 self._identity = ProducerIdAndEpoch(int(response.producer_id), int(response.producer_epoch))
-                self._used = False
+            self.machine.on(Event.COMMIT_DONE if commit else Event.ABORT_DONE)
             return Outcome.COMMITTED if commit else Outcome.ABORTED
         if code == _INVALID_TXN_STATE:
+            self.machine.on(Event.TIMED_OUT)
             return Outcome.ABORTED
         if code in _FENCED_CODES:
             return Outcome.ABORTED if self._was_aborted(deadline) else Outcome.FENCED
         if code == _INVALID_PRODUCER_ID_MAPPING and not commit:
             # Forgotten, or another's: nothing of ours is open, and ``renew`` tells which. A look before that, too: it
             # would take the transactional id from a newer driver that Kafka has forgotten as well.
-            self._unchecked = True
-            self._confirm(deadline)
+            self._ask_progress(deadline)
+            self.machine.on(Event.TIMED_OUT)
             return Outcome.ABORTED
+        if commit:
+            self.machine.on(Event.COMMIT_REFUSED)
         raise self._error(code, "EndTxn")
 
     def _was_aborted(self, deadline: Deadline) -> bool:
         """Version 1: whether what looks like fencing was a timeout. Then there is a fresh epoch."""
         if self.version_2 or self._standing(deadline) is not _Standing.ABORTED:
             return False
+        self.machine.on(Event.TIMED_OUT)
         try:
             self._continue(deadline)
         except FencedError:
@@ -361,7 +412,7 @@ class Transactions:
         """
         if self.end(deadline, commit=False) is Outcome.FENCED:
             raise self._error(90, "EndTxn")
-        if self._used:  # there was nothing to abort: the epoch has not moved
+        if self.machine.epoch is Epoch.USED:  # there was nothing to abort: the epoch has not moved
             self.renew(deadline)
 
     # ---- shared --------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from onceflow.driver.driver_session import DriverSession, enrolled, partitions_o
 from onceflow.protocol.batches import ProducerIdAndEpoch, next_sequence
 from onceflow.protocol.names import Names
 from onceflow.protocol.progress import Offsets, Progress
+from onceflow.protocol.transaction import GIVEN, Event, Mode, Phase, Transaction
 from onceflow.task.reports import Report
 
 EXACTLY_ONCE, AT_LEAST_ONCE, AT_MOST_ONCE = "exactly_once", "at_least_once", "at_most_once"
@@ -46,6 +47,11 @@ class Delivery(Protocol):
     def transactional_id(self) -> str | None: ...
 
     @property
+    def machine(self) -> Transaction:
+        """Where the batch stands: its steps report their events to it."""
+        ...
+
+    @property
     def sequences(self) -> Sequences:
         """Where the sequence numbers of the identity go on, per partition; 0 where it is not named."""
         ...
@@ -56,6 +62,10 @@ class Delivery(Protocol):
 
     def written(self, reports: Iterable[Report]) -> None:
         """All rows are acknowledged, and the audit has passed."""
+        ...
+
+    def nothing_written(self) -> None:
+        """The batch has no effect: nothing was sent, and nothing is committed."""
         ...
 
     def write_progress(self, progress: Progress, offsets: Offsets, deadline: Deadline) -> None:
@@ -84,7 +94,7 @@ class ExactlyOnce:
         self._topics = {*topics}  # that are written to, as far as is known
         self._places: dict[Place, int | None] = {}  # of this transaction: its first offset in each partition
         self._progress: Progress | None = None  # of this transaction
-        self._begun = False
+        self.machine = self._transactions.machine
 
     @property
     def transactional_id(self) -> str | None:
@@ -93,7 +103,7 @@ class ExactlyOnce:
     def begin(self, deadline: Deadline) -> ProducerIdAndEpoch:
         self._markers.confirm(deadline)
         identity = self._transactions.begin(deadline)
-        self._begun, self._places = True, {}
+        self._places = {}
         return identity
 
     def written(self, reports: Iterable[Report]) -> None:
@@ -103,6 +113,10 @@ class ExactlyOnce:
                 known = report.base_offset >= 0  # a broker may not tell it of what it has seen before
                 self._places[report.topic, report.partition] = report.base_offset if known else None
                 self._topics.add(report.topic)
+        self.machine.on(Event.ROWS_AUDITED)
+
+    def nothing_written(self) -> None:
+        self.machine.on(Event.NOTHING_WRITTEN)
 
     def write_progress(self, progress: Progress, offsets: Offsets, deadline: Deadline) -> None:
         self._places[progress_log.place_of(progress.flow)] = progress_log.write_progress(
@@ -113,21 +127,33 @@ class ExactlyOnce:
     def end(self, deadline: Deadline) -> Outcome:
         outcome = self._transactions.end(deadline, commit=True)
         if outcome is Outcome.COMMITTED:
-            if self._progress is not None:
-                self._hold.committed(self._progress)
-            self._begun = False
-            self._markers.ended(self._places, committed=True)
+            self._committed()
         return outcome
 
+    def _committed(self) -> None:
+        if self._progress is not None:
+            self._hold.committed(self._progress)
+        self._markers.ended(self._places)
+
+    def commit(self, deadline: Deadline, *, doing: str) -> None:
+        """As `end`, for a transaction that is not a batch's. Errors as of ``Transactions.commit``."""
+        self._transactions.commit(deadline, flow=self._hold.names.flow, doing=doing)
+        self._committed()
+
     def abort(self, deadline: Deadline) -> None:
-        if self._markers.stuck:
+        phase = self.machine.phase
+        if phase is Phase.COMPLETING_COMMIT:
+            return  # an abort would decide committed records
+        if phase in (Phase.IDLE, Phase.COMMITTED, Phase.SETTLED, Phase.ABORTED):
+            # What has failed is the beginning, or the look at the last transaction's markers: that one still counts.
+            self._transactions.renew(deadline)
             return
-        # What failed may have been the look at the last transaction: then that one still counts.
-        places = self._enrolled(deadline) if self._begun else None
+        if phase is Phase.COMPLETING_ABORT:
+            self._transactions.abort(deadline)
+            return
+        places = self._enrolled(deadline)
         self._transactions.abort(deadline)
-        self._begun = False
-        if places is not None:
-            self._markers.ended(places, committed=False)
+        self._markers.ended(places)
 
     def _enrolled(self, deadline: Deadline) -> dict[Place, int | None]:
         """Where an attempt that failed may have written: more than it has reported, and more than Kafka tells."""
@@ -146,6 +172,7 @@ class WithoutTransactions:
         self.progress_first = progress_first
         self._cluster = cluster
         self._names = names
+        self.machine = Transaction(Mode.AT_MOST_ONCE if progress_first else Mode.AT_LEAST_ONCE, GIVEN)
         self._identity: ProducerIdAndEpoch | None = None
         self._sequences: dict[tuple[str, int], int] = {}
 
@@ -157,6 +184,7 @@ class WithoutTransactions:
         if self._identity is None:
             self._identity = idempotent_identity(self._cluster, deadline)
             self._sequences = {}
+        self.machine.on(Event.BEGIN)
         return self._identity
 
     def written(self, reports: Iterable[Report]) -> None:
@@ -164,17 +192,24 @@ class WithoutTransactions:
             if report.topic is not None:
                 place = (report.topic, report.partition)
                 self._sequences[place] = next_sequence(self._sequences.get(place, 0), report.count)
+        self.machine.on(Event.ROWS_AUDITED)
+
+    def nothing_written(self) -> None:
+        self.machine.on(Event.NOTHING_WRITTEN)
 
     def write_progress(self, progress: Progress, offsets: Offsets, deadline: Deadline) -> None:
         progress_log.write_progress(self._cluster, None, self._names, progress, offsets, deadline)
+        self.machine.on(Event.PROGRESS_WRITTEN)
 
     def end(self, deadline: Deadline) -> Outcome:
         """Nothing is left to decide."""
+        self.machine.on(Event.COMMIT)
         return Outcome.COMMITTED
 
     def abort(self, deadline: Deadline) -> None:
         """How far the failed attempt got is not known, so nothing continues its sequences."""
         self._identity = None
+        self.machine.on(Event.ABORT)
 
 
 def delivery(guarantee: str, hold: DriverSession, topics: Iterable[str]) -> Delivery:

@@ -21,6 +21,7 @@ from onceflow.driver import progress_log
 from onceflow.errors import FencedError, OnceflowError, PermissionDeniedError, UnknownTopicError
 from onceflow.protocol.names import Names
 from onceflow.protocol.progress import Progress, encode
+from onceflow.protocol.transaction import Event, Sight
 
 log = logging.getLogger("onceflow.sink")
 
@@ -38,11 +39,10 @@ class DriverSession:
 
     def __init__(self, cluster: Cluster, names: Names) -> None:
         self.cluster = cluster
-        self.transactions = Transactions(cluster, names.transactional_id, check=self._check_progress)
+        self.transactions = Transactions(cluster, names.transactional_id, check=self._check_progress, batch=True)
         self.markers = Markers(cluster, self.transactions, names.flow)
         self.names = names
-        self._committed: Progress | None = None
-        self._knows = False  # whether ``_committed`` is what progress was when this driver last looked or committed
+        self._committed: Progress | None = None  # when this driver last looked or committed
         self._sources: Mapping[str, list[int]] = {}
         self._described = dict(_UNKNOWN)
         self._looked_at: set[Place] = set()
@@ -54,13 +54,12 @@ class DriverSession:
             OptionError: the brokers do not grant so long a transaction timeout.
         """
         self._described = self.described(deadline)
-        self._knows = False
         self.transactions.init(deadline)
         self._looked_at = set()
 
     def committed(self, progress: Progress) -> None:
         """To be called when a transaction with this progress record was committed."""
-        self._committed, self._knows = progress, True
+        self._committed = progress
 
     def described(self, deadline: Deadline) -> dict[str, Any]:
         """As `describe_transaction`; with an empty state and no partitions when the coordinator does not tell."""
@@ -88,11 +87,21 @@ class DriverSession:
         found = progress_log.read_progress(
             self.cluster, names.progress_key, names.group_id, source_topics, deadline, missing_is_fine=missing_is_fine
         )
-        self._committed, self._knows, self._sources = found, True, source_topics
+        self._committed, self._sources = found, source_topics
+        self.transactions.machine.on(Event.PROGRESS_READ)
         self._decide({place: each for place, each in left.items() if place != own}, found, deadline)
         if found is not None:
             self.decide([*found.changelogs, *found.outputs], found, deadline)
         return found
+
+    @property
+    def knows_progress(self) -> bool:
+        """Whether progress was read since the older drivers were fenced, and nobody else can have moved it."""
+        return self.transactions.machine.sight is Sight.READ
+
+    def give_up(self) -> None:
+        """A start has failed: the next one fences and reads progress anew."""
+        self.transactions.machine.on(Event.GIVEN_UP)
 
     def _check_progress(self, deadline: Deadline) -> None:
         """Whether progress in Kafka is still what this driver has read or committed last; asked after InitProducerId.
@@ -103,7 +112,7 @@ class DriverSession:
         Raises:
             FencedError: it is not.
         """
-        if not self._knows:
+        if not self.knows_progress:
             return  # nothing is built on it yet
         names = self.names
         found = progress_log.read_progress(

@@ -30,6 +30,7 @@ from onceflow.protocol.progress import (
     Progress,
     progress_partition,
 )
+from onceflow.protocol.transaction import Event
 
 log = logging.getLogger("onceflow.progress")
 
@@ -237,13 +238,15 @@ def write_progress(
     batch = encode_single(key, value, timestamp_ms=progress.time_ms, identity=identity, base_sequence=0)
     producer.send(PROGRESS_TOPIC, partition, batch)
     written = producer.flush()[PROGRESS_TOPIC, partition].base_offset
-    if not offsets:
-        return written  # no source is a topic; the record is found without the group's hint
-    metadata = hint(partition, written)
-    if transactions is None:
+    metadata = hint(partition, written)  # without it (no source is a topic) the record is found, too
+    if offsets and transactions is None:
         kafka_offsets.commit_offsets(cluster, names.group_id, offsets, deadline, metadata=metadata)
-    else:
+    elif (
+        offsets and transactions is not None
+    ):  # else no source is a topic; the record is found without the group's hint
         transactions.commit_offsets(names.group_id, offsets, deadline, metadata=metadata)
+    if transactions is not None:
+        transactions.machine.on(Event.PROGRESS_WRITTEN)
     return written
 
 

@@ -19,6 +19,8 @@ from onceflow import user_code
 from onceflow.errors import BatchAbortedError, EnvironmentUnusableError, OptionError
 from onceflow.session import has_class
 
+#: How PySpark tells that Spark has failed.
+SPARK_ERRORS: tuple[type[Exception], ...] = (PySparkException, Py4JError)
 #: Version of the state store's checkpoints; from 2 on, state files have unique ids that Spark's commit log names.
 STATE_FORMAT = "spark.sql.streaming.stateStore.checkpointFormatVersion"
 # How a job ends that was cancelled (a query that is stopped, the UI, SparkContext.cancelJobGroup).

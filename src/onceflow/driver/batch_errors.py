@@ -1,0 +1,64 @@
+"""The errors of a batch: what has happened to it, and what to do."""
+
+from __future__ import annotations
+
+from onceflow.errors import BatchAbortedError, FencedError, OnceflowError, TransactionTimeoutError
+from onceflow.spark import jvm
+
+
+def in_short(problem: BaseException) -> str:
+    """One line for a log."""
+    if isinstance(problem, OnceflowError):
+        return f"{problem.what} ({problem.detail})" if problem.detail else problem.what
+    return jvm.first_line(problem)
+
+
+def fenced(flow: str, when: str, detail: str) -> FencedError:
+    """A newer driver owns the flow."""
+    return FencedError(
+        f"A newer driver of flow {flow!r} has taken over, {when}",
+        flow=flow,
+        detail=detail,
+        next_step="see who has started it twice: a flow has one driver; nothing was lost or doubled",
+    )
+
+
+def timed_out(open_s: float, limit_s: float) -> TransactionTimeoutError:
+    """The broker has aborted the transaction."""
+    return TransactionTimeoutError(
+        f"The broker had ended the transaction: it was open for {open_s:.1f} s, its timeout is {limit_s:g} s",
+        next_step="nothing is lost, the batch runs again; if it repeats, lower max_records_per_batch of Flow.read "
+        "or raise transaction_timeout of Flow.write (broker limit: transaction.max.timeout.ms)",
+    )
+
+
+def stopped(flow: str, batch: int, problem: BaseException | None, *, on_purpose: bool) -> BatchAbortedError:
+    """The batch was cut short: somebody stops the query, or Spark has failed."""
+    what = "the query is being stopped" if on_purpose else "Spark failed"
+    return BatchAbortedError(
+        f"Batch {batch} was aborted: {what}; nothing of it is visible",
+        flow=flow,
+        batch=batch,
+        detail="" if problem is None else jvm.first_line(problem),
+        next_step="start the flow again: it continues at this batch",
+    )
+
+
+def given_up(flow: str, batch: int, attempts: int, last: BaseException | None) -> OnceflowError:
+    """All attempts have failed."""
+    if isinstance(last, TransactionTimeoutError):
+        return last
+    return BatchAbortedError(
+        f"Batch {batch} was aborted {attempts} times; nothing of it is visible",
+        flow=flow,
+        batch=batch,
+        detail="" if last is None else in_short(last),
+        next_step="mend the cause and start the flow again: it continues at this batch",
+    )
+
+
+def after(problem: OnceflowError, earlier: BaseException) -> OnceflowError:
+    """The same error, with what the attempt before has met."""
+    fields = problem.fields()
+    fields["detail"] = f"{fields['detail']}; the attempt before failed: {in_short(earlier)}"
+    return type(problem)(problem.what, **fields)

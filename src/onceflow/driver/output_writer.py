@@ -1,0 +1,204 @@
+"""Step ``write``: where the rows of a batch go, and who writes them."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+
+from pyspark.sql import DataFrame
+
+from onceflow import hooks
+from onceflow.client.cluster import Cluster
+from onceflow.client.deadline import Deadline
+from onceflow.client.settings import ClientSettings
+from onceflow.driver.audit import Audit
+from onceflow.driver.delivery import Delivery
+from onceflow.driver.numbering import Numbering
+from onceflow.driver.offset_log import SourceRange
+from onceflow.driver.retries import Attempt
+from onceflow.driver.state_step import Outgoing, Part, StateStep
+from onceflow.driver.targets import load_targets
+from onceflow.planning.options import BatchSummary, SinkOptions
+from onceflow.planning.ownership import Columns, prepare
+from onceflow.protocol.names import OwnTopics
+from onceflow.spark.collect import collect
+from onceflow.task import reports
+from onceflow.task.row_writer import Routing, Target, TaskPlace, WriteOrder, WriteTask, write_rows
+
+# Connecting and finding a leader may take longer than a short transaction timeout; the broker enforces that one.
+_MIN_PATIENCE_S = 30.0
+_MAX_METADATA_AGE_S = 30.0
+_SMALL_BATCH_ROWS = 8_000
+# Above this a batch is not written by the driver, however few its rows.
+_DRIVER_BYTES_MAX = 8_000_000
+_TASK_BYTES = 16_000_000
+_GUESSED_ROW_BYTES = 1_000
+_NO_ROUTING = Routing("key", 1, False)  # of an order whose stages decide for themselves
+
+
+class OutputWriter:
+    """Writes the rows of attempts: by the driver when they are few, by tasks otherwise.
+
+    Args:
+        columns: what the rows have, checked.
+        cores: how many tasks Spark runs at once, now: asked for every batch, because executors come and go.
+        source_partitions: partition count of every source topic.
+    """
+
+    def __init__(
+        self,
+        *,
+        flow: str,
+        settings: ClientSettings,
+        cluster: Cluster,
+        delivery: Delivery,
+        options: SinkOptions,
+        columns: Columns,
+        cores: Callable[[], int],
+        source_partitions: Mapping[str, int],
+        state: StateStep | None,
+        numbering: Numbering | None,
+    ) -> None:
+        self._flow = flow
+        self._settings = settings
+        self._cluster = cluster
+        self._delivery = delivery
+        self._options = options
+        self._columns = columns
+        self._cores = cores
+        self._source_partitions = dict(source_partitions)
+        self._state = state
+        self._numbering = numbering
+        self._targets: dict[str, Target] = {}
+        self._targets_at = float("-inf")
+        self._all_targets: dict[str, Target] = {}  # of all topics, for rows that name theirs behind a process step
+        self._all_targets_at = float("-inf")
+        self._row_bytes: float | None = None  # of the last batches; unknown at first
+        self._last_records: int | None = None  # of the last batch in this run
+        self._rows_out = 1.0  # rows written for one read, at most so far: a query may explode rows
+
+    def deadline(self, what: str) -> Deadline:
+        """As long as a transaction may be open, and long enough to connect and to find leaders."""
+        return Deadline(self._patience_s, f"{what} (flow {self._flow})")
+
+    @property
+    def _patience_s(self) -> float:
+        return max(self._options.transaction_timeout_s, _MIN_PATIENCE_S)
+
+    def refresh_targets(self) -> None:
+        """Partition counts and size limits of the output topics; all tasks of a batch see the same."""
+        if time.monotonic() - self._targets_at < _MAX_METADATA_AGE_S:
+            return
+        more = None if self._state is None else self._state.written_topics
+        deadline = self.deadline("reading topic metadata")
+        self._targets = load_targets(self._cluster, self._options.topic, deadline, more=more)
+        self._targets_at = time.monotonic()
+
+    def write(self, df: DataFrame, attempt: Attempt) -> list[Part]:
+        """Produce every row under the producer id and epoch of the attempt, and collect what was acknowledged."""
+        source, summary = attempt.source, attempt.summary
+        expected_rows = self._expected_rows(source)
+        expected_bytes = expected_rows * (self._row_bytes or _GUESSED_ROW_BYTES)
+        outgoing = Outgoing(df, self._columns, self._options.topic, "")
+        if self._state is not None:
+            order = self._order(attempt, outgoing.topic, self._targets)
+            if self._state.fused:
+                summary.path, parts = self._state.write(
+                    df,
+                    max_rows=source.max_rows,
+                    order=order,
+                    cluster=self._cluster,
+                    on_driver=summary.attempts == 1 and expected_bytes <= 2 * _DRIVER_BYTES_MAX,
+                    reads_little=self._options.reads_little,
+                )
+                return parts
+            outgoing = self._state.outgoing(df, max_rows=source.max_rows, order=order)
+        return self._write_outgoing(outgoing, attempt, expected_rows, expected_bytes)
+
+    def _write_outgoing(
+        self, outgoing: Outgoing, attempt: Attempt, expected_rows: float, expected_bytes: float
+    ) -> list[Part]:
+        small = self._options.small_batch_rows
+        on_driver = (
+            expected_rows <= (_SMALL_BATCH_ROWS if small is None else small)
+            and expected_bytes <= _DRIVER_BYTES_MAX
+            and attempt.summary.attempts == 1
+        )
+        cores = 1 if on_driver else self._cores()
+        if not math.isfinite(expected_rows):
+            expected_bytes = float(cores * _TASK_BYTES)  # not known: all cores
+        targets = self._targets if outgoing.topic == self._options.topic else self._every_target()
+        prepared = prepare(
+            outgoing.df,
+            outgoing.columns,
+            partitioner=self._options.partitioner,
+            topic=outgoing.topic,
+            targets=targets,
+            source=self._source_partitions,
+            max_tasks=max(1, min(cores, round(expected_bytes / _TASK_BYTES + 0.5))),
+            on_driver=on_driver,
+            # One task for all partitions of Spark's state would be slow, however few rows come out of them.
+            keep_tasks=self._state is not None or self._options.stateful,
+        )
+        order = self._order(attempt, outgoing.topic, targets, prepared.routing)
+        if on_driver:
+            rows = collect(prepared.df, interpreted=self._options.reads_little and not outgoing.tasks)
+            parts = [Part(write_rows(order, TaskPlace("driver", -1, 0), rows, self._cluster), None, False)]
+        else:
+            collected = prepared.df.mapInArrow(WriteTask(order), reports.SPARK_SCHEMA).collect()
+            parts = [Part(reports.from_rows(collected), prepared.routing.tasks, prepared.shuffled)]
+        written_by = "driver" if on_driver else f"{prepared.routing.tasks} tasks"
+        attempt.summary.path = f"{outgoing.tasks} + {written_by}" if outgoing.tasks else written_by
+        return parts if self._state is None else parts + self._state.gather(order, self._cluster)
+
+    def on_commit(self, checked: Audit, summary: BatchSummary) -> None:
+        """The batch is committed: the next one is expected to be like it."""
+        if checked.records:
+            self._row_bytes = checked.nbytes / checked.records
+            self._rows_out = max(self._rows_out, checked.records / max(1, summary.max_rows))
+        self._last_records = summary.records
+
+    def on_lost(self) -> None:
+        """The batch was given up."""
+        self._last_records = 0
+
+    def _expected_rows(self, source: SourceRange) -> float:
+        """At most so many rows will come out of a batch, as far as one can know; infinite: one cannot."""
+        rows = source.max_rows * self._rows_out
+        if self._numbering is None or not (self._options.stateful or source.others):
+            return rows
+        # Windows close, joined rows expire, other sources are not counted: the last batch is the only hint, and what
+        # Spark keeps may come out at once.
+        if self._last_records is None:
+            return math.inf
+        return rows + self._numbering.rows_kept() + 2 * self._last_records
+
+    def _every_target(self) -> dict[str, Target]:
+        """All topics there are, for rows that name theirs; as old as `_targets` at most."""
+        if time.monotonic() - self._all_targets_at >= _MAX_METADATA_AGE_S:
+            self._all_targets = load_targets(self._cluster, None, self.deadline("reading topic metadata"))
+            self._all_targets_at = time.monotonic()
+        return self._all_targets
+
+    def _order(
+        self, attempt: Attempt, topic: str | None, targets: Mapping[str, Target], routing: Routing = _NO_ROUTING
+    ) -> WriteOrder:
+        """What the tasks of a stage are told."""
+        tables = set() if self._state is None else self._state.topics
+        return WriteOrder(
+            flow=self._flow,
+            batch=attempt.batch,
+            settings=self._settings,
+            transactional_id=self._delivery.transactional_id,
+            identity=attempt.producer,
+            sequences=self._delivery.sequences,
+            compression=self._options.compression,
+            topic=topic,
+            targets=targets,
+            routing=routing,
+            transaction_version=self._cluster.transaction_version,
+            deadline_s=self._patience_s,
+            own_topics=OwnTopics(frozenset(self._source_partitions), frozenset(tables)),
+            faults=hooks.configured(),
+        )

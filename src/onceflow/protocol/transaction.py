@@ -1,0 +1,390 @@
+"""The states of one transactional id as its driver knows them: a table of events, without I/O.
+
+``RULES`` is the table. Whoever talks to Kafka reports what it has done or learnt as an ``Event``. An event that is not
+allowed raises `IllegalEventError` and changes nothing. So the rules of a transaction stand in one place: nothing is
+written before progress was read (I6), nothing is written twice under one epoch (I3), nothing is committed before every
+row is acknowledged and progress is in the transaction (I1), a commit whose answer is lost is never aborted (I2), and no
+transaction begins before the last one is decided in every partition.
+
+Three small machines move together, as the two sides of a connection do in h11: what is open (``Phase``), whether the
+epoch may be written under (``Epoch``), and whether progress is known (``Sight``). An event has to be allowed by all.
+
+Transaction version 2 is KIP-890: EndTxn returns the next epoch. With version 1 the epoch stays the same. A transaction
+of version 1 is aborted by InitProducerId, see ``client/transactions.py``.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Mapping
+from functools import cache
+from typing import NamedTuple
+
+
+class Phase(enum.Enum):
+    """What is open under the transactional id."""
+
+    IDLE = "idle"  # nothing is open, and the last transaction is decided in every partition
+    OPEN = "open"  # rows may be written
+    PROGRESS_FIRST = "progress first"  # at most once: progress has moved, rows are written now
+    AUDITED = "audited"  # every row is acknowledged, and the audit has passed
+    SEALED = "sealed"  # progress is in the transaction: only EndTxn may follow
+    COMMITTING = "committing"  # EndTxn(commit) is sent: from now on only its answer decides
+    COMMITTED = "committed"  # known; local state is not settled, markers were not confirmed
+    SETTLED = "settled"  # known, local state may be applied; markers were not confirmed
+    TIMED_OUT = "timed out"  # the coordinator has aborted it; tasks may still write, until the epoch is another one
+    ABORTING = "aborting"  # an abort is sent; it may be repeated
+    ABORTED = "aborted"  # known; markers were not confirmed
+    COMPLETING_COMMIT = (
+        "completing a commit"  # an empty transaction writes missing markers: an abort would lose records
+    )
+    COMPLETING_ABORT = "completing an abort"  # an empty transaction writes missing markers
+    FENCED = "fenced"  # somebody else owns the transactional id
+
+
+class Epoch(enum.Enum):
+    """The producer epoch."""
+
+    NONE = "none"  # InitProducerId was not called
+    FRESH = "fresh"  # nothing was written under it
+    USED = "used"  # something may have been written under it
+    UNVERIFIED = "unverified"  # nothing was written under it; a newer driver may have committed before it was given
+
+
+class Sight(enum.Enum):
+    """Whether committed progress was read since the older drivers were fenced."""
+
+    UNREAD = "unread"
+    READ = "read"
+
+
+class Event(enum.Enum):
+    """What was done, or learnt from an answer."""
+
+    INITIALIZED = "InitProducerId without an epoch: older drivers are fenced, their transaction is decided"
+    PROGRESS_READ = "committed progress was read, and what it tells of is decided"
+    GIVEN_UP = "a start has failed: what was read may be out of date"
+    EPOCH_BUMPED = "InitProducerId with the own epoch: the next epoch"
+    PRODUCER_ID_REPLACED = "InitProducerId with the own epoch: another producer id, Kafka had forgotten the old one"
+    TIMEOUT_CONTINUED = "version 1: InitProducerId with the epoch under which the coordinator has aborted"
+    OWNERSHIP_VERIFIED = "progress is what this driver has left: nobody else has committed"
+    BEGIN = "a transaction begins"
+    NOTHING_WRITTEN = "the batch had no effect: nothing was sent"
+    ROWS_AUDITED = "every row is acknowledged, and the audit has passed"
+    PROGRESS_WRITTEN = "the progress record and the source offsets are acknowledged"
+    COMMIT = "EndTxn(commit) is sent"
+    COMMIT_DONE = "EndTxn(commit): done"
+    COMMIT_REFUSED = "EndTxn(commit): an error that says it was not applied"
+    TIMED_OUT = "EndTxn: the coordinator had aborted the transaction, or has forgotten it"
+    ABORT = "the abort is sent"
+    ABORT_DONE = "EndTxn(abort): done"
+    SETTLE = "Spark has logged the batch: local state may be applied"
+    MARKERS_CONFIRMED = "the last transaction is decided in every partition"
+    COMPLETE_COMMIT = "markers of a commit are missing: an empty transaction is to commit"
+    COMPLETE_ABORT = "markers of an abort are missing: an empty transaction is to abort"
+    FENCED = "a fencing answer, or progress of somebody else"
+
+
+class Mode(enum.Enum):
+    """Whose transaction it is.
+
+    A *batch* has an audit and a progress record. A *plain* transaction has neither: those of tools.
+    """
+
+    BATCH_V2 = "batch, version 2"
+    BATCH_V1 = "batch, version 1"
+    PLAIN_V2 = "plain, version 2"
+    PLAIN_V1 = "plain, version 1"
+    AT_LEAST_ONCE = "at least once"
+    AT_MOST_ONCE = "at most once"
+
+    @staticmethod
+    def of(version: int, *, batch: bool) -> Mode:
+        """The mode of a transaction at a transaction version (1 or 2)."""
+        if batch:
+            return Mode.BATCH_V2 if version >= 2 else Mode.BATCH_V1
+        return Mode.PLAIN_V2 if version >= 2 else Mode.PLAIN_V1
+
+
+class Standing(NamedTuple):
+    """Where a transactional id stands."""
+
+    phase: Phase
+    epoch: Epoch
+    sight: Sight
+
+    def __str__(self) -> str:
+        return f"{self.phase.value}, epoch {self.epoch.value}, progress {self.sight.value}"
+
+
+#: Before anything was asked of Kafka.
+START = Standing(Phase.IDLE, Epoch.NONE, Sight.UNREAD)
+#: Of a producer id and epoch that somebody else was given, for example the driver for its tasks.
+GIVEN = Standing(Phase.IDLE, Epoch.FRESH, Sight.READ)
+
+
+class Rule(NamedTuple):
+    """When an event is allowed, and where it leads. An empty mapping: the event does not look at that machine."""
+
+    event: Event
+    phases: Mapping[Phase, Phase]
+    epochs: Mapping[Epoch, Epoch] = {}
+    sights: Mapping[Sight, Sight] = {}
+    modes: frozenset[Mode] = frozenset(Mode)
+
+
+_V2 = frozenset({Mode.BATCH_V2, Mode.PLAIN_V2})
+_V1 = frozenset({Mode.BATCH_V1, Mode.PLAIN_V1})
+_TRANSACTIONAL = _V1 | _V2
+_BATCH = frozenset({Mode.BATCH_V2, Mode.BATCH_V1})
+_PLAIN = frozenset({Mode.PLAIN_V2, Mode.PLAIN_V1})
+_WEAKER = frozenset({Mode.AT_LEAST_ONCE, Mode.AT_MOST_ONCE})
+
+_ANY_PHASE = tuple(Phase)
+_ANY_EPOCH = tuple(Epoch)
+_RESTING = (Phase.IDLE, Phase.COMMITTED, Phase.SETTLED, Phase.ABORTED)
+_NOT_OPEN = (*_RESTING, Phase.TIMED_OUT)
+_ABORTABLE = (Phase.OPEN, Phase.AUDITED, Phase.SEALED, Phase.TIMED_OUT, Phase.ABORTING)
+_OWNED = (Epoch.FRESH, Epoch.USED, Epoch.UNVERIFIED)
+
+
+def _to(target: Phase, *sources: Phase) -> dict[Phase, Phase]:
+    return dict.fromkeys(sources, target)
+
+
+def _stay(*phases: Phase) -> dict[Phase, Phase]:
+    return {phase: phase for phase in phases}
+
+
+def _epoch(target: Epoch, *sources: Epoch) -> dict[Epoch, Epoch]:
+    return dict.fromkeys(sources, target)
+
+
+_READ = {Sight.READ: Sight.READ}
+# Version 1 aborts by InitProducerId: whatever it returns, the transaction is aborted.
+_NEW_EPOCH = _stay(*_NOT_OPEN) | _to(Phase.ABORTED, Phase.ABORTING, Phase.COMPLETING_ABORT)
+_NOW_COMMITTED = {Phase.COMMITTING: Phase.COMMITTED, Phase.COMPLETING_COMMIT: Phase.SETTLED}
+
+#: All events, and when each is allowed. An event may have several rules; the first that fits counts.
+RULES: tuple[Rule, ...] = (
+    # A start.
+    Rule(
+        Event.INITIALIZED,
+        _to(Phase.IDLE, *_ANY_PHASE),
+        _epoch(Epoch.FRESH, *_ANY_EPOCH),
+        dict.fromkeys(Sight, Sight.UNREAD),
+        _TRANSACTIONAL,
+    ),
+    Rule(Event.PROGRESS_READ, _stay(Phase.IDLE), {}, dict.fromkeys(Sight, Sight.READ)),
+    Rule(Event.GIVEN_UP, _stay(*_ANY_PHASE), {}, dict.fromkeys(Sight, Sight.UNREAD)),
+    # Epochs.
+    Rule(Event.EPOCH_BUMPED, _NEW_EPOCH, _epoch(Epoch.FRESH, Epoch.FRESH, Epoch.USED), {}, _TRANSACTIONAL),
+    Rule(Event.EPOCH_BUMPED, _NEW_EPOCH, _epoch(Epoch.UNVERIFIED, Epoch.UNVERIFIED), {}, _TRANSACTIONAL),
+    Rule(Event.PRODUCER_ID_REPLACED, _NEW_EPOCH, _epoch(Epoch.UNVERIFIED, *_OWNED), {}, _TRANSACTIONAL),
+    Rule(Event.TIMEOUT_CONTINUED, _NEW_EPOCH, _epoch(Epoch.UNVERIFIED, *_OWNED), {}, _V1),
+    Rule(Event.OWNERSHIP_VERIFIED, _stay(*_NOT_OPEN), _epoch(Epoch.FRESH, Epoch.UNVERIFIED), {}, _TRANSACTIONAL),
+    # A batch.
+    Rule(Event.BEGIN, _to(Phase.OPEN, Phase.IDLE), _epoch(Epoch.USED, Epoch.FRESH), _READ, _BATCH),
+    Rule(Event.BEGIN, _to(Phase.OPEN, *_NOT_OPEN), _epoch(Epoch.USED, Epoch.FRESH), {}, _PLAIN),
+    Rule(Event.BEGIN, _to(Phase.OPEN, Phase.IDLE, Phase.SETTLED, Phase.ABORTED), {}, _READ, _WEAKER),
+    Rule(Event.NOTHING_WRITTEN, _to(Phase.IDLE, Phase.OPEN)),
+    Rule(Event.ROWS_AUDITED, _to(Phase.AUDITED, Phase.OPEN), {}, {}, _BATCH | {Mode.AT_LEAST_ONCE}),
+    Rule(Event.ROWS_AUDITED, _to(Phase.SEALED, Phase.PROGRESS_FIRST), {}, {}, frozenset({Mode.AT_MOST_ONCE})),
+    Rule(Event.PROGRESS_WRITTEN, _to(Phase.SEALED, Phase.AUDITED), {}, {}, _BATCH | {Mode.AT_LEAST_ONCE}),
+    Rule(Event.PROGRESS_WRITTEN, _stay(Phase.OPEN), {}, {}, _PLAIN),
+    Rule(Event.PROGRESS_WRITTEN, _to(Phase.PROGRESS_FIRST, Phase.OPEN), {}, {}, frozenset({Mode.AT_MOST_ONCE})),
+    # Its end.
+    Rule(Event.COMMIT, _to(Phase.COMMITTING, Phase.SEALED, Phase.COMMITTING) | _stay(Phase.COMPLETING_COMMIT), {}, {},
+         _BATCH),
+    Rule(Event.COMMIT, _to(Phase.COMMITTING, Phase.OPEN, Phase.COMMITTING) | _stay(Phase.COMPLETING_COMMIT), {}, {},
+         _PLAIN),
+    Rule(Event.COMMIT, _to(Phase.COMMITTED, Phase.SEALED), {}, {}, _WEAKER),
+    Rule(Event.COMMIT_DONE, _NOW_COMMITTED, {Epoch.USED: Epoch.FRESH}, {}, _V2),
+    Rule(Event.COMMIT_DONE, _NOW_COMMITTED, {Epoch.USED: Epoch.USED}, {}, _V1),
+    Rule(Event.COMMIT_REFUSED, {Phase.COMMITTING: Phase.SEALED} | _stay(Phase.COMPLETING_COMMIT), {}, {}, _BATCH),
+    Rule(Event.COMMIT_REFUSED, {Phase.COMMITTING: Phase.OPEN} | _stay(Phase.COMPLETING_COMMIT), {}, {}, _PLAIN),
+    Rule(Event.TIMED_OUT,
+         {
+             Phase.COMMITTING: Phase.TIMED_OUT,
+             Phase.ABORTING: Phase.ABORTED,
+             Phase.COMPLETING_COMMIT: Phase.SETTLED,
+             Phase.COMPLETING_ABORT: Phase.ABORTED,
+         },
+         {}, {}, _TRANSACTIONAL),
+    Rule(Event.ABORT, _to(Phase.ABORTING, *_ABORTABLE) | _stay(Phase.COMPLETING_ABORT), {}, {}, _BATCH),
+    Rule(Event.ABORT, _to(Phase.ABORTING, *_ABORTABLE, *_NOT_OPEN) | _stay(Phase.COMPLETING_ABORT), {}, {}, _PLAIN),
+    Rule(Event.ABORT,
+         _to(Phase.ABORTED, Phase.IDLE, Phase.OPEN, Phase.AUDITED, Phase.SEALED)
+         | {Phase.PROGRESS_FIRST: Phase.COMMITTED} | _stay(Phase.COMMITTED, Phase.SETTLED, Phase.ABORTED),
+         {}, {}, _WEAKER),
+    Rule(Event.ABORT_DONE, _to(Phase.ABORTED, Phase.ABORTING, Phase.COMPLETING_ABORT),
+         _epoch(Epoch.FRESH, Epoch.FRESH, Epoch.USED) | _epoch(Epoch.UNVERIFIED, Epoch.UNVERIFIED), {}, _V2),
+    Rule(Event.ABORT_DONE, _to(Phase.ABORTED, Phase.ABORTING, Phase.COMPLETING_ABORT), {}, {}, _V1),
+    Rule(Event.SETTLE, _to(Phase.SETTLED, Phase.COMMITTED)),
+    # Markers that Kafka leaves out where a partition has no leader, see ``client/markers.py``.
+    Rule(Event.MARKERS_CONFIRMED, _to(Phase.IDLE, *_RESTING), {}, {}, _TRANSACTIONAL),
+    Rule(Event.COMPLETE_COMMIT, _to(Phase.COMPLETING_COMMIT, Phase.IDLE, Phase.COMMITTED, Phase.SETTLED),
+         _epoch(Epoch.USED, Epoch.FRESH), {}, _TRANSACTIONAL),
+    Rule(Event.COMPLETE_ABORT, _to(Phase.COMPLETING_ABORT, Phase.IDLE, Phase.ABORTED), _epoch(Epoch.USED, Epoch.FRESH),
+         {}, _TRANSACTIONAL),
+    Rule(Event.FENCED, _to(Phase.FENCED, *_ANY_PHASE), {}, {}, _TRANSACTIONAL),
+)  # fmt: skip
+
+#: Where the outcome is not this driver's to change: a commit may have been applied, or somebody else owns the id.
+NOT_ABORTABLE = frozenset({Phase.COMMITTING, Phase.COMPLETING_COMMIT, Phase.FENCED})
+
+
+class IllegalEventError(RuntimeError):
+    """An event that is not allowed where the transaction stands: a mistake of the code. Nothing has changed."""
+
+
+@cache
+def _rules(event: Event, mode: Mode) -> tuple[Rule, ...]:
+    return tuple(rule for rule in RULES if rule.event is event and mode in rule.modes)
+
+
+@cache
+def _after(standing: Standing, event: Event, mode: Mode) -> Standing | None:
+    phase, epoch, sight = standing
+    for rule in _rules(event, mode):
+        if (
+            phase in rule.phases
+            and (not rule.epochs or epoch in rule.epochs)
+            and (not rule.sights or sight in rule.sights)
+        ):
+            return Standing(rule.phases[phase], rule.epochs.get(epoch, epoch), rule.sights.get(sight, sight))
+    return None
+
+
+def after(standing: Standing, event: Event, mode: Mode) -> Standing:
+    """Where an event leads.
+
+    Raises:
+        IllegalEventError: it is not allowed.
+    """
+    found = _after(standing, event, mode)
+    if found is None:
+        raise IllegalEventError(f"{event.name} ({event.value}) is not allowed here: {standing}; {mode.value}")
+    return found
+
+
+class Transaction:
+    """The standing of one transactional id, moved by events. Not thread-safe.
+
+    Args:
+        mode: whose transaction; may be set until the first event.
+        standing: where it starts.
+    """
+
+    def __init__(self, mode: Mode, standing: Standing = START) -> None:
+        self.mode = mode
+        self.standing = standing
+
+    def on(self, event: Event) -> None:
+        """An event has happened.
+
+        Raises:
+            IllegalEventError: it is not allowed; nothing has changed.
+        """
+        self.standing = after(self.standing, event, self.mode)
+
+    def expect(self, event: Event) -> None:
+        """Before requests that lead to an event: it must be allowed here, once the epoch is what it takes.
+
+        Raises:
+            IllegalEventError: it will not be.
+        """
+        phase, _, sight = self.standing
+        if not any(
+            phase in rule.phases and (not rule.sights or sight in rule.sights) for rule in _rules(event, self.mode)
+        ):
+            after(self.standing, event, self.mode)
+
+    @property
+    def phase(self) -> Phase:
+        return self.standing.phase
+
+    @property
+    def epoch(self) -> Epoch:
+        return self.standing.epoch
+
+    @property
+    def sight(self) -> Sight:
+        return self.standing.sight
+
+    @property
+    def is_fenced(self) -> bool:
+        """Whether somebody else owns the transactional id."""
+        return self.phase is Phase.FENCED
+
+    @property
+    def may_abort(self) -> bool:
+        """Whether an abort decides nothing that may have been decided already."""
+        return self.phase not in NOT_ABORTABLE
+
+
+def reachable(mode: Mode, start: Standing = START) -> dict[Standing, dict[Event, Standing]]:
+    """Every standing that events can lead to, and what each allows."""
+    found: dict[Standing, dict[Event, Standing]] = {}
+    waiting = [start]
+    while waiting:
+        standing = waiting.pop()
+        if standing in found:
+            continue
+        found[standing] = {event: target for event in Event if (target := _after(standing, event, mode)) is not None}
+        waiting += found[standing].values()
+    return found
+
+
+def diagram(mode: Mode = Mode.BATCH_V2) -> str:
+    """The phases as a Mermaid state diagram. Events that keep the phase, or are possible in all, are left out."""
+    arrows: dict[tuple[Phase, Phase], list[str]] = {}
+    everywhere = {Event.INITIALIZED, Event.FENCED}
+    for rule in RULES:
+        if mode in rule.modes and rule.event not in everywhere:
+            for source, target in rule.phases.items():
+                if source is not target:
+                    arrows.setdefault((source, target), []).append(rule.event.name)
+    lines = ["stateDiagram-v2", f"    [*] --> {Phase.IDLE.name}: {Event.INITIALIZED.name}"]
+    lines += [
+        f"    {source.name} --> {target.name}: {', '.join(dict.fromkeys(events))}"
+        for (source, target), events in arrows.items()
+        if mode not in _BATCH or not {source, target} & {Phase.PROGRESS_FIRST}
+    ]
+    return "\n".join(lines)
+
+
+def table() -> str:
+    """The rules as a Markdown table."""
+    lines = ["| Event | Mode | Phase | Epoch | Progress |", "|---|---|---|---|---|"]
+    for rule in RULES:
+        cells = (
+            f"`{rule.event.name}`: {rule.event.value}",
+            _modes(rule.modes),
+            _moves(rule.phases, _ANY_PHASE),
+            _moves(rule.epochs, _ANY_EPOCH),
+            _moves(rule.sights, tuple(Sight)),
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _modes(modes: frozenset[Mode]) -> str:
+    names = {
+        frozenset(Mode): "all", _TRANSACTIONAL: "transactional", _BATCH: "batch", _PLAIN: "plain", _WEAKER: "weaker",
+        _V1: "version 1", _V2: "version 2", _BATCH | {Mode.AT_LEAST_ONCE}: "batch, at least once",
+    }  # fmt: skip
+    return names.get(modes) or ", ".join(mode.value for mode in Mode if mode in modes)
+
+
+def _moves(
+    moves: Mapping[Phase, Phase] | Mapping[Epoch, Epoch] | Mapping[Sight, Sight], every: Iterable[object]
+) -> str:
+    by_target: dict[str, list[str]] = {}
+    for source, target in moves.items():
+        by_target.setdefault("" if source is target else target.value, []).append(source.value)
+    whole = len(moves) == len(tuple(every))
+    return "; ".join(
+        f"{'any' if whole and len(by_target) == 1 else ', '.join(sources)}{f' → {target}' if target else ''}"
+        for target, sources in by_target.items()
+    )
