@@ -165,6 +165,7 @@ def test_unclean_settings_are_told(
     assert warnings_of(cluster, [good, few, None, "no-such-topic"], caplog) == []
     transactions = Transactions(cluster, f"onceflow.{few}")
     transactions.init(soon())
+    transactions.begin(soon())
     write(cluster, transactions, few, b"taken")
     assert transactions.end(soon(), commit=True) is Outcome.COMMITTED
     (warning,) = warnings_of(cluster, [good, unclean], caplog)

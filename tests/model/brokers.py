@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from onceflow.protocol.transaction import START, Standing
+
 Next = Iterable[tuple[str, "State"]]
 
 # States of the coordinator.
@@ -124,25 +126,24 @@ class Driver(NamedTuple):
     """A driver and its tasks.
 
     Args:
-        used: ``Transactions._used``: something may have been written under the epoch.
+        standing: where its transactional id stands, by the table of ``onceflow.protocol.transaction``.
         at, end: its range; ``at`` is progress as it knows it.
         tag: the attempt it runs. waiting: requests of it that are not acknowledged.
         bad: a task has failed, or is a second attempt.
-        read: whether it has read progress. last: epoch of the last commit it knows of.
+        last: epoch of the last commit it knows of.
         here: whether its tasks run where the local copy is.
     """
 
     name: int
     phase: str
     epoch: int = NONE
-    used: bool = False
+    standing: Standing = START
     at: int = 0
     end: int = 0
     tag: int = 0
     waiting: int = 0
     bad: bool = False
     attempt: int = 0
-    read: bool = False
     last: int = NONE
     here: bool = False
 

@@ -59,6 +59,8 @@ from brokers import (
 )
 from explore import Action, Result, SearchTooLargeError, explore, readable
 
+from onceflow.protocol.transaction import Epoch, Event, IllegalEventError, Mode, Phase, Sight, Standing, find, rules_of
+
 if TYPE_CHECKING:
     from variants import Variant
 
@@ -75,6 +77,41 @@ class Model(Kafka):
     aborts_as_the_timeout_does = True
     checks_progress = True
     aborted_states = (COMPLETE_ABORT,)
+    follows_the_table = True
+
+    @property
+    def mode(self) -> Mode:
+        return Mode.BATCH_V2 if self.v2 else Mode.BATCH_V1
+
+    def on(self, standing: Standing, *events: Event) -> Standing:
+        """What a driver reports to the table of ``onceflow.protocol.transaction``, which raises where the code would.
+
+        A variant that does what the table does not allow goes on as if it did.
+        """
+        for event in events:
+            after = find(standing, event, self.mode)
+            if after is None and self.follows_the_table:
+                raise IllegalEventError(f"{event.name} at: {standing}")
+            if after is None:
+                rule = rules_of(event, self.mode)[0]
+                phase, epoch, sight = standing
+                after = Standing(
+                    rule.phases.get(phase) or next(iter(rule.phases.values())),
+                    rule.epochs.get(epoch) or next(iter(rule.epochs.values()), epoch),
+                    rule.sights.get(sight) or next(iter(rule.sights.values()), sight),
+                )
+            self.events.add((standing, event, after))
+            standing = after
+        return standing
+
+    def noted(self, s: State, n: int, *events: Event) -> State:
+        """The state with a driver's events reported."""
+        d = s.drivers[n]
+        return self.moved(s, n, d, standing=self.on(d.standing, *events))
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.events: set[tuple[Standing, Event, Standing]] = set()  # transitions of the table that were taken
 
     @property
     def looks_why(self) -> bool:
@@ -117,7 +154,11 @@ class Model(Kafka):
                 if not self.waits_for_decision and undecided:
                     progress = Progress(undecided[-1].end)  # progress_log._latest counts on everything being decided
                 after = TO_SETTLE if self.fences_before_reading else FENCED
-                known = {"at": progress.at, "last": progress.epoch, "read": True}
+                known = {
+                    "at": progress.at,
+                    "last": progress.epoch,
+                    "standing": self.on(d.standing, Event.PROGRESS_READ),
+                }
                 moved = self.moved(s, n, d, phase=after, **known)
                 yield f"driver {d.name}: reads that progress is at {progress.at}", moved
 
@@ -125,7 +166,8 @@ class Model(Kafka):
         answer, c = self.init_producer_id(s.coordinator, NONE)
         what = f"driver {d.name}: InitProducerId, "
         if answer == "ok" or not self.waits_for_decision:
-            newest = (*s.drivers[:n], *s.drivers[n + 1 :], d._replace(phase=phase, epoch=c.epoch))
+            fenced = d._replace(phase=phase, epoch=c.epoch, standing=self.on(d.standing, Event.INITIALIZED))
+            newest = (*s.drivers[:n], *s.drivers[n + 1 :], fenced)
             yield what + f"epoch {c.epoch} is its own", self.decided(s._replace(drivers=newest), c)
         elif c is not s.coordinator:
             yield what + f"the transaction of epoch {s.coordinator.epoch} is to be aborted", self.decided(s, c)
@@ -152,7 +194,8 @@ class Model(Kafka):
             epoch = c.epoch + (1 if self.v2 or commits else 3)
             parts = tuple(Log(epoch, 0, log.open) if log.unmarked else log for log in s.parts)
             after = s._replace(parts=parts, visible=visible, progress=progress)
-            after = self.moved(after, n, d, epoch=epoch, used=commits and not self.v2)
+            standing = self.completed(self.settled(d.standing), commits)
+            after = self.moved(after, n, d, epoch=epoch, standing=standing)
             if self.v2:
                 now = Coordinator(COMPLETE_ABORT, epoch, c.epoch, 0, False)
             elif commits:
@@ -160,6 +203,18 @@ class Model(Kafka):
             else:
                 now = Coordinator(EMPTY, epoch, epoch - 1, 0, False)
             yield what + "written now", self.decided(after, now)
+
+    def completed(self, standing: Standing, commits: bool) -> Standing:
+        """Markers._write, Markers.confirm."""
+        if standing.epoch is Epoch.USED:
+            standing = self.on(standing, Event.EPOCH_BUMPED)
+        if commits:
+            return self.on(standing, Event.COMPLETE_COMMIT, Event.COMMIT, Event.COMMIT_DONE, Event.MARKERS_CONFIRMED)
+        done = Event.ABORT_DONE if self.v2 else Event.EPOCH_BUMPED
+        return self.on(standing, Event.COMPLETE_ABORT, Event.ABORT, done, Event.MARKERS_CONFIRMED)
+
+    def settled(self, standing: Standing) -> Standing:
+        return self.on(standing, Event.SETTLE) if standing.phase is Phase.COMMITTED else standing
 
     def settle(self, s: State) -> Next:
         """BatchSink._settle; of local state _Run._step of state/local/opening.py, with what the driver knows of."""
@@ -178,7 +233,9 @@ class Model(Kafka):
                     continue
                 elif store.at < d.at:
                     how, store = ": the copy reads what is committed", Store(d.at)
-            yield f"driver {d.name}{how}", self.moved(s._replace(store=store), n, d, phase=READY, last=NONE)
+            ready = self.settled(d.standing)
+            after = self.moved(s._replace(store=store), n, d, phase=READY, last=NONE, standing=ready)
+            yield f"driver {d.name}{how}", after
 
     def applies(self, d: Driver, store: Store) -> bool:
         """Whether what is pending is of just the transaction that the driver knows as the last committed one."""
@@ -206,14 +263,16 @@ class Model(Kafka):
                 continue  # Markers.confirm: only what is open after that is left out
             if d.phase == PLANNED and self.missing_markers(s):
                 yield from self.confirm(s, n, d)
-            elif d.phase == PLANNED and d.used:
+            elif d.phase == PLANNED and d.standing.epoch is Epoch.USED:
                 yield from self.renewed(s, n, d, self.begun)
             elif d.phase == PLANNED:
                 after = self.begun(s, n, d.epoch)
                 yield f"driver {d.name}: attempt {after.drivers[n].tag}, epoch {d.epoch}", after
 
     def begun(self, s: State, n: int, epoch: int) -> State:
-        return self.moved(s, n, s.drivers[n], phase=BEGUN, epoch=epoch, used=True, tag=self.free_tag(s))
+        d = s.drivers[n]
+        standing = self.on(d.standing, Event.MARKERS_CONFIRMED, Event.BEGIN)
+        return self.moved(s, n, d, phase=BEGUN, epoch=epoch, standing=standing, tag=self.free_tag(s))
 
     def renewed(self, s: State, n: int, d: Driver, then: Callable[[State, int, int], State]) -> Next:
         """Transactions.renew: InitProducerId that names the driver's own epoch."""
@@ -230,7 +289,7 @@ class Model(Kafka):
         if answer == "ok" and s.coordinator.state == DEAD:
             yield from self.remembered(s, n, d, c, then)
         elif answer == "ok":
-            after = then(self.decided(s, c), n, c.epoch)
+            after = then(self.noted(self.decided(s, c), n, Event.EPOCH_BUMPED), n, c.epoch)
             yield what + f"epoch {c.epoch}" + ", it gives up" * (len(after.drivers) < len(s.drivers)), after
         elif c is not s.coordinator:
             yield what + "what is open is to be aborted", self.decided(s, c)
@@ -242,6 +301,7 @@ class Model(Kafka):
         if self.has_moved(s, d):
             yield what + "progress has moved, it stops", self.decided(self.stopped(s, n), c)
             return
+        d = d._replace(standing=self.on(d.standing, Event.PRODUCER_ID_REPLACED, Event.OWNERSHIP_VERIFIED))
         newest = self.decided(s._replace(drivers=(*s.drivers[:n], *s.drivers[n + 1 :], d)), c)
         after = then(newest, len(s.drivers) - 1, c.epoch)
         yield what + f"epoch {c.epoch}" + ", it gives up" * (len(after.drivers) < len(s.drivers)), after
@@ -286,7 +346,11 @@ class Model(Kafka):
             if d.phase == WRITING and d.bad:
                 yield f"driver {d.name}: attempt {d.tag} is refused", self.has_failed(s, n, d)
             elif d.phase == WRITING and self.answered(s, d):
-                yield f"driver {d.name}: attempt {d.tag} is whole", self.moved(s, n, d, phase=AUDITED)
+                standing = self.on(d.standing, Event.ROWS_AUDITED)
+                yield (
+                    f"driver {d.name}: attempt {d.tag} is whole",
+                    self.moved(s, n, d, phase=AUDITED, standing=standing),
+                )
 
     def move_progress(self, s: State) -> Next:
         """BatchSink._move_progress, progress_log.write_progress: the record, in the batch's transaction."""
@@ -318,35 +382,40 @@ class Model(Kafka):
         return self.commit(s, n, d)
 
     def commit(self, s: State, n: int, d: Driver) -> Next:
+        if d.standing.phase is not Phase.COMMITTING:
+            d = d._replace(standing=self.on(d.standing, Event.PROGRESS_WRITTEN))
+        d = d._replace(standing=self.on(d.standing, Event.COMMIT))
         answer, c = self.end_txn(s.coordinator, d.epoch, True)
         what = f"driver {d.name}: EndTxn(commit), epoch {d.epoch}: "
         if answer == "ok":
             if c is not s.coordinator:  # decided now
-                c = c._replace(late=any(newer.read for newer in s.drivers[n + 1 :]))
+                c = c._replace(late=any(newer.standing.sight is Sight.READ for newer in s.drivers[n + 1 :]))
                 if left := self.spent(s, "lost"):
                     waits = self.moved(s._replace(left=left), n, d, phase=ENDING)
                     yield what + "committed, the answer is lost", self.decided(waits, c)
             yield what + "committed", self.adopted(s, n, d, c)
         elif answer == "over":
-            yield what + "it was aborted", self.has_failed(s, n, d)
+            yield what + "it was aborted", self.has_failed(s, n, d, events=(Event.TIMED_OUT,))
         elif answer == "forgotten":
-            yield what + "the transactional id is forgotten", self.has_failed(s, n, d)
+            gone = self.has_failed(s, n, d, events=(Event.COMMIT_REFUSED,))
+            yield what + "the transactional id is forgotten", gone
         elif answer == "fenced" and self.looks_why:
             yield what + "refused", self.has_failed(s, n, d, LOOKING, bad=True)
         elif answer == "fenced":
             yield what + "fenced, it stops", self.stopped(s, n)
 
     def adopted(self, s: State, n: int, d: Driver, c: Coordinator) -> State:
-        """BatchSink._adopt; the epoch that EndTxn v5 returns is the next one."""
+        """BatchSink._on_commit; the epoch that EndTxn v5 returns is the next one."""
         changes = {"tag": 0, "waiting": 0, "attempt": 0, "at": d.end, "last": d.epoch if self.config.local else NONE}
         phase = TO_SETTLE if self.progress_in_transaction else OUTSIDE
         epoch = c.epoch if self.v2 else d.epoch
-        return self.decided(self.moved(s, n, d, phase=phase, epoch=epoch, used=not self.v2, **changes), c)
+        standing = self.on(d.standing, Event.COMMIT_DONE)
+        return self.decided(self.moved(s, n, d, phase=phase, epoch=epoch, standing=standing, **changes), c)
 
     # ---- when it goes wrong: hooks.ABORTED ---------------------------------------------------------------
 
     def abort(self, s: State) -> Next:
-        """BatchSink._abort, Transactions.abort: EndTxn(abort), and a fresh epoch if that did not bring one."""
+        """BatchSink.abort, Transactions.abort: EndTxn(abort), and a fresh epoch if that did not bring one."""
         for n, d in enumerate(s.drivers):
             if d.phase == LOOKING:
                 yield from self.look(s, n, d)
@@ -369,17 +438,17 @@ class Model(Kafka):
                 if answer == "forgotten" and self.has_moved(s, d):
                     yield what + "forgotten, and progress has moved: it stops", self.stopped(s, n)
                     continue
+                d = d._replace(standing=self.on(d.standing, Event.ABORT))
                 if c is not s.coordinator and (left := self.spent(s, "lost")):
                     lost = self.has_failed(s._replace(left=left), n, d)
                     yield what + "aborted, the answer is lost", self.decided(lost, c)
-                if answer == "forgotten":
-                    after = self.has_failed(s, n, d, RENEWING)
-                elif answer == "ok" and self.v2:
-                    after = self.rerun(self.decided(s, c), n, c.epoch)
-                elif not self.new_epoch_after_abort:
-                    after = self.rerun(self.decided(s, c), n, d.epoch)
-                else:
-                    after = self.decided(self.has_failed(s, n, d, RENEWING), c)
+                over = (Event.ABORT_DONE if answer == "ok" else Event.TIMED_OUT,)
+                after = self.decided(self.has_failed(s, n, d, RENEWING, events=over), c)
+                if answer == "ok" and self.v2:
+                    after = self.rerun(after, n, c.epoch)
+                elif answer != "forgotten" and not self.new_epoch_after_abort:
+                    unused = after.drivers[n].standing._replace(epoch=Epoch.FRESH)
+                    after = self.rerun(self.moved(after, n, after.drivers[n], standing=unused), n, d.epoch)
                 yield what + "aborted" + ", it gives up" * (len(after.drivers) < len(s.drivers)), after
             elif d.phase == RENEWING:
                 yield from self.renewed(s, n, d, self.rerun)
@@ -389,11 +458,14 @@ class Model(Kafka):
         leaves the epoch after its own with nobody, as aborted: here nobody sends EndTxn(abort)."""
         c = s.coordinator
         what = f"driver {d.name}: looks at the coordinator: "
+        aborting = () if d.phase == LOOKING else (Event.ABORT,)
         if (c.epoch == d.epoch or c.state == DEAD) and d.phase != LOOKING:
-            yield what + "its own epoch", self.has_failed(s, n, d, RENEWING)
+            yield what + "its own epoch", self.has_failed(s, n, d, RENEWING, events=aborting)
         elif c.epoch == d.epoch + 1 and c.state in (PREPARE_ABORT, *self.aborted_states):
             failed = d.bad or d.phase != LOOKING
-            yield what + "its transaction was aborted", self.has_failed(s, n, d, CONTINUING, bad=failed)
+            # A commit that was refused: Transactions._was_aborted. The abort that follows it has nothing to abort.
+            events = (Event.TIMED_OUT, Event.ABORT) if d.standing.phase is Phase.COMMITTING else aborting
+            yield what + "its transaction was aborted", self.has_failed(s, n, d, CONTINUING, bad=failed, events=events)
         else:
             yield what + "fenced, it stops", self.stopped(s, n)
 
@@ -415,17 +487,21 @@ class Model(Kafka):
             if self.has_moved(after, d):
                 yield what + "progress has moved, it stops", self.stopped(after, n)
                 return
+            after = self.noted(after, n, Event.TIMEOUT_CONTINUED, Event.OWNERSHIP_VERIFIED)
             after = then(after, n, c.epoch)
             yield what + f"epoch {c.epoch}" + ", it gives up" * (len(after.drivers) < len(s.drivers)), after
         elif c is not s.coordinator:
             yield what + "what is open is to be aborted", self.decided(s, c)
 
     def planned_again(self, s: State, n: int, epoch: int) -> State:
-        return self.moved(s, n, s.drivers[n], phase=PLANNED, epoch=epoch, used=False)
+        return self.moved(s, n, s.drivers[n], phase=PLANNED, epoch=epoch)
 
-    def has_failed(self, s: State, n: int, d: Driver, phase: str = FAILED, *, bad: bool = False) -> State:
+    def has_failed(
+        self, s: State, n: int, d: Driver, phase: str = FAILED, *, bad: bool = False, events: tuple[Event, ...] = ()
+    ) -> State:
         """Its tasks are nobody's any more."""
-        return self.moved(s, n, d, phase=phase, tag=0, waiting=0, bad=bad)
+        standing = self.on(d.standing, *events)
+        return self.moved(s, n, d, phase=phase, tag=0, waiting=0, bad=bad, standing=standing)
 
     def rerun(self, s: State, n: int, epoch: int) -> State:
         """The batch again, under a new epoch; a driver that has tried often enough gives up."""
@@ -433,7 +509,7 @@ class Model(Kafka):
         if d.attempt >= self.config.attempts:
             return self.stopped(s, n)
         changes = {"tag": 0, "waiting": 0, "bad": False, "attempt": d.attempt + 1}
-        return self.moved(s, n, d, phase=PLANNED, epoch=epoch, used=False, **changes)
+        return self.moved(s, n, d, phase=PLANNED, epoch=epoch, **changes)
 
     # ---- what happens to them ------------------------------------------------------------------------------
 
@@ -569,7 +645,7 @@ class Model(Kafka):
             (c.state, c.last == now - 1, c.enrolled, c.late),
             tuple([(p[0] - now, *p[1:]) if p[2] or p[3] or (p[0] == now and p[1]) else () for p in s.parts]),
             tuple([(m[0], m[1] - now, *m[2:]) for m in s.net]),
-            tuple([(d[1], max(d[2] - now, -2), *d[3:10], n > 0 and d[10], d[12]) for n, d in enumerate(s.drivers)]),
+            tuple([(d[1], max(d[2] - now, -2), *d[3:10], d[11]) for d in s.drivers]),
             s.visible,
             s.progress.at,
             self.local_key(s) if self.config.local else 0,

@@ -27,6 +27,7 @@ from brokers import (
 )
 from explore import Result
 
+from onceflow.protocol.transaction import Event
 from protocol import Model, search
 
 
@@ -54,6 +55,7 @@ class AbortsByEndTxn(Model):
 
 
 class ReadsBeforeFencing(Model):
+    follows_the_table = False
     fences_before_reading = False
 
 
@@ -101,23 +103,30 @@ class TwoWriters(Model):
 
 
 class LostAnswerIsAnAbort(Model):
+    follows_the_table = False
+
     def ask_again(self, s: State, n: int, d: Driver) -> Next:
         answer, c = self.init_producer_id(s.coordinator, NONE)
         if answer == "ok":
             what = f"driver {d.name}: takes it for an abort, InitProducerId, epoch {c.epoch}"
-            yield what, self.decided(self.moved(s, n, d, phase=PLANNED, epoch=c.epoch, used=False, tag=0), c)
+            standing = self.on(d.standing, Event.INITIALIZED)
+            yield what, self.decided(self.moved(s, n, d, phase=PLANNED, epoch=c.epoch, standing=standing, tag=0), c)
 
 
 class InitInsteadOfRepeating(Model):
+    follows_the_table = False
+
     def ask_again(self, s: State, n: int, d: Driver) -> Next:
         answer, c = self.init_producer_id(s.coordinator, NONE)
         if answer == "ok":
             said, _ = self.end_txn(c, c.epoch, True)
             what = f"driver {d.name}: InitProducerId, then EndTxn(commit) of epoch {c.epoch}: {said}"
-            yield what, self.decided(self.has_failed(s, n, d._replace(epoch=c.epoch)), c)
+            yield what, self.decided(self.has_failed(s, n, d._replace(epoch=c.epoch), events=(Event.INITIALIZED,)), c)
 
 
 class TasksCommit(Model):
+    follows_the_table = False
+
     def commit(self, s: State, n: int, d: Driver) -> Next:
         if s.coordinator.state != ONGOING or s.coordinator.epoch != d.epoch:
             yield from super().commit(s, n, d)

@@ -16,12 +16,18 @@ of version 1 is aborted by InitProducerId, see ``client/transactions.py``.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import cache
 from typing import NamedTuple
 
 
-class Phase(enum.Enum):
+class _Member(enum.Enum):
+    """Hashed by identity: members are looked up millions of times by the model of the protocol (tests/model)."""
+
+    __hash__ = object.__hash__
+
+
+class Phase(_Member):
     """What is open under the transactional id."""
 
     IDLE = "idle"  # nothing is open, and the last transaction is decided in every partition
@@ -42,7 +48,7 @@ class Phase(enum.Enum):
     FENCED = "fenced"  # somebody else owns the transactional id
 
 
-class Epoch(enum.Enum):
+class Epoch(_Member):
     """The producer epoch."""
 
     NONE = "none"  # InitProducerId was not called
@@ -51,14 +57,14 @@ class Epoch(enum.Enum):
     UNVERIFIED = "unverified"  # nothing was written under it; a newer driver may have committed before it was given
 
 
-class Sight(enum.Enum):
+class Sight(_Member):
     """Whether committed progress was read since the older drivers were fenced."""
 
     UNREAD = "unread"
     READ = "read"
 
 
-class Event(enum.Enum):
+class Event(_Member):
     """What was done, or learnt from an answer."""
 
     INITIALIZED = "InitProducerId without an epoch: older drivers are fenced, their transaction is decided"
@@ -85,7 +91,7 @@ class Event(enum.Enum):
     FENCED = "a fencing answer, or progress of somebody else"
 
 
-class Mode(enum.Enum):
+class Mode(_Member):
     """Whose transaction it is.
 
     A *batch* has an audit and a progress record. A *plain* transaction has neither: those of tools.
@@ -175,8 +181,14 @@ RULES: tuple[Rule, ...] = (
         dict.fromkeys(Sight, Sight.UNREAD),
         _TRANSACTIONAL,
     ),
-    Rule(Event.PROGRESS_READ, _stay(Phase.IDLE), {}, dict.fromkeys(Sight, Sight.READ)),
-    Rule(Event.GIVEN_UP, _stay(*_ANY_PHASE), {}, dict.fromkeys(Sight, Sight.UNREAD)),
+    Rule(
+        Event.PROGRESS_READ,
+        _stay(Phase.IDLE),
+        {epoch: epoch for epoch in _OWNED},
+        dict.fromkeys(Sight, Sight.READ),
+        _TRANSACTIONAL,
+    ),
+    Rule(Event.GIVEN_UP, _stay(*_ANY_PHASE), {}, dict.fromkeys(Sight, Sight.UNREAD), _TRANSACTIONAL),
     # Epochs.
     Rule(Event.EPOCH_BUMPED, _NEW_EPOCH, _epoch(Epoch.FRESH, Epoch.FRESH, Epoch.USED), {}, _TRANSACTIONAL),
     Rule(Event.EPOCH_BUMPED, _NEW_EPOCH, _epoch(Epoch.UNVERIFIED, Epoch.UNVERIFIED), {}, _TRANSACTIONAL),
@@ -196,8 +208,9 @@ RULES: tuple[Rule, ...] = (
     # Its end.
     Rule(Event.COMMIT, _to(Phase.COMMITTING, Phase.SEALED, Phase.COMMITTING) | _stay(Phase.COMPLETING_COMMIT), {}, {},
          _BATCH),
-    Rule(Event.COMMIT, _to(Phase.COMMITTING, Phase.OPEN, Phase.COMMITTING) | _stay(Phase.COMPLETING_COMMIT), {}, {},
-         _PLAIN),
+    # IDLE: somebody else has begun it, who was given the same epoch.
+    Rule(Event.COMMIT, _to(Phase.COMMITTING, Phase.IDLE, Phase.OPEN, Phase.COMMITTING) | _stay(Phase.COMPLETING_COMMIT),
+         {}, {}, _PLAIN),
     Rule(Event.COMMIT, _to(Phase.COMMITTED, Phase.SEALED), {}, {}, _WEAKER),
     Rule(Event.COMMIT_DONE, _NOW_COMMITTED, {Epoch.USED: Epoch.FRESH}, {}, _V2),
     Rule(Event.COMMIT_DONE, _NOW_COMMITTED, {Epoch.USED: Epoch.USED}, {}, _V1),
@@ -239,14 +252,16 @@ class IllegalEventError(RuntimeError):
 
 
 @cache
-def _rules(event: Event, mode: Mode) -> tuple[Rule, ...]:
+def rules_of(event: Event, mode: Mode) -> tuple[Rule, ...]:
+    """The rules of an event in a mode."""
     return tuple(rule for rule in RULES if rule.event is event and mode in rule.modes)
 
 
 @cache
-def _after(standing: Standing, event: Event, mode: Mode) -> Standing | None:
+def find(standing: Standing, event: Event, mode: Mode) -> Standing | None:
+    """Where an event leads; None: it is not allowed."""
     phase, epoch, sight = standing
-    for rule in _rules(event, mode):
+    for rule in rules_of(event, mode):
         if (
             phase in rule.phases
             and (not rule.epochs or epoch in rule.epochs)
@@ -262,7 +277,7 @@ def after(standing: Standing, event: Event, mode: Mode) -> Standing:
     Raises:
         IllegalEventError: it is not allowed.
     """
-    found = _after(standing, event, mode)
+    found = find(standing, event, mode)
     if found is None:
         raise IllegalEventError(f"{event.name} ({event.value}) is not allowed here: {standing}; {mode.value}")
     return found
@@ -296,7 +311,7 @@ class Transaction:
         """
         phase, _, sight = self.standing
         if not any(
-            phase in rule.phases and (not rule.sights or sight in rule.sights) for rule in _rules(event, self.mode)
+            phase in rule.phases and (not rule.sights or sight in rule.sights) for rule in rules_of(event, self.mode)
         ):
             after(self.standing, event, self.mode)
 
@@ -331,60 +346,32 @@ def reachable(mode: Mode, start: Standing = START) -> dict[Standing, dict[Event,
         standing = waiting.pop()
         if standing in found:
             continue
-        found[standing] = {event: target for event in Event if (target := _after(standing, event, mode)) is not None}
+        found[standing] = {event: target for event in Event if (target := find(standing, event, mode)) is not None}
         waiting += found[standing].values()
     return found
 
 
 def diagram(mode: Mode = Mode.BATCH_V2) -> str:
-    """The phases as a Mermaid state diagram. Events that keep the phase, or are possible in all, are left out."""
-    arrows: dict[tuple[Phase, Phase], list[str]] = {}
-    everywhere = {Event.INITIALIZED, Event.FENCED}
+    """The phases of a mode as a Mermaid state diagram, made from ``RULES``.
+
+    Left out are the events that lead to one phase from everywhere: a start, and fencing.
+    """
+    return _diagram(mode, "phases", Phase.IDLE.name)
+
+
+def epochs_diagram(mode: Mode = Mode.BATCH_V2) -> str:
+    """The same for the producer epoch."""
+    return _diagram(mode, "epochs", Epoch.NONE.name)
+
+
+def _diagram(mode: Mode, machine: str, start: str) -> str:
+    arrows: dict[tuple[str, str], list[str]] = {}
+    everywhere = {Event.INITIALIZED, Event.FENCED} if machine == "phases" else set()
     for rule in RULES:
         if mode in rule.modes and rule.event not in everywhere:
-            for source, target in rule.phases.items():
+            for source, target in getattr(rule, machine).items():
                 if source is not target:
-                    arrows.setdefault((source, target), []).append(rule.event.name)
-    lines = ["stateDiagram-v2", f"    [*] --> {Phase.IDLE.name}: {Event.INITIALIZED.name}"]
-    lines += [
-        f"    {source.name} --> {target.name}: {', '.join(dict.fromkeys(events))}"
-        for (source, target), events in arrows.items()
-        if mode not in _BATCH or not {source, target} & {Phase.PROGRESS_FIRST}
-    ]
+                    arrows.setdefault((source.name, target.name), []).append(rule.event.name)
+    lines = ["stateDiagram-v2", f"    [*] --> {start}"]
+    lines += [f"    {a} --> {b}: {', '.join(dict.fromkeys(events))}" for (a, b), events in arrows.items()]
     return "\n".join(lines)
-
-
-def table() -> str:
-    """The rules as a Markdown table."""
-    lines = ["| Event | Mode | Phase | Epoch | Progress |", "|---|---|---|---|---|"]
-    for rule in RULES:
-        cells = (
-            f"`{rule.event.name}`: {rule.event.value}",
-            _modes(rule.modes),
-            _moves(rule.phases, _ANY_PHASE),
-            _moves(rule.epochs, _ANY_EPOCH),
-            _moves(rule.sights, tuple(Sight)),
-        )
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def _modes(modes: frozenset[Mode]) -> str:
-    names = {
-        frozenset(Mode): "all", _TRANSACTIONAL: "transactional", _BATCH: "batch", _PLAIN: "plain", _WEAKER: "weaker",
-        _V1: "version 1", _V2: "version 2", _BATCH | {Mode.AT_LEAST_ONCE}: "batch, at least once",
-    }  # fmt: skip
-    return names.get(modes) or ", ".join(mode.value for mode in Mode if mode in modes)
-
-
-def _moves(
-    moves: Mapping[Phase, Phase] | Mapping[Epoch, Epoch] | Mapping[Sight, Sight], every: Iterable[object]
-) -> str:
-    by_target: dict[str, list[str]] = {}
-    for source, target in moves.items():
-        by_target.setdefault("" if source is target else target.value, []).append(source.value)
-    whole = len(moves) == len(tuple(every))
-    return "; ".join(
-        f"{'any' if whole and len(by_target) == 1 else ', '.join(sources)}{f' → {target}' if target else ''}"
-        for target, sources in by_target.items()
-    )

@@ -1,0 +1,217 @@
+"""The table of transactions: what it allows, and above all what it does not."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from onceflow.protocol.transaction import (
+    GIVEN,
+    NOT_ABORTABLE,
+    RULES,
+    START,
+    Epoch,
+    Event,
+    IllegalEventError,
+    Mode,
+    Phase,
+    Sight,
+    Standing,
+    Transaction,
+    after,
+    diagram,
+    epochs_diagram,
+    reachable,
+)
+
+PAGE = Path(__file__).parents[2] / "docs" / "internals.md"
+BATCH = (Mode.BATCH_V2, Mode.BATCH_V1)
+WEAKER = (Mode.AT_LEAST_ONCE, Mode.AT_MOST_ONCE)
+OPENED = (Event.INITIALIZED, Event.PROGRESS_READ, Event.BEGIN)
+WHOLE = (*OPENED, Event.ROWS_AUDITED, Event.PROGRESS_WRITTEN, Event.COMMIT, Event.COMMIT_DONE)
+batch_modes = pytest.mark.parametrize("mode", BATCH, ids=lambda mode: mode.value)
+
+
+def at(mode: Mode, *events: Event, start: Standing = START) -> Standing:
+    machine = Transaction(mode, start)
+    for event in events:
+        machine.on(event)
+    return machine.standing
+
+
+def standings(mode: Mode) -> dict[Standing, dict[Event, Standing]]:
+    return reachable(mode, GIVEN if mode in WEAKER else START)
+
+
+# ---- what is allowed -------------------------------------------------------------------------------------
+
+
+def test_a_batch_after_a_batch() -> None:
+    """Version 2 needs InitProducerId once, version 1 before every transaction."""
+    between = (Event.SETTLE, Event.MARKERS_CONFIRMED)
+    assert at(Mode.BATCH_V2, *WHOLE) == (Phase.COMMITTED, Epoch.FRESH, Sight.READ)
+    assert at(Mode.BATCH_V2, *WHOLE, *between, *WHOLE[2:]).phase is Phase.COMMITTED
+    assert at(Mode.BATCH_V1, *WHOLE) == (Phase.COMMITTED, Epoch.USED, Sight.READ)
+    with pytest.raises(IllegalEventError):
+        at(Mode.BATCH_V1, *WHOLE, *between, Event.BEGIN)
+    assert at(Mode.BATCH_V1, *WHOLE, *between, Event.EPOCH_BUMPED, *WHOLE[2:]).phase is Phase.COMMITTED
+
+
+@batch_modes
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_an_attempt_that_fails_is_aborted_from_every_step(mode: Mode, steps: int) -> None:
+    done = Event.ABORT_DONE if mode is Mode.BATCH_V2 else Event.EPOCH_BUMPED
+    aborted = at(mode, *WHOLE[: 2 + steps], Event.ABORT, Event.ABORT, done)
+    assert aborted == (Phase.ABORTED, Epoch.FRESH, Sight.READ)
+    assert after(after(aborted, Event.MARKERS_CONFIRMED, mode), Event.BEGIN, mode).phase is Phase.OPEN
+
+
+@pytest.mark.parametrize("mode", WEAKER, ids=lambda mode: mode.value)
+def test_the_weaker_guarantees(mode: Mode) -> None:
+    middle = [Event.ROWS_AUDITED, Event.PROGRESS_WRITTEN]
+    if mode is Mode.AT_MOST_ONCE:
+        middle.reverse()
+    whole = (Event.BEGIN, *middle, Event.COMMIT)
+    assert at(mode, *whole, Event.SETTLE, *whole, start=GIVEN).phase is Phase.COMMITTED
+    with pytest.raises(IllegalEventError):
+        at(mode, Event.BEGIN, *reversed(middle), start=GIVEN)
+    failed = at(mode, Event.BEGIN, middle[0], Event.ABORT, start=GIVEN)
+    # At most once: progress has moved, so the batch counts as done.
+    assert failed.phase is (Phase.COMMITTED if mode is Mode.AT_MOST_ONCE else Phase.ABORTED)
+
+
+def test_a_start_is_possible_from_everywhere() -> None:
+    for mode in (*BATCH, Mode.PLAIN_V2, Mode.PLAIN_V1):
+        for standing, events in standings(mode).items():
+            assert events[Event.INITIALIZED] == (Phase.IDLE, Epoch.FRESH, Sight.UNREAD), standing
+            assert events[Event.FENCED].phase is Phase.FENCED
+
+
+@pytest.mark.parametrize("mode", list(Mode), ids=lambda mode: mode.value)
+def test_nothing_is_a_dead_end_but_fencing(mode: Mode) -> None:
+    """From every standing a batch can still be committed, by a new start at the latest."""
+    edges = standings(mode)
+    goal = {standing for standing in edges if standing.phase is Phase.COMMITTED}
+    grown = True
+    while grown:
+        more = {standing for standing, events in edges.items() if standing not in goal and goal & {*events.values()}}
+        goal, grown = goal | more, bool(more)
+    assert goal == edges.keys()
+
+
+# ---- what is not -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", list(Mode), ids=lambda mode: mode.value)
+def test_an_illegal_event_raises_and_changes_nothing(mode: Mode) -> None:
+    refused = 0
+    for standing, events in standings(mode).items():
+        for event in Event:
+            machine = Transaction(mode, standing)
+            if event in events:
+                machine.on(event)
+                assert machine.standing == events[event]
+                continue
+            with pytest.raises(IllegalEventError, match=event.name):
+                machine.on(event)
+            assert machine.standing == standing
+            refused += 1
+    assert refused > 20
+
+
+@batch_modes
+def test_no_batch_begins_before_progress_was_read(mode: Mode) -> None:
+    """I6: fence, then read, then write."""
+    for standing, events in standings(mode).items():
+        assert (Event.BEGIN in events) == (standing == (Phase.IDLE, Epoch.FRESH, Sight.READ)), standing
+    with pytest.raises(IllegalEventError):
+        at(mode, Event.PROGRESS_READ)
+
+
+@batch_modes
+def test_nothing_is_written_twice_under_an_epoch(mode: Mode) -> None:
+    """I3: between two transactions the epoch is another one."""
+    for standing, events in standings(mode).items():
+        for event in (Event.BEGIN, Event.COMPLETE_COMMIT, Event.COMPLETE_ABORT):
+            if event in events:
+                assert standing.epoch is Epoch.FRESH
+                assert events[event].epoch is Epoch.USED
+
+
+@batch_modes
+def test_a_commit_has_every_row_and_progress(mode: Mode) -> None:
+    """I1."""
+    for standing, events in standings(mode).items():
+        if Event.COMMIT in events:
+            assert standing.phase in (Phase.SEALED, Phase.COMMITTING, Phase.COMPLETING_COMMIT)
+    leads = {
+        rule.event
+        for rule in RULES
+        for source, target in rule.phases.items()
+        if mode in rule.modes and target is Phase.SEALED and source is not target
+    }
+    assert leads == {Event.PROGRESS_WRITTEN, Event.COMMIT_REFUSED}
+
+
+@batch_modes
+def test_a_commit_without_an_answer_is_not_aborted(mode: Mode) -> None:
+    """I2: only its answer, or a new start, leads on."""
+    committing = at(mode, *WHOLE[:-1])
+    allowed = {event for event, target in standings(mode)[committing].items() if target != committing}
+    answers = {Event.COMMIT_DONE, Event.COMMIT_REFUSED, Event.TIMED_OUT}
+    assert allowed == {*answers, Event.INITIALIZED, Event.FENCED, Event.GIVEN_UP}
+    assert not Transaction(mode, committing).may_abort
+
+
+@batch_modes
+def test_where_an_abort_would_decide_something_there_is_none(mode: Mode) -> None:
+    for standing, events in standings(mode).items():
+        if standing.phase in NOT_ABORTABLE:
+            assert Event.ABORT not in events
+
+
+@batch_modes
+def test_no_transaction_begins_before_the_last_one_is_decided_everywhere(mode: Mode) -> None:
+    for standing, events in standings(mode).items():
+        if standing.phase in (Phase.COMMITTED, Phase.SETTLED, Phase.ABORTED, Phase.TIMED_OUT):
+            assert Event.BEGIN not in events
+
+
+def test_missing_markers_end_as_the_transaction_did() -> None:
+    for mode in BATCH:
+        for standing, events in standings(mode).items():
+            if standing.phase in (Phase.COMMITTED, Phase.SETTLED):
+                assert Event.COMPLETE_ABORT not in events
+            if standing.phase is Phase.ABORTED:
+                assert Event.COMPLETE_COMMIT not in events
+
+
+def test_events_are_expected_before_requests_are_sent() -> None:
+    machine = Transaction(Mode.BATCH_V1)
+    machine.on(Event.INITIALIZED)
+    with pytest.raises(IllegalEventError, match="BEGIN"):
+        machine.expect(Event.BEGIN)
+    machine.standing = Standing(Phase.IDLE, Epoch.USED, Sight.READ)  # an epoch can still be had
+    machine.expect(Event.BEGIN)
+    assert machine.standing.phase is Phase.IDLE
+
+
+# ---- the table and the page ------------------------------------------------------------------------------
+
+
+def test_every_rule_is_of_use() -> None:
+    for rule in RULES:
+        used = {
+            standing
+            for mode in rule.modes
+            for standing, events in standings(mode).items()
+            if rule.event in events and standing.phase in rule.phases
+        }
+        assert used, rule
+
+
+def test_the_page_has_the_diagrams() -> None:
+    found = re.findall(r"```mermaid\n(stateDiagram-v2.*?)\n```", PAGE.read_text(), re.DOTALL)
+    assert found == [diagram(), epochs_diagram()]
