@@ -26,6 +26,7 @@ from onceflow.driver import commit as batch_module
 from onceflow.driver import output_writer, progress_log
 from onceflow.driver.commit import BatchSink
 from onceflow.driver.delivery import ExactlyOnce
+from onceflow.messages import TaskReport
 from onceflow.protocol.transaction import GIVEN, Epoch, Event
 from onceflow.spark import queries
 from onceflow.task import row_writer
@@ -262,17 +263,18 @@ def two_transactions(patch: Patch) -> None:
     original, write_rows = BatchSink._write, output_writer.write_rows
 
     def write(self: Any, *arguments: Any) -> Any:
-        def halves(order: Any, place: Any, rows: Any, cluster: Any) -> list[Any]:
+        def halves(order: Any, place: Any, rows: Any, cluster: Any) -> TaskReport:
             table = pa.Table.from_batches(rows)
             half = table.num_rows // 2
-            first = write_rows(order, place, table[:half].to_batches(), cluster)
+            first = write_rows(order, place, table[:half].to_batches(), cluster).written
             self._delivery.written([])
             self._delivery.machine.on(Event.PROGRESS_WRITTEN)
             self._delivery.end(Deadline(30, "mutant"))
             order = replace(order, identity=self._delivery.begin(Deadline(30, "mutant")))
-            second = write_rows(order, place, table[half:].to_batches(), cluster)
+            second = write_rows(order, place, table[half:].to_batches(), cluster).written
             counts = {(r.topic, r.partition): r.count for r in first}
-            return [replace(r, count=r.count + counts[r.topic, r.partition], rows=table.num_rows) for r in second]
+            whole = (replace(r, count=r.count + counts[r.topic, r.partition], rows=table.num_rows) for r in second)
+            return TaskReport(tuple(whole))
 
         with patch.context() as inner:
             inner.setattr(output_writer, "write_rows", halves)

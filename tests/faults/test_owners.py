@@ -93,8 +93,8 @@ def test_two_tasks_on_one_partition_are_refused_before_commit(make_pipe: Any, mo
     from pyspark.sql import functions as F
 
     from onceflow.driver import output_writer
+    from onceflow.messages import Routing
     from onceflow.planning import ownership
-    from onceflow.task.row_writer import Routing
 
     def broken(df: Any, columns: Any, **_: Any) -> Any:
         rows = df.select("key", "value", F.lit(0).alias("partition")).repartition(2)

@@ -351,7 +351,7 @@ class Kafka:
         return s
 
     def failed(self, s: State, tags: set[int]) -> State:
-        """Tasks get an answer that repeating does not change; they report it (tasks.py write_rows)."""
+        """Tasks get an answer that repeating does not change; they report it (row_writer.write_rows)."""
         if not any(d.tag in tags for d in s.drivers):
             return s
         return s._replace(drivers=tuple(d._replace(bad=True) if d.tag in tags else d for d in s.drivers))

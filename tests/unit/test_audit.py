@@ -20,8 +20,7 @@ from onceflow.errors import (
     ProgressConflictError,
     TransactionTimeoutError,
 )
-from onceflow.task import reports
-from onceflow.task.reports import Report
+from onceflow.messages import REPORT_SCHEMA, REPORT_SPARK_SCHEMA, Report, TaskReport, from_rows, report_row
 
 
 def report(task: int, topic: str | None, partition: int, count: int, rows: int | None = None, **more: Any) -> Report:
@@ -164,29 +163,28 @@ def test_error_of_a_task_is_raised_as_it_was_and_located(kind: type[OnceflowErro
 KINDS = [k for k in vars(errors).values() if isinstance(k, type) and issubclass(k, OnceflowError)]
 
 
-def collected(batch: pa.RecordBatch) -> list[Any]:
+def travelled(given: Sequence[Report], as_bytearray: bool = False) -> list[Report]:
     """As ``DataFrame.collect`` gives them; Spark's binary is bytearray in classic pyspark before 4.1, bytes since."""
-    return [Row(**row) for row in batch.to_pylist()]
+    rows = [Row(**row) for row in report_row(TaskReport(tuple(given))).to_pylist()]
+    if as_bytearray:
+        rows = [Row(report=bytearray(row["report"])) for row in rows]
+    return list(from_rows(rows).written)
 
 
 def test_reports_travel_unchanged() -> None:
-    assert reports.from_rows(collected(reports.to_arrow(CLEAN))) == CLEAN
+    assert travelled(CLEAN) == CLEAN
 
 
 def test_no_reports_travel_too() -> None:
-    batch = reports.to_arrow([])
-    assert batch.schema == reports.ARROW_SCHEMA
-    assert reports.from_rows(collected(batch)) == []
+    assert report_row(TaskReport(())).schema == REPORT_SCHEMA
+    assert travelled([]) == []
 
 
 @pytest.mark.parametrize("as_bytearray", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_errors_travel_with_all_they_know(kind: type[OnceflowError], as_bytearray: bool) -> None:
     error = kind("it broke", next_step="mend it", topic="a-1", detail="dé\0tail", flow="orders", batch=3)
-    rows = collected(reports.to_arrow([idle(0, error=error)]))
-    if as_bytearray:
-        rows = [Row(**{**row.asDict(), "error": bytearray(row["error"])}) for row in rows]
-    (back,) = reports.from_rows(rows)
+    (back,) = travelled([idle(0, error=error)], as_bytearray)
     assert back.error is not None
     assert type(back.error) is kind
     assert (back.error.what, back.error.fields()) == (error.what, error.fields())
@@ -194,21 +192,14 @@ def test_errors_travel_with_all_they_know(kind: type[OnceflowError], as_bytearra
 
 def test_both_names_of_the_schema_agree() -> None:
     """Spark checks Arrow batches of mapInArrow against the declared types only at run time."""
-    arrow = {
-        "int": pa.int32(),
-        "long": pa.int64(),
-        "double": pa.float64(),
-        "string": pa.string(),
-        "binary": pa.binary(),
-    }
-    declared = [column.strip().split(" ") for column in reports.SPARK_SCHEMA.split(",")]
-    assert [(name, arrow[kind]) for name, kind in declared] == [(f.name, f.type) for f in reports.ARROW_SCHEMA]
-    assert [name for name, _ in declared] == [f.name for f in dataclasses.fields(Report)]
+    arrow = {"binary": pa.binary()}
+    declared = [column.strip().split(" ") for column in REPORT_SPARK_SCHEMA.split(",")]
+    assert [(name, arrow[kind]) for name, kind in declared] == [(f.name, f.type) for f in REPORT_SCHEMA]
 
 
 def test_largest_numbers_travel() -> None:
     big = report(2**31 - 1, "a", 2**31 - 1, 2**40, stage=2**31 - 1, base_offset=2**63 - 1, nbytes=2**50)
-    assert reports.from_rows(collected(reports.to_arrow([big]))) == [big]
+    assert travelled([big]) == [big]
 
 
 def test_stages_together() -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 
 from onceflow.errors import BatchAbortedError, OnceflowError
-from onceflow.task import reports
-from onceflow.task.reports import Report
+from onceflow.messages import MAX_TEXT, Report, TaskReport, decoded, encoded, from_rows, report_row
+from onceflow.state.local.opening import Commit
+from onceflow.state.local.prepare import Prepared
+from onceflow.state.spec import StateReport
 
 
 def report(error: OnceflowError | None) -> Report:
@@ -42,9 +42,9 @@ def test_nothing_to_explain() -> None:
 
 
 def test_there_and_back() -> None:
-    sent = [report(None), failed("attempt 1")]
-    rows = reports.to_arrow(sent).to_pylist()
-    good, bad = reports.from_rows(SimpleNamespace(asDict=lambda row=row: dict(row)) for row in rows)
+    sent = (report(None), failed("attempt 1"))
+    rows = report_row(TaskReport(sent)).to_pylist()
+    good, bad = from_rows(tuple(row.values()) for row in rows).written
     assert good == sent[0]
     assert sent[1].error is not None
     assert type(bad.error) is BatchAbortedError
@@ -53,9 +53,29 @@ def test_there_and_back() -> None:
 
 def test_an_error_with_a_very_long_text_is_cut() -> None:
     """Every task may have one, and Spark fails a job whose results are larger than spark.driver.maxResultSize."""
-    rows = reports.to_arrow([failed("x" * 5_000_000)])
-    assert rows.nbytes < 2 * reports.MAX_TEXT
-    (bad,) = reports.from_dicts(rows.to_pylist())
+    row = encoded(TaskReport((failed("x" * 5_000_000),)))
+    assert len(row) < 2 * MAX_TEXT
+    (bad,) = decoded([row]).written
     assert type(bad.error) is BatchAbortedError
     assert bad.error.detail.endswith("x... (5000000 characters)")
     assert bad.error.next_step == "none"
+
+
+def test_all_of_several_tasks() -> None:
+    """In the order that they were taken in; nothing of any task is left out."""
+    state, copy = (
+        StateReport("t", 1, "h", Commit(1, 2, 3), "restored", 5, 0.1, 7, None, {("in", 0): 9}),
+        Prepared("t", 2, "h", "restored", 5, 0.1),
+    )
+    one = TaskReport((report(None),), (state,), (copy,), (b"rows",))
+    two = TaskReport((report(None), report(None)), (), (), (b"more",))
+    assert decoded([encoded(one)]) == one
+    assert decoded([encoded(one), encoded(two)]) == TaskReport(
+        (*one.written, *two.written), (state,), (copy,), (b"rows", b"more")
+    )
+    assert decoded([]) == TaskReport(())
+
+
+def test_whether_any_task_failed() -> None:
+    assert not TaskReport((report(None),)).failed
+    assert TaskReport((report(None), failed("attempt 1"))).failed

@@ -8,18 +8,18 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
+from onceflow.messages import NotColocatedError
 from onceflow.task.step_outputs import (
     OUTPUT_SCHEMA,
     RETURNED_BYTES_MAX,
     RETURNED_ROWS_MAX,
-    NotColocatedError,
     TaskOutputs,
 )
 
 
 def outputs(tasks: int) -> TaskOutputs:
     writer: Any = SimpleNamespace(target=lambda topic: SimpleNamespace(partitions=tasks + 1))
-    return TaskOutputs(writer, topic="out", modulus=tasks, by_source=False, turn=1)
+    return TaskOutputs(writer, topic="out", modulus=tasks, co_partitioned=False, turn=1)
 
 
 def rows(count: int, size: int) -> pa.RecordBatch:

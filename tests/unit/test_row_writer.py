@@ -20,17 +20,10 @@ from onceflow.client.cluster import TopicInfo
 from onceflow.client.produce import Acknowledged
 from onceflow.client.settings import ClientSettings
 from onceflow.errors import BadRecordError, BatchAbortedError, FencedError, ProtocolError, UnknownTopicError
+from onceflow.messages import REPORT_SCHEMA, Report, Routing, Target, TaskPlace, WriteOrder, from_rows
 from onceflow.protocol.batches import EncodedBatch, ProducerIdAndEpoch
-from onceflow.task import reports, row_writer
-from onceflow.task.row_writer import (
-    Routing,
-    RowWriter,
-    Target,
-    TaskPlace,
-    WriteOrder,
-    WriteTask,
-    owner_of,
-)
+from onceflow.task import row_writer
+from onceflow.task.row_writer import RowWriter, WriteTask, owner_of
 from onceflow.testing import faults
 
 IDENTITY = ProducerIdAndEpoch(producer_id=4711, producer_epoch=3)
@@ -520,11 +513,10 @@ def test_rows_are_taken_only_as_they_are_sent(recorder: Recorder) -> None:
 THIRD = TaskPlace("task", 3, 0, 40)
 
 
-def run(batches: Any, place: TaskPlace = THIRD, **changes: Any) -> list[reports.Report]:
+def run(batches: Any, place: TaskPlace = THIRD, **changes: Any) -> tuple[Report, ...]:
     cluster: Any = FakeCluster()
-    return row_writer.write_rows(
-        replace(ORDER, **{"routing": Routing("key", 4, False), **changes}), place, batches, cluster
-    )
+    order = replace(ORDER, **{"routing": Routing("key", 4, False), **changes})
+    return row_writer.write_rows(order, place, batches, cluster).written
 
 
 def test_report_for_every_partition(recorder: Recorder) -> None:
@@ -602,10 +594,11 @@ def test_write_task(monkeypatch: pytest.MonkeyPatch, recorder: Recorder) -> None
     # Left over from the flow that used this worker before.
     monkeypatch.setenv(hooks.VARIABLE, faults.fault("begin", "raise", where="task"))
     (batch,) = WriteTask(order)(iter([rows([0, 1])]))
-    assert batch.schema == reports.ARROW_SCHEMA
-    assert batch.column("task").to_pylist() == [2, 2]
-    assert batch.column("stage").to_pylist() == [40, 40]
-    assert batch.column("count").to_pylist() == [1, 1]
+    assert batch.schema == REPORT_SCHEMA
+    written = from_rows([(row["report"],) for row in batch.to_pylist()]).written
+    assert [report.task for report in written] == [2, 2]
+    assert [report.stage for report in written] == [40, 40]
+    assert [report.count for report in written] == [1, 1]
     faulty = replace(order, faults=faults.fault("begin", "raise", where="task", task=2))
     faults._fired.clear()
     with pytest.raises(faults.InjectedFaultError):

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from onceflow.state.watermark import Place, Watermark
+from onceflow.state.watermark import Origin, Watermark
 
-A: Place = ("in", 0)
-B: Place = ("in", 1)
+A: Origin = ("in", 0)
+B: Origin = ("in", 1)
 
 
 class Clock:
@@ -40,7 +40,7 @@ def test_never_back() -> None:
     watermark = made(Clock())
     assert batch(watermark, p0=1000, p1=1000) == 900
     assert batch(watermark, p0=10, p1=20) == 900
-    late: Place = ("in", 2)
+    late: Origin = ("in", 2)
     value = watermark.after({late: 5})
     assert value == 900
 

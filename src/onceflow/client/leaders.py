@@ -8,9 +8,7 @@ from typing import Any, TypeVar
 from onceflow.client.cluster import Cluster, ConnectionFailedError
 from onceflow.client.deadline import Deadline
 from onceflow.protocol import codes
-
-Place = tuple[str, int]
-"""A topic and the number of one of its partitions."""
+from onceflow.protocol.names import TopicPartition
 
 T = TypeVar("T")
 _NO_ERROR = 0
@@ -18,13 +16,13 @@ _NO_ERROR = 0
 
 def ask_leaders(
     cluster: Cluster,
-    places: Iterable[Place],
+    partitions: Iterable[TopicPartition],
     deadline: Deadline,
     *,
     api: str,
     request: Callable[[Mapping[str, Sequence[int]]], Any],
     read: Callable[[Any], T],
-) -> dict[Place, T]:
+) -> dict[TopicPartition, T]:
     """What the leader of each partition answers. One request for each leader; waits for leaders.
 
     Args:
@@ -36,8 +34,8 @@ def ask_leaders(
     Raises:
         OnceflowError: a partition's error that asking again does not change.
     """
-    missing = {*places}
-    found: dict[Place, T] = {}
+    missing = {*partitions}
+    found: dict[TopicPartition, T] = {}
     attempt = 0
     while missing:
         problem = ""
@@ -49,10 +47,10 @@ def ask_leaders(
                 continue
             for topic in response.topics:
                 for answer in topic.partitions:
-                    place = (str(topic.name), int(answer.partition_index))
+                    asked = (str(topic.name), int(answer.partition_index))
                     if answer.error_code == _NO_ERROR:
-                        found[place] = read(answer)
-                        missing.discard(place)
+                        found[asked] = read(answer)
+                        missing.discard(asked)
                         continue
                     row = codes.describe(int(answer.error_code))
                     if not row.verdict.retriable:
@@ -64,20 +62,20 @@ def ask_leaders(
     return found
 
 
-def by_topic(places: Iterable[Place]) -> dict[str, list[int]]:
+def by_topic(partitions: Iterable[TopicPartition]) -> dict[str, list[int]]:
     """The partition numbers of each topic, in order."""
     found: dict[str, list[int]] = {}
-    for topic, partition in sorted(places):
+    for topic, partition in sorted(partitions):
         found.setdefault(topic, []).append(partition)
     return found
 
 
 def _by_leader(
-    cluster: Cluster, places: Iterable[Place], deadline: Deadline, *, fresh: bool
+    cluster: Cluster, partitions: Iterable[TopicPartition], deadline: Deadline, *, fresh: bool
 ) -> dict[int, dict[str, list[int]]]:
     if fresh:
-        cluster.topics({topic for topic, _ in places}, deadline)
-    led: dict[int, list[Place]] = {}
-    for topic, partition in places:
+        cluster.topics({topic for topic, _ in partitions}, deadline)
+    led: dict[int, list[TopicPartition]] = {}
+    for topic, partition in partitions:
         led.setdefault(cluster.leader(topic, partition, deadline), []).append((topic, partition))
     return {node: by_topic(own) for node, own in led.items()}

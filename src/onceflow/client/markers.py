@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from onceflow.client.cluster import Cluster
 from onceflow.client.deadline import Deadline
-from onceflow.client.leaders import Place, by_topic
+from onceflow.client.leaders import by_topic
 from onceflow.client.offsets import LATEST, list_offsets
 from onceflow.client.producers import OpenTransaction, open_transactions
 from onceflow.client.transactions import Outcome, Transactions, describe_transaction, fenced
@@ -27,6 +27,7 @@ from onceflow.errors import (
     PermissionDeniedError,
     UnknownTopicError,
 )
+from onceflow.protocol.names import TopicPartition
 from onceflow.protocol.transaction import Event, Phase
 
 log = logging.getLogger("onceflow.client")
@@ -51,11 +52,11 @@ class Markers:
         self._cluster = cluster
         self._transactions = transactions
         self._name = name
-        self._places: dict[Place, int | None] = {}
+        self._places: dict[TopicPartition, int | None] = {}
         self._producer_ids: set[int] = set()  # of this flow: Kafka gives another one to an id that it had forgotten
         self._look: _Look | None = None
 
-    def ended(self, places: Mapping[Place, int | None]) -> None:
+    def ended(self, places: Mapping[TopicPartition, int | None]) -> None:
         """The last transaction has ended; a look at its markers starts, and takes nobody's time.
 
         Args:
@@ -86,7 +87,7 @@ class Markers:
         """How the last transaction has ended."""
         return self._transactions.machine.phase in (Phase.COMMITTED, Phase.SETTLED)
 
-    def left_open(self, places: Iterable[Place], deadline: Deadline) -> dict[Place, OpenTransaction]:
+    def left_open(self, places: Iterable[TopicPartition], deadline: Deadline) -> dict[TopicPartition, OpenTransaction]:
         """Where this producer has an open transaction. Call it when none should be.
 
         Two requests for each topic and leader, and one more for those of partitions where anybody's transaction is
@@ -102,7 +103,7 @@ class Markers:
             )
         return own
 
-    def write(self, places: Iterable[Place], *, committed: bool, deadline: Deadline) -> None:
+    def write(self, places: Iterable[TopicPartition], *, committed: bool, deadline: Deadline) -> None:
         """Write the markers of a transaction that is over, and see that they are there.
 
         Raises:
@@ -117,9 +118,9 @@ class Markers:
 
     # ---- how -------------------------------------------------------------------------------------------
 
-    def _decide(self, places: Mapping[Place, int | None], committed: bool, deadline: Deadline) -> None:
+    def _decide(self, places: Mapping[TopicPartition, int | None], committed: bool, deadline: Deadline) -> None:
         suspects = dict(places)
-        unseen_once: set[Place] = set()
+        unseen_once: set[TopicPartition] = set()
         attempt = 0
         while True:
             state = self._state(deadline)  # asked first: what is open after that stays open
@@ -137,9 +138,11 @@ class Markers:
             deadline.pause(attempt, f"the last transaction is {state}{where}: markers wait for replicas, too")
             attempt += 1
 
-    def _undecided(self, places: Mapping[Place, int | None], deadline: Deadline) -> dict[Place, int | None]:
+    def _undecided(
+        self, places: Mapping[TopicPartition, int | None], deadline: Deadline
+    ) -> dict[TopicPartition, int | None]:
         """Those where a transaction is open that may be the last one. A topic that is gone is left out."""
-        found: dict[Place, int | None] = {}
+        found: dict[TopicPartition, int | None] = {}
         for topic, numbers in by_topic(places).items():
             unknown = [partition for partition in numbers if places[topic, partition] is None]
             try:
@@ -154,11 +157,13 @@ class Markers:
                     found[topic, partition] = first
         return found
 
-    def _own(self, places: Iterable[Place], deadline: Deadline) -> tuple[dict[Place, OpenTransaction], set[Place]]:
+    def _own(
+        self, places: Iterable[TopicPartition], deadline: Deadline
+    ) -> tuple[dict[TopicPartition, OpenTransaction], set[TopicPartition]]:
         """Where this producer has an open transaction; and where that may not be looked at."""
         mine = self._producer_ids | {self._transactions.identity.producer_id}
-        own: dict[Place, OpenTransaction] = {}
-        unseen: set[Place] = set()
+        own: dict[TopicPartition, OpenTransaction] = {}
+        unseen: set[TopicPartition] = set()
         for topic, numbers in by_topic(places).items():
             at = [(topic, partition) for partition in numbers]
             try:
@@ -172,7 +177,9 @@ class Markers:
             own |= {place: each for place, all_ in found.items() for each in all_ if each.producer_id in mine}
         return own, unseen
 
-    def _without_forgotten(self, own: Mapping[Place, OpenTransaction], committed: bool) -> dict[Place, OpenTransaction]:
+    def _without_forgotten(
+        self, own: Mapping[TopicPartition, OpenTransaction], committed: bool
+    ) -> dict[TopicPartition, OpenTransaction]:
         """Those that can still be decided: not those of a producer id that Kafka has forgotten with the transactional
         id. Nor can another transaction of this flow decide them any more."""
         mine = self._transactions.identity.producer_id
@@ -193,7 +200,7 @@ class Markers:
         described = describe_transaction(self._cluster, self._transactions.transactional_id, deadline)
         return str(described["state"])
 
-    def _write(self, places: Iterable[Place], committed: bool, deadline: Deadline, *, sure: bool) -> None:
+    def _write(self, places: Iterable[TopicPartition], committed: bool, deadline: Deadline, *, sure: bool) -> None:
         """A transaction without records. Where nothing is open it changes nothing."""
         log.log(
             logging.WARNING if sure else logging.DEBUG,
@@ -218,7 +225,7 @@ class Markers:
         if outcome is Outcome.ABORTED and committed:
             raise self._lost(places, "the broker has aborted that transaction")
 
-    def _lost(self, places: Iterable[Place], why: str) -> DataLossError:
+    def _lost(self, places: Iterable[TopicPartition], why: str) -> DataLossError:
         return DataLossError(
             f"Records of the last committed batch may have been lost in {_named(places)}",
             flow=self._name,
@@ -234,8 +241,10 @@ class _Look:
     def __init__(
         self,
         cluster: Cluster,
-        places: Mapping[Place, int],
-        own: Callable[[Iterable[Place], Deadline], tuple[dict[Place, OpenTransaction], set[Place]]],
+        places: Mapping[TopicPartition, int],
+        own: Callable[
+            [Iterable[TopicPartition], Deadline], tuple[dict[TopicPartition, OpenTransaction], set[TopicPartition]]
+        ],
     ) -> None:
         self._cluster = cluster
         self._places = places
@@ -272,6 +281,6 @@ class _Look:
             log.debug("could not look at transaction markers: %s", error)
 
 
-def _named(places: Iterable[Place]) -> str:
+def _named(places: Iterable[TopicPartition]) -> str:
     named = [f"{topic}-{partition}" for topic, partition in sorted(places)]
     return ", ".join(named[:5]) + (f" and {len(named) - 5} more" if len(named) > 5 else "")

@@ -10,7 +10,8 @@ from kafka.protocol.admin import DescribeProducersRequest
 
 from onceflow.client.cluster import Cluster
 from onceflow.client.deadline import Deadline
-from onceflow.client.leaders import Place, ask_leaders
+from onceflow.client.leaders import ask_leaders
+from onceflow.protocol.names import TopicPartition
 
 
 @dataclass(frozen=True)
@@ -34,8 +35,8 @@ class OpenTransaction:
 
 
 def open_transactions(
-    cluster: Cluster, places: Iterable[Place], deadline: Deadline
-) -> dict[Place, list[OpenTransaction]]:
+    cluster: Cluster, partitions: Iterable[TopicPartition], deadline: Deadline
+) -> dict[TopicPartition, list[OpenTransaction]]:
     """The open transactions of each partition. One request for each leader; waits for leaders.
 
     Raises:
@@ -53,7 +54,7 @@ def open_transactions(
     def read(answer: Any) -> list[OpenTransaction]:
         return [_open(producer) for producer in answer.active_producers or [] if _is_open(producer)]
 
-    return ask_leaders(cluster, places, deadline, api="DescribeProducers", request=request, read=read)
+    return ask_leaders(cluster, partitions, deadline, api="DescribeProducers", request=request, read=read)
 
 
 def _is_open(producer: Any) -> bool:

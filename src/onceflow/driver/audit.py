@@ -6,7 +6,7 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from onceflow.errors import BatchAbortedError, OnceflowError, ProgressConflictError
-from onceflow.task.reports import Report
+from onceflow.messages import Report
 
 
 @dataclass(frozen=True)

@@ -332,7 +332,7 @@ class BatchSink:
         if part.tasks is not None and any(isinstance(report.error, BatchAbortedError) for report in written):
             # A second attempt refused to write. Why the first one failed is what the user has to know.
             why = jvm.failed_task_message(df.sparkSession, stages)
-            written = [report.explained(why) for report in written]
+            written = tuple(report.explained(why) for report in written)
         return audit(written, tasks=part.tasks, stage_attempts=attempts, flow=self._names.flow, batch=batch)
 
     def _outputs(self, checked: Audit) -> tuple[str, ...]:

@@ -15,15 +15,14 @@ from typing import Protocol
 
 from onceflow.client.cluster import Cluster
 from onceflow.client.deadline import Deadline
-from onceflow.client.leaders import Place
 from onceflow.client.transactions import Outcome, idempotent_identity
 from onceflow.driver import progress_log
 from onceflow.driver.driver_session import DriverSession, enrolled, partitions_of
+from onceflow.messages import Report
 from onceflow.protocol.batches import ProducerIdAndEpoch, next_sequence
-from onceflow.protocol.names import Names
+from onceflow.protocol.names import Names, TopicPartition
 from onceflow.protocol.progress import Offsets, Progress
 from onceflow.protocol.transaction import GIVEN, Event, Mode, Phase, Transaction
-from onceflow.task.reports import Report
 
 EXACTLY_ONCE, AT_LEAST_ONCE, AT_MOST_ONCE = "exactly_once", "at_least_once", "at_most_once"
 GUARANTEES = (EXACTLY_ONCE, AT_LEAST_ONCE, AT_MOST_ONCE)
@@ -92,7 +91,7 @@ class ExactlyOnce:
         self._transactions = hold.transactions
         self._markers = hold.markers
         self._topics = {*topics}  # that are written to, as far as is known
-        self._places: dict[Place, int | None] = {}  # of this transaction: its first offset in each partition
+        self._places: dict[TopicPartition, int | None] = {}  # of this transaction: its first offset in each partition
         self._progress: Progress | None = None  # of this transaction
         self.machine = self._transactions.machine
 
@@ -155,7 +154,7 @@ class ExactlyOnce:
         self._transactions.abort(deadline)
         self._markers.ended(places)
 
-    def _enrolled(self, deadline: Deadline) -> dict[Place, int | None]:
+    def _enrolled(self, deadline: Deadline) -> dict[TopicPartition, int | None]:
         """Where an attempt that failed may have written: more than it has reported, and more than Kafka tells."""
         progress = progress_log.place_of(self._hold.names.progress_key)
         look = Deadline(deadline.capped(_LOOK_S), "looking at the transaction")  # the abort needs the time more

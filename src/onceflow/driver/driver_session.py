@@ -13,13 +13,12 @@ from typing import Any
 
 from onceflow.client.cluster import Cluster
 from onceflow.client.deadline import Deadline
-from onceflow.client.leaders import Place
 from onceflow.client.markers import Markers
 from onceflow.client.producers import OpenTransaction
 from onceflow.client.transactions import Transactions, describe_transaction
 from onceflow.driver import progress_log
 from onceflow.errors import FencedError, OnceflowError, PermissionDeniedError, UnknownTopicError
-from onceflow.protocol.names import Names
+from onceflow.protocol.names import Names, TopicPartition
 from onceflow.protocol.progress import Progress, encode
 from onceflow.protocol.transaction import Event, Sight
 
@@ -45,7 +44,7 @@ class DriverSession:
         self._committed: Progress | None = None  # when this driver last looked or committed
         self._sources: Mapping[str, list[int]] = {}
         self._described = dict(_UNKNOWN)
-        self._looked_at: set[Place] = set()
+        self._looked_at: set[TopicPartition] = set()
 
     def init(self, deadline: Deadline) -> None:
         """Fence older drivers. What the coordinator knew of their last transaction is remembered: init forgets it.
@@ -136,12 +135,14 @@ class DriverSession:
         """
         self._decide(self._left_open(partitions_of(self.cluster, topics, deadline), deadline), progress, deadline)
 
-    def _left_open(self, places: Iterable[Place], deadline: Deadline) -> dict[Place, OpenTransaction]:
+    def _left_open(self, places: Iterable[TopicPartition], deadline: Deadline) -> dict[TopicPartition, OpenTransaction]:
         new = {*places} - self._looked_at
         self._looked_at |= new
         return self.markers.left_open(new, deadline) if new else {}
 
-    def _decide(self, left: Mapping[Place, OpenTransaction], progress: Progress | None, deadline: Deadline) -> None:
+    def _decide(
+        self, left: Mapping[TopicPartition, OpenTransaction], progress: Progress | None, deadline: Deadline
+    ) -> None:
         for committed in (True, False):
             places = [place for place, each in left.items() if self._is_committed(each, progress) is committed]
             self.markers.write(places, committed=committed, deadline=deadline)
@@ -159,15 +160,15 @@ def _bytes(progress: Progress | None) -> tuple[bytes, bytes] | None:
     return None if progress is None else encode(progress)
 
 
-def enrolled(described: Mapping[str, Any]) -> list[Place]:
+def enrolled(described: Mapping[str, Any]) -> list[TopicPartition]:
     """The partitions of a transaction, as `describe_transaction` tells them, without the group's."""
     partitions: Mapping[str, list[int]] = described["partitions"]
     return [(topic, number) for topic, numbers in partitions.items() for number in numbers if topic != _GROUPS_TOPIC]
 
 
-def partitions_of(cluster: Cluster, topics: Iterable[str], deadline: Deadline) -> list[Place]:
+def partitions_of(cluster: Cluster, topics: Iterable[str], deadline: Deadline) -> list[TopicPartition]:
     """All partitions of these topics; of those that are gone, none."""
-    found: list[Place] = []
+    found: list[TopicPartition] = []
     for topic in sorted({*topics}):
         try:
             found += [(topic, partition) for partition in sorted(cluster.topic(topic, deadline).leaders)]

@@ -19,12 +19,12 @@ from onceflow.driver.offset_log import SourceRange
 from onceflow.driver.retries import Attempt
 from onceflow.driver.state_step import Outgoing, Part, StateStep
 from onceflow.driver.targets import load_targets
+from onceflow.messages import DRIVER, REPORT_SPARK_SCHEMA, Routing, Target, WriteOrder, from_rows
 from onceflow.planning.options import BatchSummary, SinkOptions
 from onceflow.planning.ownership import Columns, prepare
 from onceflow.protocol.names import OwnTopics
 from onceflow.spark.collect import collect
-from onceflow.task import reports
-from onceflow.task.row_writer import Routing, Target, TaskPlace, WriteOrder, WriteTask, write_rows
+from onceflow.task.row_writer import WriteTask, write_rows
 
 # Connecting and finding a leader may take longer than a short transaction timeout; the broker enforces that one.
 _MIN_PATIENCE_S = 30.0
@@ -144,10 +144,10 @@ class OutputWriter:
         order = self._order(attempt, outgoing.topic, targets, prepared.routing)
         if on_driver:
             rows = collect(prepared.df, interpreted=self._options.reads_little and not outgoing.tasks)
-            parts = [Part(write_rows(order, TaskPlace("driver", -1, 0), rows, self._cluster), None, False)]
+            parts = [Part(write_rows(order, DRIVER, rows, self._cluster).written, None, False)]
         else:
-            collected = prepared.df.mapInArrow(WriteTask(order), reports.SPARK_SCHEMA).collect()
-            parts = [Part(reports.from_rows(collected), prepared.routing.tasks, prepared.shuffled)]
+            collected = prepared.df.mapInArrow(WriteTask(order), REPORT_SPARK_SCHEMA).collect()
+            parts = [Part(from_rows(collected).written, prepared.routing.tasks, prepared.shuffled)]
         written_by = "driver" if on_driver else f"{prepared.routing.tasks} tasks"
         attempt.summary.path = f"{outgoing.tasks} + {written_by}" if outgoing.tasks else written_by
         return parts if self._state is None else parts + self._state.gather(order, self._cluster)

@@ -9,55 +9,22 @@ from __future__ import annotations
 
 import logging
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from pyspark import SparkContext
 
-from onceflow.client.committed import CommittedReader
-from onceflow.client.deadline import Deadline
-from onceflow.client.settings import ClientSettings
-from onceflow.client.transactions import describe_transaction
 from onceflow.errors import OnceflowError
-from onceflow.protocol.batches import ProducerIdAndEpoch
-from onceflow.state.local.prepare import Prepared, is_verified, lacks, prepare_partition
-from onceflow.state.spec import Moment, ProcessSpec
+from onceflow.messages import PrepareOrder
+from onceflow.state.local.prepare import Prepared, is_verified, lacks
 from onceflow.state.table_state import TableState
-from onceflow.task.row_writer import worker_cluster
+from onceflow.task.preparing import PrepareTask
 
 log = logging.getLogger("onceflow.state")
 
 _MIN_RECORDS, _MIN_BYTES = 200_000, 64 << 20
-_OWNER_SECONDS = 30.0
 
 
-@dataclass(frozen=True)
-class PrepareTask:
-    """The function that prepares a partition. Holds secrets (``settings``): it travels with the task's code only."""
-
-    spec: ProcessSpec
-    moment: Moment
-    settings: ClientSettings
-    transactional_id: str
-    identity: ProducerIdAndEpoch
-
-    def __call__(self, partition: int) -> Prepared | OnceflowError:
-        cluster = worker_cluster(self.settings)
-
-        def still_owner() -> bool:
-            deadline = Deadline(_OWNER_SECONDS, f"looking up the owner of flow {self.spec.flow}")
-            state = describe_transaction(cluster, self.transactional_id, deadline)
-            known = self.identity.producer_id, self.identity.producer_epoch
-            return (state["producer_id"], state["producer_epoch"]) == known
-
-        source = CommittedReader(cluster)
-        try:
-            return prepare_partition(self.spec, self.moment, partition, source, still_owner=still_owner)
-        except OnceflowError as problem:  # returned, so that the driver gets it typed
-            return problem
-
-
-def prepare(table: TableState, task: PrepareTask, context: SparkContext, *, again: bool) -> None:
+def prepare(table: TableState, order: PrepareOrder, context: SparkContext, *, again: bool) -> None:
     """Bring the copies of a table on this machine up to date, and note that they are verified.
 
     Args:
@@ -66,7 +33,7 @@ def prepare(table: TableState, task: PrepareTask, context: SparkContext, *, agai
     Raises:
         OnceflowError: see `prepare_partition`.
     """
-    spec, moment = task.spec, task.moment
+    spec, moment = order.spec, order.moment
     if not spec.store.on_disk:
         return  # of one process, and nobody knows which one will run the batch
     records, size = 0, 0
@@ -87,7 +54,7 @@ def prepare(table: TableState, task: PrepareTask, context: SparkContext, *, agai
         records,
         size >> 20,
     )
-    found = context.parallelize(wanted, len(wanted)).map(task).collect()
+    found = context.parallelize(wanted, len(wanted)).map(PrepareTask(order)).collect()
     for problem in found:
         if isinstance(problem, OnceflowError):
             raise problem

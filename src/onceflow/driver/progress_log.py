@@ -15,7 +15,6 @@ from collections.abc import Mapping
 from onceflow.client import offsets as kafka_offsets
 from onceflow.client.cluster import Cluster, TopicInfo
 from onceflow.client.deadline import Deadline
-from onceflow.client.leaders import Place
 from onceflow.client.log_reader import LogRecord, read_log
 from onceflow.client.produce import Producer
 from onceflow.client.topics import await_topic, create_topic, topic_config
@@ -23,7 +22,7 @@ from onceflow.client.transactions import Transactions
 from onceflow.errors import PermissionDeniedError, ProgressConflictError, UnknownTopicError, located
 from onceflow.protocol import progress as records
 from onceflow.protocol.batches import ProducerIdAndEpoch, encode_single
-from onceflow.protocol.names import Names
+from onceflow.protocol.names import Names, TopicPartition
 from onceflow.protocol.progress import (
     PROGRESS_TOPIC,
     Offsets,
@@ -56,7 +55,7 @@ def partition_of(flow: str) -> int:
     return progress_partition(flow, PROGRESS_PARTITIONS)
 
 
-def place_of(flow: str) -> Place:
+def place_of(flow: str) -> TopicPartition:
     """Where this flow's record lives."""
     return PROGRESS_TOPIC, partition_of(flow)
 

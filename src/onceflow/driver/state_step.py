@@ -15,7 +15,7 @@ operators, to the write tasks.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,8 +25,23 @@ from pyspark.sql import functions as F
 from onceflow.client.cluster import Cluster
 from onceflow.client.settings import ClientSettings
 from onceflow.driver.offset_log import SourceRange
-from onceflow.driver.preparing import PrepareTask, prepare
+from onceflow.driver.preparing import prepare
 from onceflow.errors import OptionError
+from onceflow.messages import (
+    DRIVER,
+    REPORT_SPARK_SCHEMA,
+    NotColocatedError,
+    NotCopartitionedError,
+    PrepareOrder,
+    Report,
+    Routing,
+    StateOrder,
+    TaskReport,
+    WriteOrder,
+    Writes,
+    decoded,
+    from_rows,
+)
 from onceflow.planning.ownership import Columns, check_columns
 from onceflow.planning.step_frames import (
     partition_of_key,
@@ -44,26 +59,9 @@ from onceflow.state.local.opening import Commit, settle
 from onceflow.state.local.prepare import Prepared
 from onceflow.state.spec import Moment, ProcessSpec, StateReport
 from onceflow.state.table_state import TableState
-from onceflow.task import reports
-from onceflow.task.row_writer import (
-    Routing,
-    TaskPlace,
-    WriteOrder,
-    write_rows,
-)
-from onceflow.task.state_tasks import (
-    FUSED_SPARK_SCHEMA,
-    Done,
-    FusedTask,
-    NotCopartitionedError,
-    RowsTask,
-    StateOrder,
-    Writes,
-    done_from_rows,
-    run_fused,
-    told,
-)
-from onceflow.task.step_outputs import OUTPUT_SPARK_SCHEMA, NotColocatedError, written_rows
+from onceflow.task.row_writer import write_rows
+from onceflow.task.state_tasks import FusedTask, RowsTask, run_fused
+from onceflow.task.step_outputs import OUTPUT_SPARK_SCHEMA, unpacked, written_rows
 
 log = logging.getLogger("onceflow.state")
 
@@ -81,7 +79,7 @@ class Part:
         shuffled: whether Spark may have attempted the stage again.
     """
 
-    reports: list[reports.Report]
+    reports: Sequence[Report]
     tasks: int | None
     shuffled: bool
 
@@ -161,8 +159,8 @@ class StateStep:
         self._exchanged = self._whole is None and self._needs_exchange()
         self._looked_at_plan = self._left_out = False
         self._moments: dict[str, Moment] = {}
-        self._reports: dict[str, list[StateReport]] = {}
-        self._brought_up: dict[str, list[Prepared]] = {}
+        self._reports: dict[str, Sequence[StateReport]] = {}
+        self._brought_up: dict[str, Sequence[Prepared]] = {}
         self._due: dict[str, frozenset[int]] = {}
         self._staged: dict[str, int] = {}  # tables whose tasks report by an accumulator, and how many tasks
 
@@ -221,8 +219,9 @@ class StateStep:
             return
         for table in self.tables:
             moment = table.moment(-1, Commit(-1, -1, -1), 0)
-            task = PrepareTask(table.spec, moment, settings, *owner)
-            prepare(table, task, df.sparkSession.sparkContext, again=again)
+            prepare(
+                table, PrepareOrder(table.spec, moment, settings, *owner), df.sparkSession.sparkContext, again=again
+            )
 
     def begin(self, batch: int, identity: ProducerIdAndEpoch, now_ms: int) -> None:
         """What this attempt is."""
@@ -257,16 +256,15 @@ class StateStep:
         base = self._order(name, order, "everything")
         if self._local and on_driver and max_rows <= self._small_batch_rows:
             rows = collect(df, interpreted=reads_little) if max_rows else []
-            done = run_fused(base, TaskPlace("driver", -1, 0), rows, cluster)
+            done = run_fused(base, DRIVER, rows, cluster)
             self._tasks_did(name, done)
-            return "driver", [Part(done.reports, None, False)]
+            return "driver", [Part(done.written, None, False)]
         moved, tasks, base = self._moved(df, base, max_rows)
-        collected = moved.mapInArrow(FusedTask(base), FUSED_SPARK_SCHEMA).collect()
-        done = done_from_rows(collected)
+        done = from_rows(moved.mapInArrow(FusedTask(base), REPORT_SPARK_SCHEMA).collect())
         self._tasks_did(name, done)
-        parts = [Part(done.reports, tasks, not base.by_source or jvm.has_shuffle(df))]
-        if done.returned is not None and not any(report.error is not None for report in done.reports):
-            parts.append(self._by_driver([done.returned], order, cluster))
+        parts = [Part(done.written, tasks, not base.co_partitioned or jvm.has_shuffle(df))]
+        if done.returned and not done.failed:
+            parts.append(self._by_driver(done.returned, order, cluster))
         return f"{tasks} tasks", parts
 
     def outgoing(self, df: DataFrame, *, max_rows: int, order: WriteOrder) -> Outgoing:
@@ -294,22 +292,26 @@ class StateStep:
 
     def gather(self, order: WriteOrder, cluster: Cluster) -> list[Part]:
         """What the stages in front of the sink have done; side outputs that they have returned are written."""
-        parts, returned = [], []
+        parts: list[Part] = []
+        returned: list[bytes] = []
+        failed = False
         for table, tasks in self._staged.items():
-            count, done = told(self._query.collected[table])
-            self._left_out = self._left_out or not count
+            collected = self._query.collected[table]
+            done = decoded(collected.value)
+            collected.value = []
+            self._left_out = self._left_out or not done.written
             self._tasks_did(table, done)
-            parts.append(Part(done.reports, tasks, True))
-            if done.returned is not None:
-                returned.append(done.returned)
-        if returned and not any(report.error is not None for part in parts for report in part.reports):
+            parts.append(Part(done.written, tasks, True))
+            returned += done.returned
+            failed = failed or done.failed
+        if returned and not failed:
             parts.append(self._by_driver(returned, order, cluster))
         return parts
 
     def audit(self) -> None:
         """Every partition of every table in one task, of this attempt; and no more dead letters than allowed."""
         for name, table in self._by_name.items():
-            table.check(self._reports.get(name, []), self._moments[name])
+            table.check(self._reports.get(name, ()), self._moments[name])
 
     def counted(self, what: str) -> int:
         """How many records of this attempt became ``dead_letters`` or were ``late``."""
@@ -320,7 +322,7 @@ class StateStep:
         changelogs = {name: dict(ends) for name, ends in progress.changelogs.items()}
         known = dict(progress.tables)
         for name, table in self._by_name.items():
-            ends, more = table.progress_after(self._reports.get(name, []))
+            ends, more = table.progress_after(self._reports.get(name, ()))
             changelogs |= ends
             known[name] = more
         return replace(progress, changelogs=changelogs, tables=known)
@@ -328,12 +330,12 @@ class StateStep:
     def adopt(self) -> None:
         """The batch is committed."""
         for name, table in self._by_name.items():
-            table.adopt(self._reports.get(name, []), self._moments[name])
+            table.adopt(self._reports.get(name, ()), self._moments[name])
 
     def on_noop(self) -> None:
         """The batch had no effect, and was not committed."""
         for name, table in self._by_name.items():
-            table.on_noop(self._reports.get(name, []))
+            table.on_noop(self._reports.get(name, ()))
 
     def failed(self, problem: BaseException) -> bool:
         """Learn from an attempt that has to be done again, maybe in another way.
@@ -390,9 +392,9 @@ class StateStep:
 
     # ---- inside --------------------------------------------------------------------------------------
 
-    def _tasks_did(self, table: str, done: Done) -> None:
+    def _tasks_did(self, table: str, done: TaskReport) -> None:
         self._reports[table] = done.states
-        self._brought_up[table] = done.brought_up
+        self._brought_up[table] = done.prepared
 
     def _order(self, table: str, write: WriteOrder, writes: Writes) -> StateOrder:
         return StateOrder(
@@ -405,10 +407,10 @@ class StateStep:
             due=self._due[table],
         )
 
-    def _by_driver(self, returned: list[Any], order: WriteOrder, cluster: Cluster) -> Part:
+    def _by_driver(self, returned: Sequence[bytes], order: WriteOrder, cluster: Cluster) -> Part:
         write = replace(order, topic=None, routing=Routing("key", 1, True))
-        rows = [written_rows(batch) for table in returned for batch in table.to_batches()]
-        return Part(write_rows(write, TaskPlace("driver", -1, 0), rows, cluster), None, False)
+        rows = [written_rows(batch) for stream in returned for batch in unpacked(stream).to_batches()]
+        return Part(write_rows(write, DRIVER, rows, cluster).written, None, False)
 
     def _moved(
         self, df: DataFrame, order: StateOrder, max_rows: int, *, of_source: bool = True
@@ -422,7 +424,7 @@ class StateStep:
         wanted = max(1, min(self._cores(), round(max_rows / _TASK_ROWS + 0.5)))
         if of_source and max_rows and self._may_take_source_partitions(df, spec, order.due):
             moved = df.coalesce(wanted)
-            order = replace(order, modulus=spec.topics.partitions, by_source=True)
+            order = replace(order, modulus=spec.topics.partitions, co_partitioned=True)
             if not order.due:
                 return moved, jvm.task_total(moved), order
             read = [partition for _, partition in jvm.source_partitions(df)]

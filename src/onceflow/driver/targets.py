@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from onceflow.client.cluster import Cluster, TopicInfo
 from onceflow.client.deadline import Deadline
 from onceflow.client.topics import find_topics, max_message_bytes
-from onceflow.task.row_writer import Target
+from onceflow.messages import Target
 
 
 def load_targets(

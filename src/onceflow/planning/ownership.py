@@ -14,8 +14,8 @@ from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
 from onceflow.errors import OptionError, SchemaError
+from onceflow.messages import Routing, Target
 from onceflow.spark import jvm
-from onceflow.task.row_writer import Routing, Target
 
 _EXPECTED = (
     "the sink takes value (string or binary), and optionally key (string or binary), topic (string), partition (int), "
@@ -118,7 +118,7 @@ class Prepared:
     """A DataFrame ready for ``mapInArrow(WriteTask)``.
 
     Args:
-        routing: how a task finds the partition of a row, see ``tasks.Routing``.
+        routing: how a task finds the partition of a row, see `Routing`.
         shuffled: whether a lost shuffle file could make Spark attempt the write stage again.
     """
 
@@ -142,7 +142,7 @@ def prepare(
     """Select the columns tasks take, and bring every row to the task that owns its partition.
 
     No column is added on the way: every projection copies the values once more. So a task computes the
-    partitions again that the shuffle was done by (``tasks.RowWriter``), from the same topic and key.
+    partitions again that the shuffle was done by (``task/row_writer.py``), from the same topic and key.
 
     Args:
         partitioner: ``key``, ``source`` or ``round_robin``; a ``partition`` column goes before ``key``.
@@ -234,7 +234,7 @@ def _task_partitions(
 def _group(
     df: DataFrame, columns: Columns, hash_key: bool, topic: str | None, targets: Mapping[str, Target], tasks: int
 ) -> Column:
-    """The task that owns a row's (topic, partition); ``tasks.owner_of`` is the same function in Python."""
+    """The task that owns a row's (topic, partition); ``row_writer.owner_of`` is the same function in Python."""
     count = _partition_count(topic, targets)
     # Without a key any partition will do; runs of 1024 rows make for large batches.
     partition = (F.shiftright(F.monotonically_increasing_id(), 10) % count).cast("int")

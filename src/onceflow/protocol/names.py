@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from onceflow.errors import OptionError
 
@@ -16,6 +17,9 @@ FLOW_NAME_LENGTH_MAX = 200
 PREFIX_LENGTH_MAX = 100
 _LEGAL = re.compile(r"[a-zA-Z0-9._-]+")
 _MARK = "onceflow."
+
+TopicPartition: TypeAlias = tuple[str, int]
+"""A topic, and the number of one of its partitions."""
 
 
 def validate_flow_name(flow: object) -> str:

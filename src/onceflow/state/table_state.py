@@ -12,7 +12,7 @@ from onceflow.state.engine.shapes import declared_fields
 from onceflow.state.local.opening import CAUGHT_UP, RESTORED, Commit
 from onceflow.state.local.prepare import Prepared
 from onceflow.state.spec import Moment, ProcessSpec, StateReport
-from onceflow.state.watermark import Place, Watermark
+from onceflow.state.watermark import Origin, Watermark
 
 log = logging.getLogger("onceflow.state")
 
@@ -32,7 +32,7 @@ class TableState:
         spec: ProcessSpec,
         progress: Progress,
         *,
-        source_partitions: Iterable[Place],
+        source_partitions: Iterable[Origin],
         lateness_ms: int | None,
         idle_s: float,
     ) -> None:
@@ -65,7 +65,7 @@ class TableState:
         """Whether the last batch has left timers that are due, because one batch may fire no more."""
         return bool(self._left)
 
-    def planned(self, arriving: Iterable[Place]) -> None:
+    def planned(self, arriving: Iterable[Origin]) -> None:
         """What a batch is to do was looked up: these partitions of sources have news."""
         self.watermark.planned(arriving)
 
@@ -184,11 +184,11 @@ def _tell(table: str, partition: int, how: str, records: int, seconds: float) ->
         log.info("table %s-%d: %s, %d records read in %.2f s", table, partition, how, records, seconds)
 
 
-def _latest(reports: Sequence[StateReport]) -> dict[Place, int]:
-    latest: dict[Place, int] = {}
+def _latest(reports: Sequence[StateReport]) -> dict[Origin, int]:
+    latest: dict[Origin, int] = {}
     for report in reports:
-        for place, ms in report.max_event_ms.items():
-            latest[place] = max(ms, latest.get(place, ms))
+        for origin, ms in report.max_event_ms.items():
+            latest[origin] = max(ms, latest.get(origin, ms))
     return latest
 
 

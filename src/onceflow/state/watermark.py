@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import TypeAlias
 
-Place = tuple[str | None, int]
-"""A topic and a partition; without a topic, a partition of the table."""
+Origin: TypeAlias = tuple[str | None, int]
+"""Where rows come from: a `TopicPartition` of a source. Without a topic they come from another step, and the number is
+that of the table's partition."""
 
 
 class Watermark:
     """What the driver knows of event time.
 
     Args:
-        places: partitions to wait for from the start, until they are idle.
+        origins: partitions to wait for from the start, until they are idle.
         lateness_ms: how much later than others of its partition a record may be.
         idle_s: seconds without records after which a partition is not waited for.
         value_ms: the committed watermark; None: not known yet.
@@ -26,7 +28,7 @@ class Watermark:
 
     def __init__(
         self,
-        places: Iterable[Place],
+        origins: Iterable[Origin],
         *,
         lateness_ms: int,
         idle_s: float,
@@ -40,12 +42,12 @@ class Watermark:
         # After a restart a partition has come at least as far as the committed watermark, plus the lateness.
         known = None if value_ms is None else value_ms + lateness_ms
         started = clock()
-        self._latest: dict[Place, int | None] = dict.fromkeys(places, known)
-        self._seen: dict[Place, float] = dict.fromkeys(self._latest, started)
+        self._latest: dict[Origin, int | None] = dict.fromkeys(origins, known)
+        self._seen: dict[Origin, float] = dict.fromkeys(self._latest, started)
         self._looked = started
-        self._arriving: frozenset[Place] = frozenset()
+        self._arriving: frozenset[Origin] = frozenset()
 
-    def planned(self, arriving: Iterable[Place]) -> None:
+    def planned(self, arriving: Iterable[Origin]) -> None:
         """Kafka was asked what there is for the next batch: partitions with news are not silent.
 
         What arrives while a batch runs, however long that takes, is seen when the next one is planned. So silence is
@@ -53,16 +55,16 @@ class Watermark:
         """
         self._looked, self._arriving = self._clock(), frozenset(arriving)
 
-    def after(self, latest_ms: Mapping[Place, int]) -> int | None:
+    def after(self, latest_ms: Mapping[Origin, int]) -> int | None:
         """The watermark that follows a batch with these latest event times; nothing is remembered yet."""
         return self._earliest(latest_ms, latest_ms.keys())
 
-    def _earliest(self, latest_ms: Mapping[Place, int], active: Collection[Place]) -> int | None:
-        merged = {place: self._merged(place, latest_ms) for place in {**self._latest, **latest_ms}}
+    def _earliest(self, latest_ms: Mapping[Origin, int], active: Collection[Origin]) -> int | None:
+        merged = {origin: self._merged(origin, latest_ms) for origin in {**self._latest, **latest_ms}}
         waiting = [
             latest
-            for place, latest in merged.items()
-            if place in active or self._looked - self._seen.get(place, self._looked) < self._idle_s
+            for origin, latest in merged.items()
+            if origin in active or self._looked - self._seen.get(origin, self._looked) < self._idle_s
         ]
         if not waiting or any(latest is None for latest in waiting):
             return self.value_ms
@@ -74,14 +76,14 @@ class Watermark:
         self.value_ms = self._earliest({}, self._arriving)
         return self.value_ms
 
-    def adopt(self, latest_ms: Mapping[Place, int], value_ms: int | None) -> None:
+    def adopt(self, latest_ms: Mapping[Origin, int], value_ms: int | None) -> None:
         """The batch is committed."""
-        for place in latest_ms:
-            self._latest[place] = self._merged(place, latest_ms)
-            self._seen[place] = self._looked
+        for origin in latest_ms:
+            self._latest[origin] = self._merged(origin, latest_ms)
+            self._seen[origin] = self._looked
         self.value_ms = value_ms
         self._arriving = frozenset()
 
-    def _merged(self, place: Place, latest_ms: Mapping[Place, int]) -> int | None:
-        known, new = self._latest.get(place), latest_ms.get(place)
+    def _merged(self, origin: Origin, latest_ms: Mapping[Origin, int]) -> int | None:
+        known, new = self._latest.get(origin), latest_ms.get(origin)
         return new if known is None else known if new is None else max(known, new)

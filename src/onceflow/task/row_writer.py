@@ -13,7 +13,6 @@ import threading
 import time
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -27,10 +26,10 @@ from onceflow.client.settings import ClientSettings
 from onceflow.client.topics import max_message_bytes, missing
 from onceflow.client.transactions import Transactions
 from onceflow.errors import BadRecordError, BatchAbortedError, OnceflowError, ProtocolError, UnknownTopicError, located
-from onceflow.protocol.batches import ProducerIdAndEpoch, encode_batches, next_sequence
-from onceflow.protocol.names import OwnTopics
+from onceflow.messages import Report, Target, TaskPlace, TaskReport, WriteOrder, report_row
+from onceflow.protocol.batches import encode_batches, next_sequence
+from onceflow.protocol.names import TopicPartition
 from onceflow.protocol.partitioners import group_by_partition, key_partitions
-from onceflow.task import reports
 
 
 def owner_of(topic: str | None, partition: int, tasks: int) -> int:
@@ -42,70 +41,6 @@ def owner_of(topic: str | None, partition: int, tasks: int) -> int:
     return ((0 if topic is None else zlib.crc32(topic.encode())) + partition) % tasks
 
 
-@dataclass(frozen=True)
-class Routing:
-    """How a task finds the partition of a row.
-
-    Args:
-        kind: ``key``: by partition column, then by key, then any partition the task owns;
-            ``source``: the whole task writes to one partition.
-        tasks: how many tasks the job has.
-        hash_key: whether keys decide.
-        task_partitions: for ``source``, partition of each task.
-    """
-
-    kind: str
-    tasks: int
-    hash_key: bool
-    task_partitions: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
-class Target:
-    """An output topic as the driver saw it when the batch began; every task uses the same numbers."""
-
-    partitions: int
-    max_message_bytes: int
-
-
-@dataclass(frozen=True)
-class WriteOrder:
-    """All a task needs to write its rows. Holds secrets (``settings``): it travels with the task's code only.
-
-    Args:
-        topic: the one output topic; None when rows name theirs in a ``topic`` column.
-        transactional_id: None when the guarantee does without transactions.
-        own_topics: topics of the flow that no row may name.
-        sequences: where the identity's sequence numbers go on, for an identity that outlives a batch.
-        transaction_version: as the driver sees it; tasks must not mix protocols with the driver's EndTxn.
-    """
-
-    flow: str
-    batch: int
-    settings: ClientSettings
-    transactional_id: str | None
-    identity: ProducerIdAndEpoch
-    compression: str
-    topic: str | None
-    targets: Mapping[str, Target]
-    routing: Routing
-    transaction_version: int
-    deadline_s: float
-    own_topics: OwnTopics = field(default_factory=OwnTopics)
-    sequences: Mapping[tuple[str, int], int] = field(default_factory=dict)
-    faults: str | None = None  # rules of the driver's environment (tests only), see onceflow.hooks
-
-
-@dataclass(frozen=True)
-class TaskPlace:
-    """Where code runs: Spark's numbers for the task, or the driver."""
-
-    where: str
-    task: int
-    attempt: int
-    stage: int = -1
-
-
 class WriteTask:
     """The function given to ``mapInArrow``."""
 
@@ -113,25 +48,28 @@ class WriteTask:
         self.order = order
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        from pyspark import TaskContext
-
-        context = TaskContext.get()
-        if context is None:
-            raise RuntimeError("WriteTask was called outside a Spark task")
-        hooks.configure(self.order.faults)
-        hooks.at("begin", where="task", flow=self.order.flow, batch=self.order.batch, task=context.partitionId())
-        place = TaskPlace("task", context.partitionId(), context.attemptNumber(), context.stageId())
-        yield reports.to_arrow(write_rows(self.order, place, batches, worker_cluster(self.order.settings)))
+        place = place_of_task(self.order)
+        yield report_row(write_rows(self.order, place, batches, worker_cluster(self.order.settings)))
 
 
-def write_rows(
-    order: WriteOrder, place: TaskPlace, batches: Iterable[pa.RecordBatch], cluster: Cluster
-) -> list[reports.Report]:
+def place_of_task(order: WriteOrder) -> TaskPlace:
+    """Where this code runs; also announces the step ``begin``."""
+    from pyspark import TaskContext
+
+    context = TaskContext.get()
+    if context is None:
+        raise RuntimeError("the code of a task was called outside a Spark task")
+    hooks.configure(order.faults)
+    hooks.at("begin", where="task", flow=order.flow, batch=order.batch, task=context.partitionId())
+    return TaskPlace("task", context.partitionId(), context.attemptNumber(), context.stageId())
+
+
+def write_rows(order: WriteOrder, place: TaskPlace, batches: Iterable[pa.RecordBatch], cluster: Cluster) -> TaskReport:
     """Write rows and report. Errors of ours are reported, not raised, so that the driver gets them typed."""
     started = time.monotonic()
     writer = RowWriter(order, place, cluster)
     error: OnceflowError | None = None
-    acknowledged: Mapping[tuple[str, int], Acknowledged] = {}
+    acknowledged: Mapping[TopicPartition, Acknowledged] = {}
     try:
         if place.attempt > 0:
             raise extra_attempt(f"task {place.task} is at attempt {place.attempt}", order)
@@ -142,22 +80,23 @@ def write_rows(
             hooks.at("write", where="task", flow=order.flow, batch=order.batch, task=place.task)
     except OnceflowError as problem:
         error = problem
-    return reports_of(place, acknowledged, rows=writer.rows, seconds=time.monotonic() - started, error=error)
+    seconds = time.monotonic() - started
+    return TaskReport(reports_of(place, acknowledged, rows=writer.rows, seconds=seconds, error=error))
 
 
 def reports_of(
     place: TaskPlace,
-    acknowledged: Mapping[tuple[str, int], Acknowledged],
+    acknowledged: Mapping[TopicPartition, Acknowledged],
     *,
     rows: int,
     seconds: float,
     error: OnceflowError | None,
-) -> list[reports.Report]:
+) -> tuple[Report, ...]:
     """One report per partition that was written, or one that only says that the task ran."""
     rss_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
-    def report(topic: str | None, partition: int, done: Acknowledged) -> reports.Report:
-        return reports.Report(
+    def report(topic: str | None, partition: int, done: Acknowledged) -> Report:
+        return Report(
             task=place.task,
             attempt=place.attempt,
             stage=place.stage,
@@ -172,8 +111,8 @@ def reports_of(
             error=error,
         )
 
-    written = [report(topic, partition, done) for (topic, partition), done in acknowledged.items()]
-    return written or [report(None, -1, Acknowledged())]
+    written = tuple(report(topic, partition, done) for (topic, partition), done in acknowledged.items())
+    return written or (report(None, -1, Acknowledged()),)
 
 
 def extra_attempt(what: str, order: WriteOrder) -> BatchAbortedError:
@@ -207,7 +146,7 @@ class RowWriter:
         self._clock: Deadline | None = None
         self._targets = dict(order.targets)
         self._producer: Producer | None = None
-        self._sequences: dict[tuple[str, int], int] = {}
+        self._sequences: dict[TopicPartition, int] = {}
         self._turns: dict[str, int] = {}
         self._owned: dict[str, list[int]] = {}
         self._checked: set[str] = set()
@@ -235,7 +174,7 @@ class RowWriter:
             self.rows += batch.num_rows
             self._encode(topic, partition, batch, self.target(topic))
 
-    def finish(self) -> Mapping[tuple[str, int], Acknowledged]:
+    def finish(self) -> Mapping[TopicPartition, Acknowledged]:
         """Wait for every acknowledgement; what is where, per (topic, partition)."""
         return {} if self._producer is None else self._producer.flush()
 

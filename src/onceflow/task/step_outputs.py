@@ -12,7 +12,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from onceflow.errors import BadRecordError, BatchAbortedError
+from onceflow.errors import BadRecordError
+from onceflow.messages import NotColocatedError
 from onceflow.protocol.partitioners import group_by_partition, key_partitions
 from onceflow.task.row_writer import RowWriter
 
@@ -38,24 +39,20 @@ OUTPUT_SCHEMA = pa.schema(
 )
 
 
-class NotColocatedError(BatchAbortedError):
-    """Internal: outputs belong to partitions of other tasks. The batch runs again, with a shuffle of the outputs."""
-
-
 class TaskOutputs:
     """Writes what user code yields to partitions that nobody else writes.
 
     Args:
         topic: where records go that name none; None: such a record is refused.
         modulus: a partition belongs to the task whose number is its remainder by this.
-        by_source: the number of the table's partition takes the place of the task's.
+        co_partitioned: the number of the table's partition takes the place of the task's.
     """
 
-    def __init__(self, writer: RowWriter, *, topic: str | None, modulus: int, by_source: bool, turn: int) -> None:
+    def __init__(self, writer: RowWriter, *, topic: str | None, modulus: int, co_partitioned: bool, turn: int) -> None:
         self._writer = writer
         self._topic = topic
         self._modulus = modulus
-        self._by_source = by_source
+        self._co_partitioned = co_partitioned
         self._returned: list[pa.RecordBatch] = []
         self._returned_rows = self._returned_bytes = 0
         self._turn = turn
@@ -67,7 +64,7 @@ class TaskOutputs:
             NotColocatedError: too many belong to other tasks.
             BadRecordError: one names no topic. (What it must not name, the engine has refused.)
         """
-        residue = partition if self._by_source else partition % self._modulus
+        residue = partition if self._co_partitioned else partition % self._modulus
         for topic, rows in self._by_topic(batch):
             target = self._writer.target(topic)
             if target.partitions % self._modulus:
@@ -148,10 +145,8 @@ def written_rows(batch: pa.RecordBatch) -> pa.RecordBatch:
     return batch.set_column(position, "timestamp", batch.column(position).cast(pa.timestamp("ms")).cast(pa.int64()))
 
 
-def packed(table: pa.Table | None) -> bytes | None:
+def packed(table: pa.Table) -> bytes:
     """Returned rows for the way to the driver."""
-    if table is None:
-        return None
     stream = pa.BufferOutputStream()
     with pa.ipc.new_stream(stream, OUTPUT_SCHEMA) as writer:
         writer.write_table(table)

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from onceflow.protocol.names import TopicPartition
 from onceflow.testing.observed import (
     FAIL,
     HEADER,
@@ -26,7 +27,6 @@ from onceflow.testing.observed import (
     Final,
     History,
     Op,
-    Place,
     Read,
     Reads,
     Tag,
@@ -62,7 +62,7 @@ class Anomaly:
     detail: str
     batch: int | None = None
     attempt: str | None = None
-    place: Place | None = None
+    place: TopicPartition | None = None
     offset: int | None = None
     count: int = 1
 
@@ -159,10 +159,10 @@ class _Progress:
     """The progress records, walked through: which batches are committed, and from where to where."""
 
     def __init__(self, final: Final, attempts: Mapping[tuple[int, str], Attempt], found: _Findings) -> None:
-        self.commits: dict[int, tuple[dict[Place, int], dict[Place, int]]] = {}
-        self.first: dict[Place, int] = {}
+        self.commits: dict[int, tuple[dict[TopicPartition, int], dict[TopicPartition, int]]] = {}
+        self.first: dict[TopicPartition, int] = {}
         self.base = -1  # batches up to this one are committed, how is not known any more
-        now: dict[Place, int] = {}
+        now: dict[TopicPartition, int] = {}
         last = -1
         for index, (batch, offsets) in enumerate(final.progress):
             before, now = now, flat(offsets)
@@ -223,7 +223,7 @@ def _check_attempts(attempts: Mapping[tuple[int, str], Attempt], progress: _Prog
             found.add(GAP, detail, batch=batch, attempt=name, place=place)
 
 
-def _same_range(attempt: Attempt, start: Mapping[Place, int], end: Mapping[Place, int]) -> bool:
+def _same_range(attempt: Attempt, start: Mapping[TopicPartition, int], end: Mapping[TopicPartition, int]) -> bool:
     """Topics that are not read any more keep their place in progress."""
     if not attempt.end:
         return True  # not recorded
@@ -231,7 +231,9 @@ def _same_range(attempt: Attempt, start: Mapping[Place, int], end: Mapping[Place
     return dict(end) == whole and all(attempt.start.get(place, 0) == start.get(place, 0) for place in attempt.end)
 
 
-def _ranges(start: Mapping[Place, int], end: Mapping[Place, int]) -> dict[Place | None, tuple[int, int]]:
+def _ranges(
+    start: Mapping[TopicPartition, int], end: Mapping[TopicPartition, int]
+) -> dict[TopicPartition | None, tuple[int, int]]:
     """From where to where."""
     return {place: (start.get(place, 0), offset) for place, offset in end.items()}
 
@@ -296,7 +298,7 @@ def _check_outputs(
     final: Final,
     attempts: Mapping[tuple[int, str], Attempt],
     progress: _Progress,
-    first: Mapping[Place, int],
+    first: Mapping[TopicPartition, int],
     outputs_of: OutputsOf,
     found: _Findings,
 ) -> int:

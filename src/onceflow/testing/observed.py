@@ -10,14 +10,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from onceflow.protocol.names import TopicPartition
+
 #: Name of the record header that holds a tag.
 HEADER = "onceflow-history"
 
 INVOKE, OK, FAIL, INFO = "invoke", "ok", "fail", "info"
 MAX_INT64 = 2**63 - 1
 
-Place = tuple[str, int]
-"""Topic and partition."""
 TopicOffsets = Mapping[str, Mapping[int, int]]
 
 
@@ -100,8 +100,8 @@ class Attempt(NamedTuple):
     """What became of one attempt: ``ok``, ``fail`` or ``info``; and its source range, empty when not recorded."""
 
     status: str
-    start: dict[Place, int]
-    end: dict[Place, int]
+    start: dict[TopicPartition, int]
+    end: dict[TopicPartition, int]
 
 
 class History:
@@ -173,10 +173,10 @@ class Reads:
     _NAMES = ("place", "offset", "key", "writer", "source", "from_offset", "n")
 
     def __init__(self, reads: Iterable[Read] = ()) -> None:
-        self.places: dict[Place, int] = {}
+        self.places: dict[TopicPartition, int] = {}
         self.keys: dict[bytes | None, int] = {None: 0}
         self.writers: dict[tuple[str, int, str], int] = {}  # flow, batch, attempt
-        self.sources: dict[Place, int] = {}
+        self.sources: dict[TopicPartition, int] = {}
         self._columns = {name: array("q") for name in self._NAMES}
         self._append = tuple(column.append for column in self._columns.values())
         for read in reads:
@@ -221,14 +221,14 @@ class Final:
     flow: str
     reads: Reads
     progress: Sequence[tuple[int, TopicOffsets]]
-    sources: Mapping[Place, Any]
+    sources: Mapping[TopicPartition, Any]
     complete: bool = True
     why: str = ""
     state: Mapping[Any, Any] | None = None
     replay: Mapping[Any, Any] | None = None
 
 
-def flat(offsets: TopicOffsets) -> dict[Place, int]:
+def flat(offsets: TopicOffsets) -> dict[TopicPartition, int]:
     """Offsets by topic and partition."""
     return {(topic, p): offset for topic, partitions in offsets.items() for p, offset in partitions.items()}
 

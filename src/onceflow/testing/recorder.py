@@ -20,7 +20,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from confluent_kafka import KafkaException, TopicPartition
+from confluent_kafka import KafkaException
+from confluent_kafka import TopicPartition as ClientPartition
 from pyspark import TaskContext
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
@@ -29,11 +30,12 @@ from onceflow import hooks
 from onceflow.driver import progress_log
 from onceflow.errors import OnceflowError
 from onceflow.protocol import progress as records
+from onceflow.protocol.names import TopicPartition
 from onceflow.protocol.progress import PROGRESS_TOPIC
 from onceflow.state.api.record import Header, Record
 from onceflow.testing import independent
 from onceflow.testing.history import Final, History, Op, OutputsOf, Reads, Tag, Verdict, check
-from onceflow.testing.observed import FAIL, HEADER, INVOKE, OK, Place, TopicOffsets
+from onceflow.testing.observed import FAIL, HEADER, INVOKE, OK, TopicOffsets
 
 #: Where the driver tells the tasks of a batch what attempt they belong to (driver/commit.py).
 PROPERTY = "onceflow.transaction"
@@ -306,7 +308,7 @@ class _Sources:
 
     def __init__(self, *, keep: bool) -> None:
         self._keep = keep
-        self._offsets: dict[Place, array[int]] = {}
+        self._offsets: dict[TopicPartition, array[int]] = {}
         self._kept: list[independent.Seen] = []
 
     def add(self, topic: str, message: Any) -> None:
@@ -314,7 +316,7 @@ class _Sources:
         if self._keep:
             self._kept.append(independent._seen(message))
 
-    def offsets(self) -> dict[Place, Any]:
+    def offsets(self) -> dict[TopicPartition, Any]:
         return {place: np.frombuffer(offsets, np.int64) for place, offsets in self._offsets.items()}
 
     def covered(self, progress: list[tuple[int, TopicOffsets]]) -> list[independent.Seen]:
@@ -366,7 +368,7 @@ class _Reader:
         there = self.partitions(topic)
         lows, ends = dict[int, int](), dict[int, int]()
         for partition in there if partitions is None else partitions:
-            place = TopicPartition(topic, partition)
+            place = ClientPartition(topic, partition)
             low, high = self._asking.get_watermark_offsets(place, timeout=self._left(topic))
             if begins is not None and low > begins.get(partition, low):
                 raise RuntimeError(f"records of {topic}-{partition} before offset {low} were deleted")
@@ -376,7 +378,7 @@ class _Reader:
         # One for each topic: the positions of a consumer that is assigned again may be those of before.
         consumer = self._consumer("read_committed")
         try:
-            consumer.assign([TopicPartition(topic, partition, low) for partition, low in lows.items()])
+            consumer.assign([ClientPartition(topic, partition, low) for partition, low in lows.items()])
             while waiting:
                 self._left(topic)
                 for message in consumer.consume(10_000, 0.02):
@@ -385,7 +387,7 @@ class _Reader:
                     if message.offset() < ends[message.partition()]:
                         yield message
                 # The position moves over control records and aborted data, too.
-                for place in consumer.position([TopicPartition(topic, p) for p in waiting]):
+                for place in consumer.position([ClientPartition(topic, p) for p in waiting]):
                     if place.offset >= ends[place.partition]:
                         waiting.discard(place.partition)
         finally:

@@ -1,0 +1,42 @@
+"""A task that brings a local copy up to what is committed, before a batch begins (``driver/preparing.py``)."""
+
+from __future__ import annotations
+
+from onceflow.client.cluster import Cluster
+from onceflow.client.committed import CommittedReader
+from onceflow.client.deadline import Deadline
+from onceflow.client.transactions import describe_transaction
+from onceflow.errors import OnceflowError
+from onceflow.messages import PrepareOrder
+from onceflow.protocol.batches import ProducerIdAndEpoch
+from onceflow.state.local.prepare import Prepared, prepare_partition
+from onceflow.task.row_writer import worker_cluster
+
+_OWNER_SECONDS = 30.0
+
+
+class PrepareTask:
+    """The function that prepares a partition."""
+
+    def __init__(self, order: PrepareOrder) -> None:
+        self.order = order
+
+    def __call__(self, partition: int) -> Prepared | OnceflowError:
+        order = self.order
+        cluster = worker_cluster(order.settings)
+
+        def still_owner() -> bool:
+            deadline = Deadline(_OWNER_SECONDS, f"looking up the owner of flow {order.spec.flow}")
+            return is_owner(cluster, order.transactional_id, order.identity, deadline)
+
+        source = CommittedReader(cluster)
+        try:
+            return prepare_partition(order.spec, order.moment, partition, source, still_owner=still_owner)
+        except OnceflowError as problem:  # returned, so that the driver gets it typed
+            return problem
+
+
+def is_owner(cluster: Cluster, transactional_id: str, identity: ProducerIdAndEpoch, deadline: Deadline) -> bool:
+    """Whether a transactional id still has this producer id and epoch: else a newer driver was initialised."""
+    state = describe_transaction(cluster, transactional_id, deadline)
+    return (state["producer_id"], state["producer_epoch"]) == (identity.producer_id, identity.producer_epoch)
