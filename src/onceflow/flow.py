@@ -22,7 +22,8 @@ from onceflow.client.first_connection import REFUSED_S
 from onceflow.client.settings import ClientSettings
 from onceflow.client.topics import find_topics
 from onceflow.driver import progress_log
-from onceflow.driver.commit import BatchSink
+from onceflow.driver.batch_sink import BatchSink
+from onceflow.driver.commit import BatchCommit
 from onceflow.driver.delivery import EXACTLY_ONCE, GUARANTEES, ExactlyOnce, delivery
 from onceflow.driver.driver_session import DriverSession
 from onceflow.driver.late_rows import FAIL, LATE
@@ -612,22 +613,23 @@ class Flow:
             location = location or scratch(self.name)  # nothing is refused from here on but by Spark
             state, options = query.state, query.options
             reads_little = not run.facts.others and queries.reads_little(df)
-            sink = BatchSink(
+            options = replace(options, reads_little=reads_little)
+            commit = BatchCommit(
                 state=state,
                 names=self._names,
                 settings=self._settings,
                 cluster=hold.cluster,
                 delivery=delivery(options.guarantee, hold, written),
                 progress=progress,
-                options=replace(options, reads_little=reads_little),
+                options=options,
                 columns=query.columns,
                 cores=step_query.current_cores(self._spark),
                 checkpoint=location.folder,
                 numbering=location.numbering,
                 source_starts={name: dict(source.earliest) for name, source in self._sources.items()},
                 source_partitions={name: len(source.earliest) for name, source in self._sources.items()},
-                before_first=check.finish,
             )
+            sink = BatchSink(commit, options, before_first=check.finish)
             writer = query.df.writeStream.foreachBatch(sink).option("checkpointLocation", location.address)
             if all(query.name != self.name for query in self._spark.streams.active):
                 writer = writer.queryName(self.name)  # else an older driver of this flow is in this session

@@ -12,7 +12,7 @@ from pyspark.errors import StreamingQueryException
 from pyspark.errors.exceptions.captured import CapturedException, convert_exception
 from pyspark.sql.streaming.query import StreamingQuery
 
-from onceflow.driver.commit import BatchSink
+from onceflow.driver.batch_sink import BatchSink
 from onceflow.errors import BrokerUnreachableError, EnvironmentUnusableError, OnceflowError
 from onceflow.planning.options import BatchSummary
 from onceflow.spark import jvm

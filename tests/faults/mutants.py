@@ -24,7 +24,7 @@ from onceflow.client.produce import Acknowledged, Producer
 from onceflow.client.transactions import Transactions
 from onceflow.driver import commit as batch_module
 from onceflow.driver import output_writer, progress_log
-from onceflow.driver.commit import BatchSink
+from onceflow.driver.commit import BatchCommit
 from onceflow.driver.delivery import ExactlyOnce
 from onceflow.messages import TaskReport
 from onceflow.protocol.transaction import GIVEN, Epoch, Event
@@ -93,7 +93,7 @@ def killed(step: str) -> Callable[[Patch, Path], None]:
         def gone(self: Any, problem: BaseException, batch: int) -> None:
             raise problem
 
-        patch.setattr(BatchSink, "abort", gone)
+        patch.setattr(BatchCommit, "abort", gone)
         failed(step)(patch, once)
 
     return fault
@@ -196,7 +196,7 @@ def abort_keeps_the_epoch(patch: Patch) -> None:
 
 def retry_under_one_epoch(patch: Patch) -> None:
     """Writes that failed are tried again where they are, and the audit sees the second try only."""
-    original = BatchSink._write
+    original = BatchCommit._write
 
     def write(self: Any, *arguments: Any) -> Any:
         parts = original(self, *arguments)
@@ -204,7 +204,7 @@ def retry_under_one_epoch(patch: Patch) -> None:
             return original(self, *arguments)
         return parts
 
-    patch.setattr(BatchSink, "_write", write)
+    patch.setattr(BatchCommit, "_write", write)
 
 
 def progress_outside_the_transaction(patch: Patch) -> None:
@@ -221,7 +221,7 @@ def progress_outside_the_transaction(patch: Patch) -> None:
 
 def progress_in_a_transaction_before(patch: Patch) -> None:
     """Two transactions: first progress, then rows."""
-    original = BatchSink.attempt
+    original = BatchCommit.attempt
 
     def attempt(self: Any, df: Any, attempt: Any) -> bool:
         attempt.producer = self._delivery.begin(Deadline(30, "mutant"))
@@ -236,7 +236,7 @@ def progress_in_a_transaction_before(patch: Patch) -> None:
         self._move_progress = moved
         return original(self, df, attempt)
 
-    patch.setattr(BatchSink, "attempt", attempt)
+    patch.setattr(BatchCommit, "attempt", attempt)
 
 
 def plan_is_off_by_one(patch: Patch) -> None:
@@ -260,7 +260,7 @@ def no_contiguity_check(patch: Patch) -> None:
 
 def two_transactions(patch: Patch) -> None:
     """A batch takes two transactions, half of its rows in each."""
-    original, write_rows = BatchSink._write, output_writer.write_rows
+    original, write_rows = BatchCommit._write, output_writer.write_rows
 
     def write(self: Any, *arguments: Any) -> Any:
         def halves(order: Any, place: Any, rows: Any, cluster: Any) -> TaskReport:
@@ -280,7 +280,7 @@ def two_transactions(patch: Patch) -> None:
             inner.setattr(output_writer, "write_rows", halves)
             return original(self, *arguments)
 
-    patch.setattr(BatchSink, "_write", write)
+    patch.setattr(BatchCommit, "_write", write)
 
 
 def sequences_start_anew(patch: Patch) -> None:

@@ -131,7 +131,8 @@ def test_flows_wait_or_give_up_and_go_on(
             time.sleep(0.05)
         # Only the flow's patience: a broker that ends timed-out transactions while it starts (Kafka 4.3.1) takes
         # partitions without a leader for deleted ones, and leaves out their abort markers.
-        query._sink._options = replace(query._sink._options, transaction_timeout_s=2.0)
+        commit = query._sink._commit
+        commit._options = commit._writer._options = replace(commit._options, transaction_timeout_s=2.0)
         disk.fill()
         try:
             # The last one: the broker has ended between two batches of this flow.

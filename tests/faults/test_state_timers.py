@@ -216,7 +216,7 @@ def test_timers_of_a_partition_whose_records_are_filtered_out(
             query = flow.write(output, topic=pipe.target, small_batch_rows=0, once=True).start()
             query.awaitTermination()
             assert query.batches[-1].path == "2 tasks"
-            assert query._sink._state._by_source is True
+            assert query._sink._commit._state._by_source is True
     seen = independent.read_topic(pipe.bootstrap, pipe.target, decided=True)
     assert Counter(record.key for record in seen) == Counter(keys)
 
@@ -266,7 +266,7 @@ def test_timers_are_due_while_the_plan_has_the_clock(make_state_pipe: Any, monke
             assert query.isActive, query.failure
             assert time.monotonic() < end, (len(done), len(sent))
             query.awaitTermination(0.2)
-        assert query._sink._state._by_source is True, plans
+        assert query._sink._commit._state._by_source is True, plans
     finally:
         query.stop()
     assert Counter(record.value for record in done) == Counter(sent)

@@ -80,7 +80,7 @@ def test_records_without_a_key_in_a_partition_that_was_added(
     query = pipe.start(process={"on_error": "dead-letter", "dead_letter_topic": dead}, **by_tasks)
     try:
         query.processAllAvailable()
-        assert query._sink._state._by_source is True
+        assert query._sink._commit._state._by_source is True
         admin = AdminClient({"bootstrap.servers": pipe.bootstrap})
         admin.create_partitions([NewPartitions(pipe.source, 6)])[pipe.source].result(30)
         producer = Producer({"bootstrap.servers": pipe.bootstrap})
@@ -110,7 +110,7 @@ def test_keys_that_are_made_are_shuffled_at_once(make_state_pipe: Any, by_tasks:
     finally:
         query.stop()
     assert paths(query) == {"2 tasks"}
-    assert query._sink._state._by_source is False
+    assert query._sink._commit._state._by_source is False
     pipe.check()
 
 

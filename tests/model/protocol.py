@@ -217,7 +217,7 @@ class Model(Kafka):
         return self.on(standing, Event.SETTLE) if standing.phase is Phase.COMMITTED else standing
 
     def settle(self, s: State) -> Next:
-        """BatchSink._settle; of local state _Run._step of state/local/opening.py, with what the driver knows of."""
+        """BatchCommit.settle; of local state _Run._step of state/local/opening.py, with what the driver knows of."""
         for n, d in enumerate(s.drivers):
             if d.phase != TO_SETTLE:
                 continue
@@ -249,7 +249,7 @@ class Model(Kafka):
         return self.decided_so_far(s)[1]
 
     def plan(self, s: State) -> Next:
-        """BatchSink._plan: a range that starts where progress ends. Its end is Spark's choice."""
+        """BatchCommit.plan: a range that starts where progress ends. Its end is Spark's choice."""
         for n, d in enumerate(s.drivers):
             if d.phase == READY:
                 for end in range(d.at + 1, min(d.at + 2, self.config.batches) + 1):
@@ -257,7 +257,7 @@ class Model(Kafka):
                     yield what, self.moved(s, n, d, phase=PLANNED, end=end, attempt=1)
 
     def begin(self, s: State) -> Next:
-        """BatchSink._begin, Transactions.begin: an epoch nothing was written under; version 1 has to ask for one."""
+        """BatchCommit._begin, Transactions.begin: an epoch nothing was written under; version 1 has to ask for one."""
         for n, d in enumerate(s.drivers):
             if d.phase == PLANNED and self.looks_for_markers and s.coordinator.state in PREPARING:
                 continue  # Markers.confirm: only what is open after that is left out
@@ -319,8 +319,8 @@ class Model(Kafka):
         return next(tag for tag in range(1, len(taken) + 2) if tag not in taken)
 
     def write(self, s: State) -> Next:
-        """BatchSink._write, row_writer.write_rows: every task sends its rows, with sequences from 0 in each partition.
-        They arrive one by one, in ``append``: a task that sends later is a task whose request takes longer."""
+        """BatchCommit._write, row_writer.write_rows: every task sends its rows, with sequences from 0 in each
+        partition. They arrive one by one, in ``append``: a task that sends later is a task whose request takes longer."""
         for n, d in enumerate(s.drivers):
             if d.phase == BEGUN:
                 rows = self.requests(d)
@@ -341,7 +341,7 @@ class Model(Kafka):
         return rows
 
     def audit(self, s: State) -> Next:
-        """BatchSink._audit, audit.audit: all rows acknowledged, one attempt of every task."""
+        """BatchCommit._audit, audit.audit: all rows acknowledged, one attempt of every task."""
         for n, d in enumerate(s.drivers):
             if d.phase == WRITING and d.bad:
                 yield f"driver {d.name}: attempt {d.tag} is refused", self.has_failed(s, n, d)
@@ -353,7 +353,7 @@ class Model(Kafka):
                 )
 
     def move_progress(self, s: State) -> Next:
-        """BatchSink._move_progress, progress_log.write_progress: the record, in the batch's transaction."""
+        """BatchCommit._move_progress, progress_log.write_progress: the record, in the batch's transaction."""
         for n, d in enumerate(s.drivers):
             what = f"driver {d.name}: to {d.end}"
             if d.phase == AUDITED and self.progress_in_transaction:
@@ -366,7 +366,7 @@ class Model(Kafka):
                 yield what + ", outside the transaction", after._replace(progress=Progress(d.end))
 
     def end(self, s: State) -> Next:
-        """BatchSink._end, Transactions.end: EndTxn(commit), repeated with the same epoch until it is answered."""
+        """BatchCommit._end, Transactions.end: EndTxn(commit), repeated with the same epoch until it is answered."""
         ready = IN_PROGRESS if self.progress_in_transaction else AUDITED
         for n, d in enumerate(s.drivers):
             if d.phase == ENDING:
@@ -405,7 +405,7 @@ class Model(Kafka):
             yield what + "fenced, it stops", self.stopped(s, n)
 
     def adopted(self, s: State, n: int, d: Driver, c: Coordinator) -> State:
-        """BatchSink._on_commit; the epoch that EndTxn v5 returns is the next one."""
+        """BatchCommit._on_commit; the epoch that EndTxn v5 returns is the next one."""
         changes = {"tag": 0, "waiting": 0, "attempt": 0, "at": d.end, "last": d.epoch if self.config.local else NONE}
         phase = TO_SETTLE if self.progress_in_transaction else OUTSIDE
         epoch = c.epoch if self.v2 else d.epoch
@@ -415,7 +415,7 @@ class Model(Kafka):
     # ---- when it goes wrong: hooks.ABORTED ---------------------------------------------------------------
 
     def abort(self, s: State) -> Next:
-        """BatchSink.abort, Transactions.abort: EndTxn(abort), and a fresh epoch if that did not bring one."""
+        """BatchCommit.abort, Transactions.abort: EndTxn(abort), and a fresh epoch if that did not bring one."""
         for n, d in enumerate(s.drivers):
             if d.phase == LOOKING:
                 yield from self.look(s, n, d)

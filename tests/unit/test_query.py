@@ -12,9 +12,8 @@ import pytest
 from py4j.protocol import Py4JError, Py4JNetworkError
 
 from onceflow import BatchAbortedError, EnvironmentUnusableError
-from onceflow.driver.commit import BatchSink
-from onceflow.driver.pace import Pace
-from onceflow.protocol.names import Names
+from onceflow.driver.batch_sink import BatchSink
+from onceflow.planning.options import SinkOptions
 from onceflow.query import FlowQuery
 
 
@@ -52,10 +51,8 @@ def query(request: pytest.FixtureRequest) -> FlowQuery:
 def test_a_batch_under_way_may_end_before_the_query_is_stopped(batch_s: float) -> None:
     """And the next one does not begin."""
     ended: list[str] = []
-    sink = BatchSink.__new__(BatchSink)
-    sink.turn, sink.stopping, sink.progress, sink.failure = threading.Lock(), False, SimpleNamespace(batch_id=6), None
-    sink._names, sink.held, sink.awaited = Names("deposits"), threading.Event(), 0
-    sink._pace = Pace("deposits", 0.0)
+    commit: Any = SimpleNamespace(flow="deposits", progress=SimpleNamespace(batch_id=6), machine=None)
+    sink = BatchSink(commit, SinkOptions("out", "key", "none", 60.0))
     begun = threading.Event()
 
     def run(*_: Any) -> None:

@@ -2,19 +2,17 @@
 
     plan -> begin -> write -> audit -> progress -> end      (init comes before, settle with the next batch)
 
-``BatchSink`` is what foreachBatch calls. ``attempt`` is the commit, written as its numbered steps; everything before
-``end`` can fail, is aborted and is run again under a new epoch (``retries.py``); after ``end`` nothing can be undone.
+``attempt`` is the commit, written as its numbered steps; ``batch_sink.py`` is what Spark calls. Everything before
+``end`` can fail, is aborted and is run again under a new epoch (``retries.py``). After ``end`` nothing can be undone.
 Weaker guarantees take the same steps without the transaction, see ``delivery.py``. Which step may follow which is the
 table of ``protocol/transaction.py``.
 """
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import json
 import logging
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -35,8 +33,7 @@ from onceflow.driver.late_rows import LateRows
 from onceflow.driver.numbering import Numbering
 from onceflow.driver.offset_log import SourceRange, check_contiguous, read_range
 from onceflow.driver.output_writer import OutputWriter
-from onceflow.driver.pace import Pace
-from onceflow.driver.retries import Attempt, Retries
+from onceflow.driver.retries import Attempt
 from onceflow.driver.state_step import Part, StateStep
 from onceflow.errors import (
     AuthenticationFailedError,
@@ -51,21 +48,17 @@ from onceflow.planning.ownership import Columns
 from onceflow.protocol.batches import ProducerIdAndEpoch
 from onceflow.protocol.names import Names
 from onceflow.protocol.progress import Progress
-from onceflow.protocol.transaction import Event, Phase
+from onceflow.protocol.transaction import Event, Phase, Transaction
 from onceflow.spark import jvm
 from onceflow.spark.checkpoint_files import Folder
-from onceflow.spark.jvm import SPARK_ERRORS
 
 log = logging.getLogger("onceflow.sink")
 
 _END_SECONDS = 120.0
-_TURN_S = 0.05  # how often a batch that may not begin yet looks whether the query is stopped
-_ARROW_BYTES = "spark.sql.execution.arrow.maxBytesPerBatch"
-_ADAPTIVE = "spark.sql.adaptive.enabled"
 
 
-class BatchSink:
-    """Writes the batches of one query. Called by Spark on one thread.
+class BatchCommit:
+    """The steps of the batches of one query.
 
     Args:
         progress: committed progress as read after ``init``; the sink keeps it current.
@@ -77,7 +70,6 @@ class BatchSink:
             scratch.
         source_starts: where partitions that progress does not know may start.
         state: the process steps of the query, if it has any.
-        before_first: called before the first batch begins; may raise.
     """
 
     def __init__(
@@ -96,10 +88,8 @@ class BatchSink:
         source_starts: dict[str, dict[int, int]],
         source_partitions: dict[str, int],
         state: StateStep | None = None,
-        before_first: Callable[[], None] = lambda: None,
     ) -> None:
         self._names = names
-        self._before_first = before_first
         self._state = state
         self._settings = settings
         self._delivery = delivery
@@ -120,123 +110,38 @@ class BatchSink:
             state=state,
             numbering=numbering,
         )
-        self._retries = Retries(self, delivery.machine, options, names.flow)
         self._late_rows: LateRows | None = None
         if options.late is not None and numbering is not None:
             self._late_rows = LateRows(names.flow, options.late, numbering.rows_dropped)
-        self._pace = Pace(names.flow, options.trigger_s)
         self.flow = names.flow
-        self.guarantee = options.guarantee
         self.progress = progress
-        self.failure: BaseException | None = None
-        self.stopping = False
-        self.over = False  # Spark has ended the query
-        self.awaited = 0  # how many wait for the query to end: they will be told its failure
-        self.turn = threading.Lock()  # of the batch under way
-        self.held = threading.Event()  # no further batch begins
-        self.history: collections.deque[BatchSummary] = collections.deque(maxlen=200)
-        self.drained: list[int] = []  # batches that were committed before this run and had to be run again
 
-    # ---- called by Spark -----------------------------------------------------------------------------
+    @property
+    def machine(self) -> Transaction:
+        """Where the transaction stands."""
+        return self._delivery.machine
 
-    def __call__(self, df: DataFrame, spark_batch_id: int) -> None:
-        batch = self.progress.batch_id + 1
-        while self.held.is_set() or not self.turn.acquire(blocking=False):
-            if self.stopping:
-                raise batch_errors.stopped(self._names.flow, batch, None, on_purpose=True)
-            time.sleep(_TURN_S)
-        started = time.monotonic()
-        try:
-            self._run(df, spark_batch_id, batch)
-            self._pace.batch(time.monotonic() - started)
-        # The traceback goes to Spark, which parses it with a regular expression that overflows the stack on long
-        # ones (a cause with a Java stack trace in its text): so causes are logged, not chained.
-        except OnceflowError as error:
-            log.debug("the batch failed here", exc_info=error)
-            self.failure = error.locate(flow=self._names.flow, batch=batch).with_traceback(None)
-            if not self.awaited and not self.stopping:
-                log.error("%s", self.failure)
-            raise self.failure from None
-        except SPARK_ERRORS as error:
-            stopped = batch_errors.stopped(self._names.flow, batch, error, on_purpose=self.is_stopped(df, error))
-            log.debug("the batch failed here", exc_info=error)
-            if not self.stopping:  # else the query has not failed
-                self.failure = stopped
-            raise stopped from None
-        except BaseException as error:
-            self.failure = error
-            raise
-        finally:
-            self.turn.release()
+    def are_timers_left(self) -> bool:
+        """Whether more timers were due than the last batch was allowed to fire."""
+        return self._state is not None and self._state.are_timers_left()
 
     def ended(self) -> None:
         """The query is over."""
         if self._late_rows is not None:
             self._late_rows.tell()
 
-    def _run(self, df: DataFrame, spark_batch_id: int, batch: int) -> None:
-        self._settle()
-        if not self.history:
-            _set_session(df)
-            self._before_first()
-        summary = BatchSummary(batch, 0)
-        with self._timed(summary, "plan"):
-            source, is_committed = self._plan(spark_batch_id, batch)
-        if is_committed:
-            log.warning(
-                "flow %s: batch %d (%d in the checkpoint) is committed already: it is run again for its state only, "
-                "nothing of it is written",
-                self._names.flow,
-                self.progress.batch_id,
-                spark_batch_id,
-            )
-            self._drain(df)
-            self.drained.append(self.progress.batch_id)
-            return
-        if self._state is None and self._numbering is None and not source.max_rows:
-            return  # Spark's first batch, with nothing to read: neither outputs nor progress would change
+    def is_idle(self, source: SourceRange) -> bool:
+        """Whether a batch would change nothing: neither outputs nor progress."""
         if self._state is not None:
             self._state.planned(source)
-            if not source.max_rows and not self._state.due(progress_log.now_ms()):
-                return  # woken up by the clock, and nothing is due
-        self._run_planned(df, batch, source, summary)
-        self._fire_left(df, source)
-
-    def _fire_left(self, df: DataFrame, source: SourceRange) -> None:
-        """Batches without records, for timers that are due and that the batch was not allowed to fire.
-
-        Spark would begin its next batch when a source has news, up to a second later.
-        """
-        state = self._state
-        if state is None or not state.are_timers_left():
-            return
-        if source.max_rows:
-            df = df.sparkSession.createDataFrame(df.sparkSession.sparkContext.emptyRDD(), df.schema)
-        nothing = replace(source, start=source.end)
-        until = time.monotonic() + self._options.timers_s
-        while state.are_timers_left() and not self.stopping and time.monotonic() < until:
-            batch = self.progress.batch_id + 1
-            self._settle()
-            hooks.at("plan", where="driver", flow=self._names.flow, batch=batch)
-            self._writer.refresh_targets()
-            try:
-                self._run_planned(df, batch, nothing, BatchSummary(batch, 0))
-            except OnceflowError as error:
-                error.locate(flow=self._names.flow, batch=batch)
-                raise
-            if self.progress.batch_id != batch:
-                return  # the timers set themselves again: nothing has changed
-
-    def _run_planned(self, df: DataFrame, batch: int, source: SourceRange, summary: BatchSummary) -> None:
-        summary.max_rows = source.max_rows
-        if self._retries.run(df, batch, source, summary):
-            self.history.append(summary)
-            hooks.at("end", where="driver", flow=self._names.flow, batch=batch)
+            # Woken up by the clock, and nothing is due.
+            return not source.max_rows and not self._state.due(progress_log.now_ms())
+        return self._numbering is None and not source.max_rows  # Spark's first batch, with nothing to read
 
     def attempt(self, df: DataFrame, attempt: Attempt) -> bool:
         """One transaction, from its first epoch to its end. False: there was nothing to commit."""
         flow, batch, source, summary = self._names.flow, attempt.batch, attempt.source, attempt.summary
-        with self._timed(summary, "begin"):
+        with timed(summary, "begin"):
             attempt.producer = self._begin(df, attempt)
         hooks.at("begin", where="driver", flow=flow, batch=batch, identity=attempt.producer, source=source)
         if self._late_rows is not None:
@@ -245,10 +150,10 @@ class BatchSink:
         progress: Progress | None = None
         if self._delivery.progress_first:
             progress = self.progress = self._move_progress(attempt, ())
-        with self._timed(summary, "write"):
+        with timed(summary, "write"):
             parts = self._write(df, attempt)
         hooks.at("write", where="driver", flow=flow, batch=batch)
-        with self._timed(summary, "audit"):
+        with timed(summary, "audit"):
             checked = self._audit(df, parts, batch)
             summary.dropped = 0 if self._late_rows is None else self._late_rows.check(batch)
         if self._state is not None and not source.max_rows and not checked.partitions:
@@ -259,20 +164,20 @@ class BatchSink:
         hooks.at("audit", where="driver", flow=flow, batch=batch)
         if progress is None:
             progress = self._move_progress(attempt, self._outputs(checked))
-        with self._timed(summary, "end"):
+        with timed(summary, "end"):
             self._end(progress, attempt)
         self._on_commit(progress, checked, summary)
         return True
 
     # ---- the steps -----------------------------------------------------------------------------------
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """The previous batch is committed, and Spark has logged it: whoever keeps local state may apply it."""
         if self._delivery.machine.phase is Phase.COMMITTED:
             hooks.at("settle", where="driver", flow=self._names.flow, batch=self.progress.batch_id)
             self._delivery.machine.on(Event.SETTLE)
 
-    def _plan(self, spark_batch_id: int, batch: int) -> tuple[SourceRange, bool]:
+    def plan(self, spark_batch_id: int, batch: int) -> tuple[SourceRange, bool]:
         """The source range of the batch, which must start where progress ends (I2); or whether it is committed."""
         topics = None if self._numbering is None else self._source_partitions
         source = read_range(self._checkpoint, spark_batch_id, topics)
@@ -290,7 +195,12 @@ class BatchSink:
         hooks.at("plan", where="driver", flow=self._names.flow, batch=batch)
         return source, False
 
-    def _drain(self, df: DataFrame) -> None:
+    def plan_without_records(self, batch: int) -> None:
+        """Of a batch that only fires timers: its range is empty."""
+        hooks.at("plan", where="driver", flow=self._names.flow, batch=batch)
+        self._writer.refresh_targets()
+
+    def drain(self, df: DataFrame) -> None:
         """Run a batch for its state and watermark only.
 
         It has to run: Spark's next batch needs the state this one makes, and takes its watermark from the plan that
@@ -339,7 +249,7 @@ class BatchSink:
         return tuple(sorted(checked.partitions.keys() - (set() if self._state is None else self._state.topics)))
 
     def _move_progress(self, attempt: Attempt, outputs: tuple[str, ...]) -> Progress:
-        with self._timed(attempt.summary, "progress"):
+        with timed(attempt.summary, "progress"):
             progress = self._progress(attempt, outputs)
         hooks.at("progress", where="driver", flow=self._names.flow, batch=attempt.batch)
         return progress
@@ -424,7 +334,6 @@ class BatchSink:
         if self.progress.batch_id != summary.batch:
             return False
         summary.lost = True
-        self.history.append(summary)
         self._writer.on_lost()
         log.error(
             "flow %s: batch %d failed after progress had moved; of its up to %d source records some or all are lost, "
@@ -437,44 +346,24 @@ class BatchSink:
         if self._numbering is not None:
             # Spark's next batch needs the state of this one, which the failure may have cut short.
             self._numbering.forget_attempt(df)
-            self._drain(df)
+            self.drain(df)
         return True
-
-    def is_stopped(self, df: DataFrame, problem: BaseException) -> bool:
-        """Whether the batch has failed because somebody stops the query, its jobs or Spark."""
-        return self.stopping or jvm.was_cancelled(problem) or jvm.is_being_stopped(df.sparkSession)
 
     def _fenced(self, when: str, detail: str = "") -> FencedError:
         return batch_errors.fenced(
             self._names.flow, when, detail or f"transactional id {self._delivery.transactional_id}"
         )
 
-    # ---- helpers -------------------------------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def _timed(self, summary: BatchSummary, step: str) -> Iterator[None]:
-        started = time.monotonic()
-        try:
-            yield
-        finally:
-            summary.seconds[step] = summary.seconds.get(step, 0.0) + time.monotonic() - started
-
 
 def _plain(offsets: Any) -> dict[str, dict[int, int]]:
     return {topic: dict(partitions) for topic, partitions in offsets.items()}
 
 
-def _set_session(df: DataFrame) -> None:
-    """Settings of the query's own clone of the session.
-
-    Adaptive execution runs every stage in front of a shuffle as a job of its own, as soon as somebody asks for the RDD
-    of a plan: rows were read and shuffled twice. And it leaves out tasks that have no rows, while every task has
-    something to report. A batch is one job, whose tasks are known before it runs.
-
-    Arrow batches are kept small, so that workers need little memory for large rows, too; 4 MiB is no slower. Here a
-    value the user has set stays.
-    """
-    conf = df.sparkSession.conf
-    conf.set(_ADAPTIVE, "false")
-    if conf.get(_ARROW_BYTES, None) is None:
-        conf.set(_ARROW_BYTES, str(4 * 1024 * 1024))
+@contextlib.contextmanager
+def timed(summary: BatchSummary, step: str) -> Iterator[None]:
+    """Adds the seconds of a step to the summary of its batch."""
+    started = time.monotonic()
+    try:
+        yield
+    finally:
+        summary.seconds[step] = summary.seconds.get(step, 0.0) + time.monotonic() - started

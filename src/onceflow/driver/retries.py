@@ -7,6 +7,7 @@ may help is decided here; what an attempt does stands in ``commit.py``.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from time import monotonic
 from typing import Protocol
@@ -66,7 +67,12 @@ class Attempt:
 
 
 class Steps(Protocol):
-    """What ``Retries`` asks of a batch."""
+    """What ``Retries`` asks of a batch (``commit.py``)."""
+
+    @property
+    def machine(self) -> Transaction:
+        """Where the transaction stands."""
+        ...
 
     def attempt(self, df: DataFrame, attempt: Attempt) -> bool:
         """One transaction. False: there was nothing to commit."""
@@ -74,10 +80,6 @@ class Steps(Protocol):
 
     def abort(self, problem: BaseException, batch: int) -> None:
         """Nothing of the attempt becomes visible."""
-        ...
-
-    def is_stopped(self, df: DataFrame, problem: BaseException) -> bool:
-        """Whether it has failed because somebody stops the query."""
         ...
 
     def forget_attempt(self, df: DataFrame) -> None:
@@ -97,14 +99,17 @@ class Retries:
     """Runs the attempts of the batches of one query.
 
     Args:
-        machine: where the transaction stands.
+        is_stopped: whether an attempt has failed because somebody stops the query.
     """
 
-    def __init__(self, steps: Steps, machine: Transaction, options: SinkOptions, flow: str) -> None:
+    def __init__(
+        self, steps: Steps, options: SinkOptions, flow: str, *, is_stopped: Callable[[DataFrame, BaseException], bool]
+    ) -> None:
         self._steps = steps
-        self._machine = machine
+        self._machine = steps.machine
         self._options = options
         self._flow = flow
+        self._is_stopped = is_stopped
 
     def run(self, df: DataFrame, batch: int, source: SourceRange, summary: BatchSummary) -> bool:
         """Attempts, until one is committed. False: there was nothing to commit, or the batch was given up.
@@ -154,7 +159,7 @@ class Retries:
             raise missing from None  # no rerun helps
         if isinstance(problem, OnceflowError) and not isinstance(problem, _WORTH_A_RERUN):
             raise problem
-        if self._steps.is_stopped(df, problem):
+        if self._is_stopped(df, problem):
             raise problem
         if isinstance(problem, FencedError):  # tasks met a newer epoch, and nobody else owns the id
             return batch_errors.timed_out(attempt.open_s, self._options.transaction_timeout_s)

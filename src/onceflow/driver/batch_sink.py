@@ -1,0 +1,186 @@
+"""What foreachBatch calls: one micro-batch after the other, each planned, attempted and settled.
+
+``BatchSink`` knows who waits for the query and who stops it. The steps of a batch stand in ``commit.py``; how
+often they are tried, in ``retries.py``.
+"""
+
+from __future__ import annotations
+
+import collections
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+from pyspark.sql import DataFrame
+
+from onceflow import hooks
+from onceflow.driver import batch_errors
+from onceflow.driver.commit import BatchCommit, timed
+from onceflow.driver.offset_log import SourceRange
+from onceflow.driver.pace import Pace
+from onceflow.driver.retries import Retries
+from onceflow.errors import (
+    OnceflowError,
+    located,
+)
+from onceflow.planning.options import BatchSummary, SinkOptions
+from onceflow.protocol.progress import Progress
+from onceflow.spark import jvm
+from onceflow.spark.jvm import SPARK_ERRORS
+
+log = logging.getLogger("onceflow.sink")
+
+_TURN_S = 0.05  # how often a batch that may not begin yet looks whether the query is stopped
+_ARROW_BYTES = "spark.sql.execution.arrow.maxBytesPerBatch"
+_ADAPTIVE = "spark.sql.adaptive.enabled"
+
+
+class BatchSink:
+    """Writes the batches of one query. Called by Spark on one thread.
+
+    Args:
+        commit: the steps of a batch.
+        options: what ``Flow.write`` was given.
+        before_first: called before the first batch begins; may raise.
+
+    Attributes:
+        failure: what has ended the query.
+        stopping: whether somebody stops it.
+        over: whether Spark has ended it.
+        awaited: how many wait for the query to end: they will be told its failure.
+        turn: held by the batch under way.
+        held: set while no further batch may begin.
+        history: the last batches. drained: those that were committed before this run, and had to be run again.
+    """
+
+    def __init__(
+        self, commit: BatchCommit, options: SinkOptions, *, before_first: Callable[[], None] = lambda: None
+    ) -> None:
+        self._commit = commit
+        self._options = options
+        self._before_first = before_first
+        self._retries = Retries(commit, options, commit.flow, is_stopped=self._is_stopped)
+        self._pace = Pace(commit.flow, options.trigger_s)
+        self.flow = commit.flow
+        self.guarantee = options.guarantee
+        self.failure: BaseException | None = None
+        self.stopping = False
+        self.over = False
+        self.awaited = 0
+        self.turn = threading.Lock()
+        self.held = threading.Event()
+        self.history: collections.deque[BatchSummary] = collections.deque(maxlen=200)
+        self.drained: list[int] = []
+
+    @property
+    def progress(self) -> Progress:
+        """What is committed."""
+        return self._commit.progress
+
+    def __call__(self, df: DataFrame, spark_batch_id: int) -> None:
+        batch = self.progress.batch_id + 1
+        while self.held.is_set() or not self.turn.acquire(blocking=False):
+            if self.stopping:
+                raise batch_errors.stopped(self.flow, batch, None, on_purpose=True)
+            time.sleep(_TURN_S)
+        started = time.monotonic()
+        try:
+            self._run(df, spark_batch_id, batch)
+            self._pace.batch(time.monotonic() - started)
+        # The traceback goes to Spark, which parses it with a regular expression that overflows the stack on long
+        # ones (a cause with a Java stack trace in its text): so causes are logged, not chained.
+        except OnceflowError as error:
+            log.debug("the batch failed here", exc_info=error)
+            self.failure = error.locate(flow=self.flow, batch=batch).with_traceback(None)
+            if not self.awaited and not self.stopping:
+                log.error("%s", self.failure)
+            raise self.failure from None
+        except SPARK_ERRORS as error:
+            stopped = batch_errors.stopped(self.flow, batch, error, on_purpose=self._is_stopped(df, error))
+            log.debug("the batch failed here", exc_info=error)
+            if not self.stopping:  # else the query has not failed
+                self.failure = stopped
+            raise stopped from None
+        except BaseException as error:
+            self.failure = error
+            raise
+        finally:
+            self.turn.release()
+
+    def ended(self) -> None:
+        """The query is over."""
+        self._commit.ended()
+
+    def _run(self, df: DataFrame, spark_batch_id: int, batch: int) -> None:
+        self._commit.settle()
+        if not self.history:
+            _set_session(df)
+            self._before_first()
+        summary = BatchSummary(batch, 0)
+        with timed(summary, "plan"):
+            source, is_committed = self._commit.plan(spark_batch_id, batch)
+        if is_committed:
+            log.warning(
+                "flow %s: batch %d (%d in the checkpoint) is committed already: it is run again for its state only, "
+                "nothing of it is written",
+                self.flow,
+                self.progress.batch_id,
+                spark_batch_id,
+            )
+            self._commit.drain(df)
+            self.drained.append(self.progress.batch_id)
+            return
+        if self._commit.is_idle(source):
+            return
+        self._run_planned(df, batch, source, summary)
+        self._fire_left(df, source)
+
+    def _fire_left(self, df: DataFrame, source: SourceRange) -> None:
+        """Batches without records, for timers that are due and that the batch was not allowed to fire.
+
+        Spark would begin its next batch when a source has news, up to a second later.
+        """
+        if not self._commit.are_timers_left():
+            return
+        if source.max_rows:
+            df = df.sparkSession.createDataFrame(df.sparkSession.sparkContext.emptyRDD(), df.schema)
+        nothing = replace(source, start=source.end)
+        until = time.monotonic() + self._options.timers_s
+        while self._commit.are_timers_left() and not self.stopping and time.monotonic() < until:
+            batch = self.progress.batch_id + 1
+            self._commit.settle()
+            self._commit.plan_without_records(batch)
+            with located(flow=self.flow, batch=batch):
+                self._run_planned(df, batch, nothing, BatchSummary(batch, 0))
+            if self.progress.batch_id != batch:
+                return  # the timers set themselves again: nothing has changed
+
+    def _run_planned(self, df: DataFrame, batch: int, source: SourceRange, summary: BatchSummary) -> None:
+        summary.max_rows = source.max_rows
+        committed = self._retries.run(df, batch, source, summary)
+        if committed or summary.lost:
+            self.history.append(summary)
+        if committed:
+            hooks.at("end", where="driver", flow=self.flow, batch=batch)
+
+    def _is_stopped(self, df: DataFrame, problem: BaseException) -> bool:
+        """Whether the batch has failed because somebody stops the query, its jobs or Spark."""
+        return self.stopping or jvm.was_cancelled(problem) or jvm.is_being_stopped(df.sparkSession)
+
+
+def _set_session(df: DataFrame) -> None:
+    """Settings of the query's own clone of the session.
+
+    Adaptive execution runs every stage in front of a shuffle as a job of its own, as soon as somebody asks for the RDD
+    of a plan: rows were read and shuffled twice. And it leaves out tasks that have no rows, while every task has
+    something to report. A batch is one job, whose tasks are known before it runs.
+
+    Arrow batches are kept small, so that workers need little memory for large rows, too; 4 MiB is no slower. Here a
+    value the user has set stays.
+    """
+    conf = df.sparkSession.conf
+    conf.set(_ADAPTIVE, "false")
+    if conf.get(_ARROW_BYTES, None) is None:
+        conf.set(_ARROW_BYTES, str(4 * 1024 * 1024))
