@@ -320,7 +320,7 @@ class Model(Kafka):
 
     def write(self, s: State) -> Next:
         """BatchCommit._write, row_writer.write_rows: every task sends its rows, with sequences from 0 in each
-        partition. They arrive one by one, in ``append``: a task that sends later is a task whose request takes longer."""
+        partition. They arrive one by one, in ``append``: a task that sends later is one whose request takes longer."""
         for n, d in enumerate(s.drivers):
             if d.phase == BEGUN:
                 rows = self.requests(d)
