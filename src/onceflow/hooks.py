@@ -1,12 +1,14 @@
 """Named points that tests may attach faults to; a dictionary look-up when nobody does.
 
-Production code announces where it is (``at("progress", where="driver", batch=7)``). Only when the
-environment variable ``ONCEFLOW_FAULTS`` is set does anything happen: see ``onceflow.testing.faults``.
-Whoever wants to know what a driver does (``onceflow.testing.history``) observes it.
+Production code announces where it is (``at("progress", where="driver", batch=7)``). Only when the environment variable
+``ONCEFLOW_FAULTS`` is set does anything happen. It holds ``<module>:<rules>``: the module is imported, and its function
+``trip`` is called with the rules at every step. Whoever makes the rules names the module (``onceflow.testing.faults``),
+so that nothing here knows of it. Whoever wants to know what a driver does (``onceflow.testing.history``) observes it.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Callable
 from typing import Any
@@ -50,6 +52,5 @@ def at(step: str, *, where: str, flow: str, batch: int | None = None, task: int 
             observer(step, flow=flow, batch=batch, **facts)
     rules = os.environ.get(VARIABLE)
     if rules and step in STEPS:
-        from onceflow.testing import faults
-
-        faults.trip(rules, step=step, where=where, flow=flow, batch=batch, task=task)
+        module, _, text = rules.partition(":")
+        importlib.import_module(module).trip(text, step=step, where=where, flow=flow, batch=batch, task=task)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from typing import Any
@@ -123,7 +122,7 @@ def test_extra_attempts(make_pipe: Any) -> None:
     fails = faults.fault("write", "raise", where="task", task=0, batch=1, once_file=str(failed))
     loses = faults.fault("begin", "lose-shuffle", where="task", task=0, batch=2, folder=str(local), once_file=str(lost))
     process = pipe.driver(
-        json.dumps(json.loads(fails) + json.loads(loses)),
+        faults.value_of(*faults.rules_of(fails), *faults.rules_of(loses)),
         master="local[2,2]",
         spark={"spark.local.dir": str(local), "spark.default.parallelism": "4"},
         task_bytes=1,

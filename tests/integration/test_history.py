@@ -47,7 +47,7 @@ def test_a_flow_with_an_aborted_attempt(
     task = {"where": "task", "task": 0, "once_file": str(tmp_path / "task")} if small_batch_rows == 0 else {}
     faults._fired.clear()
     rules = [{"step": "write", "action": "raise", "batch": 2, **task}, {"step": "audit", "action": "raise", "batch": 3}]
-    monkeypatch.setenv(hooks.VARIABLE, json.dumps(rules))
+    monkeypatch.setenv(hooks.VARIABLE, faults.value_of(*rules))
     ends: list[str] = []
     while "done" not in ends:
         with Recorder(path, driver=f"driver-{len(ends)}"):

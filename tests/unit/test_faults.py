@@ -38,7 +38,7 @@ def slept(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def rules(monkeypatch: pytest.MonkeyPatch, *given: dict[str, Any]) -> None:
-    monkeypatch.setenv(hooks.VARIABLE, json.dumps(list(given)))
+    monkeypatch.setenv(hooks.VARIABLE, f"{faults.__name__}:{json.dumps(list(given))}")
 
 
 def fires(step: str = "progress", where: str = "driver", **facts: Any) -> bool:
@@ -68,7 +68,7 @@ def test_off_does_not_even_import_the_faults(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setitem(sys.modules, "onceflow.testing.faults", None)  # an import of it would raise now
     monkeypatch.delattr("onceflow.testing.faults", raising=False)
     hooks.at("init", where="driver", flow="orders")
-    monkeypatch.setenv(hooks.VARIABLE, "{}")
+    monkeypatch.setenv(hooks.VARIABLE, "onceflow.testing.faults:{}")
     with pytest.raises(ImportError):
         hooks.at("init", where="driver", flow="orders")
 
@@ -151,7 +151,7 @@ def test_error_says_where(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_one_rule_without_a_list(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(hooks.VARIABLE, json.dumps(RULE))
+    monkeypatch.setenv(hooks.VARIABLE, f"{faults.__name__}:{json.dumps(RULE)}")
     assert fires()
 
 
@@ -304,6 +304,13 @@ def test_wrong_rules_in_the_variable_are_not_ignored(monkeypatch: pytest.MonkeyP
 
 def test_fault_writes_what_the_hook_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     text = fault("end", "raise", batch=4, times=2)
-    assert json.loads(text) == [{"step": "end", "action": "raise", "batch": 4, "times": 2}]
+    assert faults.rules_of(text) == [{"step": "end", "action": "raise", "batch": 4, "times": 2}]
     monkeypatch.setenv(hooks.VARIABLE, text)
     assert fires("end", batch=4)
+
+
+@pytest.mark.parametrize("value", ["{}", '{"step": "end", "action": "raise"}', "onceflow.testing.nothing:[]"])
+def test_rules_for_nobody_are_not_ignored(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv(hooks.VARIABLE, value)
+    with pytest.raises(ImportError):
+        hooks.at("init", where="driver", flow="orders")

@@ -1,8 +1,8 @@
 """Fault injection by step name: kill, raise or pause exactly there. Off unless ``ONCEFLOW_FAULTS`` is set.
 
-The variable holds JSON, one rule or a list of rules::
+The variable holds the name of this module and JSON, one rule or a list of rules (`fault` writes it)::
 
-    {"step": "progress", "action": "kill", "batch": 3}
+    onceflow.testing.faults:{"step": "progress", "action": "kill", "batch": 3}
 
 ``step`` is one of ``onceflow.hooks.STEPS``. ``where`` is ``driver`` (default) or ``task`` (which announces ``begin``,
 ``write`` and, with state, ``settle``).
@@ -38,18 +38,39 @@ class InjectedFaultError(RuntimeError):
 
 def fault(step: str, action: str, **fields: Any) -> str:
     """The variable's value for one rule; checks it."""
-    rule = {"step": step, "action": action, **fields}
-    _check(rule)
-    return json.dumps([rule])
+    return value_of({"step": step, "action": action, **fields})
+
+
+def value_of(*rules: Mapping[str, Any]) -> str:
+    """The variable's value for these rules; checks them."""
+    for rule in rules:
+        _check(rule)
+    return f"{__name__}:{json.dumps(rules)}"
+
+
+def rules_of(value: str) -> list[dict[str, Any]]:
+    """The rules in a value of the variable."""
+    module, _, text = value.partition(":")
+    if module != __name__:
+        raise ValueError(f"{VARIABLE}: {value!r} does not begin with {__name__}:")
+    return _rules(text)
 
 
 def trip(text: str, *, step: str, where: str, flow: str, batch: int | None, task: int | None) -> None:
-    """Called by ``onceflow.hooks`` at every step while the variable is set."""
-    rules = json.loads(text)
-    for rule in rules if isinstance(rules, list) else [rules]:
+    """Called by ``onceflow.hooks`` at every step while the variable is set.
+
+    Args:
+        text: what the variable holds behind the name of this module.
+    """
+    for rule in _rules(text):
         _check(rule)
         if _matches(rule, step=step, where=where, flow=flow, batch=batch, task=task) and _first_times(rule):
             _act(rule, f"{step} ({where}, flow {flow}, batch {batch})")
+
+
+def _rules(text: str) -> list[dict[str, Any]]:
+    rules = json.loads(text)
+    return rules if isinstance(rules, list) else [rules]
 
 
 def _check(rule: Mapping[str, Any]) -> None:
