@@ -17,9 +17,10 @@ from onceflow.durations import duration_ms
 from onceflow.errors import ProcessorError
 from onceflow.protocol.partitioners import key_partitions
 from onceflow.state import rows
-from onceflow.state.api.handle import Scope, State
+from onceflow.state.api.handle import State
 from onceflow.state.api.processor import ColumnProcessor, Processor
 from onceflow.state.api.record import Header, Record
+from onceflow.state.api.scope import Scope
 from onceflow.state.api.serdes import BYTES, struct
 from onceflow.state.api.timers import Timer, timer_of
 from onceflow.state.engine.column_engine import ColumnEngine

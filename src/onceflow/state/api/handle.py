@@ -2,128 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
-from onceflow.durations import duration_ms
-from onceflow.errors import ProcessorError
 from onceflow.state import rows
-from onceflow.state.api.maps import ABSENT, ListState, MapState
-from onceflow.state.api.serdes import BYTES
+from onceflow.state.api.maps import ListState, MapState
+from onceflow.state.api.scope import ABSENT, Scope
 from onceflow.state.api.timers import Timers
 from onceflow.state.api.user_errors import not_encoded
-from onceflow.state.stores.overlay import Overlay
-
-
-class Scope:
-    """What all handles of a batch share.
-
-    Args:
-        processor: for its serdes, version and migrate.
-        overlay: rows as the batch sees them.
-        partition: of the table.
-        now_ms: processing time of the batch.
-        watermark_ms: event time of the batch; None when unknown.
-        ttl_ms: of rows that are put without one; None: for ever.
-    """
-
-    def __init__(
-        self,
-        processor: Any,
-        overlay: Overlay,
-        *,
-        partition: int,
-        now_ms: int,
-        watermark_ms: int | None,
-        ttl_ms: int | None,
-    ) -> None:
-        self.overlay = overlay
-        self.partition = partition
-        self.now_ms = now_ms
-        self.watermark_ms = watermark_ms
-        self.version: int = processor.version
-        self.key_serde = getattr(processor, "key", BYTES)
-        self.value_serde = getattr(processor, "state", BYTES)
-        self.encode: Callable[[Any], bytes] = self.value_serde.encode
-        self.decode: Callable[[bytes], Any] = self.value_serde.decode
-        self.header = rows.pack(b"", None if ttl_ms is None else _later(now_ms, ttl_ms), self.version)
-        self._migrate = _migration(processor)
-        self.fatal: ProcessorError | None = None
-        """An error that is not a record's fault: the batch fails, even if user code caught it."""
-
-    def read(self, row: bytes, decode: Callable[[bytes], Any], name: str | None) -> Any:
-        """The value in a row; ABSENT when it has expired.
-
-        Args:
-            decode: of the value's serde.
-            name: of the map or list it belongs to.
-        """
-        if row[0]:
-            payload, expires_ms, version = rows.unpack(row)
-            if expires_ms is not None and expires_ms <= self.now_ms:
-                return ABSENT
-        else:
-            payload, version = row[1:], 0
-        if version != self.version:
-            return self.migrated(payload, version, name)
-        try:
-            return decode(payload)
-        except Exception as error:
-            raise self.unreadable(error) from error
-
-    def unreadable(self, error: Exception) -> ProcessorError:
-        """State that its serde cannot decode is nobody's bad record: else all records of its key were dead letters."""
-        self.fatal = ProcessorError(
-            f"the state cannot be decoded as the processor declares it: {type(error).__name__}: {error}",
-            next_step="was its serde or state_fields changed? Then raise `version` and define migrate().",
-        )
-        return self.fatal
-
-    def has_expired(self, row: bytes) -> bool:
-        expires_ms = rows.expiry_of(row)
-        return expires_ms is not None and expires_ms <= self.now_ms
-
-    def migrated(self, payload: bytes, version: int, name: str | None) -> Any:
-        """The value of a row that another version wrote.
-
-        Raises:
-            ProcessorError: a newer version wrote it, or there is no migrate().
-        """
-        if version > self.version:
-            self.fatal = ProcessorError(
-                f"the state was written by version {version} of the processor, this is version {self.version}",
-                next_step="run the newer processor, or reset the flow's state.",
-            )
-            raise self.fatal
-        if self._migrate is None:
-            self.fatal = ProcessorError(
-                f"the state was written by version {version} of the processor; version {self.version} has no migrate()",
-                next_step="define migrate(self, payload, from_version) on the processor.",
-            )
-            raise self.fatal
-        return self._migrate(payload, version, name)
-
-    def header_of(self, ttl: str | float | None) -> bytes:
-        """The beginning of a row with this time to live."""
-        if ttl is None:
-            return self.header
-        if ttl == "never":
-            return rows.pack(b"", None, self.version)
-        ttl_ms = duration_ms(ttl)
-        if ttl_ms <= 0:
-            raise ValueError(f"ttl {ttl!r} is not positive")
-        return rows.pack(b"", _later(self.now_ms, ttl_ms), self.version)
-
-    @staticmethod
-    def checked(row_key: bytes) -> bytes:
-        """The row key, if the store can take it."""
-        if len(row_key) > rows.ROW_KEY_BYTES_MAX:
-            raise ValueError(
-                f"key, name and entry key have {len(row_key)} bytes together; {rows.ROW_KEY_BYTES_MAX} are the most "
-                "(zero bytes count twice)"
-            )
-        return row_key
 
 
 class State:
@@ -250,18 +136,3 @@ class State:
             not_encoded(error, "a bound of state.range()", key, self._scope.key_serde, "key")
             raise
         return encoded
-
-
-def _later(now_ms: int, ttl_ms: int) -> int:
-    return min(now_ms + ttl_ms, (1 << 63) - 1)  # rows keep times in 64 bits
-
-
-def _migration(processor: Any) -> Callable[[bytes, int, str | None], Any] | None:
-    migrate = getattr(processor, "migrate", None)
-    if migrate is None:
-        return None
-    try:
-        inspect.signature(migrate).bind(b"", 0, None)
-    except TypeError:
-        return lambda payload, version, name: migrate(payload, version)
-    return migrate  # type: ignore[no-any-return]

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from onceflow.state import rows
+from onceflow.state.api.scope import ABSENT, Scope
 from onceflow.state.api.user_errors import not_encoded
-
-if TYPE_CHECKING:
-    from onceflow.state.api.handle import Scope
 
 # Lists are maps whose name begins with a byte that no UTF-8 text has.
 _LIST = b"\xff"
-
-#: Read from a row whose time is over.
-ABSENT: Any = object()
 
 
 class MapState:

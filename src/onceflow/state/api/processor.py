@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from onceflow.state.api.record import Record
 from onceflow.state.api.serdes import BYTES
@@ -13,7 +13,6 @@ if TYPE_CHECKING:
 
     from onceflow.state.api.handle import State
     from onceflow.state.api.timers import Timer
-    from onceflow.state.engine.column_engine import ColumnContext
 
 
 class Processor:
@@ -119,6 +118,20 @@ class BadRows(Exception):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return BadRows, (self.causes,)
+
+
+class ColumnContext(NamedTuple):
+    """What a column processor is told besides records and states.
+
+    Args:
+        partition: of the table.
+        now_ms: processing time of the batch, the same in every task, epoch milliseconds.
+        watermark_ms: no records older than this are expected; None while unknown.
+    """
+
+    partition: int
+    now_ms: int
+    watermark_ms: int | None
 
 
 class ColumnProcessor:

@@ -14,11 +14,10 @@ from onceflow.durations import duration_ms
 from onceflow.errors import BadRecordError, EnvironmentUnusableError, OnceflowError, OptionError, ProcessorError
 from onceflow.protocol.names import OwnTopics
 from onceflow.state import dead_letters
-from onceflow.state.api import timers
-from onceflow.state.api.handle import Scope
 from onceflow.state.api.record import Record
+from onceflow.state.api.scope import Scope
 from onceflow.state.api.user_errors import full_text_of, line_of, shown
-from onceflow.state.engine import input_batch
+from onceflow.state.engine import due, input_batch
 from onceflow.state.engine.output_collector import OutputCollector
 from onceflow.state.stores.base import Store, StoreCorruptError
 from onceflow.state.stores.overlay import Overlay
@@ -137,7 +136,7 @@ class BaseEngine:
             ProcessorError: open() failed.
         """
         self._guarded("open", self.processor.open, self.partition)
-        self.counts["expired"] += timers.expire(self._overlay, self.now_ms, EXPIRED_PER_BATCH)
+        self.counts["expired"] += due.expire(self._overlay, self.now_ms, EXPIRED_PER_BATCH)
 
     def feed(self, rows: pa.RecordBatch) -> None:
         """Process records of this partition, in the order in which they arrived.
@@ -184,7 +183,7 @@ class BaseEngine:
     def next_timer_ms(self) -> dict[str, int | None]:
         """When something is due next on the clocks ``event`` and ``processing`` (with expiry of rows), after the
         changes."""
-        return timers.earliest(self._overlay)
+        return due.earliest(self._overlay)
 
     # ---- for the engines -----------------------------------------------------------------------------
 

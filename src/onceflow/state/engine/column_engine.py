@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,8 +13,8 @@ import pyarrow.compute as pc
 from onceflow.state import rows
 from onceflow.state.api import user_errors
 from onceflow.state.api.json_columns import JsonRowError
-from onceflow.state.api.maps import ABSENT
-from onceflow.state.api.processor import BadRows, ColumnProcessor
+from onceflow.state.api.processor import BadRows, ColumnContext, ColumnProcessor
+from onceflow.state.api.scope import ABSENT
 from onceflow.state.api.serdes import BYTES, Struct
 from onceflow.state.engine import input_batch
 from onceflow.state.engine.base import NOT_OF_A_RECORD, BaseEngine
@@ -22,20 +22,6 @@ from onceflow.state.engine.output_collector import one_chunk, output_batch
 
 _PREFIX = pa.scalar(rows.VALUE, pa.binary())
 _NO_SEPARATOR = pa.scalar(b"", pa.binary())
-
-
-class ColumnContext(NamedTuple):
-    """What a column processor is told besides records and states.
-
-    Args:
-        partition: of the table.
-        now_ms: processing time of the batch, the same in every task, epoch milliseconds.
-        watermark_ms: no records older than this are expected; None while unknown.
-    """
-
-    partition: int
-    now_ms: int
-    watermark_ms: int | None
 
 
 class ColumnEngine(BaseEngine):

@@ -14,16 +14,17 @@ import pyarrow as pa
 
 from onceflow.errors import ProcessorError
 from onceflow.state import rows
-from onceflow.state.api import timers, user_errors
-from onceflow.state.api.handle import Scope, State
+from onceflow.state.api import user_errors
+from onceflow.state.api.handle import State
 from onceflow.state.api.processor import Processor
 from onceflow.state.api.record import Record
+from onceflow.state.api.scope import Scope
 from onceflow.state.api.user_errors import shown
-from onceflow.state.engine import input_batch
+from onceflow.state.engine import due, input_batch
 from onceflow.state.engine.base import NOT_OF_A_RECORD, BaseEngine
 from onceflow.state.engine.output_collector import NotRecordsError, OutputCollector
-from onceflow.state.engine.shapes import SHAPE_ERRORS, NoRows, lacks
-from onceflow.state.stores.overlay import Overlay
+from onceflow.state.engine.shapes import SHAPE_ERRORS, lacks
+from onceflow.state.stores.overlay import NoRows, Overlay
 
 log = logging.getLogger("onceflow.state")
 
@@ -53,11 +54,11 @@ class Engine(BaseEngine):
         """
         super().start()
         on_timer, decode = self.processor.on_timer, self.processor.key.decode
-        for raw_key, timer in timers.due(self._overlay, self.now_ms, self.watermark_ms):
+        for raw_key, timer in due.due_timers(self._overlay, self.now_ms, self.watermark_ms):
             if self.counts["timers_fired"] == self._max_timers:
                 self.timers_left = True
                 break
-            timers.take(self._overlay, raw_key, timer)
+            due.take(self._overlay, raw_key, timer)
             records = None
             try:
                 try:

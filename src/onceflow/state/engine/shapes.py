@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from typing import Any
 
 from onceflow.state.api.processor import ColumnProcessor, Processor
@@ -10,19 +9,6 @@ from onceflow.state.api.serdes import Struct, struct
 
 SHAPE_ERRORS = (KeyError, AttributeError, TypeError, IndexError)
 """What Python raises where a value has not the fields or the type that code expects."""
-
-
-class NoRows:
-    """A store without rows, for a trial on empty state. Has what an ``Overlay`` reads."""
-
-    def get(self, row_key: bytes) -> None:
-        return None
-
-    def get_many(self, row_keys: Sequence[bytes]) -> list[None]:
-        return [None] * len(row_keys)
-
-    def scan(self, start: bytes, end: bytes | None, *, reverse: bool = False) -> Iterator[tuple[bytes, bytes]]:
-        return iter(())
 
 
 def lacks(stored: Any, new: Any) -> bool:

@@ -9,10 +9,22 @@ from typing import TYPE_CHECKING, Any
 from sortedcontainers import SortedSet
 
 if TYPE_CHECKING:
-    from onceflow.state.engine.shapes import NoRows
     from onceflow.state.stores.base import Store
 
 _MISSING: Any = object()
+
+
+class NoRows:
+    """A store without rows, for a trial on empty state. Has what an ``Overlay`` reads."""
+
+    def get(self, row_key: bytes) -> None:
+        return None
+
+    def get_many(self, row_keys: Sequence[bytes]) -> list[None]:
+        return [None] * len(row_keys)
+
+    def scan(self, start: bytes, end: bytes | None, *, reverse: bool = False) -> Iterator[tuple[bytes, bytes]]:
+        return iter(())
 
 
 class Overlay:

@@ -1,0 +1,105 @@
+"""What of the state is due by time: timers, and rows that have expired."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+
+from onceflow.state import rows
+from onceflow.state.api.timers import CLOCKS, MS_MAX, Timer, timer_of
+from onceflow.state.stores.overlay import Overlay
+
+
+def due_timers(overlay: Overlay, now_ms: int, watermark_ms: int | None) -> Iterator[tuple[bytes, Timer]]:
+    """Keys and timers that are due, in the order of their times; `take` out those that fire.
+
+    Only timers of earlier batches: those that are registered meanwhile wait for the next one.
+    """
+    store = overlay.store
+
+    def scan(clock: bytes, until_ms: int | None) -> Iterator[tuple[int, bytes, bytes, bytes]]:
+        if until_ms is None:
+            return
+        start = rows.TIMER_INDEX + clock
+        for index_key, _ in store.scan(start, _from_ms(start, until_ms + 1)):
+            _, at_ms, key, name = rows.timer_index_parts(index_key)
+            yield at_ms, key, name, clock
+
+    for at_ms, key, name, clock in heapq.merge(scan(b"e", watermark_ms), scan(b"p", now_ms)):
+        row_key = rows.timer_key(key, name)
+        row = overlay.get(row_key)
+        # on_timer of an earlier one may have cancelled or moved it.
+        if row is not None and timer_of(row) == (at_ms, CLOCKS[clock]):
+            yield key, Timer(name.decode(), at_ms, CLOCKS[clock])
+
+
+def take(overlay: Overlay, key: bytes, timer: Timer) -> None:
+    """Forget a timer that fires."""
+    overlay.put(rows.timer_key(key, timer.name.encode()), None)
+
+
+def expire(overlay: Overlay, now_ms: int, limit: int) -> int:
+    """Delete rows whose time is over.
+
+    Args:
+        limit: rows at most; what is left reads as absent anyway and goes with the next batch.
+
+    Returns:
+        how many were deleted.
+    """
+    count = 0
+    for index_key, _ in overlay.store.scan(rows.EXPIRY_INDEX, _from_ms(rows.EXPIRY_INDEX, now_ms + 1)):
+        if count == limit:
+            break
+        _, row_key = rows.expiry_index_parts(index_key)
+        row = overlay.get(row_key)
+        if row is not None:
+            expires_ms = rows.expiry_of(row)
+            if expires_ms is not None and expires_ms <= now_ms:
+                overlay.put(row_key, None)
+                count += 1
+    return count
+
+
+def earliest(overlay: Overlay) -> dict[str, int | None]:
+    """The time of the next timer on each clock once the changes are applied; expiry counts as processing time."""
+    event, processing = _Earliest(), _Earliest()
+    for row_key, row in overlay.changes():
+        if row is None:
+            continue
+        if row_key[:1] == rows.TIMER:
+            at_ms, clock = timer_of(row)
+            (event if clock == "event" else processing).see(at_ms)
+        else:
+            expires_ms = rows.expiry_of(row)
+            if expires_ms is not None:
+                processing.see(expires_ms)
+    for code, soonest in ((b"e", event), (b"p", processing)):
+        start = rows.TIMER_INDEX + code
+        for index_key, _ in overlay.store.scan(start, rows.after(start)):
+            _, at_ms, key, name = rows.timer_index_parts(index_key)
+            row = overlay.get(rows.timer_key(key, name))
+            if row is not None and timer_of(row) == (at_ms, CLOCKS[code]):
+                soonest.see(at_ms)
+                break
+    for index_key, _ in overlay.store.scan(rows.EXPIRY_INDEX, rows.after(rows.EXPIRY_INDEX)):
+        at_ms, row_key = rows.expiry_index_parts(index_key)
+        row = overlay.get(row_key)
+        if row is not None and rows.expiry_of(row) == at_ms:
+            processing.see(at_ms)
+            break
+    return {"event": event.ms, "processing": processing.ms}
+
+
+class _Earliest:
+    def __init__(self) -> None:
+        self.ms: int | None = None
+
+    def see(self, ms: int) -> None:
+        if self.ms is None or ms < self.ms:
+            self.ms = ms
+
+
+def _from_ms(prefix: bytes, ms: int) -> bytes:
+    """The first index key of a time; beyond all of the prefix where the time does not fit."""
+    return prefix + rows.time_bytes(ms) if ms <= MS_MAX else prefix + b"\xff" * 9
