@@ -6,15 +6,25 @@ import builtins
 import logging
 import sys
 import threading
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from onceflow.query import FlowQuery
+from typing import Protocol
 
 log = logging.getLogger("onceflow")
 
+
+class RunningQuery(Protocol):
+    """A query as far as it is needed here (``onceflow.FlowQuery``)."""
+
+    @property
+    def flow(self) -> str: ...
+
+    @property
+    def isActive(self) -> bool: ...
+
+    def stop(self) -> None: ...
+
+
 _lock = threading.Lock()
-_queries: dict[tuple[str, str], FlowQuery] = {}  # the last one of each flow
+_queries: dict[tuple[str, str], RunningQuery] = {}  # the last one of each flow
 
 
 def is_interactive() -> bool:
@@ -27,7 +37,7 @@ def again() -> str:
     return "restart the kernel, then " if is_interactive() else ""
 
 
-def started(servers: str, transactional_id: str, query: FlowQuery) -> None:
+def started(servers: str, transactional_id: str, query: RunningQuery) -> None:
     """A query of this process runs."""
     if not is_interactive():
         return

@@ -23,9 +23,9 @@ from kafka.protocol.producer import (
 from onceflow.client import cluster as clusters
 from onceflow.client.cluster import UNKNOWN_TOPIC_S, Cluster
 from onceflow.client.deadline import Deadline
+from onceflow.client.library_log import muted
 from onceflow.client.log_reader import LogRecord, read_log
 from onceflow.client.offsets import offset_topics
-from onceflow.client.quiet import quiet
 from onceflow.client.settings import ClientSettings
 from onceflow.errors import BrokerUnsupportedError, DeadlineExceededError, ProtocolError, UnknownTopicError
 from onceflow.protocol.batches import ProducerIdAndEpoch, encode_single
@@ -332,8 +332,8 @@ def test_the_log_of_kafka_python_is_the_users(caplog: pytest.LogCaptureFixture) 
         assert logging.getLogger("kafka").level == logging.NOTSET
         with caplog.at_level(logging.INFO, "kafka"):
             theirs.error("of the user's own consumer")
-            with quiet():
-                with quiet():
+            with muted():
+                with muted():
                     theirs.error("of ours")
                 theirs.warning("of ours")
             theirs.info("of the user again")

@@ -1,45 +1,26 @@
-"""The cluster as the driver or one task sees it: brokers, leaders, coordinators, API versions.
-
-Connections, TLS, SASL and the message codec are kafka-python's (pinned to one minor version, see
-``produce.py`` for the one place that reaches below its public surface). This module adds what
-exactly-once needs: explicit API versions, one deadline per operation, errors that name a next step.
-
-A ``Cluster`` drives kafka-python's event loop on the caller's thread, under a lock. It must be created
-in the process that uses it: sockets do not survive Spark's forking of Python workers.
-"""
+"""The cluster as the driver or one task sees it: topics, leaders and coordinators, over `Connections`."""
 
 from __future__ import annotations
 
-import logging
-import threading
 import time
-import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import kafka.errors as kafka_errors
-from kafka.net.selector import NetworkSelector
-from kafka.protocol.metadata import ApiVersionsRequest, FindCoordinatorRequest, MetadataRequest
-from kafka.protocol.producer import EndTxnRequest, ProduceRequest, TxnOffsetCommitRequest
+from kafka.protocol.metadata import FindCoordinatorRequest, MetadataRequest
 
-from onceflow.client.auth.logins import authentication_failed, await_token
-from onceflow.client.auth.sources import TokenRefusedError
-from onceflow.client.connections import ConnectionManager
+from onceflow.client.connections import ConnectionFailedError, Connections
 from onceflow.client.deadline import Deadline
-from onceflow.client.first_connection import REFUSED_S, Wait, knock
-from onceflow.client.quiet import filter_loggers, quiet
+from onceflow.client.first_connection import REFUSED_S
 from onceflow.client.settings import ClientSettings
-from onceflow.errors import BrokerUnsupportedError, UnknownTopicError
+from onceflow.errors import UnknownTopicError
 from onceflow.protocol import codes
 
-log = logging.getLogger("onceflow.client")
+__all__ = ["GROUP", "TRANSACTION", "Cluster", "ConnectionFailedError", "TopicInfo", "unknown_topic"]
 
-# What begins and ends transactions in another way from transaction version 2 on: never the one with the other.
-_ENROL = frozenset({EndTxnRequest.API_KEY, TxnOffsetCommitRequest.API_KEY, ProduceRequest.API_KEY})
 TRANSACTION, GROUP = 1, 0  # coordinator key types of FindCoordinator (KIP-699)
-_REFRESH_TIMEOUT_S = 5.0
-_REQUEST_TIMEOUT_S = 30.0
+# Error codes of one topic.
+_NONE, _UNKNOWN_TOPIC, _LEADER_NOT_AVAILABLE, _INVALID_TOPIC, _NOT_AUTHORIZED = 0, 3, 5, 17, 29
 # A broker that has just started, or that has not heard of a topic yet, says that there is none.
 _UNKNOWN_ATTEMPTS, UNKNOWN_TOPIC_S = 3, 10.0
 
@@ -58,11 +39,7 @@ class TopicInfo:
         return len(self.leaders)
 
 
-class ConnectionFailedError(Exception):
-    """Internal: the request may or may not have reached the broker. Callers decide what that means."""
-
-
-class Cluster:
+class Cluster(Connections):
     """Connections to one Kafka cluster.
 
     Args:
@@ -71,175 +48,9 @@ class Cluster:
     """
 
     def __init__(self, settings: ClientSettings, *, refused_s: float | None = REFUSED_S) -> None:
-        self.settings = settings
-        self._refused_s = refused_s
-        self.lock = threading.RLock()
-        self.net = NetworkSelector(slow_task_threshold_secs=0)
-        config = settings.kafka_python()
-        filter_loggers()
-        with quiet():
-            self.manager = ConnectionManager(self.net, **config)
-        self.tokens = settings.tokens
+        super().__init__(settings, refused_s=refused_s)
         self._topics: dict[str, TopicInfo] = {}
         self._coordinators: dict[tuple[int, str], int] = {}
-        self._features: dict[str, int] | None = None
-        self._api_versions: dict[int, tuple[int, int]] = {}  # that every broker understands which was asked so far
-        self._min_versions: dict[int, int] = {}  # that requests may be sent with, by API key
-        self._bootstrapped = False
-        # Whoever drops a Cluster without closing it (a failed start) must not leak sockets.
-        self._finalizer = weakref.finalize(self, _close, self.manager, self.net)
-
-    # ---- connections ---------------------------------------------------------------------------------
-
-    def connect(self, deadline: Deadline) -> None:
-        """Find the cluster through the bootstrap servers, and its finalized features.
-
-        Raises:
-            BrokerUnreachableError: nobody answers; sooner than the deadline when all refuse connections.
-        """
-        if self._bootstrapped:
-            return
-        with self.lock:
-            await_token(self.settings, deadline)
-            known = self.manager.cluster
-            wait = Wait(self.settings, deadline, refused_s=self._refused_s)
-            knock(self, known.bootstrap_brokers, deadline, wait)
-            try:
-                with quiet():
-                    self.manager.bootstrap(max(1, int(deadline.remaining * 1000)))
-            except kafka_errors.KafkaError as error:
-                raise wait.error(f"within {deadline.seconds:g} s", str(error)) from error
-            if self._refused_s is not None:  # clients talk to the addresses that brokers advertise
-                wait = Wait(self.settings, deadline, refused_s=self._refused_s, named=True)
-                knock(self, known.brokers, deadline, wait)
-            self._bootstrapped = True
-            self._read_features(deadline)
-
-    def may_log_in_again(self, error: Exception) -> bool:
-        """Whether a broker that refused a login may accept a new token: once, then a refusal is final."""
-        refused = isinstance(error, kafka_errors.SaslAuthenticationFailedError)
-        if self.tokens is None or not refused or isinstance(error, TokenRefusedError):
-            return False
-        return self.tokens.refused(error)
-
-    def close(self) -> None:
-        with self.lock:
-            self._finalizer()
-
-    def _read_features(self, deadline: Deadline) -> None:
-        response = self.ask(
-            ApiVersionsRequest(version=3, client_software_name="onceflow", client_software_version="0"),
-            "ApiVersions",
-            deadline,
-        )
-        self._api_versions = {k.api_key: (k.min_version, k.max_version) for k in response.api_keys}
-        known = response.finalized_features_epoch >= 0
-        self._features = {f.name: f.max_version_level for f in response.finalized_features or []} if known else {}
-
-    @property
-    def transaction_version(self) -> int:
-        """2 when the cluster has finalized ``transaction.version`` 2 or later (KIP-890), else 1."""
-        if self._features is None:
-            raise RuntimeError("Cluster.connect has not been called")
-        return 2 if self._features.get("transaction.version", 0) >= 2 else 1
-
-    def version(self, request: Any, *, min_version: int, max_version: int) -> int:
-        """The version to send ``request`` with, between ``min_version`` and ``max_version``.
-
-        Brokers may understand different versions while a cluster is upgraded one by one. When the request turns out to
-        go to an older one, ``exchange`` sends it with a lower version, ``min_version`` or above.
-
-        Raises:
-            BrokerUnsupportedError: the broker's range does not meet ours.
-        """
-        name, key = request.name.removesuffix("Request"), request.API_KEY
-        low, high = self._api_versions.get(key, (0, -1))
-        self._min_versions[key] = min_version
-        chosen = min(high, max_version)
-        if chosen < max(low, min_version):
-            offer = "does not offer it" if high < 0 else f"offers versions {low}-{high}"
-            raise BrokerUnsupportedError(
-                f"The broker cannot do {name} version {min_version}-{max_version}: it {offer}",
-                next_step="exactly-once needs a broker with transactions: Apache Kafka 2.8 or later",
-            )
-        return chosen
-
-    def exchange(self, request: Any, node: int, deadline: Deadline) -> Any:
-        """Send one request to one broker and return its response; no retry.
-
-        Raises:
-            ConnectionFailedError: no response; the broker may have seen the request or not.
-        """
-        timeout_s = deadline.capped(_REQUEST_TIMEOUT_S)
-
-        async def run() -> Any:
-            connection = self.manager.get_connection(node, timeout_ms=max(1, int(timeout_s * 1000)))
-            await connection
-            self._fit(request, connection)
-            return await connection.send_request(request, request_timeout_ms=max(1, int(timeout_s * 1000)))
-
-        with self.lock:
-            try:
-                if self.tokens is not None:
-                    # Nobody runs the loop between two requests. A login that is due goes first: a broker closes a
-                    # connection that asks for anything else when its session is over.
-                    with quiet():
-                        self.net.poll(timeout_ms=0)
-                with quiet():
-                    return self.net.run(run)
-            except (kafka_errors.SaslAuthenticationFailedError, kafka_errors.AuthorizationError) as error:
-                if self.may_log_in_again(error):
-                    raise ConnectionFailedError(f"broker {node}: {error}") from error
-                raise authentication_failed(self.settings, error) from error
-            except kafka_errors.KafkaError as error:
-                if isinstance(error, kafka_errors.UnknownBrokerIdError):
-                    self.refresh_brokers(deadline)
-                raise ConnectionFailedError(f"broker {node}: {type(error).__name__}: {error}") from error
-            except (OSError, RuntimeError) as error:
-                raise ConnectionFailedError(f"broker {node}: {error}") from error
-
-    def fits(self, key: int, version: int, connection: Any) -> int:
-        """The version to send a request with to the broker of this connection, which may be older than others.
-
-        Raises:
-            BrokerUnsupportedError: it is too old for any version we may send.
-        """
-        known = getattr(connection.broker_version_data, "api_versions", None)
-        if not known or version <= known.get(key, (0, -1))[1] or key == ApiVersionsRequest.API_KEY:
-            return version  # ApiVersions: every broker answers it, in whatever version it is asked (KIP-511)
-        for api, (low, high) in self._api_versions.items():
-            theirs = known.get(api, (0, -1))
-            self._api_versions[api] = (max(low, theirs[0]), min(high, theirs[1]))
-        chosen = int(known.get(key, (0, -1))[1])
-        # At transaction version 2 every broker is new enough; one that says otherwise must not be sent less.
-        if chosen < self._min_versions.get(key, version) or (key in _ENROL and self.transaction_version >= 2):
-            raise BrokerUnsupportedError(
-                f"Broker {connection.node_id} understands request {key} up to version {chosen} only",
-                detail=f"it was to be sent with version {version}, which another broker offers",
-                next_step="upgrade all brokers to Apache Kafka 2.8 or later; leave transaction.version at 1 until then",
-            )
-        return chosen
-
-    def _fit(self, request: Any, connection: Any) -> None:
-        if request.API_VERSION is not None:
-            request.API_VERSION = self.fits(request.API_KEY, request.API_VERSION, connection)
-
-    def ask(self, request: Any, api: str, deadline: Deadline) -> Any:
-        """Send a request that any broker can answer, and that can be repeated, until one does."""
-        self.connect(deadline)
-        attempt = 0
-        while True:
-            node = self.manager.least_loaded_node()
-            try:
-                if node is None:
-                    # Connections that the broker throttles are resumed by a timer, which only the loop looks at.
-                    with self.lock, quiet():
-                        self.net.poll(timeout_ms=0)
-                    raise ConnectionFailedError("no connection is ready: refused, broken, or throttled by a quota")
-                return self.exchange(request, node, deadline)
-            except ConnectionFailedError as problem:
-                deadline.pause(attempt, f"{api}: {problem}")
-                attempt += 1
 
     # ---- topics --------------------------------------------------------------------------------------
 
@@ -266,29 +77,16 @@ class Cluster:
             found: dict[str, TopicInfo] = {}
             unsettled = ""
             for topic in response.topics:
-                if topic.error_code in (0, 5):
-                    leaders = {p.partition_index: p.leader_id for p in topic.partitions}
-                    found[topic.name] = TopicInfo(topic.name, str(topic.topic_id), leaders, bool(topic.is_internal))
-                    if any(leader < 0 for leader in leaders.values()):
-                        unsettled = f"{topic.name} has partitions without a leader"
-                elif topic.error_code == 29:
-                    raise codes.error_for(29, api="Metadata", topic=topic.name)
-                elif topic.error_code == 3:
-                    waits = patient or topic.name in self._topics
-                    if (once or attempt >= _UNKNOWN_ATTEMPTS) and not (waits and time.monotonic() < unknown_until):
+                if topic.error_code == _UNKNOWN_TOPIC:
+                    waits = (patient or topic.name in self._topics) and time.monotonic() < unknown_until
+                    if (once or attempt >= _UNKNOWN_ATTEMPTS) and not waits:
                         self._topics.pop(topic.name, None)
                         raise unknown_topic(topic.name)
-                    unsettled = f"{topic.name} is unknown"
-                elif topic.error_code == 17:
-                    raise unknown_topic(topic.name, "its name is not legal in Kafka")
-                else:
-                    unsettled = f"{topic.name}: {codes.describe(topic.error_code).name}"
+                unsettled = _read_topic(topic, found) or unsettled
             self._topics.update(found)
             if wanted is not None and not unsettled and len(found) < len(wanted):
                 unsettled = "the response does not mention every topic asked for"
-            if not unsettled:
-                return found
-            if wanted is None:
+            if wanted is None or not unsettled:
                 return found
             deadline.pause(attempt + 3, unsettled)
             attempt += 1
@@ -350,10 +148,6 @@ class Cluster:
             deadline.pause(attempt + 2, f"FindCoordinator: {codes.describe(answer.error_code).name}")
             attempt += 1
 
-    def broker_count(self) -> int:
-        """Brokers of the cluster, as of the last metadata."""
-        return max(1, len(self.manager.cluster.brokers()))
-
     def forget_coordinator(self, kind: int, key: str) -> None:
         self._coordinators.pop((kind, key), None)
 
@@ -371,34 +165,25 @@ class Cluster:
             self.refresh_brokers(deadline)
             raise
 
-    def refresh_brokers(self, deadline: Deadline) -> None:
-        """Learn brokers that have joined since, or come back, if anyone answers soon.
 
-        kafka-python forgets a broker that is down, and asks anew only every few minutes.
-        """
-        timeout_ms = max(1, int(deadline.capped(_REFRESH_TIMEOUT_S) * 1000))
+def _read_topic(topic: Any, found: dict[str, TopicInfo]) -> str:
+    """Add what a response says of a topic; what is still to come, if anything.
 
-        async def run() -> None:
-            # kafka-python would wait for its own, longer timeout.
-            refreshed = self.net.call_soon_with_future(self.manager.cluster.refresh_metadata)
-            await self.manager.wait_for(refreshed, timeout_ms)
-
-        with self.lock:
-            try:
-                with quiet():
-                    self.net.run(run)
-            except (kafka_errors.KafkaError, OSError, RuntimeError) as error:
-                log.debug("metadata refresh failed: %s", error)
-
-
-def _close(manager: Any, net: Any) -> None:
-    if not manager.closed:
-        with quiet():
-            for connection in list(manager._conns.values()):
-                if connection.transport is not None:
-                    connection.transport.abort()  # ``close`` would wait for a flush that no loop runs any more
-            manager.close()
-            net.close()
+    Raises:
+        OnceflowError: it may not be described, or cannot exist.
+    """
+    if topic.error_code in (_NONE, _LEADER_NOT_AVAILABLE):
+        leaders = {p.partition_index: p.leader_id for p in topic.partitions}
+        found[topic.name] = TopicInfo(topic.name, str(topic.topic_id), leaders, bool(topic.is_internal))
+        leaderless = any(leader < 0 for leader in leaders.values())
+        return f"{topic.name} has partitions without a leader" if leaderless else ""
+    if topic.error_code == _UNKNOWN_TOPIC:
+        return f"{topic.name} is unknown"
+    if topic.error_code == _NOT_AUTHORIZED:
+        raise codes.error_for(_NOT_AUTHORIZED, api="Metadata", topic=topic.name)
+    if topic.error_code == _INVALID_TOPIC:
+        raise unknown_topic(topic.name, "its name is not legal in Kafka")
+    return f"{topic.name}: {codes.describe(topic.error_code).name}"
 
 
 def unknown_topic(name: str, why: str = "") -> UnknownTopicError:

@@ -1,72 +1,252 @@
-"""kafka-python's connections, with two faults less.
+"""Connections to the brokers of one cluster: requests, API versions, one deadline per operation.
 
-A broker that accepts a connection and then says nothing, because it is stopped or frozen, must not hold up a deadline:
-kafka-python 3.0 bounds the making of a connection, but not its TLS handshake.
+Connections, TLS, SASL and the message codec are kafka-python's (pinned to one minor version, see
+``produce.py`` for the one place that reaches below its public surface). This module adds what
+exactly-once needs: explicit API versions, one deadline per operation, errors that name a next step.
 
-A broker that refuses a login answers, and closes the connection. Where both arrive together, kafka-python 3.0 takes the
-end for an error and drops the answer: a wrong password looks like a broken network, and is tried again and again. Here
-what was received is handed on first; the end is met by the next read.
+``Connections`` drives kafka-python's event loop on the caller's thread, under a lock. It must be created
+in the process that uses it: sockets do not survive Spark's forking of Python workers.
 """
 
 from __future__ import annotations
 
-import ssl
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from kafka.errors import KafkaConnectionError
-from kafka.net.inet import create_connection
-from kafka.net.manager import KafkaConnectionManager
-from kafka.net.transport import KafkaSSLTransport
+import kafka.errors as kafka_errors
+from kafka.net.selector import NetworkSelector
+from kafka.protocol.metadata import ApiVersionsRequest
+from kafka.protocol.producer import EndTxnRequest, ProduceRequest, TxnOffsetCommitRequest
+
+from onceflow.client.auth.logins import authentication_failed, await_token, may_log_in_again
+from onceflow.client.deadline import Deadline
+from onceflow.client.first_connection import REFUSED_S, Wait, connect_to_any
+from onceflow.client.library_log import filter_loggers, muted
+from onceflow.client.settings import ClientSettings
+from onceflow.client.transport import ConnectionManager
+from onceflow.errors import BrokerUnsupportedError
+
+log = logging.getLogger("onceflow.client")
+
+# What begins and ends transactions in another way from transaction version 2 on: never the one with the other.
+_ENROL = frozenset({EndTxnRequest.API_KEY, TxnOffsetCommitRequest.API_KEY, ProduceRequest.API_KEY})
+_REFRESH_TIMEOUT_S = 5.0
+_REQUEST_TIMEOUT_S = 30.0
 
 
-class ConnectionManager(KafkaConnectionManager):  # type: ignore[misc]
-    """Makes connections that read a broker's last words."""
-
-    async def _build_transport(self, node: Any, timeout_at: float | None = None) -> Any:
-        if self.ssl_enabled:
-            transport = await self._with_tls(node, timeout_at)
-        else:
-            transport = await super()._build_transport(node, timeout_at=timeout_at)
-        receive = transport._sock_recv
-
-        def received() -> tuple[bytes, Exception | None]:
-            data, error = receive()
-            return data, None if data else error
-
-        transport._sock_recv = received
-        return transport
-
-    async def _with_tls(self, node: Any, timeout_at: float | None) -> Any:
-        sock = await create_connection(
-            self._net,
-            node.host,
-            node.port,
-            self.config["socket_options"],
-            proxy_url=self.config["proxy_url"],
-            timeout_at=timeout_at,
-        )
-        options = {name: value for name, value in self.config.items() if name.startswith("ssl_")}
-        transport = _TlsTransport(self._net, sock, host=node.host, **options)
-        try:
-            await transport.handshake_until(timeout_at)
-        except Exception as error:
-            transport.close()
-            raise KafkaConnectionError(f"Handshake failed: {error}") from error
-        return transport
+class ConnectionFailedError(Exception):
+    """Internal: the request may or may not have reached the broker. Callers decide what that means."""
 
 
-class _TlsTransport(KafkaSSLTransport):  # type: ignore[misc]
-    async def handshake_until(self, timeout_at: float | None) -> None:
-        """``handshake``, which may wait for ever.
+class Connections:
+    """Connections to one Kafka cluster.
 
-        Args:
-            timeout_at: of ``time.monotonic``.
+    Args:
+        refused_s: for how long the first connection may be refused by all servers, in seconds. None: until the
+            deadline, as for a flow that runs already: its brokers may be away.
+    """
+
+    def __init__(self, settings: ClientSettings, *, refused_s: float | None = REFUSED_S) -> None:
+        self.settings = settings
+        self._refused_s = refused_s
+        self.lock = threading.RLock()
+        self.net = NetworkSelector(slow_task_threshold_secs=0)
+        config = settings.kafka_python()
+        filter_loggers()
+        with muted():
+            self.manager = ConnectionManager(self.net, **config)
+        self.tokens = settings.tokens
+        self._features: dict[str, int] | None = None
+        self._api_versions: dict[int, tuple[int, int]] = {}  # that every broker understands which was asked so far
+        self._min_versions: dict[int, int] = {}  # that requests may be sent with, by API key
+        self._bootstrapped = False
+        # Whoever drops a Cluster without closing it (a failed start) must not leak sockets.
+        self._finalizer = weakref.finalize(self, _close, self.manager, self.net)
+
+    def connect(self, deadline: Deadline) -> None:
+        """Find the cluster through the bootstrap servers, and its finalized features.
+
+        Raises:
+            BrokerUnreachableError: nobody answers; sooner than the deadline when all refuse connections.
         """
-        while True:
+        if self._bootstrapped:
+            return
+        with self.lock:
+            await_token(self.settings, deadline)
+            known = self.manager.cluster
+            wait = Wait(self.settings, deadline, refused_s=self._refused_s)
+            self._connect_to_any(known.bootstrap_brokers, deadline, wait)
             try:
-                self._sock.do_handshake()
-                return
-            except ssl.SSLWantReadError:
-                await self._net.wait_read(self._sock, timeout_at)
-            except ssl.SSLWantWriteError:
-                await self._net.wait_write(self._sock, timeout_at)
+                with muted():
+                    self.manager.bootstrap(max(1, int(deadline.remaining * 1000)))
+            except kafka_errors.KafkaError as error:
+                raise wait.error(f"within {deadline.seconds:g} s", str(error)) from error
+            if self._refused_s is not None:  # clients talk to the addresses that brokers advertise
+                wait = Wait(self.settings, deadline, refused_s=self._refused_s, named=True)
+                self._connect_to_any(known.brokers, deadline, wait)
+            self._bootstrapped = True
+            self._read_features(deadline)
+
+    def _connect_to_any(self, nodes: Callable[[], Sequence[Any]], deadline: Deadline, wait: Wait) -> None:
+        connect_to_any(nodes, self.manager, self.net, self.settings, deadline, wait)
+
+    def may_log_in_again(self, error: Exception) -> bool:
+        """Whether a broker that refused a login may accept a new token: once, then a refusal is final."""
+        return may_log_in_again(self.settings, error)
+
+    def close(self) -> None:
+        with self.lock:
+            self._finalizer()
+
+    def _read_features(self, deadline: Deadline) -> None:
+        response = self.ask(
+            ApiVersionsRequest(version=3, client_software_name="onceflow", client_software_version="0"),
+            "ApiVersions",
+            deadline,
+        )
+        self._api_versions = {k.api_key: (k.min_version, k.max_version) for k in response.api_keys}
+        known = response.finalized_features_epoch >= 0
+        self._features = {f.name: f.max_version_level for f in response.finalized_features or []} if known else {}
+
+    def exchange(self, request: Any, node: int, deadline: Deadline) -> Any:
+        """Send one request to one broker and return its response; no retry.
+
+        Raises:
+            ConnectionFailedError: no response; the broker may have seen the request or not.
+        """
+        timeout_s = deadline.capped(_REQUEST_TIMEOUT_S)
+
+        async def run() -> Any:
+            connection = self.manager.get_connection(node, timeout_ms=max(1, int(timeout_s * 1000)))
+            await connection
+            self._fit(request, connection)
+            return await connection.send_request(request, request_timeout_ms=max(1, int(timeout_s * 1000)))
+
+        with self.lock:
+            try:
+                if self.tokens is not None:
+                    # Nobody runs the loop between two requests. A login that is due goes first: a broker closes a
+                    # connection that asks for anything else when its session is over.
+                    with muted():
+                        self.net.poll(timeout_ms=0)
+                with muted():
+                    return self.net.run(run)
+            except (kafka_errors.SaslAuthenticationFailedError, kafka_errors.AuthorizationError) as error:
+                if self.may_log_in_again(error):
+                    raise ConnectionFailedError(f"broker {node}: {error}") from error
+                raise authentication_failed(self.settings, error) from error
+            except kafka_errors.KafkaError as error:
+                if isinstance(error, kafka_errors.UnknownBrokerIdError):
+                    self.refresh_brokers(deadline)
+                raise ConnectionFailedError(f"broker {node}: {type(error).__name__}: {error}") from error
+            except (OSError, RuntimeError) as error:
+                raise ConnectionFailedError(f"broker {node}: {error}") from error
+
+    def ask(self, request: Any, api: str, deadline: Deadline) -> Any:
+        """Send a request that any broker can answer, and that can be repeated, until one does."""
+        self.connect(deadline)
+        attempt = 0
+        while True:
+            node = self.manager.least_loaded_node()
+            try:
+                if node is None:
+                    # Connections that the broker throttles are resumed by a timer, which only the loop looks at.
+                    with self.lock, muted():
+                        self.net.poll(timeout_ms=0)
+                    raise ConnectionFailedError("no connection is ready: refused, broken, or throttled by a quota")
+                return self.exchange(request, node, deadline)
+            except ConnectionFailedError as problem:
+                deadline.pause(attempt, f"{api}: {problem}")
+                attempt += 1
+
+    def broker_count(self) -> int:
+        """Brokers of the cluster, as of the last metadata."""
+        return max(1, len(self.manager.cluster.brokers()))
+
+    def refresh_brokers(self, deadline: Deadline) -> None:
+        """Learn brokers that have joined since, or come back, if anyone answers soon.
+
+        kafka-python forgets a broker that is down, and asks anew only every few minutes.
+        """
+        timeout_ms = max(1, int(deadline.capped(_REFRESH_TIMEOUT_S) * 1000))
+
+        async def run() -> None:
+            # kafka-python would wait for its own, longer timeout.
+            refreshed = self.net.call_soon_with_future(self.manager.cluster.refresh_metadata)
+            await self.manager.wait_for(refreshed, timeout_ms)
+
+        with self.lock:
+            try:
+                with muted():
+                    self.net.run(run)
+            except (kafka_errors.KafkaError, OSError, RuntimeError) as error:
+                log.debug("metadata refresh failed: %s", error)
+
+    # ---- API versions --------------------------------------------------------------------------------
+
+    @property
+    def transaction_version(self) -> int:
+        """2 when the cluster has finalized ``transaction.version`` 2 or later (KIP-890), else 1."""
+        if self._features is None:
+            raise RuntimeError("Cluster.connect has not been called")
+        return 2 if self._features.get("transaction.version", 0) >= 2 else 1
+
+    def version(self, request: Any, *, min_version: int, max_version: int) -> int:
+        """The version to send ``request`` with, between ``min_version`` and ``max_version``.
+
+        Brokers may understand different versions while a cluster is upgraded one by one. When the request turns out to
+        go to an older one, ``exchange`` sends it with a lower version, ``min_version`` or above.
+
+        Raises:
+            BrokerUnsupportedError: the broker's range does not meet ours.
+        """
+        name, key = request.name.removesuffix("Request"), request.API_KEY
+        low, high = self._api_versions.get(key, (0, -1))
+        self._min_versions[key] = min_version
+        chosen = min(high, max_version)
+        if chosen < max(low, min_version):
+            offer = "does not offer it" if high < 0 else f"offers versions {low}-{high}"
+            raise BrokerUnsupportedError(
+                f"The broker cannot do {name} version {min_version}-{max_version}: it {offer}",
+                next_step="exactly-once needs a broker with transactions: Apache Kafka 2.8 or later",
+            )
+        return chosen
+
+    def fits(self, key: int, version: int, connection: Any) -> int:
+        """The version to send a request with to the broker of this connection, which may be older than others.
+
+        Raises:
+            BrokerUnsupportedError: it is too old for any version we may send.
+        """
+        known = getattr(connection.broker_version_data, "api_versions", None)
+        if not known or version <= known.get(key, (0, -1))[1] or key == ApiVersionsRequest.API_KEY:
+            return version  # ApiVersions: every broker answers it, in whatever version it is asked (KIP-511)
+        for api, (low, high) in self._api_versions.items():
+            theirs = known.get(api, (0, -1))
+            self._api_versions[api] = (max(low, theirs[0]), min(high, theirs[1]))
+        chosen = int(known.get(key, (0, -1))[1])
+        # At transaction version 2 every broker is new enough; one that says otherwise must not be sent less.
+        if chosen < self._min_versions.get(key, version) or (key in _ENROL and self.transaction_version >= 2):
+            raise BrokerUnsupportedError(
+                f"Broker {connection.node_id} understands request {key} up to version {chosen} only",
+                detail=f"it was to be sent with version {version}, which another broker offers",
+                next_step="upgrade all brokers to Apache Kafka 2.8 or later; leave transaction.version at 1 until then",
+            )
+        return chosen
+
+    def _fit(self, request: Any, connection: Any) -> None:
+        if request.API_VERSION is not None:
+            request.API_VERSION = self.fits(request.API_KEY, request.API_VERSION, connection)
+
+
+def _close(manager: Any, net: Any) -> None:
+    if not manager.closed:
+        with muted():
+            for connection in list(manager._conns.values()):
+                if connection.transport is not None:
+                    connection.transport.abort()  # ``close`` would wait for a flush that no loop runs any more
+            manager.close()
+            net.close()

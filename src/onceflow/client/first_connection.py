@@ -8,20 +8,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import kafka.errors as kafka_errors
 
 from onceflow.client.addresses import Address, Contact, contact
-from onceflow.client.auth.logins import authentication_failed
+from onceflow.client.auth.logins import authentication_failed, may_log_in_again
 from onceflow.client.auth.sources import TokenUnavailableError
 from onceflow.client.deadline import Deadline
-from onceflow.client.quiet import quiet
+from onceflow.client.library_log import muted
 from onceflow.client.settings import ClientSettings
+from onceflow.client.transport import ConnectionManager
 from onceflow.errors import BrokerUnreachableError, BrokerUnsupportedError, DeadlineExceededError
-
-if TYPE_CHECKING:
-    from onceflow.client.cluster import Cluster
 
 log = logging.getLogger("onceflow")
 
@@ -29,7 +27,7 @@ log = logging.getLogger("onceflow")
 REFUSED_S = 15.0
 _TELL_AFTER_S, _TELL_EVERY_S = 5.0, 30.0
 # One connection that hangs in its handshake must not use up all the time there is.
-_MIN_KNOCK_S, _MAX_KNOCK_S = 2.0, 15.0
+_MIN_ATTEMPT_S, _MAX_ATTEMPT_S = 2.0, 15.0
 
 
 class Wait:
@@ -126,11 +124,19 @@ class Wait:
         )
 
 
-def knock(cluster: Cluster, nodes: Callable[[], Sequence[Any]], deadline: Deadline, wait: Wait) -> None:
+def connect_to_any(
+    nodes: Callable[[], Sequence[Any]],
+    manager: ConnectionManager,
+    net: Any,
+    settings: ClientSettings,
+    deadline: Deadline,
+    wait: Wait,
+) -> None:
     """Connect to any of these nodes. kafka-python's own loop would repeat a refused password in silence.
 
     Args:
         nodes: brokers as kafka-python's metadata has them; asked for again before each attempt.
+        net: the loop that `manager` runs on.
 
     Raises:
         BrokerUnreachableError, AuthenticationFailedError, BrokerUnsupportedError: no connection was made.
@@ -141,14 +147,14 @@ def knock(cluster: Cluster, nodes: Callable[[], Sequence[Any]], deadline: Deadli
         node = choice[attempt % len(choice)]
         wait.over([Address(each.host, each.port) for each in choice])
         try:
-            _connect(cluster, node.node_id, deadline, wait)
+            _connect(manager, net, node.node_id, deadline, wait)
             return
         except (kafka_errors.SaslAuthenticationFailedError, kafka_errors.AuthorizationError) as error:
-            if not cluster.may_log_in_again(error):
-                raise authentication_failed(cluster.settings, error) from error
+            if not may_log_in_again(settings, error):
+                raise authentication_failed(settings, error) from error
             problem = str(error)
         except (kafka_errors.UnsupportedSaslMechanismError, TokenUnavailableError) as error:
-            raise authentication_failed(cluster.settings, error) from error
+            raise authentication_failed(settings, error) from error
         except kafka_errors.IncompatibleBrokerVersion as error:
             raise BrokerUnsupportedError(
                 "What answers at bootstrap_servers is not a Kafka broker of a known version",
@@ -161,7 +167,7 @@ def knock(cluster: Cluster, nodes: Callable[[], Sequence[Any]], deadline: Deadli
             problem = str(error)
         if wait.failed(Address(node.host, node.port)):
             # kafka-python would leave it alone for up to half a minute.
-            cluster.manager.reset_backoff(node.node_id)
+            manager.reset_backoff(node.node_id)
         try:
             deadline.pause(attempt + 3, problem)
         except DeadlineExceededError as error:
@@ -169,18 +175,18 @@ def knock(cluster: Cluster, nodes: Callable[[], Sequence[Any]], deadline: Deadli
         attempt += 1
 
 
-def _connect(cluster: Cluster, node_id: Any, deadline: Deadline, wait: Wait) -> None:
-    patience_s = min(max(_MIN_KNOCK_S, deadline.seconds / 4), _MAX_KNOCK_S)
+def _connect(manager: ConnectionManager, net: Any, node_id: Any, deadline: Deadline, wait: Wait) -> None:
+    patience_s = min(max(_MIN_ATTEMPT_S, deadline.seconds / 4), _MAX_ATTEMPT_S)
     timeout_ms = max(1, int(deadline.capped(patience_s) * 1000))
 
     async def run() -> None:
-        await cluster.manager.get_connection(node_id, timeout_ms=timeout_ms, refresh_metadata_on_err=False)
+        await manager.get_connection(node_id, timeout_ms=timeout_ms, refresh_metadata_on_err=False)
 
     # A server that accepts and is silent: the line comes while it is waited for.
-    telling = cluster.net.call_later(_TELL_AFTER_S, wait.tell) if wait.tells else None
+    telling = net.call_later(_TELL_AFTER_S, wait.tell) if wait.tells else None
     try:
-        with quiet():
-            cluster.net.run(run)
+        with muted():
+            net.run(run)
     finally:
         if telling is not None:
-            cluster.net.cancel(telling)
+            net.cancel(telling)

@@ -27,7 +27,7 @@ from kafka.protocol.producer import ProduceRequest
 from onceflow.client.auth.logins import authentication_failed
 from onceflow.client.cluster import UNKNOWN_TOPIC_S, Cluster, unknown_topic
 from onceflow.client.deadline import Deadline
-from onceflow.client.quiet import quiet
+from onceflow.client.library_log import muted
 from onceflow.errors import BrokerUnsupportedError
 from onceflow.protocol import codes
 from onceflow.protocol.batches import EncodedBatch
@@ -171,7 +171,7 @@ class Producer:
         """Send what can be sent, then let the event loop run once."""
         if self._failure is not None:
             raise self._failure
-        with self._cluster.lock, quiet():
+        with self._cluster.lock, muted():
             now = time.monotonic()
             self._submit(now)
             self._run_loop(0.05 if wait else 0.0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from kafka.errors import SaslAuthenticationFailedError
+
 from onceflow.client.auth.sources import TokenRefusedError, TokenUnavailableError
 from onceflow.client.deadline import Deadline
 from onceflow.client.settings import ClientSettings
@@ -25,6 +27,13 @@ def await_token(settings: ClientSettings, deadline: Deadline) -> None:
         except (TokenUnavailableError, TokenRefusedError) as error:
             if isinstance(error, TokenRefusedError) or patience.remaining < 1.0:
                 raise authentication_failed(settings, error) from error
+
+
+def may_log_in_again(settings: ClientSettings, error: Exception) -> bool:
+    """Whether a broker that refused a login may accept a new token: once, then a refusal is final."""
+    tokens = settings.tokens
+    refused = isinstance(error, SaslAuthenticationFailedError)
+    return tokens is not None and refused and not isinstance(error, TokenRefusedError) and tokens.refused(error)
 
 
 def authentication_failed(settings: ClientSettings, error: Exception) -> OnceflowError:

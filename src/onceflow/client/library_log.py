@@ -1,7 +1,7 @@
 """kafka-python's log, as far as onceflow's own connections write it.
 
 kafka-python logs every refused connection as an error; ours are retried, counted and reported once. Whoever uses
-kafka-python in the same process keeps its log as it is: only what is logged inside of ``quiet`` is left out.
+kafka-python in the same process keeps its log as it is: only what is logged inside of ``muted`` is left out.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _filtered: set[str] = set()
 
 
 class _Filter(logging.Filter):
-    """Drops what this thread logs inside of ``quiet``, unless onceflow's own log is at level DEBUG."""
+    """Drops what this thread logs inside of ``muted``, unless onceflow's own log is at level DEBUG."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         return not getattr(_here, "depth", 0) or record.levelno >= logging.CRITICAL or _at_debug()
@@ -32,7 +32,7 @@ def _at_debug() -> bool:
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
+def muted() -> Iterator[None]:
     """What kafka-python logs on this thread meanwhile is not shown. May be nested."""
     _here.depth = getattr(_here, "depth", 0) + 1
     try:
