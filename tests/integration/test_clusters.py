@@ -28,7 +28,7 @@ from onceflow.protocol.batches import encode_single
 from onceflow.testing import independent
 from onceflow.testing.broker import create_topic
 
-# `make test` has three nodes, killed and started again while flows run, in test_left_out_markers.py and test_chaos.py.
+# `make test` has three nodes, killed and started again while flows run, in test_missing_markers.py and test_chaos.py.
 pytestmark = [pytest.mark.integration, pytest.mark.long, pytest.mark.timeout(240)]
 
 HEAP = "300m"

@@ -154,11 +154,11 @@ class Driver:
     """What a driver does of a batch, without Spark."""
 
     def __init__(self, cluster: Cluster, names: Names) -> None:
-        self.hold = DriverSession(cluster, names)
+        self.session = DriverSession(cluster, names)
         ensure_topic(cluster, soon())
-        self.hold.init(soon())
-        self.progress = self.hold.progress({}, soon()) or Progress(names.progress_key, 0, {}, {}, 0)
-        self.delivery = ExactlyOnce(self.hold, [])
+        self.session.init(soon())
+        self.progress = self.session.progress({}, soon()) or Progress(names.progress_key, 0, {}, {}, 0)
+        self.delivery = ExactlyOnce(self.session, [])
 
     def batch(self) -> Outcome:
         """One attempt of the next batch."""
@@ -210,7 +210,7 @@ def test_who_slept_through_the_batches_of_a_newer_driver_is_fenced(
     wait_until_forgotten(connect(), names)
     with pytest.raises(FencedError, match="progress"):
         older.commit()  # it ends with this
-    if older.hold.transactions.version_2:  # at version 1 the older one has taken the transactional id before it knew
+    if older.session.transactions.version_2:  # at version 1 the older one has taken the transactional id before it knew
         newer.commit()
     assert Driver(connect(), names).progress == newer.progress
 

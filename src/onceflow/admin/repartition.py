@@ -132,8 +132,8 @@ class _Repartition:
         self._partitions = partitions
         self._timeout_ms = timeout_ms
         self._tell = tell
-        self._hold = DriverSession(cluster, names)
-        self._transactions = self._hold.transactions
+        self._session = DriverSession(cluster, names)
+        self._transactions = self._session.transactions
 
     def run(self) -> Repartitioned:
         began = time.monotonic()
@@ -190,7 +190,7 @@ class _Repartition:
         self._transactions.timeout_ms = self._timeout_ms or TIMEOUT_MS
         while True:
             try:
-                self._hold.init(deadline)
+                self._session.init(deadline)
                 break
             except OptionError:
                 # To ask for the limit takes a privilege that flows do not need.
@@ -201,7 +201,7 @@ class _Repartition:
 
     def _progress(self, infos: Mapping[str, TopicInfo], deadline: Deadline) -> Progress:
         names = self._names
-        progress = self._hold.progress({}, deadline, missing_is_fine=True)
+        progress = self._session.progress({}, deadline, missing_is_fine=True)
         ends: Offsets = {} if progress is None else progress.changelogs
         if progress is None or self._table not in ends or self._internal not in ends:
             tables = sorted(name for name in ends if name + INTERNAL_SUFFIX in ends)

@@ -40,13 +40,13 @@ def reset(settings: ClientSettings, names: Names, source_topics: list[str]) -> P
     deadline = Deadline(_SECONDS, f"resetting flow {names.flow}")
     cluster = Cluster(settings)
     try:
-        hold = DriverSession(cluster, names)
-        hold.transactions.check_supported(deadline)
+        session = DriverSession(cluster, names)
+        session.transactions.check_supported(deadline)
         progress_log.ensure_topic(cluster, deadline)
-        hold.init(deadline)
+        session.init(deadline)
         spans = {name: sorted(cluster.topic(name, deadline).leaders) for name in source_topics}
-        before = hold.progress(spans, deadline, missing_is_fine=True)
-        _write_tombstone(cluster, hold.transactions, names, deadline)
+        before = session.progress(spans, deadline, missing_is_fine=True)
+        _write_tombstone(cluster, session.transactions, names, deadline)
         _delete_group(cluster, names.group_id, deadline)
         return before
     finally:

@@ -1,4 +1,4 @@
-"""Transaction markers that Kafka leaves out, and how they are written after all.
+"""Missing transaction markers: how they are found, and written after all.
 
 When a transaction ends while one of its partitions has no leader, the coordinator takes the partition for a deleted
 one: it writes no marker there and calls the transaction complete (Kafka 4.3: TransactionMarkerChannelManager,
@@ -35,7 +35,7 @@ log = logging.getLogger("onceflow.client")
 _LOOK_S = 2.0
 _FIRST_LOOK_S = 0.004  # markers are a matter of milliseconds
 _END_S = 120.0
-#: States of a transactional id whose last transaction has its markers, or has them left out for good.
+#: States of a transactional id whose last transaction has its markers, or will never get them.
 _OVER = frozenset({"CompleteCommit", "CompleteAbort", "Empty", "Dead"})
 
 
@@ -52,21 +52,21 @@ class Markers:
         self._cluster = cluster
         self._transactions = transactions
         self._name = name
-        self._places: dict[TopicPartition, int | None] = {}
+        self._topic_partitions: dict[TopicPartition, int | None] = {}
         self._producer_ids: set[int] = set()  # of this flow: Kafka gives another one to an id that it had forgotten
         self._look: _Look | None = None
 
-    def ended(self, places: Mapping[TopicPartition, int | None]) -> None:
+    def ended(self, topic_partitions: Mapping[TopicPartition, int | None]) -> None:
         """The last transaction has ended; a look at its markers starts, and takes nobody's time.
 
         Args:
-            places: where it has written, or may have; with the offset of its first record there, where it is known.
+            topic_partitions: where it has written, or may have; with the offset of its first record there, where it is known.
         """
-        self._places = dict(places)
+        self._topic_partitions = dict(topic_partitions)
         self._producer_ids.add(self._transactions.identity.producer_id)
-        firsts = {place: first for place, first in places.items() if first is not None}
+        firsts = {topic_partition: first for topic_partition, first in topic_partitions.items() if first is not None}
         self._look = None
-        if self._was_committed and places and len(firsts) == len(places):
+        if self._was_committed and topic_partitions and len(firsts) == len(topic_partitions):
             self._look = _Look(self._cluster, firsts, self._own)
 
     def confirm(self, deadline: Deadline) -> None:
@@ -77,9 +77,9 @@ class Markers:
             DeadlineExceededError: it is not known, and nothing may be written under the transactional id yet.
             DataLossError: committed records may be lost, see `write`.
         """
-        if self._places and not (self._look is not None and self._look.seen()):
-            self._decide(self._places, self._was_committed, deadline)
-        self._places, self._look = {}, None
+        if self._topic_partitions and not (self._look is not None and self._look.seen()):
+            self._decide(self._topic_partitions, self._was_committed, deadline)
+        self._topic_partitions, self._look = {}, None
         self._transactions.machine.on(Event.MARKERS_CONFIRMED)
 
     @property
@@ -87,13 +87,15 @@ class Markers:
         """How the last transaction has ended."""
         return self._transactions.machine.phase in (Phase.COMMITTED, Phase.SETTLED)
 
-    def left_open(self, places: Iterable[TopicPartition], deadline: Deadline) -> dict[TopicPartition, OpenTransaction]:
+    def left_open(
+        self, topic_partitions: Iterable[TopicPartition], deadline: Deadline
+    ) -> dict[TopicPartition, OpenTransaction]:
         """Where this producer has an open transaction. Call it when none should be.
 
         Two requests for each topic and leader, and one more for those of partitions where anybody's transaction is
         open. Where this principal lacks READ, a warning is logged, and nothing is found.
         """
-        own, unseen = self._own(self._undecided(dict.fromkeys(places), deadline), deadline)
+        own, unseen = self._own(self._undecided(dict.fromkeys(topic_partitions), deadline), deadline)
         if unseen:
             log.warning(
                 "flow %s: somebody's transaction is open in %s; that it is not this flow's can only be seen with READ "
@@ -103,7 +105,7 @@ class Markers:
             )
         return own
 
-    def write(self, places: Iterable[TopicPartition], *, committed: bool, deadline: Deadline) -> None:
+    def write(self, topic_partitions: Iterable[TopicPartition], *, committed: bool, deadline: Deadline) -> None:
         """Write the markers of a transaction that is over, and see that they are there.
 
         Raises:
@@ -111,15 +113,17 @@ class Markers:
             DataLossError: records of a committed transaction may not become visible. This takes another failure in
                 the moment between adding the partitions and the commit.
         """
-        if wanted := dict.fromkeys(places):
+        if wanted := dict.fromkeys(topic_partitions):
             self._write(wanted, committed, deadline, sure=True)
             self._decide(wanted, committed, deadline)
             self._transactions.machine.on(Event.MARKERS_CONFIRMED)
 
     # ---- how -------------------------------------------------------------------------------------------
 
-    def _decide(self, places: Mapping[TopicPartition, int | None], committed: bool, deadline: Deadline) -> None:
-        suspects = dict(places)
+    def _decide(
+        self, topic_partitions: Mapping[TopicPartition, int | None], committed: bool, deadline: Deadline
+    ) -> None:
+        suspects = dict(topic_partitions)
         unseen_once: set[TopicPartition] = set()
         attempt = 0
         while True:
@@ -128,23 +132,23 @@ class Markers:
             suspects = self._undecided(suspects, deadline)
             own, unseen = self._own(suspects, deadline)
             own = self._without_forgotten(own, committed)
-            if left_out := own.keys() | (unseen - unseen_once):
+            if missing := own.keys() | (unseen - unseen_once):
                 if over:
-                    self._write(left_out, committed, deadline, sure=bool(own))
+                    self._write(missing, committed, deadline, sure=bool(own))
                     unseen_once |= unseen
             elif over:
                 return
-            where = f", and undecided in {_named(left_out or suspects)}" if suspects else ""
+            where = f", and undecided in {_named(missing or suspects)}" if suspects else ""
             deadline.pause(attempt, f"the last transaction is {state}{where}: markers wait for replicas, too")
             attempt += 1
 
     def _undecided(
-        self, places: Mapping[TopicPartition, int | None], deadline: Deadline
+        self, topic_partitions: Mapping[TopicPartition, int | None], deadline: Deadline
     ) -> dict[TopicPartition, int | None]:
         """Those where a transaction is open that may be the last one. A topic that is gone is left out."""
         found: dict[TopicPartition, int | None] = {}
-        for topic, numbers in by_topic(places).items():
-            unknown = [partition for partition in numbers if places[topic, partition] is None]
+        for topic, numbers in by_topic(topic_partitions).items():
+            unknown = [partition for partition in numbers if topic_partitions[topic, partition] is None]
             try:
                 stable = list_offsets(self._cluster, {topic: numbers}, LATEST, deadline)[topic]
                 high = list_offsets(self._cluster, {topic: unknown}, LATEST, deadline, committed=False)[topic]
@@ -152,19 +156,19 @@ class Markers:
                 log.debug("no markers are missing in a topic that is gone: %s", error)
                 continue
             for partition in numbers:
-                first = places[topic, partition]
+                first = topic_partitions[topic, partition]
                 if stable[partition] < high[partition] if first is None else stable[partition] <= first:
                     found[topic, partition] = first
         return found
 
     def _own(
-        self, places: Iterable[TopicPartition], deadline: Deadline
+        self, topic_partitions: Iterable[TopicPartition], deadline: Deadline
     ) -> tuple[dict[TopicPartition, OpenTransaction], set[TopicPartition]]:
         """Where this producer has an open transaction; and where that may not be looked at."""
         mine = self._producer_ids | {self._transactions.identity.producer_id}
         own: dict[TopicPartition, OpenTransaction] = {}
         unseen: set[TopicPartition] = set()
-        for topic, numbers in by_topic(places).items():
+        for topic, numbers in by_topic(topic_partitions).items():
             at = [(topic, partition) for partition in numbers]
             try:
                 found = open_transactions(self._cluster, at, deadline)
@@ -174,7 +178,12 @@ class Markers:
                 log.debug("could not look at the producers of %s: %s", topic, error)
                 unseen |= {*at}
                 continue
-            own |= {place: each for place, all_ in found.items() for each in all_ if each.producer_id in mine}
+            own |= {
+                topic_partition: each
+                for topic_partition, all_ in found.items()
+                for each in all_
+                if each.producer_id in mine
+            }
         return own, unseen
 
     def _without_forgotten(
@@ -183,7 +192,7 @@ class Markers:
         """Those that can still be decided: not those of a producer id that Kafka has forgotten with the transactional
         id. Nor can another transaction of this flow decide them any more."""
         mine = self._transactions.identity.producer_id
-        forgotten = {place: each for place, each in own.items() if each.producer_id != mine}
+        forgotten = {topic_partition: each for topic_partition, each in own.items() if each.producer_id != mine}
         if forgotten and committed:
             raise self._lost(forgotten, "the flow was idle, and Kafka has forgotten its transactional id since")
         for (topic, partition), each in forgotten.items():
@@ -194,42 +203,48 @@ class Markers:
                 *(self._name, topic, partition),
                 *(topic, partition, each.start_offset),
             )
-        return {place: each for place, each in own.items() if place not in forgotten}
+        return {topic_partition: each for topic_partition, each in own.items() if topic_partition not in forgotten}
 
     def _state(self, deadline: Deadline) -> str:
         described = describe_transaction(self._cluster, self._transactions.transactional_id, deadline)
         return str(described["state"])
 
-    def _write(self, places: Iterable[TopicPartition], committed: bool, deadline: Deadline, *, sure: bool) -> None:
+    def _write(
+        self, topic_partitions: Iterable[TopicPartition], committed: bool, deadline: Deadline, *, sure: bool
+    ) -> None:
         """A transaction without records. Where nothing is open it changes nothing."""
         log.log(
             logging.WARNING if sure else logging.DEBUG,
-            "flow %s: Kafka has left out transaction markers in %s, which had no leader then; a transaction without "
-            "records %s what was left undecided there",
+            "flow %s: transaction markers are missing in %s, which had no leader then; a transaction without records %s "
+            "what was left undecided there",
             self._name,
-            _named(places),
+            _named(topic_partitions),
             "commits" if committed else "aborts",
         )
         transactions = self._transactions
         transactions.begin(deadline, Event.COMPLETE_COMMIT if committed else Event.COMPLETE_ABORT)
         # From here on an abort would decide the records: whatever it takes, this transaction has to end as meant.
         try:
-            transactions.add_partitions(by_topic(places), deadline)
-            outcome = transactions.end(Deadline(_END_S, f"deciding what is open in {_named(places)}"), commit=committed)
+            transactions.add_partitions(by_topic(topic_partitions), deadline)
+            outcome = transactions.end(
+                Deadline(_END_S, f"deciding what is open in {_named(topic_partitions)}"), commit=committed
+            )
         except DeadlineExceededError as error:
             if not committed:
                 raise  # whoever comes next aborts it, which is what it is for
-            raise self._lost(places, "the coordinator does not answer when that transaction is to commit") from error
+            raise self._lost(
+                topic_partitions, "the coordinator does not answer when that transaction is to commit"
+            ) from error
         if outcome is Outcome.FENCED:
-            raise fenced(self._name, "writing the transaction markers that Kafka had left out")
+            raise fenced(self._name, "writing missing transaction markers")
         if outcome is Outcome.ABORTED and committed:
-            raise self._lost(places, "the broker has aborted that transaction")
+            raise self._lost(topic_partitions, "the broker has aborted that transaction")
 
-    def _lost(self, places: Iterable[TopicPartition], why: str) -> DataLossError:
+    def _lost(self, topic_partitions: Iterable[TopicPartition], why: str) -> DataLossError:
         return DataLossError(
-            f"Records of the last committed batch may have been lost in {_named(places)}",
+            f"Records of the last committed batch may have been lost in {_named(topic_partitions)}",
             flow=self._name,
-            detail=f"Kafka had left out their transaction markers, and the transaction that writes them failed: {why}",
+            detail=f"Their transaction markers were missing, and the transaction that writes them failed: {why}",
             next_step="compare the end of these partitions with the source; if records are missing, `onceflow reset` "
             "the flow and run it into a new topic",
         )
@@ -241,13 +256,13 @@ class _Look:
     def __init__(
         self,
         cluster: Cluster,
-        places: Mapping[TopicPartition, int],
+        topic_partitions: Mapping[TopicPartition, int],
         own: Callable[
             [Iterable[TopicPartition], Deadline], tuple[dict[TopicPartition, OpenTransaction], set[TopicPartition]]
         ],
     ) -> None:
         self._cluster = cluster
-        self._places = places
+        self._topic_partitions = topic_partitions
         self._own = own
         self._yes = False
         self._last = threading.Event()
@@ -266,8 +281,8 @@ class _Look:
         try:
             while not self._yes and not deadline.expired:
                 last = self._last.wait(pause_s)
-                stable = list_offsets(self._cluster, by_topic(self._places), LATEST, deadline)
-                waiting = [(t, p) for (t, p), first in self._places.items() if stable[t][p] <= first]
+                stable = list_offsets(self._cluster, by_topic(self._topic_partitions), LATEST, deadline)
+                waiting = [(t, p) for (t, p), first in self._topic_partitions.items() if stable[t][p] <= first]
                 self._yes = not waiting
                 if waiting and pause_s > _FIRST_LOOK_S:  # by now it may be somebody else's transaction that is open
                     own, unseen = self._own(waiting, deadline)
@@ -281,6 +296,6 @@ class _Look:
             log.debug("could not look at transaction markers: %s", error)
 
 
-def _named(places: Iterable[TopicPartition]) -> str:
-    named = [f"{topic}-{partition}" for topic, partition in sorted(places)]
+def _named(topic_partitions: Iterable[TopicPartition]) -> str:
+    named = [f"{topic}-{partition}" for topic, partition in sorted(topic_partitions)]
     return ", ".join(named[:5]) + (f" and {len(named) - 5} more" if len(named) > 5 else "")

@@ -85,13 +85,15 @@ class ExactlyOnce:
 
     progress_first = False
 
-    def __init__(self, hold: DriverSession, topics: Iterable[str]) -> None:
+    def __init__(self, session: DriverSession, topics: Iterable[str]) -> None:
         self.sequences: Sequences = {}  # every transaction has an epoch of its own, and starts at 0 (I4)
-        self._hold = hold
-        self._transactions = hold.transactions
-        self._markers = hold.markers
+        self._session = session
+        self._transactions = session.transactions
+        self._markers = session.markers
         self._topics = {*topics}  # that are written to, as far as is known
-        self._places: dict[TopicPartition, int | None] = {}  # of this transaction: its first offset in each partition
+        self._topic_partitions: dict[
+            TopicPartition, int | None
+        ] = {}  # of this transaction: its first offset in each partition
         self._progress: Progress | None = None  # of this transaction
         self.machine = self._transactions.machine
 
@@ -102,7 +104,7 @@ class ExactlyOnce:
     def begin(self, deadline: Deadline) -> ProducerIdAndEpoch:
         self._markers.confirm(deadline)
         identity = self._transactions.begin(deadline)
-        self._places = {}
+        self._topic_partitions = {}
         return identity
 
     def written(self, reports: Iterable[Report]) -> None:
@@ -110,7 +112,7 @@ class ExactlyOnce:
         for report in reports:
             if report.topic is not None:
                 known = report.base_offset >= 0  # a broker may not tell it of what it has seen before
-                self._places[report.topic, report.partition] = report.base_offset if known else None
+                self._topic_partitions[report.topic, report.partition] = report.base_offset if known else None
                 self._topics.add(report.topic)
         self.machine.on(Event.ROWS_AUDITED)
 
@@ -118,8 +120,8 @@ class ExactlyOnce:
         self.machine.on(Event.NOTHING_WRITTEN)
 
     def write_progress(self, progress: Progress, offsets: Offsets, deadline: Deadline) -> None:
-        self._places[progress_log.place_of(progress.flow)] = progress_log.write_progress(
-            self._hold.cluster, self._transactions, self._hold.names, progress, offsets, deadline
+        self._topic_partitions[progress_log.topic_partition_of(progress.flow)] = progress_log.write_progress(
+            self._session.cluster, self._transactions, self._session.names, progress, offsets, deadline
         )
         self._progress = progress
 
@@ -131,12 +133,12 @@ class ExactlyOnce:
 
     def _committed(self) -> None:
         if self._progress is not None:
-            self._hold.committed(self._progress)
-        self._markers.ended(self._places)
+            self._session.committed(self._progress)
+        self._markers.ended(self._topic_partitions)
 
     def commit(self, deadline: Deadline, *, doing: str) -> None:
         """As `end`, for a transaction that is not a batch's. Errors as of ``Transactions.commit``."""
-        self._transactions.commit(deadline, flow=self._hold.names.flow, doing=doing)
+        self._transactions.commit(deadline, flow=self._session.names.flow, doing=doing)
         self._committed()
 
     def abort(self, deadline: Deadline) -> None:
@@ -150,16 +152,16 @@ class ExactlyOnce:
         if phase is Phase.COMPLETING_ABORT:
             self._transactions.abort(deadline)
             return
-        places = self._enrolled(deadline)
+        topic_partitions = self._enrolled(deadline)
         self._transactions.abort(deadline)
-        self._markers.ended(places)
+        self._markers.ended(topic_partitions)
 
     def _enrolled(self, deadline: Deadline) -> dict[TopicPartition, int | None]:
         """Where an attempt that failed may have written: more than it has reported, and more than Kafka tells."""
-        progress = progress_log.place_of(self._hold.names.progress_key)
+        progress = progress_log.topic_partition_of(self._session.names.progress_key)
         look = Deadline(deadline.capped(_LOOK_S), "looking at the transaction")  # the abort needs the time more
-        told = enrolled(self._hold.described(look))
-        return dict.fromkeys({progress, *told, *partitions_of(self._hold.cluster, self._topics, deadline)})
+        told = enrolled(self._session.described(look))
+        return dict.fromkeys({progress, *told, *partitions_of(self._session.cluster, self._topics, deadline)})
 
 
 class WithoutTransactions:
@@ -189,8 +191,8 @@ class WithoutTransactions:
     def written(self, reports: Iterable[Report]) -> None:
         for report in reports:
             if report.topic is not None:
-                place = (report.topic, report.partition)
-                self._sequences[place] = next_sequence(self._sequences.get(place, 0), report.count)
+                topic_partition = (report.topic, report.partition)
+                self._sequences[topic_partition] = next_sequence(self._sequences.get(topic_partition, 0), report.count)
         self.machine.on(Event.ROWS_AUDITED)
 
     def nothing_written(self) -> None:
@@ -211,12 +213,12 @@ class WithoutTransactions:
         self.machine.on(Event.ABORT)
 
 
-def delivery(guarantee: str, hold: DriverSession, topics: Iterable[str]) -> Delivery:
+def delivery(guarantee: str, session: DriverSession, topics: Iterable[str]) -> Delivery:
     """The way of a guarantee, which has been checked.
 
     Args:
         topics: outputs and tables, as far as they are known at a start.
     """
     if guarantee == EXACTLY_ONCE:
-        return ExactlyOnce(hold, topics)
-    return WithoutTransactions(hold.cluster, hold.names, progress_first=guarantee == AT_MOST_ONCE)
+        return ExactlyOnce(session, topics)
+    return WithoutTransactions(session.cluster, session.names, progress_first=guarantee == AT_MOST_ONCE)

@@ -1,8 +1,8 @@
-"""Step ``init``: whoever starts takes over what the flow has in Kafka, and finds all of it decided.
+"""Step ``init``: a driver that starts fences the others, and finds all that the flow has in Kafka decided.
 
-The transactional id is initialised first: that fences older drivers and aborts what they left open, so what is read
-afterwards does not change any more. Then markers that Kafka left out are written (``client/markers.py``); the
-progress record's own one first, for it tells how the last batch has ended.
+The transactional id is initialised first. That fences older drivers and aborts what they left open, so what is read
+afterwards does not change any more. Then missing markers are written (``client/markers.py``): first that of the progress
+record, which tells how the last batch has ended.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _COMMITTED = ("PrepareCommit", "CompleteCommit")
 
 
 class DriverSession:
-    """What one driver holds of a flow: its transactional id, and the sight of its markers.
+    """What one driver has of a flow: its transactional id, its markers, and what it knows of committed progress.
 
     Args:
         cluster: stays with the caller, who closes it.
@@ -73,7 +73,7 @@ class DriverSession:
     ) -> Progress | None:
         """The last committed progress, and what it tells of is decided. Arguments as of `read_progress`."""
         names = self.names
-        own = progress_log.place_of(names.progress_key)
+        own = progress_log.topic_partition_of(names.progress_key)
         left = self._left_open([own, *enrolled(self._described)], deadline)
         if own in left:
             hinted = progress_log.hinted_offset(
@@ -88,7 +88,9 @@ class DriverSession:
         )
         self._committed, self._sources = found, source_topics
         self.transactions.machine.on(Event.PROGRESS_READ)
-        self._decide({place: each for place, each in left.items() if place != own}, found, deadline)
+        self._decide(
+            {topic_partition: each for topic_partition, each in left.items() if topic_partition != own}, found, deadline
+        )
         if found is not None:
             self.decide([*found.changelogs, *found.outputs], found, deadline)
         return found
@@ -135,8 +137,10 @@ class DriverSession:
         """
         self._decide(self._left_open(partitions_of(self.cluster, topics, deadline), deadline), progress, deadline)
 
-    def _left_open(self, places: Iterable[TopicPartition], deadline: Deadline) -> dict[TopicPartition, OpenTransaction]:
-        new = {*places} - self._looked_at
+    def _left_open(
+        self, topic_partitions: Iterable[TopicPartition], deadline: Deadline
+    ) -> dict[TopicPartition, OpenTransaction]:
+        new = {*topic_partitions} - self._looked_at
         self._looked_at |= new
         return self.markers.left_open(new, deadline) if new else {}
 
@@ -144,8 +148,12 @@ class DriverSession:
         self, left: Mapping[TopicPartition, OpenTransaction], progress: Progress | None, deadline: Deadline
     ) -> None:
         for committed in (True, False):
-            places = [place for place, each in left.items() if self._is_committed(each, progress) is committed]
-            self.markers.write(places, committed=committed, deadline=deadline)
+            topic_partitions = [
+                topic_partition
+                for topic_partition, each in left.items()
+                if self._is_committed(each, progress) is committed
+            ]
+            self.markers.write(topic_partitions, committed=committed, deadline=deadline)
 
     def _is_committed(self, left: OpenTransaction, progress: Progress | None) -> bool:
         """Whether it is the transaction that progress tells of. Every attempt has an epoch of its own (I3)."""

@@ -55,7 +55,7 @@ def partition_of(flow: str) -> int:
     return progress_partition(flow, PROGRESS_PARTITIONS)
 
 
-def place_of(flow: str) -> TopicPartition:
+def topic_partition_of(flow: str) -> TopicPartition:
     """Where this flow's record lives."""
     return PROGRESS_TOPIC, partition_of(flow)
 

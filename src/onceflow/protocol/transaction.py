@@ -234,7 +234,7 @@ RULES: tuple[Rule, ...] = (
          _epoch(Epoch.FRESH, Epoch.FRESH, Epoch.USED) | _epoch(Epoch.UNVERIFIED, Epoch.UNVERIFIED), {}, _V2),
     Rule(Event.ABORT_DONE, _to(Phase.ABORTED, Phase.ABORTING, Phase.COMPLETING_ABORT), {}, {}, _V1),
     Rule(Event.SETTLE, _to(Phase.SETTLED, Phase.COMMITTED)),
-    # Markers that Kafka leaves out where a partition has no leader, see ``client/markers.py``.
+    # Missing markers: Kafka writes none where a partition has no leader, see ``client/markers.py``.
     Rule(Event.MARKERS_CONFIRMED, _to(Phase.IDLE, *_RESTING), {}, {}, _TRANSACTIONAL),
     Rule(Event.COMPLETE_COMMIT, _to(Phase.COMPLETING_COMMIT, Phase.IDLE, Phase.COMMITTED, Phase.SETTLED),
          _epoch(Epoch.USED, Epoch.FRESH), {}, _TRANSACTIONAL),

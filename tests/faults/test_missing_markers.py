@@ -276,7 +276,7 @@ def test_the_next_start_decides_the_output(flow: Flow, driver: DriverSession, co
 
 
 @pytest.mark.parametrize("commit", [False, pytest.param(True, marks=pytest.mark.long)])
-def test_a_flow_writes_once_when_markers_are_left_out(
+def test_a_flow_writes_once_when_markers_are_missing(
     broker: LocalBroker, make_pipe: Callable[..., Any], commit: bool
 ) -> None:
     """Spark, and an output without a leader when the second batch aborts, and when the third commits."""
