@@ -60,7 +60,8 @@ class Markers:
         """The last transaction has ended; a look at its markers starts, and takes nobody's time.
 
         Args:
-            topic_partitions: where it has written, or may have; with the offset of its first record there, where it is known.
+            topic_partitions: where it has written, or may have; with the offset of its first record there, where it is
+                known.
         """
         self._topic_partitions = dict(topic_partitions)
         self._producer_ids.add(self._transactions.identity.producer_id)
@@ -215,8 +216,8 @@ class Markers:
         """A transaction without records. Where nothing is open it changes nothing."""
         log.log(
             logging.WARNING if sure else logging.DEBUG,
-            "flow %s: transaction markers are missing in %s, which had no leader then; a transaction without records %s "
-            "what was left undecided there",
+            "flow %s: transaction markers are missing in %s, which had no leader then; a transaction without records "
+            "%s what was left undecided there",
             self._name,
             _named(topic_partitions),
             "commits" if committed else "aborts",

@@ -1,8 +1,8 @@
 """Step ``init``: a driver that starts fences the others, and finds all that the flow has in Kafka decided.
 
 The transactional id is initialised first. That fences older drivers and aborts what they left open, so what is read
-afterwards does not change any more. Then missing markers are written (``client/markers.py``): first that of the progress
-record, which tells how the last batch has ended.
+afterwards does not change any more. Then missing markers are written (``client/markers.py``): first that of the
+progress record, which tells how the last batch has ended.
 """
 
 from __future__ import annotations
