@@ -25,7 +25,7 @@ from onceflow.client.cluster import TRANSACTION, Cluster
 from onceflow.client.deadline import Deadline
 from onceflow.client.produce import Producer
 from onceflow.client.settings import ClientSettings
-from onceflow.client.transactions import describe_transaction
+from onceflow.client.transaction_requests import describe_transaction
 from onceflow.driver import progress_log
 from onceflow.driver.driver_session import DriverSession
 from onceflow.errors import BatchAbortedError

@@ -23,7 +23,8 @@ from onceflow.client.deadline import Deadline
 from onceflow.client.offsets import fetch_committed
 from onceflow.client.produce import Producer
 from onceflow.client.settings import ClientSettings
-from onceflow.client.transactions import Outcome, Transactions, describe_transaction
+from onceflow.client.transaction_requests import describe_transaction
+from onceflow.client.transactions import Outcome, Transactions
 from onceflow.protocol.batches import encode_single
 from onceflow.testing import independent
 from onceflow.testing.broker import create_topic

@@ -16,7 +16,8 @@ from onceflow.client.offsets import EARLIEST, LATEST, fetch_committed, list_offs
 from onceflow.client.produce import Producer
 from onceflow.client.settings import ClientSettings
 from onceflow.client.topics import max_message_bytes, topic_config
-from onceflow.client.transactions import Outcome, Transactions, describe_transaction
+from onceflow.client.transaction_requests import describe_transaction
+from onceflow.client.transactions import Outcome, Transactions
 from onceflow.protocol.batches import encode_single
 from onceflow.testing import independent
 

@@ -16,7 +16,8 @@ from onceflow.client.cluster import Cluster
 from onceflow.client.deadline import Deadline
 from onceflow.client.leaders import ask_leaders
 from onceflow.client.settings import ClientSettings
-from onceflow.client.transactions import Outcome, describe_transaction
+from onceflow.client.transaction_requests import describe_transaction
+from onceflow.client.transactions import Outcome
 from onceflow.driver.delivery import ExactlyOnce
 from onceflow.driver.driver_session import DriverSession
 from onceflow.driver.progress_log import ensure_topic

@@ -32,7 +32,8 @@ from onceflow.client.produce import Producer
 from onceflow.client.settings import ClientSettings
 from onceflow.client.topics import await_topic
 from onceflow.client.topics import create_topic as create_own_topic
-from onceflow.client.transactions import Outcome, Transactions, describe_transaction
+from onceflow.client.transaction_requests import describe_transaction
+from onceflow.client.transactions import Outcome, Transactions
 from onceflow.driver.progress_log import ensure_topic
 from onceflow.protocol.batches import ProducerIdAndEpoch, encode_single
 from onceflow.protocol.progress import PROGRESS_TOPIC

@@ -26,7 +26,8 @@ from onceflow.client.cluster import Cluster
 from onceflow.client.committed import CommittedReader
 from onceflow.client.deadline import Deadline
 from onceflow.client.settings import ClientSettings
-from onceflow.client.transactions import Transactions, describe_transaction
+from onceflow.client.transaction_requests import describe_transaction
+from onceflow.client.transactions import Transactions
 from onceflow.driver import progress_log
 from onceflow.protocol.names import Names
 from onceflow.protocol.progress import Progress, TableProgress

@@ -14,7 +14,8 @@ from onceflow.broker.local import LocalBroker
 from onceflow.client.cluster import Cluster
 from onceflow.client.deadline import Deadline
 from onceflow.client.settings import ClientSettings
-from onceflow.client.transactions import Outcome, Transactions, describe_transaction
+from onceflow.client.transaction_requests import describe_transaction
+from onceflow.client.transactions import Outcome, Transactions
 from onceflow.testing import faults
 from onceflow.testing.broker import create_topic
 

@@ -14,7 +14,7 @@ from onceflow.client.committed import Chunk, CommittedReader
 from onceflow.client.deadline import Deadline
 from onceflow.client.offsets import EARLIEST, LATEST, list_offsets
 from onceflow.client.topics import find_topics, max_message_bytes
-from onceflow.client.transactions import idempotent_identity
+from onceflow.client.transaction_requests import idempotent_producer
 from onceflow.errors import BadRecordError, OptionError
 from onceflow.protocol.batches import encode_single
 from onceflow.protocol.names import OwnTopics
@@ -52,7 +52,7 @@ class TopicWriter:
         deadline = Deadline(_CALL_S, f"preparing to write to {topic}")
         self._partitions = find_topics(cluster, {topic: ""}, deadline)[topic].partitions
         self._limits = max_message_bytes(cluster, [topic], deadline)
-        self._identity = idempotent_identity(cluster, deadline)
+        self._identity = idempotent_producer(cluster, deadline)
         self._sequences: dict[tuple[str, int], int] = {}
         self._turn = 0
 

@@ -23,7 +23,7 @@ from onceflow.client.deadline import Deadline
 from onceflow.client.offsets import LATEST, list_offsets
 from onceflow.client.producers import OpenTransaction, open_transactions
 from onceflow.client.topics import topic_configs
-from onceflow.client.transactions import describe_transaction
+from onceflow.client.transaction_requests import describe_transaction
 from onceflow.errors import OnceflowError
 
 log = logging.getLogger("onceflow")

@@ -19,7 +19,8 @@ from onceflow.client.deadline import Deadline
 from onceflow.client.leaders import by_topic
 from onceflow.client.offsets import LATEST, list_offsets
 from onceflow.client.producers import OpenTransaction, open_transactions
-from onceflow.client.transactions import Outcome, Transactions, describe_transaction, fenced
+from onceflow.client.transaction_requests import describe_transaction
+from onceflow.client.transactions import Outcome, Transactions, fenced
 from onceflow.errors import (
     BrokerUnsupportedError,
     DataLossError,

@@ -18,32 +18,17 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
 
-from kafka.protocol.admin import DescribeTransactionsRequest
-from kafka.protocol.producer import (
-    AddOffsetsToTxnRequest,
-    AddPartitionsToTxnRequest,
-    EndTxnRequest,
-    InitProducerIdRequest,
-    ProduceRequest,
-    TxnOffsetCommitRequest,
-)
-
-from onceflow.client.cluster import GROUP, TRANSACTION, Cluster
-from onceflow.client.coordinators import repeat
+from onceflow.client import transaction_requests as requests
+from onceflow.client.cluster import Cluster
 from onceflow.client.deadline import Deadline
-from onceflow.client.offsets import offset_topics, offsets_code
 from onceflow.errors import BrokerUnsupportedError, FencedError, PermissionDeniedError, TransactionTimeoutError
-from onceflow.protocol import codes
 from onceflow.protocol.batches import ProducerIdAndEpoch
-from onceflow.protocol.produce import MAX_VERSION, MIN_VERSION
 from onceflow.protocol.transaction import GIVEN, START, Epoch, Event, Mode, Transaction
 
 _FENCED_CODES = (47, 90)
 _INVALID_TXN_STATE = 48
 _INVALID_PRODUCER_ID_MAPPING = 49
-_TRANSACTIONAL_ID_NOT_FOUND = 105
 
 
 class Outcome(enum.Enum):
@@ -117,10 +102,7 @@ class Transactions:
 
     def check_supported(self, deadline: Deadline) -> None:
         """Raises ``BrokerUnsupportedError`` when the broker has no transactions, before anything else is asked."""
-        self._cluster.connect(deadline)
-        self._cluster.version(InitProducerIdRequest, min_version=3, max_version=5)
-        self._cluster.version(TxnOffsetCommitRequest, min_version=3, max_version=5)
-        self._cluster.version(ProduceRequest, min_version=MIN_VERSION, max_version=MAX_VERSION)
+        requests.check_supported(self._cluster, deadline)
 
     # ---- identity ------------------------------------------------------------------------------------
 
@@ -129,7 +111,7 @@ class Transactions:
 
         Returns only when an open transaction of the id has been decided.
         """
-        self._identity = self._init_producer_id(-1, -1, deadline)
+        self._identity = self._init_producer_id(None, deadline)
         self.machine.on(Event.INITIALIZED)
         return self.identity
 
@@ -142,7 +124,7 @@ class Transactions:
         mine = self.identity
         self.machine.expect(Event.EPOCH_BUMPED)
         try:
-            fresh = self._init_producer_id(mine.producer_id, mine.producer_epoch, deadline)
+            fresh = self._init_producer_id(mine, deadline)
         except FencedError:
             if self.version_2 or self._standing(deadline) is not _Standing.ABORTED:
                 self.machine.on(Event.FENCED)
@@ -175,9 +157,9 @@ class Transactions:
         Raises:
             FencedError: somebody else was faster, or has committed meanwhile.
         """
-        mine = self.identity
+        aborted = ProducerIdAndEpoch(self.identity.producer_id, self.identity.producer_epoch + 1)
         try:
-            self._identity = self._init_producer_id(mine.producer_id, mine.producer_epoch + 1, deadline)
+            self._identity = self._init_producer_id(aborted, deadline)
         except FencedError:
             self.machine.on(Event.FENCED)
             raise
@@ -205,7 +187,7 @@ class Transactions:
     def _standing(self, deadline: Deadline) -> _Standing:
         mine = self.identity
         try:
-            seen = describe_transaction(self._cluster, self.transactional_id, deadline)
+            seen = requests.describe_transaction(self._cluster, self.transactional_id, deadline)
         except (BrokerUnsupportedError, PermissionDeniedError):
             return _Standing.UNKNOWN
         epoch = int(seen["producer_epoch"])
@@ -214,90 +196,24 @@ class Transactions:
         aborted = seen["state"] in ("PrepareAbort", "CompleteAbort") and epoch == mine.producer_epoch + 1
         return _Standing.ABORTED if aborted and seen["producer_id"] == mine.producer_id else _Standing.FENCED
 
-    def _init_producer_id(self, producer_id: int, epoch: int, deadline: Deadline) -> ProducerIdAndEpoch:
+    def _init_producer_id(self, producer: ProducerIdAndEpoch | None, deadline: Deadline) -> ProducerIdAndEpoch:
         self._connect(deadline)
-        request = InitProducerIdRequest(
-            version=self._cluster.version(InitProducerIdRequest, min_version=3, max_version=5),
-            transactional_id=self.transactional_id,
-            transaction_timeout_ms=self.timeout_ms,
-            producer_id=producer_id,
-            producer_epoch=epoch,
-        )
-        response = repeat(self._cluster, request, "InitProducerId", TRANSACTION, self.transactional_id, deadline)
-        if response.error_code:
-            raise self._error(response.error_code, "InitProducerId")
-        return ProducerIdAndEpoch(int(response.producer_id), int(response.producer_epoch))
+        return requests.init_producer_id(self._cluster, self.transactional_id, self.timeout_ms, producer, deadline)
 
     # ---- enrolment -----------------------------------------------------------------------------------
 
     def add_partitions(self, partitions: Mapping[str, Iterable[int]], deadline: Deadline) -> None:
         """Enrol output partitions. Needed with transaction version 1; harmless with 2."""
-        request = AddPartitionsToTxnRequest(
-            version=self._cluster.version(AddPartitionsToTxnRequest, min_version=0, max_version=3),
-            v3_and_below_transactional_id=self.transactional_id,
-            v3_and_below_producer_id=self.identity.producer_id,
-            v3_and_below_producer_epoch=self.identity.producer_epoch,
-            v3_and_below_topics=[
-                AddPartitionsToTxnRequest.AddPartitionsToTxnTopic(name=topic, partitions=sorted(numbers))
-                for topic, numbers in sorted(partitions.items())
-            ],
-        )
-
-        def code_of(response: Any) -> int:
-            found = [
-                p.partition_error_code for t in response.results_by_topic_v3_and_below for p in t.results_by_partition
-            ]
-            # OPERATION_NOT_ATTEMPTED (55) only says that another partition of the request is at fault.
-            return next((c for c in found if c not in (0, 55)), next((c for c in found if c), 0))
-
-        response = repeat(
-            self._cluster, request, "AddPartitionsToTxn", TRANSACTION, self.transactional_id, deadline, code_of=code_of
-        )
-        if code_of(response):
-            raise self._error(code_of(response), "AddPartitionsToTxn")
+        requests.add_partitions(self._cluster, self.transactional_id, self.identity, partitions, deadline)
 
     def commit_offsets(
-        self,
-        group: str,
-        offsets: Mapping[str, Mapping[int, int]],
-        deadline: Deadline,
-        *,
-        metadata: str = "",
+        self, group: str, offsets: Mapping[str, Mapping[int, int]], deadline: Deadline, *, metadata: str = ""
     ) -> None:
-        """Add the source offsets to the transaction, under an ordinary consumer group (KIP-447).
-
-        Generation -1 and an empty member are accepted: the group has no members, fencing is by epoch.
-        """
+        """Add the source offsets to the transaction, under an ordinary consumer group (KIP-447)."""
+        owner = self._cluster, self.transactional_id, self.identity
         if not self.version_2:
-            self._add_offsets(group, deadline)
-        most = 5 if self.version_2 else 4
-        topic_type = TxnOffsetCommitRequest.TxnOffsetCommitRequestTopic
-        request = TxnOffsetCommitRequest(
-            version=self._cluster.version(TxnOffsetCommitRequest, min_version=3, max_version=most),
-            transactional_id=self.transactional_id,
-            group_id=group,
-            producer_id=self.identity.producer_id,
-            producer_epoch=self.identity.producer_epoch,
-            generation_id=-1,
-            member_id="",
-            group_instance_id=None,
-            topics=offset_topics(topic_type, topic_type.TxnOffsetCommitRequestPartition, offsets, metadata),
-        )
-        response = repeat(self._cluster, request, "TxnOffsetCommit", GROUP, group, deadline, code_of=offsets_code)
-        if offsets_code(response):
-            raise self._error(offsets_code(response), "TxnOffsetCommit", detail=f"group {group}")
-
-    def _add_offsets(self, group: str, deadline: Deadline) -> None:
-        request = AddOffsetsToTxnRequest(
-            version=self._cluster.version(AddOffsetsToTxnRequest, min_version=0, max_version=3),
-            transactional_id=self.transactional_id,
-            producer_id=self.identity.producer_id,
-            producer_epoch=self.identity.producer_epoch,
-            group_id=group,
-        )
-        response = repeat(self._cluster, request, "AddOffsetsToTxn", TRANSACTION, self.transactional_id, deadline)
-        if response.error_code:
-            raise self._error(response.error_code, "AddOffsetsToTxn", detail=f"group {group}")
+            requests.add_offsets(*owner, group, deadline)
+        requests.commit_offsets(*owner, group, offsets, deadline, metadata=metadata)
 
     # ---- end -----------------------------------------------------------------------------------------
 
@@ -327,18 +243,11 @@ class Transactions:
             outcome = self._abort_as_the_timeout_does(deadline)
             if outcome is not None:
                 return outcome
-        request = EndTxnRequest(
-            version=self._cluster.version(EndTxnRequest, min_version=0, max_version=5 if self.version_2 else 4),
-            transactional_id=self.transactional_id,
-            producer_id=self.identity.producer_id,
-            producer_epoch=self.identity.producer_epoch,
-            committed=commit,
+        code, following = requests.end_transaction(
+            self._cluster, self.transactional_id, self.identity, deadline, commit=commit
         )
-        response = repeat(self._cluster, request, "EndTxn", TRANSACTION, self.transactional_id, deadline)
-        code = int(response.error_code)
         if code == 0:
-            if self.version_2:
-                self._identity = ProducerIdAndEpoch(int(response.producer_id), int(response.producer_epoch))
+            self._identity = following
             self.machine.on(Event.COMMIT_DONE if commit else Event.ABORT_DONE)
             return Outcome.COMMITTED if commit else Outcome.ABORTED
         if code == _INVALID_TXN_STATE:
@@ -354,7 +263,7 @@ class Transactions:
             return Outcome.ABORTED
         if commit:
             self.machine.on(Event.COMMIT_REFUSED)
-        raise self._error(code, "EndTxn")
+        raise requests.error_of(self.transactional_id, code, "EndTxn")
 
     def _was_aborted(self, deadline: Deadline) -> bool:
         """Version 1: whether what looks like fencing was a timeout. Then there is a fresh epoch."""
@@ -411,14 +320,9 @@ class Transactions:
             FencedError: somebody else owns the transactional id.
         """
         if self.end(deadline, commit=False) is Outcome.FENCED:
-            raise self._error(90, "EndTxn")
+            raise requests.error_of(self.transactional_id, 90, "EndTxn")
         if self.machine.epoch is Epoch.USED:  # there was nothing to abort: the epoch has not moved
             self.renew(deadline)
-
-    # ---- shared --------------------------------------------------------------------------------------
-
-    def _error(self, code: int, api: str, detail: str = "") -> Exception:
-        return codes.error_for(code, api=api, detail=detail or f"transactional id {self.transactional_id}")
 
 
 def fenced(flow: str, doing: str) -> FencedError:
@@ -428,64 +332,3 @@ def fenced(flow: str, doing: str) -> FencedError:
         flow=flow,
         next_step="a flow has one driver: stop the other one, or leave it to it",
     )
-
-
-def idempotent_identity(cluster: Cluster, deadline: Deadline) -> ProducerIdAndEpoch:
-    """A new producer id for batches that are in order and not doubled by retries, without transactions (KIP-98).
-
-    Any broker hands them out. Each has a place in the memory of every broker it writes to, for a day: so take one
-    for a run, not for a batch.
-    """
-    cluster.connect(deadline)
-    request = InitProducerIdRequest(
-        version=cluster.version(InitProducerIdRequest, min_version=3, max_version=5),
-        transactional_id=None,
-        transaction_timeout_ms=60_000,
-        producer_id=-1,
-        producer_epoch=-1,
-    )
-    attempt = 0
-    response = cluster.ask(request, "InitProducerId", deadline)
-    while codes.describe(int(response.error_code)).verdict.retriable:  # no block of ids yet
-        deadline.pause(attempt, "InitProducerId")
-        attempt += 1
-        response = cluster.ask(request, "InitProducerId", deadline)
-    if response.error_code:
-        raise codes.error_for(int(response.error_code), api="InitProducerId", detail="an idempotent producer")
-    return ProducerIdAndEpoch(int(response.producer_id), int(response.producer_epoch), transactional=False)
-
-
-def describe_transaction(cluster: Cluster, transactional_id: str, deadline: Deadline) -> dict[str, Any]:
-    """State of a transactional id as its coordinator sees it (KIP-664).
-
-    Returns:
-        ``state`` (``Empty``, ``Ongoing``, ``PrepareCommit``, ..., ``Dead`` when unknown), ``producer_id``,
-        ``producer_epoch``, ``timeout_ms``, ``started_ms`` (-1 while none is open), ``partitions``.
-    """
-    cluster.connect(deadline)
-    request = DescribeTransactionsRequest(
-        version=cluster.version(DescribeTransactionsRequest, min_version=0, max_version=0),
-        transactional_ids=[transactional_id],
-    )
-    response = repeat(
-        cluster,
-        request,
-        "DescribeTransactions",
-        TRANSACTION,
-        transactional_id,
-        deadline,
-        code_of=lambda response: int(response.transaction_states[0].error_code),
-    )
-    state = response.transaction_states[0]
-    if state.error_code == _TRANSACTIONAL_ID_NOT_FOUND:
-        return {"state": "Dead", "producer_id": -1, "producer_epoch": -1, "partitions": {}}
-    if state.error_code:
-        raise codes.error_for(int(state.error_code), api="DescribeTransactions")
-    return {
-        "state": state.transaction_state,
-        "producer_id": int(state.producer_id),
-        "producer_epoch": int(state.producer_epoch),
-        "timeout_ms": int(state.transaction_timeout_ms),
-        "started_ms": int(state.transaction_start_time_ms),
-        "partitions": {t.topic: sorted(t.partitions) for t in state.topics},
-    }

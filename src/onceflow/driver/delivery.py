@@ -15,7 +15,8 @@ from typing import Protocol
 
 from onceflow.client.cluster import Cluster
 from onceflow.client.deadline import Deadline
-from onceflow.client.transactions import Outcome, idempotent_identity
+from onceflow.client.transaction_requests import idempotent_producer
+from onceflow.client.transactions import Outcome
 from onceflow.driver import progress_log
 from onceflow.driver.driver_session import DriverSession, enrolled, partitions_of
 from onceflow.messages import Report
@@ -183,7 +184,7 @@ class WithoutTransactions:
 
     def begin(self, deadline: Deadline) -> ProducerIdAndEpoch:
         if self._identity is None:
-            self._identity = idempotent_identity(self._cluster, deadline)
+            self._identity = idempotent_producer(self._cluster, deadline)
             self._sequences = {}
         self.machine.on(Event.BEGIN)
         return self._identity

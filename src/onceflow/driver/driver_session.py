@@ -15,7 +15,8 @@ from onceflow.client.cluster import Cluster
 from onceflow.client.deadline import Deadline
 from onceflow.client.markers import Markers
 from onceflow.client.producers import OpenTransaction
-from onceflow.client.transactions import Transactions, describe_transaction
+from onceflow.client.transaction_requests import describe_transaction
+from onceflow.client.transactions import Transactions
 from onceflow.driver import progress_log
 from onceflow.errors import FencedError, OnceflowError, PermissionDeniedError, UnknownTopicError
 from onceflow.protocol.names import Names, TopicPartition

@@ -5,7 +5,7 @@ from __future__ import annotations
 from onceflow.client.cluster import Cluster
 from onceflow.client.committed import CommittedReader
 from onceflow.client.deadline import Deadline
-from onceflow.client.transactions import describe_transaction
+from onceflow.client.transaction_requests import describe_transaction
 from onceflow.errors import OnceflowError
 from onceflow.messages import PrepareOrder
 from onceflow.protocol.batches import ProducerIdAndEpoch

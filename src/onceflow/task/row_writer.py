@@ -24,7 +24,7 @@ from onceflow.client.deadline import Deadline
 from onceflow.client.produce import Acknowledged, Producer
 from onceflow.client.settings import ClientSettings
 from onceflow.client.topics import max_message_bytes, missing
-from onceflow.client.transactions import Transactions
+from onceflow.client.transaction_requests import add_partitions
 from onceflow.errors import BadRecordError, BatchAbortedError, OnceflowError, ProtocolError, UnknownTopicError, located
 from onceflow.messages import Report, Target, TaskPlace, TaskReport, WriteOrder, report_row
 from onceflow.protocol.batches import encode_batches, next_sequence
@@ -304,8 +304,7 @@ class RowWriter:
         transactional_id = self._order.transactional_id
         if (topic, partition) not in self._sequences and self._order.transaction_version < 2 and transactional_id:
             # Version 1 of the protocol: a partition is enrolled before it is written to.
-            transactions = Transactions(self._cluster, transactional_id, identity=self._order.identity)
-            transactions.add_partitions({topic: [partition]}, self._deadline)
+            add_partitions(self._cluster, transactional_id, self._order.identity, {topic: [partition]}, self._deadline)
         names = rows.schema.names
         sequence = self._sequences.get((topic, partition), self._order.sequences.get((topic, partition), 0))
         with located(flow=self._order.flow, topic=f"{topic}-{partition}", batch=self._order.batch):

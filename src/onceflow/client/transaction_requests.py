@@ -1,0 +1,229 @@
+"""The requests of a transaction, one function each: sent until a coordinator has answered, errors typed.
+
+Which of them may follow which is decided in ``transactions.py``. Transaction version 2 (KIP-890): Produce v12 and
+TxnOffsetCommit v5 enrol implicitly, EndTxn v5 returns the next producer id and epoch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from kafka.protocol.admin import DescribeTransactionsRequest
+from kafka.protocol.producer import (
+    AddOffsetsToTxnRequest,
+    AddPartitionsToTxnRequest,
+    EndTxnRequest,
+    InitProducerIdRequest,
+    ProduceRequest,
+    TxnOffsetCommitRequest,
+)
+
+from onceflow.client.cluster import GROUP, TRANSACTION, Cluster
+from onceflow.client.coordinators import repeat
+from onceflow.client.deadline import Deadline
+from onceflow.client.offsets import offset_topics, offsets_code
+from onceflow.protocol import codes
+from onceflow.protocol.batches import ProducerIdAndEpoch
+from onceflow.protocol.produce import MAX_VERSION, MIN_VERSION
+
+_TRANSACTIONAL_ID_NOT_FOUND = 105
+
+
+def check_supported(cluster: Cluster, deadline: Deadline) -> None:
+    """Raises ``BrokerUnsupportedError`` when the broker has no transactions, before anything else is asked."""
+    cluster.connect(deadline)
+    cluster.version(InitProducerIdRequest, min_version=3, max_version=5)
+    cluster.version(TxnOffsetCommitRequest, min_version=3, max_version=5)
+    cluster.version(ProduceRequest, min_version=MIN_VERSION, max_version=MAX_VERSION)
+
+
+def init_producer_id(
+    cluster: Cluster, transactional_id: str, timeout_ms: int, producer: ProducerIdAndEpoch | None, deadline: Deadline
+) -> ProducerIdAndEpoch:
+    """A producer id and epoch for a transactional id.
+
+    Args:
+        producer: those that the caller has (KIP-360); None: whoever owns the id is fenced (KIP-98).
+
+    Raises:
+        FencedError: the caller's are out of date.
+    """
+    request = InitProducerIdRequest(
+        version=cluster.version(InitProducerIdRequest, min_version=3, max_version=5),
+        transactional_id=transactional_id,
+        transaction_timeout_ms=timeout_ms,
+        producer_id=-1 if producer is None else producer.producer_id,
+        producer_epoch=-1 if producer is None else producer.producer_epoch,
+    )
+    response = repeat(cluster, request, "InitProducerId", TRANSACTION, transactional_id, deadline)
+    if response.error_code:
+        raise error_of(transactional_id, response.error_code, "InitProducerId")
+    return ProducerIdAndEpoch(int(response.producer_id), int(response.producer_epoch))
+
+
+def idempotent_producer(cluster: Cluster, deadline: Deadline) -> ProducerIdAndEpoch:
+    """A new producer id for batches that are in order and not doubled by retries, without transactions (KIP-98).
+
+    Any broker hands them out. Each has a place in the memory of every broker it writes to, for a day: so take one
+    for a run, not for a batch.
+    """
+    cluster.connect(deadline)
+    request = InitProducerIdRequest(
+        version=cluster.version(InitProducerIdRequest, min_version=3, max_version=5),
+        transactional_id=None,
+        transaction_timeout_ms=60_000,
+        producer_id=-1,
+        producer_epoch=-1,
+    )
+    attempt = 0
+    response = cluster.ask(request, "InitProducerId", deadline)
+    while codes.describe(int(response.error_code)).verdict.retriable:  # no block of ids yet
+        deadline.pause(attempt, "InitProducerId")
+        attempt += 1
+        response = cluster.ask(request, "InitProducerId", deadline)
+    if response.error_code:
+        raise codes.error_for(int(response.error_code), api="InitProducerId", detail="an idempotent producer")
+    return ProducerIdAndEpoch(int(response.producer_id), int(response.producer_epoch), transactional=False)
+
+
+def add_partitions(
+    cluster: Cluster,
+    transactional_id: str,
+    producer: ProducerIdAndEpoch,
+    partitions: Mapping[str, Iterable[int]],
+    deadline: Deadline,
+) -> None:
+    """Enrol output partitions. Needed with transaction version 1; harmless with 2."""
+    request = AddPartitionsToTxnRequest(
+        version=cluster.version(AddPartitionsToTxnRequest, min_version=0, max_version=3),
+        v3_and_below_transactional_id=transactional_id,
+        v3_and_below_producer_id=producer.producer_id,
+        v3_and_below_producer_epoch=producer.producer_epoch,
+        v3_and_below_topics=[
+            AddPartitionsToTxnRequest.AddPartitionsToTxnTopic(name=topic, partitions=sorted(numbers))
+            for topic, numbers in sorted(partitions.items())
+        ],
+    )
+
+    def code_of(response: Any) -> int:
+        found = [p.partition_error_code for t in response.results_by_topic_v3_and_below for p in t.results_by_partition]
+        # OPERATION_NOT_ATTEMPTED (55) only says that another partition of the request is at fault.
+        return next((c for c in found if c not in (0, 55)), next((c for c in found if c), 0))
+
+    response = repeat(cluster, request, "AddPartitionsToTxn", TRANSACTION, transactional_id, deadline, code_of=code_of)
+    if code_of(response):
+        raise error_of(transactional_id, code_of(response), "AddPartitionsToTxn")
+
+
+def add_offsets(
+    cluster: Cluster, transactional_id: str, producer: ProducerIdAndEpoch, group: str, deadline: Deadline
+) -> None:
+    """Enrol a consumer group's offsets. Needed with transaction version 1."""
+    request = AddOffsetsToTxnRequest(
+        version=cluster.version(AddOffsetsToTxnRequest, min_version=0, max_version=3),
+        transactional_id=transactional_id,
+        producer_id=producer.producer_id,
+        producer_epoch=producer.producer_epoch,
+        group_id=group,
+    )
+    response = repeat(cluster, request, "AddOffsetsToTxn", TRANSACTION, transactional_id, deadline)
+    if response.error_code:
+        raise error_of(transactional_id, response.error_code, "AddOffsetsToTxn", f"group {group}")
+
+
+def commit_offsets(
+    cluster: Cluster,
+    transactional_id: str,
+    producer: ProducerIdAndEpoch,
+    group: str,
+    offsets: Mapping[str, Mapping[int, int]],
+    deadline: Deadline,
+    *,
+    metadata: str = "",
+) -> None:
+    """Add source offsets to the transaction, under an ordinary consumer group (KIP-447).
+
+    Generation -1 and an empty member are accepted: the group has no members, fencing is by epoch.
+    """
+    topic_type = TxnOffsetCommitRequest.TxnOffsetCommitRequestTopic
+    implicit = cluster.transaction_version >= 2
+    request = TxnOffsetCommitRequest(
+        version=cluster.version(TxnOffsetCommitRequest, min_version=3, max_version=5 if implicit else 4),
+        transactional_id=transactional_id,
+        group_id=group,
+        producer_id=producer.producer_id,
+        producer_epoch=producer.producer_epoch,
+        generation_id=-1,
+        member_id="",
+        group_instance_id=None,
+        topics=offset_topics(topic_type, topic_type.TxnOffsetCommitRequestPartition, offsets, metadata),
+    )
+    response = repeat(cluster, request, "TxnOffsetCommit", GROUP, group, deadline, code_of=offsets_code)
+    if offsets_code(response):
+        raise error_of(transactional_id, offsets_code(response), "TxnOffsetCommit", f"group {group}")
+
+
+def end_transaction(
+    cluster: Cluster, transactional_id: str, producer: ProducerIdAndEpoch, deadline: Deadline, *, commit: bool
+) -> tuple[int, ProducerIdAndEpoch]:
+    """EndTxn, repeated until it is answered.
+
+    Returns:
+        The error code, and what the next transaction is written with: of version 2, when there was no error, another
+        epoch.
+    """
+    moves = cluster.transaction_version >= 2
+    request = EndTxnRequest(
+        version=cluster.version(EndTxnRequest, min_version=0, max_version=5 if moves else 4),
+        transactional_id=transactional_id,
+        producer_id=producer.producer_id,
+        producer_epoch=producer.producer_epoch,
+        committed=commit,
+    )
+    response = repeat(cluster, request, "EndTxn", TRANSACTION, transactional_id, deadline)
+    code = int(response.error_code)
+    if code == 0 and moves:
+        return code, ProducerIdAndEpoch(int(response.producer_id), int(response.producer_epoch))
+    return code, producer
+
+
+def describe_transaction(cluster: Cluster, transactional_id: str, deadline: Deadline) -> dict[str, Any]:
+    """State of a transactional id as its coordinator sees it (KIP-664).
+
+    Returns:
+        ``state`` (``Empty``, ``Ongoing``, ``PrepareCommit``, ..., ``Dead`` when unknown), ``producer_id``,
+        ``producer_epoch``, ``timeout_ms``, ``started_ms`` (-1 while none is open), ``partitions``.
+    """
+    cluster.connect(deadline)
+    request = DescribeTransactionsRequest(
+        version=cluster.version(DescribeTransactionsRequest, min_version=0, max_version=0),
+        transactional_ids=[transactional_id],
+    )
+    response = repeat(
+        cluster,
+        request,
+        "DescribeTransactions",
+        TRANSACTION,
+        transactional_id,
+        deadline,
+        code_of=lambda response: int(response.transaction_states[0].error_code),
+    )
+    state = response.transaction_states[0]
+    if state.error_code == _TRANSACTIONAL_ID_NOT_FOUND:
+        return {"state": "Dead", "producer_id": -1, "producer_epoch": -1, "partitions": {}}
+    if state.error_code:
+        raise codes.error_for(int(state.error_code), api="DescribeTransactions")
+    return {
+        "state": state.transaction_state,
+        "producer_id": int(state.producer_id),
+        "producer_epoch": int(state.producer_epoch),
+        "timeout_ms": int(state.transaction_timeout_ms),
+        "started_ms": int(state.transaction_start_time_ms),
+        "partitions": {t.topic: sorted(t.partitions) for t in state.topics},
+    }
+
+
+def error_of(transactional_id: str, code: int, api: str, detail: str = "") -> Exception:
+    """The error of a code that asking again does not change."""
+    return codes.error_for(code, api=api, detail=detail or f"transactional id {transactional_id}")
