@@ -91,7 +91,7 @@ _HOMES = {
     "ColumnProcessor": "onceflow.state.api.processor",
     "Flow": "onceflow.flow",
     "FlowQuery": "onceflow.query",
-    "LocalTable": "onceflow.state.local.opening",
+    "LocalTable": "onceflow.state.local.table",
     "Processor": "onceflow.state.api.processor",
     "Record": "onceflow.state.api.record",
     "Retry": "onceflow.state.retry",

@@ -217,7 +217,7 @@ class Model(Kafka):
         return self.on(standing, Event.SETTLE) if standing.phase is Phase.COMMITTED else standing
 
     def settle(self, s: State) -> Next:
-        """BatchCommit.settle; of local state _Run._step of state/local/opening.py, with what the driver knows of."""
+        """BatchCommit.settle; of local state CatchUp._step of state/local/catch_up.py, as far as the driver knows."""
         for n, d in enumerate(s.drivers):
             if d.phase != TO_SETTLE:
                 continue

@@ -15,7 +15,7 @@ from onceflow.state.api.record import Record
 from onceflow.state.api.serdes import BYTES, JSON, STRING, struct
 from onceflow.state.dead_letter_limit import DeadLetters, check_limit
 from onceflow.state.engine.shapes import declared_fields, lacks
-from onceflow.state.local.opening import Commit
+from onceflow.state.local.format import Commit
 from onceflow.state.spec import ProcessSpec, StateReport
 from onceflow.state.stores.memory_store import MemoryStore
 from onceflow.state.topics import TableTopics

@@ -23,22 +23,21 @@ import pytest
 
 from onceflow.errors import DataLossError, EnvironmentUnusableError, FencedError, OptionError, ProtocolError
 from onceflow.state import rows
-from onceflow.state.local import opening
-from onceflow.state.local.format import MARKER, PENDING, Marker
-from onceflow.state.local.opening import (
+from onceflow.state.local import catch_up
+from onceflow.state.local.format import (
+    COMMIT_RECORD,
+    PENDING,
     Chunk,
     Commit,
+    CommitRecord,
     Goal,
-    LocalTable,
-    Opened,
     default_state_dir,
-    open_partition,
     partition_folder,
     rows_of_snapshot,
-    set_pending,
-    settle,
     snapshot,
 )
+from onceflow.state.local.opening import Opened, open_partition, set_pending, settle
+from onceflow.state.local.table import LocalTable
 from onceflow.state.stores.base import Store
 from onceflow.state.stores.lmdb_environment import forget
 from onceflow.state.stores.lmdb_store import LmdbStore
@@ -185,9 +184,9 @@ class Flow:
         assert dict(opened.store.scan(b"")) == wanted
         assert opened.store.get_many(sorted(wanted)) == [wanted[key] for key in sorted(wanted)]
         assert opened.store.checksum_holds()
-        marker = Marker.decode(opened.store.blob(MARKER) or b"")
-        assert marker is not None
-        assert marker.at(self.goal)
+        commit_record = CommitRecord.decode(opened.store.blob(COMMIT_RECORD) or b"")
+        assert commit_record is not None
+        assert commit_record.at(self.goal)
         opened.store.close()
 
 
@@ -360,10 +359,10 @@ def test_a_copy_that_is_ahead_of_kafka_is_replaced(opener: type[Store], folder: 
     flow = Flow()
     flow.run(folder, opener, settled=True)
     opened = flow.open(folder, opener)
-    marker = Marker.decode(opened.store.blob(MARKER) or b"")
-    assert marker is not None
-    ahead = replace(marker, **{f"{topic}_end": 1000})  # type: ignore[arg-type]
-    opened.store.write([(b"vnot there", b"\0")], {MARKER: ahead.encode()})
+    commit_record = CommitRecord.decode(opened.store.blob(COMMIT_RECORD) or b"")
+    assert commit_record is not None
+    ahead = replace(commit_record, **{f"{topic}_end": 1000})  # type: ignore[arg-type]
+    opened.store.write([(b"vnot there", b"\0")], {COMMIT_RECORD: ahead.encode()})
     opened.store.close()
     opened = flow.open(folder, opener)
     assert (opened.how, opened.why) == ("restored", "it is ahead of what is committed")
@@ -382,12 +381,14 @@ def test_a_driver_that_was_fenced_leaves_the_newer_copy_alone(opener: type[Store
     flow.check(opened)
 
 
-@pytest.mark.parametrize("marker", [None, b"", b"{", b"[]", b'{"format": 99}', b'{"format": 1, "flow": "flow"}'])
-def test_an_unreadable_marker_ends_in_a_restore(opener: type[Store], folder: Path, marker: bytes | None) -> None:
+@pytest.mark.parametrize("commit_record", [None, b"", b"{", b"[]", b'{"format": 99}', b'{"format": 1, "flow": "flow"}'])
+def test_an_unreadable_commit_record_ends_in_a_restore(
+    opener: type[Store], folder: Path, commit_record: bytes | None
+) -> None:
     flow = Flow()
     flow.run(folder, opener, settled=True)
     store = opener.open(folder)
-    store.write([(b"vnot there", b"\0")], {MARKER: marker})
+    store.write([(b"vnot there", b"\0")], {COMMIT_RECORD: commit_record})
     store.close()
     opened = flow.open(folder, opener)
     assert opened.how == "restored"
@@ -411,9 +412,9 @@ def test_a_copy_older_than_tombstones_is_restored(opener: type[Store], folder: P
     for turn in range(3):
         flow.run(folder, opener, settled=True)
         last = flow.open(folder, opener)
-        marker = Marker.decode(last.store.blob(MARKER) or b"")
-        assert marker is not None
-        assert marker.time_ms == NOW
+        commit_record = CommitRecord.decode(last.store.blob(COMMIT_RECORD) or b"")
+        assert commit_record is not None
+        assert commit_record.time_ms == NOW
         last.store.close()
         flow.commit(flow.changes())
         if turn == 0:
@@ -427,9 +428,9 @@ def test_a_copy_older_than_tombstones_is_restored(opener: type[Store], folder: P
             flow.open(folder, opener).store.close()
             opened = flow.open(folder, opener, now_ms=NOW + 1000 * HOUR)
             assert opened.how == "in sync"
-            marker = Marker.decode(opened.store.blob(MARKER) or b"")
-            assert marker is not None
-            assert marker.time_ms == NOW + 1000 * HOUR
+            commit_record = CommitRecord.decode(opened.store.blob(COMMIT_RECORD) or b"")
+            assert commit_record is not None
+            assert commit_record.time_ms == NOW + 1000 * HOUR
         flow.check(opened)
         opener.remove(folder)
 
@@ -437,7 +438,7 @@ def test_a_copy_older_than_tombstones_is_restored(opener: type[Store], folder: P
 def test_an_interrupted_restore_counts_its_age_from_its_beginning(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(opening, "_WRITTEN_ROWS", 5)
+    monkeypatch.setattr(catch_up, "_WRITTEN_ROWS", 5)
     flow = Flow()
     for _ in range(4):
         flow.commit(flow.changes())
@@ -456,17 +457,17 @@ def test_an_interrupted_restore_counts_its_age_from_its_beginning(
         with pytest.raises(DataLossError):
             open_partition(folder, opener, flow.goal, broken, verify=False, now_ms=NOW)
         store = opener.open(folder)
-        marker = Marker.decode(store.blob(MARKER) or b"")
+        commit_record = CommitRecord.decode(store.blob(COMMIT_RECORD) or b"")
         store.close()
-        assert marker is not None
-        assert 0 < marker.table_end < flow.goal.table_end
-        assert marker.time_ms == NOW
+        assert commit_record is not None
+        assert 0 < commit_record.table_end < flow.goal.table_end
+        assert commit_record.time_ms == NOW
         opened = flow.open(folder, opener, now_ms=NOW + HOUR)
         assert opened.how == "caught up"
         flow.check(opened)
 
 
-def test_another_attempt_may_move_the_marker_meanwhile(opener: type[Store], folder: Path) -> None:
+def test_another_attempt_may_move_the_commit_record_meanwhile(opener: type[Store], folder: Path) -> None:
     flow = Flow()
     for _ in range(4):
         flow.commit(flow.changes())
@@ -485,7 +486,7 @@ def test_another_attempt_may_move_the_marker_meanwhile(opener: type[Store], fold
 
 
 def test_two_attempts_that_take_turns_both_get_there(opener: type[Store], folder: Path) -> None:
-    """Each commit of the one makes the other read again, more often than a marker may move without getting on."""
+    """Each commit of the one makes the other read again, more often than it may move without progress."""
     flow = Flow()
     for _ in range(4):
         flow.commit(flow.changes())
@@ -537,8 +538,8 @@ def test_nothing_is_locked_while_kafka_is_read(opener: type[Store], folder: Path
 def test_a_long_restore_holds_little_in_memory_and_leaves_no_file(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(opening, "_WRITTEN_ROWS", 10)
-    monkeypatch.setattr(opening, "_COMMITTED_ROWS", 50)
+    monkeypatch.setattr(catch_up, "_WRITTEN_ROWS", 10)
+    monkeypatch.setattr(catch_up, "_COMMITTED_ROWS", 50)
     commits = []
     bulk = LmdbStore.bulk
     monkeypatch.setattr(LmdbStore, "bulk", lambda store: commits.append(1) or bulk(store))
@@ -551,7 +552,7 @@ def test_a_long_restore_holds_little_in_memory_and_leaves_no_file(
     assert {file.name for file in folder.iterdir()} == {"data.mdb", "lock.mdb", "writer.lock"}
 
 
-def test_somebody_who_never_stops_moving_the_marker_is_an_error(folder: Path) -> None:
+def test_somebody_who_never_stops_moving_the_commit_record_is_an_error(folder: Path) -> None:
     flow = Flow()
     flow.commit(flow.changes())
 
@@ -723,7 +724,7 @@ def test_a_local_table_says_what_its_keys_are(tmp_path: Path) -> None:
 READER = """
 import sys
 from onceflow.errors import OptionError
-from onceflow.state.local.opening import LocalTable
+from onceflow.state.local.table import LocalTable
 table = LocalTable(sys.argv[1])
 for line in sys.stdin:
     try:
@@ -937,8 +938,8 @@ def test_a_crash_of_the_engine_leads_to_a_restore(folder: Path) -> None:
 
 def play_restore(folder: Path, commits: bool) -> None:
     """Says so after every chunk, and waits to be killed after some."""
-    opening._WRITTEN_ROWS = 100
-    opening._COMMITTED_S = 0.0 if commits else 1000.0
+    catch_up._WRITTEN_ROWS = 100
+    catch_up._COMMITTED_S = 0.0 if commits else 1000.0
     flow = damaged_flow()
     flow.topics.chunk_size = 100
 

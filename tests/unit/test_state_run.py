@@ -22,7 +22,7 @@ from onceflow.protocol.partitioners import key_partitions
 from onceflow.protocol.progress import Progress
 from onceflow.state.api.processor import Processor
 from onceflow.state.api.record import Record
-from onceflow.state.local.opening import Commit
+from onceflow.state.local.format import Commit
 from onceflow.state.local.prepare import lacks, prepare_partition
 from onceflow.state.run import StateRun
 from onceflow.state.spec import ProcessSpec, StateReport

@@ -25,8 +25,7 @@ from onceflow.errors import OnceflowError, ProgressConflictError
 from onceflow.protocol.batches import ProducerIdAndEpoch, encode_batches, next_sequence
 from onceflow.protocol.partitioners import group_by_partition, murmur2
 from onceflow.state import rows
-from onceflow.state.local.format import INTERNAL_SUFFIX
-from onceflow.state.local.opening import rows_of_snapshot, snapshot
+from onceflow.state.local.format import INTERNAL_SUFFIX, rows_of_snapshot, snapshot
 from onceflow.state.run import SNAPSHOT_KEY
 
 log = logging.getLogger("onceflow.state")

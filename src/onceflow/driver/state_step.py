@@ -55,7 +55,8 @@ from onceflow.protocol.progress import Progress
 from onceflow.spark import jvm, plans, queries
 from onceflow.spark.collect import collect
 from onceflow.state.dead_letter_limit import counted
-from onceflow.state.local.opening import Commit, settle
+from onceflow.state.local.format import Commit
+from onceflow.state.local.opening import settle
 from onceflow.state.local.prepare import Prepared
 from onceflow.state.spec import Moment, ProcessSpec, StateReport
 from onceflow.state.table_state import TableState

@@ -20,7 +20,7 @@ from onceflow.state.api.processor import ColumnProcessor, Processor
 from onceflow.state.dead_letter_limit import check_limit
 from onceflow.state.engine.base import TIMERS_PER_BATCH
 from onceflow.state.engine.shapes import declared_fields
-from onceflow.state.local.opening import default_state_dir
+from onceflow.state.local.format import default_state_dir
 from onceflow.state.spec import ProcessSpec
 from onceflow.state.stores.base import Store
 from onceflow.state.topics import TableTopics, check_known, check_readable, committed_ends, ensure_topics

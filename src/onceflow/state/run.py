@@ -21,7 +21,9 @@ from onceflow.state import rows
 from onceflow.state.api.processor import ColumnProcessor
 from onceflow.state.engine.column_engine import ColumnEngine
 from onceflow.state.engine.record_engine import Engine
-from onceflow.state.local.opening import Opened, Source, set_pending, snapshot
+from onceflow.state.local.catch_up import Source
+from onceflow.state.local.format import snapshot
+from onceflow.state.local.opening import Opened, set_pending
 from onceflow.state.local.prepare import Prepared, open_local
 from onceflow.state.spec import Moment, ProcessSpec, StateReport
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from onceflow.host import boots
 from onceflow.state.api.processor import ColumnProcessor, Processor
-from onceflow.state.local.opening import Commit, Goal, default_state_dir, partition_folder
+from onceflow.state.local.format import Commit, Goal, default_state_dir, partition_folder
 from onceflow.state.stores.base import Store
 from onceflow.state.topics import TableTopics
 

@@ -9,7 +9,8 @@ from onceflow.errors import BatchAbortedError, ProgressConflictError
 from onceflow.protocol.progress import Progress, TableProgress
 from onceflow.state.dead_letter_limit import DeadLetters
 from onceflow.state.engine.shapes import declared_fields
-from onceflow.state.local.opening import CAUGHT_UP, RESTORED, Commit
+from onceflow.state.local.catch_up import CAUGHT_UP, RESTORED
+from onceflow.state.local.format import Commit
 from onceflow.state.local.prepare import Prepared
 from onceflow.state.spec import Moment, ProcessSpec, StateReport
 from onceflow.state.watermark import Origin, Watermark

@@ -21,8 +21,8 @@ from onceflow.state import rows
 from onceflow.state.stores.base import StoreCorruptError
 
 INTERNAL_SUFFIX = "-internal"
-#: Names of blobs.
-MARKER, PENDING = "marker", "pending"
+#: Names of blobs; the first one's is older than the word.
+COMMIT_RECORD, PENDING = "marker", "pending"
 #: Kinds of rows that come from Kafka; those of the others follow from them.
 KINDS = (rows.VALUE, rows.MAP, rows.TIMER)
 
@@ -34,7 +34,7 @@ _TIMER_ROW_BYTES = len(rows.pack(rows.timer_payload(b"e", 0)))
 
 
 AHEAD = "it is ahead of what is committed"
-"""What `Marker.misfit` says of a copy that knows more than the goal: Kafka has lost something, or we are late."""
+"""What `CommitRecord.misfit` says of a copy that knows more than the goal: Kafka has lost something, or we are late."""
 
 
 class Commit(NamedTuple):
@@ -71,7 +71,7 @@ class Goal:
 
 
 @dataclass(frozen=True)
-class Marker:
+class CommitRecord:
     """What the rows of a store are.
 
     Args:
@@ -91,20 +91,20 @@ class Marker:
         return orjson.dumps({"format": _FORMAT, **asdict(self)})
 
     @classmethod
-    def decode(cls, raw: bytes) -> Marker | None:
+    def decode(cls, raw: bytes) -> CommitRecord | None:
         """None: unreadable, or of another format."""
         try:
             read = orjson.loads(raw)
             if read.pop("format") != _FORMAT:
                 return None
-            marker = cls(**read)
+            commit_record = cls(**read)
         except (ValueError, TypeError, KeyError, AttributeError):
             return None
-        numbers = (marker.partition, marker.table_end, marker.internal_end, marker.time_ms)
-        return marker if all(isinstance(number, int) for number in numbers) else None
+        numbers = (commit_record.partition, commit_record.table_end, commit_record.internal_end, commit_record.time_ms)
+        return commit_record if all(isinstance(number, int) for number in numbers) else None
 
     @classmethod
-    def of(cls, goal: Goal, time_ms: int) -> Marker:
+    def of(cls, goal: Goal, time_ms: int) -> CommitRecord:
         fields = asdict(goal)
         del fields["last"]
         return cls(**fields, time_ms=time_ms)
@@ -136,8 +136,8 @@ class Pending(NamedTuple):
     base: tuple[int, int]
     changes: Sequence[tuple[bytes, bytes | None]]
 
-    def follows(self, marker: Marker) -> bool:
-        return self.base == (marker.table_end, marker.internal_end)
+    def follows(self, commit_record: CommitRecord) -> bool:
+        return self.base == (commit_record.table_end, commit_record.internal_end)
 
     def encode(self) -> bytes:
         """Sizes of a header, of all keys and of all rows, then these themselves: no loop over rows in Python."""

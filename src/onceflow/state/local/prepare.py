@@ -13,8 +13,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from onceflow.state.local.format import MARKER, PENDING, Marker, Pending
-from onceflow.state.local.opening import Goal, Opened, Source, found_in, open_partition
+from onceflow.state.local.catch_up import Source
+from onceflow.state.local.format import COMMIT_RECORD, PENDING, CommitRecord, Goal, Pending
+from onceflow.state.local.opening import Opened, found_in, open_partition
 from onceflow.state.spec import Moment, ProcessSpec
 from onceflow.state.stores.base import Store, StoreCorruptError
 
@@ -105,7 +106,7 @@ def is_verified(spec: ProcessSpec, moment: Moment, partition: int) -> bool:
 
 
 def missing_records(folder: Path, opener: type[Store], goal: Goal, *, verified: bool) -> int | None:
-    """How many records (at most) have to be read before the copy is at the goal, as its marker says.
+    """How many records (at most) have to be read before the copy is at the goal, as its commit record says.
 
     Args:
         verified: whether the copy was. If not, it is not opened: what is damaged may crash the process that does.
@@ -122,17 +123,17 @@ def missing_records(folder: Path, opener: type[Store], goal: Goal, *, verified: 
     try:
         store = opener.open(folder)
         try:
-            marker = Marker.decode(store.blob(MARKER) or b"")
+            commit_record = CommitRecord.decode(store.blob(COMMIT_RECORD) or b"")
             pending = Pending.decode(store.blob(PENDING))
         finally:
             store.close()
     except StoreCorruptError:
         return everything
-    if marker is None or marker.misfit(goal):
+    if commit_record is None or commit_record.misfit(goal):
         return everything
-    if pending is not None and pending.commit == goal.last and pending.follows(marker):
+    if pending is not None and pending.commit == goal.last and pending.follows(commit_record):
         return 0
-    return everything - marker.table_end - marker.internal_end
+    return everything - commit_record.table_end - commit_record.internal_end
 
 
 class _Progress:

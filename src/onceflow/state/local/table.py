@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from onceflow.errors import OptionError
 from onceflow.state import rows
-from onceflow.state.local.format import MARKER, Marker
+from onceflow.state.local.format import COMMIT_RECORD, CommitRecord
 from onceflow.state.stores.base import Store
 from onceflow.state.stores.lmdb_store import LmdbStore
 from onceflow.state.stores.memory_store import MemoryStore
@@ -141,15 +141,15 @@ class LocalTable:
 
 def _of_one_table(stores: list[Store]) -> list[Store]:
     """Without copies of partitions of an earlier topic of that name."""
-    marked = [(store, Marker.decode(store.blob(MARKER) or b"")) for store in stores]
-    newest = max((marker for _, marker in marked if marker is not None), key=_age, default=None)
+    found = [(store, CommitRecord.decode(store.blob(COMMIT_RECORD) or b"")) for store in stores]
+    newest = max((held for _, held in found if held is not None), key=_age, default=None)
     if newest is None:
         return []
-    return [store for store, marker in marked if marker is not None and marker.table_id == newest.table_id]
+    return [store for store, held in found if held is not None and held.table_id == newest.table_id]
 
 
-def _age(marker: Marker) -> int:
-    return marker.time_ms
+def _age(commit_record: CommitRecord) -> int:
+    return commit_record.time_ms
 
 
 def _check(what: str, given: object, *kinds: type) -> None:

@@ -1,0 +1,238 @@
+"""How packages depend on each other, and how long modules and functions may be: read from the source alone."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import onceflow
+
+ROOT = Path(onceflow.__file__).parent
+#: Around the product: they may import anything, and nothing of the product imports them.
+TOOLS = ("bench", "broker", "chaos", "cli", "demos", "templates", "testing")
+#: Its names are loaded when they are asked for: whoever imports a module of the package imports nothing else with it.
+LAZY = "onceflow"
+MAX_MODULE_LINES, MAX_FUNCTION_LINES = 400, 50
+
+#: What each package may import of ours, besides itself.
+ALLOWED = {
+    "protocol": {"errors"},
+    "host": {"errors"},
+    "client": {"errors", "protocol"},
+}
+
+#: Modules and functions that are longer, and why. Nothing stands here that is short enough.
+LONG_MODULES = {
+    "client.transactions": "to be made shorter",
+    "driver.state_step": "to be made shorter",
+    "flow": "to be made shorter",
+}
+LONG_FUNCTIONS = {
+    "flow.Flow._start": "to be made shorter",
+    "flow.Flow.process": "to be made shorter",
+    "flow.Flow.write": "to be made shorter",
+    "planning.process.check_options": "one check after the other, each with its own message",
+    "planning.source_starts.plan": "to be made shorter",
+    "planning.step_query.wire": "to be made shorter",
+}
+
+#: py4j and private names of PySpark outside of spark/, and why.
+PRIVATE_SPARK = {
+    "driver.state_step": "to be moved",
+    "query": "to be moved",
+    "session": "to be moved",
+}
+# Attributes of PySpark's classes that hold objects of the JVM, or are its own.
+_OF_SPARK = {
+    "_gateway",
+    "_instantiatedSession",
+    "_jc",
+    "_jconf",
+    "_jdf",
+    "_jrdd",
+    "_jsc",
+    "_jschema",
+    "_jsparkSession",
+    "_jsq",
+    "_jsqm",
+    "_jvm",
+    "_jwrite",
+}
+
+
+@cache
+def modules() -> dict[str, ast.Module]:
+    """The product's modules by name (``state.rows``), without the tools around it."""
+    found = {}
+    for path in sorted(ROOT.rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        if parts[0] not in TOOLS:
+            name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+            found[name or LAZY] = ast.parse(path.read_text())
+    return found
+
+
+def imported(tree: ast.AST) -> Iterator[str]:
+    """Full names of everything that is imported anywhere in it: inside of functions and for type checkers, too."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, "imports are absolute"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def ours(tree: ast.AST) -> set[str]:
+    """The modules of ours that are imported; ``testing.faults`` of a tool."""
+    known, found = modules(), set()
+    for name in imported(tree):
+        inner = name.removeprefix("onceflow.")
+        if inner == name:
+            continue
+        while inner and inner not in known and inner.partition(".")[0] not in TOOLS:
+            inner = inner.rpartition(".")[0]
+        found.add(inner or LAZY)
+    return found
+
+
+def lines_of(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """From ``def`` to the end, without the docstring."""
+    assert node.end_lineno is not None
+    first = node.body[0]
+    has_doc = (
+        isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str)
+    )
+    doc = (first.end_lineno or 0) - first.lineno + 1 if has_doc else 0
+    return node.end_lineno - node.lineno + 1 - doc
+
+
+def functions(tree: ast.AST, inside: str = "") -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+    """All functions with their qualified names."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            yield inside + node.name, node
+        name = f"{inside}{node.name}." if isinstance(node, (ast.ClassDef, ast.FunctionDef)) else inside
+        yield from functions(node, name)
+
+
+def circles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """Strongly connected modules (Tarjan)."""
+    number: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(name: str) -> None:
+        number[name] = low[name] = len(number)
+        stack.append(name)
+        for other in graph[name]:
+            if other not in number:
+                visit(other)
+                low[name] = min(low[name], low[other])
+            elif other in stack:
+                low[name] = min(low[name], number[other])
+        if low[name] == number[name]:
+            circle = stack[stack.index(name) :]
+            del stack[stack.index(name) :]
+            if len(circle) > 1:
+                found.append(sorted(circle))
+
+    for name in graph:
+        if name not in number:
+            visit(name)
+    return found
+
+
+def test_circles_are_found() -> None:
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a", "d"}}) == [["b", "c"]]
+    assert circles({"a": {"b"}, "b": set()}) == []
+
+
+def test_no_module_imports_itself_over_others() -> None:
+    graph = {name: ours(tree) & set(modules()) - {LAZY, name} for name, tree in modules().items() if name != LAZY}
+    assert sum(map(len, graph.values())) > 300, "imports are read"
+    assert circles(graph) == []
+
+
+def test_nothing_imports_the_tools_around_it() -> None:
+    wrong = [
+        f"{name} imports {other}"
+        for name, tree in modules().items()
+        for other in ours(tree)
+        if other.partition(".")[0] in TOOLS
+    ]
+    assert wrong == []
+
+
+def test_nothing_names_the_tools_around_it_to_load_them_later() -> None:
+    """A name in a string is an import, too; the product itself loads only what a user names."""
+    loads = re.compile(rf"onceflow\.({'|'.join(TOOLS)})(\.\w+)*:?")
+    wrong = [
+        f"{name}: {node.value!r}"
+        for name, tree in modules().items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and loads.fullmatch(node.value)
+    ]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("package", ALLOWED)
+def test_lower_packages_import_nothing_above_them(package: str) -> None:
+    found = {
+        f"{name} imports {other}"
+        for name, tree in modules().items()
+        if name.partition(".")[0] == package
+        for other in ours(tree)
+        if other.partition(".")[0] not in {package, *ALLOWED[package]}
+    }
+    assert found == set()
+
+
+def test_formats_need_no_sockets() -> None:
+    wrong = [
+        f"{name} imports {other}"
+        for name, tree in modules().items()
+        if name.partition(".")[0] == "protocol"
+        for other in imported(tree)
+        if other.partition(".")[0] in ("asyncio", "kafka", "pyspark", "requests", "selectors", "socket", "urllib")
+    ]
+    assert wrong == []
+
+
+def private_spark(tree: ast.AST) -> set[str]:
+    names = {name for name in imported(tree) if name.partition(".")[0] == "py4j"}
+    names |= {name for name in imported(tree) if name.startswith("pyspark.") and "._" in name}
+    return names | {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr in _OF_SPARK}
+
+
+def test_only_one_package_touches_the_jvm() -> None:
+    users = {name for name, tree in modules().items() if name.partition(".")[0] != "spark" and private_spark(tree)}
+    assert users == set(PRIVATE_SPARK), "move it into spark/ (or take what is mended off the list)"
+
+
+def test_modules_fit_a_newcomer() -> None:
+    counts = {name: len((ROOT / path(name)).read_text().splitlines()) for name in modules()}
+    long = {name for name, count in counts.items() if count > MAX_MODULE_LINES}
+    assert long == set(LONG_MODULES), f"{MAX_MODULE_LINES} lines at most, or a reason; the list has no others"
+
+
+def test_functions_fit_a_page() -> None:
+    long = {
+        f"{name}.{function}"
+        for name, tree in modules().items()
+        for function, node in functions(tree)
+        if lines_of(node) > MAX_FUNCTION_LINES
+    }
+    assert long == set(LONG_FUNCTIONS), f"{MAX_FUNCTION_LINES} lines at most, or a reason; the list has no others"
+
+
+def path(name: str) -> Path:
+    if name == LAZY:
+        return Path("__init__.py")
+    inner = Path(*name.split("."))
+    return inner / "__init__.py" if (ROOT / inner).is_dir() else inner.with_suffix(".py")
