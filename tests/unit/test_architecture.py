@@ -28,7 +28,6 @@ ALLOWED = {
 
 #: Modules and functions that are longer, and why. Nothing stands here that is short enough.
 LONG_MODULES = {
-    "client.transactions": "to be made shorter",
     "driver.state_step": "to be made shorter",
     "flow": "to be made shorter",
 }
