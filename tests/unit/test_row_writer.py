@@ -457,23 +457,26 @@ def test_version_1_enrols_a_partition_before_it_is_written(monkeypatch: pytest.M
     """The driver's version decides, whatever the task's connection knows of the cluster."""
     enrolled: list[tuple[str, int]] = []
 
-    class Enrolling:
-        def __init__(self, cluster: Any, transactional_id: str, *, identity: ProducerIdAndEpoch) -> None:
-            assert (transactional_id, identity) == ("onceflow.orders", IDENTITY)
+    def enrol(
+        cluster: Any,
+        transactional_id: str,
+        producer: ProducerIdAndEpoch,
+        partitions: dict[str, list[int]],
+        deadline: Any,
+    ) -> None:
+        assert (transactional_id, producer) == ("onceflow.orders", IDENTITY)
+        places = [(t, p) for t, ps in partitions.items() for p in ps]
+        assert not set(places) & set(recorder.rows())
+        enrolled.extend(places)
 
-        def add_partitions(self, partitions: dict[str, list[int]], deadline: Any) -> None:
-            places = [(t, p) for t, ps in partitions.items() for p in ps]
-            assert not set(places) & set(recorder.rows())
-            enrolled.extend(places)
-
-    monkeypatch.setattr(row_writer, "Transactions", Enrolling)
+    monkeypatch.setattr(row_writer, "add_partitions", enrol)
     cluster = FakeCluster()
     write = writer(cluster=cluster, transaction_version=1)
     write.write(rows([0, 1, 0]))
     write.write(rows([1, 2, 0]))
     assert sorted(enrolled) == [("out", 0), ("out", 1), ("out", 2)], "once each"
     monkeypatch.setattr(cluster, "transaction_version", 1)
-    monkeypatch.setattr(row_writer, "Transactions", None)
+    monkeypatch.setattr(row_writer, "add_partitions", None)
     writer(cluster=cluster, transaction_version=2).write(rows([0]))
     assert [made["transaction_version"] for made in recorder.made] == [1, 2]
 
