@@ -15,9 +15,10 @@ from pyspark.errors import StreamingQueryException
 
 import onceflow
 from onceflow import hooks
-from onceflow.testing import faults, independent, recorder
+from onceflow.testing import faults, final, independent
+from onceflow.testing.final import read_final
 from onceflow.testing.history import FAILED, FOREIGN, HEADER, KINDS, LOST, PASSED, STATE, TORN, UNKNOWN, Tag
-from onceflow.testing.recorder import Recorder, load, read_final, tagged, verify
+from onceflow.testing.recorder import Recorder, load, tagged, verify
 
 pytestmark = pytest.mark.integration
 
@@ -147,7 +148,7 @@ def test_a_flow_that_runs_is_unknown(make_pipe: Any, tmp_path: Path, monkeypatch
     pipe.fill(500)
     with Recorder(path):
         start(pipe)
-        read = recorder._Reader.records
+        read = final._Reader.records
 
         def slow(self: Any, topic: str, *partitions: Any, **options: Any) -> Any:
             if topic == pipe.target:  # progress has been read for the first time, the outputs have not
@@ -155,7 +156,7 @@ def test_a_flow_that_runs_is_unknown(make_pipe: Any, tmp_path: Path, monkeypatch
                 start(pipe)
             return read(self, topic, *partitions, **options)
 
-        monkeypatch.setattr(recorder._Reader, "records", slow)
+        monkeypatch.setattr(final._Reader, "records", slow)
         verdict = verdict_on(pipe, path)
     assert verdict.verdict == UNKNOWN
     assert "the flow runs" in verdict.why

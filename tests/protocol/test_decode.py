@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import os
 import struct
 import zlib
@@ -400,7 +401,7 @@ def written_by_others() -> dict[str, tuple[str, bytes]]:
         **frames,
         "lz4-linked": ("lz4", pa.Codec("lz4").compress(CONTENT, asbytes=True)),
         "gzip": ("gzip", gzipped.compress(CONTENT) + gzipped.flush()),
-        "gzip-two-members": ("gzip", zlib.compress(CONTENT[:half], wbits=31) + zlib.compress(CONTENT[half:], wbits=31)),
+        "gzip-two-members": ("gzip", gzip.compress(CONTENT[:half]) + gzip.compress(CONTENT[half:])),
         "snappy-plain": ("snappy", pa.Codec("snappy").compress(CONTENT, asbytes=True)),
         "snappy-xerial": ("snappy", xerial),
         "snappy-other-version": ("snappy", xerial[:8] + struct.pack(">ii", 3, 1) + xerial[16:]),

@@ -15,6 +15,7 @@ from typing import Any
 from onceflow import LocalTable
 from onceflow.chaos.flows import ALARM_EVERY, BAD, BAD_EVERY, COPY, LATE, LATE_EVERY, LEDGER, SORTER, TOTALS, Names
 from onceflow.testing import history, independent, recorder
+from onceflow.testing.final import read_final
 
 READ_S = 180.0
 
@@ -181,7 +182,7 @@ def _totals(bootstrap_servers: str, names: Names, source: list[independent.Seen]
 
 def _ranges(bootstrap_servers: str, names: Names) -> Iterator[tuple[Mapping[int, int], Mapping[int, int]]]:
     start: Mapping[int, int] = {}
-    final = recorder.read_final(bootstrap_servers, names.flow(TOTALS), [], [], seconds=READ_S)
+    final = read_final(bootstrap_servers, names.flow(TOTALS), [], [], seconds=READ_S)
     for _, offsets in final.progress:
         end = offsets.get(names.source, {})
         yield start, end
