@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -245,7 +245,7 @@ class Repartitioner:
                     (keys[n], Row(values[n], stamps[n], headers.get(n))) for n in leaves[found].tolist()
                 )
             for n in np.flatnonzero((homes >= 0) & (homes != partition)).tolist():
-                strays[keys[n]] = values[n]  # type: ignore[index]
+                strays[cast(bytes, keys[n])] = values[n]  # a key that has a home is not null
         self._refuse(topic, partition, [key for key, value in strays.items() if value is not None])
         return leaving
 

@@ -132,7 +132,7 @@ def _mix_words(
     if not int(words[0]):
         return
     # Every position of the data read as a little-endian word: a view with a stride of one byte.
-    every_word = np.ndarray((len(data) - 3,), dtype="<u4", buffer=data, strides=(1,))
+    every_word: npt.NDArray[np.uint32] = np.ndarray((len(data) - 3,), dtype="<u4", buffer=data, strides=(1,))
     # alive[j] keys have more than j words.
     alive = np.searchsorted(-words, -np.arange(int(words[0])), side="left") if len(words) > 1 else None
     for step in range(int(words[0])):

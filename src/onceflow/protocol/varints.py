@@ -90,7 +90,7 @@ def interleave(fields: list[Field], count: int) -> Any:
         column += span
     if used is None:
         return fixed_column(matrix.reshape(-1), matrix.shape[1], count)
-    total: Ints = np.zeros(count, dtype=np.int32)
+    total = np.zeros(count, dtype=np.int32)
     for wide in field_widths:
         total += wide
     offsets = np.zeros(count + 1, dtype=np.int32)

@@ -199,6 +199,7 @@ class Struct:
         if count and lengths.min() < width:
             raise ValueError(f"{int(lengths.min()) - skip} bytes are not of {self.name}")
         starts = np.cumsum(lengths) - lengths
+        fixed: npt.NDArray[np.uint8]
         if len(blob) == count * width:
             fixed = blob.reshape(count, width)
         else:

@@ -154,7 +154,7 @@ class ColumnEngine(BaseEngine):
                 columns = self._struct.decode_columns(present, skip)
             except ValueError as error:
                 raise self._scope.unreadable(error) from error
-        exists = np.ones(len(payloads), dtype=bool)
+        exists: npt.NDArray[np.bool_] = np.ones(len(payloads), dtype=bool)
         if len(present) < len(payloads):
             exists = np.fromiter((payload is not None for payload in payloads), dtype=bool, count=len(payloads))
             places = pa.array(np.cumsum(exists) - 1, mask=~exists)
