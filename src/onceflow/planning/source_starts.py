@@ -72,27 +72,11 @@ def plan(
     if progress is None or known is None:
         return Start(_first_start(topic, starting_offsets, flow), pin=True)
     _check_same_topic(topic, progress, flow)
-    offsets: dict[int, int] = {}
     warnings: list[str] = []
-    pin = False
-    for partition, earliest in sorted(topic.earliest.items()):
-        committed = known.get(partition)
-        if committed is None:
-            offsets[partition] = earliest
-            pin = True
-            warnings.append(f"{topic.name}-{partition} is new, it is read from offset {earliest}")
-            continue
-        if committed < earliest:
-            lost = f"{topic.name}-{partition}: offsets {committed} to {earliest - 1} have expired before they were read"
-            if fail_on_data_loss:
-                raise _data_loss(topic, partition, lost, flow)
-            warnings.append(lost + "; skipped, because fail_on_data_loss=False")
-            offsets[partition] = earliest
-            pin = True
-            continue
-        if committed > topic.latest[partition]:
-            raise _behind(topic, partition, committed, flow)
-        offsets[partition] = committed
+    offsets = {
+        partition: _continued(topic, partition, known.get(partition), warnings, fail_on_data_loss, flow)
+        for partition in sorted(topic.earliest)
+    }
     gone = sorted(set(known) - set(topic.earliest))
     if gone:
         raise ProgressConflictError(
@@ -102,12 +86,32 @@ def plan(
             detail="partitions can only go when a topic is deleted and created again",
             next_step="`onceflow reset` the flow to read the new topic from its start",
         )
+    pin = offsets != {partition: known.get(partition) for partition in offsets}
     if progress.batch_id and starting_offsets not in ("earliest", dict(known)):
         warnings.append(
             f"starting_offsets={starting_offsets!r} counts for the first start only; {topic.name} is read on where "
             f"progress ends, at {offsets}. To start over: `onceflow reset {flow} --bootstrap-servers HOST:PORT`"
         )
     return Start(offsets, pin, tuple(warnings))
+
+
+def _continued(
+    topic: SourceTopic, partition: int, committed: int | None, warnings: list[str], fail_on_data_loss: bool, flow: str
+) -> int:
+    """Where a partition of a topic is read on; what is unusual goes to ``warnings``."""
+    earliest = topic.earliest[partition]
+    if committed is None:
+        warnings.append(f"{topic.name}-{partition} is new, it is read from offset {earliest}")
+        return earliest
+    if committed < earliest:
+        lost = f"{topic.name}-{partition}: offsets {committed} to {earliest - 1} have expired before they were read"
+        if fail_on_data_loss:
+            raise _data_loss(topic, partition, lost, flow)
+        warnings.append(lost + "; skipped, because fail_on_data_loss=False")
+        return earliest
+    if committed > topic.latest[partition]:
+        raise _behind(topic, partition, committed, flow)
+    return committed
 
 
 def _first_start(topic: SourceTopic, starting: StartingOffsets, flow: str) -> dict[int, int]:
