@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -24,6 +23,7 @@ from onceflow.driver import progress_log
 from onceflow.protocol import progress as progress_records
 from onceflow.protocol.progress import PROGRESS_TOPIC, Progress
 from onceflow.testing import faults, independent
+from onceflow.testing.waiting import wait_until
 
 # The JVMs of tests live for minutes at most, on few cores: there the second compiler takes more than it gives back.
 os.environ["JAVA_TOOL_OPTIONS"] = f"{os.environ.get('JAVA_TOOL_OPTIONS', '')} -XX:TieredStopAtLevel=1".strip()
@@ -331,11 +331,16 @@ def killed_together(tmp_path: Path) -> Iterator[Callable[..., None]]:
         reader = threading.Thread(target=lambda: said.extend(process.stdout or ()), daemon=True)
         reader.start()
         killed.append((process, reader))
-        end = time.monotonic() + 120
-        while missing := [step for step, file in reached.items() if not file.exists()]:
-            assert process.poll() is None, "".join(said)
-            assert time.monotonic() < end, f"not reached: {missing}\n{''.join(said)}"
-            time.sleep(0.05)
+
+        def missing() -> list[str]:
+            return [step for step, file in reached.items() if not file.exists()]
+
+        wait_until(
+            lambda: not missing(),
+            120,
+            lambda: f"the steps {missing()} are reached\n{''.join(said)}",
+            useless=lambda: process.poll() is not None and "the driver has ended",
+        )
         process.kill()
         assert process.wait(30) == -signal.SIGKILL
 

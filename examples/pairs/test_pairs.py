@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +17,7 @@ from onceflow import Record
 from onceflow.testing import independent
 from onceflow.testing.broker import create_topic
 from onceflow.testing.processor_driver import ProcessorDriver
+from onceflow.testing.waiting import wait_until
 
 NOON = "2026-01-31T12:00:00.000Z"
 NOON_MS = epoch_ms(NOON)
@@ -376,11 +376,13 @@ def test_plain_events_and_then_silence(onceflow_broker: str, tmp_path: Path) -> 
     with (tmp_path / "log").open("w+") as log:
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
         try:
-            end = time.monotonic() + 60
-            while not (unpaired := independent.read_topic(onceflow_broker, f"unpaired{suffix}")):
-                assert process.poll() is None, (tmp_path / "log").read_text()
-                assert time.monotonic() < end, (tmp_path / "log").read_text()
-                time.sleep(0.2)
+            unpaired = wait_until(
+                lambda: independent.read_topic(onceflow_broker, f"unpaired{suffix}"),
+                60,
+                lambda: f"the event without a partner leaves\n{(tmp_path / 'log').read_text()}",
+                useless=lambda: process.poll() is not None and "the service has ended",
+                poll_s=0.1,
+            )
         finally:
             process.terminate()
             process.wait(60)

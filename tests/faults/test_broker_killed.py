@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -13,6 +12,7 @@ from onceflow import Flow
 from onceflow.broker.local import LocalBroker
 from onceflow.errors import BrokerUnreachableError
 from onceflow.testing.broker import create_topic
+from onceflow.testing.waiting import wait_until
 
 pytestmark = [pytest.mark.integration, pytest.mark.faults]
 
@@ -49,11 +49,7 @@ def test_broker_killed_in_mid_batch(
     df = flow.read(pipe.source, max_records_per_batch=1000).select("key", "value")
     query = flow.write(df, topic=pipe.target, small_batch_rows=0 if step == "begin" else 4000).start()
     try:
-        end = time.monotonic() + 60
-        while not paused.exists():
-            assert query.isActive
-            assert time.monotonic() < end
-            time.sleep(0.05)
+        wait_until(paused.exists, 60, f"the flow pauses at {step}", useless=lambda: query.failure)
         own_broker.kill()
         killed.touch()
         own_broker.start()
@@ -76,16 +72,14 @@ def test_a_broker_that_stays_away(own_broker: LocalBroker, own_pipe: Any, caplog
     try:
         query.processAllAvailable()
         own_broker.kill()
-        end = time.monotonic() + 60
-        while f"the query of flow {pipe.flow} has ended: Spark waited for the brokers" not in caplog.text:
-            assert time.monotonic() < end
-            time.sleep(0.05)
-        with pytest.raises(BrokerUnreachableError, match="has ended the query") as told:
+        told = f"the query of flow {pipe.flow} has ended: Spark waited for the brokers"
+        wait_until(lambda: told in caplog.text, 60, "the end of the query is told")
+        with pytest.raises(BrokerUnreachableError, match="has ended the query") as caught:
             query.awaitTermination(60)
     finally:
         query.stop()
         own_broker.start()
-    assert (told.value.flow, query.failure) == (pipe.flow, told.value)
+    assert (caught.value.flow, query.failure) == (pipe.flow, caught.value)
     pipe.fill(100)
     pipe.run()
     pipe.check()

@@ -11,7 +11,6 @@ import os
 import resource
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,6 +22,7 @@ import onceflow
 from onceflow.broker.local import LocalBroker
 from onceflow.testing import independent
 from onceflow.testing.broker import create_topic
+from onceflow.testing.waiting import wait_until
 
 pytestmark = [
     pytest.mark.long,
@@ -62,10 +62,7 @@ class Disk:
 
     def await_end(self) -> None:
         """Return when the broker has given up."""
-        end = time.monotonic() + 60
-        while self.broker.status(0.1).running:
-            assert time.monotonic() < end, "the broker lives on with a full disk"
-            time.sleep(0.1)
+        wait_until(lambda: not self.broker.status(0.1).running, 60, "the broker ends of its full disk")
 
 
 def mount(folder: Path) -> bool:
@@ -125,10 +122,7 @@ def test_flows_wait_or_give_up_and_go_on(
     waiting = start(patient)
     try:
         query = start(hasty, **{"fetchOffset.numRetries": "1"})
-        end = time.monotonic() + 60
-        while not query.batches:
-            assert time.monotonic() < end
-            time.sleep(0.05)
+        wait_until(lambda: query.batches, 60, "a first batch", useless=lambda: query.failure)
         # Only the flow's patience: a broker that ends timed-out transactions while it starts (Kafka 4.3.1) takes
         # partitions without a leader for deleted ones, and leaves out their abort markers.
         commit = query._sink._commit

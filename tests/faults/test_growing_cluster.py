@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import pytest
 from onceflow.chaos.spark_cluster import SparkCluster
 from onceflow.testing import independent
 from onceflow.testing.faults import python_workers
+from onceflow.testing.waiting import wait_until
 
 pytestmark = [pytest.mark.integration, pytest.mark.faults, pytest.mark.long, pytest.mark.timeout(600)]
 
@@ -60,13 +60,18 @@ class Service:
         self, done: Callable[[], bool], what: str, seconds: float = FIRST_WORK_S, *, feed: bool = True
     ) -> None:
         """Records keep coming until something has happened."""
-        end = time.monotonic() + seconds
-        while not done():
-            assert self.process.poll() is None, "".join(self.lines)[-5000:]
-            assert time.monotonic() < end, f"not within {seconds:g} s: {what}; {''.join(self.lines[-3:])}"
+
+        def holds() -> bool:
+            if done():
+                return True
             if feed:
                 self.pipe.fill(600)  # six tasks, so that some of them wait for a core
-            time.sleep(0.2)
+            return False
+
+        def ended() -> str:
+            return "" if self.process.poll() is None else "".join(self.lines)[-5000:] or "the driver has ended"
+
+        wait_until(holds, seconds, lambda: f"{what}; {''.join(self.lines[-3:])}", useless=ended, poll_s=0.2)
 
     def feed_batches(self, count: int) -> None:
         wanted = len(self.batches()) + count

@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 import os
-import time
 from typing import Any
 
 import pytest
 
 from onceflow import BatchAbortedError, FencedError, ProgressConflictError, TransactionTimeoutError, hooks
 from onceflow.testing import faults, independent
+from onceflow.testing.waiting import wait_until
 
 pytestmark = [pytest.mark.integration, pytest.mark.faults]
-
-
-def wait_until(condition: Any, what: str, seconds: float = 60.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, f"waited {seconds} s in vain: {what}"
-        time.sleep(0.05)
 
 
 def finish(pipe: Any, process: Any, seconds: float) -> str:
@@ -61,7 +54,7 @@ def test_a_driver_fenced_in_mid_batch(make_pipe: Any, inject: Any) -> None:
     inject("audit", "pause", batch=1, seconds=60, once_file=str(ready), until=str(go_on))
     older = start(pipe)
     try:
-        wait_until(ready.exists, "the older driver reaches its pause")
+        wait_until(ready.exists, 60, "the older driver reaches its pause")
         pipe.run()
         pipe.fill(200)
         go_on.touch()

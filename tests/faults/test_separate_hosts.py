@@ -33,6 +33,7 @@ from onceflow.host import jars
 from onceflow.host.java import find_java
 from onceflow.testing import independent
 from onceflow.testing.processes import descendants
+from onceflow.testing.waiting import wait_until
 
 pytestmark = [pytest.mark.integration, pytest.mark.faults, pytest.mark.long]
 
@@ -168,14 +169,15 @@ class Host:
         self.await_true(lambda: self.batch >= after + count, COMMIT_S, f"{count} commits after batch {after}")
 
     def await_true(self, holds: Callable[[], bool], seconds: float, what: str) -> None:
-        end = time.monotonic() + seconds
-        while not holds():
+        def tail() -> str:
+            log = (self.folder / "driver.log").read_text(errors="replace").splitlines()
+            return "\n".join([line for line in log if "falling behind" not in line][-60:])
+
+        def ended() -> str:
             running = self._process is not None and self._process.poll() is None
-            if time.monotonic() > end or not running:
-                log = (self.folder / "driver.log").read_text(errors="replace").splitlines()
-                tail = "\n".join([line for line in log if "falling behind" not in line][-60:])
-                pytest.fail(f"{what}: not within {seconds:g} s; the driver {'runs' if running else 'ended'}\n{tail}")
-            time.sleep(0.1)
+            return "" if running else "the driver has ended"
+
+        wait_until(holds, seconds, lambda: f"{what}\n{tail()}", useless=ended, poll_s=0.1)
 
     def executors(self) -> list[dict[str, Any]]:
         """As Spark's UI tells."""

@@ -6,6 +6,7 @@ import json
 import signal
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 
 from onceflow.protocol.partitioners import key_partitions
 from onceflow.testing import faults, independent
+from onceflow.testing.waiting import wait_until
 
 pytestmark = [pytest.mark.integration, pytest.mark.faults]
 
@@ -36,13 +38,20 @@ def start(pipe: Any, late: str, **options: Any) -> Any:
     )
 
 
+def ended(query: Any) -> Callable[[], object]:
+    """Why nothing more comes of a query, if it has ended."""
+    return lambda: None if query.isActive else query.failure or "the query has been stopped"
+
+
 def wait_for_all(pipe: Any, query: Any, expected: dict[str, int], seconds: float = 60.0) -> None:
     """Timers fire in batches after the last records: a clock wakes the flow up."""
-    end = time.monotonic() + seconds
-    while sum(fired(pipe).values()) < len(expected):
-        assert query.isActive, query.failure
-        assert time.monotonic() < end, f"{sum(fired(pipe).values())} of {len(expected)} timers fired"
-        query.awaitTermination(0.2)
+    wait_until(
+        lambda: sum(fired(pipe).values()) >= len(expected),
+        seconds,
+        lambda: f"{len(expected)} timers fire, not only {sum(fired(pipe).values())}",
+        useless=ended(query),
+        poll_s=0.1,
+    )
 
 
 def fill(pipe: Any) -> dict[str, int]:
@@ -167,19 +176,17 @@ def test_processing_time_and_ttl(make_state_pipe: Any, make_topic: Any) -> None:
 
     pipe = make_state_pipe()
     keys = [f"key-{n}".encode() for n in range(20)]
+
+    def all_there() -> tuple[list[independent.Seen], list[independent.Seen]] | None:
+        seen = independent.read_topic(pipe.bootstrap, pipe.target, decided=True)
+        rows = independent.read_topic(pipe.bootstrap, pipe.table, decided=True)
+        tombstones = {row.key for row in rows if row.value is None}
+        return (seen, rows) if len(seen) >= len(keys) and tombstones == set(keys) else None
+
     independent.fill(pipe.bootstrap, pipe.source, [(key, b"x") for key in keys])
     query = pipe.start(process={"processor": Reminder()})
     try:
-        end = time.monotonic() + 60
-        while True:
-            seen = independent.read_topic(pipe.bootstrap, pipe.target, decided=True)
-            rows = independent.read_topic(pipe.bootstrap, pipe.table, decided=True)
-            tombstones = {row.key for row in rows if row.value is None}
-            if len(seen) >= len(keys) and tombstones == set(keys):
-                break
-            assert query.isActive, query.failure
-            assert time.monotonic() < end, (len(seen), len(tombstones))
-            query.awaitTermination(0.3)
+        seen, rows = wait_until(all_there, 60, "all timers fire and go", useless=ended(query), poll_s=0.1)
     finally:
         query.stop()
     assert Counter(record.key for record in seen) == Counter(keys)
@@ -253,23 +260,25 @@ def test_timers_are_due_while_the_plan_has_the_clock(make_state_pipe: Any, monke
     pipe = make_state_pipe()
     query = pipe.start(process={"processor": Reminder()}, small_batch_rows=0, trigger="100 milliseconds")
     sent: list[bytes] = []
+
+    def both_plans() -> bool:
+        if "source" in plans and "union" in plans[plans.index("source") :]:
+            return True
+        numbers = [b"%d" % n for n in range(len(sent), len(sent) + 40)]
+        independent.fill(pipe.bootstrap, pipe.source, [(b"key-" + number[-1:], number) for number in numbers])
+        sent.extend(numbers)
+        return False
+
+    def done() -> list[independent.Seen]:
+        return independent.read_topic(pipe.bootstrap, pipe.target, decided=True)
+
     try:
-        end = time.monotonic() + 60
-        while "source" not in plans or "union" not in plans[plans.index("source") :]:
-            assert query.isActive, query.failure
-            assert time.monotonic() < end, plans
-            numbers = [b"%d" % n for n in range(len(sent), len(sent) + 40)]
-            independent.fill(pipe.bootstrap, pipe.source, [(b"key-" + number[-1:], number) for number in numbers])
-            sent += numbers
-            query.awaitTermination(0.05)
-        while len(done := independent.read_topic(pipe.bootstrap, pipe.target, decided=True)) < len(sent):
-            assert query.isActive, query.failure
-            assert time.monotonic() < end, (len(done), len(sent))
-            query.awaitTermination(0.2)
+        wait_until(both_plans, 60, lambda: f"both plans are used, not only {plans}", useless=ended(query), poll_s=0.05)
+        wait_until(lambda: len(done()) >= len(sent), 60, "all timers fire", useless=ended(query), poll_s=0.1)
         assert query._sink._commit._state._by_source is True, plans
     finally:
         query.stop()
-    assert Counter(record.value for record in done) == Counter(sent)
+    assert Counter(record.value for record in done()) == Counter(sent)
 
 
 def test_timers_of_one_moment_fire_in_bounded_batches_at_once(make_state_pipe: Any, late_topic: str) -> None:
@@ -304,11 +313,13 @@ def test_bounded_timers_on_a_cluster(make_state_pipe: Any, late_topic: str) -> N
         forever=True,
     )
     try:
-        end = time.monotonic() + 120
-        while sum(fired(pipe).values()) < 1000:
-            assert driver.poll() is None, driver.communicate()[0]
-            assert time.monotonic() < end, sum(fired(pipe).values())
-            time.sleep(0.5)
+        wait_until(
+            lambda: sum(fired(pipe).values()) >= 1000,
+            120,
+            lambda: f"1000 timers fire, not only {sum(fired(pipe).values())}",
+            useless=lambda: driver.poll() is not None and driver.communicate()[0],
+            poll_s=0.5,
+        )
     finally:
         driver.kill()
         pipe.end_driver(driver)
@@ -337,14 +348,24 @@ def test_a_million_timers_of_one_moment(make_state_pipe: Any, late_topic: str, i
             forever=True,
             inside=inside,
         )
+
+        def reached(until: int = until, pid: int = driver.pid) -> bool:
+            nonlocal most_kib
+            # Ends count markers, too: the last word has the topic itself.
+            if fired_so_far() >= until and (until < count or sum(fired(pipe).values()) >= count):
+                return True
+            most_kib = max(most_kib, rss_kib(pid)) if until > count // 10 else 0
+            return False
+
         began = time.monotonic()
         try:
-            # Ends count markers, too: the last word has the topic itself.
-            while fired_so_far() < until or (until == count and sum(fired(pipe).values()) < count):
-                assert driver.poll() is None, driver.communicate()[0]
-                assert time.monotonic() < began + 400, fired_so_far()
-                most_kib = max(most_kib, rss_kib(driver.pid)) if until > count // 10 else 0
-                time.sleep(0.1)
+            wait_until(
+                reached,
+                400,
+                lambda until=until: f"{until} timers fire, not only {fired_so_far()}",
+                useless=lambda driver=driver: driver.poll() is not None and driver.communicate()[0],
+                poll_s=0.1,
+            )
             driver.send_signal(signal.SIGKILL)
         finally:
             pipe.end_driver(driver)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from onceflow.client.settings import ClientSettings
 from onceflow.driver import running
 from onceflow.protocol.names import Names
 from onceflow.testing import independent
+from onceflow.testing.waiting import wait_until
 
 pytestmark = pytest.mark.integration
 
@@ -442,6 +442,11 @@ def test_files_and_a_rate_source(make_service: Any, tmp_path: Path, topics: int)
     spark = service.spark
     expected: list[str] = []
     rates: list[int] = []
+
+    def read_rates() -> int:
+        rates.extend(int(text.removeprefix("rate:")) for text in service.new() if text.startswith("rate:"))
+        return len(rates)
+
     for run in range(2):
         (files / f"{run}.txt").write_text(f"line-{run}")
         expected.append(f"file:line-{run}")
@@ -450,14 +455,15 @@ def test_files_and_a_rate_source(make_service: Any, tmp_path: Path, topics: int)
             expected.append(f"topic:{run}")
         query = service.start(trigger="100 milliseconds")
         try:
-            deadline = time.monotonic() + 60
-            while len(rates) < 20 * run + 20 or len(service.seen) < len(expected) + len(rates):
-                assert query.isActive
-                assert time.monotonic() < deadline, f"{service.seen} after run {run}"
-                rates += [int(text.removeprefix("rate:")) for text in service.new() if text.startswith("rate:")]
+            wait_until(
+                lambda wanted=20 * run + 20: read_rates() >= wanted and len(service.seen) >= len(expected) + len(rates),
+                60,
+                lambda run=run: f"all of run {run}, not only {service.seen}",
+                useless=lambda query=query: not query.isActive and "the query has ended",
+            )
         finally:
             query.stop()
-        rates += [int(text.removeprefix("rate:")) for text in service.new() if text.startswith("rate:")]
+        read_rates()
     assert sorted(rates) == list(range(len(rates)))
     assert sorted(text for text in service.seen.elements() if not text.startswith("rate:")) == sorted(expected)
 

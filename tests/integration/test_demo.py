@@ -13,6 +13,7 @@ from confluent_kafka import Producer
 
 from onceflow.client.deadline import Deadline
 from onceflow.demos.reading import Tally
+from onceflow.testing.waiting import wait_until
 
 pytestmark = [pytest.mark.integration, pytest.mark.faults]
 
@@ -51,8 +52,9 @@ def test_a_tally_counts_what_is_committed(onceflow_broker: str, make_topic: Call
     deadline = Deadline(30, "the tally")
 
     def wait_for(count: int) -> None:
-        while dict(tally.look(deadline)) != {topic: count, other: 0}:
-            assert not deadline.expired, tally.counts
+        wait_until(
+            lambda: dict(tally.look(deadline)) == {topic: count, other: 0}, 30, lambda: f"{count}: {tally.counts}"
+        )
 
     def write(count: int, *, commit: bool) -> None:
         producer.begin_transaction()

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +19,9 @@ from onceflow.protocol import progress as records
 from onceflow.protocol.progress import PROGRESS_TOPIC
 from onceflow.spark import jvm
 from onceflow.testing import independent
+from onceflow.testing.waiting import WaitedInVainError, wait_until
 
 pytestmark = pytest.mark.integration
-
-
-def wait_until(condition: Callable[[], bool], what: str, seconds: float = 60.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, what
-        time.sleep(0.05)
 
 
 @pytest.mark.parametrize("partitioner", ["key", "source"])
@@ -306,9 +300,9 @@ def test_a_query_that_spark_stops_is_not_run_again(make_pipe: Any) -> None:
     rows = flow.read(pipe.source).select("key", "value")
     query = flow.write(rows.mapInPandas(slow, rows.schema), topic=pipe.target).start()
     tracker = pipe.spark.sparkContext.statusTracker()
-    wait_until(lambda: bool(tracker.getJobIdsForGroup(str(query.runId))), "the batch runs")
+    wait_until(lambda: bool(tracker.getJobIdsForGroup(str(query.runId))), 60, "the batch runs")
     pipe.spark.streams.get(query.id).stop()
-    wait_until(lambda: query.failure is not None, "the batch has failed")
+    wait_until(lambda: query.failure is not None, 60, "the batch has failed")
     query.stop()
     assert "the query is being stopped" in str(query.failure)
     pipe.run()
@@ -365,9 +359,8 @@ def test_a_batch_learns_that_its_query_is_being_stopped(onceflow_spark: Any) -> 
     def batch(df: DataFrame, _: int) -> None:
         known.append(jvm.is_being_stopped(df.sparkSession))
         begun.set()
-        end = time.monotonic() + 30
-        while not jvm.is_being_stopped(df.sparkSession) and time.monotonic() < end:
-            time.sleep(0.01)
+        with contextlib.suppress(WaitedInVainError):
+            wait_until(lambda: jvm.is_being_stopped(df.sparkSession), 30, "the batch learns of the stop")
         known.append(jvm.is_being_stopped(df.sparkSession))
 
     query = onceflow_spark.readStream.format("rate").load().writeStream.foreachBatch(batch).start()

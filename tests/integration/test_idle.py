@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -26,6 +25,7 @@ from onceflow.protocol.names import Names
 from onceflow.protocol.progress import Progress
 from onceflow.testing import independent
 from onceflow.testing.broker import create_topic
+from onceflow.testing.waiting import wait_until
 
 pytestmark = pytest.mark.integration
 
@@ -67,10 +67,10 @@ def connect(forgetful: str) -> Iterator[Callable[[], Cluster]]:
 
 
 def wait_until_forgotten(cluster: Cluster, names: Names) -> None:
-    end = time.monotonic() + 30
-    while describe_transaction(cluster, names.transactional_id, soon())["state"] != "Dead":
-        assert time.monotonic() < end, "the broker does not forget the transactional id"
-        time.sleep(0.1)
+    def is_dead() -> bool:
+        return describe_transaction(cluster, names.transactional_id, soon())["state"] == "Dead"
+
+    wait_until(is_dead, 30, "the broker forgets the transactional id")
 
 
 def producers_of(cluster: Cluster, topic: str) -> int:
@@ -121,10 +121,7 @@ def test_the_next_batch_commits(
         query.processAllAvailable()
         for _ in range(2):
             wait_until_forgotten(cluster, Names(pipe.flow))
-            end = time.monotonic() + 30
-            while producers_of(cluster, pipe.target):
-                assert time.monotonic() < end, "the partitions do not forget the producer"
-                time.sleep(0.1)
+            wait_until(lambda: not producers_of(cluster, pipe.target), 30, "the partitions forget the producer")
             pipe.fill(100)
             query.processAllAvailable()
         assert query.isActive

@@ -26,6 +26,7 @@ from onceflow.client.settings import ClientSettings
 from onceflow.spark import token_endpoint
 from onceflow.testing.broker import create_topic
 from onceflow.testing.identity import IdentityProvider
+from onceflow.testing.waiting import wait_until
 
 pytestmark = pytest.mark.integration
 
@@ -393,11 +394,13 @@ def run_program(guarded: Guarded, pipes: list[Any], arguments: dict[str, Any], *
             stderr=subprocess.STDOUT,
         )
         try:
-            end = time.monotonic() + 90
-            while "started" not in log.read_text():
-                assert process.poll() is None, log.read_text()[-5000:]
-                assert time.monotonic() < end, log.read_text()[-5000:]
-                time.sleep(0.2)
+            wait_until(
+                lambda: "started" in log.read_text(),
+                90,
+                lambda: f"the driver says that its queries have started\n{log.read_text()[-5000:]}",
+                useless=lambda: process.poll() is not None and "it has ended",
+                poll_s=0.05,
+            )
             keep_filling(pipes[0], seconds)
             stop.touch()
             assert process.wait(90) == 0, log.read_text()[-5000:]

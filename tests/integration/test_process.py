@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-import time
 from typing import Any
 
 import pytest
@@ -17,6 +16,7 @@ import onceflow
 from onceflow.driver import output_writer, preparing, state_step
 from onceflow.testing import independent
 from onceflow.testing.broker import create_topic
+from onceflow.testing.waiting import wait_until
 
 pytestmark = pytest.mark.integration
 
@@ -87,14 +87,14 @@ def test_records_without_a_key_in_a_partition_that_was_added(
         for n in range(60):
             producer.produce(pipe.source, b"%d" % n, None, partition=n % 6)
         assert producer.flush(30) == 0
-        end = time.monotonic() + 60
-        while len(letters := independent.read_topic(pipe.bootstrap, dead, decided=True)) < 60:
-            assert query.isActive, query.failure
-            assert time.monotonic() < end, len(letters)
-            query.awaitTermination(0.2)
+
+        def letters() -> list[independent.Seen]:
+            return independent.read_topic(pipe.bootstrap, dead, decided=True)
+
+        wait_until(lambda: len(letters()) >= 60, 60, "60 dead letters", useless=lambda: query.failure, poll_s=0.1)
     finally:
         query.stop()
-    assert sorted(int(letter.value or b"") for letter in letters) == list(range(60))
+    assert sorted(int(letter.value or b"") for letter in letters()) == list(range(60))
 
 
 def test_keys_that_are_made_are_shuffled_at_once(make_state_pipe: Any, by_tasks: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +11,7 @@ from confluent_kafka import Producer
 import onceflow
 from onceflow.errors import SchemaError
 from onceflow.testing import independent
+from onceflow.testing.waiting import wait_until
 
 pytestmark = pytest.mark.integration
 
@@ -96,14 +96,15 @@ def test_letters_come_back_when_nothing_else_arrives(
     letters = onceflow.Retry.by_origin(flow.read(failed, include_headers=True))
     policy = onceflow.Retry(retry_topic=again, parked_topic=parked, base="2 seconds", jitter=0)
     rows = flow.process(letters, policy, table=f"waiting-{failed}", state_dir=tmp_path)
+
+    def both_there() -> list[independent.Seen]:
+        seen = independent.read_topic(onceflow_broker, again, decided=True)
+        return seen if len(seen) >= 2 else []
+
     query = flow.write(rows, trigger="100 milliseconds").start()
     try:
         query.processAllAvailable()
-        began = time.monotonic()
-        seen: list[independent.Seen] = []
-        while len(seen) < 2 and time.monotonic() < began + 30:
-            time.sleep(0.2)
-            seen = independent.read_topic(onceflow_broker, again, decided=True)
+        seen = wait_until(both_there, 30, "both records are tried again", useless=lambda: query.failure, poll_s=0.1)
     finally:
         query.stop()
     found = {dict(each.headers)["onceflow.origin.topic"]: each for each in seen}

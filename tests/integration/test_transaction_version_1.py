@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -18,19 +17,13 @@ from onceflow.client.transaction_requests import describe_transaction
 from onceflow.client.transactions import Outcome, Transactions
 from onceflow.testing import faults
 from onceflow.testing.broker import create_topic
+from onceflow.testing.waiting import wait_until
 
 pytestmark = pytest.mark.integration
 
 
 def soon(seconds: float = 30.0) -> Deadline:
     return Deadline(seconds, "a test")
-
-
-def wait_until(condition: Callable[[], bool], what: str, seconds: float = 60.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, what
-        time.sleep(0.05)
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +101,7 @@ def test_a_driver_that_slept_while_another_one_started_is_fenced(pipe: Any) -> N
     ready = pipe.tmp_path / "paused"
     process = pipe.driver(faults.fault("progress", "pause", batch=1, seconds=12, once_file=str(ready)))
     try:
-        wait_until(ready.exists, "the older driver reaches its pause")
+        wait_until(ready.exists, 60, "the older driver reaches its pause")
         pipe.run()
         output = process.communicate(timeout=90)[0]
         assert process.returncode != 0
@@ -146,7 +139,7 @@ def state(cluster: Cluster, transactions: Transactions) -> str:
 def test_who_timed_out_goes_on_with_an_epoch_of_its_own(cluster: Cluster, pipe: Any, commit: bool) -> None:
     transactions = opened(cluster, pipe.target, 1_000)
     before = transactions.identity
-    wait_until(lambda: state(cluster, transactions) == "CompleteAbort", "the transaction times out")
+    wait_until(lambda: state(cluster, transactions) == "CompleteAbort", 60, "the transaction times out")
     if commit:
         assert transactions.end(soon(), commit=True) is Outcome.ABORTED
     else:
@@ -191,7 +184,7 @@ def test_who_was_fenced_stays_fenced(cluster: Cluster, pipe: Any, version_1: str
         elif rival == "has aborted":
             newer.abort(soon())
         elif rival == "timed out":
-            wait_until(lambda: state(elsewhere, newer) == "CompleteAbort", "the transaction times out")
+            wait_until(lambda: state(elsewhere, newer) == "CompleteAbort", 60, "the transaction times out")
         assert older.end(soon(), commit=commit) is Outcome.FENCED
         assert older.end(soon(), commit=commit) is Outcome.FENCED
         if rival == "writes":

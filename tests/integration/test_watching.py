@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from typing import Any
 
 import pytest
@@ -15,15 +14,9 @@ from onceflow.client.settings import ClientSettings
 from onceflow.driver import watching
 from onceflow.testing import independent
 from onceflow.testing.proxy import Proxy
+from onceflow.testing.waiting import wait_until
 
 pytestmark = pytest.mark.integration
-
-
-def wait_for(condition: Any, what: str, seconds: float = 30.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, what
-        time.sleep(0.05)
 
 
 def test_a_transaction_that_stays_open_on_a_source(
@@ -43,7 +36,7 @@ def test_a_transaction_that_stays_open_on_a_source(
     flow = pipe.open()
     query = flow.write(flow.read(pipe.source).select("key", "value"), topic=pipe.target).start()
     try:
-        wait_for(lambda: "a transaction is open" in caplog.text, "the transaction is told of")
+        wait_until(lambda: "a transaction is open" in caplog.text, 30, "the transaction is told of")
         assert f"of {pipe.source}-1 can be read" in caplog.text
         assert repr(name) in caplog.text
         other.abort_transaction(30)
@@ -69,13 +62,14 @@ def test_brokers_that_are_away(
     watch = watching.Watch(settings, {make_topic("orders", partitions=1): [0]}, flow="orders", over=lambda: False)
     proxies: list[Proxy] = []
     try:
-        wait_for(
+        wait_until(
             lambda: f"flow orders: no broker of 127.0.0.1:{port} has answered for" in caplog.text,
+            30,
             "that they are away is told",
         )
         assert f"127.0.0.1:{port}" in caplog.text
         proxies.append(Proxy(port, int(onceflow_broker.partition(",")[0].rpartition(":")[2])))
-        wait_for(lambda: "flow orders: brokers answer again" in caplog.text, "that they are back is told")
+        wait_until(lambda: "flow orders: brokers answer again" in caplog.text, 30, "that they are back is told")
     finally:
         watch.stop()
         for proxy in proxies:

@@ -6,7 +6,6 @@ import os
 import random
 import subprocess
 import sys
-import time
 from collections import Counter
 
 import pytest
@@ -20,6 +19,7 @@ from onceflow.cli.chaos import chaos
 from onceflow.errors import OptionError
 from onceflow.testing import history
 from onceflow.testing.processes import descendants
+from onceflow.testing.waiting import wait_until
 
 
 def test_equal_multisets_are_no_anomaly() -> None:
@@ -89,13 +89,14 @@ def test_command_line() -> None:
 
 
 def test_descendants() -> None:
+    def both() -> dict[int, str] | None:
+        below = descendants(os.getpid())
+        return below if sum("input()" in line for line in below.values()) >= 2 else None
+
     code = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'input()'])"
     process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, start_new_session=True)
     try:
-        end = time.monotonic() + 20
-        while not (below := descendants(os.getpid())) or sum("input()" in line for line in below.values()) < 2:
-            assert time.monotonic() < end
-            time.sleep(0.02)
+        below = wait_until(both, 20, "both processes run")
         assert process.pid in below
         assert process.pid not in descendants(process.pid)
         assert len(descendants(process.pid)) == 1

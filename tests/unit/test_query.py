@@ -15,6 +15,7 @@ from onceflow import BatchAbortedError, EnvironmentUnusableError
 from onceflow.driver.batch_sink import BatchSink
 from onceflow.planning.options import SinkOptions
 from onceflow.query import FlowQuery
+from onceflow.testing.waiting import WaitedInVainError, wait_until
 
 
 class Gone:
@@ -57,9 +58,8 @@ def test_a_batch_under_way_may_end_before_the_query_is_stopped(batch_s: float) -
 
     def run(*_: Any) -> None:
         begun.set()
-        end = time.monotonic() + (0.3 if batch_s else 30)
-        while time.monotonic() < end and not sink.stopping:
-            time.sleep(0.01)
+        with contextlib.suppress(WaitedInVainError):
+            wait_until(lambda: sink.stopping, 0.3 if batch_s else 30, "the sink is stopped")
         ended.append("cut short" if sink.stopping else "whole")
 
     sink._run = run  # type: ignore[method-assign]
