@@ -116,10 +116,12 @@ def _explore(
     reduce: bool,
 ) -> Result:
     began = time.perf_counter()
-    local = tuple(action for action in actions if action.local) if reduce else ()
-    others = tuple(action for action in actions if not (reduce and action.local))
+    # Local steps first: where there is one, no other action is looked at.
+    ordered = sorted(actions, key=lambda action: not action.local) if reduce else actions
+    runs = [(action.name, action.run, action.fault, reduce and action.local) for action in ordered]
     checks = tuple(invariants.items())
     index: dict[Hashable, int] = {key(initial): 0}
+    number = index.setdefault  # one look-up for states that are known and for new ones
     queue: list[Any] = [initial]
     came: list[tuple[int, str, str]] = [(-1, "", "")]
     calm: list[tuple[int, ...]] = []  # per state, where steps that are no faults lead
@@ -141,29 +143,27 @@ def _explore(
             depth, level_end = depth + 1, len(queue)
         state = queue[position]
         queue[position] = None  # a trace needs the steps only
-        steps = [(action, detail, after) for action in local for detail, after in action.run(state)]
-        if steps:
-            steps = [step for step in steps if step[0] is steps[0][0]]
-        else:
-            steps = [(action, detail, after) for action in others for detail, after in action.run(state)]
         targets: list[int] = []
-        for action, detail, after in steps:
-            transitions += 1
-            name = key(after)
-            at = index.get(name)
-            if at is None:
-                at = index[name] = len(queue)
-                queue.append(after)
-                came.append((position, action.name, detail))
-                taken.add(action.name)
-                for invariant, check in checks:
-                    if what := check(after):
-                        depth += at >= level_end
-                        return result(invariant, what, at, after)
-                if at >= states_max:
-                    raise SearchTooLargeError(f"more than {states_max:,} states: nothing is proved, ask for less")
-            if not action.fault:
-                targets.append(at)
+        for name, run, fault, alone in runs:
+            before = transitions
+            for detail, after in run(state):
+                transitions += 1
+                new = len(queue)
+                at = number(key(after), new)
+                if at == new:
+                    queue.append(after)
+                    came.append((position, name, detail))
+                    taken.add(name)
+                    for invariant, check in checks:
+                        if what := check(after):
+                            depth += at >= level_end
+                            return result(invariant, what, at, after)
+                    if at >= states_max:
+                        raise SearchTooLargeError(f"more than {states_max:,} states: nothing is proved, ask for less")
+                if not fault:
+                    targets.append(at)
+            if alone and transitions > before:
+                break
         if final is not None:
             calm.append(tuple(targets))
             if not targets and (what := final(state)):

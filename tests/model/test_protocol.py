@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import ast
 import importlib
+import multiprocessing
+import os
 import re
 import shlex
 import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,21 +25,24 @@ ROOT = HERE.parents[1]
 PAGE = ROOT / "docs" / "model.md"
 
 
-def module(name: str) -> Any:
-    """A module of this folder, under the name by which they import each other."""
+@contextmanager
+def modules_here() -> Iterator[None]:
+    """Modules of this folder can be imported, under the names by which they import each other."""
     sys.path.insert(0, str(HERE))
     try:
-        return importlib.import_module(name)
+        yield
     finally:
         sys.path.remove(str(HERE))
 
 
-explore, protocol, variants = module("explore"), module("protocol"), module("variants")
+with modules_here():
+    explore, protocol, searches, variants = map(
+        importlib.import_module, ("explore", "protocol", "searches", "variants")
+    )
 
 # What is done by brokers, by whoever starts drivers, and by faults.
 OTHERS = {"append", "markers", "start"}
 FAULT_ACTIONS = {"timeout", "forgets", "crash", "task dies", "second driver"}
-CONFIGS = [protocol.Config(version=version, **row) for row in protocol.SMALL for version in (1, 2)]
 VARIANTS = {variant.name: variant for variant in variants.VARIANTS}
 per_variant = pytest.mark.parametrize("name", VARIANTS)
 
@@ -42,6 +50,12 @@ per_variant = pytest.mark.parametrize("name", VARIANTS)
 def named(config: Any) -> str:
     defaults = protocol.Config()._asdict()
     return "-".join(f"{name}={value}" for name, value in config._asdict().items() if value != defaults[name])
+
+
+def jobs(search: Callable[[Any], Any], *rows: dict[str, int]) -> pytest.MarkDecorator:
+    """A test for each of these sizes and both versions of transactions."""
+    found = [(search, protocol.Config(version=version, **row)) for row in rows for version in (1, 2)]
+    return pytest.mark.parametrize("job", found, ids=[named(config) for _, config in found])
 
 
 # ---- the protocol ------------------------------------------------------------------------------------------
@@ -53,9 +67,23 @@ def test_drivers_take_the_steps_of_the_code() -> None:
     assert sorted(names) == sorted([*hooks.STEPS, hooks.ABORTED, *OTHERS, *FAULT_ACTIONS])
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=named)
-def test_everything_holds(config: Any, capsys: pytest.CaptureFixture[str], record_property: Any) -> None:
-    result = protocol.search(protocol.Model(config))
+@pytest.fixture(scope="module")
+def searched(request: pytest.FixtureRequest) -> Iterator[Callable[[Any], Any]]:
+    """``searched(job)``: what came of it. The jobs of all tests begin at once, as many as there are cores."""
+    tests = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    wanted = [item.callspec.params["job"] for item in tests if "job" in item.callspec.params]
+    spawn = multiprocessing.get_context("spawn")  # other tests have left threads, which a fork would not survive
+    with modules_here(), ProcessPoolExecutor(min(os.cpu_count() or 1, len(wanted)), mp_context=spawn) as pool:
+        found = {job: pool.submit(*job) for job in wanted}
+        try:
+            yield lambda job: found[job].result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+@jobs(searches.everything, *protocol.SMALL)
+def test_everything_holds(searched: Any, job: Any, capsys: pytest.CaptureFixture[str], record_property: Any) -> None:
+    config, result = job[1], searched(job)
     assert result.violation is None, explore.readable(result.violation, protocol.described)
     line = f"{named(config)}: {result.states:,} states, depth {result.depth}, {result.seconds:.1f} s"
     with capsys.disabled():
@@ -93,49 +121,29 @@ def test_the_searches_take_every_event_of_the_table(version: int) -> None:
     assert taken >= set(Event) - NOT_MODELLED - other
 
 
-@pytest.mark.parametrize("version", [1, 2])
-def test_the_reduction_leaves_nothing_out(version: int) -> None:
+@jobs(searches.with_and_without_reduction, {"crashes": 1, "deaths": 1, "rivals": 1, "lost": 1, "faults": 2})
+def test_the_reduction_leaves_nothing_out(searched: Any, job: Any) -> None:
     """With and without it, brokers go through the same states, with the same faults left."""
-    config = protocol.Config(version=version, crashes=1, deaths=1, rivals=1, lost=1, faults=2)
-    model = protocol.Model(config)
-
-    def search(reduce: bool) -> tuple[Any, set[Any]]:
-        seen = set()
-
-        def note(state: Any) -> str:
-            coordinator, parts, *_ = model.key(state)
-            seen.add((coordinator, parts, state.visible, state.progress.at, state.left, len(state.drivers)))
-            return ""
-
-        return explore.explore(
-            model.initial(), model.actions(), {"note": note}, final=model.final, key=model.key, reduce=reduce
-        ), seen
-
-    (reduced, few), (full, many) = search(True), search(False)
+    reduced, full, differences = searched(job)
     assert reduced.violation is None
     assert full.violation is None
     assert reduced.states < full.states
-    assert few == many
+    assert not differences
 
 
-@pytest.mark.parametrize(
-    "faults", ["rivals", "crashes copies", "deaths timeouts lost", "crashes timeouts local", "crashes expiries"]
+@jobs(
+    searches.with_and_without_keys,
+    {"rivals": 1},
+    {"crashes": 1, "copies": 1},
+    {"deaths": 1, "timeouts": 1, "lost": 1},
+    {"crashes": 1, "timeouts": 1, "local": 1},
+    {"crashes": 1, "expiries": 1},
 )
-@pytest.mark.parametrize("version", [1, 2])
-def test_states_of_one_key_go_on_alike(version: int, faults: str) -> None:
+def test_states_of_one_key_go_on_alike(searched: Any, job: Any) -> None:
     """Told apart or not, the same keys are reached: one state of a key does stand for the others."""
-    model = protocol.Model(protocol.Config(version=version, **dict.fromkeys(faults.split(), 1)))
-
-    def reached(key: Any) -> tuple[int, set[Any]]:
-        seen = set()
-        result = explore.explore(
-            model.initial(), model.actions(), {"note": lambda state: seen.add(model.key(state)) or ""}, key=key
-        )
-        return result.states, seen
-
-    (merged, few), (apart, many) = reached(model.key), reached(lambda state: state)
+    merged, apart, differences = searched(job)
     assert merged < apart
-    assert few == many
+    assert not differences
 
 
 # ---- known mistakes ----------------------------------------------------------------------------------------
