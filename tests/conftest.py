@@ -28,6 +28,11 @@ from onceflow.testing.waiting import wait_until
 # The JVMs of tests live for minutes at most, on few cores: there the second compiler takes more than it gives back.
 os.environ["JAVA_TOOL_OPTIONS"] = f"{os.environ.get('JAVA_TOOL_OPTIONS', '')} -XX:TieredStopAtLevel=1".strip()
 
+# Tests start dozens of Python processes. With bytecode on disk each of them begins earlier, also where the environment
+# asks for none (as containers do); pytest's own, with the rewritten assertions, takes seconds to make.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 DRIVER = Path(__file__).parent / "faults" / "driver.py"
 STATE_DRIVER = DRIVER.with_name("state_driver.py")
 DRIVERS = DRIVER.with_name("drivers.py")

@@ -162,13 +162,19 @@ def kafka_python(data: bytes) -> Iterator[Row]:
             yield item.offset, item.timestamp, item.key, item.value, [*item.headers]
 
 
-@pytest.mark.parametrize("compression", list(CODES))
-def test_full_batches(compression: str) -> None:
+@pytest.fixture(scope="module")
+def many_rows() -> list[Any]:
+    """Rows for more than one batch of the usual size."""
     rng = np.random.default_rng(5)
-    given_rows = [
-        (b"key-%d" % n, rng.bytes(int(size)) * 3, [("n", b"%d" % (n % 3))] if n % 7 == 0 else [], DEFAULT_MS + n // 50)
-        for n, size in enumerate(rng.integers(0, 40, 40_000).tolist())
+    return [
+        (b"key-%d" % n, rng.bytes(size) * 3, [("n", b"%d" % (n % 3))] if n % 7 == 0 else [], DEFAULT_MS + n // 50)
+        for n, size in enumerate(rng.integers(0, 40, 20_000).tolist())
     ]
+
+
+@pytest.mark.parametrize("compression", list(CODES))
+def test_full_batches(many_rows: list[Any], compression: str) -> None:
+    given_rows = many_rows
     encoded = list(encode(given_rows, compression=compression))
     assert len(encoded) > 1
     assert encoded[0].head[22] & 7 == CODES[compression]

@@ -6,6 +6,7 @@ killed in the middle of a restore.
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import random
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -180,14 +182,21 @@ class Flow:
 
     def check(self, opened: Opened) -> None:
         """The store holds all of it and nothing else, indexes included."""
-        wanted = dict(rows.with_index(self.rows.items(), {}.get))
+        wanted, keys = indexed(tuple(self.rows.items()))
         assert dict(opened.store.scan(b"")) == wanted
-        assert opened.store.get_many(sorted(wanted)) == [wanted[key] for key in sorted(wanted)]
+        assert opened.store.get_many(keys) == [wanted[key] for key in keys]
         assert opened.store.checksum_holds()
         commit_record = CommitRecord.decode(opened.store.blob(COMMIT_RECORD) or b"")
         assert commit_record is not None
         assert commit_record.at(self.goal)
         opened.store.close()
+
+
+@functools.lru_cache(maxsize=4)
+def indexed(held: tuple[tuple[bytes, bytes], ...]) -> tuple[Rows, list[bytes]]:
+    """These rows and those of their indexes, and all keys in order."""
+    found = dict(rows.with_index(held, {}.get))
+    return found, sorted(found)
 
 
 def apply(held: Rows, changes: Changes) -> None:
@@ -771,11 +780,22 @@ def test_another_process_reads_a_local_table_while_a_flow_writes(opener: type[St
 FLIPS = 96
 
 
-def damaged_flow() -> Flow:
-    """Enough rows for a tree of three levels of pages, and a list of free pages."""
+@functools.cache
+def _flow_of_many_rows() -> Flow:
     flow = Flow(seed=3, keys=2500, chunk_size=5000)
     for _ in range(4):
         flow.commit(flow.changes(2500))
+    return flow
+
+
+def damaged_flow() -> Flow:
+    """Enough rows for a tree of three levels of pages, and a list of free pages. Each caller has a flow of its own."""
+    made = _flow_of_many_rows()
+    flow = Flow(keys=made.keys, chunk_size=made.topics.chunk_size)
+    flow.batch, flow.goal, flow.rows = made.batch, made.goal, dict(made.rows)
+    flow.dice.setstate(made.dice.getstate())
+    flow.topics.ends = dict(made.topics.ends)
+    flow.topics.records = {topic: dict(records) for topic, records in made.topics.records.items()}
     return flow
 
 
@@ -794,12 +814,12 @@ def flips(size: int) -> list[tuple[int, int]]:
     return found
 
 
-def play_damaged(folder: Path, first: int, again: bool) -> None:
+def play_damaged(folder: Path, first: int, end: int, again: bool) -> None:
     """Opens one damaged copy after the other; one more batch shows whether it can be written, too."""
     pristine = (folder / "pristine").read_bytes()
     flow = damaged_flow()
     before = (flow.goal, dict(flow.topics.ends), dict(flow.rows), flow.dice.getstate())
-    for at, (position, mask) in list(enumerate(flips(len(pristine))))[first:]:
+    for at, (position, mask) in list(enumerate(flips(len(pristine))))[first:end]:
         print("begin", at, flush=True)
         place = folder / str(at)
         if not (again and at == first):
@@ -823,6 +843,23 @@ def play_damaged(folder: Path, first: int, again: bool) -> None:
         print("end", at, how, flush=True)
 
 
+def found_in(folder: Path, first: int, end: int) -> dict[int, str]:
+    """What became of these flips. The engine may crash of one: then the next process begins with it."""
+    found: dict[int, str] = {}
+    again = False
+    while len(found) < end - first:
+        begin = first + len(found)
+        command = [sys.executable, __file__, "damaged", str(folder), *map(str, (begin, end, int(again)))]
+        done = subprocess.run(command, capture_output=True, text=True)
+        lines = [line.split() for line in done.stdout.splitlines()]
+        found.update({int(line[1]): " ".join(line[2:]) for line in lines if line[0] == "end"})
+        if done.returncode:
+            assert done.returncode < 0, f"{done.stdout[-200:]}\n{done.stderr}"  # a signal: the engine crashed
+            assert int(lines[-1][1]) == first + len(found), "it died of the flip after the last one"
+            again = True
+    return found
+
+
 def test_flipped_bytes_anywhere_end_in_the_right_rows(tmp_path: Path) -> None:
     flow = damaged_flow()
     folder = tmp_path / "whole"
@@ -833,17 +870,9 @@ def test_flipped_bytes_anywhere_end_in_the_right_rows(tmp_path: Path) -> None:
     forget(folder)
     shutil.copy(folder / "data.mdb", tmp_path / "pristine")
     assert (tmp_path / "pristine").stat().st_size > 60 * 4096
-    found: dict[int, str] = {}
-    first, again, died = 0, False, 0
-    while len(found) < FLIPS:
-        command = [sys.executable, __file__, "damaged", str(tmp_path), str(first), str(int(again))]
-        done = subprocess.run(command, capture_output=True, text=True)
-        begun = [line.split() for line in done.stdout.splitlines()]
-        found.update({int(line[1]): " ".join(line[2:]) for line in begun if line[0] == "end"})
-        if done.returncode:
-            assert done.returncode < 0, f"{done.stdout[-200:]}\n{done.stderr}"  # a signal: the engine crashed
-            first, again, died = int(begun[-1][1]), True, died + 1
-            assert first not in found
+    with ThreadPoolExecutor(2) as two:  # which wait for processes
+        parts = two.map(lambda part: found_in(tmp_path, *part), [(0, FLIPS // 2), (FLIPS // 2, FLIPS)])
+        found = {at: how for part in parts for at, how in part.items()}
     assert set(found) == set(range(FLIPS))
     assert set(found.values()) <= {"in sync", "caught up", "restored"}
     assert list(found.values()).count("restored") > FLIPS // 4
@@ -970,7 +999,7 @@ def test_a_kill_in_the_middle_of_a_restore(folder: Path, commits: bool) -> None:
 if __name__ == "__main__":
     action, place, *rest = sys.argv[1:]
     if action == "damaged":
-        play_damaged(Path(place), int(rest[0]), again=bool(int(rest[1])))
+        play_damaged(Path(place), int(rest[0]), int(rest[1]), again=bool(int(rest[2])))
     elif action == "dying":
         play_dying(Path(place))
     else:
