@@ -23,7 +23,7 @@ def test_a_transaction_that_stays_open_on_a_source(
     make_pipe: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(watching, "INTERVAL_S", 0.2)
-    monkeypatch.setattr(watching, "TELL_AFTER_S", 1.0)
+    monkeypatch.setattr(watching, "WARN_AFTER_S", 1.0)
     caplog.set_level(logging.WARNING, "onceflow")
     pipe = make_pipe()
     pipe.fill(400)

@@ -128,7 +128,7 @@ class BatchCommit:
     def ended(self) -> None:
         """The query is over."""
         if self._late_rows is not None:
-            self._late_rows.tell()
+            self._late_rows.warn()
 
     def is_idle(self, source: SourceRange) -> bool:
         """Whether a batch would change nothing: neither outputs nor progress."""
@@ -295,7 +295,7 @@ class BatchCommit:
         if self._state is not None:
             self._state.adopt()
         if self._late_rows is not None:
-            self._late_rows.adopt(summary.batch, summary.dropped)
+            self._late_rows.on_commit(summary.batch, summary.dropped)
         summary.records, summary.nbytes = checked.records, checked.nbytes
         summary.max_rss_kib = checked.max_rss_kib
         if self._state is not None:

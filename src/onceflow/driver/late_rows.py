@@ -1,6 +1,6 @@
-"""Rows that Spark drops because they are later than the watermark: counted, told, and on demand an error.
+"""Rows that Spark drops because they are later than the watermark: they are counted, reported, and on demand an error.
 
-Spark's operators with state drop them without a word. They count them in the metric ``numRowsDroppedByWatermark``
+Spark's operators with state drop them silently. They count them in the metric ``numRowsDroppedByWatermark``
 (Spark: StateStoreWriter, WatermarkSupport); behind a partial aggregation several rows of a group are one there.
 """
 
@@ -16,7 +16,7 @@ log = logging.getLogger("onceflow.sink")
 
 DROP, FAIL = "drop", "fail"
 LATE = (DROP, FAIL)
-_TELL_EVERY_S = 60.0
+_WARN_EVERY_S = 60.0
 
 
 class LateRows:
@@ -32,9 +32,9 @@ class LateRows:
         self._late = late
         self._dropped = dropped
         self._before = 0
-        self._untold = 0
+        self._unreported = 0
         self._batch = 0  # the last that has dropped some
-        self._told_at = float("-inf")
+        self._warned_at = float("-inf")
 
     def begin(self, *, again: bool) -> None:
         """An attempt begins; ``again``: an earlier one of the same batch has counted, too."""
@@ -57,24 +57,24 @@ class LateRows:
             )
         return dropped
 
-    def adopt(self, batch: int, dropped: int) -> None:
+    def on_commit(self, batch: int, dropped: int) -> None:
         """The batch is committed. A warning says so, at most once a minute."""
-        self._untold += dropped
+        self._unreported += dropped
         self._batch = batch if dropped else self._batch
-        if time.monotonic() - self._told_at >= _TELL_EVERY_S:
-            self.tell()
+        if time.monotonic() - self._warned_at >= _WARN_EVERY_S:
+            self.warn()
 
-    def tell(self) -> None:
-        """Tell what was not told yet: also when the query ends."""
-        if self._untold:
+    def warn(self) -> None:
+        """Report what was not reported yet. Called when the query ends, too."""
+        if self._unreported:
             log.warning(
                 "flow %s: Spark dropped at least %s later than the watermark, up to batch %d. They are in no output. "
                 'A longer delay of withWatermark keeps them, late="fail" stops the flow instead',
                 self._flow,
-                _rows(self._untold),
+                _rows(self._unreported),
                 self._batch,
             )
-            self._untold, self._told_at = 0, time.monotonic()
+            self._unreported, self._warned_at = 0, time.monotonic()
 
 
 def _rows(count: int) -> str:

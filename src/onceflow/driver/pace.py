@@ -1,4 +1,4 @@
-"""Batches that take longer than their trigger: told once a minute, where Spark would tell of each."""
+"""Batches that take longer than their trigger: one warning a minute, where Spark would log each of them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 
 log = logging.getLogger("onceflow.sink")
 
-_TELL_EVERY_S = 60.0
+_WARN_EVERY_S = 60.0
 _SHARE = 0.1  # of slow batches that is worth a warning
 
 
@@ -31,7 +31,7 @@ class Pace:
         self._slow += 0 < self._trigger_s < seconds
         self._worst_s = max(self._worst_s, seconds)
         now = time.monotonic()
-        if now - self._since < _TELL_EVERY_S:
+        if now - self._since < _WARN_EVERY_S:
             return
         if self._slow > _SHARE * self._batches:
             log.warning(

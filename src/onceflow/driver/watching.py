@@ -1,5 +1,5 @@
-"""Tells of what keeps a running flow from its records: brokers that do not answer, and transactions of others that stay
-open on its sources.
+"""Warnings of what keeps a running flow from its records: brokers that do not answer, and transactions of others that
+stay open on its sources.
 
 Spark runs no batch while there is nothing to read, so the sink cannot notice. A thread looks now and then, over a
 connection of its own.
@@ -23,8 +23,8 @@ log = logging.getLogger("onceflow")
 #: How often it looks, for how long a transaction may be open before it is told, and how often it is told that no
 #: broker answers, in seconds.
 INTERVAL_S = 20.0
-TELL_AFTER_S = 60.0
-TELL_AGAIN_S = 60.0
+WARN_AFTER_S = 60.0
+WARN_AGAIN_S = 60.0
 _LOOK_S = 10.0
 _END_S = 2.0
 
@@ -49,7 +49,7 @@ class Watch:
         self._flow = flow
         self._over = over
         self._answered_at = time.monotonic()
-        self._told_at: float | None = None  # that no broker answers; None: one does
+        self._warned_at: float | None = None  # that no broker answers; None: one does
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True, name=f"onceflow-watch-{flow}")
         self._thread.start()
@@ -60,7 +60,7 @@ class Watch:
         self._thread.join(_END_S)
 
     def _run(self) -> None:
-        stable = StableOffsets(TELL_AFTER_S)
+        stable = StableOffsets(WARN_AFTER_S)
         cluster: Cluster | None = None
         try:
             while not self._ending.wait(INTERVAL_S) and not self._over():
@@ -82,9 +82,9 @@ class Watch:
     def _unanswered(self, error: OnceflowError) -> None:
         """No broker has answered: tell it, not at every look."""
         now = time.monotonic()
-        if self._ending.is_set() or (self._told_at is not None and now - self._told_at < TELL_AGAIN_S):
+        if self._ending.is_set() or (self._warned_at is not None and now - self._warned_at < WARN_AGAIN_S):
             return
-        self._told_at = now
+        self._warned_at = now
         log.warning(
             "flow %s: no broker of %s has answered for %.0f s; nothing is lost, it goes on then (%s)",
             self._flow,
@@ -94,6 +94,6 @@ class Watch:
         )
 
     def _answered(self) -> None:
-        if self._told_at is not None:
+        if self._warned_at is not None:
             log.warning("flow %s: brokers answer again", self._flow)
-        self._told_at, self._answered_at = None, time.monotonic()
+        self._warned_at, self._answered_at = None, time.monotonic()
