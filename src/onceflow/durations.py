@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import re
 
-_PATTERN = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*")
+from onceflow.errors import OptionError
+
+_PATTERN = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*")
 _UNIT_MS = {
     "ms": 1,
     "millisecond": 1,
@@ -31,12 +33,46 @@ def duration_ms(value: str | float) -> int:
         ValueError: not a duration, or a negative one.
     """
     if isinstance(value, str):
-        found = _PATTERN.fullmatch(value.lower())
-        unit = found and (_UNIT_MS.get(found[2]) or _UNIT_MS.get(found[2].removesuffix("s")))
-        if not found or not unit:
+        milliseconds = _parse(value)
+        if milliseconds is None:
             raise ValueError(f"{value!r} is no duration: write it like '10 seconds', '5 minutes' or '7 days'")
-        return round(float(found[1]) * unit)
+        return round(milliseconds)
     number = not isinstance(value, bool) and isinstance(value, (int, float))
     if not number or not math.isfinite(value) or value < 0:
         raise ValueError(f"{value!r} is no duration: give seconds as a number, or a text like '5 minutes'")
     return round(value * 1000)
+
+
+def option_seconds(value: str | float, name: str, flow: str, *, at_least: float = 1.0) -> float:
+    """Seconds of a duration that is an option of a flow.
+
+    Args:
+        value: as of `duration_ms`; a text without a unit means seconds, too.
+        name: of the option, for errors.
+        at_least: the shortest duration that the option takes, in seconds.
+
+    Raises:
+        OptionError: not a duration, or too short a one.
+    """
+    milliseconds = _parse(str(value), bare_unit="s")
+    if milliseconds is None:
+        raise OptionError(
+            f"{name}={value!r} is not a duration", flow=flow, next_step='for example "100 milliseconds" or "60 seconds"'
+        )
+    if milliseconds < at_least * 1000:
+        raise OptionError(f"{name}={value!r} is too short", flow=flow, next_step=f"use at least {at_least:g} second")
+    return milliseconds / 1000
+
+
+def _parse(text: str, *, bare_unit: str = "") -> float | None:
+    """Milliseconds of a number with a unit; None: it is not one.
+
+    Args:
+        bare_unit: of a number without a unit; empty: that is not a duration.
+    """
+    found = _PATTERN.fullmatch(text.lower())
+    if found is None:
+        return None
+    name = found[2] or bare_unit
+    unit = _UNIT_MS.get(name) or _UNIT_MS.get(name.removesuffix("s"))
+    return None if unit is None else float(found[1]) * unit

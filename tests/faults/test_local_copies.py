@@ -222,11 +222,11 @@ def test_executors_go_by_their_own_environment(make_state_pipe: Any, monkeypatch
 def test_five_million_rows_are_restored(make_state_pipe: Any, monkeypatch: pytest.MonkeyPatch, prepared: bool) -> None:
     """All in one partition: the tasks of the others begin to write, and the transaction times out. It costs no attempt,
     but once: nobody prepares copies when tasks run on several hosts."""
-    from onceflow import flow
     from onceflow.driver import state_step
+    from onceflow.planning import write_options
 
     monkeypatch.setattr(state_step, "_TASK_ROWS", 10)
-    monkeypatch.setattr(flow, "SinkOptions", functools.partial(flow.SinkOptions, max_attempts=1))
+    monkeypatch.setattr(write_options, "SinkOptions", functools.partial(write_options.SinkOptions, max_attempts=1))
     if not prepared:
         monkeypatch.setattr(state_step, "prepare", lambda *_, **__: None)
     pipe = make_state_pipe()

@@ -16,7 +16,7 @@ import pytest
 import onceflow
 from onceflow.admin.reset import reset
 from onceflow.client.settings import ClientSettings
-from onceflow.driver import running
+from onceflow.driver import checkpoint_location
 from onceflow.protocol.names import Names
 from onceflow.testing import independent
 from onceflow.testing.waiting import wait_until
@@ -484,7 +484,7 @@ def check_state_files(checkpoint: Path, state_format: int) -> None:
 @pytest.fixture
 def draining(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where it is not known what Spark's commit log has to say: the batch is run again."""
-    monkeypatch.setattr(running, "COMPLETE_COMMIT_LOG", False)
+    monkeypatch.setattr(checkpoint_location, "COMPLETE_COMMIT_LOG", False)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from pyspark.sql import functions as F
 
 import onceflow
 from onceflow import serdes
-from onceflow.driver import running, state_step
+from onceflow.driver import checkpoint_location, state_step
 from onceflow.testing import independent
 
 pytestmark = pytest.mark.integration
@@ -143,8 +143,8 @@ def test_a_start_that_changes_nothing(
     make_pipe: Any, make_topic: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Nothing to read: no batch. A start that is refused: no folder. Starting offsets of a flow that has run: told."""
-    monkeypatch.setattr(running.tempfile, "gettempdir", lambda: str(tmp_path))
-    monkeypatch.setattr(running.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(checkpoint_location.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(checkpoint_location.tempfile, "tempdir", str(tmp_path))
     pipe = make_pipe()
     assert pipe.run(once=True).batches == []
     pipe.fill(10)

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from onceflow.driver.checkpoint_location import moved_since
 from onceflow.driver.numbering import Numbering
 from onceflow.driver.offset_log import (
     SourceRange,
@@ -23,7 +24,6 @@ from onceflow.driver.offset_log import (
     read_ends,
     read_range,
 )
-from onceflow.driver.running import moved_since
 from onceflow.errors import ProgressConflictError
 from onceflow.planning.checkpoints import CheckpointStart, plan_checkpoint
 from onceflow.protocol.progress import CheckpointProgress, Progress

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from onceflow.driver.running import scratch_folder
+from onceflow.driver.checkpoint_location import scratch_folder
 
 
 @pytest.fixture

@@ -48,7 +48,7 @@ def plan(source: SourceTopic, known: Progress | None, **options: Any) -> Start:
 )
 def test_first_start_is_pinned(known: Progress | None, starting: Any, expected: dict[int, int]) -> None:
     source = topic({0: 3, 1: 0}, {0: 9, 1: 5})
-    assert plan(source, known, starting_offsets=starting) == Start(expected, pin=True)
+    assert plan(source, known, starting_offsets=starting) == Start(expected, must_commit=True)
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_bad_starting_offsets(starting: Any, words: list[str]) -> None:
 @pytest.mark.parametrize("starting", ["earliest", "latest", {0: 4}])
 def test_starting_offsets_are_ignored_once_there_is_progress(starting: Any) -> None:
     start = plan(topic({0: 0, 1: 0}, {0: 9, 1: 9}), progress({0: 5, 1: 0}), starting_offsets=starting)
-    assert (start.offsets, start.pin) == ({0: 5, 1: 0}, False)
+    assert (start.offsets, start.must_commit) == ({0: 5, 1: 0}, False)
     if starting == "earliest":  # the default: nobody has asked for anything
         assert start.warnings == ()
     else:
@@ -95,12 +95,12 @@ def test_starting_offsets_that_nobody_knows_are_refused_at_every_start() -> None
 
 @pytest.mark.parametrize("committed", [3, 9], ids=["at the log's start", "at its end"])
 def test_progress_at_the_edges_of_the_log_is_no_loss(committed: int) -> None:
-    assert plan(topic({0: 3}, {0: 9}), progress({0: committed})) == Start({0: committed}, pin=False)
+    assert plan(topic({0: 3}, {0: 9}), progress({0: committed})) == Start({0: committed}, must_commit=False)
 
 
 def test_new_partition_is_read_from_its_beginning_and_pinned() -> None:
     start = plan(topic({0: 0, 1: 2}, {0: 9, 1: 4}), progress({0: 5}))
-    assert (start.offsets, start.pin) == ({0: 5, 1: 2}, True)
+    assert (start.offsets, start.must_commit) == ({0: 5, 1: 2}, True)
     assert start.warnings == ("in-1 is new, it is read from offset 2",)
 
 
@@ -114,7 +114,7 @@ def test_expired_records_stop_the_flow() -> None:
 
 def test_expired_records_can_be_given_up() -> None:
     start = plan(topic({0: 0, 1: 8}, {0: 9, 1: 9}), progress({0: 5, 1: 6}), fail_on_data_loss=False)
-    assert (start.offsets, start.pin) == ({0: 5, 1: 8}, True)
+    assert (start.offsets, start.must_commit) == ({0: 5, 1: 8}, True)
     assert len(start.warnings) == 1
     assert "offsets 6 to 7 have expired" in start.warnings[0]
     assert "skipped" in start.warnings[0]
@@ -139,7 +139,7 @@ def test_topic_created_again(fail_on_data_loss: bool) -> None:
 
 
 def test_topic_whose_id_progress_does_not_know() -> None:
-    assert plan(topic({0: 0}, {0: 9}, topic_id="id-2"), progress({0: 5}, {})) == Start({0: 5}, pin=False)
+    assert plan(topic({0: 0}, {0: 9}, topic_id="id-2"), progress({0: 5}, {})) == Start({0: 5}, must_commit=False)
 
 
 @pytest.mark.parametrize("fail_on_data_loss", [True, False])
@@ -203,7 +203,7 @@ def test_any_state(
                 assert offset == low, "more is skipped than has expired"
         elif known is not None:
             assert offset == low, "a new partition is not read from its beginning"
-    assert start.pin == (start.offsets != known)
+    assert start.must_commit == (start.offsets != known)
     if known is not None:
         assert same_id
         assert known.keys() <= span.keys()

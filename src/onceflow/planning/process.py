@@ -1,17 +1,11 @@
-"""``Flow.process``: what is checked and made before a step with state can run."""
+"""``Flow.process``: what is checked and decided before a step with state can run."""
 
 from __future__ import annotations
 
-import logging
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pyspark.sql import SparkSession
-
-from onceflow.client.cluster import Cluster
-from onceflow.client.deadline import Deadline
 from onceflow.durations import duration_ms
 from onceflow.errors import OptionError, ProgressConflictError
 from onceflow.protocol.names import OwnTopics
@@ -20,12 +14,10 @@ from onceflow.state.api.processor import ColumnProcessor, Processor
 from onceflow.state.dead_letter_limit import check_limit
 from onceflow.state.engine.base import TIMERS_PER_BATCH
 from onceflow.state.engine.shapes import declared_fields
-from onceflow.state.local.format import default_state_dir
+from onceflow.state.local.format import INTERNAL_SUFFIX, default_state_dir
 from onceflow.state.spec import ProcessSpec
 from onceflow.state.stores.base import Store
-from onceflow.state.topics import TableTopics, check_known, check_readable, committed_ends, ensure_topics
-
-log = logging.getLogger("onceflow.state")
+from onceflow.state.topics import TableTopics, check_known
 
 ON_ERROR = ("fail", "dead-letter")
 STORES = ("lmdb", "memory", "rocksdb")
@@ -69,7 +61,13 @@ class StepOptions:
 def check_options(
     options: StepOptions, processor: object, *, flow: str, sources: Iterable[str], tables: Iterable[str]
 ) -> Processor | ColumnProcessor:
-    """What can be told without asking Kafka.
+    """Check what can be told without asking Kafka.
+
+    Args:
+        sources: topics that the flow reads. tables: tables of its other steps.
+
+    Returns:
+        The processor.
 
     Raises:
         OptionError: see its text.
@@ -80,7 +78,24 @@ def check_options(
             flow=flow,
             next_step="give an instance of your subclass: Balance(), not Balance",
         )
-    table = options.table
+    _check_table(options.table, flow, sources, tables)
+    _check_dead_letters(options, processor, flow)
+    if (processor.allowed_lateness is not None) != (options.late_topic is not None):
+        raise OptionError(
+            "allowed_lateness of the processor and late_topic= go together",
+            flow=flow,
+            next_step="give both (late records go to the topic, they never vanish), or neither (none is late)",
+        )
+    own_tables = frozenset(topic for name in (*tables, options.table) for topic in (name, name + INTERNAL_SUFFIX))
+    check_side_topics((options.dead_letter_topic, options.late_topic), OwnTopics(frozenset(sources), own_tables), flow)
+    _check_numbers(options, flow)
+    _check_durations(options, processor, flow)
+    if isinstance(options.store, str) and options.store not in STORES:
+        raise OptionError(f"store={options.store!r} is unknown", flow=flow, next_step=f"use one of {STORES}")
+    return processor
+
+
+def _check_table(table: str, flow: str, sources: Iterable[str], tables: Iterable[str]) -> None:
     if not table or table in sources or table.startswith("__"):
         what = "is read by this flow" if table in sources else "cannot be a table topic"
         raise OptionError(f"table={table!r} {what}", flow=flow, next_step="give the table a topic name of its own")
@@ -88,6 +103,9 @@ def check_options(
         raise OptionError(
             f"table={table!r} has a step already", flow=flow, next_step="one step of one flow owns a table"
         )
+
+
+def _check_dead_letters(options: StepOptions, processor: Processor | ColumnProcessor, flow: str) -> None:
     if options.on_error not in ON_ERROR:
         raise OptionError(
             f"on_error={options.on_error!r} is unknown", flow=flow, next_step=f"use one of {', '.join(ON_ERROR)}"
@@ -111,14 +129,9 @@ def check_options(
             flow=flow,
             next_step='give on_error="dead-letter" and dead_letter_topic= as well, or leave it out',
         )
-    if (processor.allowed_lateness is not None) != (options.late_topic is not None):
-        raise OptionError(
-            "allowed_lateness of the processor and late_topic= go together",
-            flow=flow,
-            next_step="give both (late records go to the topic, they never vanish), or neither (none is late)",
-        )
-    known = OwnTopics(frozenset(sources), frozenset(t for name in (*tables, table) for t in (name, name + "-internal")))
-    check_side_topics((options.dead_letter_topic, options.late_topic), known, flow)
+
+
+def _check_numbers(options: StepOptions, flow: str) -> None:
     if options.partitions is not None and options.partitions < 1:
         raise OptionError(f"partitions={options.partitions} is too few", flow=flow, next_step="give at least 1")
     if options.max_timers_per_batch is not None and options.max_timers_per_batch < 1:
@@ -127,6 +140,9 @@ def check_options(
             flow=flow,
             next_step="give at least 1, or None to fire all that are due in one batch",
         )
+
+
+def _check_durations(options: StepOptions, processor: Processor | ColumnProcessor, flow: str) -> None:
     for name, duration in (
         ("retention", options.retention),
         ("idle_timeout", options.idle_timeout),
@@ -138,16 +154,13 @@ def check_options(
                 raise ValueError("it must be positive")
         except ValueError as error:
             raise OptionError(f"{name}={duration!r}: {error}", flow=flow, next_step='for example "5 minutes"') from None
-    if isinstance(options.store, str) and options.store not in STORES:
-        raise OptionError(f"store={options.store!r} is unknown", flow=flow, next_step=f"use one of {STORES}")
-    return processor
 
 
 def check_side_topics(topics: Iterable[str | None], own: OwnTopics, flow: str) -> None:
     """Refuse topics that dead letters and late records must not go to.
 
     Raises:
-        OptionError: one is an internal topic, a source or a table of the flow.
+        OptionError: one of them is an internal topic, a source or a table of the flow.
     """
     for topic in topics:
         why = "" if topic is None else own.refusal(topic)
@@ -176,31 +189,32 @@ def store_class(store: str | type[Store]) -> type[Store]:
     return LmdbStore
 
 
-def ensure_table(
-    cluster: Cluster,
+def plan_table(
     options: StepOptions,
-    progress: Progress,
-    sources: Mapping[str, int],
     processor: Processor | ColumnProcessor,
-    deadline: Deadline,
-) -> tuple[TableTopics, Progress]:
-    """The table's topics, and progress that knows them.
+    topics: TableTopics,
+    ends: Mapping[str, Mapping[int, int]],
+    progress: Progress,
+) -> Progress:
+    """Whether the flow may use the table's topics as they are.
 
     Args:
-        sources: partition count of every source topic.
         processor: its state has a version, and maybe declared fields.
+        ends: last stable offsets of the topics, per partition.
+        progress: the flow's, as committed.
 
     Returns:
-        The topics, and progress: the same object when it knew them already, else one to be committed first.
+        Progress that knows the table: the same object when it did already, else one to be committed before anything is
+        written to the topics.
+
+    Raises:
+        ProgressConflictError: it may not.
     """
     table = options.table
-    topics = ensure_topics(cluster, table, options.partitions or max(sources.values()), deadline)
-    ends = committed_ends(cluster, topics, deadline)
-    check_readable(cluster, ends, deadline)
     if table in progress.changelogs:
         check_known(topics, progress.changelogs, progress.topic_ids)
         _check_state(table, progress.tables.get(table, TableProgress()), processor)
-        return topics, progress
+        return progress
     if options.partitions is not None and topics.partitions != options.partitions:
         raise ProgressConflictError(
             f"Table topic {table} has {topics.partitions} partitions, partitions={options.partitions} was asked for",
@@ -215,7 +229,7 @@ def ensure_table(
             next_step="delete the topics "
             f"{topics.table} and {topics.internal} to start empty, or give adopt_existing=True to take the rows over",
         )
-    return topics, replace(
+    return replace(
         progress,
         changelogs={**progress.changelogs, **ends},
         topic_ids={**progress.topic_ids, **topics.ids},
@@ -223,13 +237,11 @@ def ensure_table(
     )
 
 
-def runs_here(spark: SparkSession) -> bool:
-    """Whether tasks run on this machine."""
-    return re.match(r"local(\[|$)", str(spark.sparkContext.master)) is not None
-
-
 def check_migration(processor: Processor | ColumnProcessor, known: int, *, table: str, flow: str) -> None:
-    """Whether the processor can read what another version of it has written.
+    """Refuse a processor that cannot read the state that an older version of it has written.
+
+    Args:
+        known: the version that has written the state.
 
     Raises:
         ProgressConflictError: it cannot.
@@ -275,8 +287,10 @@ def make_spec(
     """What the step's tasks are told.
 
     Args:
-        local: whether they run on this machine. Then driver and workers share the stores, and one of them decides where
-            these are; elsewhere every host goes by its own environment.
+        flow_key: of the flow's progress record.
+        source_topic: the topic that all records come from, when there is only one.
+        local: whether tasks run on this machine. Then driver and workers share the local stores, and the driver decides
+            where these are. Elsewhere every host goes by its own environment.
     """
     state_dir = default_state_dir() if local else None
     ttl = options.retention if options.retention is not None else processor.ttl
@@ -299,5 +313,5 @@ def make_spec(
 
 
 def side_topics(steps: Mapping[str, Step]) -> dict[str, str]:
-    """Topics of dead letters and late records, and which they are for."""
+    """Topics that dead letters and late records go to, and which of the two goes there."""
     return {topic: role for step in steps.values() for topic, role in step.spec.side_topics.items()}

@@ -1,7 +1,7 @@
 """Where a flow starts: a pure decision from what progress says and what the source topics hold now.
 
-``plan`` looks at facts and decides or refuses; it does no I/O. ``Flow.read`` gathers the facts, after the
-transactional id was initialised (so that nothing moves any more), and applies the decision.
+``plan`` decides or refuses; it does no I/O. ``driver/startup.py`` gathers the facts after it has initialised the
+transactional id, so that they cannot change any more, and carries the decision out.
 """
 
 from __future__ import annotations
@@ -36,12 +36,13 @@ class Start:
 
     Args:
         offsets: where each partition is read from.
-        pin: whether these offsets differ from what progress holds and must be committed before reading.
-        remarks: what a person should know (lost ranges that were accepted, new partitions).
+        must_commit: whether these offsets differ from those in progress, so that they must be committed before
+            anything is read.
+        warnings: what a person should know (lost ranges that were accepted, new partitions).
     """
 
     offsets: dict[int, int]
-    pin: bool
+    must_commit: bool
     warnings: tuple[str, ...] = field(default=())
 
 
@@ -55,11 +56,11 @@ def plan(
 ) -> Start:
     """Decide where ``topic`` is read from.
 
-    - Never read before by this flow: at ``starting_offsets``, which are pinned (committed) at once, so
-      that "latest" means the first start, not every start until something was written.
+    - Never read before by this flow: at ``starting_offsets``. They are committed at once, so that "latest"
+      means the time of the first start, not that of every start until something was written.
     - Read before: exactly where progress ends. Partitions that are new are read from their beginning.
     - Records between progress and the log's start have expired: ``DataLossError``, or with
-      ``fail_on_data_loss=False`` the gap is logged, pinned and skipped.
+      ``fail_on_data_loss=False`` the gap is logged, and the offsets behind it are committed.
     - The topic was deleted and created again: refused, its offsets mean other records now.
     """
     if isinstance(starting_offsets, str) and starting_offsets not in STARTING:
@@ -70,7 +71,7 @@ def plan(
         )
     known = None if progress is None else progress.offsets.get(topic.name)
     if progress is None or known is None:
-        return Start(_first_start(topic, starting_offsets, flow), pin=True)
+        return Start(_first_start(topic, starting_offsets, flow), must_commit=True)
     _check_same_topic(topic, progress, flow)
     warnings: list[str] = []
     offsets = {
@@ -86,13 +87,13 @@ def plan(
             detail="partitions can only go when a topic is deleted and created again",
             next_step="`onceflow reset` the flow to read the new topic from its start",
         )
-    pin = offsets != {partition: known.get(partition) for partition in offsets}
+    must_commit = offsets != {partition: known.get(partition) for partition in offsets}
     if progress.batch_id and starting_offsets not in ("earliest", dict(known)):
         warnings.append(
             f"starting_offsets={starting_offsets!r} counts for the first start only; {topic.name} is read on where "
             f"progress ends, at {offsets}. To start over: `onceflow reset {flow} --bootstrap-servers HOST:PORT`"
         )
-    return Start(offsets, pin, tuple(warnings))
+    return Start(offsets, must_commit, tuple(warnings))
 
 
 def _continued(

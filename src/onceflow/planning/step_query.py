@@ -12,11 +12,12 @@ from onceflow.driver.state_step import StateStep, StepQuery
 from onceflow.errors import OptionError, UnsupportedQueryError
 from onceflow.planning.options import SinkOptions
 from onceflow.planning.ownership import Columns
-from onceflow.planning.process import Step, needs_clock, runs_here
+from onceflow.planning.process import Step, needs_clock
 from onceflow.planning.step_frames import with_clock
 from onceflow.planning.step_tree import Tree, source_frame, tree_of
 from onceflow.protocol.progress import Progress
 from onceflow.spark import plans, queries
+from onceflow.spark.master import is_local
 from onceflow.state.table_state import TableState
 from onceflow.task.state_tasks import Collected, StepPlaceholder
 from onceflow.task.step_outputs import OUTPUT_SPARK_SCHEMA
@@ -121,7 +122,7 @@ def wire(
         query,
         {name: table(name, step) for name, step in used.items()},
         cores=current_cores(df.sparkSession),
-        local=runs_here(df.sparkSession),
+        local=is_local(df.sparkSession),
         small_batch_rows=options.small_batch_rows,
         source_partitions={name: len(partitions) for name, partitions in source_partitions.items()},
         source_keys=source_keys,

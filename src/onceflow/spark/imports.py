@@ -14,7 +14,7 @@ import sys
 import sysconfig
 import uuid
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from py4j.protocol import Py4JError
@@ -23,15 +23,16 @@ from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, SparkSession
 
 from onceflow.errors import EnvironmentUnusableError
-from onceflow.planning.process import Step, runs_here
 from onceflow.spark import jvm, plans, queries, shipping
 from onceflow.spark.import_errors import cannot_import, import_error
+from onceflow.spark.master import is_local
 from onceflow.spark.pickling import (
     LoadFailure,
     Pickled,
     load_failure,
     pickled,
 )
+from onceflow.state.spec import ProcessSpec
 
 log = logging.getLogger("onceflow")
 
@@ -51,7 +52,7 @@ class ImportCheck:
     def __init__(self, spark: SparkSession, sent: Iterable[Pickled], *, flow: str) -> None:
         self._spark = spark
         self._flow = flow
-        self._local = runs_here(spark)
+        self._local = is_local(spark)
         self._passed = _passed.setdefault(spark.sparkContext, set())
         self._waiting = [
             each
@@ -100,9 +101,12 @@ class ImportCheck:
         self._passed.update(map(_digest, waiting))
 
 
-def sent_to_tasks(df: DataFrame, steps: Mapping[str, Step], flow: str) -> list[Pickled]:
-    """What a query makes tasks load: processors, stores of the user's own, functions."""
-    specs = [step.spec for step in steps.values()]
+def sent_to_tasks(df: DataFrame, specs: Sequence[ProcessSpec], flow: str) -> list[Pickled]:
+    """What a query makes tasks load: processors, stores of the user's own, functions.
+
+    Args:
+        specs: of the process steps.
+    """
     stores = {spec.store for spec in specs if not spec.store.__module__.startswith("onceflow.")}
     return [*(pickled(sent, flow=flow) for sent in (*(spec.processor for spec in specs), *stores)), *functions_of(df)]
 

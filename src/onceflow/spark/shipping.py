@@ -21,7 +21,7 @@ from pyspark import SparkContext, SparkFiles
 from pyspark.sql import SparkSession
 
 from onceflow.errors import EnvironmentUnusableError
-from onceflow.planning.process import runs_here
+from onceflow.spark.master import is_local
 
 log = logging.getLogger("onceflow")
 
@@ -45,7 +45,7 @@ def share_modules(spark: SparkSession) -> None:
     Raises:
         EnvironmentUnusableError: the modules cannot be read, or Spark does not take the archive.
     """
-    if runs_here(spark):
+    if is_local(spark):
         _look_into(spark.sparkContext, program_folders())
     else:
         _send(spark.sparkContext, loaded_files(program_folders()))

@@ -1,0 +1,181 @@
+"""One run of a flow's query: how it is put together, and what it holds until it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from pyspark.errors import AnalysisException
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql.streaming.query import StreamingQuery
+from pyspark.sql.streaming.readwriter import DataStreamWriter
+
+from onceflow.driver.batch_sink import BatchSink
+from onceflow.driver.checkpoint_location import CheckpointLocation, kept_location, scratch_location
+from onceflow.driver.commit import BatchCommit
+from onceflow.driver.delivery import delivery
+from onceflow.driver.startup import Startup
+from onceflow.driver.state_step import StateStep
+from onceflow.driver.watching import Watch
+from onceflow.errors import UnsupportedQueryError, located
+from onceflow.planning import process, step_query
+from onceflow.planning.run_options import RunOptions
+from onceflow.planning.write_options import CheckedWrite, check_output
+from onceflow.protocol.progress import Progress
+from onceflow.spark import logs, queries, query_listener, shipping
+from onceflow.spark.imports import ImportCheck, sent_to_tasks
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of a query. It ends with ``close``.
+
+    Args:
+        writer: Spark's, complete but for its start.
+        state: the process steps, if there are any.
+        watch: tells what keeps the query from its records.
+    """
+
+    flow: str
+    writer: DataStreamWriter
+    sink: BatchSink
+    state: StateStep | None
+    location: CheckpointLocation
+    watch: Watch
+
+    def start(self) -> StreamingQuery:
+        """Start the query in Spark.
+
+        Raises:
+            UnsupportedQueryError: Spark refuses it.
+        """
+        logs.silence_py4j()
+        try:
+            with query_listener.by_flow(self.flow):
+                return self.writer.start()
+        except AnalysisException as error:
+            raise UnsupportedQueryError(
+                "Spark refuses the query",
+                flow=self.flow,
+                detail=str(error).splitlines()[0],
+                next_step="see Spark's Structured Streaming guide for what output_mode the query's operators allow",
+            ) from error
+
+    def close(self) -> None:
+        """Give back what the run holds, but for the connections of its start."""
+        self.watch.stop()
+        self.sink.ended()
+        if self.state is not None:
+            self.state.settle()
+        self.location.close()
+
+
+def prepare_run(spark: SparkSession, startup: Startup, write: CheckedWrite) -> Run:
+    """Put a query together. Nothing is refused after this, except by Spark.
+
+    Args:
+        startup: of the flow. It serves this run only.
+
+    Raises:
+        OnceflowError: see ``FlowWriter.start``. The start can be used again.
+    """
+    flow, options = startup.flow, write.sink
+    imports = _check_query(spark, startup, write)
+    imports.at_start()
+    deadline = startup.deadline()
+    with located(flow=flow):
+        progress = startup.prepare_run(deadline)
+        location = _kept_location(spark, write.run, progress, flow)
+        written = startup.prepare_outputs(options, deadline)
+    query = step_query.wire(
+        write.df,
+        options,
+        write.columns,
+        startup.steps,
+        progress,
+        flow=flow,
+        source_partitions=startup.source_partitions,
+        clock=not write.run.once,
+    )
+    location = location or scratch_location(flow)
+    reads_little = not write.run.facts.others and queries.reads_little(write.df)
+    query = replace(query, options=replace(query.options, reads_little=reads_little))
+    sink = _sink(spark, startup, query, progress, location, written, imports)
+    writer = _writer(spark, query.df, sink, location, write.run, flow)
+    query_listener.watch(spark)  # a query without Flow.read has not done it yet
+    startup.used()
+    watch = Watch(
+        startup.settings,
+        startup.source_partitions,
+        flow=flow,
+        over=lambda: sink.over or sink.failure is not None,
+    )
+    return Run(flow, writer, sink, query.state, location, watch)
+
+
+def _check_query(spark: SparkSession, startup: Startup, write: CheckedWrite) -> ImportCheck:
+    """Check what may have changed since the query was checked first, and what only shows when it is whole."""
+    flow = startup.flow
+    if write.run.facts.topics and not startup.is_fenced:
+        raise UnsupportedQueryError(
+            "The DataFrame was read before an earlier run of this flow; its offsets are out of date",
+            flow=flow,
+            next_step="call Flow.read again before starting the flow again",
+        )
+    queries.check_session(spark, flow)
+    step_query.check_goes_with(write.df, startup.steps, write.sink.guarantee, write.run.checkpoint, flow=flow)
+    check_output(write.sink.topic, startup.own_topics, flow)  # sources may have been read since Flow.write
+    process.check_side_topics(process.side_topics(startup.steps), startup.own_topics, flow)
+    shipping.share_modules(spark)  # what was imported since
+    specs = [step.spec for step in startup.steps.values()]
+    return ImportCheck(spark, sent_to_tasks(write.df, specs, flow), flow=flow)
+
+
+def _kept_location(spark: SparkSession, run: RunOptions, progress: Progress, flow: str) -> CheckpointLocation | None:
+    if run.checkpoint is None:
+        return None
+    return kept_location(
+        spark, run.checkpoint, progress, on_conflict=run.on_conflict, other_sources=run.facts.others, flow=flow
+    )
+
+
+def _sink(
+    spark: SparkSession,
+    startup: Startup,
+    query: step_query.Query,
+    progress: Progress,
+    location: CheckpointLocation,
+    written: Sequence[str],
+    imports: ImportCheck,
+) -> BatchSink:
+    session = startup.session
+    commit = BatchCommit(
+        state=query.state,
+        names=startup.names,
+        settings=startup.settings,
+        cluster=session.cluster,
+        delivery=delivery(query.options.guarantee, session, written),
+        progress=progress,
+        options=query.options,
+        columns=query.columns,
+        cores=step_query.current_cores(spark),
+        checkpoint=location.folder,
+        numbering=location.numbering,
+        source_starts={name: dict(source.earliest) for name, source in startup.sources.items()},
+        source_partitions={name: len(source.earliest) for name, source in startup.sources.items()},
+    )
+    return BatchSink(commit, query.options, before_first=imports.finish)
+
+
+def _writer(
+    spark: SparkSession, df: DataFrame, sink: BatchSink, location: CheckpointLocation, run: RunOptions, flow: str
+) -> DataStreamWriter:
+    writer = df.writeStream.foreachBatch(sink).option("checkpointLocation", location.address)
+    if all(query.name != flow for query in spark.streams.active):
+        writer = writer.queryName(flow)  # else an older driver of this flow is in this session
+    writer = writer.outputMode(run.output_mode)
+    if run.once:
+        return writer.trigger(availableNow=True)
+    if run.trigger is not None:
+        return writer.trigger(processingTime=run.trigger)
+    return writer

@@ -1,0 +1,330 @@
+"""A start of a flow: what is asked of Kafka, and committed there, before a query runs.
+
+The first call fences older drivers, and reads progress afterwards. From then on the flow's committed offsets cannot
+change, unless this driver changes them (I6).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+
+from onceflow import hooks, interactive
+from onceflow.client import offsets as kafka_offsets
+from onceflow.client.brokers import warn_of_settings
+from onceflow.client.cluster import Cluster, TopicInfo
+from onceflow.client.deadline import Deadline
+from onceflow.client.first_connection import REFUSED_S
+from onceflow.client.settings import ClientSettings
+from onceflow.client.topics import find_topics
+from onceflow.driver import progress_log
+from onceflow.driver.delivery import ExactlyOnce
+from onceflow.driver.driver_session import DriverSession
+from onceflow.driver.step_tables import ensure_table
+from onceflow.driver.targets import load_targets
+from onceflow.durations import duration_ms
+from onceflow.errors import BatchAbortedError, OnceflowError, OptionError, located
+from onceflow.planning import process, source_starts
+from onceflow.planning.options import SinkOptions
+from onceflow.planning.process import Step, StepOptions
+from onceflow.planning.read_options import ReadOptions
+from onceflow.planning.source_starts import SourceTopic
+from onceflow.protocol.names import Names, OwnTopics
+from onceflow.protocol.progress import PROGRESS_TOPIC, Progress
+from onceflow.state.api.processor import ColumnProcessor, Processor
+
+log = logging.getLogger("onceflow")
+
+#: How long a start may take, in seconds.
+START_SECONDS = 60.0
+
+
+class Startup:
+    """One start of a flow, from its first connection until its query has ended or the flow is closed.
+
+    Args:
+        refused_s: how long the first connection waits while all bootstrap servers refuse, in seconds.
+    """
+
+    def __init__(self, names: Names, settings: ClientSettings, *, refused_s: float) -> None:
+        self.names = names
+        self.settings = settings
+        self.sources: dict[str, SourceTopic] = {}
+        self.steps: dict[str, Step] = {}
+        self._refused_s = refused_s
+        self._session: DriverSession | None = None
+        self._progress: Progress | None = None
+        self._is_used = False
+
+    @property
+    def flow(self) -> str:
+        return self.names.flow
+
+    @property
+    def is_fenced(self) -> bool:
+        """Whether progress is known, and only this start can change it: older drivers are fenced, and progress was read
+        since. Not after an error of a start, nor when a query was made of it: that one moves progress."""
+        return not self._is_used and self._session is not None and self._session.knows_progress
+
+    @property
+    def session(self) -> DriverSession:
+        """The connection to Kafka, and the transactional id.
+
+        Raises:
+            OptionError: there is none yet.
+        """
+        if self._session is None:
+            raise OptionError("Nothing was read yet", flow=self.flow, next_step="call Flow.read first")
+        return self._session
+
+    @property
+    def source_partitions(self) -> dict[str, list[int]]:
+        return {name: sorted(source.earliest) for name, source in self.sources.items()}
+
+    @property
+    def own_topics(self) -> OwnTopics:
+        """Topics that outputs must not go to."""
+        tables = frozenset(name for step in self.steps.values() for name in step.spec.topics.ids)
+        return OwnTopics(frozenset(self.sources), tables)
+
+    def deadline(self) -> Deadline:
+        """Of a start. One that waits longer for its brokers has more time in all."""
+        seconds = START_SECONDS + max(0.0, self._refused_s - REFUSED_S)
+        return Deadline(seconds, f"starting flow {self.flow}")
+
+    def close(self) -> None:
+        """Close the connections."""
+        if self._session is not None:
+            self._session.cluster.close()
+
+    # ---- connect and fence ---------------------------------------------------------------------------
+
+    def connect(self, deadline: Deadline) -> None:
+        """Connect to the brokers, unless that is done.
+
+        Raises:
+            BrokerUnreachableError, BrokerUnsupportedError: there is none that can be used.
+        """
+        if self._session is not None:
+            return
+        session = DriverSession(Cluster(self.settings, refused_s=self._refused_s), self.names)
+        try:
+            session.transactions.check_supported(deadline)
+        except BaseException:
+            session.cluster.close()
+            raise
+        self._session = session
+
+    def fence(self, sources: Mapping[str, list[int]], deadline: Deadline) -> Progress | None:
+        """Step ``init``: fence older drivers, unless that is done, and read progress after that.
+
+        Args:
+            sources: partitions of the topics that are read, whose committed offsets hint at the progress record.
+
+        Returns:
+            The flow's progress; None: it has none yet.
+        """
+        if self.is_fenced:
+            return self._progress
+        session = self.session
+        interactive.stop_earlier(self.settings.bootstrap_servers, self.names.transactional_id)
+        progress_log.ensure_topic(session.cluster, deadline)
+        session.init(deadline)
+        try:
+            self._progress = session.progress(sources, deadline)
+        except BaseException:
+            session.give_up()  # it was read, maybe, and what it tells of is not decided
+            raise
+        hooks.at("init", where="driver", flow=self.flow)
+        return self._progress
+
+    # ---- sources -------------------------------------------------------------------------------------
+
+    def check_source(self, topic: str) -> None:
+        """Check that a topic exists, on a connection that is there.
+
+        Raises:
+            UnknownTopicError: it does not.
+        """
+        find_topics(self.session.cluster, {topic: "source"}, self.deadline())
+
+    def add_source(self, options: ReadOptions) -> dict[int, int]:
+        """Decide where a topic is read from, and commit that where it is not committed yet.
+
+        Returns:
+            The offset that each partition is read from.
+
+        Raises:
+            OnceflowError: see ``Flow.read``.
+        """
+        with located(flow=self.flow, topic=options.topic):
+            try:
+                return self._add_source(options)
+            except OnceflowError:
+                if self._session is not None:
+                    self._session.give_up()  # a transaction may be open: the next call fences again, which aborts it
+                raise
+
+    def _add_source(self, options: ReadOptions) -> dict[int, int]:
+        deadline = self.deadline()
+        self.connect(deadline)
+        info = find_topics(self.session.cluster, {options.topic: "source"}, deadline)[options.topic]
+        self.fence({options.topic: sorted(info.leaders)}, deadline)
+        # Looked at after the fence: an older driver cannot move progress past these offsets any more.
+        source = self.sources[options.topic] = self._source_topic(info, deadline)
+        start = source_starts.plan(
+            source,
+            self._progress,
+            starting_offsets=options.starting_offsets,
+            fail_on_data_loss=options.fail_on_data_loss,
+            flow=self.flow,
+        )
+        for warning in start.warnings:
+            log.warning("flow %s: %s", self.flow, warning)
+        if start.must_commit:
+            self._commit_starting_offsets(source, start.offsets, deadline)
+        return start.offsets
+
+    def _source_topic(self, info: TopicInfo, deadline: Deadline) -> SourceTopic:
+        cluster = self.session.cluster
+        span = {info.name: sorted(info.leaders)}
+        earliest = kafka_offsets.list_offsets(cluster, span, kafka_offsets.EARLIEST, deadline)[info.name]
+        latest = kafka_offsets.list_offsets(cluster, span, kafka_offsets.LATEST, deadline)[info.name]
+        return SourceTopic(info.name, info.topic_id, earliest, latest)
+
+    def _commit_starting_offsets(self, source: SourceTopic, offsets: dict[int, int], deadline: Deadline) -> None:
+        """Commit where a topic is read from, before anything of it is read."""
+        before = self._progress or self._first_progress()
+        progress = replace(
+            before,
+            offsets={**before.offsets, source.name: offsets},
+            topic_ids={**before.topic_ids, source.name: source.topic_id},
+            time_ms=progress_log.now_ms(),
+        )
+        self._commit(progress, deadline)
+
+    def _first_progress(self) -> Progress:
+        return Progress(self.names.progress_key, 0, {}, {}, progress_log.now_ms())
+
+    # ---- process steps -------------------------------------------------------------------------------
+
+    def known_progress(self) -> Progress:
+        """Progress of a flow that has read a topic.
+
+        Raises:
+            OptionError: it has not, since its last run.
+        """
+        if not self.is_fenced or self._progress is None:
+            raise OptionError("Nothing was read yet", flow=self.flow, next_step="call Flow.read first")
+        return self._progress
+
+    def add_step(
+        self, options: StepOptions, processor: Processor | ColumnProcessor, *, source_topic: str | None, local: bool
+    ) -> None:
+        """Prepare the table of a process step. Progress knows its topics before anything is written to them.
+
+        Args:
+            source_topic: the topic that all records come from, when there is only one.
+            local: whether tasks run on this machine.
+
+        Raises:
+            ProgressConflictError, PermissionDeniedError: see `ensure_table`.
+        """
+        deadline = Deadline(START_SECONDS, f"preparing table {options.table} of flow {self.flow}")
+        with located(flow=self.flow, topic=options.table):
+            before = self.known_progress()
+            counts = {name: len(source.earliest) for name, source in self.sources.items()}
+            topics, progress = ensure_table(
+                self.session.cluster, options, processor, before, counts, deadline, flow=self.flow
+            )
+            if progress is not before:
+                self._commit(progress, deadline)
+        spec = process.make_spec(
+            options,
+            processor,
+            topics,
+            flow=self.flow,
+            flow_key=self.names.progress_key,
+            source_topic=source_topic,
+            local=local,
+        )
+        lateness = processor.allowed_lateness
+        self.steps[options.table] = Step(
+            spec=spec,
+            lateness_ms=None if lateness is None else duration_ms(lateness),
+            idle_s=duration_ms(options.idle_timeout) / 1000,
+        )
+
+    # ---- commit --------------------------------------------------------------------------------------
+
+    def _commit(self, progress: Progress, deadline: Deadline) -> None:
+        """Commit what this start has decided, in a transaction of its own."""
+        commit_progress(self.session, progress, self.sources, deadline)
+        self._progress = progress
+
+    # ---- run -----------------------------------------------------------------------------------------
+
+    def prepare_run(self, deadline: Deadline) -> Progress:
+        """Connect and fence, where no source has made that necessary before; progress that the run begins with."""
+        self.connect(deadline)
+        return self.fence({}, deadline) or self._first_progress()
+
+    def prepare_outputs(self, options: SinkOptions, deadline: Deadline) -> list[str]:
+        """Check the topics that are written, and see that the last batch has left nothing undecided in them.
+
+        Returns:
+            Names of the topics that are written, as far as they are known at a start: outputs, topics of dead letters
+            and late records, tables.
+
+        Raises:
+            UnknownTopicError: a topic that is named does not exist.
+            OptionError: the brokers do not grant so long a transaction timeout.
+        """
+        session = self.session
+        side_topics = process.side_topics(self.steps)
+        load_targets(session.cluster, options.topic, deadline, more=side_topics)
+        outputs = [topic for topic in (options.topic, *side_topics) if topic is not None]
+        written = [*outputs, *(topic for step in self.steps.values() for topic in step.spec.topics.ids)]
+        warn_of_settings(session.cluster, [*written, PROGRESS_TOPIC], deadline, flow=self.flow)
+        session.decide(written, self._progress, deadline)
+        session.transactions.timeout_ms = int(options.transaction_timeout_s * 1000)
+        session.transactions.renew(deadline)
+        return written
+
+    def used(self) -> None:
+        """To be called when a query was made: it moves progress from now on."""
+        self._is_used = True
+
+
+def commit_progress(
+    session: DriverSession, progress: Progress, sources: Mapping[str, SourceTopic], deadline: Deadline
+) -> None:
+    """Commit progress in a transaction of its own.
+
+    Args:
+        sources: topics that are read. The group gets offsets of these only. Progress may know other topics, which may
+            be gone.
+
+    Raises:
+        FencedError: a newer driver has started.
+    """
+    try:
+        _try_to_commit(session, progress, sources, deadline)
+    except BatchAbortedError as error:
+        # Between two calls of a start may be days: Kafka may have forgotten the transactional id meanwhile.
+        flow = session.names.flow
+        log.info("flow %s: what its start has decided is committed again: %s", flow, error.what)
+        ExactlyOnce(session, []).abort(deadline)
+        _try_to_commit(session, progress, sources, deadline)
+
+
+def _try_to_commit(
+    session: DriverSession, progress: Progress, sources: Mapping[str, SourceTopic], deadline: Deadline
+) -> None:
+    transaction = ExactlyOnce(session, [])
+    transaction.begin(deadline)
+    transaction.written([])  # it has no rows
+    read = {topic: dict(offsets) for topic, offsets in progress.offsets.items() if topic in sources}
+    transaction.write_progress(progress, read, deadline)
+    transaction.commit(deadline, doing="starting")

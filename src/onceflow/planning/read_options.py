@@ -1,0 +1,57 @@
+"""What ``Flow.read`` is asked for, and what Spark's Kafka source is told."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from onceflow.errors import OptionError
+from onceflow.planning.source_starts import StartingOffsets
+from onceflow.spark import queries
+
+
+@dataclass(frozen=True)
+class ReadOptions:
+    """Arguments of ``Flow.read``, as given."""
+
+    topic: str
+    starting_offsets: StartingOffsets
+    max_records_per_batch: int | None
+    fail_on_data_loss: bool
+    include_headers: bool
+    options: Mapping[str, str] = field(default_factory=dict)
+
+
+def check_read(given: ReadOptions, flow: str) -> None:
+    """Check what can be told without asking Kafka.
+
+    Raises:
+        OptionError: see its text.
+    """
+    if not given.topic or not str(given.topic).strip():
+        raise OptionError(f"{given.topic!r} is not the name of a topic", flow=flow, next_step="give one topic name")
+    if given.max_records_per_batch is not None and given.max_records_per_batch < 1:
+        raise OptionError(
+            "max_records_per_batch must be at least 1, or None", flow=flow, next_step="leave it at its default"
+        )
+    queries.reader_options(given.options, flow)
+
+
+def source_options(given: ReadOptions, offsets: Mapping[int, int], flow: str) -> dict[str, str]:
+    """Options of Spark's Kafka source for one topic, without those of the connection.
+
+    Args:
+        offsets: where each partition is read from.
+    """
+    options = {
+        **queries.reader_options(given.options, flow),
+        "subscribe": given.topic,
+        "startingOffsets": queries.starting_offsets_json(given.topic, offsets),
+        "kafka.isolation.level": "read_committed",
+        "failOnDataLoss": str(given.fail_on_data_loss).lower(),
+        "includeHeaders": str(given.include_headers).lower(),
+        queries.MARK: flow,
+    }
+    if given.max_records_per_batch is not None:
+        options["maxOffsetsPerTrigger"] = str(given.max_records_per_batch)
+    return options

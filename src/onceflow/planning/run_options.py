@@ -1,0 +1,30 @@
+"""How a query is run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from onceflow.spark.queries import PlanFacts
+
+OUTPUT_MODES = ("append", "update", "complete")
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """Choices of ``Flow.write`` about the query as a whole.
+
+    Args:
+        trigger: in words that Spark knows; None: as soon as the previous batch is done.
+        once: process what is in the sources now, then stop (Spark's availableNow).
+        checkpoint: a folder that is kept; None: a scratch folder.
+        output_mode: one of ``OUTPUT_MODES``.
+        on_conflict: one of ``checkpoints.ON_CONFLICT``.
+        facts: what the query's plan says.
+    """
+
+    trigger: str | None
+    once: bool
+    checkpoint: str | None
+    output_mode: str
+    on_conflict: str
+    facts: PlanFacts

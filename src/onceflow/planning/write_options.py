@@ -1,0 +1,159 @@
+"""What ``Flow.write`` is asked for, checked before anything is asked of Kafka."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from pyspark.sql import DataFrame
+
+from onceflow.driver.delivery import EXACTLY_ONCE, GUARANTEES
+from onceflow.driver.late_rows import FAIL, LATE
+from onceflow.durations import option_seconds
+from onceflow.errors import OptionError
+from onceflow.planning import checkpoints
+from onceflow.planning.options import SinkOptions
+from onceflow.planning.ownership import Columns, check_columns
+from onceflow.planning.record_order import check_order
+from onceflow.planning.run_options import OUTPUT_MODES, RunOptions
+from onceflow.protocol.compression import compression_code
+from onceflow.protocol.names import OwnTopics
+from onceflow.spark import queries
+
+log = logging.getLogger("onceflow")
+
+PARTITIONERS = ("key", "source", "round_robin")
+
+
+@dataclass(frozen=True)
+class WriteOptions:
+    """Arguments of ``Flow.write``, as given."""
+
+    topic: str | None
+    trigger: str | None
+    guarantee: str
+    partitioner: str
+    checkpoint: str | Path | None
+    output_mode: str
+    on_checkpoint_conflict: str
+    transaction_timeout: str
+    compression: str
+    small_batch_rows: int | None
+    late: str
+    once: bool
+
+
+@dataclass(frozen=True)
+class CheckedWrite:
+    """A write that may be started.
+
+    Args:
+        sink: what the sink needs. run: how Spark runs the query.
+        columns: those of ``df`` that are written.
+    """
+
+    df: DataFrame
+    sink: SinkOptions
+    columns: Columns
+    run: RunOptions
+
+
+def check_write(df: DataFrame, given: WriteOptions, own: OwnTopics, flow: str) -> CheckedWrite:
+    """Check what can be told without asking Kafka.
+
+    Args:
+        own: topics of the flow that its output must not go to.
+
+    Raises:
+        OptionError, SchemaError, UnsupportedQueryError: see their texts.
+    """
+    _check_values(given, flow)
+    timeout_s = option_seconds(given.transaction_timeout, "transaction_timeout", flow)
+    trigger_s = _trigger_s(given, flow)
+    facts = queries.check_plan(df, flow, checkpoint=given.checkpoint is not None)
+    _check_combinations(given, flow)
+    if given.partitioner != "round_robin" and not facts.stateful:
+        check_order(f'partitioner="{given.partitioner}"', facts, flow)
+    check_output(given.topic, own, flow)
+    columns = check_columns(df.schema, topic=given.topic, flow=flow)
+    if columns.ignored:
+        log.info("flow %s: columns not written: %s", flow, ", ".join(columns.ignored))
+    sink = SinkOptions(
+        given.topic,
+        given.partitioner,
+        given.compression,
+        timeout_s,
+        given.small_batch_rows,
+        guarantee=given.guarantee,
+        stateful=facts.stateful,
+        trigger_s=trigger_s or 0.0,
+        timers_s=math.inf if given.once else max(1.0, trigger_s or 0.0),
+        late=given.late if facts.stateful and facts.watermark else None,
+    )
+    run = RunOptions(
+        # In the words Spark knows: it takes fewer units than we do.
+        trigger=None if trigger_s is None else f"{round(trigger_s * 1000)} milliseconds",
+        once=given.once,
+        checkpoint=None if given.checkpoint is None else str(given.checkpoint),
+        output_mode=given.output_mode,
+        on_conflict=given.on_checkpoint_conflict,
+        facts=facts,
+    )
+    return CheckedWrite(df, sink, columns, run)
+
+
+def _check_values(given: WriteOptions, flow: str) -> None:
+    """Check each argument by itself."""
+    known_values: Mapping[str, tuple[str, ...]] = {
+        "guarantee": GUARANTEES,
+        "partitioner": PARTITIONERS,
+        "output_mode": OUTPUT_MODES,
+        "on_checkpoint_conflict": checkpoints.ON_CONFLICT,
+        "late": LATE,
+    }
+    for name, known in known_values.items():
+        value = getattr(given, name)
+        if value not in known:
+            raise OptionError(f"{name}={value!r} is unknown", flow=flow, next_step=f"use one of {', '.join(known)}")
+    if given.checkpoint is not None and not str(given.checkpoint).strip():
+        raise OptionError("checkpoint= is empty", flow=flow, next_step="give a folder, or leave it out")
+    compression_code(given.compression)
+
+
+def _trigger_s(given: WriteOptions, flow: str) -> float | None:
+    """Seconds from the start of one batch to the start of the next, in whole milliseconds."""
+    if given.trigger is None:
+        return None
+    milliseconds = round(option_seconds(given.trigger, "trigger", flow, at_least=0.0) * 1000)
+    if given.once:
+        raise OptionError("trigger and once exclude each other", flow=flow, next_step="give one of them")
+    return milliseconds / 1000
+
+
+def _check_combinations(given: WriteOptions, flow: str) -> None:
+    if given.output_mode != "append" and given.checkpoint is None:
+        raise OptionError(
+            f"output_mode={given.output_mode!r} needs a checkpoint",
+            flow=flow,
+            next_step="give checkpoint=, or leave output_mode out: without state in Spark all rows are appended",
+        )
+    if given.late == FAIL and given.guarantee != EXACTLY_ONCE:
+        raise OptionError(
+            f'late="fail" does not go with guarantee={given.guarantee!r}: without a transaction rows are out already',
+            flow=flow,
+            next_step="leave one of them out",
+        )
+
+
+def check_output(topic: str | None, own: OwnTopics, flow: str) -> None:
+    """Refuse an output topic that is a source, a table or an internal topic.
+
+    Raises:
+        OptionError: it is one.
+    """
+    why = "" if topic is None else own.refusal(topic)
+    if why:
+        raise OptionError(f"The output topic {topic!r} {why}", flow=flow, next_step="give outputs a topic of their own")
