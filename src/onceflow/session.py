@@ -21,7 +21,7 @@ from onceflow.errors import EnvironmentUnusableError
 from onceflow.host import jars
 from onceflow.host.java import find_java
 from onceflow.interactive import again
-from onceflow.spark import class_archive, logs
+from onceflow.spark import class_archive, logs, versions
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -62,12 +62,8 @@ LOCAL_DEFAULTS: Mapping[str, str] = {
 
 # Hadoop's local file system starts a `chmod` process for every file of a checkpoint: 50 ms each. This one
 # does not. Only with a local master: executors elsewhere would need the class on their own class path.
-LOCAL_FS: Mapping[str, str] = {
-    "spark.hadoop.fs.file.impl": LOCAL_FS_CLASS,
-    "spark.sql.streaming.checkpointFileManagerClass": (
-        "org.apache.spark.sql.execution.streaming.checkpointing.FileSystemBasedCheckpointFileManager"
-    ),
-}
+LOCAL_FS: Mapping[str, str] = {"spark.hadoop.fs.file.impl": LOCAL_FS_CLASS}
+CHECKPOINT_FILES = "spark.sql.streaming.checkpointFileManagerClass"
 
 # spark-submit arguments that are settings under another name.
 _SUBMIT_FLAGS = {
@@ -92,27 +88,26 @@ def session(
         config: settings of your own; they win over those set here.
 
     Raises:
-        EnvironmentUnusableError: no Java 17, a jar that cannot be resolved, or a Spark that runs already
-            without the Kafka connector.
+        EnvironmentUnusableError: a Spark that is not supported, no Java 17, a jar that cannot be resolved, or a Spark
+            that runs already without the Kafka connector.
     """
+    versions.check()
     find_java()
-    from pyspark import SparkContext
-    from pyspark.sql import SparkSession
+    from onceflow.spark import driver_jvm
 
     given = {key: str(value) for key, value in (config or {}).items()}
-    if SparkContext._active_spark_context is not None:
-        _require_connector(SparkContext._jvm)
+    if driver_jvm.has_context():
+        _require_connector()
         # getOrCreate hands back the active session and applies to it only what is given here.
-        return _get_or_create(SparkSession, given)
+        return _get_or_create(given)
 
-    if SparkContext._gateway is None and "PYSPARK_GATEWAY_PORT" not in os.environ:
+    class_path_open = not driver_jvm.is_started()
+    if class_path_open:
         user = {**_file_settings(), **submit_settings(os.environ.get("PYSPARK_SUBMIT_ARGS", "")), **given}
-        class_path_open = True
     else:
-        SparkContext._ensure_initialized()
-        _require_connector(SparkContext._jvm)
-        user = {**_jvm_settings(SparkContext._jvm), **given}
-        class_path_open = False
+        driver_jvm.started()
+        _require_connector()
+        user = {**driver_jvm.settings(), **given}
     if master is not None:
         user["spark.master"] = master
     user.setdefault("spark.master", "local[*]")
@@ -121,11 +116,11 @@ def session(
         # Workers must be this Python: another one lacks our package, and Spark refuses another minor version.
         os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
 
-    has_local_fs = class_path_open or has_class(SparkContext._jvm, LOCAL_FS_CLASS)
+    has_local_fs = class_path_open or driver_jvm.can_load(LOCAL_FS_CLASS)
     settings = {**defaults_for(user["spark.master"], local_fs=has_local_fs), **user}
     if class_path_open:
         settings.update(_class_paths(user, _connector(user)))
-    return _get_or_create(SparkSession, settings)
+    return _get_or_create(settings)
 
 
 def defaults_for(master: str, *, local_fs: bool = True) -> dict[str, str]:
@@ -140,6 +135,7 @@ def defaults_for(master: str, *, local_fs: bool = True) -> dict[str, str]:
         settings["spark.sql.shuffle.partitions"] = str(cores)
         if local_fs:
             settings.update(LOCAL_FS)
+            settings[CHECKPOINT_FILES] = versions.streaming_class("FileSystemBasedCheckpointFileManager")
     return settings
 
 
@@ -182,9 +178,9 @@ def parse_defaults(text: str) -> dict[str, str]:
 
 
 def _conf_folder() -> Path:
-    from pyspark.find_spark_home import _find_spark_home
+    from onceflow.spark.driver_jvm import spark_home
 
-    return Path(os.environ.get("SPARK_CONF_DIR") or Path(_find_spark_home(), "conf"))
+    return Path(os.environ.get("SPARK_CONF_DIR") or Path(spark_home(), "conf"))
 
 
 def _file_settings() -> dict[str, str]:
@@ -192,10 +188,6 @@ def _file_settings() -> dict[str, str]:
         return parse_defaults(Path(_conf_folder(), "spark-defaults.conf").read_text())
     except OSError:
         return {}
-
-
-def _jvm_settings(jvm: Any) -> dict[str, str]:
-    return {pair._1(): pair._2() for pair in jvm.org.apache.spark.SparkConf().getAll()}
 
 
 def _connector(user: Mapping[str, str]) -> list[Path]:
@@ -219,41 +211,36 @@ def _class_paths(user: Mapping[str, str], connector: list[Path]) -> dict[str, st
         bare = [str(jar) for jar in connector if jar.name.startswith(jars.LOCAL_FS_MODULE)]
         ours = [user.get("spark.driver.extraClassPath"), *bare]
         paths["spark.driver.extraClassPath"] = os.pathsep.join(filter(None, ours))
-        options = logs.with_settings(user.get("spark.driver.extraJavaOptions", ""), _conf_folder())
+        level = user.get("spark.log.level", DEFAULTS["spark.log.level"])
+        options = logs.with_settings(user.get("spark.driver.extraJavaOptions", ""), _conf_folder(), level)
         options = class_archive.with_archive(options)
         if options:
             paths["spark.driver.extraJavaOptions"] = options
     return paths
 
 
-def _get_or_create(spark_session: type[SparkSession], settings: Mapping[str, str]) -> SparkSession:
-    builder = spark_session.Builder()  # SparkSession.builder would do, but says less about being a new one
+def _get_or_create(settings: Mapping[str, str]) -> SparkSession:
+    from pyspark.sql import SparkSession
+
+    builder = SparkSession.Builder()  # SparkSession.builder would do, but says less about being a new one
     for key, value in settings.items():
         builder = builder.config(key, value)
     spark: SparkSession = builder.getOrCreate()
     return spark
 
 
-def _require_connector(jvm: Any) -> None:
-    if not has_class(jvm, CONNECTOR_CLASS):
-        connector = ",".join(map(str, jars.spark_connector_coordinates(jars.installed_spark_version())[:1]))
+def _require_connector() -> None:
+    from onceflow.spark import driver_jvm
+
+    if not driver_jvm.can_load(CONNECTOR_CLASS):
+        connector = ",".join(
+            map(str, jars.spark_connector_coordinates(jars.installed_spark_version(), jars.scala_version())[:1])
+        )
         raise EnvironmentUnusableError(
             "Spark runs already, without its Kafka connector, and a running JVM keeps its class path.",
             next_step=f"{again()}make the session with onceflow.session() before anything else starts Spark, or start "
             f"Spark with --packages {connector}",
         )
-
-
-def has_class(jvm: Any, name: str) -> bool:
-    """Whether the driver's JVM can load a class."""
-    from py4j.protocol import Py4JJavaError
-
-    loader = jvm.java.lang.Thread.currentThread().getContextClassLoader()
-    try:
-        jvm.java.lang.Class.forName(name, False, loader)
-    except Py4JJavaError:
-        return False
-    return True
 
 
 class _CallableModule(types.ModuleType):

@@ -108,7 +108,9 @@ def test_spark_that_runs_without_the_connector_is_refused() -> None:
     assert "Failed to find data source: kafka" in by_flow
     assert "onceflow.session()" in by_flow
     version = jars.installed_spark_version()
-    assert f"the package org.apache.spark:spark-sql-kafka-0-10_2.13:{version}, by --packages" in by_flow
+    assert (
+        f"the package org.apache.spark:spark-sql-kafka-0-10_{jars.scala_version()}:{version}, by --packages" in by_flow
+    )
 
 
 def test_without_java_it_says_so_before_spark_does(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import http.client
-import importlib
 import time
 import urllib.parse
 from collections.abc import Iterator
@@ -113,8 +112,7 @@ def test_no_token_for_the_reader(source: Source) -> None:
 @pytest.fixture
 def spark(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A session with a local master whose JVM has the classes of Spark 4.2."""
-    session = importlib.import_module("onceflow.session")
-    monkeypatch.setattr(session, "has_class", lambda jvm, name: ".secured." not in name)
+    monkeypatch.setattr("onceflow.spark.jvm.has_class", lambda jvm, name: ".secured." not in name)
     conf = {"spark.master": "local[2]", "spark.driver.host": "192.0.2.1"}
     context = SimpleNamespace(getConf=lambda: conf, _jvm=None)
     return SimpleNamespace(sparkContext=context)

@@ -54,6 +54,7 @@ from onceflow.protocol.batches import ProducerIdAndEpoch
 from onceflow.protocol.progress import Progress
 from onceflow.spark import jvm, plans, queries
 from onceflow.spark.collect import collect
+from onceflow.spark.task_shuffle import repartition_by_task
 from onceflow.state.dead_letter_limit import counted
 from onceflow.state.local.format import Commit
 from onceflow.state.local.opening import settle
@@ -436,7 +437,7 @@ class StateStep:
         if tasks == 1 and max_rows and of_source:  # without rows there may be no task to coalesce to
             return df.coalesce(1), 1, order
         place: Column = partition_of_key(df, spec.topics.partitions) % F.lit(tasks)
-        return df.repartitionById(tasks, place.cast("int")), tasks, order
+        return repartition_by_task(df, tasks, place.cast("int")), tasks, order
 
     def _may_take_source_partitions(self, df: DataFrame, spec: ProcessSpec, due: frozenset[int]) -> bool:
         """Whether source partitions can be taken as they are, without a shuffle."""
@@ -493,5 +494,4 @@ class _Stages:
 
 def _runs_once(df: DataFrame) -> bool:
     """Whether the optimizer has left the one process step of a DataFrame in its plan."""
-    optimized = df._jdf.queryExecution().optimizedPlan()
-    return sum(queries.step_table(node) is not None for node in jvm.nodes(optimized)) == 1
+    return sum(queries.step_table(node) is not None for node in jvm.nodes(plans.optimized(df))) == 1

@@ -35,6 +35,8 @@ from onceflow.host.java import find_java
 log = logging.getLogger(__name__)
 
 BROKER_VERSION = "4.3.1"
+#: For pip. 4.3 has a package but no Kafka connector yet.
+SPARK_REQUIREMENT = "pyspark>=3.5,<4.3"
 RESOLVE_TIMEOUT_S = 600
 LOCAL_FS_MODULE = "hadoop-bare-naked-local-fs"
 
@@ -58,29 +60,43 @@ def cache_dir() -> Path:
     return Path(given).expanduser() if given else Path.home() / ".cache" / "onceflow"
 
 
-def spark_connector_coordinates(spark_version: str) -> list[Coordinate]:
-    """What Spark needs beyond its own jars to read Kafka, and to write checkpoints without forking."""
-    return [
-        # A patch release of Spark may come out without its connector; that of 4.2.0 works with every 4.2.
-        Coordinate("org.apache.spark", "spark-sql-kafka-0-10_2.13", spark_version, _unless(spark_version, "4.2.0")),
-        # Not published under every Spark version. 4.0.0 works with connector 4.2.0, for source and sink.
+# The release of each minor version of Spark whose Kafka connector is known to work with the others of that version: a
+# patch release may come out without its own.
+_CONNECTORS = {"3.5": "3.5.7", "4.0": "4.0.1", "4.1": "4.1.1", "4.2": "4.2.0"}
+# The token provider is not published under every version. That of 4.0.0 works with every connector of Spark 4.
+_TOKEN_PROVIDERS = {"3.5": ("3.5.7",), "4.0": ("4.0.0",), "4.1": ("4.1.1", "4.0.0"), "4.2": ("4.2.0", "4.0.0")}
+
+
+def spark_connector_coordinates(spark_version: str, scala: str = "2.13") -> list[Coordinate]:
+    """What Spark needs beyond its own jars to read Kafka, and to write checkpoints without forking.
+
+    Args:
+        scala: the version of Scala that Spark was built with, ``2.12`` or ``2.13``.
+    """
+    minor = ".".join(spark_version.split(".")[:2])
+    connectors = (_CONNECTORS[minor],) if minor in _CONNECTORS else ()
+    coordinates = [
+        Coordinate("org.apache.spark", f"spark-sql-kafka-0-10_{scala}", spark_version, connectors),
         Coordinate(
             "org.apache.spark",
-            "spark-token-provider-kafka-0-10_2.13",
+            f"spark-token-provider-kafka-0-10_{scala}",
             spark_version,
-            _unless(spark_version, "4.0.0"),
+            _TOKEN_PROVIDERS.get(minor, connectors),
         ),
+        # One client for every Spark: the one of 4.2, which works with older connectors, too.
         Coordinate("org.apache.kafka", "kafka-clients", "3.9.2"),
         Coordinate("org.apache.commons", "commons-pool2", "2.13.1"),
-        Coordinate("org.scala-lang.modules", "scala-parallel-collections_2.13", "1.2.0"),
         # A local file system that sets permissions in the JVM. Hadoop's own starts a `chmod` for every file.
         Coordinate("com.globalmentor", LOCAL_FS_MODULE, "0.1.0"),
     ]
+    if scala != "2.12":  # part of Scala itself until then
+        coordinates.insert(4, Coordinate("org.scala-lang.modules", f"scala-parallel-collections_{scala}", "1.2.0"))
+    return [replace(c, fallbacks=tuple(f for f in c.fallbacks if f != c.revision)) for c in coordinates]
 
 
 def spark_connector_jars() -> list[Path]:
     """The jars of the Kafka connector for the installed pyspark, without any that Spark has itself."""
-    return resolve(spark_connector_coordinates(installed_spark_version()), transitive=False)
+    return resolve(spark_connector_coordinates(installed_spark_version(), scala_version()), transitive=False)
 
 
 def cluster_jars() -> list[Path]:
@@ -107,11 +123,26 @@ def kafka_broker_classpath(version: str = BROKER_VERSION) -> list[Path]:
 
 
 def installed_spark_version() -> str:
-    """The version of the installed pyspark, found without importing it."""
+    """The version of the installed pyspark, found without importing it.
+
+    Raises:
+        EnvironmentUnusableError: there is none.
+    """
     try:
         return importlib.metadata.version("pyspark")
     except importlib.metadata.PackageNotFoundError:
         raise _no_pyspark() from None
+
+
+def scala_version() -> str:
+    """The version of Scala, ``2.12`` or ``2.13``, that the installed Spark was built with."""
+    for jar in _spark_jars_folder().glob("spark-core_*.jar"):
+        match = re.match(r"spark-core_(\d+\.\d+)-", jar.name)
+        if match:
+            return match[1]
+    raise EnvironmentUnusableError(
+        f"There is no Spark in {_spark_jars_folder()}.", next_step="Install pyspark again, or correct SPARK_HOME."
+    )
 
 
 def resolve(coordinates: Sequence[Coordinate], *, transitive: bool) -> list[Path]:
@@ -151,12 +182,8 @@ def cache_key(coordinates: Sequence[Coordinate], *, transitive: bool) -> str:
     return f"{coordinates[0].module}-{coordinates[0].revision}-{digest}"
 
 
-def _unless(revision: str, fallback: str) -> tuple[str, ...]:
-    return () if revision == fallback else (fallback,)
-
-
 def _no_pyspark() -> EnvironmentUnusableError:
-    return EnvironmentUnusableError("pyspark is not installed.", next_step="pip install 'pyspark>=4.2,<4.3'")
+    return EnvironmentUnusableError("pyspark is not installed.", next_step=f"pip install '{SPARK_REQUIREMENT}'")
 
 
 def _read_set(folder: Path) -> list[Path] | None:
@@ -289,6 +316,9 @@ def _local_name(tag: str) -> str:
 
 
 def _spark_jars_folder() -> Path:
+    home = os.environ.get("SPARK_HOME")
+    if home:
+        return Path(home, "jars")
     spec = importlib.util.find_spec("pyspark")
     if spec is None or not spec.submodule_search_locations:
         raise _no_pyspark()

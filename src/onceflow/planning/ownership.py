@@ -16,6 +16,7 @@ from pyspark.sql import types as T
 from onceflow.errors import OptionError, SchemaError
 from onceflow.messages import Routing, Target
 from onceflow.spark import jvm
+from onceflow.spark.task_shuffle import repartition_by_task
 
 _EXPECTED = (
     "the sink takes value (string or binary), and optionally key (string or binary), topic (string), partition (int), "
@@ -176,7 +177,7 @@ def prepare(
     if most == 1:
         return Prepared(_fewer(selected, 1, keep_tasks), Routing("key", 1, hash_key), keep_tasks or jvm.has_shuffle(df))
     group = _group(df, columns, hash_key, topic, targets, most)
-    return Prepared(selected.repartitionById(most, group), Routing("key", most, hash_key), shuffled=True)
+    return Prepared(repartition_by_task(selected, most, group), Routing("key", most, hash_key), shuffled=True)
 
 
 def _selected(df: DataFrame, columns: Columns) -> DataFrame:

@@ -79,7 +79,7 @@ def tree_of(df: DataFrame, tables: Mapping[str, Any], flow: str) -> tuple[Tree, 
     plan = plans.analyzed(df)
     if not _has_step(plan):
         return None
-    if any(plans.kind(node) == "WithCTE" for node in jvm.nodes(plan)):
+    if any(jvm.kind(node) == "WithCTE" for node in jvm.nodes(plan)):
         raise UnsupportedQueryError(
             "The query has a WITH clause and a process step",
             flow=flow,
@@ -110,7 +110,7 @@ def _tree(plan: Any, branches: list[Any]) -> Tree:
         if table is not None:
             steps.append(StepNode(table, path, narrow, _tree(node.child(), branches)))
         elif _has_step(node):
-            narrow = narrow and plans.kind(node) in plans.NARROW
+            narrow = narrow and jvm.kind(node) in plans.NARROW
             for i, child in enumerate(plans.children(node)):
                 walk(child, (*path, i), narrow)
         elif node.isStreaming():

@@ -30,15 +30,16 @@ TRAINING_TIMEOUT_S = 180
 _TRAINING = """
 import sys, onceflow
 from pyspark import SparkContext
+from onceflow.spark.collect import collect
 archive, checkpoint = sys.argv[1:]
 flag = "-XX:ArchiveClassesAtExit=" + archive
 spark = onceflow.session("onceflow-setup", "local[2]", {"spark.driver.extraJavaOptions": flag})
-spark.range(4).repartition(2).mapInArrow(lambda batches: batches, "id long").toArrow()
+collect(spark.range(4).repartition(2).mapInArrow(lambda batches: batches, "id long"), interpreted=False)
 options = {"kafka.bootstrap.servers": "127.0.0.1:9", "subscribe": "t"}
 spark.readStream.format("kafka").options(**options).load().selectExpr("key", "value").schema
 rate = spark.readStream.format("rate-micro-batch").option("rowsPerBatch", 4).load()
 def write(frame, batch):
-    frame.selectExpr("cast(value as string) as value").toArrow()
+    collect(frame.selectExpr("cast(value as string) as value"), interpreted=False)
 query = rate.writeStream.foreachBatch(write).option("checkpointLocation", checkpoint).start()
 while not query.lastProgress and query.isActive:
     query.awaitTermination(0.2)

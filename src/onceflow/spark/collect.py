@@ -9,13 +9,17 @@ slower only from thousands of rows on.
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+from collections.abc import Iterator
 from typing import Any
 
 import pyarrow as pa
 from pyspark.errors.exceptions.captured import unwrap_spark_exception
 from pyspark.sql import DataFrame
 from pyspark.sql.pandas.serializers import ArrowCollectSerializer
-from pyspark.util import _load_from_socket
+
+from onceflow.spark import versions
 
 _PROJECTIONS = "spark.sql.codegen.factoryMode"
 # Every Arrow batch becomes record batches and a request of its own; below this size joining them costs less.
@@ -47,14 +51,25 @@ def _collected(df: DataFrame) -> list[pa.RecordBatch]:
     serializer: Any = ArrowCollectSerializer()  # type: ignore[no-untyped-call]
     received: list[Any] = []
     try:
-        with _load_from_socket((address, secret), serializer) as stream:
-            received = list(stream)  # batches in the order tasks were done, and that order
+        with _connected(address, secret) as stream:
+            received = list(serializer.load_stream(stream))  # batches in the order tasks were done, and that order
     finally:
         # Always asked: when the job fails the stream may just end.
         with unwrap_spark_exception():
             answer[2].getResult()
     *batches, order = received
     return [batches[i] for i in order]
+
+
+@contextlib.contextmanager
+def _connected(address: Any, secret: str | None) -> Iterator[Any]:
+    """The stream of a job's rows. Closed at the end: before 4.2 PySpark leaves that to the garbage collector."""
+    home = "pyspark.util" if versions.has("socket in util") else "pyspark.java_gateway"
+    connect: Any = importlib.import_module(home).local_connect_and_auth
+    stream, connection = connect(address, secret)
+    with connection, stream:
+        connection.settimeout(None)  # a job may take any time
+        yield stream
 
 
 def _joined(batches: list[pa.RecordBatch]) -> list[pa.RecordBatch]:

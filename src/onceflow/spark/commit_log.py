@@ -20,12 +20,10 @@ from py4j.protocol import Py4JError
 from pyspark import SparkContext
 from pyspark.sql import SparkSession
 
-from onceflow.spark import jvm
+from onceflow.spark import jvm, versions
 from onceflow.spark.checkpoint_files import Folder
 
 log = logging.getLogger("onceflow.sink")
-
-_CHECKPOINTING = "org.apache.spark.sql.execution.streaming.checkpointing"
 
 
 class CommitLog:
@@ -58,30 +56,36 @@ class CommitLog:
 
     def _entry(self, query_id: str) -> str:
         java = self._java
-        execution = self._spark._jsparkSession.streams().get(query_id).streamingQuery()
-        context = execution.getLatestExecutionContext()
-        plan = context.executionPlan().executedPlan()
-        tracker = execution.watermarkTracker()
+        query = jvm.running_query(self._spark, query_id)
+        execution = jvm.last_execution(query)
+        plan = execution.executedPlan()
+        tracker = query.watermarkTracker()
         tracker.updateWatermark(plan)  # only ever rises; the same again when Spark does it
         ids = java.scala.Option.empty()
         if self._state_format is None:  # as it was when the query started
-            self._state_format = str(context.executionPlan().sparkSession().conf().get(jvm.STATE_FORMAT, "1"))
-        if self._state_format != "1":
-            ids = java.scala.Option.apply(self._state_ids(execution, context, plan))
-        written = execution.commitLog()
-        more, version = (getattr(written, f"createMetadata$default${n}")() for n in (3, 4))
-        entry = written.createMetadata(tracker.currentWatermark(), ids, more, version)
+            self._state_format = str(execution.sparkSession().conf().get(jvm.STATE_FORMAT, "1"))
+        if self._state_format != "1" and versions.has("state ids"):
+            ids = java.scala.Option.apply(self._state_ids(query, plan))
+        written = query.commitLog()
         stream = java.java.io.ByteArrayOutputStream()
-        written.serialize(entry, stream)
+        written.serialize(self._metadata(written, tracker.currentWatermark(), ids), stream)
         return str(stream.toString("UTF-8"))
 
-    def _state_ids(self, execution: Any, context: Any, plan: Any) -> Any:
+    def _metadata(self, written: Any, watermark: int, ids: Any) -> Any:
+        """Spark's object for an entry of the commit log."""
+        if versions.has("commit metadata factory"):
+            more, version = (getattr(written, f"createMetadata$default${n}")() for n in (3, 4))
+            return written.createMetadata(watermark, ids, more, version)
+        made = versions.java_class(self._spark, versions.streaming_class("CommitMetadata"))
+        return made(watermark, ids) if versions.has("state ids") else made(watermark)
+
+    def _state_ids(self, query: Any, plan: Any) -> Any:
         """Ids of the state files of the batch under way; Spark learns them only when it ends, and once."""
         same_type = getattr(getattr(self._java.scala, "$less$colon$less$"), "MODULE$").refl()
-        current = _call(execution, "currentStateStoreCkptId")
+        current = _call(query, "currentStateStoreCkptId")
         before = current.toMap(same_type)
         try:
-            _call(execution, "updateStateStoreCkptId", context, plan)
+            _call(query, "updateStateStoreCkptId", query.getLatestExecutionContext(), plan)
             return current.toMap(same_type)
         finally:
             current.clear()
@@ -108,10 +112,10 @@ def complete(spark: SparkSession, address: str, batch: int, entry: str) -> bool:
     """
     java: Any = spark._jvm
     try:
-        package = java
-        for name in _CHECKPOINTING.split("."):
-            package = getattr(package, name)
-        written = package.CommitLog(spark._jsparkSession, f"{address}/commits", False)
+        made = versions.java_class(spark, versions.streaming_class("CommitLog"))
+        # Whether the log may only be read, a question of newer versions.
+        rest = [False] if versions.has("commit metadata factory") else []
+        written = made(spark._jsparkSession, f"{address}/commits", *rest)
         stream = java.java.io.ByteArrayInputStream(bytearray(entry.encode()))
         return bool(written.add(batch, written.deserialize(stream)))
     except (Py4JError, TypeError) as error:

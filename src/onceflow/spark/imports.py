@@ -120,7 +120,7 @@ def functions_of(df: DataFrame) -> list[Pickled]:
         expressions = node.expressions()
         for expression in map(expressions.apply, range(expressions.size())):
             for function in jvm.nodes(expression, mark):
-                if not plans.kind(function).startswith("Python") or queries.is_ours(str(function.name())):
+                if not jvm.kind(function).startswith("Python") or queries.is_ours(str(function.name())):
                     continue
                 command = function.func().command().toArray(java.scala.reflect.ClassTag.Byte())
                 found.append(Pickled(f"the function {function.name()}", bytes(command)))

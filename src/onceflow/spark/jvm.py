@@ -8,16 +8,17 @@ expressions Spark's encoders use). So the partition of a key is computed by Kafk
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from py4j.protocol import Py4JError
+from py4j.protocol import Py4JError, Py4JJavaError
 from pyspark.errors import PySparkException
 from pyspark.sql import Column, DataFrame, SparkSession
 
 from onceflow import user_code
 from onceflow.errors import BatchAbortedError, EnvironmentUnusableError, OptionError
-from onceflow.session import has_class
+from onceflow.spark import versions
 
 #: How PySpark tells that Spark has failed.
 SPARK_ERRORS: tuple[type[Exception], ...] = (PySparkException, Py4JError)
@@ -32,6 +33,10 @@ _INTERRUPTIONS = frozenset(
         "org.apache.kafka.common.errors.InterruptException",
     }
 )
+# Before Spark 4 a cancelled job has no condition, but this text. No text of user code begins so, as Spark puts its own
+# in front of it.
+_CANCELLED_TEXT = re.compile(r"Job \d+ cancelled\b")
+_SPARK_EXCEPTION = "org.apache.spark.SparkException"
 _KAFKA_TIMEOUT = "org.apache.kafka.common.errors.TimeoutException"
 _MAX_CAUSES = 20
 _QUERY_ID = "sql.streaming.queryId"  # local property of the thread that runs a query's batches
@@ -44,11 +49,21 @@ _CONNECTOR_NEEDS = (
 _MURMUR2_CLASS = "org.apache.kafka.common.utils.Utils"
 
 
-def _column(java_expression: Any, spark: SparkSession) -> Column:
-    from pyspark.sql.classic.column import Column as ClassicColumn
+def _expression(column: Column, spark: SparkSession) -> Any:
+    """Catalyst's expression of a column."""
+    if versions.has("classic"):
+        return versions.sql_class(spark, "ExpressionUtils").expression(column._jc)
+    java_column: Any = column._jc
+    return java_column.expr()
 
-    utils = spark._jvm.org.apache.spark.sql.classic.ExpressionUtils  # type: ignore[union-attr]
-    return ClassicColumn(utils.column(java_expression))
+
+def _column(java_expression: Any, spark: SparkSession) -> Column:
+    if versions.has("classic"):
+        from pyspark.sql.classic.column import Column as ClassicColumn
+
+        return ClassicColumn(versions.sql_class(spark, "ExpressionUtils").column(java_expression))
+    concrete: Callable[[Any], Column] = Column  # abstract since Spark 4
+    return concrete(versions.sql_class(spark, "Column")(java_expression))
 
 
 def _sequence(spark: SparkSession, *items: Any) -> Any:
@@ -60,17 +75,8 @@ def _static_invoke(spark: SparkSession, class_name: str, data_type: Any, method:
     target = jvm.org.apache.spark.util.Utils.classForName(class_name, True, False)
     expressions = jvm.org.apache.spark.sql.catalyst.expressions.objects
     # propagateNull, returnNullable, isDeterministic, no scalar function
-    return expressions.StaticInvoke(
-        target,
-        data_type,
-        method,
-        _sequence(spark, *arguments),
-        _sequence(spark),
-        True,
-        True,
-        True,
-        jvm.scala.Option.empty(),
-    )
+    rest = [True, True, True, *([jvm.scala.Option.empty()] if versions.has("scalar function") else [])]
+    return expressions.StaticInvoke(target, data_type, method, _sequence(spark, *arguments), _sequence(spark), *rest)
 
 
 def _integer_type(spark: SparkSession) -> Any:
@@ -81,8 +87,7 @@ def _integer_type(spark: SparkSession) -> Any:
 def murmur2(spark: SparkSession, key: Column) -> Column:
     """Kafka's murmur2 of a binary column, as a signed integer; null for a null key."""
     try:
-        java_key = spark._jvm.org.apache.spark.sql.classic.ExpressionUtils.expression(key._jc)  # type: ignore[union-attr]
-        call = _static_invoke(spark, _MURMUR2_CLASS, _integer_type(spark), "murmur2", java_key)
+        call = _static_invoke(spark, _MURMUR2_CLASS, _integer_type(spark), "murmur2", _expression(key, spark))
     except Py4JError as error:
         raise EnvironmentUnusableError(
             "Spark's JVM cannot call Kafka's murmur2",
@@ -108,6 +113,22 @@ def connector_package(spark: SparkSession) -> str:
     """Maven coordinates of the Kafka connector for this Spark."""
     scala = str(spark._jvm.scala.util.Properties.versionNumberString())  # type: ignore[union-attr]
     return f"org.apache.spark:spark-sql-kafka-0-10_{'.'.join(scala.split('.')[:2])}:{spark.version}"
+
+
+def has_class(java: Any, name: str) -> bool:
+    """Whether the driver's JVM can load a class."""
+    loader = java.java.lang.Thread.currentThread().getContextClassLoader()
+    try:
+        java.java.lang.Class.forName(name, False, loader)
+    except Py4JJavaError:
+        return False
+    return True
+
+
+def kind(node: Any) -> str:
+    """Class of a plan's node, without its package, by its newest name."""
+    name = str(node.getClass().getSimpleName())
+    return versions.RENAMED_OPERATORS.get(name, name)
 
 
 def nodes(tree: Any, mark: Any = None) -> Iterator[Any]:
@@ -172,10 +193,27 @@ def stage_attempts(spark: SparkSession, stages: Iterable[int], timeout_s: float 
     return found
 
 
+def running_query(spark: SparkSession, query_id: str) -> Any:
+    """The ``StreamExecution`` of a query that runs in this Spark, in whatever session; None when it does not run.
+
+    A batch has a session of its own, whose ``streams()`` knows no query: what all sessions share knows them.
+    """
+    java: Any = spark._jvm
+    running = spark._jsparkSession.sharedState().activeStreamingQueries()
+    return running.get(java.java.util.UUID.fromString(query_id))
+
+
+def last_execution(query: Any) -> Any:
+    """The ``IncrementalExecution`` of the batch under way, or the last one, of what `running_query` has found."""
+    if versions.has("execution context"):
+        return query.getLatestExecutionContext().executionPlan()
+    return query.lastExecution()
+
+
 def state_rows(spark: SparkSession, query_id: str) -> float:
     """How many rows the state of a running query has, after its last batch; infinite when that is not known."""
     try:
-        progress = spark._jsparkSession.streams().get(query_id).lastProgress()
+        progress = running_query(spark, query_id).lastProgress()
         return math.inf if progress is None else float(sum(o.numRowsTotal() for o in progress.stateOperators()))
     except (Py4JError, AttributeError, TypeError):
         return math.inf
@@ -193,12 +231,9 @@ def rows_dropped(spark: SparkSession, query_id: str) -> int:
 def _state_store_writers(spark: SparkSession, query_id: str) -> Iterator[Any]:
     """The operators that keep state, in the batch under way of a query."""
     java: Any = spark._jvm
-    query = spark._jsparkSession.streams().get(query_id)
     loader = java.org.apache.spark.util.Utils.getContextOrSparkClassLoader()
-    writer = java.java.lang.Class.forName(
-        "org.apache.spark.sql.execution.streaming.operators.stateful.StateStoreWriter", False, loader
-    )
-    for node in nodes(query.streamingQuery().lastExecution().executedPlan()):
+    writer = java.java.lang.Class.forName(versions.streaming_class("StateStoreWriter"), False, loader)
+    for node in nodes(last_execution(running_query(spark, query_id)).executedPlan()):
         if writer.isInstance(node):
             yield node
 
@@ -251,15 +286,25 @@ def source_partitions(df: DataFrame) -> list[tuple[str, int]]:
     rdd = _followed(df._jdf.queryExecution().toRdd(), "DataSourceRDD")
     found: list[tuple[str, int]] = []
     for partition in rdd.partitions():
-        inputs = partition.inputPartition()
-        if inputs.isEmpty():
-            raise _not_source_partitioned("a task reads nothing")
-        offset_range = inputs.get().offsetRange()
+        offset_range = _input_of(partition).offsetRange()
         found.append((str(offset_range.topic()), int(offset_range.partition())))
     if len(set(found)) != len(found):
         raise _not_source_partitioned(
             "a source partition is split over tasks (minPartitions or maxRecordsPerPartition)"
         )
+    return found
+
+
+def _input_of(partition: Any) -> Any:
+    """What a partition of a ``DataSourceRDD`` reads."""
+    if versions.has("one input partition"):
+        inputs = partition.inputPartition()
+        found = None if inputs.isEmpty() else inputs.get()
+    else:
+        inputs = partition.inputPartitions()
+        found = inputs.head() if inputs.size() == 1 else None
+    if found is None:
+        raise _not_source_partitioned("a task reads nothing, or several partitions")
     return found
 
 
@@ -299,11 +344,17 @@ def was_cancelled(error: BaseException) -> bool:
     """
     try:
         return any(
-            str(each.getClass().getName()) in _INTERRUPTIONS or _condition(each) == _JOB_CANCELLED
-            for each in _thrown(error)
+            str(each.getClass().getName()) in _INTERRUPTIONS or _is_cancellation(each) for each in _thrown(error)
         )
     except Py4JError:
         return False
+
+
+def _is_cancellation(thrown: Any) -> bool:
+    if versions.has("cancel condition"):
+        return _condition(thrown) == _JOB_CANCELLED
+    is_sparks = str(thrown.getClass().getName()) == _SPARK_EXCEPTION
+    return is_sparks and _CANCELLED_TEXT.match(str(thrown.getMessage())) is not None
 
 
 def kafka_timeout(error: BaseException) -> str:
@@ -347,10 +398,7 @@ def is_being_stopped(spark: SparkSession) -> bool:
         query_id = spark.sparkContext.getLocalProperty(_QUERY_ID)
         if query_id is None:
             return False
-        # A batch has a session of its own, whose streams() knows no query: what all sessions share knows them.
-        java: Any = spark._jvm
-        running = spark._jsparkSession.sharedState().activeStreamingQueries()
-        query = running.get(java.java.util.UUID.fromString(query_id))
+        query = running_query(spark, query_id)
         return query is not None and not query.isActive()
     except (Py4JError, AttributeError):
         return False

@@ -14,21 +14,27 @@ from pathlib import Path
 from onceflow.errors import OnceflowError
 from onceflow.host.java import with_flags
 from onceflow.host.leftovers import of_ended_processes
+from onceflow.spark import versions
 
 _SETTINGS = Path(__file__).with_name("log4j2.properties")
 _PREFIX = "onceflow-spark-pid"
 
 
-def with_settings(options: str, spark_conf: Path) -> str:
+def with_settings(options: str, spark_conf: Path, level: str = "WARN") -> str:
     """JVM options with onceflow's log4j settings, unless the user has chosen some.
 
     Args:
         options: JVM options of the driver. spark_conf: Spark's configuration folder.
+        level: the value of ``spark.log.level``. Spark 4 applies it itself when its context starts, Spark 3.5 does not
+            know it.
     """
     chosen = "log4j" in options or "log4j" in os.environ.get("JDK_JAVA_OPTIONS", "")
     if chosen or any(spark_conf.glob("log4j*")):
         return options
-    return with_flags(options, [f"-Dlog4j2.configurationFile={_SETTINGS}", f"-Donceflow.spark.log={log_file()}"])
+    flags = [f"-Dlog4j2.configurationFile={_SETTINGS}", f"-Donceflow.spark.log={log_file()}"]
+    if not versions.has("log level setting"):
+        flags.append(f"-Donceflow.spark.log.level={level.lower()}")
+    return with_flags(options, flags)
 
 
 def log_file() -> Path:

@@ -16,6 +16,8 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
 from onceflow.errors import UnsupportedQueryError
+from onceflow.spark import versions
+from onceflow.spark.task_shuffle import repartition_by_task
 
 Path = tuple[int, ...]
 
@@ -31,14 +33,14 @@ def analyzed(df: DataFrame) -> Any:
     return df._jdf.queryExecution().analyzed()
 
 
-def kind(plan: Any) -> str:
-    """Class of a node, without its package."""
-    return str(plan.getClass().getSimpleName())
-
-
 def children(plan: Any) -> list[Any]:
     found = plan.children()
     return [found.apply(i) for i in range(found.size())]
+
+
+def optimized(df: DataFrame) -> Any:
+    """The plan of a DataFrame as the optimizer has left it."""
+    return df._jdf.queryExecution().optimizedPlan()
 
 
 def at(plan: Any, path: Path) -> Any:
@@ -50,8 +52,8 @@ def at(plan: Any, path: Path) -> Any:
 
 def frame(spark: SparkSession, plan: Any) -> DataFrame:
     """A DataFrame of a plan, analyzed again where it is new."""
-    jvm: Any = spark._jvm
-    return DataFrame(jvm.org.apache.spark.sql.classic.Dataset.ofRows(spark._jsparkSession, plan), spark)
+    dataset = versions.sql_class(spark, "Dataset")
+    return DataFrame(dataset.ofRows(spark._jsparkSession, plan), spark)
 
 
 def named_as(df: DataFrame, plan: Any) -> Any:
@@ -97,7 +99,7 @@ def exchanged(df: DataFrame, tasks: int) -> DataFrame:
         tasks: of the shuffle; each takes the rows of one task of the DataFrame, or of several where these are more.
     """
     spark = df.sparkSession
-    moved = df.repartitionById(tasks, F.pmod(F.spark_partition_id(), F.lit(tasks)))
+    moved = repartition_by_task(df, tasks, F.pmod(F.spark_partition_id(), F.lit(tasks)))
     rdd = moved._jdf.queryExecution().toRdd()
     session: Any = spark._jsparkSession
     return DataFrame(session.internalCreateDataFrame(rdd, moved._jdf.schema(), False), spark)

@@ -11,7 +11,7 @@ from pyspark.sql import DataFrame, SparkSession
 
 from onceflow.errors import EnvironmentUnusableError, OptionError, UnsupportedQueryError
 from onceflow.interactive import again
-from onceflow.spark import jvm
+from onceflow.spark import jvm, versions
 
 #: An option on the source that says which flow read it; Spark's Kafka source ignores what it does not know.
 MARK = "onceflow.flow"
@@ -86,13 +86,14 @@ def starting_offsets_json(topic: str, offsets: Mapping[int, int]) -> str:
 
 
 def check_session(spark: SparkSession, flow: str) -> None:
-    """Refuse what would break a guarantee whatever the query is."""
+    """Refuse a Spark that is not supported, and what would break a guarantee whatever the query is."""
     if not hasattr(spark, "_jsparkSession"):
         raise UnsupportedQueryError(
             "Spark Connect is not supported: foreachBatch runs in another process there",
             flow=flow,
             next_step=f'{again()}use a classic session: onceflow.session(master="...")',
         )
+    versions.check(spark.version)
     if str(spark.conf.get("spark.speculation", "false")).lower() == "true":
         raise UnsupportedQueryError(
             "spark.speculation is on: two attempts of a task would write under one producer epoch",
@@ -133,7 +134,7 @@ def step_name(table: str) -> str:
 
 def step_table(node: Any) -> str | None:
     """The table of the process step that a node of a plan is, if it is one."""
-    if str(node.getClass().getSimpleName()) != "MapInArrow":
+    if jvm.kind(node) != "MapInArrow":
         return None
     name = str(node.functionExpr().name())
     return name.removeprefix(_STEP_NAME) if name.startswith(_STEP_NAME) else None
@@ -148,7 +149,7 @@ def topics_read(plan: Any) -> set[str]:
     """The topics that the streams of a plan read."""
     found = set()
     for node in jvm.nodes(plan):
-        if str(node.getClass().getSimpleName()) == "StreamingRelationV2" and node.extraOptions().get("subscribe"):
+        if jvm.kind(node) == "StreamingRelationV2" and node.extraOptions().get("subscribe"):
             found.add(str(node.extraOptions().get("subscribe")))
     return found
 
@@ -195,7 +196,7 @@ def check_plan(df: DataFrame, flow: str, *, checkpoint: bool = False) -> PlanFac
     for node in jvm.nodes(df._jdf.queryExecution().analyzed()):
         if not node.isStreaming():
             continue
-        kind = str(node.getClass().getSimpleName())
+        kind = jvm.kind(node)
         if kind in ("StreamingRelationV2", "StreamingRelation", "StreamingExecutionRelation"):
             ours = _check_source(node, kind, flow, checkpoint)
             topics, others = topics or ours, others or not ours
@@ -253,7 +254,7 @@ def _check_source(node: Any, kind: str, flow: str, checkpoint: bool) -> bool:
 def reads_little(df: DataFrame) -> bool:
     """Whether a batch of few source records is little work for Spark, too: nothing else is read, no state is kept."""
     for node in jvm.nodes(df._jdf.queryExecution().analyzed()):
-        kind = str(node.getClass().getSimpleName())
+        kind = jvm.kind(node)
         if not node.isStreaming() or kind == "Join" or kind in _STATEFUL:
             return False
     return True
@@ -262,7 +263,7 @@ def reads_little(df: DataFrame) -> bool:
 def may_make_many(df: DataFrame) -> bool:
     """Whether user code turns rows into as many as it likes: a link into the rows of its file, for example."""
     for node in jvm.nodes(df._jdf.queryExecution().analyzed()):
-        kind = str(node.getClass().getSimpleName())
+        kind = jvm.kind(node)
         if kind in _FREE and not is_ours(str(node.functionExpr().name())):
             return True
     return False

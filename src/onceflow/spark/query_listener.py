@@ -97,9 +97,9 @@ class _Listener:
 
 def _flow_of(spark: SparkSession, query_id: Any) -> str | None:
     """The flow whose topics a query reads, if it does."""
-    query = spark._jsparkSession.streams().get(query_id)
-    for node in jvm.nodes(query.streamingQuery().analyzedPlan()):
-        if str(node.getClass().getSimpleName()) == "StreamingRelationV2":
+    query = jvm.running_query(spark, str(query_id))
+    for node in jvm.nodes(query.analyzedPlan()):
+        if jvm.kind(node) == "StreamingRelationV2":
             mark = node.extraOptions().get(queries.MARK)
             if mark is not None:
                 return str(mark)

@@ -33,6 +33,7 @@ from onceflow.client.auth.sources import TokenRefusedError, TokenUnavailableErro
 from onceflow.client.settings import ClientSettings
 from onceflow.errors import AuthenticationFailedError, EnvironmentUnusableError
 from onceflow.host.java import find_java
+from onceflow.spark import jvm
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -291,10 +292,4 @@ def _is_address(host: str) -> bool:
 
 def _handler(spark: SparkSession) -> str:
     """Which class of the Kafka client that Spark runs with asks a token endpoint."""
-    from onceflow.session import has_class
-
-    return next((name for name in _HANDLERS if has_class(_jvm(spark), name)), _HANDLERS[0])
-
-
-def _jvm(spark: SparkSession) -> Any:
-    return spark.sparkContext._jvm
+    return next((name for name in _HANDLERS if jvm.has_class(spark.sparkContext._jvm, name)), _HANDLERS[0])

@@ -1,0 +1,46 @@
+"""The JVM of this process: whether it runs, what it was started with, what it can load. Without a SparkSession."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from pyspark import SparkContext
+
+from onceflow.spark.jvm import has_class
+
+__all__ = ["can_load", "has_context", "is_started", "settings", "spark_home", "started"]
+
+
+def has_context() -> bool:
+    """Whether this process has a SparkContext."""
+    return SparkContext._active_spark_context is not None
+
+
+def is_started() -> bool:
+    """Whether the JVM runs, or ``spark-submit`` has started it before this process."""
+    return SparkContext._gateway is not None or "PYSPARK_GATEWAY_PORT" in os.environ
+
+
+def started() -> None:
+    """Connect to the JVM that `is_started`."""
+    SparkContext._ensure_initialized()
+
+
+def settings() -> dict[str, str]:
+    """What a new ``SparkConf`` of the JVM holds: system properties, arguments of ``spark-submit``."""
+    java: Any = SparkContext._jvm
+    return {pair._1(): pair._2() for pair in java.org.apache.spark.SparkConf().getAll()}
+
+
+def can_load(name: str) -> bool:
+    """Whether the JVM has a class on its class path."""
+    return has_class(SparkContext._jvm, name)
+
+
+def spark_home() -> Path:
+    """Spark's folder: ``$SPARK_HOME``, else that of the installed pyspark."""
+    from pyspark.find_spark_home import _find_spark_home
+
+    return Path(_find_spark_home())
