@@ -7,15 +7,14 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 
-from py4j.protocol import Py4JError, Py4JNetworkError
-from pyspark.errors import StreamingQueryException
-from pyspark.errors.exceptions.captured import CapturedException, convert_exception
+from pyspark.errors import PySparkException, StreamingQueryException
 from pyspark.sql.streaming.query import StreamingQuery
 
 from onceflow.driver.batch_sink import BatchSink
 from onceflow.errors import BrokerUnreachableError, EnvironmentUnusableError, OnceflowError
 from onceflow.planning.options import BatchSummary
 from onceflow.spark import jvm
+from onceflow.spark.streaming_query import SparkQuery, jvm_needed
 
 log = logging.getLogger("onceflow")
 
@@ -23,7 +22,7 @@ log = logging.getLogger("onceflow")
 _STOP_S, _LOOK_S = 10.0, 0.1
 
 
-class FlowQuery(StreamingQuery):
+class FlowQuery(SparkQuery):
     """Returned by ``Flow.write(...).start()``.
 
     ``awaitTermination`` raises onceflow's own error (``FencedError``, ``BatchAbortedError``, ...) where
@@ -31,7 +30,7 @@ class FlowQuery(StreamingQuery):
     """
 
     def __init__(self, query: StreamingQuery, sink: BatchSink, on_stop: Callable[[], None]) -> None:
-        super().__init__(query._jsq)
+        super().__init__(query)
         self._sink = sink
         self._on_stop = on_stop
         self._release_lock = threading.Lock()
@@ -66,9 +65,9 @@ class FlowQuery(StreamingQuery):
         self._sink.over = True
         if self._sink.failure is not None or self._sink.stopping or self._sink.awaited:
             return
-        thrown = self._jsq.exception()
-        if thrown.isDefined():
-            reason = self._reason(convert_exception(thrown.get()))
+        error = self.spark_error()
+        if error is not None:
+            reason = self._reason(error)
             text = str(reason) if isinstance(reason, OnceflowError) else jvm.first_line(reason)
             log.error("the query of flow %s has ended: %s", self.flow, text)
 
@@ -87,7 +86,7 @@ class FlowQuery(StreamingQuery):
             StreamingQueryException: why Spark did.
         """
         try:
-            with self.awaited(), _jvm_needed():
+            with self.awaited(), jvm_needed():
                 ended = super().awaitTermination(timeout)  # type: ignore[arg-type]
             if not self.isActive:
                 self.release()
@@ -101,7 +100,7 @@ class FlowQuery(StreamingQuery):
     def processAllAvailable(self) -> None:
         """Block until everything that is in the sources now has been committed."""
         try:
-            with self.awaited(), _jvm_needed():
+            with self.awaited(), jvm_needed():
                 super().processAllAvailable()
         except StreamingQueryException as error:
             self.release()
@@ -139,7 +138,7 @@ class FlowQuery(StreamingQuery):
 
         def stop() -> None:
             try:
-                with contextlib.suppress(EnvironmentUnusableError), _jvm_needed():
+                with contextlib.suppress(EnvironmentUnusableError), jvm_needed():
                     super(FlowQuery, self).stop()
             except BaseException as error:  # raised in the thread of the caller
                 raised.append(error)
@@ -163,7 +162,7 @@ class FlowQuery(StreamingQuery):
     def isActive(self) -> bool:
         """Whether it runs; also False when Spark's JVM has ended."""
         try:
-            with _jvm_needed():
+            with jvm_needed():
                 return bool(super().isActive)
         except EnvironmentUnusableError:
             return False
@@ -193,7 +192,7 @@ class FlowQuery(StreamingQuery):
         """Batches that were committed before this run, and that it had to run again for Spark's state."""
         return list(self._sink.drained)
 
-    def _reason(self, error: CapturedException | StreamingQueryException) -> BaseException:
+    def _reason(self, error: PySparkException) -> BaseException:
         failure = self._sink.failure
         if failure is None and (waited := jvm.kafka_timeout(error)):
             failure = self._sink.failure = BrokerUnreachableError(
@@ -205,19 +204,3 @@ class FlowQuery(StreamingQuery):
             )
         # Where it was raised was in a callback of Spark's: many lines that say nothing of the flow.
         return failure.with_traceback(None) if isinstance(failure, OnceflowError) else error
-
-
-@contextlib.contextmanager
-def _jvm_needed() -> Iterator[None]:
-    """The driver's JVM may be killed (by the kernel, for its memory): py4j would only say that a call failed."""
-    try:
-        yield
-    except (Py4JError, ConnectionError) as error:
-        if isinstance(error, (Py4JNetworkError, ConnectionError)) or type(error) is Py4JError:
-            raise EnvironmentUnusableError(
-                "Spark's JVM has ended, and the query with it",
-                detail=str(error),
-                next_step="start the driver again: the flow continues where its progress is; if it repeats, see if "
-                "the kernel killed the JVM (dmesg), and give a spark.driver.memory that fits",
-            ) from error
-        raise

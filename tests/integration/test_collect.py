@@ -7,12 +7,12 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from pyspark.errors import PySparkException
 from pyspark.sql import functions as F
 
 from onceflow.spark import collect as module
 from onceflow.spark import queries
 from onceflow.spark.collect import collect
+from onceflow.spark.streaming_query import SPARK_ERRORS
 
 pytestmark = pytest.mark.integration
 
@@ -34,7 +34,7 @@ def test_a_failure_is_raised_as_sparks(onceflow_spark: Any, interpreted: bool) -
     rows = onceflow_spark.range(0, 100, 1, 4).select(
         F.when(F.col("id") == 60, F.raise_error(F.lit("no sixty"))).otherwise(F.lit("x")).alias("value")
     )
-    with pytest.raises(PySparkException, match="no sixty"):
+    with pytest.raises(SPARK_ERRORS, match="no sixty"):
         collect(rows, interpreted=interpreted)
     assert onceflow_spark.sparkContext.getLocalProperty(module._PROJECTIONS) is None
 

@@ -10,8 +10,6 @@ from pyspark import SparkContext
 
 from onceflow.spark.jvm import has_class
 
-__all__ = ["can_load", "has_context", "is_started", "settings", "spark_home", "started"]
-
 
 def has_context() -> bool:
     """Whether this process has a SparkContext."""
@@ -32,6 +30,12 @@ def settings() -> dict[str, str]:
     """What a new ``SparkConf`` of the JVM holds: system properties, arguments of ``spark-submit``."""
     java: Any = SparkContext._jvm
     return {pair._1(): pair._2() for pair in java.org.apache.spark.SparkConf().getAll()}
+
+
+def process_id() -> int:
+    """Of the JVM that this process has started."""
+    gateway: Any = SparkContext._gateway
+    return int(gateway.proc.pid)
 
 
 def can_load(name: str) -> bool:

@@ -5,6 +5,7 @@ Code elsewhere asks for a feature or a class by a name of this module, never for
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from typing import TYPE_CHECKING, Any
 
@@ -74,7 +75,13 @@ def check(version: str | None = None) -> None:
         EnvironmentUnusableError: with the versions that work.
     """
     found = installed_spark_version() if version is None else version
-    if parsed(found) not in SUPPORTED:
+    minor = parsed(found)
+    if minor == (3, 5) and importlib.util.find_spec("distutils") is None:
+        raise EnvironmentUnusableError(
+            f"Spark {found} needs the module distutils, which Python has no longer since 3.12",
+            next_step="use Python 3.10 or 3.11, or pip install setuptools, or use Spark 4",
+        )
+    if minor not in SUPPORTED:
         raise EnvironmentUnusableError(
             f"Spark {found} is not supported",
             detail=f"onceflow runs on Spark {names(SUPPORTED)}",
