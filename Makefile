@@ -8,8 +8,17 @@ BIN := $(VENV)/bin
 PYTEST_FLAGS ?= $(if $(CI),--color=no -q,)
 PYTEST := $(BIN)/python -m pytest $(PYTEST_FLAGS)
 
+# `make test-spark` runs tests with another version of Spark, `make test` the short form with an old one.
+SPARK ?= 3.5
+MARKS ?= not long
+SPARK_VENV := .venv-spark-$(SPARK)
+SPARK_TESTS ?= $(addprefix tests/integration/,\
+	test_spark_contract.py test_collect.py test_session.py test_flow.py test_process.py test_checkpoint.py \
+	test_side_outputs.py) $(addprefix tests/faults/,\
+	test_crashes.py test_state_crashes.py test_spark_state_crashes.py)
+
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-long fast check lint format bench chaos lock clean
+.PHONY: help setup demo test test-long test-spark fast check lint format bench chaos lock clean
 
 # Checked while reading this file and reported with $(error): one line on stderr and exit 2, before anything is made.
 ifneq ($(filter-out help clean,$(MAKECMDGOALS)),)
@@ -18,6 +27,8 @@ ifneq ($(lastword $(PREFLIGHT)),ok)
 $(error $(PREFLIGHT))
 endif
 HOST_PYTHON := $(firstword $(PREFLIGHT))
+# Spark 3.5 is made for Python up to 3.11.
+OLD_SPARK := $(shell $(HOST_PYTHON) -c 'import sys; print("3.5" if sys.version_info < (3, 12) else "4.0")')
 endif
 
 help: ## show the targets
@@ -28,11 +39,15 @@ setup: $(VENV)/.jars ## virtual environment, pinned packages, jars
 demo: setup ## run the main example: deposits, exactly once
 	$(BIN)/onceflow demo deposits
 
-test: setup ## all tests but the longest
+test: setup ## all tests but the longest, and a short form of them with an older Spark
 	$(PYTEST) -m "not long"
+	$(MAKE) --no-print-directory test-spark SPARK=$(OLD_SPARK) MARKS=short_form
 
 test-long: setup ## the longest tests: more of the same, and what takes its time
 	$(PYTEST) -m long
+
+test-spark: $(SPARK_VENV)/.jars ## tests of what Spark does, with another version: make test-spark SPARK=3.5
+	$(SPARK_VENV)/bin/python -m pytest $(PYTEST_FLAGS) -m "$(MARKS)" $(SPARK_TESTS)
 
 fast: setup ## the tests that need neither broker nor Spark, but those of the demos
 	$(PYTEST) -m "not long" tests/unit tests/protocol $(wildcard tests/model)
@@ -54,15 +69,17 @@ bench: setup ## measure throughput and latency on this machine
 chaos: setup ## break everything around running flows: make chaos SECONDS=600 SEED=7
 	$(BIN)/onceflow chaos $(if $(SECONDS),--seconds $(SECONDS)) $(if $(SEED),--seed $(SEED))
 
-lock: setup ## renew requirements/dev.txt from pyproject.toml
+lock: setup ## renew requirements/*.txt from pyproject.toml and requirements/*.in
 	$(HOST_PYTHON) -m venv $(VENV)/lock
 	$(VENV)/lock/bin/pip install --quiet uv
-	$(VENV)/lock/bin/uv pip compile --quiet --universal --python-version 3.10 --generate-hashes \
-		--no-emit-index-url --no-header --no-annotate --no-emit-package onceflow \
-		requirements/dev.in --output-file requirements/dev.txt
+	for list in requirements/*.in; do \
+		$(VENV)/lock/bin/uv pip compile --quiet --universal --python-version 3.10 --generate-hashes \
+			--no-emit-index-url --no-header --no-annotate --no-emit-package onceflow \
+			$$list --output-file $${list%.in}.txt || exit; \
+	done
 
 clean: ## remove what the targets made here (downloaded jars stay in the user's cache)
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
+	rm -rf $(VENV) .venv-spark-* .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
 	find src tests examples -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.packages: requirements/dev.txt
@@ -77,3 +94,25 @@ $(VENV)/.installed: $(VENV)/.packages pyproject.toml
 $(VENV)/.jars: $(VENV)/.installed src/onceflow/host/jars.py
 	$(BIN)/onceflow setup
 	@touch $@
+
+# Another version of Spark in front of the packages of $(VENV). These are added last, or pip would take them for its own
+# and remove the Spark that is there.
+$(SPARK_VENV)/.installed: $(VENV)/.installed requirements/spark-$(SPARK).txt
+	rm -rf $(SPARK_VENV)
+	$(HOST_PYTHON) -m venv --without-pip $(SPARK_VENV)
+	$(BIN)/python -m pip --python $(SPARK_VENV)/bin/python install --quiet --disable-pip-version-check --no-compile \
+		--require-hashes --no-deps -r requirements/spark-$(SPARK).txt
+	$(SPARK_VENV)/bin/python -c "$$ADD_PACKAGES" $(BIN)/python
+	@touch $@
+
+define ADD_PACKAGES
+import pathlib, subprocess, sys, sysconfig
+ask = "import sysconfig; print(sysconfig.get_path('purelib'))"
+found = subprocess.run([sys.argv[1], "-c", ask], capture_output=True, text=True, check=True).stdout.strip()
+line = f"import site; site.addsitedir({found!r})\n"
+pathlib.Path(sysconfig.get_path("purelib"), "packages.pth").write_text(line)
+endef
+export ADD_PACKAGES
+
+$(SPARK_VENV)/.jars: $(SPARK_VENV)/.installed $(VENV)/.jars
+	$(SPARK_VENV)/bin/python -m onceflow.cli.main setup --jars > $@

@@ -12,7 +12,7 @@ from pyspark.sql import functions as F
 from onceflow.spark import collect as module
 from onceflow.spark import queries
 from onceflow.spark.collect import collect
-from onceflow.spark.streaming_query import SPARK_ERRORS
+from onceflow.spark.jvm import SPARK_ERRORS
 
 pytestmark = pytest.mark.integration
 

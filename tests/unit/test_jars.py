@@ -123,6 +123,42 @@ def test_the_connector_falls_back_only_where_another_version_is_known_to_work() 
     assert by_module["kafka-clients"].fallbacks == ()
 
 
+@pytest.mark.parametrize(
+    "version, connectors, token_providers",
+    [
+        ("3.5.9", ("3.5.7",), ("3.5.7",)),
+        ("3.5.7", (), ()),
+        ("4.0.1", (), ("4.0.0",)),
+        ("4.1.4", ("4.1.1",), ("4.1.1", "4.0.0")),
+        ("4.2.1", ("4.2.0",), ("4.2.0", "4.0.0")),
+        ("9.9.9", (), ()),
+    ],
+)
+def test_fallbacks_stay_in_the_minor_version(
+    version: str, connectors: tuple[str, ...], token_providers: tuple[str, ...]
+) -> None:
+    connector, provider, *_ = jars.spark_connector_coordinates(version)
+    assert (connector.revision, connector.fallbacks) == (version, connectors)
+    assert (provider.revision, provider.fallbacks) == (version, token_providers)
+
+
+def test_the_connector_is_of_the_scala_that_spark_was_built_with(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folder = tmp_path / "spark" / "jars"
+    folder.mkdir(parents=True)
+    monkeypatch.setenv("SPARK_HOME", str(folder.parent))
+    with pytest.raises(EnvironmentUnusableError, match="no Spark in"):
+        jars.scala_version()
+    (folder / "spark-core_2.12-3.5.7.jar").touch()
+    assert jars.scala_version() == "2.12"
+    old = [c.module for c in jars.spark_connector_coordinates("3.5.7", jars.scala_version())]
+    assert old[:2] == ["spark-sql-kafka-0-10_2.12", "spark-token-provider-kafka-0-10_2.12"]
+    assert not any("parallel-collections" in module for module in old)
+    new = [c.module for c in jars.spark_connector_coordinates("3.5.7", "2.13")]
+    assert "scala-parallel-collections_2.13" in new
+
+
 SETTINGS = """<settings xmlns="urn:example:settings"><mirrors>
   <mirror><id>other</id><url>http://localhost/other</url><mirrorOf>snapshots</mirrorOf></mirror>
   <mirror><id>all</id><url>http://localhost/all</url><mirrorOf>%s</mirrorOf></mirror>

@@ -56,8 +56,10 @@ class Bench:
 
     def meter(self, mark: str) -> Meter:
         """For runs whose workers are this mark's own."""
+        from onceflow.spark import driver_jvm
+
         self.spark.sparkContext.environment[MARK] = mark
-        return Meter(self.spark.sparkContext._gateway.proc.pid, self.broker_pids, mark)
+        return Meter(driver_jvm.process_id(), self.broker_pids, mark)
 
     def outputs(self, topic: str) -> Iterator[tuple[bytes | None, bytes | None]]:
         """Keys and values of all committed records, by an independent consumer."""

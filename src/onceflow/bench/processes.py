@@ -45,7 +45,7 @@ class Meter:
     """CPU time of all who take part, and the peak memory of the Python workers that bear a mark."""
 
     def __init__(self, jvm: int, broker: Sequence[int], mark: str) -> None:
-        self._jvm, self._broker, self._mark = jvm, broker, f"{MARK}={mark}".encode()
+        self._jvm_pid, self._broker, self._mark = jvm, broker, f"{MARK}={mark}".encode()
         self._workers: dict[int, bool] = {}
         self._spent: dict[tuple[int, int], float] = {}  # by workers, also those that have ended
         self._lock = threading.Lock()
@@ -74,11 +74,11 @@ class Meter:
     def _cpu(self) -> dict[str, float]:
         with self._lock:
             stats = dict(_stats())
-            for pid in below(self._jvm, stats):
+            for pid in below(self._jvm_pid, stats):
                 self._spent[pid, stats[pid].begun] = stats[pid].cpu_s
             spent = {
                 "driver": time.process_time(),
-                "jvm": stats[self._jvm].cpu_s if self._jvm in stats else 0.0,
+                "jvm": stats[self._jvm_pid].cpu_s if self._jvm_pid in stats else 0.0,
                 "workers": sum(self._spent.values()),
                 "broker": sum(stats[pid].cpu_s for pid in self._broker if pid in stats),
             }
@@ -91,7 +91,7 @@ class Meter:
             if time.monotonic() - scanned > 1:
                 scanned = time.monotonic()
                 self._cpu()  # so that the time of workers that end is not lost
-                for pid in below(self._jvm, dict(_stats())):
+                for pid in below(self._jvm_pid, dict(_stats())):
                     if not self._workers.get(pid):
                         self._workers[pid] = self._mark in _read(f"{pid}/environ").split(b"\0")
             for pid in [pid for pid, ours in self._workers.items() if ours]:

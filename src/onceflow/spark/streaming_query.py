@@ -12,10 +12,6 @@ from pyspark.sql.streaming.query import StreamingQuery
 
 from onceflow.errors import EnvironmentUnusableError
 
-#: What calls into Spark raise: errors that PySpark has translated, and those that it has not.
-SPARK_ERRORS: tuple[type[Exception], ...] = (PySparkException, Py4JError)
-
-
 class SparkQuery(StreamingQuery):
     """A second handle of a running query, to be extended."""
 
