@@ -12,6 +12,7 @@ from pyspark.sql.streaming.query import StreamingQuery
 
 from onceflow.errors import EnvironmentUnusableError
 
+
 class SparkQuery(StreamingQuery):
     """A second handle of a running query, to be extended."""
 
