@@ -33,6 +33,18 @@ os.environ["JAVA_TOOL_OPTIONS"] = f"{os.environ.get('JAVA_TOOL_OPTIONS', '')} -X
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out, and count as deselected, the tests of what this version of Spark does not have."""
+    from onceflow.spark import versions
+
+    marks = {item: item.get_closest_marker("spark_since") for item in items}
+    newer = [item for item, mark in marks.items() if mark and versions.current() < mark.args]
+    if newer:
+        config.hook.pytest_deselected(items=newer)
+        items[:] = [item for item in items if item not in newer]
+
+
 DRIVER = Path(__file__).parent / "faults" / "driver.py"
 STATE_DRIVER = DRIVER.with_name("state_driver.py")
 DRIVERS = DRIVER.with_name("drivers.py")

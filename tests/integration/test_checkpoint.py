@@ -365,6 +365,7 @@ def test_duplicates_are_known_for_as_long_as_the_watermark_says(make_service: An
     assert service.new() == ["a:1"]
 
 
+@pytest.mark.spark_since(4, 1)
 def test_transform_with_state(make_service: Any, setting: Any) -> None:
     """Python's ``transformWithState``: values and timers survive restarts, timers fire once."""
     setting(STATE_FORMAT, "2")
@@ -378,6 +379,7 @@ def test_transform_with_state(make_service: Any, setting: Any) -> None:
     assert service.new() == ["a:3:7", "b:1:5"]
 
 
+@pytest.mark.spark_since(4, 1)
 @pytest.mark.long
 def test_a_state_function_that_raises(make_service: Any) -> None:
     """The error says what it has raised, and where."""
@@ -548,6 +550,7 @@ def test_the_very_first_batch_is_run_again_for_its_state_only(
     assert service.new() == sums(first + more)
 
 
+@pytest.mark.spark_since(4, 1)
 @pytest.mark.parametrize("state_format", [2, pytest.param(1, marks=pytest.mark.long)], indirect=True)
 def test_a_failed_attempt_leaves_nothing_in_the_state(
     make_service: Any, state_format: int, inject: Callable[..., None], tmp_path: Path

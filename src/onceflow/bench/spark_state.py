@@ -42,13 +42,17 @@ def transform_with_state(bench: Bench, source: str, target: str, records_per_bat
     )
 
 
-def can_transform_with_state() -> bool:
-    """Whether what Spark's state workers need is installed; PySpark itself does not bring it."""
+def why_no_transform_with_state() -> str:
+    """What ``transformWithState`` lacks here, in a line; empty when it lacks nothing."""
+    from onceflow.spark import versions
+
+    if versions.current() < versions.QUERY_SINCE["transformWithState"]:
+        return versions.refuse("transformWithState").what
     try:
-        importlib.import_module("google.protobuf.descriptor")
+        importlib.import_module("google.protobuf.descriptor")  # PySpark itself does not bring it
     except ImportError:
-        return False
-    return True
+        return "its Python workers need protobuf (pip install protobuf)"
+    return ""
 
 
 def spark_processor(*, pandas: bool) -> Any:

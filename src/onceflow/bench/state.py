@@ -29,7 +29,7 @@ from onceflow.bench.balance_service import Expected, expected, payments
 from onceflow.bench.environment import Bench
 from onceflow.bench.processes import worker_memory
 from onceflow.bench.restore import large, restore
-from onceflow.bench.spark_state import can_transform_with_state
+from onceflow.bench.spark_state import why_no_transform_with_state
 
 PARTS = ("throughput", "restore", "large")
 
@@ -85,9 +85,10 @@ def throughput(bench: Bench, choices: Choices) -> Iterator[dict[str, Any]]:
     source = bench.topic("bench-in")
     bench.say(f"broker at {bench.servers}; {bench.fill(source, sent):,} records; warming up")
     variants = [variant for variant in VARIANTS if choices.pandas or variant != SPARK_PANDAS]
-    if not can_transform_with_state():
+    lacking = why_no_transform_with_state()
+    if lacking:
         variants = [variant for variant in variants if variant not in (SPARK, SPARK_PANDAS)]
-        bench.say("transformWithState is left out: its Python workers need protobuf (pip install protobuf)")
+        bench.say(f"transformWithState is left out: {lacking}")
     sizes = {variant: warmed_up(bench, source, sent, want, variant, choices) for variant in variants}
     found: dict[str, list[Measured]] = {variant: [] for variant in variants}
     for turn in range(choices.rounds):

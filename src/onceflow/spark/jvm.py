@@ -248,6 +248,8 @@ def forget_state_ids(spark: SparkSession, query_id: str) -> None:
     Raises:
         BatchAbortedError: Spark does not let us; then the batch must not be run again.
     """
+    if not versions.has("state ids"):
+        return
     try:
         for node in _state_store_writers(spark, query_id):
             node.checkpointInfoAccumulator().reset()
