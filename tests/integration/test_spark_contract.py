@@ -20,7 +20,7 @@ from pyspark.sql import functions as F
 import onceflow.spark
 from onceflow.host.jars import installed_spark_version
 from onceflow.protocol.partitioners import murmur2
-from onceflow.spark import jvm, plans, queries, versions
+from onceflow.spark import expressions, jvm, plans, queries, versions
 from onceflow.spark.task_shuffle import key_of_task, repartition_by_task
 
 pytestmark = [pytest.mark.integration, pytest.mark.short_form]
@@ -143,14 +143,14 @@ MEMBERS = [
         f"{_CATALYST}.expressions.objects.StaticInvoke",
         "<init>",
         9 if versions.has("scalar function") else 8,
-        "jvm.py",
+        "expressions.py",
         "rows are not sent to the task that owns their partition",
     ),
     Member(
         f"{_CLASSIC}.ExpressionUtils" if versions.has("classic") else f"{_SQL}.Column",
         "expression" if versions.has("classic") else "expr",
         1 if versions.has("classic") else 0,
-        "jvm.py",
+        "expressions.py",
         "rows are not sent to the task that owns their partition",
     ),
     Member(f"{_CATALYST}.expressions.Alias", "<init>", 6, "plans.py", _STEP),
@@ -181,10 +181,22 @@ MEMBERS = [
         "query_listener.py",
         "queries past the flow go untold",
     ),
-    Member("org.apache.spark.util.Utils", "classForName", 3, "jvm.py", "rows are not sent to their partition's task"),
+    Member(
+        "org.apache.spark.util.Utils",
+        "classForName",
+        3,
+        "expressions.py",
+        "rows are not sent to their partition's task",
+    ),
     Member("org.apache.spark.util.Utils", "getContextOrSparkClassLoader", 0, "jvm.py", "late rows are not counted"),
-    Member("org.apache.spark.api.python.PythonUtils", "toSeq", 1, "jvm.py", _STEP),
-    Member("org.apache.kafka.common.utils.Utils", "murmur2", 1, "jvm.py", "keys go to other partitions than Kafka's"),
+    Member("org.apache.spark.api.python.PythonUtils", "toSeq", 1, "plans.py", _STEP),
+    Member(
+        "org.apache.kafka.common.utils.Utils",
+        "murmur2",
+        1,
+        "expressions.py",
+        "keys go to other partitions than Kafka's",
+    ),
     Member(
         "org.apache.spark.SparkThrowable",
         "getCondition" if versions.has("cancel condition") else "getErrorClass",
@@ -333,5 +345,7 @@ def test_operators_have_the_names_that_queries_are_checked_by(onceflow_spark: An
 def test_partition_of_a_key_is_kafkas(onceflow_spark: Any) -> None:
     keys = [b"key-%d" % n for n in range(40)]
     rows = onceflow_spark.createDataFrame([(bytearray(key),) for key in keys], "key binary").coalesce(1)
-    found = [row["hash"] for row in rows.select(jvm.murmur2(onceflow_spark, F.col("key")).alias("hash")).collect()]
+    found = [
+        row["hash"] for row in rows.select(expressions.murmur2(onceflow_spark, F.col("key")).alias("hash")).collect()
+    ]
     assert found == murmur2(pa.array(keys, pa.binary())).tolist()

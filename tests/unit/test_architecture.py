@@ -34,29 +34,6 @@ LONG_FUNCTIONS = {
     "planning.step_query.wire": "to be made shorter",
 }
 
-#: py4j and private names of PySpark outside of spark/, and why.
-PRIVATE_SPARK = {
-    "driver.state_step": "to be moved",
-    "query": "to be moved",
-    "session": "to be moved",
-}
-# Attributes of PySpark's classes that hold objects of the JVM, or are its own.
-_OF_SPARK = {
-    "_gateway",
-    "_instantiatedSession",
-    "_jc",
-    "_jconf",
-    "_jdf",
-    "_jrdd",
-    "_jsc",
-    "_jschema",
-    "_jsparkSession",
-    "_jsq",
-    "_jsqm",
-    "_jvm",
-    "_jwrite",
-}
-
 
 @cache
 def modules() -> dict[str, ast.Module]:
@@ -195,17 +172,6 @@ def test_formats_need_no_sockets() -> None:
         if other.partition(".")[0] in ("asyncio", "kafka", "pyspark", "requests", "selectors", "socket", "urllib")
     ]
     assert wrong == []
-
-
-def private_spark(tree: ast.AST) -> set[str]:
-    names = {name for name in imported(tree) if name.partition(".")[0] == "py4j"}
-    names |= {name for name in imported(tree) if name.startswith("pyspark.") and "._" in name}
-    return names | {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr in _OF_SPARK}
-
-
-def test_only_one_package_touches_the_jvm() -> None:
-    users = {name for name, tree in modules().items() if name.partition(".")[0] != "spark" and private_spark(tree)}
-    assert users == set(PRIVATE_SPARK), "move it into spark/ (or take what is mended off the list)"
 
 
 def test_modules_fit_a_newcomer() -> None:

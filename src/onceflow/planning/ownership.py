@@ -15,7 +15,7 @@ from pyspark.sql import types as T
 
 from onceflow.errors import OptionError, SchemaError
 from onceflow.messages import Routing, Target
-from onceflow.spark import jvm
+from onceflow.spark import expressions, jvm
 from onceflow.spark.task_shuffle import repartition_by_task
 
 _EXPECTED = (
@@ -240,7 +240,7 @@ def _group(
     # Without a key any partition will do; runs of 1024 rows make for large batches.
     partition = (F.shiftright(F.monotonically_increasing_id(), 10) % count).cast("int")
     if hash_key:
-        hashed = jvm.murmur2(df.sparkSession, F.col("key").cast("binary")).bitwiseAND(F.lit(0x7FFFFFFF))
+        hashed = expressions.murmur2(df.sparkSession, F.col("key").cast("binary")).bitwiseAND(F.lit(0x7FFFFFFF))
         partition = F.when(F.col("key").isNull(), partition).otherwise(hashed % count)
     if columns.partition:
         partition = F.coalesce(F.col("partition"), partition)

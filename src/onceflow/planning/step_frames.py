@@ -8,7 +8,7 @@ from pyspark.sql import types as T
 
 from onceflow.errors import SchemaError
 from onceflow.planning.ownership import HEADERS, Columns, is_headers
-from onceflow.spark import jvm, queries
+from onceflow.spark import expressions, queries
 
 _MAX_SPREAD, _MAX_TASKS = 4, 16
 _OPTIONAL: dict[str, type[T.DataType]] = {
@@ -80,7 +80,7 @@ def task_count(partitions: int, wanted: int) -> int:
 
 def partition_of_key(df: DataFrame, partitions: int) -> Column:
     """Where Kafka's default partitioner puts a row's key; 0 for rows without one."""
-    hashed = jvm.murmur2(df.sparkSession, F.col("key")).bitwiseAND(F.lit(0x7FFFFFFF))
+    hashed = expressions.murmur2(df.sparkSession, F.col("key")).bitwiseAND(F.lit(0x7FFFFFFF))
     return F.coalesce(hashed % F.lit(partitions), F.lit(0)).cast("int")
 
 
