@@ -61,6 +61,7 @@ _LOST = "no flow can be written"
 _CRASH = "after a crash, batches of queries with Spark's state are drained instead of completed from Kafka"
 _TWICE = "a stage that Spark attempted twice goes unnoticed, so batches are refused"
 _SOURCE = 'partitioner="source" and process steps without a shuffle are refused'
+_MOVED = "rows are not sent to the task that owns their partition"
 _STEP = "a process step inside a query cannot be run"
 
 MEMBERS = [
@@ -144,14 +145,14 @@ MEMBERS = [
         "<init>",
         9 if versions.has("scalar function") else 8,
         "expressions.py",
-        "rows are not sent to the task that owns their partition",
+        _MOVED,
     ),
     Member(
         f"{_CLASSIC}.ExpressionUtils" if versions.has("classic") else f"{_SQL}.Column",
         "expression" if versions.has("classic") else "expr",
         1 if versions.has("classic") else 0,
         "expressions.py",
-        "rows are not sent to the task that owns their partition",
+        _MOVED,
     ),
     Member(f"{_CATALYST}.expressions.Alias", "<init>", 6, "plans.py", _STEP),
     Member(f"{_CATALYST}.plans.logical.Project", "<init>", 2, "plans.py", _STEP),
