@@ -165,13 +165,13 @@ def test_pages_lost_when_the_machine_went_down_under_a_living_driver(
     pipe: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """LMDB is not synced: what a machine finds after it has started again is not what was verified before."""
-    from onceflow.host import boots
+    from onceflow.host import identity
 
     query = pipe.start()
     try:
         pipe.fill(600)
         query.processAllAvailable()
-        monkeypatch.setattr(boots, "boot_id", lambda: "the next one")
+        monkeypatch.setattr(identity, "boot_id", lambda: "the next one")
         for partition in range(4):
             assert other_rows(pipe.folder / str(partition) / "data.mdb")
         pipe.fill(600)

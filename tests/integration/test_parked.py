@@ -310,7 +310,7 @@ def test_an_ordinary_topic_of_dead_letters(lot: Lot, make_topic: Callable[..., s
     failed += [Record(None, None, "orders", (), 7, 1, 0), Record(b"orders/7/7", None, "orders", (), 7, 1, 1)]
     producer = Producer({"bootstrap.servers": lot.servers, "log_level": 0})
     for record in failed:
-        letter = dead_letters.dead(record, lot.parked, ValueError("never"))
+        letter = dead_letters.dead_letter(record, lot.parked, ValueError("never"))
         producer.produce(lot.parked, letter.value, letter.key, headers=list(letter.headers))
     producer.flush(30)
 

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from onceflow.client.brokers import Held, OpenTransaction, Safety, StableOffsets, settings_warnings, told
+from onceflow.client.brokers import (
+    Held,
+    OpenTransaction,
+    Safety,
+    StableOffsets,
+    held_back_warning,
+    settings_warnings,
+)
 
 GOOD = Safety("out", replicas=3, unclean=False, min_in_sync=2)
 
@@ -134,7 +141,7 @@ SEEN = OpenTransaction(producer_id=4001, producer_epoch=2, start_offset=17, last
     ],
 )
 def test_words(transaction: OpenTransaction | None, words: list[str]) -> None:
-    text = told(HELD, transaction)
+    text = held_back_warning(HELD, transaction)
     for word in words:
         assert word in text
     assert "abort" in text or transaction is None

@@ -95,7 +95,7 @@ def test_parked_records_and_letters_are_told_apart(key: bytes, origin: str | Non
 @pytest.mark.parametrize("value", [None, b"", b"order"])
 def test_a_letter_has_its_own_key_and_value(value: bytes | None) -> None:
     headers = [("onceflow.key", b"other"), ("onceflow.value.null", b"true")]
-    letter = Parked(ORIGIN, 1, value, headers, 7, letter=True, stored_key=b"ada")
+    letter = Parked(ORIGIN, 1, value, headers, 7, dead_letter=True, stored_key=b"ada")
     assert (letter.key, letter.value) == (b"ada", value)
 
 

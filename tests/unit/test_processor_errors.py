@@ -327,18 +327,21 @@ def test_a_damaged_store_is_not_the_fault_of_a_record(column_wise: bool, tmp_pat
 
 
 def test_letters_have_short_messages_and_only_known_places() -> None:
-    letter = dead_letters.dead(Record(b"k", b"v"), "dead", ValueError("x" * 5000 + "\ud800"))
+    letter = dead_letters.dead_letter(Record(b"k", b"v"), "dead", ValueError("x" * 5000 + "\ud800"))
     assert letter.topic == "dead"
     assert set(causes(letter)) == {"class", "message"}
     assert causes(letter)["message"] == "x" * 1000
-    assert dead_letters.dead(Record(), "dead", ValueError("\ud800")).headers[1] == ("onceflow.error.message", b"?")  # type: ignore[index]
+    assert dead_letters.dead_letter(Record(), "dead", ValueError("\ud800")).headers[1] == (
+        "onceflow.error.message",
+        b"?",
+    )  # type: ignore[index]
 
 
 def test_a_letter_of_a_letter_counts_on_and_remembers_where_it_came_from_first() -> None:
     record = Record(b"k", b"v", "orders", [("mine", b"1"), ("mine", b"2")], 9, 3, 12)
-    first = dead_letters.dead(record, "dead", ValueError("one"))
+    first = dead_letters.dead_letter(record, "dead", ValueError("one"))
     read = Record(b"k", b"v", "retry", first.headers, 10, 0, 5)
-    second = dead_letters.dead(read, "dead", KeyError("two"))
+    second = dead_letters.dead_letter(read, "dead", KeyError("two"))
     told = dict(second.headers)
     assert len(second.headers) == len(told) + 1  # `mine` is there twice, as it was
     assert second.headers[:2] == (("mine", b"1"), ("mine", b"2"))
@@ -357,7 +360,7 @@ def test_a_letter_of_a_letter_counts_on_and_remembers_where_it_came_from_first()
         b"3",
         b"12",
     ]
-    late = dead_letters.late(read, "late", 1, 2)
+    late = dead_letters.late_record(read, "late", 1, 2)
     assert dead_letters.ERROR_STACK not in dict(late.headers)
     assert dead_letters.attempts(late) == 1  # being late is no attempt
 
@@ -378,7 +381,7 @@ def test_a_long_stack_is_cut_at_its_outer_end() -> None:
 
     with pytest.raises(ValueError, match="the bottom") as caught:
         even(200)
-    stack = dict(dead_letters.dead(Record(), "dead", caught.value).headers)[dead_letters.ERROR_STACK] or b""
+    stack = dict(dead_letters.dead_letter(Record(), "dead", caught.value).headers)[dead_letters.ERROR_STACK] or b""
     assert len(stack) <= 2000
     assert stack.endswith(b"ValueError: the bottom")
 
@@ -386,7 +389,9 @@ def test_a_long_stack_is_cut_at_its_outer_end() -> None:
 def test_a_long_message_does_not_push_the_places_out_of_the_stack() -> None:
     with pytest.raises(ValueError, match="xxx") as caught:
         raise ValueError("x" * 5000)
-    stack = (dict(dead_letters.dead(Record(), "dead", caught.value).headers)[dead_letters.ERROR_STACK] or b"").decode()
+    stack = (
+        dict(dead_letters.dead_letter(Record(), "dead", caught.value).headers)[dead_letters.ERROR_STACK] or b""
+    ).decode()
     assert len(stack) <= 2000
     assert 'raise ValueError("x" * 5000)' in stack
     assert "\nValueError: xxx" in stack
@@ -394,8 +399,8 @@ def test_a_long_message_does_not_push_the_places_out_of_the_stack() -> None:
 
 def test_a_negative_timestamp_is_not_written_again() -> None:
     """Some clients may write it, and Kafka takes it; a letter that nobody may write would stop the flow for ever."""
-    assert dead_letters.dead(Record(timestamp_ms=-2), "dead", ValueError()).timestamp_ms is None
-    assert dead_letters.dead(Record(timestamp_ms=0), "dead", ValueError()).timestamp_ms == 0
+    assert dead_letters.dead_letter(Record(timestamp_ms=-2), "dead", ValueError()).timestamp_ms is None
+    assert dead_letters.dead_letter(Record(timestamp_ms=0), "dead", ValueError()).timestamp_ms == 0
 
 
 def test_options_that_lead_nowhere() -> None:

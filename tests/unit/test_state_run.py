@@ -17,7 +17,7 @@ import pytest
 from onceflow import serdes
 from onceflow.client.produce import Acknowledged
 from onceflow.errors import EnvironmentUnusableError
-from onceflow.host import boots
+from onceflow.host import identity
 from onceflow.protocol.partitioners import key_partitions
 from onceflow.protocol.progress import Progress
 from onceflow.state.api.processor import Processor
@@ -152,7 +152,7 @@ def boot(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """``boot("b")``: from here on the machine has started once more."""
 
     def boot_(name: str) -> None:
-        monkeypatch.setattr(boots, "boot_id", lambda: name)
+        monkeypatch.setattr(identity, "boot_id", lambda: name)
 
     boot_("first")
     return boot_
@@ -216,10 +216,10 @@ def test_a_copy_is_verified_once_for_each_start_of_its_machine(
 
 @pytest.mark.parametrize("what", ["boot_id", "_mounts", "gethostname"])
 def test_hosts_are_told_apart_by_name_boot_and_container(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    here = boots.host_boot()
-    assert boots.host_boot() == here
-    monkeypatch.setattr(boots.socket if what == "gethostname" else boots, what, lambda: "of another")
-    assert boots.host_boot() != here
+    here = identity.host_identity()
+    assert identity.host_identity() == here
+    monkeypatch.setattr(identity.socket if what == "gethostname" else identity, what, lambda: "of another")
+    assert identity.host_identity() != here
 
 
 @pytest.mark.parametrize("other_machine", [True, False])
@@ -241,17 +241,17 @@ def test_hosts_of_one_name_verify_their_own_copies(tmp_path: Path, boot: Any, ot
 
 
 def test_a_boot_that_cannot_be_told_is_one_of_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    known = boots.boot_id()
-    assert boots.boot_id() == known
-    monkeypatch.setattr(boots, "_BOOT_ID", tmp_path / "none")
-    monkeypatch.setattr(boots, "_MOUNTS", tmp_path / "none")
-    monkeypatch.setattr(boots.sys, "platform", "freebsd")
-    boots.boot_id.cache_clear()
+    known = identity.boot_id()
+    assert identity.boot_id() == known
+    monkeypatch.setattr(identity, "_BOOT_ID", tmp_path / "none")
+    monkeypatch.setattr(identity, "_MOUNTS", tmp_path / "none")
+    monkeypatch.setattr(identity.sys, "platform", "freebsd")
+    identity.boot_id.cache_clear()
     try:
-        assert boots.boot_id() == boots.boot_id() != known
-        assert boots.host_boot().endswith("/0")
+        assert identity.boot_id() == identity.boot_id() != known
+        assert identity.host_identity().endswith("/0")
     finally:
-        boots.boot_id.cache_clear()
+        identity.boot_id.cache_clear()
 
 
 # ---- folders -----------------------------------------------------------------------------------------

@@ -1,8 +1,8 @@
-"""Parked records: what ``Retry`` has put aside for a person to look at. Read them, retry them, drop them.
+"""Parked records: what ``Retry`` has given up. Read them, retry them, drop them.
 
 A topic of parked records is a table: the key is where the record was read first (``topic/partition/offset``), and a
-tombstone takes it out. An ordinary topic of dead letters is none: its keys are those of the records, many letters may
-share one, and nothing can be taken out. It is read, too; but what is in it is neither retried nor dropped.
+tombstone takes it out. An ordinary topic of dead letters is none: its keys are those of the records, many dead
+letters may share one, and nothing can be taken out. It is read, too; but what is in it is neither retried nor dropped.
 
 Retrying is one transaction: the record to the retry topic and the tombstone, so it is never in
 both places, nor in neither. All commands of one topic share a transactional id: whoever comes second fences the first,
@@ -52,8 +52,8 @@ class Parked:
         stored: its value there.
         headers: as they are there.
         timestamp_ms: of the record; negative: it has none.
-        letter: whether it is a dead letter that nobody has parked.
-        stored_key: of a letter: its key there.
+        dead_letter: whether it is one, that nobody has parked.
+        stored_key: of a dead letter: its key there.
     """
 
     origin: str
@@ -61,7 +61,7 @@ class Parked:
     stored: bytes | None
     headers: Sequence[Header]
     timestamp_ms: int
-    letter: bool = False
+    dead_letter: bool = False
     stored_key: bytes | None = None
 
     @property
@@ -72,35 +72,35 @@ class Parked:
     @property
     def key(self) -> bytes | None:
         """The record's own key."""
-        return self.stored_key if self.letter else dict(self.headers).get(KEY)
+        return self.stored_key if self.dead_letter else dict(self.headers).get(KEY)
 
     @property
     def value(self) -> bytes | None:
         """The record's own value."""
-        return None if NULL_VALUE in dict(self.headers) and not self.letter else self.stored
+        return None if NULL_VALUE in dict(self.headers) and not self.dead_letter else self.stored
 
     @property
     def attempt(self) -> int:
         """How often it has failed; 0: its headers do not tell."""
-        told = self.told(dead_letters.ATTEMPT)
-        return int(told) if told.isascii() and told.isdigit() and len(told) < 10 else 0
+        count = self.header(dead_letters.ATTEMPT)
+        return int(count) if count.isascii() and count.isdigit() and len(count) < 10 else 0
 
     @property
     def cause(self) -> str:
         """The class of the error."""
-        return self.told(dead_letters.ERROR_CLASS)
+        return self.header(dead_letters.ERROR_CLASS)
 
     @property
     def message(self) -> str:
         """The text of the error."""
-        return self.told(dead_letters.ERROR_MESSAGE)
+        return self.header(dead_letters.ERROR_MESSAGE)
 
     @property
     def retry_topic(self) -> str:
         """Where its retries went; empty: its headers do not tell."""
-        return self.told(RETRY_TOPIC)
+        return self.header(RETRY_TOPIC)
 
-    def told(self, name: str) -> str:
+    def header(self, name: str) -> str:
         """The last header of this name as text; empty: there is none."""
         return (dict(self.headers).get(name) or b"").decode(errors="replace")
 
@@ -114,8 +114,8 @@ class Parked:
 def read(settings: ClientSettings, topic: str, origins: Collection[str] | None = None) -> list[Parked]:
     """What is parked in a topic now, in the order of the origins; of an ordinary topic every dead letter.
 
-    Letters of one record that was processed several times share an origin. Transactions that are open are waited for:
-    what an earlier command has done is seen.
+    Dead letters of one record that was processed several times share an origin. Transactions that are open are waited
+    for: what an earlier command has done is seen.
 
     Args:
         origins: of the records that are wanted; None: all, and without their values.
@@ -197,7 +197,7 @@ class _Change:
                 parts = list(parts)  # all must be there before anything is written
                 _check_found(self._topic, origins, parts)
                 for records in parts:
-                    _refuse_letters(self._topic, records)
+                    _refuse_dead_letters(self._topic, records)
             counts = self._write(parts, target_of)
             if counts:
                 self._commit()
@@ -221,7 +221,7 @@ class _Change:
             limits = max_message_bytes(self._cluster, [self._topic], deadline)
             writer = Writer(self._cluster, self._transactions, limits, deadline)
             for records in parts:
-                _refuse_letters(self._topic, records)
+                _refuse_dead_letters(self._topic, records)
                 by_target: dict[str, list[Parked]] = {}
                 for record in records:
                     by_target.setdefault(target_of(record), []).append(record)
@@ -304,7 +304,7 @@ def _parts(
     reader = CommittedReader(cluster)
     for partition, end in sorted(ends.items()):
         live: dict[bytes, Parked] = {}
-        found: list[Parked] = []  # letters
+        found: list[Parked] = []  # dead letters
         for chunk in reader.read(topic, partition, 0, end):
             rows = zip(chunk.offsets.tolist(), chunk.keys, chunk.values, chunk.timestamps_ms.tolist(), strict=True)
             for row, (offset, key, value, stamp) in enumerate(rows):
@@ -315,42 +315,42 @@ def _parts(
                     if value is not None and (wanted is None or origin in wanted):
                         live[key] = Parked(origin, partition, value if values else b"", headers, stamp)
                     continue
-                origin = _told_origin(headers) or f"{topic}/{partition}/{offset}"
+                origin = _origin_in_headers(headers) or f"{topic}/{partition}/{offset}"
                 if wanted is None or origin in wanted:
                     headers = (
                         headers if values else tuple(each for each in headers if each[0] != dead_letters.ERROR_STACK)
                     )
                     stored = value if values else b""
-                    found.append(Parked(origin, partition, stored, headers, stamp, letter=True, stored_key=key))
+                    found.append(Parked(origin, partition, stored, headers, stamp, dead_letter=True, stored_key=key))
         yield [*live.values(), *found]
 
 
 def _is_parked(key: bytes, headers: Sequence[Header]) -> bool:
     """Whether a record was parked under this key, or is the tombstone of one that was.
 
-    A key of somebody's own may look like an origin; but then the headers of the letter tell another.
+    A key of somebody's own may look like an origin; but then its headers tell another.
     """
     text = _text(key)
-    return IDENTITY.fullmatch(text) is not None and _told_origin(headers) in ("", text)
+    return IDENTITY.fullmatch(text) is not None and _origin_in_headers(headers) in ("", text)
 
 
-def _told_origin(headers: Sequence[Header]) -> str:
-    """The origin that the headers of a letter tell; empty: none."""
-    told = dict(headers)
+def _origin_in_headers(headers: Sequence[Header]) -> str:
+    """The origin that the headers of a dead letter tell; empty: none."""
+    found = dict(headers)
     parts = [
-        told.get(name) or b""
+        found.get(name) or b""
         for name in (dead_letters.ORIGIN_TOPIC, dead_letters.ORIGIN_PARTITION, dead_letters.ORIGIN_OFFSET)
     ]
     origin = _text(b"/".join(parts))
     return origin if IDENTITY.fullmatch(origin) else ""
 
 
-def _refuse_letters(topic: str, records: Iterable[Parked]) -> None:
-    letter = next((record for record in records if record.letter), None)
-    if letter is not None:
+def _refuse_dead_letters(topic: str, records: Iterable[Parked]) -> None:
+    dead_letter = next((record for record in records if record.dead_letter), None)
+    if dead_letter is not None:
         raise OptionError(
-            f"{letter.origin} is an ordinary dead letter in {topic}, not a parked record: it can be neither retried "
-            "nor dropped here",
+            f"{dead_letter.origin} is an ordinary dead letter in {topic}, not a parked record: it can be neither "
+            "retried nor dropped here",
             topic=topic,
             detail="parked records are those that onceflow.Retry has given up; their keys are their origins",
             next_step="to retry dead letters, run a flow with onceflow.Retry over this topic, and use its parked_topic "

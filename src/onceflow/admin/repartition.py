@@ -96,7 +96,7 @@ def repartition(
 
     Args:
         timeout_ms: of the transaction; by default 15 minutes, or half of it and so on where the broker allows less.
-        tell: told of progress now and then.
+        tell: called with the progress now and then.
 
     Raises:
         OptionError: there are more partitions already; nobody has been fenced. Or the timeout is too long.

@@ -156,7 +156,7 @@ class Repartitioner:
     Args:
         before, after: partition counts; rows are placed for the first one.
         ends: of all partitions, by topic.
-        tell: told of progress now and then.
+        tell: called with the progress now and then.
     """
 
     def __init__(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pyspark import daemon
 
-from onceflow.host import boots
+from onceflow.host import identity
 
 VARIABLE = "ONCEFLOW_CHAOS_BOOT"
 
@@ -18,7 +18,7 @@ VARIABLE = "ONCEFLOW_CHAOS_BOOT"
 def main() -> None:
     """The daemon, until Spark ends it."""
     file = Path(os.environ[VARIABLE])
-    boots.boot_id = file.read_text  # type: ignore[assignment]
+    identity.boot_id = file.read_text  # type: ignore[assignment]
     daemon.manager()
 
 

@@ -58,9 +58,11 @@ def list_(topic: str, settings: ClientSettings, as_json: bool) -> None:
         message = shown(record.message.partition("\n")[0])
         message = message if len(message) <= _MESSAGE_CHARACTERS else f"{message[:_MESSAGE_CHARACTERS]}..."
         click.echo(f"{shown(record.origin):{width}}  {record.attempt:8}  {shown(record.cause)}: {message}")
-    letters = sum(record.letter for record in found)
-    if letters:
-        click.echo(f"{counted(letters, 'ordinary dead letter')}: they cannot be retried or dropped here.", err=True)
+    dead_letters = sum(record.dead_letter for record in found)
+    if dead_letters:
+        click.echo(
+            f"{counted(dead_letters, 'ordinary dead letter')}: they cannot be retried or dropped here.", err=True
+        )
 
 
 @parked.command()

@@ -1,10 +1,10 @@
-"""What a cluster and its other clients can do to a flow, told before it hurts.
+"""What a cluster and its other clients can do to a flow: warnings before it does harm.
 
 - Settings that can lose what was acknowledged: read once, at a start.
 - Transactions of other producers that stay open on a source: readers get nothing behind them, and a flow that waits
   there looks idle.
 
-Both are warnings, never a reason to stop. Who may not look (ACLs) is not told; nothing here raises for that.
+Both are warnings, never a reason to stop. Where ACLs do not allow to look, there is no warning, and no error.
 """
 
 from __future__ import annotations
@@ -151,14 +151,14 @@ class Held:
 class _Standing:
     stable: int
     since: float
-    tell_after_s: float
+    report_after_s: float
 
 
 class StableOffsets:
-    """Remembers how long last stable offsets have been standing still. Pure: it is told what is read.
+    """Remembers how long last stable offsets have been standing still. Pure: it is given what was read.
 
     Args:
-        after_s: how long one may stand still before it is told. It is told again whenever that has doubled.
+        after_s: how long one may stand still before it is reported. It is reported again whenever that has doubled.
         clock: monotonic, seconds.
     """
 
@@ -168,7 +168,7 @@ class StableOffsets:
         self._standing: dict[tuple[str, int], _Standing] = {}
 
     def look(self, stable: Offsets, high: Offsets) -> list[Held]:
-        """Those to be told of now.
+        """Those to be reported now.
 
         Args:
             stable, high: last stable offsets, and high watermarks read after them.
@@ -183,8 +183,8 @@ class StableOffsets:
                     self._standing.pop(place, None)
                 elif standing is None or standing.stable != offset:
                     self._standing[place] = _Standing(offset, now, self._after_s)
-                elif now - standing.since >= standing.tell_after_s:
-                    standing.tell_after_s = 2 * (now - standing.since)
+                elif now - standing.since >= standing.report_after_s:
+                    standing.report_after_s = 2 * (now - standing.since)
                     found.append(Held(topic, partition, offset, end, now - standing.since))
         return found
 
@@ -207,10 +207,10 @@ def held_back(
     span = {topic: list(numbers) for topic, numbers in partitions.items()}
     stable = list_offsets(cluster, span, LATEST, deadline)
     high = list_offsets(cluster, span, LATEST, deadline, committed=False)
-    return [told(held, _open_transaction(cluster, held, deadline)) for held in watch.look(stable, high)]
+    return [held_back_warning(held, _open_transaction(cluster, held, deadline)) for held in watch.look(stable, high)]
 
 
-def told(held: Held, transaction: OpenTransaction | None) -> str:
+def held_back_warning(held: Held, transaction: OpenTransaction | None) -> str:
     """The warning: what, since when, by whom, and what to do."""
     text = (
         f"nothing behind offset {held.stable} of {held.topic}-{held.partition} can be read since at least "

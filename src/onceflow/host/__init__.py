@@ -1,1 +1,1 @@
-"""What belongs to this machine: its Java, its jars, its boot, files of ended processes."""
+"""What belongs to this machine: its Java, its jars, its identity, files of ended processes."""

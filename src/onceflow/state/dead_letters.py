@@ -1,4 +1,4 @@
-"""Late and dead letters: records that are put aside with the reason in their headers."""
+"""Dead letters and late records: records as they were read, with what was wrong in their headers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ATTEMPT = "onceflow.attempt"
 """How often the record has become a dead letter, this time included."""
 
 LATE = "LateRecord"
-"""Class of the cause of a late letter."""
+"""Class of the cause of a late record."""
 
 # A message may quote the whole record, and headers are limited by the topic's record size.
 _STACK_CHARACTERS = 2000
@@ -30,20 +30,20 @@ _CAUSE_CHARACTERS = 300
 _COUNT = re.compile(rb"[0-9]{1,9}")
 
 
-def put_aside(record: Record, topic: str, kind: str, message: str, further: tuple[Header, ...] = ()) -> Record:
-    """The record for the topic of late or dead letters.
+def _with_cause(record: Record, topic: str, kind: str, message: str, further: tuple[Header, ...] = ()) -> Record:
+    """The record for the topic of dead letters or late records.
 
     Args:
         record: as it was read, key and value in bytes.
-        topic: of the letters.
+        topic: where it goes.
         kind: the cause, a class name.
         message: what was wrong.
         further: more headers that say so.
 
     Returns:
         the same key, value, headers and timestamp (but a negative one), and the cause in further headers. Where the
-        record has been put aside before, the headers of that time make way, but those that say where it came from
-        first.
+        record has been a dead letter or late before, the headers of that time are replaced, but those that say where it
+        came from first.
     """
     before = dict(record.headers)
     cause: list[Header] = [
@@ -68,16 +68,16 @@ def put_aside(record: Record, topic: str, kind: str, message: str, further: tupl
     return Record(record.key, record.value, topic, (*kept, *cause), at_ms)
 
 
-def late(record: Record, topic: str, event_ms: int, watermark_ms: int) -> Record:
-    """A letter of a record that is older than the watermark."""
+def late_record(record: Record, topic: str, event_ms: int, watermark_ms: int) -> Record:
+    """A record that is older than the watermark, for the late topic."""
     message = f"event time {event_ms} is before the watermark {watermark_ms} (milliseconds)"
-    return put_aside(record, topic, LATE, message)
+    return _with_cause(record, topic, LATE, message)
 
 
-def dead(record: Record, topic: str, error: BaseException) -> Record:
-    """A letter of a record that could not be processed."""
+def dead_letter(record: Record, topic: str, error: BaseException) -> Record:
+    """A record that could not be processed, for the dead-letter topic."""
     further = ((ERROR_STACK, _stack(error).encode(errors="replace")), (ATTEMPT, str(attempts(record) + 1).encode()))
-    return put_aside(record, topic, type(error).__name__, text_of(error), further)
+    return _with_cause(record, topic, type(error).__name__, text_of(error), further)
 
 
 def described(record: Record, error: BaseException) -> str:
@@ -91,8 +91,8 @@ def described(record: Record, error: BaseException) -> str:
 
 def attempts(record: Record) -> int:
     """How often a record has been a dead letter: 0 for one that never was, or whose header is no number."""
-    told = dict(record.headers).get(ATTEMPT)
-    return int(told) if told is not None and _COUNT.fullmatch(told) else 0
+    count = dict(record.headers).get(ATTEMPT)
+    return int(count) if count is not None and _COUNT.fullmatch(count) else 0
 
 
 def _stack(error: BaseException) -> str:

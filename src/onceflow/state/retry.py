@@ -172,19 +172,19 @@ class Retry(Processor):
                 next_step="take what flow.read(..., include_headers=True) returns",
             )
 
-        def told(name: str) -> Any:
+        def header(name: str) -> Any:
             return F.expr(f"cast(try_element_at(filter(headers, h -> h.key = '{name}'), -1).value AS string)")
 
         # `\z`, because `$` would let a line feed at the end pass.
         places = [
-            (told(dead_letters.ORIGIN_TOPIC), r"^[a-zA-Z0-9._-]{1,249}\z", F.col("topic")),
-            (told(dead_letters.ORIGIN_PARTITION), r"^[0-9]{1,10}\z", F.col("partition").cast("string")),
-            (told(dead_letters.ORIGIN_OFFSET), r"^[0-9]{1,19}\z", F.col("offset").cast("string")),
+            (header(dead_letters.ORIGIN_TOPIC), r"^[a-zA-Z0-9._-]{1,249}\z", F.col("topic")),
+            (header(dead_letters.ORIGIN_PARTITION), r"^[0-9]{1,10}\z", F.col("partition").cast("string")),
+            (header(dead_letters.ORIGIN_OFFSET), r"^[0-9]{1,19}\z", F.col("offset").cast("string")),
         ]
         complete = F.lit(True)
-        for header, pattern, _ in places:
-            complete = complete & F.coalesce(header.rlike(pattern), F.lit(False))
-        identity = F.when(complete, F.concat_ws("/", *(header for header, _, _ in places))).otherwise(
+        for found, pattern, _ in places:
+            complete = complete & F.coalesce(found.rlike(pattern), F.lit(False))
+        identity = F.when(complete, F.concat_ws("/", *(found for found, _, _ in places))).otherwise(
             F.concat_ws("/", *(own for _, _, own in places))
         )
         kept = (
@@ -192,7 +192,7 @@ class Retry(Processor):
         )
         own_key = f"filter(array(named_struct('key', '{KEY}', 'value', cast(key AS binary))), h -> h.value IS NOT NULL)"
         headers = F.expr(f"concat({kept}, {own_key})").alias("headers")
-        # Without the partition: a letter is not where its new key belongs, and the step need not try.
+        # Without the partition: a dead letter is not where its new key belongs, and the step need not try.
         return df.select(identity.alias("key"), "value", headers, "topic", "offset", "timestamp")
 
     def delay_ms(self, origin: str, attempt: int) -> int:
@@ -213,7 +213,7 @@ class Retry(Processor):
     # ---- the processor ---------------------------------------------------------------------------------
 
     def process(self, key: str, records: Sequence[Record], state: State) -> Iterator[Record]:
-        """Let letters wait, or park them. See `Processor.process`."""
+        """Let dead letters wait, or park them. See `Processor.process`."""
         if not IDENTITY.fullmatch(key):
             raise ValueError(f"key {key!r:.200} is no origin: Retry takes what Retry.by_origin(df) returns")
         for record in records:
@@ -246,21 +246,21 @@ class Retry(Processor):
         return Record(origin, value, self.parked_topic, headers, original.timestamp_ms)
 
 
-def _original(letter: Record) -> Record:
+def _original(dead_letter: Record) -> Record:
     """The record that has failed, with its own key, and without the headers that are made again from its origin."""
-    headers = [(name, content) for name, content in letter.headers if name not in (*_ORIGIN, KEY, RETRY_TOPIC)]
-    at_ms = letter.timestamp_ms
+    headers = [(name, content) for name, content in dead_letter.headers if name not in (*_ORIGIN, KEY, RETRY_TOPIC)]
+    at_ms = dead_letter.timestamp_ms
     # Records without a timestamp are read with a negative one, which nobody may write.
     at_ms = None if at_ms is not None and at_ms < 0 else at_ms
-    return Record(dict(letter.headers).get(KEY), letter.value, headers=headers, timestamp_ms=at_ms)
+    return Record(dict(dead_letter.headers).get(KEY), dead_letter.value, headers=headers, timestamp_ms=at_ms)
 
 
 def _origin_headers(origin: str) -> list[Header]:
     return [(name, part.encode()) for name, part in zip(_ORIGIN, origin.rsplit("/", 2), strict=True)]
 
 
-def _cause(letter: Record) -> str:
-    return (dict(letter.headers).get(dead_letters.ERROR_CLASS) or b"").decode(errors="replace")
+def _cause(dead_letter: Record) -> str:
+    return (dict(dead_letter.headers).get(dead_letters.ERROR_CLASS) or b"").decode(errors="replace")
 
 
 def _option(what: str, next_step: str) -> OptionError:

@@ -51,7 +51,7 @@ class StateRun:
         source: reads the changelog. changelog: writes it.
         emit: takes what user code yielded, and the partition of the table it came from.
         still_owner: whether no newer driver has taken the flow over; asked only when that is in doubt.
-        opened: told of every partition whose store has been brought up to date.
+        opened: called with every partition whose store has been brought up to date.
         own_topics: topics that no output may go to.
     """
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from onceflow.host import boots
+from onceflow.host.identity import host_identity
 from onceflow.state.api.processor import ColumnProcessor, Processor
 from onceflow.state.local.format import Commit, Goal, default_state_dir, partition_folder
 from onceflow.state.stores.base import Store
@@ -63,7 +63,7 @@ class ProcessSpec:
 
     def place(self) -> str:
         """Name of the host as it is now, and of its folder: executors of one host may have folders of their own."""
-        return f"{boots.host_boot()}:{self._state_dir()}"
+        return f"{host_identity()}:{self._state_dir()}"
 
     def _state_dir(self) -> Path:
         return default_state_dir() if self.state_dir is None else self.state_dir

@@ -147,8 +147,8 @@ class ClientCredentials:
         """The endpoint's error as RFC 6749, 5.2 has it: a code and a description for people."""
         with error:
             try:
-                told = json.loads(error.read(_RESPONSE_MAX))
-                reason = ": ".join(str(told[key]) for key in ("error", "error_description") if key in told)
+                answer = json.loads(error.read(_RESPONSE_MAX))
+                reason = ": ".join(str(answer[key]) for key in ("error", "error_description") if key in answer)
             except (ValueError, TypeError, OSError, http.client.HTTPException):
                 reason = ""
         text = f"{capital(self.name)} answered HTTP {error.code}"

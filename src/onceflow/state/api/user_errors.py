@@ -1,4 +1,4 @@
-"""Errors told from the user's side: which serde did not take what, and which line of the user's code it came from.
+"""Errors from the user's side: which serde did not take what, and which line of the user's code it came from.
 
 What is found out is kept on the exception and does not change it: user code that handles a ``TypeError`` of
 ``state.put`` still gets a ``TypeError``. All of this runs only when something has failed.
@@ -114,7 +114,7 @@ def returned_by(error: BaseException, method: Any) -> None:
         error.__dict__[_PLACE] = ("returned by", frame)
 
 
-# ---- what is told of an error ------------------------------------------------------------------------
+# ---- what is said of an error ------------------------------------------------------------------------
 
 
 def text_of(error: BaseException) -> str:
@@ -129,14 +129,14 @@ def full_text_of(error: BaseException) -> str:
 
 
 def line_of(error: BaseException) -> str:
-    """Which line of the user's code is to blame: the error travels to the driver without its traceback."""
+    """Which line of the user's code raised it: the error travels to the driver without its traceback."""
     frames = user_code.frames_of(error.__traceback__)
     raised = user_code.innermost(frames)
     how, noted = error.__dict__.get(_PLACE, ("", None))
     if raised is None and noted is None and frames and _TEXT not in error.__dict__:
         raised = frames[-1]  # nobody else's: it is for those who mend onceflow
-    told = [] if raised is None else [f"raised in {user_code.place(raised)}"]
-    return ", ".join(told if noted is None else [*told, f"{how} {user_code.place(noted)}"])
+    lines = [] if raised is None else [f"raised in {user_code.place(raised)}"]
+    return ", ".join(lines if noted is None else [*lines, f"{how} {user_code.place(noted)}"])
 
 
 def stack_of(error: BaseException) -> str:

@@ -1,4 +1,4 @@
-"""What both engines share: limits of what they take, time, letters, errors, and what they hand over."""
+"""What both engines share: limits of what they take, time, dead letters, late records, errors, what they hand over."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class BaseEngine:
         watermark_ms: event time of the batch; None while unknown.
         default_ttl_ms: of rows that are put without one; None: the processor's ``ttl``.
         on_error: what a record does that cannot be processed: ``fail`` the batch or go to the dead letters.
-        dead_letter_topic, late_topic: where letters go.
+        dead_letter_topic, late_topic: where dead letters and late records go.
         source_topic: of records that do not name theirs.
         own_topics: that no output may go to.
         max_timers_per_batch: that fire, those with the earliest times; the others wait for the next batch. None: all.
@@ -63,7 +63,7 @@ class BaseEngine:
         causes: of dead letters, by class of the cause: how many, and where the first comes from and why it is one.
 
     Raises:
-        OptionError: letters have nowhere to go, or ttl or allowed_lateness is no duration.
+        OptionError: dead letters or late records have nowhere to go, or ttl or allowed_lateness is no duration.
     """
 
     def __init__(
@@ -171,8 +171,11 @@ class BaseEngine:
         self._guarded("close", self.processor.close)
 
     def outputs(self) -> pa.RecordBatch | None:
-        """What is to be written since the last call, letters included: key, value, topic (null: the default), headers,
-        timestamp (int64 epoch milliseconds, null: the time of writing). None: nothing."""
+        """What is to be written since the last call, with dead letters and late records; None: nothing.
+
+        Columns: key, value, topic (null: the default), headers, timestamp (int64 epoch milliseconds, null: the time of
+        writing).
+        """
         return self._collector.take()
 
     def changes(self) -> list[tuple[bytes, bytes | None]]:
@@ -196,7 +199,7 @@ class BaseEngine:
         return list(map(Record, keys, values, *input_batch.metadata(batch, self._source_topic)))
 
     def _see_times(self, batch: pa.RecordBatch, times: Any) -> npt.NDArray[np.bool_] | None:
-        """Note event times, and write letters of the records that are late.
+        """Note event times, and write the records that are late.
 
         Args:
             batch: normalised.
@@ -219,7 +222,8 @@ class BaseEngine:
         event_ms = times.filter(mask).to_pylist()
         topic, watermark_ms = self._late_topic, self.watermark_ms
         self._collector.extend(
-            dead_letters.late(record, topic, ms, watermark_ms) for record, ms in zip(records, event_ms, strict=True)
+            dead_letters.late_record(record, topic, ms, watermark_ms)
+            for record, ms in zip(records, event_ms, strict=True)
         )
         self.counts["late"] += len(records)
         in_time: npt.NDArray[np.bool_] = ~late
@@ -239,7 +243,7 @@ class BaseEngine:
         if self._dead_letter_topic is None:
             where = f"offset {record.offset}, " if record.offset is not None else ""
             raise self._failed("a record could not be processed", error, record, f"{where}key {shown(record.key)}")
-        self._collector.extend([dead_letters.dead(record, self._dead_letter_topic, error)])
+        self._collector.extend([dead_letters.dead_letter(record, self._dead_letter_topic, error)])
         self.counts["dead_letters"] += 1
         count, first = self.causes.get(type(error).__name__, (0, ""))
         self.causes[type(error).__name__] = count + 1, first or dead_letters.described(record, error)

@@ -55,9 +55,9 @@ class ColumnEngine(BaseEngine):
         first = self._raw(batch.slice(0, 1))[0]
         if batch.num_rows == 1 or self._scope.fatal is not None:
             if isinstance(error, JsonRowError) and error.document is not None and error.document == first.value:
-                told = f"{error.reason}; it is {user_errors.shown(first.value)}"
+                reason = f"{error.reason}; it is {user_errors.shown(first.value)}"
                 user_errors.explain(
-                    error, f"the value of the record is not JSON with the fields that parse_json reads: {told}"
+                    error, f"the value of the record is not JSON with the fields that parse_json reads: {reason}"
                 )
             self._reject(first, error)
             return

@@ -67,7 +67,7 @@ def open_partition(
             not used.
         tombstone_age_ms: a copy that was last in sync longer ago is restored (half of ``delete.retention.ms``).
         now_ms: epoch milliseconds.
-        progress: told of the number of records read so far, again and again.
+        progress: called with the number of records read so far, again and again.
         still_owner: asked when the copy is ahead of the goal. False: a newer driver of the flow keeps it, and the
             caller is the one that is behind. The copy is left alone then.
 

@@ -53,7 +53,7 @@ def open_local(
     *,
     still_owner: Callable[[], bool] | None = None,
 ) -> Opened:
-    """The store of a partition on this host, see `open_partition`. A long restore is told of every few seconds."""
+    """The store of a partition on this host, see `open_partition`. A long restore is logged every few seconds."""
     return open_partition(
         spec.folder(partition),
         spec.store,
@@ -137,15 +137,15 @@ def missing_records(folder: Path, opener: type[Store], goal: Goal, *, verified: 
 
 
 class _Progress:
-    """Tells of a long restore every few seconds."""
+    """Logs a long restore every few seconds."""
 
     def __init__(self, what: str) -> None:
         self._what = what
-        self._started = self._told = time.monotonic()
+        self._started = self._logged = time.monotonic()
 
     def __call__(self, records: int) -> None:
         now = time.monotonic()
-        if now - self._told >= _LONG_RESTORE_S:
-            self._told = now
+        if now - self._logged >= _LONG_RESTORE_S:
+            self._logged = now
             rate = records / (now - self._started)
             log.info("restoring %s: %d records so far, %.0f a second", self._what, records, rate)

@@ -21,8 +21,8 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _MOUNTS = Path("/proc/self/ns/mnt")
 
 
-def host_boot() -> str:
-    """Name of the host as it is now: a copy that was verified here need not be verified again while this stays.
+def host_identity() -> str:
+    """Which host this is, as it is now: a copy that was verified here need not be verified again while this stays.
 
     The host's name tells machines apart that are clones of each other, the boot a machine before and after a crash, the
     mount namespace two containers of one machine that have the same name.
@@ -37,10 +37,10 @@ def boot_id() -> str:
     Where the system does not tell, it is one of this process: then every process verifies for itself.
     """
     try:
-        told = _BOOT_ID.read_text().strip()
+        found = _BOOT_ID.read_text().strip()
     except OSError:
-        told = _of_macos() if sys.platform == "darwin" else ""
-    return told or f"process-{uuid.uuid4().hex}"
+        found = _of_macos() if sys.platform == "darwin" else ""
+    return found or f"process-{uuid.uuid4().hex}"
 
 
 def _mounts() -> int:
