@@ -59,7 +59,17 @@ from brokers import (
 )
 from explore import Action, Result, SearchTooLargeError, explore, readable
 
-from onceflow.protocol.transaction import Epoch, Event, IllegalEventError, Mode, Phase, Sight, Standing, find, rules_of
+from onceflow.protocol.transaction import (
+    Epoch,
+    Event,
+    IllegalEventError,
+    Mode,
+    Phase,
+    ProgressState,
+    Standing,
+    find,
+    rules_of,
+)
 
 if TYPE_CHECKING:
     from variants import Variant
@@ -94,11 +104,12 @@ class Model(Kafka):
                 raise IllegalEventError(f"{event.name} at: {standing}")
             if after is None:
                 rule = rules_of(event, self.mode)[0]
-                phase, epoch, sight = standing
+                phase, epoch, progress_state = standing
                 after = Standing(
                     rule.phases.get(phase) or next(iter(rule.phases.values())),
                     rule.epochs.get(epoch) or next(iter(rule.epochs.values()), epoch),
-                    rule.sights.get(sight) or next(iter(rule.sights.values()), sight),
+                    rule.progress_states.get(progress_state)
+                    or next(iter(rule.progress_states.values()), progress_state),
                 )
             self.events.add((standing, event, after))
             standing = after
@@ -389,7 +400,9 @@ class Model(Kafka):
         what = f"driver {d.name}: EndTxn(commit), epoch {d.epoch}: "
         if answer == "ok":
             if c is not s.coordinator:  # decided now
-                c = c._replace(late=any(newer.standing.sight is Sight.READ for newer in s.drivers[n + 1 :]))
+                c = c._replace(
+                    late=any(newer.standing.progress_state is ProgressState.READ for newer in s.drivers[n + 1 :])
+                )
                 if left := self.spent(s, "lost"):
                     waits = self.moved(s._replace(left=left), n, d, phase=ENDING)
                     yield what + "committed, the answer is lost", self.decided(waits, c)

@@ -14,7 +14,7 @@ from onceflow.client.markers import Markers
 from onceflow.client.producers import OpenTransaction
 from onceflow.errors import DataLossError
 from onceflow.protocol.batches import ProducerIdAndEpoch
-from onceflow.protocol.transaction import Epoch, Mode, Phase, Sight, Standing, Transaction
+from onceflow.protocol.transaction import Epoch, Mode, Phase, ProgressState, Standing, Transaction
 
 OLD, NEW, SOMEBODY = 1, 2, 9
 PLACE = ("out", 0)
@@ -44,7 +44,7 @@ def left_open(monkeypatch: pytest.MonkeyPatch) -> list[OpenTransaction]:
 def confirm(transactions: Any, *, committed: bool) -> None:
     one = Markers(SimpleNamespace(), transactions, "f")  # type: ignore[arg-type]
     phase = Phase.COMMITTED if committed else Phase.ABORTED
-    transactions.machine.standing = Standing(phase, Epoch.FRESH, Sight.READ)
+    transactions.machine.standing = Standing(phase, Epoch.FRESH, ProgressState.READ)
     one.ended({PLACE: None})
     transactions.identity = ProducerIdAndEpoch(NEW, 0)  # the flow was idle
     one.confirm(Deadline(5, "a test"))

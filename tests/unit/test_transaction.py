@@ -17,7 +17,7 @@ from onceflow.protocol.transaction import (
     IllegalEventError,
     Mode,
     Phase,
-    Sight,
+    ProgressState,
     Standing,
     Transaction,
     after,
@@ -51,9 +51,9 @@ def standings(mode: Mode) -> dict[Standing, dict[Event, Standing]]:
 def test_a_batch_after_a_batch() -> None:
     """Version 2 needs InitProducerId once, version 1 before every transaction."""
     between = (Event.SETTLE, Event.MARKERS_CONFIRMED)
-    assert at(Mode.BATCH_V2, *WHOLE) == (Phase.COMMITTED, Epoch.FRESH, Sight.READ)
+    assert at(Mode.BATCH_V2, *WHOLE) == (Phase.COMMITTED, Epoch.FRESH, ProgressState.READ)
     assert at(Mode.BATCH_V2, *WHOLE, *between, *WHOLE[2:]).phase is Phase.COMMITTED
-    assert at(Mode.BATCH_V1, *WHOLE) == (Phase.COMMITTED, Epoch.USED, Sight.READ)
+    assert at(Mode.BATCH_V1, *WHOLE) == (Phase.COMMITTED, Epoch.USED, ProgressState.READ)
     with pytest.raises(IllegalEventError):
         at(Mode.BATCH_V1, *WHOLE, *between, Event.BEGIN)
     assert at(Mode.BATCH_V1, *WHOLE, *between, Event.EPOCH_BUMPED, *WHOLE[2:]).phase is Phase.COMMITTED
@@ -64,7 +64,7 @@ def test_a_batch_after_a_batch() -> None:
 def test_an_attempt_that_fails_is_aborted_from_every_step(mode: Mode, steps: int) -> None:
     done = Event.ABORT_DONE if mode is Mode.BATCH_V2 else Event.EPOCH_BUMPED
     aborted = at(mode, *WHOLE[: 2 + steps], Event.ABORT, Event.ABORT, done)
-    assert aborted == (Phase.ABORTED, Epoch.FRESH, Sight.READ)
+    assert aborted == (Phase.ABORTED, Epoch.FRESH, ProgressState.READ)
     assert after(after(aborted, Event.MARKERS_CONFIRMED, mode), Event.BEGIN, mode).phase is Phase.OPEN
 
 
@@ -85,7 +85,7 @@ def test_the_weaker_guarantees(mode: Mode) -> None:
 def test_a_start_is_possible_from_everywhere() -> None:
     for mode in (*BATCH, Mode.PLAIN_V2, Mode.PLAIN_V1):
         for standing, events in standings(mode).items():
-            assert events[Event.INITIALIZED] == (Phase.IDLE, Epoch.FRESH, Sight.UNREAD), standing
+            assert events[Event.INITIALIZED] == (Phase.IDLE, Epoch.FRESH, ProgressState.UNREAD), standing
             assert events[Event.FENCED].phase is Phase.FENCED
 
 
@@ -125,7 +125,7 @@ def test_an_illegal_event_raises_and_changes_nothing(mode: Mode) -> None:
 def test_no_batch_begins_before_progress_was_read(mode: Mode) -> None:
     """I6: fence, then read, then write."""
     for standing, events in standings(mode).items():
-        assert (Event.BEGIN in events) == (standing == (Phase.IDLE, Epoch.FRESH, Sight.READ)), standing
+        assert (Event.BEGIN in events) == (standing == (Phase.IDLE, Epoch.FRESH, ProgressState.READ)), standing
     with pytest.raises(IllegalEventError):
         at(mode, Event.PROGRESS_READ)
 
@@ -193,7 +193,7 @@ def test_events_are_expected_before_requests_are_sent() -> None:
     machine.on(Event.INITIALIZED)
     with pytest.raises(IllegalEventError, match="BEGIN"):
         machine.expect(Event.BEGIN)
-    machine.standing = Standing(Phase.IDLE, Epoch.USED, Sight.READ)  # an epoch can still be had
+    machine.standing = Standing(Phase.IDLE, Epoch.USED, ProgressState.READ)  # an epoch can still be had
     machine.expect(Event.BEGIN)
     assert machine.standing.phase is Phase.IDLE
 

@@ -21,7 +21,7 @@ from onceflow.driver import progress_log
 from onceflow.errors import FencedError, OnceflowError, PermissionDeniedError, UnknownTopicError
 from onceflow.protocol.names import Names, TopicPartition
 from onceflow.protocol.progress import Progress, encode
-from onceflow.protocol.transaction import Event, Sight
+from onceflow.protocol.transaction import Event, ProgressState
 
 log = logging.getLogger("onceflow.sink")
 
@@ -99,7 +99,7 @@ class DriverSession:
     @property
     def knows_progress(self) -> bool:
         """Whether progress was read since the older drivers were fenced, and nobody else can have moved it."""
-        return self.transactions.machine.sight is Sight.READ
+        return self.transactions.machine.progress_state is ProgressState.READ
 
     def give_up(self) -> None:
         """A start has failed: the next one fences and reads progress anew."""

@@ -7,7 +7,8 @@ row is acknowledged and progress is in the transaction (I1), a commit whose answ
 transaction begins before the last one is decided in every partition.
 
 Three small machines move together, as the two sides of a connection do in h11: what is open (``Phase``), whether the
-epoch may be written under (``Epoch``), and whether progress is known (``Sight``). An event has to be allowed by all.
+epoch may be written under (``Epoch``), and whether progress is known (``ProgressState``). An event has to be allowed
+by all.
 
 Transaction version 2 is KIP-890: EndTxn returns the next epoch. With version 1 the epoch stays the same. A transaction
 of version 1 is aborted by InitProducerId, see ``client/transactions.py``.
@@ -57,7 +58,7 @@ class Epoch(_Member):
     UNVERIFIED = "unverified"  # nothing was written under it; a newer driver may have committed before it was given
 
 
-class Sight(_Member):
+class ProgressState(_Member):
     """Whether committed progress was read since the older drivers were fenced."""
 
     UNREAD = "unread"
@@ -117,16 +118,16 @@ class Standing(NamedTuple):
 
     phase: Phase
     epoch: Epoch
-    sight: Sight
+    progress_state: ProgressState
 
     def __str__(self) -> str:
-        return f"{self.phase.value}, epoch {self.epoch.value}, progress {self.sight.value}"
+        return f"{self.phase.value}, epoch {self.epoch.value}, progress {self.progress_state.value}"
 
 
 #: Before anything was asked of Kafka.
-START = Standing(Phase.IDLE, Epoch.NONE, Sight.UNREAD)
+START = Standing(Phase.IDLE, Epoch.NONE, ProgressState.UNREAD)
 #: Of a producer id and epoch that somebody else was given, for example the driver for its tasks.
-GIVEN = Standing(Phase.IDLE, Epoch.FRESH, Sight.READ)
+GIVEN = Standing(Phase.IDLE, Epoch.FRESH, ProgressState.READ)
 
 
 class Rule(NamedTuple):
@@ -135,7 +136,7 @@ class Rule(NamedTuple):
     event: Event
     phases: Mapping[Phase, Phase]
     epochs: Mapping[Epoch, Epoch] = {}
-    sights: Mapping[Sight, Sight] = {}
+    progress_states: Mapping[ProgressState, ProgressState] = {}
     modes: frozenset[Mode] = frozenset(Mode)
 
 
@@ -166,7 +167,7 @@ def _epoch(target: Epoch, *sources: Epoch) -> dict[Epoch, Epoch]:
     return dict.fromkeys(sources, target)
 
 
-_READ = {Sight.READ: Sight.READ}
+_READ = {ProgressState.READ: ProgressState.READ}
 # Version 1 aborts by InitProducerId: whatever it returns, the transaction is aborted.
 _NEW_EPOCH = _stay(*_NOT_OPEN) | _to(Phase.ABORTED, Phase.ABORTING, Phase.COMPLETING_ABORT)
 _NOW_COMMITTED = {Phase.COMMITTING: Phase.COMMITTED, Phase.COMPLETING_COMMIT: Phase.SETTLED}
@@ -178,17 +179,17 @@ RULES: tuple[Rule, ...] = (
         Event.INITIALIZED,
         _to(Phase.IDLE, *_ANY_PHASE),
         _epoch(Epoch.FRESH, *_ANY_EPOCH),
-        dict.fromkeys(Sight, Sight.UNREAD),
+        dict.fromkeys(ProgressState, ProgressState.UNREAD),
         _TRANSACTIONAL,
     ),
     Rule(
         Event.PROGRESS_READ,
         _stay(Phase.IDLE),
         {epoch: epoch for epoch in _OWNED},
-        dict.fromkeys(Sight, Sight.READ),
+        dict.fromkeys(ProgressState, ProgressState.READ),
         _TRANSACTIONAL,
     ),
-    Rule(Event.GIVEN_UP, _stay(*_ANY_PHASE), {}, dict.fromkeys(Sight, Sight.UNREAD), _TRANSACTIONAL),
+    Rule(Event.GIVEN_UP, _stay(*_ANY_PHASE), {}, dict.fromkeys(ProgressState, ProgressState.UNREAD), _TRANSACTIONAL),
     # Epochs.
     Rule(Event.EPOCH_BUMPED, _NEW_EPOCH, _epoch(Epoch.FRESH, Epoch.FRESH, Epoch.USED), {}, _TRANSACTIONAL),
     Rule(Event.EPOCH_BUMPED, _NEW_EPOCH, _epoch(Epoch.UNVERIFIED, Epoch.UNVERIFIED), {}, _TRANSACTIONAL),
@@ -260,14 +261,18 @@ def rules_of(event: Event, mode: Mode) -> tuple[Rule, ...]:
 @cache
 def find(standing: Standing, event: Event, mode: Mode) -> Standing | None:
     """Where an event leads; None: it is not allowed."""
-    phase, epoch, sight = standing
+    phase, epoch, progress_state = standing
     for rule in rules_of(event, mode):
         if (
             phase in rule.phases
             and (not rule.epochs or epoch in rule.epochs)
-            and (not rule.sights or sight in rule.sights)
+            and (not rule.progress_states or progress_state in rule.progress_states)
         ):
-            return Standing(rule.phases[phase], rule.epochs.get(epoch, epoch), rule.sights.get(sight, sight))
+            return Standing(
+                rule.phases[phase],
+                rule.epochs.get(epoch, epoch),
+                rule.progress_states.get(progress_state, progress_state),
+            )
     return None
 
 
@@ -309,9 +314,10 @@ class Transaction:
         Raises:
             IllegalEventError: it will not be.
         """
-        phase, _, sight = self.standing
+        phase, _, progress_state = self.standing
         if not any(
-            phase in rule.phases and (not rule.sights or sight in rule.sights) for rule in rules_of(event, self.mode)
+            phase in rule.phases and (not rule.progress_states or progress_state in rule.progress_states)
+            for rule in rules_of(event, self.mode)
         ):
             after(self.standing, event, self.mode)
 
@@ -324,8 +330,8 @@ class Transaction:
         return self.standing.epoch
 
     @property
-    def sight(self) -> Sight:
-        return self.standing.sight
+    def progress_state(self) -> ProgressState:
+        return self.standing.progress_state
 
     @property
     def is_fenced(self) -> bool:
