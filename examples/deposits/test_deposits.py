@@ -53,8 +53,8 @@ def driver() -> ProcessorDriver:
 
 def cause(driver: ProcessorDriver) -> tuple[str, str]:
     """Of the only dead letter."""
-    (letter,) = driver.dead_letters
-    headers = dict(letter.headers)
+    (dead_letter,) = driver.dead_letters
+    headers = dict(dead_letter.headers)
     return headers["onceflow.error.class"].decode(), headers["onceflow.error.message"].decode()
 
 
@@ -158,7 +158,7 @@ def test_bad_ones_among_good_ones(driver: ProcessorDriver) -> None:
     """All of one account in one batch: each counts, or does not, by itself."""
     asked = [deposit(2, 5), b"deposit", transfer(3, 505), transfer(4, 1), deposit(2, 5), deposit(5, 1)]
     assert send(driver, *asked) == [deposit(2, 5), transfer(3, 505), deposit(5, 1)]
-    assert [letter.value for letter in driver.dead_letters] == [record(asked[n]).value for n in (1, 3, 4)]
+    assert [dead_letter.value for dead_letter in driver.dead_letters] == [record(asked[n]).value for n in (1, 3, 4)]
     assert driver.state(ADA)["funds"] == 1
 
 

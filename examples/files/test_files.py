@@ -89,9 +89,9 @@ def test_again_passes_again(driver: ProcessorDriver) -> None:
 )
 def test_a_bad_record_is_a_dead_letter(driver: ProcessorDriver, value: bytes | None, message: str) -> None:
     assert driver.send(b"https://example.com/a", value) == []
-    [letter] = driver.dead_letters
-    assert letter.value == value
-    headers = dict(letter.headers)
+    [dead_letter] = driver.dead_letters
+    assert dead_letter.value == value
+    headers = dict(dead_letter.headers)
     assert headers["onceflow.error.class"] == b"LinkError"
     assert message in (headers["onceflow.error.message"] or b"").decode()
     assert driver.states == {}

@@ -44,7 +44,9 @@ def column(records: Iterable[Record], name: str) -> list[int]:
 
 
 def causes(driver: ProcessorDriver) -> list[str]:
-    return [(dict(letter.headers)["onceflow.error.message"] or b"").decode() for letter in driver.dead_letters]
+    return [
+        (dict(dead_letter.headers)["onceflow.error.message"] or b"").decode() for dead_letter in driver.dead_letters
+    ]
 
 
 # ---- averages ----------------------------------------------------------------------------------------
@@ -158,8 +160,8 @@ BAD = {
 def test_a_bad_record_goes_to_the_dead_letters(driver: ProcessorDriver, value: bytes, cause: str) -> None:
     driver.send_many([measurement(0, 10), (b"a", value), measurement(1, 20)])
     assert column(driver.outputs, "all") == [10, 15]
-    (letter,) = driver.dead_letters
-    assert (letter.key, letter.value) == (b"a", value)
+    (dead_letter,) = driver.dead_letters
+    assert (dead_letter.key, dead_letter.value) == (b"a", value)
     assert cause in causes(driver)[0]
     assert causes(driver) != [""]
 
@@ -225,8 +227,8 @@ def test_both_versions_yield_the_same_bytes(seed: int) -> None:
             start = end
         encode: Callable[[Any], bytes] = Averages.output.encode
         outputs = [value if isinstance(value, bytes) else encode(value) for value in (r.value for r in driver.outputs)]
-        letters = [letter.value for letter in driver.dead_letters]
-        results.append((sorted(outputs), sorted(letters), len(outputs) + len(letters)))
+        dead_letters = [dead_letter.value for dead_letter in driver.dead_letters]
+        results.append((sorted(outputs), sorted(dead_letters), len(outputs) + len(dead_letters)))
     assert results[0] == results[1]
     assert results[0][2] == len(records)
     assert len(results[0][1]) > 20

@@ -41,7 +41,7 @@ CAUSE = """
     END"""
 PLACES = {f"{kind}.{name}": name for kind in ("error", "origin") for name in ("topic", "partition", "offset")}
 # The headers that a processor's dead letters have.
-LETTER = {"error.class": "'BadEvent'", "error.message": "cause", "attempt": "1", **PLACES}
+DEAD_LETTER = {"error.class": "'BadEvent'", "error.message": "cause", "attempt": "1", **PLACES}
 
 
 def field(name: str, kind: str) -> Column:
@@ -70,9 +70,9 @@ def sort(events: DataFrame, suffix: str) -> DataFrame:
         .withColumn("at", time_of(F.col("e.timestamp")))
         .withColumn("cause", F.expr(CAUSE))
     )
-    letter = [
+    dead_letter = [
         F.struct(F.lit(f"onceflow.{name}").alias("key"), F.expr(f"binary(string({sql}))").alias("value"))
-        for name, sql in LETTER.items()
+        for name, sql in DEAD_LETTER.items()
     ]
     good = F.col("cause").isNull()
     return checked.select(
@@ -83,7 +83,7 @@ def sort(events: DataFrame, suffix: str) -> DataFrame:
         "key",
         "value",
         F.when(good, F.col("headers"))
-        .otherwise(F.concat(F.coalesce("headers", F.expr("array()")), F.array(*letter)))
+        .otherwise(F.concat(F.coalesce("headers", F.expr("array()")), F.array(*dead_letter)))
         .alias("headers"),
         "timestamp",
     )

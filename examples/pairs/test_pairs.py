@@ -53,8 +53,8 @@ def plain(kind: str, value: int, timestamp: str = "2024-02-09 21:00:00") -> dict
     return {"type": kind, "timestamp": timestamp, "value": value}
 
 
-def reasons(letters: list[Record]) -> list[str]:
-    return [(dict(letter.headers)["onceflow.error.message"] or b"").decode() for letter in letters]
+def reasons(dead_letters: list[Record]) -> list[str]:
+    return [(dict(dead_letter.headers)["onceflow.error.message"] or b"").decode() for dead_letter in dead_letters]
 
 
 # ---- pairs -------------------------------------------------------------------------------------------
@@ -144,9 +144,9 @@ SAME = [
 ]
 
 
-@pytest.mark.parametrize("told, key", SAME)
-def test_spellings_of_one_moment_are_one_key(told: str, key: str) -> None:
-    assert canonical(told) == canonical(key) == key
+@pytest.mark.parametrize("text, key", SAME)
+def test_spellings_of_one_moment_are_one_key(text: str, key: str) -> None:
+    assert canonical(text) == canonical(key) == key
 
 
 @pytest.mark.integration
@@ -155,8 +155,8 @@ def test_spark_finds_the_same_keys(onceflow_spark: Any) -> None:
     spark.conf.set("spark.sql.session.timeZone", "UTC")
     bad = [value["timestamp"] for value, reason in BAD if reason == TIME]
     bad.remove(BEFORE_YEAR_1)  # Spark knows it, Python does not: no event has Spark's key
-    timestamps = [*SAME, *((told, told) for told in bad)]
-    values = [bytearray(Pairs.value.encode({"timestamp": told})) for told, _ in timestamps]
+    timestamps = [*SAME, *((text, text) for text in bad)]
+    values = [bytearray(Pairs.value.encode({"timestamp": text})) for text, _ in timestamps]
     rows = spark.createDataFrame([(n, value) for n, value in enumerate(values)], "n int, value binary")
     found = dict(rows.select("n", key_of(rows["value"])).collect())
     assert [found[n] for n in range(len(found))] == ["none" if key is None else str(key) for _, key in timestamps]
@@ -265,7 +265,7 @@ def test_a_partner_that_comes_too_late_is_kept_elsewhere(driver: ProcessorDriver
     send(driver, event("B", timestamp=at(5 * MINUTE_MS + 1)))
     driver.take()
     assert send(driver, event("B")) == []
-    assert [letter.key for letter in driver.late] == [NOON.encode()]
+    assert [late.key for late in driver.late] == [NOON.encode()]
     assert dict(driver.late[0].headers)["onceflow.error.class"] == b"LateRecord"
 
 
@@ -341,8 +341,8 @@ def test_what_is_no_event_is_a_dead_letter_and_nothing_else(driver: ProcessorDri
     # In one batch with a good record of its key.
     bad = Record(NOON, raw, timestamp_ms=NOON_MS)
     assert driver.send_many([bad, Record(NOON, event("B", 2), timestamp_ms=NOON_MS), bad]) == [SUM]
-    assert [letter.value for letter in driver.dead_letters] == [raw, raw]
-    assert all(reason in told for told in reasons(driver.dead_letters))
+    assert [dead_letter.value for dead_letter in driver.dead_letters] == [raw, raw]
+    assert all(reason in text for text in reasons(driver.dead_letters))
     assert driver.watermark_ms == watermark_ms
 
 

@@ -24,7 +24,7 @@ def retry() -> ProcessorDriver:
     return ProcessorDriver(policy)
 
 
-def letter_headers(driver: ProcessorDriver) -> dict[str, bytes | None]:
+def dead_letter_headers(driver: ProcessorDriver) -> dict[str, bytes | None]:
     """Of the last dead letter."""
     return dict(driver.dead_letters[-1].headers)
 
@@ -50,17 +50,17 @@ def test_a_failure_is_a_dead_letter_and_charges_nothing() -> None:
     driver = charge()
     assert driver.send(b"ord-1", {**ORDER, "card": "busy-1"}) == []
     assert driver.states == {}
-    told = letter_headers(driver)
-    assert told["onceflow.error.class"] == b"ConnectionError"
-    assert told["onceflow.attempt"] == b"1"
-    assert b"ask_provider" in (told["onceflow.error.stack"] or b"")
+    headers = dead_letter_headers(driver)
+    assert headers["onceflow.error.class"] == b"ConnectionError"
+    assert headers["onceflow.attempt"] == b"1"
+    assert b"ask_provider" in (headers["onceflow.error.stack"] or b"")
 
 
 def test_the_attempt_header_counts_on() -> None:
     driver = charge()
     order = {**ORDER, "card": "slow-2"}
     driver.send(b"ord-1", order, headers=[("onceflow.attempt", b"1")])
-    assert letter_headers(driver)["onceflow.attempt"] == b"2"
+    assert dead_letter_headers(driver)["onceflow.attempt"] == b"2"
     (receipt,) = driver.send(b"ord-1", order, headers=[("onceflow.attempt", b"2")])
     assert receipt.value["attempt"] == 3
 
@@ -99,9 +99,9 @@ def test_how_the_provider_answers(card: str, fails: list[int]) -> None:
 def test_bad_records_are_dead_letters_with_their_cause(value: Any, error: str) -> None:
     driver = charge()
     assert driver.send(b"ord-1", value) == []
-    told = letter_headers(driver)
-    assert told["onceflow.error.class"] == error.encode()
-    assert error.encode() in (told["onceflow.error.stack"] or b"")
+    headers = dead_letter_headers(driver)
+    assert headers["onceflow.error.class"] == error.encode()
+    assert error.encode() in (headers["onceflow.error.stack"] or b"")
     # No retry heals them: they are parked at once.
     assert error in onceflow.Retry.PERMANENT
 
@@ -111,7 +111,7 @@ def test_records_without_a_usable_key_are_dead_letters(key: bytes | None) -> Non
     driver = charge()
     assert driver.send(key, ORDER) == []
     assert driver.dead_letters[0].key == key
-    assert letter_headers(driver)["onceflow.error.class"] == b"ValueError"
+    assert dead_letter_headers(driver)["onceflow.error.class"] == b"ValueError"
 
 
 def test_an_order_is_checked() -> None:
@@ -136,11 +136,11 @@ def test_all_of_it() -> None:
     for key, card in ((b"twice", "slow-2"), (b"never", "down")):
         charged += charging.send(key, {**ORDER, "id": key.decode(), "card": card}, topic="orders")
     for _ in range(20):
-        for letter in charging.dead_letters:
-            headers = dict(letter.headers)
+        for dead_letter in charging.dead_letters:
+            headers = dict(dead_letter.headers)
             origin = b"/".join(headers[f"onceflow.origin.{part}"] or b"" for part in ("topic", "partition", "offset"))
             parked += retrying.send(
-                origin.decode(), letter.value, headers=[*letter.headers, ("onceflow.key", letter.key)]
+                origin.decode(), dead_letter.value, headers=[*dead_letter.headers, ("onceflow.key", dead_letter.key)]
             )
         charging.dead_letters.clear()
         for record in retrying.advance(1):

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 from confluent_kafka import KafkaError, KafkaException
 
-from onceflow.demos.audit import KINDS, Expected, Findings, Message, Origin, compare, letter_cause, origin_headers
+from onceflow.demos.audit import KINDS, Expected, Findings, Message, Origin, compare, onceflow_headers, origin_headers
 from onceflow.demos.reading import GroupLag
 from onceflow.protocol.partitioners import key_partitions
 
@@ -161,8 +161,8 @@ def test_a_huge_record_is_shown_in_part() -> None:
 
 def test_what_a_letter_says_of_its_cause() -> None:
     own = (("trace", b"7"), ("onceflow.error.class", b"ValueError"), ("onceflow.error.message", b"\xff"))
-    told = letter_cause(Message(0, 0, b"key", b"value", own))
-    assert told == {"onceflow.error.class": "ValueError", "onceflow.error.message": "�"}
+    headers = onceflow_headers(Message(0, 0, b"key", b"value", own))
+    assert headers == {"onceflow.error.class": "ValueError", "onceflow.error.message": "�"}
     assert origin_headers(Origin("in", 2, 30)) == {
         "onceflow.error.topic": "in",
         "onceflow.error.partition": "2",

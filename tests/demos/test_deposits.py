@@ -102,13 +102,13 @@ def test_the_service_does_what_the_seed_says(operations: list[data.Operation]) -
         assert json.dumps(record.value, separators=(",", ":")).encode() == data.validated(each)
     bad = {each.id: each for each in operations if each.cause is not None}
     assert len(driver.dead_letters) == len(bad)
-    for nth, letter in enumerate(driver.dead_letters):
-        each = bad.pop(data.identify(letter.value, tuple(letter.headers)) or "")
-        assert letter.key == each.key
-        message = Message(0, nth, letter.key, letter.value, tuple(letter.headers))
-        place = {name: value.decode() for name, value in letter.headers if name.startswith("onceflow.") and value}
+    for nth, dead_letter in enumerate(driver.dead_letters):
+        each = bad.pop(data.identify(dead_letter.value, tuple(dead_letter.headers)) or "")
+        assert dead_letter.key == each.key
+        message = Message(0, nth, dead_letter.key, dead_letter.value, tuple(dead_letter.headers))
+        place = {name: value.decode() for name, value in dead_letter.headers if name.startswith("onceflow.") and value}
         origin = {name: place[name] for name in origin_headers(ORIGIN)}
-        assert data.wrong_letter(each, message, origin) == "", each
+        assert data.wrong_dead_letter(each, message, origin) == "", each
     accounts = {key.encode(): account for key, account in driver.states.items()}
     assert accounts == data.final_accounts(operations)
     ids = {(key, entry) for key in accounts for entry in driver.map(key.decode(), "ids")}
@@ -167,7 +167,7 @@ def test_every_record_is_expected_in_one_of_two_topics(chain: Deposits) -> None:
     assert list(expected) == ["validated", "rejected", "ledger"]
     inputs = list(chain.inputs())
     assert len(inputs) == len(expected["validated"]) + len(expected["rejected"]) == 10_000
-    # Where these were put is remembered: the letters must say the same.
+    # Where these were put is remembered: the dead letters must say the same.
     assert [record.identity for record in inputs if record.identity is not None] == expected["rejected"]
     for name, identities in expected.items():
         assert len(set(identities)) == len(identities), name
@@ -213,7 +213,7 @@ def test_the_ledger_is_compared_with_the_seed(
     assert len(chain.lines) + len(chain.problems) == findings.found
 
 
-def _letter(each: data.Operation, **changed: str | None) -> Message:
+def _dead_letter(each: data.Operation, **changed: str | None) -> Message:
     kind, text = data.CAUSES[each.cause or ""]
     headers = {
         **origin_headers(ORIGIN),
@@ -231,24 +231,24 @@ def _letter(each: data.Operation, **changed: str | None) -> Message:
 def test_a_letter_must_say_why_and_where_it_came_from(operations: list[data.Operation], cause: str) -> None:
     each = next(each for each in operations if each.cause == cause)
     origin = origin_headers(ORIGIN)
-    assert data.wrong_letter(each, _letter(each), origin) == ""
-    assert "class is 'OSError'" in data.wrong_letter(each, _letter(each, error_class="OSError"), origin)
-    assert "attempt is '2'" in data.wrong_letter(each, _letter(each, attempt="2"), origin)
-    assert "origin.offset is '8'" in data.wrong_letter(each, _letter(each, origin_offset="8"), origin)
-    assert "error.topic is None" in data.wrong_letter(each, _letter(each, error_topic=None), origin)
-    assert "stack" in data.wrong_letter(each, _letter(each, error_stack=None), origin)
-    assert "message" in data.wrong_letter(each, _letter(each, error_message=""), origin)
-    more = _letter(each)._replace(headers=(*_letter(each).headers, ("more", b"")))
-    assert "own headers" in data.wrong_letter(each, more, origin)
+    assert data.wrong_dead_letter(each, _dead_letter(each), origin) == ""
+    assert "class is 'OSError'" in data.wrong_dead_letter(each, _dead_letter(each, error_class="OSError"), origin)
+    assert "attempt is '2'" in data.wrong_dead_letter(each, _dead_letter(each, attempt="2"), origin)
+    assert "origin.offset is '8'" in data.wrong_dead_letter(each, _dead_letter(each, origin_offset="8"), origin)
+    assert "error.topic is None" in data.wrong_dead_letter(each, _dead_letter(each, error_topic=None), origin)
+    assert "stack" in data.wrong_dead_letter(each, _dead_letter(each, error_stack=None), origin)
+    assert "message" in data.wrong_dead_letter(each, _dead_letter(each, error_message=""), origin)
+    more = _dead_letter(each)._replace(headers=(*_dead_letter(each).headers, ("more", b"")))
+    assert "own headers" in data.wrong_dead_letter(each, more, origin)
 
 
-def test_wrong_letters_are_problems(chain: Deposits, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_dead_letters_are_problems(chain: Deposits, monkeypatch: pytest.MonkeyPatch) -> None:
     bad = [each for each in chain.operations if each.cause is not None]
     chain._generator.origins.update({each.id: ORIGIN for each in bad})
-    letters = [_letter(each) for each in bad]
-    monkeypatch.setattr("onceflow.demos.deposits.read_topic", lambda *_: iter(letters))
+    dead_letters = [_dead_letter(each) for each in bad]
+    monkeypatch.setattr("onceflow.demos.deposits.read_topic", lambda *_: iter(dead_letters))
     assert chain.audit_letters() == []
-    letters[3] = _letter(bad[3], origin_partition="0")
+    dead_letters[3] = _dead_letter(bad[3], origin_partition="0")
     (problem,) = chain.audit_letters()
     assert bad[3].id in problem
 

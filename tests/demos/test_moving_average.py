@@ -161,11 +161,11 @@ def test_the_service_makes_these_averages_and_letters(
     encoded = [each if isinstance(each, bytes) else service.Averages.output.encode(each) for each in values]
     assert sorted(encoded) == sorted(each.value or b"" for each in data.expected_averages(measurements))
     bad = [each for each in measurements if each.cause is not None]
-    letters = [Message(0, 0, each.key, each.value, tuple(each.headers)) for each in driver.dead_letters]
-    assert sorted(data.identify(letter) or "" for letter in letters) == [each.identity for each in bad]
+    dead_letters = [Message(0, 0, each.key, each.value, tuple(each.headers)) for each in driver.dead_letters]
+    assert sorted(data.identify(dead_letter) or "" for dead_letter in dead_letters) == [each.identity for each in bad]
     # The driver counts offsets from 0, for each topic and partition.
     offsets = {each.identity: Origin(TOPIC, 0, n) for n, each in enumerate(measurements)}
-    assert data.letter_problems(letters, measurements, offsets) == []
+    assert data.dead_letter_problems(dead_letters, measurements, offsets) == []
 
 
 # ---- auditor -----------------------------------------------------------------------------------------
@@ -244,7 +244,7 @@ Letters = tuple[list[Message], dict[str, Origin]]
 
 
 @pytest.fixture
-def letters(measurements: list[Measurement]) -> Letters:
+def dead_letters(measurements: list[Measurement]) -> Letters:
     """What a run record by record would leave, and where the bad records came from."""
     messages, origins = [], {}
     for n, each in enumerate(measurements):
@@ -261,10 +261,10 @@ def letters(measurements: list[Measurement]) -> Letters:
     return messages, origins
 
 
-def test_right_letters_pass(measurements: list[Measurement], letters: Letters) -> None:
-    messages, origins = letters
-    assert data.letter_problems(messages, measurements, origins) == []
-    findings = _compare(list(data.expected_letters(measurements)), messages)
+def test_right_letters_pass(measurements: list[Measurement], dead_letters: Letters) -> None:
+    messages, origins = dead_letters
+    assert data.dead_letter_problems(messages, measurements, origins) == []
+    findings = _compare(list(data.expected_dead_letters(measurements)), messages)
     assert findings.holds
     assert findings.found == len(origins)
 
@@ -283,21 +283,21 @@ def test_right_letters_pass(measurements: list[Measurement], letters: Letters) -
     ],
 )
 def test_a_wrong_header_of_a_letter_is_seen(
-    measurements: list[Measurement], letters: Letters, header: str, value: str
+    measurements: list[Measurement], dead_letters: Letters, header: str, value: str
 ) -> None:
-    messages, origins = letters
+    messages, origins = dead_letters
     headers = dict(messages[3].headers)
     messages[3] = messages[3]._replace(headers=tuple({**headers, f"onceflow.{header}": value.encode()}.items()))
-    (problem,) = data.letter_problems(messages, measurements, origins)
+    (problem,) = data.dead_letter_problems(messages, measurements, origins)
     assert problem.startswith(data.identify(messages[3]) or "nothing")
     del headers[f"onceflow.{header}"]
     messages[3] = messages[3]._replace(headers=tuple(headers.items()))
-    assert len(data.letter_problems(messages, measurements, origins)) == 1
+    assert len(data.dead_letter_problems(messages, measurements, origins)) == 1
 
 
-def test_a_letter_that_is_not_as_the_record_was_is_seen(measurements: list[Measurement], letters: Letters) -> None:
-    messages, _ = letters
-    wanted = list(data.expected_letters(measurements))
+def test_a_letter_that_is_not_as_the_record_was_is_seen(measurements: list[Measurement], dead_letters: Letters) -> None:
+    messages, _ = dead_letters
+    wanted = list(data.expected_dead_letters(measurements))
     messages[3] = messages[3]._replace(value=b"{}")
     messages[4] = messages[4]._replace(key=b"another")
     del messages[5]

@@ -173,8 +173,8 @@ def _cause(bad: Bad, told_ms: int) -> str | None:
         service.checked(event, told_ms)
     except service.BadEvent as error:
         # A key is looked at before the value is.
-        return pairs_bad_records.LONG_KEY if bad.told is not None and len(bad.told) > 470 else str(error)
-    return pairs_bad_records.TWICE if bad.told != event["timestamp"] else None
+        return pairs_bad_records.LONG_KEY if bad.timestamp is not None and len(bad.timestamp) > 470 else str(error)
+    return pairs_bad_records.TWICE if bad.timestamp != event["timestamp"] else None
 
 
 def test_bad_events_share_timestamps_with_good_ones(story: list[Moment | Bad], moments: list[Moment]) -> None:
@@ -210,7 +210,7 @@ def test_the_processor_makes_exactly_this(story: list[Moment | Bad], arrivals: l
     for first in range(0, len(arrivals), batch):
         records = []
         for each in arrivals[first : first + batch]:
-            told = by_id[each.bad].told if each.bad else None
+            told = by_id[each.bad].timestamp if each.bad else None
             key = told if each.bad else service.canonical(json.loads(each.value or b"")["timestamp"])
             name = (key or "none").encode()
             records.append(Record(name, each.value, timestamp_ms=each.at_ms, partition=each.partition))
@@ -223,8 +223,8 @@ def test_the_processor_makes_exactly_this(story: list[Moment | Bad], arrivals: l
     expected += [("unpaired", each.identity, each.value) for each in data.expected_unpaired(story)]
     assert outputs == sorted(expected)
     assert driver.late == []
-    letters = Counter(letter.value for letter in driver.dead_letters)
-    assert letters == Counter(each.value for each in by_id.values())
+    dead_letters = Counter(dead_letter.value for dead_letter in driver.dead_letters)
+    assert dead_letters == Counter(each.value for each in by_id.values())
     assert len(driver.states) == 2 * PARTITIONS
     assert len(driver.timers) == 4 * PARTITIONS
     assert most <= data.moments_at_most(SEED, COUNT, PARTITIONS, records_per_batch=batch) < len(story)
@@ -317,12 +317,12 @@ def run_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dem
     return make
 
 
-def _letter(run: demo.Pairs, name: str, topic: str, **changed: str) -> Message:
+def _dead_letter(run: demo.Pairs, name: str, topic: str, **changed: str) -> Message:
     bad, origin = run.bad[name], run.origins[name]
     headers = demo.expected_cause(bad, of_processor=topic == "dead-letters")
     headers |= {"onceflow.attempt": "1", **origin_headers(origin)}
     headers |= {f"onceflow.{key.replace('_', '.')}": text for key, text in changed.items()}
-    (key,) = [each.key for each in run.expected_letters(topic) if each.identity == name]
+    (key,) = [each.key for each in run.expected_dead_letters(topic) if each.identity == name]
     return Message(0, 1, key, bad.value, tuple((key, text.encode()) for key, text in headers.items()))
 
 
@@ -330,8 +330,8 @@ def _letter(run: demo.Pairs, name: str, topic: str, **changed: str) -> Message:
 def test_letters_are_known_by_where_they_were_read(run_of: Callable[..., demo.Pairs], topic: str) -> None:
     """Not by their values: some have none."""
     run = run_of()
-    assert {run.identify(topic, _letter(run, name, topic)) for name in run.bad} == set(run.bad)
-    assert run.identify(topic, _letter(run, next(iter(run.bad)), topic, origin_offset="999999")) is None
+    assert {run.identify(topic, _dead_letter(run, name, topic)) for name in run.bad} == set(run.bad)
+    assert run.identify(topic, _dead_letter(run, next(iter(run.bad)), topic, origin_offset="999999")) is None
 
 
 @pytest.mark.parametrize("topic", ["dead-letters", "dead-letters-sort"])
@@ -342,10 +342,10 @@ def test_a_letter_that_says_something_else_is_seen(
     run_of: Callable[..., demo.Pairs], monkeypatch: pytest.MonkeyPatch, topic: str, changed: dict[str, str]
 ) -> None:
     run = run_of()
-    right = [_letter(run, name, topic) for name in run.bad]
+    right = [_dead_letter(run, name, topic) for name in run.bad]
     monkeypatch.setattr(demo, "read_topic", lambda *_: iter(right))
     assert run.wrong_causes(topic) == []
-    wrong = [_letter(run, name, topic, **changed) for name in run.bad]
+    wrong = [_dead_letter(run, name, topic, **changed) for name in run.bad]
     monkeypatch.setattr(demo, "read_topic", lambda *_: iter(wrong))
     assert len(run.wrong_causes(topic)) == len(run.bad)
 
@@ -377,10 +377,12 @@ def test_state_that_is_not_what_it_should_be_is_seen(
 ) -> None:
     run = run_of()
     for each in run.services:
-        each.told = [{"state_rows": told if "grouped" in each.flow else 1}, {}]
-    letters = {run.topics[topic]: [_letter(run, name, topic) for name in run.bad] for topic in run.letters}
+        each.reports = [{"state_rows": told if "grouped" in each.flow else 1}, {}]
+    dead_letters = {
+        run.topics[topic]: [_dead_letter(run, name, topic) for name in run.bad] for topic in run.dead_letters
+    }
     tables = {topic: _table(run, moments, n * left) for n, topic in enumerate(run.more_topics(), 1)}
-    monkeypatch.setattr(demo, "read_topic", lambda _, topic, *__: iter((letters | tables)[topic]))
+    monkeypatch.setattr(demo, "read_topic", lambda _, topic, *__: iter((dead_letters | tables)[topic]))
     audit = Audit()
     run.look_further(audit, Display({}))
     assert [problem for problem, part in zip(audit.problems, problems, strict=True) if part not in problem] == []
@@ -409,7 +411,7 @@ def test_a_run_has_what_its_versions_need(
     run = run_of(versions)
     assert [link.flow for link in run.links] == flows
     assert run.outputs == outputs
-    assert set(run.expected()) == {*run.outputs, *run.letters, *({"late"} if "late" in run.partitions else ())}
+    assert set(run.expected()) == {*run.outputs, *run.dead_letters, *({"late"} if "late" in run.partitions else ())}
     for link in run.links:
         assert set(link.sources) <= set(run.partitions)
         assert ("--checkpoint" in run.command(link)) == ("as" in link.sources)

@@ -88,14 +88,16 @@ def test_the_processors_bring_every_order_to_where_the_seed_says(few: list[data.
     while todo:
         for receipt in charging.send_many(todo):
             charged[receipt.key] += 1
-        letters, charging.dead_letters = charging.dead_letters, []
+        dead_letters, charging.dead_letters = charging.dead_letters, []
         keyed = []
-        for letter in letters:
-            told = {name: content or b"" for name, content in letter.headers}
+        for dead_letter in dead_letters:
+            told = {name: content or b"" for name, content in dead_letter.headers}
             failures.setdefault(told["trace"].decode(), []).append(told["onceflow.error.class"].decode())
             origin = b"/".join(told[f"onceflow.origin.{part}"] for part in ("topic", "partition", "offset")).decode()
-            own = () if letter.key is None else (("onceflow.key", letter.key),)
-            keyed.append(Record(origin, letter.value, "failed", (*letter.headers, *own), letter.timestamp_ms))
+            own = () if dead_letter.key is None else (("onceflow.key", dead_letter.key),)
+            keyed.append(
+                Record(origin, dead_letter.value, "failed", (*dead_letter.headers, *own), dead_letter.timestamp_ms)
+            )
         todo = []
         for record in [*retrying.send_many(keyed), *retrying.advance(3600)]:
             if record.topic == "parked":
@@ -133,8 +135,8 @@ def test_only_what_fails_is_remembered(few: list[data.Order], origins: dict[str,
 # ---- auditor -------------------------------------------------------------------------------------------
 
 
-def _letters(orders: list[data.Order], origins: dict[str, Origin], *, parked: bool) -> list[Message]:
-    """Flawless letters, or parked records."""
+def _dead_letters(orders: list[data.Order], origins: dict[str, Origin], *, parked: bool) -> list[Message]:
+    """Flawless dead letters, or parked records."""
     found = []
     for order in orders:
         for attempt, error in enumerate(order.failures, 1):
@@ -164,7 +166,7 @@ def _letters(orders: list[data.Order], origins: dict[str, Origin], *, parked: bo
     return found
 
 
-def _check(few: list[data.Order], origins: dict[str, Origin], found: list[Message], *, parked: bool) -> data.Remarks:
+def _check(few: list[data.Order], origins: dict[str, Origin], found: list[Message], *, parked: bool) -> data.Problems:
     return data.check_headers("failed-x", few, origins, found, parked=parked, retry_topic="retry-x")
 
 
@@ -178,8 +180,8 @@ def _without(message: Message, name: str) -> Message:
 
 @pytest.mark.parametrize("parked", [False, True])
 def test_flawless_headers_pass(few: list[data.Order], origins: dict[str, Origin], parked: bool) -> None:
-    remarks = _check(few, origins, _letters(few, origins, parked=parked), parked=parked)
-    assert remarks.wrong == 0, remarks.examples
+    problems = _check(few, origins, _dead_letters(few, origins, parked=parked), parked=parked)
+    assert problems.wrong == 0, problems.examples
 
 
 @pytest.mark.parametrize(
@@ -204,30 +206,30 @@ def test_wrong_headers_are_seen(
     change: Callable[[Message], Message],
     text: str,
 ) -> None:
-    found = _letters(few, origins, parked=parked)
+    found = _dead_letters(few, origins, parked=parked)
     found[7] = change(found[7])
-    remarks = _check(few, origins, found, parked=parked)
-    assert remarks.wrong == 1
-    assert text in remarks.examples[0]
+    problems = _check(few, origins, found, parked=parked)
+    assert problems.wrong == 1
+    assert text in problems.examples[0]
 
 
 @pytest.mark.parametrize("name", ["onceflow.key", "onceflow.value.null", "onceflow.retry.topic"])
 def test_what_a_parked_record_lacks_is_seen(few: list[data.Order], origins: dict[str, Origin], name: str) -> None:
-    found = _letters(few, origins, parked=True)
+    found = _dead_letters(few, origins, parked=True)
     at = next(n for n, message in enumerate(found) if name in dict(message.headers))
     found[at] = _without(found[at], name)
     assert _check(few, origins, found, parked=True).wrong == 1
 
 
 def test_what_was_parked_too_early_is_seen(few: list[data.Order], origins: dict[str, Origin]) -> None:
-    found = _letters(few, origins, parked=True)
+    found = _dead_letters(few, origins, parked=True)
     exhausted = next(n for n, m in enumerate(found) if dict(m.headers)["onceflow.attempt"] == b"4")
     found[exhausted] = _with(found[exhausted], "onceflow.attempt", b"3")
     assert "parked after attempt 3" in _check(few, origins, found, parked=True).examples[0]
 
 
 def _topic(expected: list[Any]) -> list[Message]:
-    """The messages of a flawless topic; the identities of letters are in their headers."""
+    """The messages of a flawless topic; the identities of dead letters are in their headers."""
     places = key_partitions(pa.array([record.key for record in expected], pa.binary()), PARTITIONS)
     offsets: Counter[int] = Counter()
     found = []
@@ -303,15 +305,15 @@ def test_the_auditor_sees_every_kind_of_damage(
 
 
 def test_a_retry_before_its_time_is_seen() -> None:
-    letters = {f"orders/0/{n}#{attempt}": 1000 for n, attempt in itertools.product(range(3), (1, 2, 3))}
+    dead_letters = {f"orders/0/{n}#{attempt}": 1000 for n, attempt in itertools.product(range(3), (1, 2, 3))}
     # Half of 200, 400 and 800 ms is left to chance.
-    on_time = {identity: 1000 + 100 * 2 ** (int(identity[-1]) - 1) for identity in letters}
-    remarks, waits = data.check_waits(letters, on_time)
-    assert (remarks.wrong, len(waits)) == (0, 9)
-    remarks, _ = data.check_waits(letters, {**on_time, "orders/0/1#3": 1399})
-    assert remarks.wrong == 1
-    assert "orders/0/1#3 was retried after 0.399 s" in remarks.examples[0]
-    assert data.check_waits(letters, {"orders/0/7#1": 5000})[0].wrong == 1
+    on_time = {identity: 1000 + 100 * 2 ** (int(identity[-1]) - 1) for identity in dead_letters}
+    problems, waits = data.check_waits(dead_letters, on_time)
+    assert (problems.wrong, len(waits)) == (0, 9)
+    problems, _ = data.check_waits(dead_letters, {**on_time, "orders/0/1#3": 1399})
+    assert problems.wrong == 1
+    assert "orders/0/1#3 was retried after 0.399 s" in problems.examples[0]
+    assert data.check_waits(dead_letters, {"orders/0/7#1": 5000})[0].wrong == 1
 
 
 def test_what_still_waits_is_seen() -> None:

@@ -21,7 +21,7 @@ class Bench:
 
     Args:
         spark: the session. servers: of the broker. broker_pids: its processes.
-        folder: for local state and checkpoints. say: told what is going on.
+        folder: for local state and checkpoints. say: called with what is going on.
     """
 
     spark: Any

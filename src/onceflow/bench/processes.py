@@ -15,7 +15,7 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 
 class Process(NamedTuple):
-    """What ``/proc/PID/stat`` tells: ``begun`` (clock ticks since the machine's start) makes a pid unique."""
+    """From ``/proc/PID/stat``: ``begun`` (clock ticks since the machine's start) makes a pid unique."""
 
     parent: int
     cpu_s: float

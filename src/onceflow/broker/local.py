@@ -283,7 +283,7 @@ class LocalBroker:
         agreed.wait_in_sync(self.cluster, self._client_options, timeout_s)
 
     def leader_of(self, topic: str, partition: int, timeout_s: float = START_TIMEOUT_S) -> int:
-        """Node id of the leader that clients are told; right after a crash that is the dead one still."""
+        """Node id of the leader in the metadata that clients get; right after a crash that is the dead one still."""
         return agreed.leader_of(self.cluster, self._client_options, topic, partition, timeout_s)
 
     def move_leaders(self, topics: Collection[str] | None = None, timeout_s: float = START_TIMEOUT_S) -> int:

@@ -26,15 +26,15 @@ from onceflow.testing.recorder import Recorder
 
 
 def main() -> None:
-    """Argument: what ``driven.Driver`` has chosen."""
+    """Its argument is JSON: what ``driver_process.Driver`` has chosen."""
     given = json.loads(sys.argv[1])
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     names = flows.Names(given["prefix"], Path(given["folder"]))
     choices = flows.Choices(**given["choices"])
-    _wear_clock(names.clock)
+    _shift_clock(names.clock)
     wanted = threading.Event()
     signal.signal(signal.SIGTERM, lambda number, frame: _stop(wanted, number, frame))
-    hooks.observe(_tell)
+    hooks.observe(_report_commit)
     Recorder(names.history).attach()
     try:
         spark = session(app_name=names.prefix, master=given["master"], config=given["spark"])
@@ -47,18 +47,18 @@ def main() -> None:
         for query in queries:
             query.stop()
     except OnceflowError as error:
-        _say(error=type(error).__name__, text=str(error)[:1000])
+        _report(error=type(error).__name__, text=str(error)[:1000])
         sys.exit(1)
     except Exception as error:
         # An exception that was injected is raised by Spark, as one of user code is; any other is a finding.
         planned = InjectedFaultError.__name__ in str(error) or isinstance(error, InjectedFaultError)
         name = InjectedFaultError.__name__ if planned else f"{type(error).__module__}.{type(error).__name__}"
-        _say(error=name, text=str(error)[:2000], ours=planned)
+        _report(error=name, text=str(error)[:2000], ours=planned)
         raise
 
 
-def _wear_clock(file: Path) -> None:
-    """Processing time that can be made to jump: the file says by how much."""
+def _shift_clock(file: Path) -> None:
+    """Make processing time jump: the file holds the difference in milliseconds."""
     real = progress_log.now_ms
 
     def now_ms() -> int:
@@ -70,13 +70,13 @@ def _wear_clock(file: Path) -> None:
     progress_log.now_ms = now_ms
 
 
-def _tell(step: str, *, flow: str, batch: int | None, **facts: Any) -> None:
+def _report_commit(step: str, *, flow: str, batch: int | None, **facts: Any) -> None:
     if step == "end":
-        _say(flow=flow, batch=batch)
+        _report(flow=flow, batch=batch)
 
 
-def _say(**fields: Any) -> None:
-    # One write: two queries may tell at once.
+def _report(**fields: Any) -> None:
+    # One write: two queries may report at once.
     os.write(sys.stdout.fileno(), (json.dumps(fields) + "\n").encode())
 
 

@@ -1,7 +1,7 @@
-"""The drivers of a run as processes: started, watched, killed, started again.
+"""Driver processes of a run: they are started, watched, killed and started again.
 
-There is one driver that should run. A second one may be started by mistake (``intrude``): it takes the flows over, and
-the first has to find out.
+One driver should run at a time. A second one may be started by mistake (``intrude``): it fences the first, which has to
+notice that.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Stop:
 
 @dataclass
 class Commits:
-    """What drivers have told: last batch per flow, and when."""
+    """What drivers have committed: the last batch of each flow, and when it was reported."""
 
     batches: dict[str, int] = field(default_factory=dict)
     at: dict[str, float] = field(default_factory=dict)
@@ -55,14 +55,14 @@ class Commits:
 class DriverProcess:
     """One process of ``onceflow.chaos.driver``."""
 
-    def __init__(self, arguments: Mapping[str, Any], folder: Path, rule: str | None, told: Commits) -> None:
+    def __init__(self, arguments: Mapping[str, Any], folder: Path, rule: str | None, commits: Commits) -> None:
         environment = {name: value for name, value in os.environ.items() if name != VARIABLE}
         environment |= {"TMPDIR": str(folder), "SPARK_LOCAL_DIRS": str(folder / "spark-local")}
         if rule is not None:
             environment[VARIABLE] = rule
         self.log_file = folder / "drivers.log"
         self.stop: Stop | None = None
-        self._told = told
+        self._commits = commits
         with self.log_file.open("a") as log:
             self._child = subprocess.Popen(
                 [sys.executable, "-m", "onceflow.chaos.driver", json.dumps(arguments)],
@@ -111,15 +111,15 @@ class DriverProcess:
         with lines:
             for line in lines:
                 try:
-                    told = json.loads(line)
+                    report = json.loads(line)
                 except ValueError:
                     continue
-                if "error" in told:
-                    self.stop = Stop(told["error"], told["text"], told.get("ours", True))
-                elif "batch" in told:
-                    self._told.batches[told["flow"]] = told["batch"]
-                    self._told.at[told["flow"]] = time.monotonic()
-                    self._told.count += 1
+                if "error" in report:
+                    self.stop = Stop(report["error"], report["text"], report.get("ours", True))
+                elif "batch" in report:
+                    self._commits.batches[report["flow"]] = report["batch"]
+                    self._commits.at[report["flow"]] = time.monotonic()
+                    self._commits.count += 1
 
 
 class Driver:
@@ -134,7 +134,7 @@ class Driver:
     ) -> None:
         self.names = names
         self.kinds = list(kinds)
-        self.told = Commits()
+        self.commits = Commits()
         self.stops: Counter[str] = Counter()
         self.strange: list[Stop] = []
         self.starts = 0
@@ -194,20 +194,20 @@ class Driver:
         Raises:
             DeadlineExceededError: a flow did not go on; the detail has the end of the log.
         """
-        begun = dict(self.told.batches)
+        begun = dict(self.commits.batches)
         end = time.monotonic() + timeout_s
         flows = [self.names.flow(kind) for kind in self.kinds]
-        while not all(self.told.at.get(flow, 0.0) > since for flow in flows):
+        while not all(self.commits.at.get(flow, 0.0) > since for flow in flows):
             if time.monotonic() > end:
                 raise DeadlineExceededError(
                     f"A flow did not commit within {timeout_s:g} s after a fault",
-                    flow=", ".join(flow for flow in flows if self.told.at.get(flow, 0.0) <= since),
+                    flow=", ".join(flow for flow in flows if self.commits.at.get(flow, 0.0) <= since),
                     detail=f"last batches {begun}; stops {dict(self.stops)}\n{self.log_tail()}",
                     next_step=f"see {self.names.folder / 'drivers.log'}",
                 )
             self.revive()
             time.sleep(0.05)
-        return max(self.told.at[flow] for flow in flows) - since
+        return max(self.commits.at[flow] for flow in flows) - since
 
     def end(self) -> None:
         """A clean stop.
@@ -264,4 +264,4 @@ class Driver:
             "flows": self.kinds,
             "choices": asdict(self.choices),
         }
-        return DriverProcess(arguments, self.names.folder, rule, self.told)
+        return DriverProcess(arguments, self.names.folder, rule, self.commits)

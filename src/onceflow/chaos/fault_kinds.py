@@ -1,7 +1,7 @@
-"""The faults that can be injected. Each heals what has to be healed, and says what it did.
+"""The kinds of faults that can be injected. Each undoes what has to be undone, and returns what it did.
 
-``MENU`` maps the kind to its function and to where it makes sense. Whether a flow goes on afterwards is found out by
-whoever injects; see ``run.py``.
+``FAULT_KINDS`` maps the name of a kind to its function and to the setups in which it makes sense. ``run.py`` checks
+that all flows go on afterwards.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _PAGE_BYTES = 4096
 
 @dataclass(frozen=True)
 class Fault:
-    """One entry of the menu.
+    """A kind of fault.
 
     Args:
-        inject: does it; returns what it did in a few words.
-        possible: where it makes sense.
-        weight: how often it is chosen.
+        inject: injects it; returns what it did in a few words.
+        possible: whether it makes sense in a setup.
+        weight: how often it is chosen, relative to the others.
     """
 
     inject: Callable[[TestBed, random.Random], str]
@@ -67,7 +67,7 @@ def step_kill(bed: TestBed, rng: random.Random) -> str:
     bed.driver.kill()
     flow = bed.names.flow(rng.choice(bed.driver.kinds))
     mark = bed.names.folder / f"step-{bed.driver.starts}"
-    where = {} if step == "init" else {"batch_from": bed.driver.told.batches.get(flow, -1) + rng.randint(1, 4)}
+    where = {} if step == "init" else {"batch_from": bed.driver.commits.batches.get(flow, -1) + rng.randint(1, 4)}
     bed.driver.start(fault(step, action, flow=flow, once_file=str(mark), **where))
     end = time.monotonic() + _STEP_WAIT_S
     while bed.driver.running.exit_code is None and time.monotonic() < end:
@@ -231,12 +231,12 @@ def network(action: str) -> Callable[[TestBed, random.Random], str]:
         probability, seconds = rng.choice((0.05, 0.2, 0.5)), rng.uniform(0.05, 1.0)
         directions = (REQUEST,) if action in (DUPLICATE, REORDER) else DIRECTIONS
         rules = [Rule(action, apis, way, probability=probability, seconds=seconds) for way in directions]
-        weather = Network(rng.randrange(2**32), rules)
-        bed.proxies.faults(weather)
+        faulty = Network(rng.randrange(2**32), rules)
+        bed.proxies.faults(faulty)
         time.sleep(rng.uniform(2, 5))
         bed.proxies.faults(None)
-        bed.frames.update(weather.counts)
-        return f"{action} of {', '.join(apis)} at {probability:.0%}: {sum(weather.counts.values())} frames"
+        bed.frames.update(faulty.counts)
+        return f"{action} of {', '.join(apis)} at {probability:.0%}: {sum(faulty.counts.values())} frames"
 
     return inject
 

@@ -102,7 +102,7 @@ class Names:
 
 
 class Ledger(onceflow.Processor):
-    """Count and sum per key, told with every record; every tenth number sets a timer that tells of it once more."""
+    """Count and sum per key, written with every record; every tenth number sets a timer that writes it once more."""
 
     value = onceflow.serdes.JSON
     state = onceflow.serdes.JSON

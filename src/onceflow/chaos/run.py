@@ -16,12 +16,7 @@ from rich.table import Table
 
 from onceflow.chaos.fault_kinds import AHEAD_MS, FAULT_KINDS
 from onceflow.chaos.flows import ALARM_EVERY, LEDGER
-from onceflow.chaos.test_bed import (
-    SETUPS,
-    Setup,
-    TestBed,
-    standing,
-)
+from onceflow.chaos.test_bed import SETUPS, Setup, TestBed, open_test_bed
 from onceflow.chaos.verify import Findings, verify
 from onceflow.demos.display import Display, print_result
 from onceflow.errors import DeadlineExceededError
@@ -107,7 +102,7 @@ def run(
     """Break things for about this long, divided evenly over the setups; each gets ``MIN_FAULTS`` faults at least.
 
     Args:
-        kinds: of faults, names of ``MENU``; all that make sense in a setup when empty.
+        kinds: of faults, keys of ``FAULT_KINDS``; when empty, all that make sense in a setup.
         keep: folder in which logs and histories stay; None: they go.
 
     Returns:
@@ -132,20 +127,20 @@ def _run_setup(
 ) -> None:
     folder.mkdir(parents=True)
     rng = random.Random(f"{report.seed} {setup.name}")
-    menu = {
+    possible = {
         kind: fault for kind, fault in FAULT_KINDS.items() if fault.possible(setup) and (not kinds or kind in kinds)
     }
-    weights = [fault.weight for fault in menu.values()]
-    with standing(setup, folder) as bed:
+    weights = [fault.weight for fault in possible.values()]
+    with open_test_bed(setup, folder) as bed:
         begun = time.monotonic()
         bed.driver.start()
         bed.driver.await_commits(begun, timeout_s=FIRST_COMMIT_S)
         before = len(report.injected)
-        while menu and (time.monotonic() < until or len(report.injected) - before < MIN_FAULTS):
+        while possible and (time.monotonic() < until or len(report.injected) - before < MIN_FAULTS):
             display.count(seconds=int(time.monotonic() - started))
-            (kind,) = rng.choices(list(menu), weights)
+            (kind,) = rng.choices(list(possible), weights)
             at = time.monotonic()
-            what = menu[kind].inject(bed, rng)
+            what = possible[kind].inject(bed, rng)
             fault = Injected(setup.name, kind, what, at - started)
             report.injected.append(fault)
             if rng.random() < 0.8:  # else the next one hits while this one is still being recovered from
@@ -158,7 +153,7 @@ def _run_setup(
         _drain(bed, display)
         report.stops += bed.driver.stops
         report.frames += bed.frames
-        report.batches += bed.driver.told.count
+        report.batches += bed.driver.commits.count
         findings = verify(bed.bootstrap_servers, bed.names, setup.flows)
         for stop in bed.driver.strange:
             findings.see("stopped by an error that is not onceflow's", f"{stop.error}: {stop.text[:300]}")

@@ -1,4 +1,4 @@
-"""What a run stands on: a Kafka cluster behind a fault proxy, perhaps a Spark cluster, and topics.
+"""The test bed of a run: a Kafka cluster behind a fault proxy, a Spark cluster if the setup has one, and topics.
 
 A ``Setup`` names one of the combinations that are worth breaking.
 """
@@ -119,8 +119,8 @@ def rebooting_hosts(names: Names) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def standing(setup: Setup, folder: Path) -> Iterator[TestBed]:
-    """The ground, with everything started; all of it is ended afterwards."""
+def open_test_bed(setup: Setup, folder: Path) -> Iterator[TestBed]:
+    """The test bed of a setup, with everything started. All of it is ended afterwards."""
     with contextlib.ExitStack() as stack:
         properties, ports = proxied_node_properties(range(1, setup.nodes + 1))
         copies = {"default.replication.factor": str(setup.copies), "min.insync.replicas": "1"} if setup.copies else {}

@@ -1,7 +1,7 @@
 """What is on the topics when all is over, against what must be there. Reads with confluent-kafka only.
 
 The tagged flows are judged by the history checker; and what every flow must have written follows from the source
-alone: copies, running totals per key, alarms, and the totals of each batch that progress tells of.
+alone: copies, running totals per key, alarms, and the totals of each batch in the progress records.
 """
 
 from __future__ import annotations
@@ -117,11 +117,11 @@ def _ledger(bootstrap_servers: str, names: Names, source: list[independent.Seen]
         expected[key, n, count + 1, total + n] += 1
         if n % ALARM_EVERY == 0:
             alarms[key, n] += 1
-    told = (
+    outputs = (
         json.loads(record.value or b"") | {"key": record.key}
         for record in _read(bootstrap_servers, names.output(LEDGER))
     )
-    found.compare("ledger", Counter((v["key"], v["n"], v["count"], v["sum"]) for v in told), expected)
+    found.compare("ledger", Counter((v["key"], v["n"], v["count"], v["sum"]) for v in outputs), expected)
     rung = _read(bootstrap_servers, names.alarms)
     found.compare("alarms", Counter((record.key, _number(record)) for record in rung), alarms)
     table: dict[bytes | None, Any] = {}
@@ -159,7 +159,7 @@ def _sorter(bootstrap_servers: str, names: Names, source: list[independent.Seen]
 
 
 def _totals(bootstrap_servers: str, names: Names, source: list[independent.Seen], found: Findings) -> None:
-    """Every batch tells the totals of the keys that it read; progress tells what it read."""
+    """Every batch writes the totals of the keys that it read; its progress record says what it read."""
     by_partition: dict[int, dict[int, independent.Seen]] = defaultdict(dict)
     for record in source:
         by_partition[record.partition][record.offset] = record
@@ -175,8 +175,8 @@ def _totals(bootstrap_servers: str, names: Names, source: list[independent.Seen]
                     totals[record.key] = count + 1, total + _number(record)
                     changed.add(record.key)
         expected.update((key, *totals[key]) for key in changed)
-    told = _read(bootstrap_servers, names.output(TOTALS))
-    values = ((record.key, json.loads(record.value or b"")) for record in told)
+    outputs = _read(bootstrap_servers, names.output(TOTALS))
+    values = ((record.key, json.loads(record.value or b"")) for record in outputs)
     found.compare("totals", Counter((key, value["count"], value["sum"]) for key, value in values), expected)
 
 

@@ -18,7 +18,7 @@ _output = click.option(
     type=click.Path(dir_okay=False, path_type=Path),
     default=Path("bench-results.jsonl"),
     show_default=True,
-    help="JSON lines are added to this file.",
+    help="The file to which results are added as JSON lines.",
 )
 
 
@@ -27,29 +27,52 @@ _output = click.option(
 def bench(context: click.Context) -> None:
     """Measure throughput and latency on this machine.
 
-    Without a name, measures the sink.
+    Without the name of a benchmark, `sink` is run.
     """
     if context.invoked_subcommand is None:
         context.invoke(sink)
 
 
 @bench.command()
-@click.option("--records", type=click.IntRange(min=1000), default=500_000, show_default=True, help="Of 1 KiB each.")
-@click.option("--records-per-batch", type=click.IntRange(min=100), default=100_000, show_default=True)
-@click.option("--rounds", type=click.IntRange(1, 20), default=3, show_default=True, help="Turns of each contender.")
-@click.option("--small-batches", type=click.IntRange(min=6), default=60, show_default=True, help="Of 400 rows each.")
+@click.option(
+    "--records",
+    type=click.IntRange(min=1000),
+    default=500_000,
+    show_default=True,
+    help="Records to copy, of 1 KiB each.",
+)
+@click.option(
+    "--records-per-batch", type=click.IntRange(min=100), default=100_000, show_default=True, help="Records in a batch."
+)
+@click.option("--rounds", type=click.IntRange(1, 20), default=3, show_default=True, help="How often each sink is run.")
+@click.option(
+    "--small-batches",
+    type=click.IntRange(min=6),
+    default=60,
+    show_default=True,
+    help="Small batches to write, of 400 rows each.",
+)
 @_output
 def sink(records: int, records_per_batch: int, rounds: int, small_batches: int, output: Path) -> None:
-    """Throughput against Spark's own Kafka sink, small batches, time to the first commit."""
+    """Compare the sink with Spark's own Kafka sink.
+
+    Measures throughput, small batches, and the time until the first commit.
+    """
     from onceflow.bench.sink import Choices, run
 
     _run(run, Choices(records, records_per_batch, rounds, small_batches), output)
 
 
 @bench.command()
-@click.option("--records", type=click.IntRange(min=10_000), default=500_000, show_default=True)
-@click.option("--accounts", type=click.IntRange(min=1), default=10_000, show_default=True, help="Keys of the records.")
-@click.option("--rounds", type=click.IntRange(1, 20), default=3, show_default=True, help="Turns of each variant.")
+@click.option(
+    "--records", type=click.IntRange(min=10_000), default=500_000, show_default=True, help="Records to process."
+)
+@click.option(
+    "--accounts", type=click.IntRange(min=1), default=10_000, show_default=True, help="How many keys the records have."
+)
+@click.option(
+    "--rounds", type=click.IntRange(1, 20), default=3, show_default=True, help="How often each variant is run."
+)
 @click.option(
     "--often",
     type=click.IntRange(min=100),
@@ -62,13 +85,25 @@ def sink(records: int, records_per_batch: int, rounds: int, small_batches: int, 
     type=click.IntRange(min=1000),
     default=100_000,
     show_default=True,
-    help="Of transformWithState.",
+    help="Records in a batch of transformWithState.",
 )
-@click.option("--keys", type=click.IntRange(min=1000), default=1_000_000, show_default=True, help="In restored state.")
-@click.option("--large", is_flag=True, help="Also a table of --large-keys keys: several minutes, some GB of disk.")
-@click.option("--large-keys", type=click.IntRange(min=1000), default=5_000_000, show_default=True)
-@click.option("--pandas", is_flag=True, help="Also transformWithStateInPandas: slow.")
-@click.option("--only", type=click.Choice(["throughput", "restore", "large"]), help="One part alone.")
+@click.option(
+    "--keys",
+    type=click.IntRange(min=1000),
+    default=1_000_000,
+    show_default=True,
+    help="Keys of the table that is restored.",
+)
+@click.option(
+    "--large",
+    is_flag=True,
+    help="Also measure a table of --large-keys keys. It takes several minutes and some GB of disk.",
+)
+@click.option(
+    "--large-keys", type=click.IntRange(min=1000), default=5_000_000, show_default=True, help="Keys of the large table."
+)
+@click.option("--pandas", is_flag=True, help="Also measure transformWithStateInPandas, which is slow.")
+@click.option("--only", type=click.Choice(["throughput", "restore", "large"]), help="Run only this part.")
 @_output
 def state(
     records: int,
@@ -83,9 +118,10 @@ def state(
     only: str | None,
     output: Path,
 ) -> None:
-    """Balances by processors against transformWithState, restore of lost state, memory with a large table.
+    """Compare processors with Spark's transformWithState.
 
-    Exit code 1 when the outputs or the state of a run were wrong.
+    The service keeps balances of accounts. Also measures how fast lost state is restored, and the memory that a large
+    table takes. The exit code is 1 when the outputs or the state of a run were wrong.
     """
     from onceflow.bench.state import PARTS, Choices, run
 
@@ -96,24 +132,29 @@ def state(
 
 @bench.command()
 @click.option(
-    "--rounds", type=click.IntRange(1, 50), default=5, show_default=True, help="Turns of each guarantee and trigger."
+    "--rounds",
+    type=click.IntRange(1, 50),
+    default=5,
+    show_default=True,
+    help="How often each guarantee is run with each trigger.",
 )
 @click.option(
-    "--seconds", type=click.FloatRange(2, 60), default=5.0, show_default=True, help="How long a turn lasts, about."
+    "--seconds", type=click.FloatRange(2, 60), default=5.0, show_default=True, help="About how long a run is measured."
 )
 @click.option(
     "--records-per-second",
     type=click.IntRange(10, 20_000),
     default=1000,
     show_default=True,
-    help="Produced while latency is measured.",
+    help="Records per second while latency is measured.",
 )
-@click.option("--only", type=click.Choice(["throughput", "latency"]), help="One part alone.")
+@click.option("--only", type=click.Choice(["throughput", "latency"]), help="Run only this part.")
 @_output
 def overhead(rounds: int, seconds: float, records_per_second: int, only: str | None, output: Path) -> None:
-    """What exactly-once costs against at-least-once; end-to-end latency, also of Spark's own sink.
+    """Measure what exactly-once costs.
 
-    Exit code 1 when the outputs of a run were wrong.
+    Compares its throughput with at-least-once, and its end-to-end latency with at-least-once and with Spark's own sink.
+    The exit code is 1 when the outputs of a run were wrong.
     """
     from onceflow.bench.overhead import PARTS, Choices, run
 

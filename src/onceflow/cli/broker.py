@@ -15,14 +15,15 @@ _data_dir = click.option(
     "--data-dir",
     type=click.Path(file_okay=False, path_type=Path),
     default=None,
-    help="Where it keeps everything.  [default: $ONCEFLOW_HOME/broker or ~/.local/share/onceflow/broker]",
+    help="The folder of the cluster's data, logs and configuration.  "
+    "[default: $ONCEFLOW_HOME/broker or ~/.local/share/onceflow/broker]",
 )
-_json = click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
+_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 
 
 @click.group()
 def broker() -> None:
-    """A real Apache Kafka on this machine, on 127.0.0.1 only."""
+    """Run a real Apache Kafka on this machine, on 127.0.0.1 only."""
 
 
 @broker.command()
@@ -35,15 +36,15 @@ def broker() -> None:
 @click.option(
     "--port",
     type=click.IntRange(1, 65535),
-    help="For clients; further nodes take the ports after it.  [default: the last one, or a free one]",
+    help="The port for clients. Further nodes use the ports after it.  [default: as before, or a free one]",
 )
-@click.option("--version", help="Of Apache Kafka, for example 3.9.2.  [default: as before, or 4.3.1]")
+@click.option("--version", help="The version of Apache Kafka, for example 3.9.2.  [default: as before, or 4.3.1]")
 @click.option(
     "--transaction-version",
     type=click.IntRange(0, 2),
     help="The transaction.version of a new cluster.  [default: the newest that this version of Kafka has]",
 )
-@click.option("--heap", help=f"Of the JVM of each node.  [default: {HEAP}, with several nodes {HEAP_OF_SEVERAL}]")
+@click.option("--heap", help=f"The heap of each node's JVM.  [default: {HEAP}, with several nodes {HEAP_OF_SEVERAL}]")
 @_json
 def start(
     data_dir: Path | None,
@@ -54,7 +55,10 @@ def start(
     heap: str | None,
     as_json: bool,
 ) -> int:
-    """Start it and wait until it answers. Does nothing when it runs already; starts the nodes that are down."""
+    """Start Kafka and wait until it answers.
+
+    When it runs already, only the nodes that are down are started.
+    """
     features = {} if transaction_version is None else {TRANSACTION_VERSION: transaction_version}
     local = LocalBroker(data_dir, port=port, version=version, heap=heap, nodes=nodes, features=features)
     started = local.start()
@@ -68,7 +72,7 @@ def start(
 @_data_dir
 @_json
 def stop(data_dir: Path | None, as_json: bool) -> int:
-    """Stop all its nodes; does nothing when none runs. The data stays."""
+    """Stop all nodes of Kafka. The data stays."""
     local = LocalBroker(data_dir)
     stopped = local.stop()
     fields = {**local.status().as_json(), "stopped": stopped}
@@ -80,7 +84,7 @@ def stop(data_dir: Path | None, as_json: bool) -> int:
 @_data_dir
 @_json
 def status(data_dir: Path | None, as_json: bool) -> int:
-    """Say whether all its nodes run and answer; exit 1 when they do not."""
+    """Show whether all nodes of Kafka run and answer. The exit code is 1 when they do not."""
     fields = LocalBroker(data_dir).status().as_json()
     pids = f"pid {', '.join(map(str, fields['pids']))}"
     command = "onceflow broker start" + ("" if data_dir is None else f" --data-dir {data_dir}")

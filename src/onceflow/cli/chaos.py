@@ -1,4 +1,4 @@
-"""``onceflow chaos``: break everything around running flows, and judge what they wrote."""
+"""``onceflow chaos``: inject faults around running flows, and judge what they wrote."""
 
 from __future__ import annotations
 
@@ -15,12 +15,26 @@ from onceflow.errors import OptionError
 
 
 @click.command()
-@click.option("--seconds", type=click.FloatRange(min=10), default=180, show_default=True, help="How long to go on.")
-@click.option("--seed", type=int, help="Of the faults and their order.  [default: a new one, printed]")
-@click.option("--setup", "setups", multiple=True, help="May be repeated.  [default: all in turn]")
-@click.option("--kind", "kinds", multiple=True, help="Of fault; may be repeated.  [default: all that make sense]")
-@click.option("--list", "list_only", is_flag=True, help="Show the setups and the kinds of faults.")
-@click.option("--keep", type=click.Path(file_okay=False, path_type=Path), help="A new folder for logs and histories.")
+@click.option(
+    "--seconds",
+    type=click.FloatRange(min=10),
+    default=180,
+    show_default=True,
+    help="About how many seconds the run takes.",
+)
+@click.option(
+    "--seed", type=int, help="Decides which faults come in which order.  [default: a new one, which is printed]"
+)
+@click.option(
+    "--setup", "setups", multiple=True, help="A setup to run; may be repeated.  [default: all of them in turn]"
+)
+@click.option(
+    "--kind", "kinds", multiple=True, help="A kind of fault to inject; may be repeated.  [default: all that make sense]"
+)
+@click.option("--list", "list_only", is_flag=True, help="List the setups and the kinds of faults, and run nothing.")
+@click.option(
+    "--keep", type=click.Path(file_okay=False, path_type=Path), help="Keep logs and histories in this new folder."
+)
 def chaos(
     seconds: float,
     seed: int | None,
@@ -29,10 +43,11 @@ def chaos(
     list_only: bool,
     keep: Path | None,
 ) -> int:
-    """Kill, stop and cut everything around running flows, then check every record.
+    """Inject faults around running flows, then check every record.
 
-    Clusters of Kafka and Spark are started for it. The last line of stdout is JSON; exit code 0 only if nothing is
-    lost, doubled, torn or wrong.
+    Processes are killed and stopped, and connections are cut. The test bed is started for it: clusters of Kafka and
+    Spark, and the driver process of the flows. The last line of stdout is JSON. The exit code is 0 only if nothing is
+    lost, duplicated, torn or wrong.
     """
     from onceflow.chaos.fault_kinds import FAULT_KINDS
     from onceflow.chaos.test_bed import SETUPS

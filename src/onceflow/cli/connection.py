@@ -18,11 +18,15 @@ def connection(command: Callable[..., Any]) -> Callable[..., Any]:
 
     @click.option(
         "--bootstrap-servers",
-        help=f"host:port, several separated by commas.  [default: ${VARIABLE}, else the broker that `onceflow broker "
-        f"start` runs in its default folder, else {LAST_RESORT}]",
+        help=f"host:port of brokers, separated by commas.  [default: ${VARIABLE}, else the broker that "
+        f"`onceflow broker start` runs in its default folder, else {LAST_RESORT}]",
     )
     @click.option(
-        "--option", "options", multiple=True, metavar="NAME=VALUE", help="Connection option, by its Java name."
+        "--option",
+        "options",
+        multiple=True,
+        metavar="NAME=VALUE",
+        help="A connection option under its name in Kafka's Java clients; may be repeated.",
     )
     @functools.wraps(command)
     def with_settings(*arguments: Any, bootstrap_servers: str | None, options: tuple[str, ...], **named: Any) -> Any:

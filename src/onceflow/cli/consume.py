@@ -20,13 +20,18 @@ if TYPE_CHECKING:
 @click.argument("topic")
 @connection
 @click.option(
-    "--from", "start", default="earliest", show_default=True, metavar="PLACE", help="earliest, latest, or an offset."
+    "--from",
+    "start",
+    default="earliest",
+    show_default=True,
+    metavar="PLACE",
+    help="Where to begin: earliest, latest, or an offset.",
 )
-@click.option("--partition", type=click.IntRange(min=0), help="Only this one.  [default: all]")
-@click.option("--max", "most", type=click.IntRange(min=1), metavar="N", help="End after so many records.")
-@click.option("--follow", is_flag=True, help="Wait for more; Ctrl-C ends.")
-@click.option("--headers", is_flag=True, help="Show headers, too.")
-@click.option("--json", "as_json", is_flag=True, help="A line of JSON for each record, with all that it has.")
+@click.option("--partition", type=click.IntRange(min=0), help="Read only this partition.  [default: all]")
+@click.option("--max", "most", type=click.IntRange(min=1), metavar="N", help="Stop after N records.")
+@click.option("--follow", is_flag=True, help="Wait for more records until Ctrl-C.")
+@click.option("--headers", is_flag=True, help="Also show the headers.")
+@click.option("--json", "as_json", is_flag=True, help="Print a line of JSON for each record, with all of its fields.")
 def consume(
     topic: str,
     settings: ClientSettings,

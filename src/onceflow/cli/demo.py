@@ -1,4 +1,4 @@
-"""``onceflow demo``: run an example service, with crashes, and check what came out."""
+"""``onceflow demo``: run an example service, crash it, and check its outputs."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ Command = Callable[..., int]
 @click.group(invoke_without_command=True)
 @click.pass_context
 def demo(context: click.Context) -> None:
-    """Run an example service, with crashes, and check what came out.
+    """Run an example service, crash it, and check its outputs.
 
-    Without a name, lists the demos. The last line of stdout is JSON; the exit code is 0 only if an independent audit
-    has found every record exactly once, as it must be.
+    Without the name of a demo, the demos are listed. The last line of stdout is JSON. The exit code is 0 only if an
+    independent audit found every record exactly once and with the right content.
     """
     if context.invoked_subcommand is None:
         for name, command in demo.commands.items():  # the one to begin with first
@@ -35,17 +35,25 @@ def _options(*, records: int, kills: int, kills_min: int = 0, of: str = "Records
         click.option(
             "--records", type=click.IntRange(min=1), default=records, show_default=True, help=f"{of} to produce."
         ),
-        click.option("--seed", type=int, help="Of the records and the kills.  [default: a new one, printed]"),
+        click.option(
+            "--seed", type=int, help="Decides the records and the kills.  [default: a new one, which is printed]"
+        ),
         click.option(
             "--kills",
             type=click.IntRange(kills_min, 100),
             default=kills,
             show_default=True,
-            help="SIGKILLs for each flow.",
+            help="How often each flow's driver is killed with SIGKILL.",
         ),
-        click.option("--bootstrap-servers", help="A running cluster.  [default: a broker is started for the demo]"),
         click.option(
-            "--timeout", type=click.FloatRange(min=1), default=600, show_default=True, help="Most seconds it takes."
+            "--bootstrap-servers", help="A cluster that runs already.  [default: a broker is started for the demo]"
+        ),
+        click.option(
+            "--timeout",
+            type=click.FloatRange(min=1),
+            default=600,
+            show_default=True,
+            help="Fail after so many seconds.",
         ),
     ]
 
@@ -62,38 +70,42 @@ def _options(*, records: int, kills: int, kills_min: int = 0, of: str = "Records
 def deposits(**given: Any) -> int:
     """Validate deposits and transfers, keep balances and a double-entry ledger.
 
-    Two flows in a chain, killed at random steps; now and then their local state is deleted, too. Money is neither made
-    nor lost at any committed prefix of the ledger.
+    Two flows in a chain are killed at random steps. After some kills their local state is deleted, too. At every
+    committed prefix of the ledger, no money was made or lost.
     """
     return _run("deposits", **given)
 
 
 @demo.command()
 @_options(records=200_000, kills=2, of="Events")
-@click.option("--partitions", type=click.IntRange(1, 64), default=4, show_default=True, help="Of the topics.")
+@click.option(
+    "--partitions", type=click.IntRange(1, 64), default=4, show_default=True, help="Partitions of the topics."
+)
 @click.option(
     "--version",
     "versions",
     type=click.Choice(["all", "processor", "join", "grouped"]),
     default="all",
     show_default=True,
-    help="Which version of the service.",
+    help="The version of the service to run.",
 )
 def pairs(**given: Any) -> int:
-    """Bring A and B events of one timestamp together, out of order, with partners missing.
+    """Join A and B events of one timestamp.
 
-    Three versions of the same service: a processor with timers, a stream-stream join, an aggregation.
+    Events come out of order, and some have no partner. There are three versions of the same service: a processor with
+    timers, a stream-stream join, and an aggregation.
     """
     return _run("pairs", "PairsChoices", **given)
 
 
 @demo.command("moving-average")
 @_options(records=50_000, kills=2, of="Measurements")
-@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Where the picture goes (PNG).")
+@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Write a picture (PNG) to this file.")
 def moving_average(**given: Any) -> int:
-    """Averages over the last values, the last minutes and since the start, of real series.
+    """Compute moving averages of real series.
 
-    Record by record and column by column, with the same results. Draws what is on the topics.
+    They are over the last values, over the last minutes and over all values. One flow works record by record, one
+    column by column, with the same results. With --plot, draws what is on the topics.
     """
     return _run("moving_average", "MovingAverageChoices", **given)
 
@@ -101,17 +113,17 @@ def moving_average(**given: Any) -> int:
 @demo.command()
 @_options(records=20_000, kills=2, of="Orders")
 def retry(**given: Any) -> int:
-    """Call what fails now and then: dead letters, retries with backoff, parked records."""
+    """Call a service that sometimes fails: dead letters, retries with backoff, parked records."""
     return _run("retry", **given)
 
 
 @demo.command()
 @_options(records=300, kills=2, of="Links")
-@click.option("--big", is_flag=True, help="One of the files has 1 GB.")
+@click.option("--big", is_flag=True, help="Add a file of 1 GB.")
 def files(**given: Any) -> int:
-    """Download files that links on a topic name, and parse them into records.
+    """Download files that records name by their links, and parse them into records.
 
-    From a server that fails, truncates, answers slowly and changes its mind.
+    The server fails, truncates files, answers slowly and changes files during a download.
     """
     return _run("files", "FilesChoices", **given)
 
@@ -119,10 +131,11 @@ def files(**given: Any) -> int:
 @demo.command()
 @_options(records=60_000, kills=2, kills_min=2)
 def guarantees(**given: Any) -> int:
-    """One copy service with each guarantee, killed at the same points: which loses, which doubles.
+    """Compare the three guarantees under the same crashes.
 
-    The last line of stdout is JSON; exit code 0 only if at_most_once has lost and not doubled, at_least_once has
-    doubled and not lost, and exactly_once has done neither.
+    The same copy service runs with each of them and is killed at the same points. The last line of stdout is JSON. The
+    exit code is 0 only if at_most_once lost and did not duplicate records, at_least_once duplicated and did not lose
+    records, and exactly_once did neither.
     """
     return _run("guarantees", **given)
 

@@ -33,17 +33,17 @@ COMMANDS = {
 # For `onceflow --help`, which must not import the commands only to learn their first lines.
 SUMMARIES = {
     "bench": "Measure throughput and latency on this machine.",
-    "broker": "A real Apache Kafka on this machine.",
-    "chaos": "Break everything around running flows, and check what they wrote.",
+    "broker": "Run a real Apache Kafka on this machine.",
+    "chaos": "Inject faults around running flows, and check what they wrote.",
     "consume": "Show the committed records of a topic.",
-    "demo": "Run an example service, with crashes, and check what came out.",
-    "new": "Write a small project to begin with.",
-    "parked": "Parked records: list, show, retry, drop.",
+    "demo": "Run an example service, crash it, and check its outputs.",
+    "new": "Write a small project to start from.",
+    "parked": "List, show, retry and drop parked records.",
     "produce": "Write the lines of standard input to a topic.",
-    "reset": "Let a flow start over: forget its progress.",
-    "setup": "Get the jars for Spark and for the local broker.",
-    "table": "Tables of flows: give one more partitions.",
-    "topic": "Topics: create, list, describe, delete.",
+    "reset": "Delete a flow's progress, so that it starts over.",
+    "setup": "Download the jars for Spark and for the local broker.",
+    "table": "Maintain tables of flows: give one more partitions.",
+    "topic": "Create, list, describe and delete topics.",
 }
 
 

@@ -30,10 +30,10 @@ _PLACEHOLDER = re.compile(r"\{\{(\w+)\}\}")
 @click.option(
     "--directory",
     type=click.Path(path_type=Path),
-    help="Folder to write, which must be empty or not exist.  [default: NAME]",
+    help="The folder of the project. It must be empty, or not exist.  [default: NAME]",
 )
 def new(name: str, directory: Path | None) -> None:
-    """Write a small project NAME: a service with state, its tests and a Makefile.
+    """Write a small project: a service with state, its tests and a Makefile.
 
     The service counts orders per customer. Its tests pass as they are; change it to what you need.
     """
@@ -140,7 +140,7 @@ class Source:
 
 
 def source() -> Source:
-    """The same place as this onceflow: a checkout, a wheel or a repository, or the package index when it tells none."""
+    """The same place as this onceflow: a checkout, a wheel or a repository, or the package index when it names none."""
     package = Path(__file__).parents[1]
     return source_of(package, _direct_url(package))
 
@@ -159,11 +159,11 @@ def source_of(package: Path, direct_url: str | None) -> Source:
         return _unpublished(str(checkout), published)
     if direct_url is None:
         return index
-    told = json.loads(direct_url)
-    url = str(told["url"])
-    vcs = told.get("vcs_info")
+    source = json.loads(direct_url)
+    url = str(source["url"])
+    vcs = source.get("vcs_info")
     if vcs is not None:
-        folder = f"#subdirectory={told['subdirectory']}" if "subdirectory" in told else ""
+        folder = f"#subdirectory={source['subdirectory']}" if "subdirectory" in source else ""
         return _unpublished(f"onceflow @ {vcs['vcs']}+{url}@{vcs['commit_id']}{folder}", published)
     if urlsplit(url).scheme != "file":
         return _unpublished(f"onceflow @ {url}", published)

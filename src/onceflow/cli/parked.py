@@ -21,7 +21,7 @@ _MESSAGE_CHARACTERS = 80
 
 @click.group()
 def parked() -> None:
-    """Parked records: list, show, retry, drop.
+    """List, show, retry and drop parked records.
 
     A flow that retries dead letters parks those that have failed for the last time. An ORIGIN is the place where a
     record was read first: topic/partition/offset.
@@ -33,9 +33,12 @@ def parked() -> None:
 @parked.command(name="list")
 @click.argument("topic")
 @connection
-@click.option("--json", "as_json", is_flag=True, help="A line of JSON for each record.")
+@click.option("--json", "as_json", is_flag=True, help="Print a line of JSON for each record.")
 def list_(topic: str, settings: ClientSettings, as_json: bool) -> None:
-    """List what is parked in TOPIC: origin, attempts, cause. Of an ordinary dead-letter topic: every dead letter."""
+    """List the parked records in TOPIC with origin, attempts and cause.
+
+    In an ordinary dead-letter topic, every dead letter is listed.
+    """
     from onceflow.admin import parked as parking
 
     found = parking.read(settings, topic)
@@ -69,9 +72,12 @@ def list_(topic: str, settings: ClientSettings, as_json: bool) -> None:
 @click.argument("topic")
 @click.argument("origin")
 @connection
-@click.option("--json", "as_json", is_flag=True, help="As JSON; what is no UTF-8 as base64.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON. Bytes that are not UTF-8 become base64.")
 def show(topic: str, origin: str, settings: ClientSettings, as_json: bool) -> None:
-    """Show the record with this ORIGIN: key, value, headers. Of several dead letters of one record: the last."""
+    """Show key, value and headers of the record with this ORIGIN.
+
+    When a record has several dead letters, the last one is shown.
+    """
     from onceflow.admin import parked as parking
 
     (*_, record) = parking.read(settings, topic, [origin])
@@ -91,8 +97,8 @@ def show(topic: str, origin: str, settings: ClientSettings, as_json: bool) -> No
 @parked.command()
 @click.argument("topic")
 @click.argument("origins", metavar="[ORIGIN]...", nargs=-1)
-@click.option("--all", "everything", is_flag=True, help="All that are parked, in place of ORIGIN...")
-@click.option("--to", metavar="TOPIC", help="The retry topic.  [default: where the retries of a record went before]")
+@click.option("--all", "everything", is_flag=True, help="All parked records, in place of ORIGIN...")
+@click.option("--to", metavar="TOPIC", help="The retry topic.  [default: the one of the record's earlier retries]")
 @connection
 def retry(
     topic: str,
@@ -101,10 +107,10 @@ def retry(
     to: str | None,
     settings: ClientSettings,
 ) -> None:
-    """Retry parked records: all of them, or none.
+    """Retry parked records.
 
-    They are written to the retry topic and taken out of TOPIC in one transaction. Their attempts are counted from the
-    beginning.
+    All of them or none are written to the retry topic and taken out of TOPIC, in one transaction. Their attempts are
+    counted from the beginning.
     """
     from onceflow.admin import parked as parking
 
@@ -119,8 +125,8 @@ def retry(
 @parked.command()
 @click.argument("topic")
 @click.argument("origins", metavar="[ORIGIN]...", nargs=-1)
-@click.option("--all", "everything", is_flag=True, help="All that are parked, in place of ORIGIN...")
-@click.option("--yes", is_flag=True, help="Do not ask.")
+@click.option("--all", "everything", is_flag=True, help="All parked records, in place of ORIGIN...")
+@click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
 @connection
 def drop(
     topic: str,
@@ -129,7 +135,7 @@ def drop(
     yes: bool,
     settings: ClientSettings,
 ) -> None:
-    """Drop parked records for good: all of them, or none."""
+    """Delete parked records for good. All of them or none are deleted."""
     from onceflow.admin import parked as parking
 
     chosen = _chosen(origins, everything)

@@ -27,10 +27,10 @@ _SNIPPET_BYTES = 60
 @click.command()
 @click.argument("topic")
 @connection
-@click.option("--key-separator", metavar="TEXT", help="A line is a key, this separator, and a value.")
-@click.option("--json", "as_json", is_flag=True, help="A line is a JSON object, see above.")
+@click.option("--key-separator", metavar="TEXT", help="Each line is a key, this separator, and a value.")
+@click.option("--json", "as_json", is_flag=True, help="Each line is a JSON object, as described above.")
 def produce(topic: str, settings: ClientSettings, key_separator: str | None, as_json: bool) -> None:
-    """Write the lines of standard input to TOPIC, a record each.
+    """Write each line of standard input to TOPIC as a record.
 
     A line is a value without a key. With --key-separator : it is key:value. With --json it is an object such as
 
@@ -108,8 +108,8 @@ def _write(writer: TopicWriter, topic: str, lines: list[tuple[int, bytes]], pars
     try:
         writer.write(records)
     except OnceflowError as error:
-        told = f"{counted(writer.written)} written before; of the next {len(records):,} some may be, too"
-        detail = "; ".join(filter(None, [error.detail, told]))
+        already = f"{counted(writer.written)} written before; of the next {len(records):,} some may be, too"
+        detail = "; ".join(filter(None, [error.detail, already]))
         raise type(error)(error.what, **{**error.fields(), "detail": detail}) from error
     if problem is not None:
         number, line, reason = problem

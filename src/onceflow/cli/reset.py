@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("flow")
 @connection
-@click.option("--transactional-id-prefix", default="", help="As given to Flow.")
-@click.option("--group-id-prefix", default="", help="As given to Flow.")
-@click.option("--yes", is_flag=True, help="Do not ask.")
-@click.option("--json", "as_json", is_flag=True, help="Print what was forgotten as JSON.")
+@click.option("--transactional-id-prefix", default="", help="The same as in `Flow(...)`.")
+@click.option("--group-id-prefix", default="", help="The same as in `Flow(...)`.")
+@click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
+@click.option("--json", "as_json", is_flag=True, help="Print the deleted progress as JSON.")
 def reset(
     flow: str,
     settings: ClientSettings,
@@ -28,7 +28,7 @@ def reset(
     yes: bool,
     as_json: bool,
 ) -> None:
-    """Forget what FLOW has committed: its next start reads from starting_offsets again.
+    """Delete the progress of FLOW. Its next start reads from starting_offsets again.
 
     A running driver of the flow is fenced. What the flow has written stays, and is written a second time when
     the same records are read again.

@@ -19,10 +19,13 @@ from onceflow.spark import class_archive
     "--jars",
     "jars_only",
     is_flag=True,
-    help="Get only Spark's Kafka connector, and print its jars for `spark-submit --jars`.",
+    help="Download only Spark's Kafka connector, and print its jars for `spark-submit --jars`.",
 )
 def setup(jars_only: bool) -> None:
-    """Get the jars for Spark and for the local broker, and what makes Spark start faster, into the cache."""
+    """Download the jars for Spark and for the local broker into the cache.
+
+    Also prepares an archive of classes with which Spark starts faster.
+    """
     if jars_only:
         click.echo(",".join(map(str, jars.cluster_jars())))
         return

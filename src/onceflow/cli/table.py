@@ -1,4 +1,4 @@
-"""``onceflow table``: what is done to the tables of flows."""
+"""``onceflow table``: maintenance of the tables of flows."""
 
 from __future__ import annotations
 
@@ -17,22 +17,23 @@ if TYPE_CHECKING:
 
 @click.group()
 def table() -> None:
-    """Tables of flows."""
+    """Maintain the tables of flows."""
 
 
 @table.command()
 @click.argument("flow")
 @click.argument("table")
-@click.option("--partitions", type=click.IntRange(min=1), required=True, help="How many there are to be.")
+@click.option("--partitions", type=click.IntRange(min=1), required=True, help="The new number of partitions.")
 @connection
-@click.option("--transactional-id-prefix", default="", help="As given to Flow.")
-@click.option("--group-id-prefix", default="", help="As given to Flow.")
+@click.option("--transactional-id-prefix", default="", help="The same as in `Flow(...)`.")
+@click.option("--group-id-prefix", default="", help="The same as in `Flow(...)`.")
 @click.option(
     "--transaction-timeout",
     metavar="DURATION",
-    help="All rows move in one transaction.  [default: 15 minutes, or less if the brokers allow less]",
+    help="The timeout of the transaction that moves all rows.  "
+    "[default: 15 minutes, or less if the brokers allow less]",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print what was done as JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 def repartition(
     flow: str,
     table: str,
@@ -69,10 +70,10 @@ def repartition(
     ) as bars:
         bar = bars.add_task("", total=None, rows=0)
 
-        def tell(told: RepartitionProgress) -> None:
-            bars.update(bar, completed=told.done, total=told.total, rows=told.rows)
+        def show(progress: RepartitionProgress) -> None:
+            bars.update(bar, completed=progress.done, total=progress.total, rows=progress.rows)
 
-        done = repartitioning.repartition(settings, names, table, partitions, timeout_ms=timeout_ms, tell=tell)
+        done = repartitioning.repartition(settings, names, table, partitions, timeout_ms=timeout_ms, tell=show)
     click.echo(json.dumps(asdict(done)) if as_json else _in_words(done))
 
 

@@ -22,14 +22,26 @@ _CALL_S = 60.0
 
 @click.group()
 def topic() -> None:
-    """Topics: create, list, describe, delete."""
+    """Create, list, describe and delete topics."""
 
 
 @topic.command()
 @click.argument("names", metavar="NAME...", nargs=-1, required=True)
-@click.option("--partitions", type=click.IntRange(min=1), help="Of each.  [default: as the broker has it, mostly 1]")
-@click.option("--replication", type=click.IntRange(min=1), help="Copies of each.  [default: as the broker has it]")
-@click.option("--config", "configs", multiple=True, metavar="NAME=VALUE", help="For example cleanup.policy=compact.")
+@click.option(
+    "--partitions",
+    type=click.IntRange(min=1),
+    help="Partitions of each topic.  [default: the broker's setting, mostly 1]",
+)
+@click.option(
+    "--replication", type=click.IntRange(min=1), help="Replicas of each partition.  [default: the broker's setting]"
+)
+@click.option(
+    "--config",
+    "configs",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="A setting of the topics, for example cleanup.policy=compact; may be repeated.",
+)
 @click.option("--if-not-exists", is_flag=True, help="Leave topics that exist as they are.")
 @connection
 def create(
@@ -70,11 +82,11 @@ def create(
 
 
 @topic.command(name="list")
-@click.option("--all", "everything", is_flag=True, help="Internal ones, too: their names begin with __.")
-@click.option("--json", "as_json", is_flag=True, help="A line of JSON for each topic.")
+@click.option("--all", "everything", is_flag=True, help="Also list internal topics, whose names begin with __.")
+@click.option("--json", "as_json", is_flag=True, help="Print a line of JSON for each topic.")
 @connection
 def list_(everything: bool, as_json: bool, settings: ClientSettings) -> None:
-    """List the topics, with how many partitions they have."""
+    """List the topics with their numbers of partitions."""
     with _connected(settings, "listing topics") as (cluster, deadline):
         found = {
             name: info.partitions
@@ -92,10 +104,10 @@ def list_(everything: bool, as_json: bool, settings: ClientSettings) -> None:
 
 @topic.command()
 @click.argument("name")
-@click.option("--json", "as_json", is_flag=True, help="As JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @connection
 def describe(name: str, as_json: bool, settings: ClientSettings) -> None:
-    """Describe a topic: where its partitions are, their offsets, and the settings that it was given.
+    """Describe a topic: the leaders and offsets of its partitions, and its own settings.
 
     STABLE is the last stable offset: readers of committed records get so far. END is where the partition ends; in
     between is an open transaction.
@@ -137,10 +149,10 @@ def describe(name: str, as_json: bool, settings: ClientSettings) -> None:
 
 @topic.command()
 @click.argument("names", metavar="NAME...", nargs=-1, required=True)
-@click.option("--yes", is_flag=True, help="Do not ask.")
+@click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
 @connection
 def delete(names: tuple[str, ...], yes: bool, settings: ClientSettings) -> None:
-    """Delete topics with all that is in them. When one of them does not exist, none is deleted."""
+    """Delete topics with all of their records. When one of them does not exist, none is deleted."""
     from onceflow.client.topics import delete_topic, find_topics
     from onceflow.errors import UnknownTopicError
 

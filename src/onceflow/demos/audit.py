@@ -48,7 +48,7 @@ class Expected(NamedTuple):
 
 
 class Origin(NamedTuple):
-    """Where the broker put a produced record, as it told the producer."""
+    """Where the broker put a produced record, as it was reported to the producer."""
 
     topic: str
     partition: int
@@ -76,8 +76,8 @@ class Findings:
 
 
 @dataclass
-class Remarks:
-    """What an audit of anything else found wrong: how many things, and the first of them; ``holds`` when none."""
+class Problems:
+    """The problems that an audit of anything else found: how many, and the first ones. ``holds`` without any."""
 
     place: str
     wrong: int = 0
@@ -155,8 +155,8 @@ def _short(content: object) -> str:
     return text if len(text) <= _SHOWN_MAX else f"{text[:_SHOWN_MAX]}... ({len(text):,} characters)"
 
 
-def letter_cause(message: Message) -> dict[str, str]:
-    """What the headers of a dead letter say: those that onceflow has added, as text."""
+def onceflow_headers(message: Message) -> dict[str, str]:
+    """The headers that onceflow has added to a dead letter, as text."""
     return {
         name: (raw or b"").decode(errors="replace") for name, raw in message.headers if name.startswith("onceflow.")
     }

@@ -112,7 +112,7 @@ class Chain(abc.ABC):
     #: Topics that are filled, that hold the results, and that hold what could not be processed.
     inputs_of: ClassVar[tuple[str, ...]]
     outputs: ClassVar[tuple[str, ...]]
-    letters: ClassVar[tuple[str, ...]] = ()
+    dead_letters: ClassVar[tuple[str, ...]] = ()
     #: With fewer a batch is hardly one.
     records_per_batch_min: ClassVar[int] = 100
     #: A longer run than that has more batches, not larger ones.
@@ -257,7 +257,7 @@ class Chain(abc.ABC):
 
             def done() -> bool:
                 nonlocal looked_at
-                self._tell_deaths(display)
+                self._report_deaths(display)
                 if time.monotonic() - looked_at < _LOOK_EVERY_S:
                     return False
                 looked_at = time.monotonic()
@@ -280,10 +280,10 @@ class Chain(abc.ABC):
         """How many have happened."""
         return sum(len(service.deaths) for service in self.services)
 
-    def _tell_deaths(self, display: Display) -> None:
+    def _report_deaths(self, display: Display) -> None:
         for service in self.services:
-            for death in service.deaths[sum(d.told for d in service.deaths) :]:
-                death.told = True
+            for death in service.deaths[sum(d.reported for d in service.deaths) :]:
+                death.reported = True
                 lost = ", local state deleted" if death.lost_state else ""
                 place = f"batch {death.batch} committed" if death.in_batch is None else f"in batch {death.in_batch}"
                 display.say(f"{service.flow}: SIGKILL after step {death.step} ({place}){lost}")
@@ -330,7 +330,7 @@ class Chain(abc.ABC):
             "demo": self.name,
             "in": self._generator.delivered,
             "out": audit.found(self.topics[name] for name in self.outputs),
-            "dead_letters": audit.found(self.topics[name] for name in self.letters),
+            "dead_letters": audit.found(self.topics[name] for name in self.dead_letters),
             "lost": lost,
             "duplicated": duplicated,
             "wrong": sum(others),

@@ -51,7 +51,7 @@ class Deposits(Chain):
     )
     inputs_of = ("deposits",)
     outputs = ("validated", "ledger")
-    letters = ("rejected",)
+    dead_letters = ("rejected",)
     #: The ledger, and what is wrong with records of it, when it has been read.
     lines: list[Line]
     problems: list[str]
@@ -144,7 +144,7 @@ class Deposits(Chain):
         for message in read_topic(self.servers, self.topics["rejected"], self.deadline):
             each = bad.get(data.identify(message.value, message.headers) or "")
             if each is not None:
-                difference = data.wrong_letter(each, message, origin_headers(self.origins[each.id]))
+                difference = data.wrong_dead_letter(each, message, origin_headers(self.origins[each.id]))
                 if difference:
                     problems.append(f"rejected: {each.id} ({each.cause}): {difference}")
         return problems[:EXAMPLES_MAX]

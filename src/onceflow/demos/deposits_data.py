@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from onceflow.demos.audit import Headers, Message, letter_cause
+from onceflow.demos.audit import Headers, Message, onceflow_headers
 
 INVALID_SHARE = 0.0105
 TRANSFER_SHARE = 0.5
@@ -191,24 +191,24 @@ def ids(operations: Iterable[Operation]) -> Iterator[tuple[bytes, bytes]]:
             yield each.account.encode(), each.id.encode()
 
 
-def wrong_letter(each: Operation, letter: Message, origin: Mapping[str, str]) -> str:
+def wrong_dead_letter(each: Operation, dead_letter: Message, origin: Mapping[str, str]) -> str:
     """What is wrong with the headers of a dead letter; nothing: they tell the cause, and where the record was.
 
     Args:
         origin: headers that say so.
     """
-    told = letter_cause(letter)
+    headers = onceflow_headers(dead_letter)
     kind, text = CAUSES[each.cause or ""]
     must = {**origin, "onceflow.error.class": kind, "onceflow.attempt": "1"}
     if text is not None:
         must["onceflow.error.message"] = text
     for name, value in must.items():
-        if told.get(name) != value:
-            return f"{name} is {told.get(name)!r}, must be {value!r}"
+        if headers.get(name) != value:
+            return f"{name} is {headers.get(name)!r}, must be {value!r}"
     for name in ("onceflow.error.message", "onceflow.error.stack"):
-        if not told.get(name):
+        if not headers.get(name):
             return f"{name} is missing"
-    own = tuple(header for header in letter.headers if header[0] not in told)
+    own = tuple(header for header in dead_letter.headers if header[0] not in headers)
     return "" if own == each.headers else f"its own headers are {own!r}, must be {each.headers!r}"
 
 

@@ -51,7 +51,7 @@ class Files(Chain):
     links: ClassVar[Sequence[Link]] = (Link("files", ("links",), "loaded", SERVICE, keeps_state=True),)
     inputs_of = ("links",)
     outputs = ("transactions",)
-    letters = ("failed", "bad-rows")
+    dead_letters = ("failed", "bad-rows")
     records_per_batch_min = 3
 
     @cached_property

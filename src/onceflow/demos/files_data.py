@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
-from onceflow.demos.audit import Expected, Message, Origin, letter_cause, origin_headers
+from onceflow.demos.audit import Expected, Message, Origin, onceflow_headers, origin_headers
 from onceflow.demos.files_big import BIG, big_row
 from onceflow.demos.files_rows import HEAD, MAX_RAW_BYTES, Row, compact_json, rows_of_file
 
@@ -157,7 +157,7 @@ class Links:
         return special.get(case.kind, whole.encode())
 
     def key(self, case: Case) -> bytes | None:
-        """Of the record: the link, so that the first of several copies is told by the order in their partition."""
+        """Of the record: the link, so that the order in their partition says which of several copies is the first."""
         return self.link(case).encode() or None
 
     # ---- files ---------------------------------------------------------------------------------------
@@ -243,18 +243,18 @@ class Links:
         for message in failed:
             case = by_identity.get(identify(message) or "")
             if case is None or not case.about.error:
-                continue  # told as unexpected already
-            told = {name: (value or b"").decode(errors="replace") for name, value in message.headers}
+                continue  # the audit of the records reports it as unexpected
+            headers = {name: (value or b"").decode(errors="replace") for name, value in message.headers}
             about = case.about
             want = {"onceflow.error.class": about.error}
             if about.where == "record":
                 want |= {**origin_headers(origins[case.identity]), "onceflow.attempt": "1"}
-                told = letter_cause(message)
+                headers = onceflow_headers(message)
             else:
                 want |= {"link": self.link(case), "attempts": str(about.attempts)}
-            differences = [f"{name} is {told.get(name)!r}, not {value!r}" for name, value in want.items()
-                           if told.get(name) != value]  # fmt: skip
-            said = told.get("onceflow.error.message", "")
+            differences = [f"{name} is {headers.get(name)!r}, not {value!r}" for name, value in want.items()
+                           if headers.get(name) != value]  # fmt: skip
+            said = headers.get("onceflow.error.message", "")
             if not re.fullmatch(about.message, said):
                 differences.append(f"the message is {said!r}, not {about.message!r}")
             wrong += [f"failed: {case.identity} ({case.kind}): {difference}" for difference in differences]

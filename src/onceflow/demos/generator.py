@@ -37,7 +37,7 @@ class Input(NamedTuple):
 class Generator(threading.Thread):
     """Produces records with an idempotent producer: each is in its topic once, in order per partition.
 
-    Afterwards ``origins`` tells where those with an identity are, and ``problem`` is None.
+    Afterwards ``origins`` says where those with an identity are, and ``problem`` is None.
 
     Args:
         topics: the full names of the topics.

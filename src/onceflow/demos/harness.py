@@ -1,7 +1,7 @@
 """Runs services as processes, kills their drivers at named steps, and starts them again.
 
 A kill is planned, not timed: the process gets a fault (``ONCEFLOW_FAULTS``) that sends it SIGKILL right after a step
-of a batch. A marker file tells a planned death from any other, which ends the demo: a service that stops
+of a batch. A marker file distinguishes a planned death from any other, which ends the demo: a service that stops
 by itself is a finding, not something to hide behind a restart.
 """
 
@@ -62,7 +62,7 @@ class Death:
     """A kill that happened; ``back_s`` is how long it took until the next batch was committed.
 
     Args:
-        batch: the last one committed, as the service had told. in_batch: see ``Kill``.
+        batch: the last one that the service had reported as committed. in_batch: see ``Kill``.
     """
 
     step: str
@@ -70,7 +70,7 @@ class Death:
     at: float
     back_s: float | None = None
     lost_state: bool = False
-    told: bool = False
+    reported: bool = False
     in_batch: int | None = None
 
 
@@ -87,7 +87,7 @@ def plan_losses(kills: Sequence[Kill], *, rng: random.Random) -> list[Kill]:
 
     The first comes when something has been committed, so that there is something to lose at the first loss; at a
     later one there may be nothing, when the driver died before it had opened its state again. After the last loss
-    no kill comes before the flow has committed a batch, and so has told that it read its state back.
+    no kill comes before the flow has committed a batch, and so has reported that it read its state back.
     """
     if not kills:
         return []
@@ -100,7 +100,7 @@ def plan_losses(kills: Sequence[Kill], *, rng: random.Random) -> list[Kill]:
             planned[0], planned[later] = planned[later], planned[0]
     planned[0] = replace(planned[0], batches=max(2, planned[0].batches))
     lost = {n for n in range(len(planned)) if rng.random() < 0.5} or {rng.randrange(len(planned))}
-    # The last committed batch that a service told of may be one behind, so the next but two is surely not the first.
+    # What a service has reported may be one batch behind, so the next but two is surely not the first.
     return [
         replace(kill, loses_state=n in lost, batches=max(3, kill.batches) if n > max(lost) else kill.batches)
         for n, kill in enumerate(planned)
@@ -112,7 +112,7 @@ class Service:
 
     The process prints one JSON line per committed batch, as ``onceflow.serve`` does, with ``batch``, ``records`` and,
     if it likes, the ``seconds`` that it took and more; all else goes to its log. ``records`` and ``seconds`` are the
-    sums of what it told, ``told`` are the lines.
+    sums of what it reported, ``reports`` are the lines.
 
     Args:
         flow: the flow's name in Kafka.
@@ -130,7 +130,7 @@ class Service:
         self.batch = 0
         self.records = 0
         self.seconds = 0.0
-        self.told: list[dict[str, Any]] = []
+        self.reports: list[dict[str, Any]] = []
         self.planned = len(kills)
         self.planned_losses = sum(kill.loses_state for kill in kills)
         self.log_file = folder / f"{flow}.log"
@@ -258,13 +258,17 @@ class Service:
         with lines:
             for line in lines:
                 try:
-                    told = json.loads(line)
-                    batch, records, seconds = int(told["batch"]), int(told["records"]), float(told.get("seconds", 0))
+                    report = json.loads(line)
+                    batch, records, seconds = (
+                        int(report["batch"]),
+                        int(report["records"]),
+                        float(report.get("seconds", 0)),
+                    )
                 except (ValueError, KeyError, TypeError, AttributeError):
                     with self.log_file.open("a") as log:
                         log.write(line)
                     continue
-                self.told.append(told)
+                self.reports.append(report)
                 self.batch = max(self.batch, batch)
                 self.records += records
                 self.seconds += seconds

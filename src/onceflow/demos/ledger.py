@@ -1,8 +1,8 @@
 """The books of the demo ``deposits``: is money neither made nor lost, at any time? Pure.
 
-Kafka tells readers of a topic nothing of transactions, but in each partition it puts a control record behind every one
+Readers of a topic learn nothing of transactions, but in each partition it puts a control record behind every one
 of them. A reader does not get that record, and sees a gap in the offsets: the records of one transaction are those of
-a *run* without a gap, one run in each partition at most. Which runs of several partitions belong together is told
+a *run* without a gap, one run in each partition at most. Which runs of several partitions belong together is shown
 by the ids: both entries of an id were written in one transaction.
 """
 
@@ -19,7 +19,7 @@ from typing import NamedTuple
 import orjson
 import pyarrow as pa
 
-from onceflow.demos.audit import EXAMPLES_MAX, Message, Remarks
+from onceflow.demos.audit import EXAMPLES_MAX, Message, Problems
 from onceflow.demos.deposits_data import CASH, Balance
 from onceflow.protocol.partitioners import key_partitions
 
@@ -44,7 +44,7 @@ class Line(NamedTuple):
 
 
 @dataclass
-class Books(Remarks):
+class Books(Problems):
     """What an audit of the ledger found; ``holds`` when nothing is wrong.
 
     Args:
@@ -212,7 +212,7 @@ def own_order(lines: Iterable[Line], owners: Mapping[str, tuple[str, int]]) -> l
 
 
 @dataclass
-class BalanceFindings(Remarks):
+class BalanceFindings(Problems):
     """What an audit of a table in one place found; ``holds`` when every row is right.
 
     Args:
@@ -267,7 +267,7 @@ def audit_table(
 
     Args:
         expected: the last balances, as the seed says.
-        lines: of the ledger, which tells the balances between.
+        lines: of the ledger, which has the balances between.
         messages: in offset order per partition; compaction may have removed some.
         partitions: of the topic.
     """
@@ -329,7 +329,7 @@ class Looks:
     counterpart. That must heal; and what is whole adds up to zero at every look.
 
     Args:
-        clock: tells the time in seconds.
+        clock: returns the time in seconds.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:

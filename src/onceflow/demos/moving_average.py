@@ -29,7 +29,7 @@ PICTURE = Path("moving-average.png")
 # More would have to begin after the year 2999, which the services take for a mistake.
 RECORDS_MAX = 1_000_000
 PANELS = ("temperature/seattle", "weather/temp_max", "stocks/AAPL", "temperature/san-francisco")
-# With more, averages over 20 values cannot be told from the values.
+# With more, averages over 20 values look like the values.
 POINTS_MAX = 1_500
 MEASURED = ("value",)
 AVERAGES = {"last_n": "last 20 values", "last_t": "last 7 days", "all": "since the start"}
@@ -67,7 +67,7 @@ class MovingAverage(Chain):
     )
     inputs_of = (data.SOURCE,)
     outputs = ("averages", "averages-columns")
-    letters = ("bad-measurements", "bad-measurements-columns")
+    dead_letters = ("bad-measurements", "bad-measurements-columns")
     choices: MovingAverageChoices
 
     @functools.cached_property
@@ -80,11 +80,11 @@ class MovingAverage(Chain):
 
     def expected(self) -> Mapping[str, Iterable[Expected]]:
         averages = list(data.expected_averages(self.measurements))
-        letters = list(data.expected_letters(self.measurements))
+        dead_letters = list(data.expected_dead_letters(self.measurements))
         return {
             data.SOURCE: data.expected_source(self.measurements),
             **dict.fromkeys(self.outputs, averages),
-            **dict.fromkeys(self.letters, letters),
+            **dict.fromkeys(self.dead_letters, dead_letters),
         }
 
     def identify(self, topic: str, message: Message) -> str | None:
@@ -95,9 +95,9 @@ class MovingAverage(Chain):
         return [*tables, *(f"{table}-internal" for table in tables)]
 
     def look_further(self, audit: Audit, display: Display) -> None:
-        for name in self.letters:
+        for name in self.dead_letters:
             found = read_topic(self.servers, self.topics[name], self.deadline)
-            problems = data.letter_problems(found, self.measurements, self.origins)
+            problems = data.dead_letter_problems(found, self.measurements, self.origins)
             audit.problems += [f"{self.topics[name]}: {problem}" for problem in problems]
         path = (self.choices.plot or PICTURE).absolute()
         read = {name: read_topic(self.servers, self.topics[name], self.deadline) for name in (data.SOURCE, "averages")}
@@ -116,9 +116,9 @@ def points(messages: Iterable[Message], fields: Sequence[str]) -> Series:
         if data.NUMBER in dict(message.headers):
             continue
         try:
-            told = json.loads(message.value or b"")
-            at = datetime.fromisoformat(told["time"].removesuffix("Z"))
-            found.setdefault(told["series"], []).append((at, [told[field] / 1000 for field in fields]))
+            output = json.loads(message.value or b"")
+            at = datetime.fromisoformat(output["time"].removesuffix("Z"))
+            found.setdefault(output["series"], []).append((at, [output[field] / 1000 for field in fields]))
         except (ValueError, KeyError, TypeError, AttributeError):
             continue  # the audit says so
     return found

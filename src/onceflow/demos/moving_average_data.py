@@ -19,7 +19,7 @@ from datetime import datetime, timedelta
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-from onceflow.demos.audit import Expected, Message, Origin, letter_cause, origin_headers
+from onceflow.demos.audit import Expected, Message, Origin, onceflow_headers, origin_headers
 from onceflow.demos.generator import Input
 from onceflow.errors import EnvironmentUnusableError
 
@@ -34,7 +34,7 @@ NUMBER = "measurement"
 """Header with the number of a bad record: some have nothing else to tell them by."""
 HUGE_BYTES = 300_000
 
-# What is wrong with a record, and what its letters must say.
+# What is wrong with a record, and what its dead letters must say.
 _VALUE = "ValueError: value is no whole number"
 _TIME = "ValueError: time is no time like"
 CAUSES: Mapping[str, str] = {
@@ -239,7 +239,7 @@ def expected_averages(measurements: Iterable[Measurement]) -> Iterator[Expected]
         yield Expected(each.identity, each.series.encode(), json.dumps(value, separators=(",", ":")).encode())
 
 
-def expected_letters(measurements: Iterable[Measurement]) -> Iterator[Expected]:
+def expected_dead_letters(measurements: Iterable[Measurement]) -> Iterator[Expected]:
     """Bad records, as they were. Their headers are looked at by ``letter_problems``."""
     for each in measurements:
         if each.cause is not None:
@@ -263,18 +263,18 @@ def to_next(number: Fraction) -> int:
     return math.floor(number + Fraction(1, 2))
 
 
-# ---- letters -----------------------------------------------------------------------------------------
+# ---- dead letters -----------------------------------------------------------------------------------------
 
 
-def letter_problems(
+def dead_letter_problems(
     messages: Iterable[Message],
     measurements: Iterable[Measurement],
     origins: Mapping[str, Origin],
 ) -> list[str]:
-    """What is wrong with the headers of letters, one line each.
+    """What is wrong with the headers of dead letters, one line each.
 
     Args:
-        messages: of a topic of letters.
+        messages: of a topic of dead letters.
         origins: where the broker put the bad records.
     """
     causes = {each.identity: each.cause for each in measurements if each.cause is not None}
@@ -283,13 +283,13 @@ def letter_problems(
         identity = identify(message)
         if identity not in causes:
             continue  # the audit of the records says so
-        told = letter_cause(message)
-        cause = f"{told.get('onceflow.error.class')}: {told.get('onceflow.error.message')}"
+        headers = onceflow_headers(message)
+        cause = f"{headers.get('onceflow.error.class')}: {headers.get('onceflow.error.message')}"
         where = f"{identity} ({causes[identity]})"
         if not cause.startswith(CAUSES[causes[identity]]):
             problems.append(f"{where}: the cause is {cause:.200}")
         must_be = {"onceflow.attempt": "1", **origin_headers(origins[identity])}
-        wrong = {name: told.get(name) for name, value in must_be.items() if told.get(name) != value}
-        if wrong or not told.get("onceflow.error.stack"):
+        wrong = {name: headers.get(name) for name, value in must_be.items() if headers.get(name) != value}
+        if wrong or not headers.get("onceflow.error.stack"):
             problems.append(f"{where}: headers are {wrong}, must be {must_be}, and a stack")
     return problems

@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 from rich.table import Table
 
 from onceflow.demos import pairs_data as data
-from onceflow.demos.audit import Expected, Message, letter_cause, origin_headers
+from onceflow.demos.audit import Expected, Message, onceflow_headers, origin_headers
 from onceflow.demos.chain import Audit, Chain, Choices, Link, run_chain
 from onceflow.demos.display import Display
 from onceflow.demos.generator import Input
@@ -93,26 +93,26 @@ class Pairs(Chain):
             topics |= {pairs: data.expected_pairs(self.story()), unpaired: data.expected_unpaired(self.story())}
         if "late" in self.partitions:
             topics["late"] = ()
-        for name in self.letters:
-            topics[name] = self.expected_letters(name)
+        for name in self.dead_letters:
+            topics[name] = self.expected_dead_letters(name)
         return topics
 
-    def expected_letters(self, topic: str) -> Iterator[Expected]:
-        """Bad records as they were. For a processor the timestamp is the key, and so it is that of its letters."""
+    def expected_dead_letters(self, topic: str) -> Iterator[Expected]:
+        """Bad records as they were. For a processor the timestamp is the key, and the key of its dead letters."""
         for bad in self.bad.values():
-            of_state = "none" if bad.told is None else bad.told
+            of_state = "none" if bad.timestamp is None else bad.timestamp
             key = bad.id if topic == "dead-letters-sort" else of_state
             yield Expected(bad.id, key.encode(), bad.value, headers=None, free=True)
 
     def identify(self, topic: str, message: Message) -> str | None:
-        if topic not in self.letters:
+        if topic not in self.dead_letters:
             return data.identify(message)
-        told = letter_cause(message)
-        return self.bad_at.get((told.get("onceflow.origin.partition"), told.get("onceflow.origin.offset")))
+        headers = onceflow_headers(message)
+        return self.bad_at.get((headers.get("onceflow.origin.partition"), headers.get("onceflow.origin.offset")))
 
     @cached_property
     def bad_at(self) -> dict[tuple[str | None, str | None], str]:
-        """Ids of the bad records by where the broker put them: their values need not tell."""
+        """Ids of the bad records by where the broker put them: their values may not say it."""
         return {(str(origin.partition), str(origin.offset)): name for name, origin in self.origins.items()}
 
     def more_topics(self) -> list[str]:
@@ -150,7 +150,7 @@ class Pairs(Chain):
     # ---- the audit -----------------------------------------------------------------------------------
 
     def look_further(self, audit: Audit, display: Display) -> None:
-        for name in self.letters:
+        for name in self.dead_letters:
             audit.problems += self.wrong_causes(name)[:5]
         peaks = {version: self.peak(version, audit) for version in self.versions}
         bound = data.moments_at_most(
@@ -173,12 +173,12 @@ class Pairs(Chain):
         """Letters whose headers do not say what is wrong and where it was read, one line each."""
         problems = []
         for message in read_topic(self.servers, self.topics[topic], self.deadline):
-            told, name = letter_cause(message), self.identify(topic, message)
+            headers, name = onceflow_headers(message), self.identify(topic, message)
             if name is None:
                 continue  # unexpected, as has been said
             wanted = expected_cause(self.bad[name], of_processor=topic == "dead-letters")
             wanted |= {"onceflow.attempt": "1", **origin_headers(self.origins[name])}
-            differences = [f"{key} is {told.get(key)!r}" for key, text in wanted.items() if told.get(key) != text]
+            differences = [f"{key} is {headers.get(key)!r}" for key, text in wanted.items() if headers.get(key) != text]
             problems += [f"{topic}: {name}: {', '.join(differences)}"] if differences else []
         return problems
 
@@ -186,7 +186,7 @@ class Pairs(Chain):
         """Rows of state when there were most: replayed from the table topics, or as Spark says of its own."""
         if version != PROCESSOR:
             service = next(s for s, link in zip(self.services, self.links, strict=True) if link.done == version)
-            return max((int(line.get("state_rows", 0)) for line in service.told), default=0)
+            return max((int(line.get("state_rows", 0)) for line in service.reports), default=0)
         peak = 0
         closing = 2 * self.partitions["events"]
         # Each of them is alone: a row of the table, and two timers.
@@ -204,7 +204,7 @@ def outputs_of(version: str) -> tuple[str, str]:
 
 
 def expected_cause(bad: Bad, *, of_processor: bool) -> dict[str, str]:
-    """What the headers of a letter must say is wrong. The processor's own errors have their own words."""
+    """What the headers of a dead letter must say is wrong. The processor's own errors have their own words."""
     if of_processor and bad.cause == NOT_JSON:
         return {"onceflow.error.class": "JSONDecodeError"}
     if of_processor and bad.cause == LONG_KEY:
@@ -244,7 +244,7 @@ def chosen(partitions: int, versions: str) -> type[Pairs]:
         partitions: ClassVar[Mapping[str, int]] = topics
         links: ClassVar[Sequence[Link]] = [LINKS[step] for step in steps]
         outputs = tuple(name for version in names for name in outputs_of(version))
-        letters = tuple(name for name in topics if name.startswith("dead-letters"))
+        dead_letters = tuple(name for name in topics if name.startswith("dead-letters"))
         versions = names
 
     return Chosen

@@ -30,14 +30,14 @@ class Bad(NamedTuple):
     Args:
         at_ms: when it is made.
         cause: why it is none.
-        told: the timestamp as a reader of JSON finds it; None: there is none.
+        timestamp: as a reader of JSON finds it; None: there is none.
     """
 
     id: str
     at_ms: int
     cause: str
     value: bytes | None
-    told: str | None
+    timestamp: str | None
 
 
 def bad_record(identity: str, at_ms: int, rng: random.Random, *, huge: bool) -> Bad:
@@ -54,7 +54,7 @@ _MISSING = object()
 
 
 def _no_value(bad: Bad, fields: _Fields, rng: random.Random) -> Bad:
-    return bad._replace(cause=NO_OBJECT, value=None, told=None)
+    return bad._replace(cause=NO_OBJECT, value=None, timestamp=None)
 
 
 def _not_json(bad: Bad, fields: _Fields, rng: random.Random) -> Bad:
@@ -72,18 +72,18 @@ def _not_json(bad: Bad, fields: _Fields, rng: random.Random) -> Bad:
         ]
     )
     # Of two events with a comma in between, the services find the first one's timestamp.
-    return bad._replace(cause=NOT_JSON, value=value, told=bad.told if value == whole + b"," + whole else None)
+    return bad._replace(cause=NOT_JSON, value=value, timestamp=bad.timestamp if value == whole + b"," + whole else None)
 
 
 def _no_object(bad: Bad, fields: _Fields, rng: random.Random) -> Bad:
     value = rng.choice([b"[1,2]", f'"{bad.id}"'.encode(), b"17", b"true", b"null", b"[" + _json(fields) + b"]"])
-    return bad._replace(cause=NO_OBJECT, value=value, told=None)
+    return bad._replace(cause=NO_OBJECT, value=value, timestamp=None)
 
 
 def _twice(bad: Bad, fields: _Fields, rng: random.Random) -> Bad:
     whole, field = _json(fields), rng.choice(list(fields))
     again = _json({field: fields[field]})
-    return bad._replace(cause=TWICE, value=whole[:-1] + b"," + again[1:], told=None)
+    return bad._replace(cause=TWICE, value=whole[:-1] + b"," + again[1:], timestamp=None)
 
 
 def _with(cause: str, name: str, values: Iterable[object]) -> _Kind:
@@ -95,8 +95,8 @@ def _with(cause: str, name: str, values: Iterable[object]) -> _Kind:
         changed = {field: value for field, value in fields.items() if field != name}
         if chosen is not _MISSING:
             changed[name] = chosen
-        told = changed.get("timestamp")
-        return bad._replace(cause=cause, value=_json(changed), told=None if told is None else str(told))
+        text = changed.get("timestamp")
+        return bad._replace(cause=cause, value=_json(changed), timestamp=None if text is None else str(text))
 
     return make
 
@@ -108,11 +108,11 @@ def _absurd_time(bad: Bad, fields: _Fields, rng: random.Random) -> Bad:
             "9999-12-31T23:59:59.999Z",
             timestamp(bad.at_ms + 10 * year_ms),
             timestamp(bad.at_ms + 2 * day_ms),
-            # A record comes at most this much later than what it tells of, and the services allow a minute.
+            # A record comes at most this much later than its event, and the services allow a minute.
             timestamp(bad.at_ms + DISORDER_MS + 61_000),
         ]
     )
-    return bad._replace(cause=ABSURD_TIME, value=_json({**fields, "timestamp": at}), told=at)
+    return bad._replace(cause=ABSURD_TIME, value=_json({**fields, "timestamp": at}), timestamp=at)
 
 
 def _huge_id(bad: Bad, fields: _Fields, rng: random.Random) -> Bad:
@@ -121,11 +121,11 @@ def _huge_id(bad: Bad, fields: _Fields, rng: random.Random) -> Bad:
 
 def _huge_timestamp(bad: Bad, fields: _Fields, rng: random.Random) -> Bad:
     at = "2" * HUGE_CHARACTERS
-    return bad._replace(cause=LONG_KEY, value=_json({**fields, "timestamp": at}), told=at)
+    return bad._replace(cause=LONG_KEY, value=_json({**fields, "timestamp": at}), timestamp=at)
 
 
 def _huge_text(bad: Bad, fields: _Fields, rng: random.Random) -> Bad:
-    return bad._replace(cause=NOT_JSON, value=b"\x00" * HUGE_CHARACTERS, told=None)
+    return bad._replace(cause=NOT_JSON, value=b"\x00" * HUGE_CHARACTERS, timestamp=None)
 
 
 _HUGE: tuple[_Kind, ...] = (_huge_id, _huge_timestamp, _huge_text)

@@ -158,10 +158,10 @@ def expected_unpaired(parts: Iterable[Moment | Bad]) -> Iterator[Expected]:
 
 
 def identify(message: Message) -> str | None:
-    """The timestamp that a record of pairs or of unpaired events tells, as ``timestamp`` writes it."""
+    """The timestamp in a record of pairs or of unpaired events, as ``timestamp`` writes it."""
     try:
-        told = json.loads(message.value or b"")["timestamp"].replace("Z", "+00:00")
-        at = datetime.fromisoformat(told)
+        text = json.loads(message.value or b"")["timestamp"].replace("Z", "+00:00")
+        at = datetime.fromisoformat(text)
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
     at = at if at.tzinfo is not None else at.replace(tzinfo=timezone.utc)

@@ -45,7 +45,7 @@ class Retries(Chain):
     )
     inputs_of: ClassVar[tuple[str, ...]] = ("orders",)
     outputs: ClassVar[tuple[str, ...]] = ("charged", "parked")
-    letters: ClassVar[tuple[str, ...]] = ("failed",)
+    dead_letters: ClassVar[tuple[str, ...]] = ("failed",)
 
     def orders(self) -> Iterator[data.Order]:
         """The input, from the seed."""
@@ -92,9 +92,9 @@ class Retries(Chain):
             data.check_deleted(waiting, self._read(waiting)),
             data.check_deleted(waiting_internal, self._read(waiting_internal)),
         ]
-        for remarks in found:
-            display.say(f"{remarks.place}: {remarks.wrong} wrong")
-            audit.problems += remarks.examples
+        for problems in found:
+            display.say(f"{problems.place}: {problems.wrong} wrong")
+            audit.problems += problems.examples
         audit.facts |= {
             "parked": audit.found([self.topics["parked"]]),
             "retried": audit.found([self.topics["retry"]]),

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
-from onceflow.demos.audit import Expected, Headers, Message, Origin, Remarks, letter_cause
+from onceflow.demos.audit import Expected, Headers, Message, Origin, Problems, onceflow_headers
 from onceflow.demos.generator import Input
 
 ATTEMPTS_MAX = 4
@@ -198,9 +198,9 @@ def identify(topic: str, message: Message) -> str | None:
     """The identity of a record in a topic (its name without suffix), as the functions above give it."""
     if topic in ("charged", "parked"):
         return None if message.key is None else message.key.decode(errors="replace")
-    told = letter_cause(message)
-    origin = "/".join(told.get(f"onceflow.origin.{name}", "") for name in ("topic", "partition", "offset"))
-    return f"{origin}#{told.get('onceflow.attempt', '')}"
+    headers = onceflow_headers(message)
+    origin = "/".join(headers.get(f"onceflow.origin.{name}", "") for name in ("topic", "partition", "offset"))
+    return f"{origin}#{headers.get('onceflow.attempt', '')}"
 
 
 # ---- what else is looked at --------------------------------------------------------------------------
@@ -214,98 +214,110 @@ def check_headers(
     *,
     parked: bool,
     retry_topic: str,
-) -> Remarks:
-    """Whether letters (or, ``parked``, parked records) say what happened to them.
+) -> Problems:
+    """Whether dead letters (or, ``parked``, parked records) say what happened to them.
 
     Args:
         topic, retry_topic: full names.
         messages: of the topic.
     """
-    remarks = Remarks(topic)
+    problems = Problems(topic)
     by_origin = {place(origins[order.name]): order for order in orders if order.failures}
     for message in messages:
-        told = letter_cause(message)
         where = f"{topic}-{message.partition}@{message.offset}"
         origin, _, number = (identify("failed", message) or "").rpartition("#")
         order = by_origin.get(origin)
         attempt = int(number) if number.isdecimal() else 0
         if order is None or not 0 < attempt <= len(order.failures):
-            remarks.note(f"{where}: no order has failed as origin {origin!r}, attempt {number!r}")
+            problems.note(f"{where}: no order has failed as origin {origin!r}, attempt {number!r}")
             continue
-        if parked and attempt != len(order.failures):
-            remarks.note(f"{where}: parked after attempt {attempt}, must be after {len(order.failures)}")
-        error = order.failures[attempt - 1]
-        must = {"onceflow.error.class": error, "trace": order.name}
-        if attempt == 1:
-            parts = {"topic": origins[order.name].topic, "partition": str(origins[order.name].partition)}
-            must |= {f"onceflow.error.{name}": part for name, part in parts.items()}
-        else:
-            must["onceflow.error.topic"] = retry_topic
-        if parked:
-            must["onceflow.retry.topic"] = retry_topic
-        names = Counter(name for name, _ in message.headers)
-        found = {name: (content or b"").decode(errors="replace") for name, content in message.headers}
-        for name, value in must.items():
-            if found.get(name) != value:
-                remarks.note(f"{where}: header {name} is {found.get(name)!r:.200}, must be {value!r}")
-        for name in [name for name, count in names.items() if count > 1]:
-            remarks.note(f"{where}: header {name} is there {names[name]} times")
-        if error not in told.get("onceflow.error.stack", ""):
-            remarks.note(f"{where}: the stack does not tell of {error}")
-        if parked and dict(message.headers).get("onceflow.key") != order.key:
-            remarks.note(f"{where}: header onceflow.key is not the order's key")
-        if parked and ("onceflow.value.null" in found) != (order.value is None):
-            remarks.note(f"{where}: header onceflow.value.null is {'there' if order.value is not None else 'missing'}")
-    return remarks
+        expected = _expected_headers(order, origins[order.name], attempt, retry_topic, parked=parked)
+        for problem in _wrong_headers(message, order, attempt, expected, parked=parked):
+            problems.note(f"{where}: {problem}")
+    return problems
 
 
-def check_waits(letters: Mapping[str, int], retries: Mapping[str, int]) -> tuple[Remarks, list[float]]:
+def _expected_headers(order: Order, origin: Origin, attempt: int, retry_topic: str, *, parked: bool) -> dict[str, str]:
+    """Headers of the dead letter of one attempt whose values follow from the seed."""
+    expected = {"onceflow.error.class": order.failures[attempt - 1], "trace": order.name}
+    if attempt == 1:
+        expected |= {"onceflow.error.topic": origin.topic, "onceflow.error.partition": str(origin.partition)}
+    else:
+        expected["onceflow.error.topic"] = retry_topic
+    if parked:
+        expected["onceflow.retry.topic"] = retry_topic
+    return expected
+
+
+def _wrong_headers(
+    message: Message, order: Order, attempt: int, expected: Mapping[str, str], *, parked: bool
+) -> Iterator[str]:
+    """What is wrong with a dead letter or a parked record, one text each."""
+    if parked and attempt != len(order.failures):
+        yield f"parked after attempt {attempt}, must be after {len(order.failures)}"
+    names = Counter(name for name, _ in message.headers)
+    found = {name: (content or b"").decode(errors="replace") for name, content in message.headers}
+    for name, value in expected.items():
+        if found.get(name) != value:
+            yield f"header {name} is {found.get(name)!r:.200}, must be {value!r}"
+    for name in [name for name, count in names.items() if count > 1]:
+        yield f"header {name} is there {names[name]} times"
+    error = order.failures[attempt - 1]
+    if error not in onceflow_headers(message).get("onceflow.error.stack", ""):
+        yield f"the stack does not name {error}"
+    if parked and dict(message.headers).get("onceflow.key") != order.key:
+        yield "header onceflow.key is not the order's key"
+    if parked and ("onceflow.value.null" in found) != (order.value is None):
+        yield f"header onceflow.value.null is {'there' if order.value is not None else 'missing'}"
+
+
+def check_waits(dead_letters: Mapping[str, int], retries: Mapping[str, int]) -> tuple[Problems, list[float]]:
     """Whether no record was retried before its time.
 
     Args:
-        letters, retries: identity and the time at which the broker has appended the record, milliseconds.
+        dead letters, retries: identity and the time at which the broker has appended the record, milliseconds.
 
     Returns:
         what is wrong, and the waits in seconds.
     """
-    remarks = Remarks("waits")
+    problems = Problems("waits")
     waits = []
     for identity, at_ms in retries.items():
-        if identity not in letters:
-            remarks.note(f"{identity} was retried and has never failed")
+        if identity not in dead_letters:
+            problems.note(f"{identity} was retried and has never failed")
             continue
-        waits.append((at_ms - letters[identity]) / 1000)
+        waits.append((at_ms - dead_letters[identity]) / 1000)
         attempt = int(identity.rpartition("#")[2] or 0)
         least = min(CEILING_S, BASE_S * 2 ** (attempt - 1)) * (1 - JITTER)
         if waits[-1] < least:
-            remarks.note(f"{identity} was retried after {waits[-1]} s, not before {least} s")
-    return remarks, waits
+            problems.note(f"{identity} was retried after {waits[-1]} s, not before {least} s")
+    return problems, waits
 
 
-def check_deleted(topic: str, messages: Iterable[Message]) -> Remarks:
+def check_deleted(topic: str, messages: Iterable[Message]) -> Problems:
     """Whether the last record of every key is a tombstone.
 
     Args:
         messages: in offset order per partition.
     """
-    remarks = Remarks(topic)
+    problems = Problems(topic)
     last = {(message.partition, message.key): message for message in messages}
     for message in last.values():
         if message.value is not None:
-            remarks.note(f"{message.key!r:.200} is still there, at {topic}-{message.partition}@{message.offset}")
-    return remarks
+            problems.note(f"{message.key!r:.200} is still there, at {topic}-{message.partition}@{message.offset}")
+    return problems
 
 
-def check_rows(topic: str, orders: Iterable[Order], messages: Iterable[Message]) -> Remarks:
+def check_rows(topic: str, orders: Iterable[Order], messages: Iterable[Message]) -> Problems:
     """Whether the table of charges has the receipts, and nothing else.
 
     Args:
         messages: in offset order per partition.
     """
-    remarks = Remarks(topic)
+    problems = Problems(topic)
     rows = {message.key: message.value for message in messages}
     receipts = {order.key: order.receipt for order in orders if order.receipt is not None}
     for key in rows.keys() | receipts.keys():
         if rows.get(key) != receipts.get(key):
-            remarks.note(f"{key!r:.200} is {rows.get(key)!r:.200}, must be {receipts.get(key)!r}")
-    return remarks
+            problems.note(f"{key!r:.200} is {rows.get(key)!r:.200}, must be {receipts.get(key)!r}")
+    return problems

@@ -11,7 +11,7 @@ Actions: ``kill`` (SIGKILL to the own process), ``kill-workers`` (SIGKILL to the
 ``orphan`` (in a task: SIGKILL to its executor, the worker goes on after ``seconds``), ``lose-shuffle``
 (delete Spark's shuffle files below ``folder``), ``exit``, ``raise``, ``pause``
 (``seconds``, or less: until there is a file ``until``). A rule fires ``times`` times (default 1) in a process; with
-``once_file`` it fires once over all processes and restarts: the file is created then, and tells a test that it has
+``once_file`` it fires once over all processes and restarts: the file is created then, and shows a test that it has
 fired.
 """
 

@@ -56,7 +56,7 @@ _MAX_EXAMPLES = 20
 
 @dataclass(frozen=True)
 class Anomaly:
-    """Something that must not be. count: how many records or batches are concerned; the rest tells one of them."""
+    """Something that must not be. count: how many records or batches are concerned; the rest describes one of them."""
 
     kind: str
     detail: str

@@ -56,13 +56,13 @@ class ProcessorDriver:
     Args:
         processor: a `Processor` or `ColumnProcessor`; assign a newer version to ``driver.processor`` to see it migrate.
         partitions: of the table.
-        now_ms: processing time at the beginning; it only moves when it is told to.
+        now_ms: processing time at the beginning; it only moves when a test moves it.
         options: of the engine: ``on_error="dead-letter"``, ``default_ttl_ms``, ``max_timers_per_batch``, ...
 
     Attributes:
         outputs: all records that were yielded so far, decoded by the processor's serdes where these can.
-        late: letters of records that were behind the watermark: key and value in bytes, the cause in the headers.
-        dead_letters: letters of records that could not be processed, likewise.
+        late: dead letters of records that were behind the watermark: key and value in bytes, the cause in the headers.
+        dead_letters: dead letters of records that could not be processed, likewise.
         watermark_ms: follows the event times less ``allowed_lateness`` after every batch; may be set.
         counts: what the engines counted, over all batches.
     """

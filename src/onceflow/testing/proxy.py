@@ -202,7 +202,7 @@ class Proxies:
 
 
 def proxied_properties(port: int, upstream_port: int) -> dict[str, str]:
-    """Properties of a broker that has a second listener, at ``upstream_port``, and tells its clients ``port``."""
+    """Properties of a broker that has a second listener, at ``upstream_port``, and advertises ``port`` to clients."""
     return {
         "listeners": f"PLAINTEXT://{HOST}:{{port}},PROXIED://{HOST}:{upstream_port}",
         "advertised.listeners": f"PLAINTEXT://{HOST}:{{port}},PROXIED://{HOST}:{port}",

@@ -1,7 +1,7 @@
 """Records what a driver does, tags what its flow writes, and reads the result: the material of ``history.check``.
 
 In every process that runs the flow, ``Recorder(path).attach()`` before it starts; all may share one file. Rows get
-their tags from ``tagged``, outputs of a processor from ``tag_of``. When the drivers are done, ``verify`` tells whether
+their tags from ``tagged``, outputs of a processor from ``tag_of``. When the drivers are done, ``verify`` checks whether
 what consumers see goes together with what the drivers did.
 """
 
