@@ -12,7 +12,7 @@ import ledger
 from pyspark import cloudpickle
 
 import onceflow
-from onceflow.driver import state_step
+from onceflow.planning import placement
 
 
 class Slow(ledger.Ledger):
@@ -30,7 +30,7 @@ def main() -> None:
     ledger.use()
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
     spark = onceflow.session(given["flow"], master=given["master"], config=given["config"])
-    state_step._TASK_ROWS = given["task_rows"]
+    placement.TASK_ROWS = given["task_rows"]
     flow = onceflow.Flow(given["flow"], spark, bootstrap_servers=given["bootstrap"])
     records = flow.read(given["source"], max_records_per_batch=2000)
     rows = flow.process(records, Slow(given["partition_s"]), table=given["table"]).where("value IS NOT NULL")

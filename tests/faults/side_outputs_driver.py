@@ -9,14 +9,14 @@ from pathlib import Path
 import side_outputs
 
 import onceflow
-from onceflow.driver import state_step
+from onceflow.planning import placement
 
 
 def main() -> None:
     given = json.loads(sys.argv[1])
     side_outputs.use()
     spark = onceflow.session(app_name="side-outputs", master="local[2]", config={"spark.driver.memory": "2g"})
-    state_step._TASK_ROWS = given["task_rows"]
+    placement.TASK_ROWS = given["task_rows"]
     queries = []
     for name, (operator, topics) in given["flows"].items():
         flow = onceflow.Flow(name, spark, bootstrap_servers=given["bootstrap"])

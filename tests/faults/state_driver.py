@@ -10,12 +10,12 @@ import ledger
 from driver import session
 
 import onceflow
-from onceflow.driver import state_step
+from onceflow.planning import placement
 
 
 def start(given: dict[str, Any], spark: Any) -> Any:
     ledger.use()
-    state_step._TASK_ROWS = given.get("task_rows", 400)
+    placement.TASK_ROWS = given.get("task_rows", 400)
     flow = onceflow.Flow(given["flow"], spark, bootstrap_servers=given["bootstrap"])
     source = flow.read(given["source"], max_records_per_batch=given.get("records_per_batch", 1000))
     processor = getattr(ledger, given.get("processor", "Ledger"))()

@@ -223,9 +223,9 @@ def test_five_million_rows_are_restored(make_state_pipe: Any, monkeypatch: pytes
     """All in one partition: the tasks of the others begin to write, and the transaction times out. It costs no attempt,
     but once: nobody prepares copies when tasks run on several hosts."""
     from onceflow.driver import state_step
-    from onceflow.planning import write_options
+    from onceflow.planning import placement, write_options
 
-    monkeypatch.setattr(state_step, "_TASK_ROWS", 10)
+    monkeypatch.setattr(placement, "TASK_ROWS", 10)
     monkeypatch.setattr(write_options, "SinkOptions", functools.partial(write_options.SinkOptions, max_attempts=1))
     if not prepared:
         monkeypatch.setattr(state_step, "prepare", lambda *_, **__: None)

@@ -13,7 +13,7 @@ import pytest
 from pyspark.errors import StreamingQueryException
 
 from onceflow import hooks
-from onceflow.driver import state_step
+from onceflow.planning import placement
 from onceflow.testing import faults, independent
 
 pytestmark = [pytest.mark.integration, pytest.mark.faults]
@@ -24,7 +24,7 @@ BATCH = 2
 @pytest.fixture
 def by_tasks(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Small data is processed by as many tasks as large data would be."""
-    monkeypatch.setattr(state_step, "_TASK_ROWS", 400)
+    monkeypatch.setattr(placement, "TASK_ROWS", 400)
     return {"small_batch_rows": 0}
 
 

@@ -131,9 +131,9 @@ def test_driver_killed_among_timers(make_state_pipe: Any, late_topic: str, step:
 def test_task_dies_among_timers(
     make_state_pipe: Any, late_topic: str, inject: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from onceflow.driver import state_step
+    from onceflow.planning import placement
 
-    monkeypatch.setattr(state_step, "_TASK_ROWS", 100)
+    monkeypatch.setattr(placement, "TASK_ROWS", 100)
     pipe = make_state_pipe()
     expected = fill(pipe)
     once = pipe.tmp_path / "fired"
@@ -198,7 +198,7 @@ def test_timers_of_a_partition_whose_records_are_filtered_out(
 ) -> None:
     """Tasks that take source partitions as they are open those with due timers, whether or not any row is left."""
     import onceflow
-    from onceflow.driver import state_step
+    from onceflow.planning import placement
 
     class Reminder(onceflow.Processor):
         def process(self, key: bytes, records: Any, state: Any) -> Any:
@@ -209,7 +209,7 @@ def test_timers_of_a_partition_whose_records_are_filtered_out(
         def on_timer(self, key: bytes, timer: Any, state: Any) -> Any:
             yield onceflow.Record(key, b"reminded")
 
-    monkeypatch.setattr(state_step, "_TASK_ROWS", 20)
+    monkeypatch.setattr(placement, "TASK_ROWS", 20)
     pipe = make_state_pipe()
     keys = [f"key-{n}".encode() for n in range(40)]
     for content in (b"remind", b"other"):
@@ -223,7 +223,7 @@ def test_timers_of_a_partition_whose_records_are_filtered_out(
             query = flow.write(output, topic=pipe.target, small_batch_rows=0, once=True).start()
             query.awaitTermination()
             assert query.batches[-1].path == "2 tasks"
-            assert query._sink._commit._state._by_source is True
+            assert query._sink._commit._state.co_partitioned is True
     seen = independent.read_topic(pipe.bootstrap, pipe.target, decided=True)
     assert Counter(record.key for record in seen) == Counter(keys)
 
@@ -275,7 +275,7 @@ def test_timers_are_due_while_the_plan_has_the_clock(make_state_pipe: Any, monke
     try:
         wait_until(both_plans, 60, lambda: f"both plans are used, not only {plans}", useless=ended(query), poll_s=0.05)
         wait_until(lambda: len(done()) >= len(sent), 60, "all timers fire", useless=ended(query), poll_s=0.1)
-        assert query._sink._commit._state._by_source is True, plans
+        assert query._sink._commit._state.co_partitioned is True, plans
     finally:
         query.stop()
     assert Counter(record.value for record in done()) == Counter(sent)

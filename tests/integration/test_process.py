@@ -13,7 +13,8 @@ from confluent_kafka.admin import AdminClient, ConfigResource, NewPartitions
 from pyspark.sql import functions as F
 
 import onceflow
-from onceflow.driver import output_writer, preparing, state_step
+from onceflow.driver import output_writer, preparing, step_fused
+from onceflow.planning import placement, step_tree
 from onceflow.testing import independent
 from onceflow.testing.broker import create_topic
 from onceflow.testing.waiting import wait_until
@@ -24,7 +25,7 @@ pytestmark = pytest.mark.integration
 @pytest.fixture
 def by_tasks(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Small data is processed by as many tasks as large data would be."""
-    monkeypatch.setattr(state_step, "_TASK_ROWS", 400)
+    monkeypatch.setattr(placement, "TASK_ROWS", 400)
     return {"small_batch_rows": 0}
 
 
@@ -80,7 +81,7 @@ def test_records_without_a_key_in_a_partition_that_was_added(
     query = pipe.start(process={"on_error": "dead-letter", "dead_letter_topic": dead}, **by_tasks)
     try:
         query.processAllAvailable()
-        assert query._sink._commit._state._by_source is True
+        assert query._sink._commit._state.co_partitioned is True
         admin = AdminClient({"bootstrap.servers": pipe.bootstrap})
         admin.create_partitions([NewPartitions(pipe.source, 6)])[pipe.source].result(30)
         producer = Producer({"bootstrap.servers": pipe.bootstrap})
@@ -110,7 +111,7 @@ def test_keys_that_are_made_are_shuffled_at_once(make_state_pipe: Any, by_tasks:
     finally:
         query.stop()
     assert paths(query) == {"2 tasks"}
-    assert query._sink._commit._state._by_source is False
+    assert query._sink._commit._state.co_partitioned is False
     pipe.check()
 
 
@@ -125,14 +126,14 @@ def test_outputs_that_belong_to_other_tasks(make_state_pipe: Any, by_tasks: Any)
 def test_many_outputs_that_belong_to_other_tasks(
     make_state_pipe: Any, by_tasks: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Many(state_step.FusedTask):
+    class Many(step_fused.FusedTask):
         def __call__(self, batches: Any) -> Any:
             from onceflow.task import step_outputs
 
             step_outputs.RETURNED_ROWS_MAX = 10
             return super().__call__(batches)
 
-    monkeypatch.setattr(state_step, "FusedTask", Many)
+    monkeypatch.setattr(step_fused, "FusedTask", Many)
     pipe = make_state_pipe(target_partitions=3)
     pipe.fill(2500)
     query = pipe.run(**by_tasks)
@@ -147,6 +148,49 @@ def test_inside_a_query(make_state_pipe: Any, small_batch_rows: int) -> None:
     pipe = make_state_pipe()
     pipe.fill(2500)
     pipe.run(inside=True, small_batch_rows=small_batch_rows)
+    pipe.check()
+
+
+@pytest.mark.parametrize("small_batch_rows, path", [(None, "driver"), (0, "2 tasks")])
+def test_operators_that_change_nothing(
+    make_state_pipe: Any, by_tasks: Any, small_batch_rows: int | None, path: str
+) -> None:
+    """Behind a step they choose no other way to run it. Those that may change something in some batch do."""
+    pipe = make_state_pipe()
+    pipe.fill(2500)
+    with onceflow.Flow(pipe.flow, pipe.spark, bootstrap_servers=pipe.bootstrap) as flow:
+        source = flow.read(pipe.source, max_records_per_batch=1000)
+        output = flow.process(source, pipe.ledger.Ledger(), table=pipe.table, state_dir=pipe.state_dir)
+
+        def is_whole(df: Any) -> bool:
+            tree, _ = step_tree.tree_of(df, {pipe.table: None}, flow.name) or pytest.fail("it has a step")
+            return step_tree.stripped(pipe.spark, tree).step is not None
+
+        output.createOrReplaceTempView("outputs")
+        nothing = {
+            "itself": output,
+            "condition": output.where(F.lit(True)).where("1 = 1"),
+            "columns": output.select("*").select("timestamp", "headers", F.col("value").alias("value"), "key", "topic"),
+            "names": output.alias("outputs").withColumnRenamed("key", "k").withColumnRenamed("k", "key"),
+            "no topic": output.drop("topic"),
+            "view": pipe.spark.table("outputs"),
+        }
+        assert {name: is_whole(df) for name, df in nothing.items()} == dict.fromkeys(nothing, True)
+        something = {
+            "time": output.where(F.current_timestamp() < F.timestamp_seconds(F.lit(4_000_000_000))),
+            "chance": output.where(F.rand() < 2),
+            "columns": output.select("key", "value"),
+            "value": output.withColumn("value", F.upper("value")),
+            "topic": output.withColumn("topic", F.lit(pipe.target)),
+            "partition": output.withColumn("partition", F.lit(0)),
+            "failure": output.where("1 / 0 = 1"),
+        }
+        assert {name: is_whole(df) for name, df in something.items()} == dict.fromkeys(something, False)
+        every = output.where(F.lit(True)).select("*").alias("outputs").select(*reversed(output.columns))
+        query = flow.write(every, topic=pipe.target, small_batch_rows=small_batch_rows, once=True).start()
+        query.awaitTermination()
+    assert paths(query) == {path}
+    assert {commit.attempts for commit in query.batches} == {1}
     pipe.check()
 
 

@@ -13,7 +13,8 @@ from pyspark.sql import functions as F
 
 import onceflow
 from onceflow import serdes
-from onceflow.driver import checkpoint_location, state_step
+from onceflow.driver import checkpoint_location
+from onceflow.planning import placement
 from onceflow.testing import independent
 
 pytestmark = pytest.mark.integration
@@ -38,7 +39,7 @@ class Even(onceflow.Processor):
 def test_outputs_and_what_was_put_aside_are_counted_apart(
     make_pipe: Any, make_topic: Any, tasks: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(state_step, "_TASK_ROWS", 4)
+    monkeypatch.setattr(placement, "TASK_ROWS", 4)
     pipe = make_pipe(partitions=2)
     dead, late = make_topic("dead", 1), make_topic("late", 1)
 

@@ -13,7 +13,8 @@ import pytest
 from pyspark.sql import functions as F
 
 import onceflow
-from onceflow.driver import state_step
+from onceflow.driver import step_two_stage
+from onceflow.planning import placement
 from onceflow.spark import plans
 from onceflow.testing import independent
 
@@ -89,7 +90,7 @@ def trial(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> Trial:
-    monkeypatch.setattr(state_step, "_TASK_ROWS", 800)
+    monkeypatch.setattr(placement, "TASK_ROWS", 800)
     return Trial(
         onceflow_broker, onceflow_spark, side_outputs, side_outputs.make_topics(make_topic), tmp_path / "state"
     )
@@ -106,7 +107,7 @@ def test_operators_behind_a_step(trial: Trial, operator: str) -> None:
 def test_many_side_outputs_that_belong_to_other_tasks(trial: Trial, monkeypatch: pytest.MonkeyPatch) -> None:
     """More than tasks may return to the driver: the batch runs again, and they go to the write tasks."""
 
-    class Few(state_step.RowsTask):
+    class Few(step_two_stage.RowsTask):
         def __call__(self, batches: Any) -> Any:
             from onceflow.task import step_outputs
 
@@ -116,7 +117,7 @@ def test_many_side_outputs_that_belong_to_other_tasks(trial: Trial, monkeypatch:
             finally:
                 step_outputs.RETURNED_ROWS_MAX = usual
 
-    monkeypatch.setattr(state_step, "RowsTask", Few)
+    monkeypatch.setattr(step_two_stage, "RowsTask", Few)
     trial.fill(3000)
     first, *others = [batch.attempts for batch in trial.run("select").batches]
     assert (first, set(others)) == (2, {1})
@@ -145,13 +146,13 @@ def test_a_filter_on_the_time(trial: Trial) -> None:
 
 
 def test_a_build_whose_side_outputs_are_rows_is_found_out(trial: Trial, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Mixed(state_step.RowsTask):
+    class Mixed(step_two_stage.RowsTask):
         def __call__(self, batches: Any) -> Any:
             for rows in super().__call__(batches):
                 nothing = pa.nulls(rows.num_rows, pa.string())
                 yield rows.set_column(rows.schema.get_field_index("topic"), "topic", nothing)
 
-    monkeypatch.setattr(state_step, "RowsTask", Mixed)
+    monkeypatch.setattr(step_two_stage, "RowsTask", Mixed)
     trial.fill(3000)
     trial.run("repartition")
     with pytest.raises(AssertionError, match=r"target: \d+ too many"):

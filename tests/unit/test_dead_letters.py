@@ -51,7 +51,7 @@ def test_too_many_stop_the_run(limit: float | None, batches: list[tuple[int, int
     run = run_of(limit)
     for reports in (batch(*counts) for counts in batches[:most]):
         run.check(reports)
-        run.adopt(reports)
+        run.on_commit(reports)
     for reports in (batch(*counts) for counts in batches[most:]):
         with pytest.raises(DeadLetterLimitError) as caught:
             run.check(reports)
@@ -63,7 +63,7 @@ def test_a_share_is_judged_when_there_are_records_enough_also_without_a_new_one(
     run = run_of(0.1)
     for reports in (batch(50, 50), batch(40, 0)):
         run.check(reports)
-        run.adopt(reports)
+        run.on_commit(reports)
     with pytest.raises(DeadLetterLimitError, match="50 of 110 records of this run") as caught:
         run.check(batch(20, 0))
     assert "in this batch: none" in caught.value.detail
@@ -72,12 +72,12 @@ def test_a_share_is_judged_when_there_are_records_enough_also_without_a_new_one(
 def test_the_first_one_is_told_and_no_other(caplog: pytest.LogCaptureFixture) -> None:
     run = run_of(None)
     for reports in (batch(5, 0), batch(5, 2), batch(5, 3)):
-        run.adopt(reports)
+        run.on_commit(reports)
     (told,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert "letters: 2 x KeyError, first in-0, offset 7: KeyError: 'amount'" in told
     assert (run.records, run.count) == (15, 5)
     other = batch(5, 1)[0]
-    run.adopt([replace(other, causes={"KeyError": (3, "x"), "ValueError": (2, "in-0, offset 9: ValueError: no")})])
+    run.on_commit([replace(other, causes={"KeyError": (3, "x"), "ValueError": (2, "in-0, offset 9: ValueError: no")})])
     assert caplog.messages[-1].endswith(
         "of another cause went to letters: 2 x ValueError, first in-0, offset 9: ValueError: no"
     )

@@ -122,7 +122,7 @@ class Flow:
             run.close()
         self.kafka.commit()
         self.table.check(reports, moment)
-        self.table.adopt(reports, moment)
+        self.table.on_commit(reports, moment)
         for report in reports:
             for name, count in report.counts.items():
                 self.counts[name] = self.counts.get(name, 0) + count

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from onceflow.planning.step_frames import task_count
+from onceflow.planning.placement import task_count
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ def batch(watermark: Watermark, **latest: int) -> int | None:
     seen = {("in", int(name[1])): ms for name, ms in latest.items()}
     watermark.planned(seen)
     value = watermark.after(seen)
-    watermark.adopt(seen, value)
+    watermark.on_commit(seen, value)
     return value
 
 
@@ -68,7 +68,7 @@ def test_a_long_batch_makes_no_partition_silent() -> None:
     watermark.planned([B])
     clock.now = 36  # the batch has taken 35 seconds
     assert watermark.after({B: 300_000}) == 900
-    watermark.adopt({B: 300_000}, 900)
+    watermark.on_commit({B: 300_000}, 900)
     watermark.planned([A, B])
     assert watermark.advance() == 900
     assert watermark.after({A: 2000, B: 301_000}) == 1900

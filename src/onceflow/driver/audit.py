@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from onceflow.errors import BatchAbortedError, OnceflowError, ProgressConflictError
 from onceflow.messages import Report
+from onceflow.protocol.names import TopicPartition
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,20 @@ class Audit:
     partitions: dict[str, list[int]]
     max_rss_kib: int
     counts: dict[str, int] = field(default_factory=dict)  # records per topic
+
+
+@dataclass(frozen=True)
+class Part:
+    """What is audited as one: the reports of the tasks of a stage, or of the driver.
+
+    Args:
+        tasks: how many there must be; None: the driver wrote.
+        shuffled: whether Spark may have attempted the stage again.
+    """
+
+    reports: Sequence[Report]
+    tasks: int | None
+    shuffled: bool
 
 
 def audit(
@@ -38,7 +53,7 @@ def audit(
         if report.error is not None:
             raise report.error.locate(flow=flow, batch=batch)
     _check_attempts(reports, tasks, stage_attempts, flow, batch)
-    owners: dict[tuple[str, int], int] = {}
+    owners: dict[TopicPartition, int] = {}
     per_task_rows: dict[int, int] = {}
     per_task_count: dict[int, int] = {}
     partitions: dict[str, list[int]] = {}
@@ -46,17 +61,17 @@ def audit(
         per_task_rows[report.task] = report.rows
         if report.topic is None:
             continue
-        place = (report.topic, report.partition)
-        if place in owners:
+        written = (report.topic, report.partition)
+        if written in owners:
             raise ProgressConflictError(
                 f"Two tasks wrote to {report.topic}-{report.partition} in one transaction",
                 flow=flow,
                 batch=batch,
                 topic=f"{report.topic}-{report.partition}",
-                detail=f"tasks {owners[place]} and {report.task}; their sequence numbers hide each other's records",
+                detail=f"tasks {owners[written]} and {report.task}; their sequence numbers hide each other's records",
                 next_step="nothing was committed; report this, with the query's plan (df.explain())",
             )
-        owners[place] = report.task
+        owners[written] = report.task
         per_task_count[report.task] = per_task_count.get(report.task, 0) + report.count
         partitions.setdefault(report.topic, []).append(report.partition)
     for task, rows in per_task_rows.items():

@@ -26,7 +26,7 @@ from onceflow.client.deadline import Deadline
 from onceflow.client.settings import ClientSettings
 from onceflow.client.transactions import Outcome
 from onceflow.driver import batch_errors, progress_log
-from onceflow.driver.audit import Audit, audit, together
+from onceflow.driver.audit import Audit, Part, audit, together
 from onceflow.driver.batch_errors import in_short
 from onceflow.driver.delivery import Delivery
 from onceflow.driver.late_rows import LateRows
@@ -34,7 +34,7 @@ from onceflow.driver.numbering import Numbering
 from onceflow.driver.offset_log import SourceRange, check_contiguous, read_range
 from onceflow.driver.output_writer import OutputWriter
 from onceflow.driver.retries import Attempt
-from onceflow.driver.state_step import Part, StateStep
+from onceflow.driver.state_step import StateStep
 from onceflow.errors import (
     AuthenticationFailedError,
     BatchAbortedError,
@@ -293,7 +293,7 @@ class BatchCommit:
     def _on_commit(self, progress: Progress, checked: Audit, summary: BatchSummary) -> None:
         self.progress = progress
         if self._state is not None:
-            self._state.adopt()
+            self._state.on_commit()
         if self._late_rows is not None:
             self._late_rows.on_commit(summary.batch, summary.dropped)
         summary.records, summary.nbytes = checked.records, checked.nbytes

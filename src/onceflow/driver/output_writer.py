@@ -12,16 +12,16 @@ from onceflow import hooks
 from onceflow.client.cluster import Cluster
 from onceflow.client.deadline import Deadline
 from onceflow.client.settings import ClientSettings
-from onceflow.driver.audit import Audit
+from onceflow.driver.audit import Audit, Part
 from onceflow.driver.delivery import Delivery
 from onceflow.driver.numbering import Numbering
 from onceflow.driver.offset_log import SourceRange
 from onceflow.driver.retries import Attempt
-from onceflow.driver.state_step import Outgoing, Part, StateStep
+from onceflow.driver.state_step import StateStep
 from onceflow.driver.targets import load_targets
 from onceflow.messages import DRIVER, REPORT_SPARK_SCHEMA, Routing, Target, WriteOrder, from_rows
 from onceflow.planning.options import BatchSummary, SinkOptions
-from onceflow.planning.ownership import Columns, prepare
+from onceflow.planning.ownership import Columns, Outgoing, prepare
 from onceflow.protocol.names import OwnTopics
 from onceflow.spark.collect import collect
 from onceflow.task.row_writer import WriteTask, write_rows
@@ -100,20 +100,18 @@ class OutputWriter:
         source, summary = attempt.source, attempt.summary
         expected_rows = self._expected_rows(source)
         expected_bytes = expected_rows * (self._row_bytes or _GUESSED_ROW_BYTES)
-        outgoing = Outgoing(df, self._columns, self._options.topic, "")
+        outgoing = Outgoing(df, self._columns, self._options.topic)
         if self._state is not None:
             order = self._order(attempt, outgoing.topic, self._targets)
-            if self._state.fused:
+            may = summary.attempts == 1 and expected_bytes <= 2 * _DRIVER_BYTES_MAX
+            place = self._state.place(df, rows=source.max_rows, driver_may=may)
+            if place.way != "two-stage":
+                little, empty = self._options.reads_little, not source.max_rows
                 summary.path, parts = self._state.write(
-                    df,
-                    max_rows=source.max_rows,
-                    order=order,
-                    cluster=self._cluster,
-                    on_driver=summary.attempts == 1 and expected_bytes <= 2 * _DRIVER_BYTES_MAX,
-                    reads_little=self._options.reads_little,
+                    df, place, order, self._cluster, empty=empty, reads_little=little
                 )
                 return parts
-            outgoing = self._state.outgoing(df, max_rows=source.max_rows, order=order)
+            outgoing = self._state.outgoing(df, place, order)
         return self._write_outgoing(outgoing, attempt, expected_rows, expected_bytes)
 
     def _write_outgoing(
@@ -143,13 +141,13 @@ class OutputWriter:
         )
         order = self._order(attempt, outgoing.topic, targets, prepared.routing)
         if on_driver:
-            rows = collect(prepared.df, interpreted=self._options.reads_little and not outgoing.tasks)
+            rows = collect(prepared.df, interpreted=self._options.reads_little and not outgoing.in_front)
             parts = [Part(write_rows(order, DRIVER, rows, self._cluster).written, None, False)]
         else:
             collected = prepared.df.mapInArrow(WriteTask(order), REPORT_SPARK_SCHEMA).collect()
             parts = [Part(from_rows(collected).written, prepared.routing.tasks, prepared.shuffled)]
         written_by = "driver" if on_driver else f"{prepared.routing.tasks} tasks"
-        attempt.summary.path = f"{outgoing.tasks} + {written_by}" if outgoing.tasks else written_by
+        attempt.summary.path = f"{outgoing.in_front} + {written_by}" if outgoing.in_front else written_by
         return parts if self._state is None else parts + self._state.gather(order, self._cluster)
 
     def on_commit(self, checked: Audit, summary: BatchSummary) -> None:

@@ -15,6 +15,7 @@ from pyspark import SparkContext
 
 from onceflow.errors import OnceflowError
 from onceflow.messages import PrepareOrder
+from onceflow.state.local.opening import settle
 from onceflow.state.local.prepare import Prepared, is_verified, lacks
 from onceflow.state.table_state import TableState
 from onceflow.task.preparing import PrepareTask
@@ -59,6 +60,16 @@ def prepare(table: TableState, order: PrepareOrder, context: SparkContext, *, ag
         if isinstance(problem, OnceflowError):
             raise problem
     table.prepared([each for each in found if isinstance(each, Prepared)])
+
+
+def settle_copies(table: TableState) -> None:
+    """Apply what the last batch has left pending in the copies on this machine, when the flow ends."""
+    spec = table.spec
+    for partition, commit in table.last.items():
+        try:
+            settle(spec.folder(partition), spec.store, commit)
+        except Exception as error:  # only a head start for readers and for the next run
+            log.warning("the local state of %s-%d was not settled: %s", spec.table, partition, error)
 
 
 def _bytes_of(folder: Path) -> int:

@@ -48,6 +48,21 @@ class Columns:
     has_topic: bool = False
 
 
+@dataclass(frozen=True)
+class Outgoing:
+    """Rows that write tasks, or the driver, are to write.
+
+    Args:
+        topic: for all of them; None: each names its own.
+        in_front: how many tasks process steps in front of them have, in words; empty: there is none.
+    """
+
+    df: DataFrame
+    columns: Columns
+    topic: str | None
+    in_front: str = ""
+
+
 def check_columns(schema: T.StructType, *, topic: str | None, flow: str) -> Columns:
     """Column names and types, as Spark's own Kafka sink takes them, plus ``timestamp``.
 
@@ -69,7 +84,7 @@ def check_columns(schema: T.StructType, *, topic: str | None, flow: str) -> Colu
             raise _schema(f"column {name!r} is {types[name].simpleString()}, it must be {wanted}", flow)
     if "headers" in types and not is_headers(types["headers"]):
         raise _schema(f"column 'headers' is {types['headers'].simpleString()}, it must be {HEADERS}", flow)
-    used = set(_TYPES) | {"headers"}
+    used = set(SINK_COLUMNS)
     if topic is not None:
         used.discard("topic")
     return Columns(
@@ -92,6 +107,9 @@ _TYPES: dict[str, tuple[type[T.DataType], ...]] = {
     "timestamp": (T.TimestampType,),
 }
 
+
+#: The names of all columns that the sink knows.
+SINK_COLUMNS = frozenset({*_TYPES, "headers"})
 
 #: The type that Spark's Kafka source gives to headers.
 HEADERS = "array<struct<key:string,value:binary>>"

@@ -10,7 +10,6 @@ from onceflow.errors import SchemaError
 from onceflow.planning.ownership import HEADERS, Columns, is_headers
 from onceflow.spark import expressions, queries
 
-_MAX_SPREAD, _MAX_TASKS = 4, 16
 _OPTIONAL: dict[str, type[T.DataType]] = {
     "topic": T.StringType,
     "partition": T.IntegerType,
@@ -58,24 +57,6 @@ def _wrong_type(name: str, kind: T.DataType, wanted: str, flow: str) -> SchemaEr
         flow=flow,
         next_step="cast it, give it another name, or leave it out with select",
     )
-
-
-def task_count(partitions: int, wanted: int) -> int:
-    """How many tasks share the partitions of a table.
-
-    A divisor of their number, where one is near: then equal keys of topics with a multiple of it fall to the same task,
-    and outputs are written by the step's own tasks. A prime number has none; then every partition is a task, or, where
-    those would be too many, tasks have unequal numbers of partitions and outputs go through a stage of their own.
-    """
-    wanted = max(1, min(wanted, partitions))
-    divisors = [n for n in range(1, partitions + 1) if partitions % n == 0]
-    above = next(n for n in divisors if n >= wanted)
-    below = max(n for n in divisors if n <= wanted)
-    if above <= _MAX_SPREAD * wanted:
-        return above
-    if 2 * below >= wanted:
-        return below
-    return above if above <= _MAX_TASKS * wanted else wanted
 
 
 def partition_of_key(df: DataFrame, partitions: int) -> Column:

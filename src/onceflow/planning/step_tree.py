@@ -8,13 +8,14 @@ with several (a union behind a step, two steps) it is a union of them, and every
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
 from onceflow.errors import UnsupportedQueryError
+from onceflow.planning.ownership import SINK_COLUMNS, Columns
 from onceflow.spark import jvm, plans, queries
 
 _BRANCH = "__onceflow_branch"
@@ -67,6 +68,28 @@ class Tree:
             yield from node.input.all_steps()
 
 
+@dataclass(frozen=True)
+class StepQuery:
+    """The process steps of one query, as they stand in its plan.
+
+    Args:
+        tree, branches: see `tree_of`.
+        written_as_is: whether the outputs of its only step are what is written.
+        topic: where outputs go that name no topic.
+        topic_has_side_outputs: whether side outputs go there, too.
+        columns: of the query's DataFrame.
+        collected: per table, the accumulator for the reports of tasks whose rows go on.
+    """
+
+    tree: Tree
+    branches: list[Any]
+    written_as_is: bool
+    topic: str | None
+    topic_has_side_outputs: bool
+    columns: Columns
+    collected: Mapping[str, Any]
+
+
 def tree_of(df: DataFrame, tables: Mapping[str, Any], flow: str) -> tuple[Tree, list[Any]] | None:
     """The tree of a query and the plans of its branches; None: it has no process step.
 
@@ -99,6 +122,46 @@ def tree_of(df: DataFrame, tables: Mapping[str, Any], flow: str) -> tuple[Tree, 
             )
         seen.add(node.table)
     return tree, branches
+
+
+# Operators that hand all rows on as they are. (A projection or a filter may do so, too.)
+_NAMES_ONLY = ("SubqueryAlias", "View")
+# What the sink writes of the columns of a step, whatever else a query has. A step's topic is null in every row.
+_WRITTEN = ("key", "value", "headers", "timestamp")
+
+
+def stripped(spark: SparkSession, tree: Tree) -> Tree:
+    """The tree without operators that change nothing, where only such ones stand above its only step."""
+    if len(tree.steps) != 1 or tree.branches:
+        return tree
+    (node,) = tree.steps
+    step, *above = plans.operators(spark, tree.plan, node.path)
+    if not changes_nothing(step.columns, above):
+        return tree
+    return Tree(plans.at(tree.plan, node.path), (replace(node, path=(), narrow=True),), ())
+
+
+def changes_nothing(columns: Sequence[tuple[str, int]], above: Sequence[plans.Operator]) -> bool:
+    """Whether the sink would write the same without these operators: they only hand the columns of a step on.
+
+    Args:
+        columns: name and id of each column of the step.
+        above: the operators behind the step, the first one first.
+    """
+    origins = {number: name for name, number in columns}  # of an id, the step's column that it is
+    for operator in above:
+        if operator.kind == "Project":
+            named = zip(operator.columns, operator.taken, strict=True)
+            origins = {number: origins[taken] for (_, number), taken in named if taken in origins}
+        if any(number not in origins for _, number in operator.columns):
+            return False  # something is computed, even if nobody wants it
+        if operator.kind != "Project" and operator.kind not in _NAMES_ONLY and not operator.keeps_all:
+            return False
+    last = above[-1].columns if above else columns
+    found = {name: origins[number] for name, number in last}
+    wanted = {name: name for name in _WRITTEN}
+    own = {name: origin for name, origin in found.items() if name in SINK_COLUMNS}
+    return own in (wanted, {**wanted, "topic": "topic"})
 
 
 def _tree(plan: Any, branches: list[Any]) -> Tree:

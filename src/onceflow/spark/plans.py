@@ -9,6 +9,7 @@ plan, with another child. Nodes are found by their *path*, the numbers of the ch
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from pyspark.errors import AnalysisException
@@ -16,7 +17,7 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
 from onceflow.errors import UnsupportedQueryError
-from onceflow.spark import versions
+from onceflow.spark import jvm, versions
 from onceflow.spark.task_shuffle import repartition_by_task
 
 Path = tuple[int, ...]
@@ -62,19 +63,19 @@ def named_as(df: DataFrame, plan: Any) -> Any:
     Args:
         plan: has as many columns, of the same types in the same order.
     """
-    jvm: Any = df.sparkSession._jvm
+    java: Any = df.sparkSession._jvm
     own, wanted = analyzed(df), plan.output()
     columns = own.output()
-    expressions = jvm.org.apache.spark.sql.catalyst.expressions
-    none = jvm.scala.Option.empty()
+    expressions = java.org.apache.spark.sql.catalyst.expressions
+    none = java.scala.Option.empty()
     aliases = []
     for i in range(wanted.size()):
         attribute = wanted.apply(i)
         alias = expressions.Alias(
-            columns.apply(i), attribute.name(), attribute.exprId(), attribute.qualifier(), none, _sequence(jvm, ())
+            columns.apply(i), attribute.name(), attribute.exprId(), attribute.qualifier(), none, _sequence(java, ())
         )
         aliases.append(alias)
-    return jvm.org.apache.spark.sql.catalyst.plans.logical.Project(_sequence(jvm, aliases), own)
+    return java.org.apache.spark.sql.catalyst.plans.logical.Project(_sequence(java, aliases), own)
 
 
 def grafted(spark: SparkSession, plan: Any, new: Mapping[Path, Any]) -> Any:
@@ -111,9 +112,9 @@ def check_streaming(df: DataFrame, flow: str) -> None:
     Raises:
         UnsupportedQueryError: with Spark's reason (Spark: ``UnsupportedOperationChecker``).
     """
-    jvm: Any = df.sparkSession._jvm
-    append = jvm.org.apache.spark.sql.streaming.OutputMode.Append()
-    checker = jvm.org.apache.spark.sql.catalyst.analysis.UnsupportedOperationChecker
+    java: Any = df.sparkSession._jvm
+    append = java.org.apache.spark.sql.streaming.OutputMode.Append()
+    checker = java.org.apache.spark.sql.catalyst.analysis.UnsupportedOperationChecker
     try:
         checker.checkForStreaming(analyzed(df), append)
     except AnalysisException as error:
@@ -125,5 +126,63 @@ def check_streaming(df: DataFrame, flow: str) -> None:
         ) from error
 
 
-def _sequence(jvm: Any, items: Iterable[Any]) -> Any:
-    return jvm.PythonUtils.toSeq(list(items))
+@dataclass(frozen=True)
+class Operator:
+    """One operator of a logical plan, as far as it says whether rows are the same behind it.
+
+    Args:
+        kind: its class.
+        columns: name and expression id of each column that it yields. Spark keeps the id of a column that is handed on
+            as it is.
+        taken: of a projection, the id of the column that each of its own is, maybe by another name; None: it is
+            computed.
+        keeps_all: of a filter, whether its condition is true for every row and in every batch.
+    """
+
+    kind: str
+    columns: tuple[tuple[str, int], ...]
+    taken: tuple[int | None, ...] = ()
+    keeps_all: bool = False
+
+
+def operators(spark: SparkSession, plan: Any, path: Path) -> list[Operator]:
+    """The operators from the node at a path, which comes first, to the root of a plan."""
+    found = [_operator(spark, plan)]
+    for number in path:
+        plan = plan.children().apply(number)
+        found.append(_operator(spark, plan))
+    return found[::-1]
+
+
+def _operator(spark: SparkSession, node: Any) -> Operator:
+    name = jvm.kind(node)
+    columns = tuple((str(each.name()), int(each.exprId().id())) for each in _items(node.output()))
+    taken = tuple(_taken(each) for each in _items(node.projectList())) if name == "Project" else ()
+    return Operator(name, columns, taken, name == "Filter" and _is_always_true(spark, node.condition()))
+
+
+def _taken(expression: Any) -> int | None:
+    while jvm.kind(expression) == "Alias":
+        expression = expression.child()
+    return int(expression.exprId().id()) if jvm.kind(expression) == "AttributeReference" else None
+
+
+def _is_always_true(spark: SparkSession, condition: Any) -> bool:
+    java: Any = spark._jvm
+    time = (
+        java.org.apache.spark.sql.catalyst.trees.TreePattern.CURRENT_LIKE()
+    )  # foldable, but another one in each batch
+    if not (condition.foldable() and condition.deterministic()) or condition.containsPattern(time):
+        return False
+    try:
+        return bool(condition.eval(None))
+    except jvm.SPARK_ERRORS:
+        return False  # it fails for every row: a batch with rows will say so
+
+
+def _items(sequence: Any) -> list[Any]:
+    return [sequence.apply(i) for i in range(sequence.size())]
+
+
+def _sequence(java: Any, items: Iterable[Any]) -> Any:
+    return java.PythonUtils.toSeq(list(items))

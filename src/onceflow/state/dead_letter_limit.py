@@ -67,7 +67,7 @@ class DeadLetters:
             "raise max_dead_letters. A new run counts from 0.",
         )
 
-    def adopt(self, reports: Sequence[StateReport]) -> None:
+    def on_commit(self, reports: Sequence[StateReport]) -> None:
         """The batch is committed. The first dead letters of the run are told, one for each class of cause."""
         news = {name: cause for name, cause in _causes(reports).items() if name not in self._told}
         if news:

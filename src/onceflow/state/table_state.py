@@ -134,13 +134,13 @@ class TableState:
         known = TableProgress(self.spec.processor.version, self._watermark_after(reports), self._fields)
         return {topics.table: table_ends, topics.internal: internal_ends}, known
 
-    def adopt(self, reports: Sequence[StateReport], moment: Moment) -> None:
+    def on_commit(self, reports: Sequence[StateReport], moment: Moment) -> None:
         """The batch is committed."""
         watermark_ms = self._watermark_after(reports)
         self._table_ends, self._internal_ends = self._ends_after(reports)
         self._now_ms = moment.now_ms
-        self.watermark.adopt(_latest(reports), watermark_ms)
-        self.dead_letters.adopt(reports)
+        self.watermark.on_commit(_latest(reports), watermark_ms)
+        self.dead_letters.on_commit(reports)
         self.on_noop(reports)
         for report in reports:
             if report.table_end is not None or report.internal_end is not None:

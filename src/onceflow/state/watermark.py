@@ -76,7 +76,7 @@ class Watermark:
         self.value_ms = self._earliest({}, self._arriving)
         return self.value_ms
 
-    def adopt(self, latest_ms: Mapping[Origin, int], value_ms: int | None) -> None:
+    def on_commit(self, latest_ms: Mapping[Origin, int], value_ms: int | None) -> None:
         """The batch is committed."""
         for origin in latest_ms:
             self._latest[origin] = self._merged(origin, latest_ms)

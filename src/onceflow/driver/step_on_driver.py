@@ -1,0 +1,40 @@
+"""What the driver does itself: a small batch of a process step, and the rows that its tasks have returned."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from pyspark.sql import DataFrame
+
+from onceflow.client.cluster import Cluster
+from onceflow.driver.audit import Part
+from onceflow.messages import DRIVER, Routing, StateOrder, TaskReport, WriteOrder
+from onceflow.spark.collect import collect
+from onceflow.task.row_writer import write_rows
+from onceflow.task.state_tasks import run_fused
+from onceflow.task.step_outputs import unpacked, written_rows
+
+#: Of an order whose rows name their topic, and are placed by their key.
+BY_KEY = Routing("key", 1, True)
+
+
+def run(
+    df: DataFrame, order: StateOrder, cluster: Cluster, *, empty: bool, interpreted: bool
+) -> tuple[TaskReport, Part]:
+    """Process the batch, and write what comes out, with the code of a task.
+
+    Args:
+        empty: whether the batch is known to have no rows.
+        interpreted: see ``collect``.
+    """
+    rows = [] if empty else collect(df, interpreted=interpreted)
+    report = run_fused(order, DRIVER, rows, cluster)
+    return report, Part(report.written, None, False)
+
+
+def write_returned(returned: Iterable[bytes], order: WriteOrder, cluster: Cluster) -> Part:
+    """Write rows that tasks have returned, see `TaskReport`."""
+    rows = [written_rows(batch) for stream in returned for batch in unpacked(stream).to_batches()]
+    report = write_rows(replace(order, topic=None, routing=BY_KEY), DRIVER, rows, cluster)
+    return Part(report.written, None, False)

@@ -1,0 +1,99 @@
+"""A batch whose steps yield rows: operators may follow, and write tasks write what comes out of these.
+
+Dead letters, late records and records that name a topic of their own are side outputs: no operator behind a step ever
+sees them. The step's tasks write them when they are co-partitioned, the driver when they are few. Else they go round
+the operators, to the write tasks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from pyspark.sql import DataFrame
+
+from onceflow.driver.step_input import placed
+from onceflow.messages import StateOrder, TaskReport, decoded
+from onceflow.planning.ownership import Outgoing, check_columns
+from onceflow.planning.placement import Placement
+from onceflow.planning.step_frames import sink_columns, with_default_topic
+from onceflow.planning.step_tree import StepNode, StepQuery, Tree, branch_frames
+from onceflow.spark import jvm, plans, queries
+from onceflow.task.state_tasks import RowsTask
+from onceflow.task.step_outputs import OUTPUT_SPARK_SCHEMA
+
+
+class Stages:
+    """The process steps of a query in one attempt of a batch: their tasks run when the sink writes what comes out.
+
+    Args:
+        df: the rows of the batch.
+        order: what the tasks of a table's step are told, as far as it does not depend on where they run.
+    """
+
+    def __init__(
+        self, query: StepQuery, placement: Placement, df: DataFrame, order: Callable[[str], StateOrder]
+    ) -> None:
+        self._query = query
+        self._placement = placement
+        self._inputs = branch_frames(df, query.branches, placement.branch_tasks)
+        self._order = order
+        self._sides: list[DataFrame] = []  # side outputs that no task of a step writes
+        self.tasks: dict[str, int] = {}  # of the step of each table
+
+    def outgoing(self, flow: str) -> Outgoing:
+        """The rows that the sink is to write."""
+        query = self._query
+        rows = self._frame(query.tree)
+        in_front = " + ".join(str(number) for number in self.tasks.values())
+        if query.written_as_is:
+            outputs = with_default_topic(rows, query.topic)
+        elif not self._placement.exchanged:
+            return Outgoing(rows, query.columns, query.topic, in_front)
+        else:
+            outputs = sink_columns(rows, query.columns, query.topic)
+            for side in self._sides:
+                outputs = outputs.unionByName(side, allowMissingColumns=True)
+        return Outgoing(outputs, check_columns(outputs.schema, topic=None, flow=flow), None, in_front)
+
+    def reports(self) -> dict[str, TaskReport]:
+        """What the tasks of each table's step have done, when the sink has written."""
+        found = {}
+        for table in self.tasks:
+            collected = self._query.collected[table]
+            found[table] = decoded(collected.value)
+            collected.value = []
+        return found
+
+    def _frame(self, tree: Tree) -> DataFrame:
+        if tree.branch is not None:
+            return self._inputs[tree.branch]
+        if tree.step is not None:
+            return self._rows(tree.step)
+        spark = self._inputs[0].sparkSession
+        new = {node.path: plans.named_as(self._rows(node), plans.at(tree.plan, node.path)) for node in tree.steps}
+        for path, branch in tree.branches:
+            new[path] = plans.named_as(self._inputs[branch], plans.at(tree.plan, path))
+        return plans.frame(spark, plans.grafted(spark, tree.plan, new))
+
+    def _rows(self, node: StepNode) -> DataFrame:
+        """What a step yields, as far as operators behind it see it."""
+        step = self._placement.steps[node.table]
+        order = self._order(node.table)
+        if self._query.topic_has_side_outputs:
+            order = replace(order, topic=None)  # a record that names it may be a dead letter
+        moved, tasks, order = placed(self._frame(node.input), order, step)
+        collected = self._query.collected[node.table]
+        collected.value = []
+        self.tasks[node.table] = tasks
+        rows = moved.mapInArrow(RowsTask(order, collected), OUTPUT_SPARK_SCHEMA)
+        if not self._placement.exchanged:
+            return rows
+        rows = plans.exchanged(rows, tasks)
+        self._sides.append(rows.where("topic IS NOT NULL"))
+        return rows.where("topic IS NULL")
+
+
+def runs_step_once(df: DataFrame) -> bool:
+    """Whether the optimizer has left the one process step of a DataFrame in its plan."""
+    return sum(queries.step_table(node) is not None for node in jvm.nodes(plans.optimized(df))) == 1
