@@ -92,9 +92,8 @@ class ExactlyOnce:
         self._transactions = session.transactions
         self._markers = session.markers
         self._topics = {*topics}  # that are written to, as far as is known
-        self._topic_partitions: dict[
-            TopicPartition, int | None
-        ] = {}  # of this transaction: its first offset in each partition
+        # Of this transaction: its first offset in each partition, where it is known.
+        self._topic_partitions: dict[TopicPartition, int | None] = {}
         self._progress: Progress | None = None  # of this transaction
         self.machine = self._transactions.machine
 
