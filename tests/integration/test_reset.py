@@ -9,8 +9,15 @@ import pytest
 from click.testing import CliRunner
 
 import onceflow
+from onceflow.admin.reset import is_known
 from onceflow.cli.main import cli
+from onceflow.client.cluster import Cluster
+from onceflow.client.deadline import Deadline
+from onceflow.client.offsets import commit_offsets
+from onceflow.client.settings import ClientSettings
+from onceflow.client.transactions import Transactions
 from onceflow.driver import progress_log
+from onceflow.protocol.names import Names
 from onceflow.testing import independent
 
 pytestmark = pytest.mark.integration
@@ -37,6 +44,24 @@ def test_a_flow_starts_over(make_pipe: Any) -> None:
     assert len(seen) == 600  # the outputs of before stay
 
 
+def test_an_unknown_flow_is_an_error_before_anything_is_asked(make_pipe: Any) -> None:
+    pipe = make_pipe()
+    names = Names(f"{pipe.flow}-mistyped")
+    arguments = ["reset", names.flow, "--bootstrap-servers", pipe.bootstrap]
+    for more in ([], ["--yes"]):
+        result = CliRunner().invoke(cli, [*arguments, *more], input="y\n")
+        assert isinstance(result.exception, onceflow.OptionError)
+        assert "is unknown here" in result.exception.what
+        assert result.output == ""
+    assert not is_known(ClientSettings(pipe.bootstrap), names)  # looking has made nothing
+    # Its transactional id is forgotten after a week; its offsets and its progress are not.
+    cluster, deadline = Cluster(ClientSettings(pipe.bootstrap)), Deadline(30, "test")
+    commit_offsets(cluster, names.group_id, {pipe.source: {0: 7}}, deadline)
+    cluster.close()
+    assert is_known(ClientSettings(pipe.bootstrap), names)
+    assert not is_known(ClientSettings(pipe.bootstrap), Names(names.flow, "other.", "other."))
+
+
 def test_a_running_driver_is_fenced(make_pipe: Any) -> None:
     pipe = make_pipe()
     pipe.fill(300)
@@ -51,11 +76,6 @@ def test_a_running_driver_is_fenced(make_pipe: Any) -> None:
 
 def test_lost_progress_is_not_a_first_start(make_pipe: Any) -> None:
     """The group's offsets point to a record that is gone: starting over in silence would double everything."""
-    from onceflow.client.cluster import Cluster
-    from onceflow.client.deadline import Deadline
-    from onceflow.client.settings import ClientSettings
-    from onceflow.client.transactions import Transactions
-
     pipe = make_pipe()
     pipe.fill(100)
     cluster, deadline = Cluster(ClientSettings(pipe.bootstrap)), Deadline(30, "test")

@@ -9,11 +9,14 @@ from kafka.protocol.admin import DeleteGroupsRequest
 from onceflow.client.cluster import GROUP, Cluster
 from onceflow.client.coordinators import repeat
 from onceflow.client.deadline import Deadline
+from onceflow.client.offsets import fetch_committed
 from onceflow.client.produce import Producer
 from onceflow.client.settings import ClientSettings
+from onceflow.client.transaction_requests import describe_transaction
 from onceflow.client.transactions import Transactions
 from onceflow.driver import progress_log
 from onceflow.driver.driver_session import DriverSession
+from onceflow.errors import BrokerUnsupportedError, PermissionDeniedError, UnknownTopicError
 from onceflow.protocol import codes
 from onceflow.protocol.batches import encode_single
 from onceflow.protocol.names import Names
@@ -22,6 +25,35 @@ from onceflow.protocol.transaction import Event
 
 _SECONDS = 60.0
 _GROUP_ID_NOT_FOUND = 69
+_NO_TRANSACTIONAL_ID = "Dead"
+
+
+def is_known(settings: ClientSettings, names: Names) -> bool:
+    """Whether Kafka knows anything of the flow: its transactional id, offsets of its group, or progress.
+
+    Changes nothing, and fences nobody. Where this may not be read, the answer is yes.
+
+    Raises:
+        BrokerUnreachableError: no broker answers.
+    """
+    deadline = Deadline(_SECONDS, f"looking for flow {names.flow}")
+    cluster = Cluster(settings)
+    try:
+        if describe_transaction(cluster, names.transactional_id, deadline)["state"] != _NO_TRANSACTIONAL_ID:
+            return True
+        if fetch_committed(cluster, names.group_id, None, deadline, stable=False):
+            return True
+        cluster.topics([PROGRESS_TOPIC], deadline, once=True)
+        found = progress_log.read_progress(
+            cluster, names.progress_key, names.group_id, {}, deadline, missing_is_fine=True
+        )
+        return found is not None
+    except UnknownTopicError:
+        return False
+    except (PermissionDeniedError, BrokerUnsupportedError):
+        return True
+    finally:
+        cluster.close()
 
 
 def reset(settings: ClientSettings, names: Names, source_topics: list[str]) -> Progress | None:

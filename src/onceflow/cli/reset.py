@@ -34,9 +34,16 @@ def reset(
     the same records are read again.
     """
     from onceflow.admin import reset as resetting
+    from onceflow.errors import OptionError
     from onceflow.protocol.names import Names
 
     names = Names(flow, transactional_id_prefix, group_id_prefix)
+    if not resetting.is_known(settings, names):
+        raise OptionError(
+            f"Flow {flow!r} is unknown here: Kafka has no progress, no offsets and no transactional id of it",
+            next_step="check its name and its prefixes (--transactional-id-prefix, --group-id-prefix), and "
+            "--bootstrap-servers",
+        )
     if not yes:
         click.confirm(f"Forget the progress of flow {flow!r}? What it has written stays.", abort=True, err=True)
     before = resetting.reset(settings, names, [])

@@ -65,24 +65,28 @@ def _list_offsets_request(version: int, wanted: Mapping[str, Sequence[int]], tim
 
 
 def fetch_committed(
-    cluster: Cluster, group: str, partitions: Mapping[str, list[int]], deadline: Deadline, *, stable: bool = True
+    cluster: Cluster, group: str, partitions: Mapping[str, list[int]] | None, deadline: Deadline, *, stable: bool = True
 ) -> dict[str, dict[int, tuple[int, str]]]:
     """Committed (offset, metadata) of a group.
 
     Partitions the group has no offset for are left out.
 
     Args:
+        partitions: None: all that the group has offsets for.
         stable: wait while a transaction on them is undecided (KIP-447); otherwise those before it are returned.
     """
     cluster.connect(deadline)
     version = cluster.version(OffsetFetchRequest, min_version=7, max_version=7)
+    topics = None
+    if partitions is not None:
+        topics = [
+            OffsetFetchRequest.OffsetFetchRequestTopic(name=topic, partition_indexes=sorted(numbers))
+            for topic, numbers in sorted(partitions.items())
+        ]
     request = OffsetFetchRequest(
         version=version,
         group_id=group,
-        topics=[
-            OffsetFetchRequest.OffsetFetchRequestTopic(name=topic, partition_indexes=sorted(numbers))
-            for topic, numbers in sorted(partitions.items())
-        ],
+        topics=topics,
         require_stable=stable,
     )
     response = repeat(cluster, request, "OffsetFetch", GROUP, group, deadline, code_of=_first_code)
