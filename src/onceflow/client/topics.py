@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import logging
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,12 +18,15 @@ from kafka.protocol.metadata import MetadataRequest
 
 from onceflow.client.cluster import Cluster, TopicInfo
 from onceflow.client.deadline import Deadline
-from onceflow.errors import OnceflowError, UnknownTopicError
+from onceflow.errors import OnceflowError, PermissionDeniedError, UnknownTopicError
 from onceflow.protocol import codes
+
+log = logging.getLogger("onceflow")
 
 _TOPIC_RESOURCE = 2
 _TOPIC_ALREADY_EXISTS = 36
 _SET_ON_TOPIC = 1  # where a setting comes from: DYNAMIC_TOPIC_CONFIG
+_MAX_COPIES = 3
 _MAX_ALIKE, _ALIKE_SHARE = 3, 0.7
 DEFAULT_MAX_MESSAGE_BYTES = 1_048_588  # Kafka's default of max.message.bytes
 
@@ -128,6 +132,35 @@ def create_topic(
         validate_only=False,
     )
     return _change(cluster, request, "CreateTopics", "topics", name, deadline, fine=(0, _TOPIC_ALREADY_EXISTS)) == 0
+
+
+def create_own_topic(
+    cluster: Cluster, name: str, what: str, *, partitions: int, configs: Mapping[str, str], deadline: Deadline
+) -> TopicInfo:
+    """Create a compacted topic in which a flow keeps what it must not lose, unless somebody else is faster.
+
+    The broker's default is often one copy; this one has up to three, and all but one must have what is acknowledged.
+
+    Args:
+        what: the topic is, for the log and errors: ``progress topic``.
+        configs: besides ``cleanup.policy`` and ``min.insync.replicas``.
+
+    Raises:
+        PermissionDeniedError: this principal may not CREATE it.
+    """
+    copies = min(_MAX_COPIES, cluster.broker_count())
+    configs = {**configs, "cleanup.policy": "compact", "min.insync.replicas": str(max(1, copies - 1))}
+    try:
+        if create_topic(cluster, name, partitions=partitions, configs=configs, deadline=deadline, replication=copies):
+            log.info("created %s %s with %d partitions", what, name, partitions)
+    except PermissionDeniedError as error:
+        raise PermissionDeniedError(
+            f"{what.capitalize()} {name} does not exist, and this principal may not create it",
+            topic=name,
+            detail=error.detail,
+            next_step=f"create it once: {partitions} partitions, cleanup.policy=compact; or grant CREATE on it",
+        ) from error
+    return await_topic(cluster, name, deadline)
 
 
 def delete_topic(cluster: Cluster, name: str, deadline: Deadline) -> None:

@@ -17,9 +17,9 @@ from onceflow.client.cluster import Cluster, TopicInfo
 from onceflow.client.deadline import Deadline
 from onceflow.client.log_reader import LogRecord, read_log
 from onceflow.client.produce import Producer
-from onceflow.client.topics import await_topic, create_topic, topic_config
+from onceflow.client.topics import create_own_topic, topic_config
 from onceflow.client.transactions import Transactions
-from onceflow.errors import PermissionDeniedError, ProgressConflictError, UnknownTopicError, located
+from onceflow.errors import ProgressConflictError, UnknownTopicError, located
 from onceflow.protocol import progress as records
 from onceflow.protocol.batches import ProducerIdAndEpoch, encode_single
 from onceflow.protocol.names import Names, TopicPartition
@@ -38,13 +38,11 @@ log = logging.getLogger("onceflow.progress")
 PROGRESS_PARTITIONS = 8
 # Small segments: only closed ones are compacted, and a start without hint reads what is not compacted.
 _CONFIGS = {
-    "cleanup.policy": "compact",
     "segment.bytes": str(16 * 1024 * 1024),
     "min.cleanable.dirty.ratio": "0.1",
     # As onceflow writes it (not compressed), whatever the broker's default is: it is read with few codecs.
     "compression.type": "producer",
 }
-_MAX_COPIES = 3
 # A record outside any transaction; written twice by a retry, it says the same twice.
 _PLAIN = ProducerIdAndEpoch(-1, -1, transactional=False)
 _HINT = re.compile(r"onceflow:(\d+):(\d+)")
@@ -75,28 +73,14 @@ def ensure_topic(cluster: Cluster, deadline: Deadline) -> TopicInfo:
     try:
         info = cluster.topics([PROGRESS_TOPIC], deadline)[PROGRESS_TOPIC]
     except UnknownTopicError:
-        try:
-            # The broker's default is often one copy. This topic is the flow's memory.
-            copies = min(_MAX_COPIES, cluster.broker_count())
-            configs = {**_CONFIGS, "min.insync.replicas": str(max(1, copies - 1))}
-            if create_topic(
-                cluster,
-                PROGRESS_TOPIC,
-                partitions=PROGRESS_PARTITIONS,
-                configs=configs,
-                deadline=deadline,
-                replication=copies,
-            ):
-                log.info("created the progress topic %s", PROGRESS_TOPIC)
-        except PermissionDeniedError as error:
-            raise PermissionDeniedError(
-                f"The progress topic {PROGRESS_TOPIC} does not exist, and this principal may not create it",
-                topic=PROGRESS_TOPIC,
-                detail=error.detail,
-                next_step=f"create it once: {PROGRESS_PARTITIONS} partitions, cleanup.policy=compact; "
-                "or grant CREATE on it",
-            ) from error
-        info = await_topic(cluster, PROGRESS_TOPIC, deadline)
+        info = create_own_topic(
+            cluster,
+            PROGRESS_TOPIC,
+            "progress topic",
+            partitions=PROGRESS_PARTITIONS,
+            configs=_CONFIGS,
+            deadline=deadline,
+        )
     if info.partitions < PROGRESS_PARTITIONS:
         raise ProgressConflictError(
             f"The progress topic {PROGRESS_TOPIC} has {info.partitions} partitions, needed are {PROGRESS_PARTITIONS}",

@@ -14,21 +14,19 @@ from onceflow.client import offsets as kafka_offsets
 from onceflow.client.cluster import Cluster, TopicInfo
 from onceflow.client.deadline import Deadline
 from onceflow.client.log_reader import read_log
-from onceflow.client.topics import await_topic, create_topic, max_message_bytes, topic_config
+from onceflow.client.topics import create_own_topic, max_message_bytes, topic_config
 from onceflow.errors import PermissionDeniedError, ProgressConflictError, UnknownTopicError
 from onceflow.state.local.format import INTERNAL_SUFFIX
 
 log = logging.getLogger("onceflow.state")
 
 _CONFIGS = {
-    "cleanup.policy": "compact",
     # As onceflow writes it, whatever the broker's default is.
     "compression.type": "producer",
     "message.timestamp.type": "CreateTime",
     # What is not compacted yet is read again at every restore.
     "min.cleanable.dirty.ratio": "0.2",
 }
-_MAX_COPIES = 3
 _TOMBSTONE_MS = 86_400_000  # Kafka's default of delete.retention.ms
 
 
@@ -94,7 +92,9 @@ def _ensure(cluster: Cluster, topic: str, partitions: int, deadline: Deadline) -
         info = cluster.topics([topic], deadline, once=True)[topic]
     except UnknownTopicError:
         try:
-            return _create(cluster, topic, partitions, deadline)
+            return create_own_topic(
+                cluster, topic, "table topic", partitions=partitions, configs=_CONFIGS, deadline=deadline
+            )
         except PermissionDeniedError as refused:  # it may be there: only one broker was asked
             try:
                 info = cluster.topics([topic], deadline)[topic]
@@ -112,22 +112,6 @@ def _ensure(cluster: Cluster, topic: str, partitions: int, deadline: Deadline) -
             "the table another name",
         )
     return info
-
-
-def _create(cluster: Cluster, topic: str, partitions: int, deadline: Deadline) -> TopicInfo:
-    copies = min(_MAX_COPIES, cluster.broker_count())
-    configs = {**_CONFIGS, "min.insync.replicas": str(max(1, copies - 1))}
-    try:
-        if create_topic(cluster, topic, partitions=partitions, configs=configs, deadline=deadline, replication=copies):
-            log.info("created table topic %s with %d partitions", topic, partitions)
-    except PermissionDeniedError as error:
-        raise PermissionDeniedError(
-            f"Table topic {topic} does not exist, and this principal may not create it",
-            topic=topic,
-            detail=error.detail,
-            next_step=f"create it once: {partitions} partitions, cleanup.policy=compact; or grant CREATE on it",
-        ) from error
-    return await_topic(cluster, topic, deadline)
 
 
 def committed_ends(cluster: Cluster, topics: TableTopics, deadline: Deadline) -> dict[str, dict[int, int]]:
