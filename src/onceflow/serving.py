@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
-from onceflow.driver.delivery import AT_MOST_ONCE
 from onceflow.errors import OptionError
-from onceflow.planning.options import BatchSummary
+from onceflow.planning.options import AT_MOST_ONCE, BatchSummary
 from onceflow.query import FlowQuery
 
 _LOOK_EVERY_S = 0.1

@@ -13,7 +13,7 @@ from onceflow.client.cluster import Cluster
 from onceflow.client.deadline import Deadline
 from onceflow.client.log_reader import LogRecord, read_log
 from onceflow.client.settings import ClientSettings
-from onceflow.driver.delivery import GUARANTEES
+from onceflow.planning.options import GUARANTEES
 from onceflow.testing import faults, independent
 
 pytestmark = [pytest.mark.integration]

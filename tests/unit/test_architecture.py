@@ -24,6 +24,7 @@ ALLOWED = {
     "protocol": {"errors"},
     "host": {"errors"},
     "client": {"errors", "protocol"},
+    "planning": {"durations", "errors", "messages", "protocol", "spark", "state", "task"},
 }
 
 #: Modules and functions that are longer, and why. Nothing stands here that is short enough.

@@ -24,7 +24,7 @@ from onceflow.demos.chain import Audit, Chain, Choices, Link, run_chain
 from onceflow.demos.display import Display, print_result
 from onceflow.demos.generator import Input
 from onceflow.demos.harness import Kill
-from onceflow.driver.delivery import AT_LEAST_ONCE, AT_MOST_ONCE, EXACTLY_ONCE
+from onceflow.planning.options import AT_LEAST_ONCE, AT_MOST_ONCE, EXACTLY_ONCE
 
 SOURCE = "deposits"
 COPY_SERVICE = Path(__file__).with_name("copy_service.py")

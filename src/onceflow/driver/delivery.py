@@ -20,13 +20,12 @@ from onceflow.client.transactions import Outcome
 from onceflow.driver import progress_log
 from onceflow.driver.driver_session import DriverSession, enrolled, partitions_of
 from onceflow.messages import Report
+from onceflow.planning.options import AT_MOST_ONCE, EXACTLY_ONCE
 from onceflow.protocol.batches import ProducerIdAndEpoch, next_sequence
 from onceflow.protocol.names import Names, TopicPartition
 from onceflow.protocol.progress import Offsets, Progress
 from onceflow.protocol.transaction import GIVEN, Event, Mode, Phase, Transaction
 
-EXACTLY_ONCE, AT_LEAST_ONCE, AT_MOST_ONCE = "exactly_once", "at_least_once", "at_most_once"
-GUARANTEES = (EXACTLY_ONCE, AT_LEAST_ONCE, AT_MOST_ONCE)
 _LOOK_S = 5.0
 
 Sequences = Mapping[tuple[str, int], int]

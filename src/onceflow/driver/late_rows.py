@@ -11,11 +11,10 @@ import time
 from collections.abc import Callable
 
 from onceflow.errors import LateRowsError
+from onceflow.planning.options import FAIL
 
 log = logging.getLogger("onceflow.sink")
 
-DROP, FAIL = "drop", "fail"
-LATE = (DROP, FAIL)
 _WARN_EVERY_S = 60.0
 
 

@@ -16,6 +16,7 @@ from onceflow.driver.commit import BatchCommit
 from onceflow.driver.delivery import delivery
 from onceflow.driver.startup import Startup
 from onceflow.driver.state_step import StateStep
+from onceflow.driver.streamed_query import StreamedQuery, divide
 from onceflow.driver.watching import Watch
 from onceflow.errors import UnsupportedQueryError, located
 from onceflow.planning import process, step_query
@@ -24,6 +25,7 @@ from onceflow.planning.write_options import CheckedWrite, check_output
 from onceflow.protocol.progress import Progress
 from onceflow.spark import logs, queries, query_listener, shipping
 from onceflow.spark.imports import ImportCheck, sent_to_tasks
+from onceflow.spark.master import current_cores
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,7 @@ def prepare_run(spark: SparkSession, startup: Startup, write: CheckedWrite) -> R
         progress = startup.prepare_run(deadline)
         location = _kept_location(spark, write.run, progress, flow)
         written = startup.prepare_outputs(options, deadline)
-    query = step_query.wire(
+    query = divide(
         write.df,
         options,
         write.columns,
@@ -142,7 +144,7 @@ def _kept_location(spark: SparkSession, run: RunOptions, progress: Progress, flo
 def _sink(
     spark: SparkSession,
     startup: Startup,
-    query: step_query.Query,
+    query: StreamedQuery,
     progress: Progress,
     location: CheckpointLocation,
     written: Sequence[str],
@@ -158,7 +160,7 @@ def _sink(
         progress=progress,
         options=query.options,
         columns=query.columns,
-        cores=step_query.current_cores(spark),
+        cores=current_cores(spark),
         checkpoint=location.folder,
         numbering=location.numbering,
         source_starts={name: dict(source.earliest) for name, source in startup.sources.items()},

@@ -4,6 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+EXACTLY_ONCE, AT_LEAST_ONCE, AT_MOST_ONCE = "exactly_once", "at_least_once", "at_most_once"
+GUARANTEES = (EXACTLY_ONCE, AT_LEAST_ONCE, AT_MOST_ONCE)
+#: What becomes of rows that Spark drops as later than its watermark.
+DROP, FAIL = "drop", "fail"
+LATE = (DROP, FAIL)
+
 
 @dataclass(frozen=True)
 class SinkOptions:

@@ -10,12 +10,10 @@ from pathlib import Path
 
 from pyspark.sql import DataFrame
 
-from onceflow.driver.delivery import EXACTLY_ONCE, GUARANTEES
-from onceflow.driver.late_rows import FAIL, LATE
 from onceflow.durations import option_seconds
 from onceflow.errors import OptionError
 from onceflow.planning import checkpoints
-from onceflow.planning.options import SinkOptions
+from onceflow.planning.options import EXACTLY_ONCE, FAIL, GUARANTEES, LATE, SinkOptions
 from onceflow.planning.ownership import Columns, check_columns
 from onceflow.planning.record_order import check_order
 from onceflow.planning.run_options import OUTPUT_MODES, RunOptions

@@ -1,12 +1,28 @@
-"""Where Spark runs tasks."""
+"""Where Spark runs tasks, and how many at once."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 from pyspark.sql import SparkSession
+
+# What dynamic allocation may add to the cores that are there: without tasks that wait it would never add any.
+_GROWTH = 4
 
 
 def is_local(spark: SparkSession) -> bool:
     """Whether tasks run on this machine."""
     return re.match(r"local(\[|$)", str(spark.sparkContext.master)) is not None
+
+
+def current_cores(spark: SparkSession) -> Callable[[], int]:
+    """Asks how many tasks Spark runs at once: at this moment, for executors come and go."""
+    context = spark.sparkContext
+    # Not by SparkContext.getConf, which copies every setting from the JVM, one by one.
+    grows = str(spark.conf.get("spark.dynamicAllocation.enabled", "false")).lower() == "true"
+
+    def cores() -> int:
+        return context.defaultParallelism * (_GROWTH if grows else 1)
+
+    return cores

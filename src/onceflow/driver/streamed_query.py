@@ -1,0 +1,166 @@
+"""A query, divided into what Spark streams and what the driver puts on top of that in every batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from pyspark.sql import DataFrame, SparkSession
+
+from onceflow.driver.state_step import StateStep
+from onceflow.errors import OptionError
+from onceflow.planning.options import SinkOptions
+from onceflow.planning.ownership import Columns
+from onceflow.planning.placement import SMALL_BATCH_ROWS, QueryShape, StepShape
+from onceflow.planning.process import Step, needs_clock
+from onceflow.planning.step_frames import with_clock
+from onceflow.planning.step_tree import StepNode, StepQuery, Tree, source_frame, stripped, tree_of
+from onceflow.protocol.progress import Progress
+from onceflow.spark import plans, queries
+from onceflow.spark.master import current_cores, is_local
+from onceflow.state.table_state import TableState
+from onceflow.task.state_tasks import Collected
+
+
+@dataclass(frozen=True)
+class StreamedQuery:
+    """A query as the sink runs it.
+
+    Args:
+        df: what Spark streams.
+        columns: those of the rows that are written.
+        state: the process steps and the operators behind them, if there are any.
+    """
+
+    df: DataFrame
+    options: SinkOptions
+    columns: Columns
+    state: StateStep | None
+
+
+def divide(
+    df: DataFrame,
+    options: SinkOptions,
+    columns: Columns,
+    steps: Mapping[str, Step],
+    progress: Progress,
+    *,
+    flow: str,
+    source_partitions: Mapping[str, list[int]],
+    clock: bool,
+) -> StreamedQuery:
+    """Divide a query.
+
+    Without process steps Spark streams all of it. With steps it streams the rows that go into them. The driver runs the
+    steps in every batch, with as many tasks as that is worth, and puts the operators behind them on top.
+
+    Args:
+        steps: the flow's, by their tables. The query may use some of them only.
+        progress: the flow's, as committed.
+        clock: whether a flow with timers is woken up when there are no data.
+
+    Raises:
+        UnsupportedQueryError: the query cannot be run so.
+        OptionError: the partitioner does not go with the outputs of a step.
+    """
+    found = tree_of(df, steps, flow)
+    options = _driver_rows(df, options)
+    if found is None:
+        return StreamedQuery(df, options, columns, None)
+    tree, branches = found
+    spark = df.sparkSession
+    plans.check_streaming(df, flow)
+    tree = _without_needless(spark, tree, options.partitioner, flow)
+    used = {node.table: steps[node.table] for node in tree.all_steps()}
+    streamed = source_frame(spark, branches)
+    source_keys = len(branches) == 1 and queries.has_source_keys(streamed)
+    clock = clock and any(needs_clock(step.spec) for step in used.values())
+    if clock:
+        streamed = with_clock(streamed, flow)
+    query = StepQuery(
+        tree=tree,
+        branches=branches,
+        written_as_is=tree.step is not None and len(used) == 1,
+        topic=options.topic,
+        topic_has_side_outputs=any(options.topic in step.spec.side_topics for step in used.values()),
+        columns=columns,
+        collected={table: spark.sparkContext.accumulator([], Collected()) for table in used},
+    )
+    counts = [len(partitions) for partitions in source_partitions.values()]
+    placed = source_keys and "partition" in streamed.columns
+    shape = QueryShape(
+        steps=tuple(_shape(node, used[node.table], counts, placed) for node in tree.all_steps()),
+        written_as_is=query.written_as_is,
+        needs_exchange=_needs_exchange(query),
+        local=is_local(spark),
+        small_batch_rows=SMALL_BATCH_ROWS if options.small_batch_rows is None else options.small_batch_rows,
+        clock=clock,
+    )
+    tables = _tables(tree, used, progress, source_partitions)
+    return StreamedQuery(streamed, options, columns, StateStep(query, shape, tables, cores=current_cores(spark)))
+
+
+def _without_needless(spark: SparkSession, tree: Tree, partitioner: str, flow: str) -> Tree:
+    """The tree without operators that change nothing. With another partitioner they make the outputs of a step ordinary
+    rows, that it may place."""
+    if partitioner == "key":
+        return stripped(spark, tree)
+    if tree.step is None:
+        return tree
+    raise OptionError(
+        f"partitioner={partitioner!r} does not go with the outputs of Flow.process",
+        flow=flow,
+        next_step='leave it out: outputs are placed by their keys, partitioner="key"',
+    )
+
+
+def _tables(
+    tree: Tree, steps: Mapping[str, Step], progress: Progress, source_partitions: Mapping[str, list[int]]
+) -> dict[str, TableState]:
+    """What the driver knows of each step's table, at the start."""
+    found = {}
+    for node in tree.all_steps():
+        # Event time waits for the sources that reach the step, and for no other: what another step yields has none.
+        topics = set() if node.input.steps else queries.topics_read(node.input.plan) & source_partitions.keys()
+        step = steps[node.table]
+        found[node.table] = TableState(
+            step.spec,
+            progress,
+            source_partitions=[(topic, number) for topic in sorted(topics) for number in source_partitions[topic]],
+            lateness_ms=step.lateness_ms,
+            idle_s=step.idle_s,
+        )
+    return found
+
+
+def _shape(node: StepNode, step: Step, source_counts: list[int], source_keys: bool) -> StepShape:
+    """A step, for its placement.
+
+    Args:
+        source_counts: how many partitions each source topic has.
+        source_keys: whether rows of the stream have the keys and the partitions of their source.
+    """
+    partitions = step.spec.topics.partitions
+    from_stream = node.input.branch is not None
+    co_partitionable = from_stream and source_keys and source_counts == [partitions]
+    return StepShape(node.table, partitions, from_stream, co_partitionable)
+
+
+def _needs_exchange(query: StepQuery) -> bool:
+    """See `QueryShape`."""
+    (narrow, *others) = [node.narrow for node in query.tree.all_steps()]
+    own_topic = query.columns.topic and not _is_topic_of_step(query.tree)
+    return bool(others) or not narrow or own_topic or query.topic_has_side_outputs
+
+
+def _driver_rows(df: DataFrame, options: SinkOptions) -> SinkOptions:
+    """The bound of batches that the driver writes, where few rows may become any number of them."""
+    if options.small_batch_rows is None and queries.may_make_many(df):
+        return replace(options, small_batch_rows=0)
+    return options
+
+
+def _is_topic_of_step(tree: Tree) -> bool:
+    """Whether the query's ``topic`` column is that of a step, handed on: then it is null in every row."""
+    own = {queries.attribute(plans.at(tree.plan, node.path), "topic") for node in tree.steps}
+    return queries.attribute(tree.plan, "topic") in own
