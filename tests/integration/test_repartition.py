@@ -20,7 +20,7 @@ from confluent_kafka.admin import AdminClient, NewPartitions
 import onceflow
 from onceflow import hooks
 from onceflow.admin import repartition
-from onceflow.admin.repartitioner import Row, Writer
+from onceflow.admin.writer import Row, Writer
 from onceflow.cli.main import cli, main
 from onceflow.client.cluster import Cluster
 from onceflow.client.committed import CommittedReader

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import pyarrow as pa
 
 from onceflow import hooks
-from onceflow.admin.repartitioner import Row, Writer, abort_anew
+from onceflow.admin.writer import Row, Writer, abort_anew
 from onceflow.client.cluster import Cluster
 from onceflow.client.committed import CommittedReader
 from onceflow.client.deadline import Deadline

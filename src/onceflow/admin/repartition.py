@@ -10,7 +10,7 @@ Local stores are not touched. The next start finds those of old partitions behin
 deletes; those of new partitions are restored. What is pending in a store is of an older transaction than the one
 progress names now, so it is read from Kafka, too, if it was committed.
 
-Memory is bounded by the rows of one partition, see ``state.moving``.
+Memory is bounded by the rows of one partition, see `repartitioner`.
 """
 
 from __future__ import annotations
@@ -22,12 +22,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from onceflow import hooks
-from onceflow.admin.repartitioner import (
-    Repartitioner,
-    RepartitionProgress,
-    Writer,
-    abort_anew,
-)
+from onceflow.admin.repartitioner import Repartitioner, RepartitionProgress
+from onceflow.admin.writer import Writer, abort_anew
 from onceflow.client.cluster import Cluster, TopicInfo
 from onceflow.client.committed import CommittedReader
 from onceflow.client.deadline import Deadline

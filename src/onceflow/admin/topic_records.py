@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import numpy as np
 import pyarrow as pa
 
-from onceflow.admin.repartitioner import Row, Writer
+from onceflow.admin.writer import Row, Writer
 from onceflow.client.cluster import Cluster
 from onceflow.client.committed import Chunk, CommittedReader
 from onceflow.client.deadline import Deadline
