@@ -34,6 +34,7 @@ pytestmark = pytest.mark.integration
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 OPERATIONS = ROOT / "docs" / "operations.md"
+REFERENCE = ROOT / "docs" / "reference.md"
 STATE = ROOT / "docs" / "state.md"
 SPARK_STATE = ROOT / "docs" / "spark-state.md"
 TROUBLE = ROOT / "docs" / "troubleshooting.md"
@@ -436,7 +437,7 @@ def test_the_image_that_a_service_is_built_on_is_ours() -> None:
 
 @pytest.mark.parametrize("what", ["Flow", "Flow.read", "Flow.process", "Flow.write"])
 def test_options_are_those_of_the_code(what: str) -> None:
-    section = re.search(rf"^### {re.escape(what)}\n(.*?)(?=^#|\Z)", README.read_text(), re.MULTILINE | re.DOTALL)
+    section = re.search(rf"^### {re.escape(what)}\n(.*?)(?=^#|\Z)", REFERENCE.read_text(), re.MULTILINE | re.DOTALL)
     assert section is not None
     documented = re.findall(r"^\| `(\w+)` \| (?:`([^`]*)`)? *\|", section[1], re.MULTILINE)
     parameters = dict(inspect.signature(attrgetter(what)(onceflow)).parameters)
