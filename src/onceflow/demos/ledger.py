@@ -271,9 +271,9 @@ def audit_table(
         messages: in offset order per partition; compaction may have removed some.
         partitions: of the topic.
     """
-    running: defaultdict[bytes, list[int]] = defaultdict(list)
+    had: defaultdict[bytes, list[int]] = defaultdict(list)
     for line in lines:
-        running[line.account.encode()].append(line.balance)
+        had[line.account.encode()].append(line.balance)
     keys = sorted(expected)
     places = dict(zip(keys, key_partitions(pa.array(keys, pa.binary()), partitions).tolist(), strict=True))
     rows: dict[tuple[int, bytes], bytes] = {}
@@ -288,21 +288,31 @@ def audit_table(
             continue
         rows[message.partition, key] = value
         if key not in places:
-            continue  # said of the row
+            continue  # the audit of the rows reports it
         if message.partition != places[key]:
             problems.append(f"{where}: its key belongs to partition {places[key]}")
-        count = _decoded(value).get("count", 0)
-        had = running[key][count - 1] if 0 < count <= len(running[key]) else None
-        if _decoded(value) != {"balance": had, "count": count}:
-            problems.append(f"{where}: {value!r} was never its balance")
-        elif count <= counts.get(key, 0):
-            problems.append(f"{where}: {value!r} comes after a later balance")
+        problem = _wrong_balance(value, had[key], counts.get(key, 0))
+        if problem:
+            problems.append(f"{where}: {value!r} {problem}")
         else:
-            counts[key] = count
+            counts[key] = _decoded(value)["count"]
     findings = audit_rows(topic, expected, ((key, value) for (_, key), value in rows.items()))
     for problem in problems:
         findings.note(problem)
     return findings
+
+
+def _wrong_balance(value: bytes, had: Sequence[int], latest: int) -> str:
+    """What is wrong with a record of the table; nothing: it is a balance that the account once had, and a later one.
+
+    Args:
+        had: the balances of the account, one after each of its movements. latest: count of movements so far.
+    """
+    count = _decoded(value).get("count", 0)
+    balance = had[count - 1] if 0 < count <= len(had) else None
+    if _decoded(value) != {"balance": balance, "count": count}:
+        return "was never its balance"
+    return "comes after a later balance" if count <= latest else ""
 
 
 def _decoded(value: bytes) -> dict[str, int]:

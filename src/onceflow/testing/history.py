@@ -125,7 +125,7 @@ def check(
     rows = _Rows(final.reads, final.flow)
     _check_writers(rows, attempts, progress, found)
     first = progress.first if start is None else {**progress.first, **flat(start)}
-    counts["expected"] = _check_outputs(rows, final, attempts, progress, first, outputs_of, found)
+    counts["expected"] = _OutputCheck(rows, final, attempts, progress, first, outputs_of, found).run()
     if ordered:
         _check_order(rows, final.reads, found)
     if final.state is not None and final.replay is not None:
@@ -293,65 +293,90 @@ def _check_writers(
             found.add(DUPLICATE, f"two attempts of the batch are visible, {visible[batch]} too", **where)
 
 
-def _check_outputs(
-    rows: _Rows,
-    final: Final,
-    attempts: Mapping[tuple[int, str], Attempt],
-    progress: _Progress,
-    first: Mapping[TopicPartition, int],
-    outputs_of: OutputsOf,
-    found: _Findings,
-) -> int:
-    """Every source record that progress covers has its outputs, once, from the batch that covers it; how many."""
-    batches = np.array(list(progress.commits), np.int64)
-    missing, wanted = np.zeros(len(batches), np.int64), np.zeros(len(batches), np.int64)
-    known = [attempts.get(name[1:]) for name in rows.writers]
-    same = (np.diff(rows.source) == 0) & (np.diff(rows.offset) == 0) & (np.diff(rows.n) == 0)
-    again = np.concatenate(([False], same)) if len(rows.index) else np.zeros(0, bool)
-    if again.any():
-        found.add(DUPLICATE, "outputs that are there before", **rows.example(again))
-    for place in sorted({*final.sources, *rows.reads.sources}):
+class _OutputCheck:
+    """Whether every source record that progress covers has its outputs, once, from the batch that covers it."""
+
+    def __init__(
+        self,
+        rows: _Rows,
+        final: Final,
+        attempts: Mapping[tuple[int, str], Attempt],
+        progress: _Progress,
+        first: Mapping[TopicPartition, int],
+        outputs_of: OutputsOf,
+        found: _Findings,
+    ) -> None:
+        self._rows, self._final, self._progress = rows, final, progress
+        self._first, self._outputs_of, self._found = first, outputs_of, found
+        self._batches = np.array(list(progress.commits), np.int64)
+        # By batch: outputs that are not there, and those that there should be.
+        self._missing, self._wanted = np.zeros(len(self._batches), np.int64), np.zeros(len(self._batches), np.int64)
+        self._writers = [attempts.get(name[1:]) for name in rows.writers]
+        same = (np.diff(rows.source) == 0) & (np.diff(rows.offset) == 0) & (np.diff(rows.n) == 0)
+        self._again = np.concatenate(([False], same)) if len(rows.index) else np.zeros(0, bool)
+
+    def run(self) -> int:
+        """Check all partitions. How many outputs there should be."""
+        if self._again.any():
+            self._found.add(DUPLICATE, "outputs that are there before", **self._rows.example(self._again))
+        for place in sorted({*self._final.sources, *self._rows.reads.sources}):
+            self._check_partition(place)
+        for i in np.flatnonzero(self._missing):
+            missing, wanted = self._missing[i], self._wanted[i]
+            how = "its outputs are not" if missing == wanted else f"{missing} of its {wanted} outputs are not"
+            self._found.add(
+                TORN, f"progress is visible, and {how}", batch=int(self._batches[i]), count=int(self._missing[i])
+            )
+        return int(self._wanted.sum())
+
+    def _check_partition(self, place: TopicPartition) -> None:
+        """The outputs of the records of one source partition."""
+        rows = self._rows
         code = rows.reads.sources.get(place, -1)
         low, high = np.searchsorted(rows.source, (code, code + 1)) if code >= 0 else (0, 0)
         offset, n, writer = rows.offset[low:high], rows.n[low:high], rows.writer[low:high]
         name = f"{place[0]}-{place[1]}"
 
-        def add(kind: str, detail: str, wrong: Any, low: int = int(low)) -> None:
+        def add(kind: str, detail: str, wrong: Any) -> None:
             if wrong.any():
-                found.add(kind, detail, **rows.example(np.flatnonzero(wrong) + low))
+                self._found.add(kind, detail, **rows.example(np.flatnonzero(wrong) + int(low)))
 
         # Without a range of its attempt a row may be from anywhere.
-        begun = np.array([a.start.get(place, 0) if a and a.end else 0 for a in known] or [0])
-        ended = np.array([a.end.get(place, 0) if a and a.end else MAX_INT64 for a in known] or [0])
+        begun = np.array([a.start.get(place, 0) if a and a.end else 0 for a in self._writers] or [0])
+        ended = np.array([a.end.get(place, 0) if a and a.end else MAX_INT64 for a in self._writers] or [0])
         outside = (offset < begun[writer]) | (offset >= ended[writer])
         add(GAP, f"outputs of records of {name} that the batch has not read", outside)
-        there = np.asarray(final.sources.get(place, ()), np.int64)
+        there = np.asarray(self._final.sources.get(place, ()), np.int64)
         at = np.searchsorted(there, offset)
         hit = np.append(there, -1)[at] == offset
         add(ABORTED_READ, f"outputs of records that no consumer of {name} sees", ~hit)
-        if callable(outputs_of):
-            want = np.fromiter((outputs_of(*place, int(o)) for o in there), np.int64, len(there))
+        if callable(self._outputs_of):
+            want = np.fromiter((self._outputs_of(*place, int(o)) for o in there), np.int64, len(there))
         else:
-            want = np.full(len(there), outputs_of, np.int64)
+            want = np.full(len(there), self._outputs_of, np.int64)
         more = hit & (n >= np.append(want, 0)[at])
         add(DUPLICATE, f"more outputs of records of {name} than there should be", more)
-        covered = (there >= first.get(place, 0)) & (there < progress.last.get(place, 0))
-        got = np.bincount(at[hit & ~more & ~again[low:high]], minlength=len(there))
+        got = np.bincount(at[hit & ~more & ~self._again[low:high]], minlength=len(there))
+        self._check_covered(place, there, want, got)
+
+    def _check_covered(self, place: TopicPartition, there: Any, want: Any, got: Any) -> None:
+        """Count what is missing, by batch.
+
+        Args:
+            there: offsets of the source records. want, got: how many outputs each should have, and has.
+        """
+        covered = (there >= self._first.get(place, 0)) & (there < self._progress.last.get(place, 0))
         less = np.where(covered, want - got, 0)
-        ends = np.array([end.get(place, 0) for _, end in progress.commits.values()], np.int64)
+        ends = np.array([end.get(place, 0) for _, end in self._progress.commits.values()], np.int64)
         of_batch = np.searchsorted(np.maximum.accumulate(ends), there, side="right")
-        covered &= of_batch < len(batches)
-        np.add.at(missing, of_batch[covered], less[covered])
-        np.add.at(wanted, of_batch[covered], want[covered])
+        covered &= of_batch < len(self._batches)
+        np.add.at(self._missing, of_batch[covered], less[covered])
+        np.add.at(self._wanted, of_batch[covered], want[covered])
         if less.any():
-            at_first = int(np.flatnonzero(less)[0])
-            batch = int(batches[of_batch[at_first]]) if covered[at_first] else None
-            text = f"outputs of records of {name} from offset {there[at_first]} on are not there"
-            found.add(LOST, text, batch=batch, place=place, offset=int(there[at_first]), count=int(less.sum()))
-    for i in np.flatnonzero(missing):
-        how = "its outputs are not" if missing[i] == wanted[i] else f"{missing[i]} of its {wanted[i]} outputs are not"
-        found.add(TORN, f"progress is visible, and {how}", batch=int(batches[i]), count=int(missing[i]))
-    return int(wanted.sum())
+            at = int(np.flatnonzero(less)[0])
+            batch = int(self._batches[of_batch[at]]) if covered[at] else None
+            text = f"outputs of records of {place[0]}-{place[1]} from offset {there[at]} on are not there"
+            self._found.add(LOST, text, batch=batch, place=place, offset=int(there[at]), count=int(less.sum()))
 
 
 def _check_order(rows: _Rows, reads: Reads, found: _Findings) -> None:
