@@ -95,9 +95,9 @@ class Flow:
     ) -> DataFrame:
         """A streaming DataFrame of one topic. It continues after the last committed batch of the flow.
 
-        Only committed records are read (``isolation.level=read_committed``). The first call takes the flow over: an
-        older driver of the same name is fenced, and the transaction it left open is aborted. From then on the flow's
-        committed offsets cannot change, unless this driver changes them.
+        Only committed records are read (``isolation.level=read_committed``). The first call fences older drivers of the
+        same name, and aborts the transaction that they have left open. From then on the flow's committed offsets cannot
+        change, unless this driver changes them.
 
         Args:
             topic: the topic to read. Make one call for each topic.
@@ -284,7 +284,7 @@ class Flow:
         return FlowWriter(self, check_write(df, given, self._startup.own_topics, self.name))
 
     def close(self) -> None:
-        """Stop the running query, if there is one, and close the connections. The flow can be read again."""
+        """Stop the running query, if there is one, and close the connections. After that the flow can be read again."""
         with self._lock:
             if self._running is not None and self._running.isActive:
                 self._running.stop()

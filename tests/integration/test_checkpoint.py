@@ -683,7 +683,7 @@ def test_checkpoints_that_do_not_belong(make_service: Any) -> None:
     lines = right.splitlines()
     lines[-1] = json.dumps({service.sources[0]: {"0": 0, "1": 0}})
     log.write_text("\n".join(lines))
-    service.refused("has gone another way")
+    service.refused("and the flow's progress have diverged")
     log.write_text(right)
     assert service.new() == []
 

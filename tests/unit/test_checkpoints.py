@@ -124,7 +124,7 @@ def test_ahead(checkpoint: CheckpointState, batch: int, on_conflict: str) -> Non
 @pytest.mark.parametrize("checkpoint", [ours(8, 8), ours(8, 7), ours(9, 8)])
 def test_diverged(checkpoint: CheckpointState, digest: str | None) -> None:
     error = refused(checkpoint, progress(8), digest=digest)
-    assert error.what == "The checkpoint has gone another way than the flow's progress"
+    assert error.what == "The checkpoint and the flow's progress have diverged"
     assert "batch 8 ends at other offsets" in error.detail
     assert_choices(error)
 
@@ -471,8 +471,10 @@ def test_is_committed(tmp_path: Path, batch: int, known: Progress, committed: bo
         (9, progress(8, query_id="before"), "the last one committed is none of this checkpoint"),
     ],
 )
-def test_parted(tmp_path: Path, batch: int, known: Progress, words: str) -> None:
-    with pytest.raises(ProgressConflictError, match="have parted") as caught:
+def test_checkpoint_and_progress_that_do_not_belong_together(
+    tmp_path: Path, batch: int, known: Progress, words: str
+) -> None:
+    with pytest.raises(ProgressConflictError, match="do not belong together any more") as caught:
         numbering(tmp_path).is_committed(batch, source(), known)
     assert (caught.value.flow, caught.value.batch) == (FLOW, known.batch_id + 1)
     assert words.format(tmp_path) in caught.value.detail

@@ -1,8 +1,8 @@
-"""How the batches of a kept checkpoint and those of the flow go together, batch by batch.
+"""How Spark's batch numbers in a kept checkpoint and the flow's own go together, batch by batch.
 
-Spark numbers a query's batches from 0 in its checkpoint, the flow numbers its own since its first start. A batch
-that Spark hands out is the one after the last committed one, or that one again (its commit log was lost in a
-crash); anything else means that checkpoint and progress have parted.
+Spark numbers a query's batches from 0 in its checkpoint. The flow numbers its own since its first start. A batch that
+Spark hands out must be the one after the last committed one, or that one again when a crash came before its entry in
+Spark's commit log. Anything else means that checkpoint and progress do not belong together any more.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from onceflow.spark.commit_log import CommitLog
 
 
 class Numbering:
-    """Of one run of a query with a kept checkpoint.
+    """The batch numbers of one run of a query with a kept checkpoint.
 
     Args:
         spark: the session that the query was started in.
-        moved: offsets that starts have committed since the last batch (partitions that are new, gaps that were
-            accepted): there Spark's log says something else than progress.
+        moved: offsets that starts have committed since the last batch, for new partitions and accepted data loss.
+            Spark's log has other offsets there.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Numbering:
 
     @property
     def query_id(self) -> str:
-        """Written by Spark before the first batch."""
+        """The checkpoint's. Spark writes it before the first batch."""
         if self._query_id is None:
             self._query_id = look_at(self._folder).query_id or ""
         return self._query_id
@@ -57,31 +57,31 @@ class Numbering:
         if known is None or known.query_id != self.query_id:
             if batch == 0:
                 return False
-            raise self._parted(batch, "none of this checkpoint", progress)
+            raise self._conflict(batch, "none of this checkpoint", progress)
         if batch == known.batch:
             if source.digest != known.digest:
-                raise self._parted(batch, "this one, with other offsets", progress)
+                raise self._conflict(batch, "this one, with other offsets", progress)
             return True
         if batch != known.batch + 1:
-            raise self._parted(batch, f"batch {known.batch} of it", progress)
+            raise self._conflict(batch, f"batch {known.batch} of it", progress)
         return False
 
     def planned(self, batch: int, source: SourceRange) -> None:
-        """Spark's batch is to be written: what its progress will say of the checkpoint."""
+        """To be called before a batch is written: its progress will name Spark's batch."""
         self._current = CheckpointProgress(self.query_id, batch, source.digest)
 
     def current(self, *, has_run: bool) -> CheckpointProgress | None:
-        """For the progress record of the batch under way.
+        """What the progress record of the batch under way says of the checkpoint.
 
         Args:
-            has_run: whether all its tasks are done: then it is known what Spark will write to its commit log.
+            has_run: whether all tasks of the batch are done. Then it is known what Spark will write to its commit log.
         """
         if self._current is None or not has_run:
             return self._current
         return replace(self._current, commit=self._log.entry(self.query_id, self._current.batch))
 
     def bridged(self, source: SourceRange, progress: Progress) -> SourceRange:
-        """The range as it starts where this run's start has moved it."""
+        """The range, beginning at the offsets that starts have committed since the last batch."""
         if not self._moved:
             return source
         start = {topic: dict(partitions) for topic, partitions in source.start.items()}
@@ -105,9 +105,9 @@ class Numbering:
         """Rows that the batch under way has dropped as late, in all its attempts."""
         return jvm.rows_dropped(self._spark, self.query_id)
 
-    def _parted(self, batch: int, committed: str, progress: Progress) -> ProgressConflictError:
+    def _conflict(self, batch: int, committed: str, progress: Progress) -> ProgressConflictError:
         return ProgressConflictError(
-            "The checkpoint and the flow's progress have parted",
+            "The checkpoint and the flow's progress do not belong together any more",
             flow=self._flow,
             batch=progress.batch_id + 1,
             detail=f"Spark runs batch {batch} of checkpoint {self._folder}; the last one committed is {committed}",

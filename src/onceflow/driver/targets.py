@@ -1,4 +1,4 @@
-"""Output topics as the driver sees them: partition counts and size limits that all tasks of a batch share."""
+"""Output topics as the driver sees them. All tasks of a batch share these partition counts and size limits."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from onceflow.messages import Target
 def load_targets(
     cluster: Cluster, topic: str | None, deadline: Deadline, *, more: Mapping[str, str] | None = None
 ) -> dict[str, Target]:
-    """The output topic, or with a topic column every topic there is (internal ones left out).
+    """What must be known of each topic that may be written to.
 
     Args:
-        more: topics that are written to, too, whatever the rows say, and what they are for.
+        topic: the output topic; None: rows name theirs, so all topics of the cluster count except internal ones.
+        more: further topics that are written to, and what each is for.
 
     Raises:
-        UnknownTopicError: one that was named does not exist.
+        UnknownTopicError: a topic that was named does not exist.
     """
     named = {**(more or {}), **({} if topic is None else {topic: "output"})}
     found: dict[str, TopicInfo] = {} if topic is not None else cluster.topics(None, deadline)

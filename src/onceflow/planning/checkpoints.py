@@ -1,7 +1,7 @@
 """Whether a Spark checkpoint and the flow's progress belong together: a pure decision, made before a start.
 
-Spark's checkpoint holds the state of a query, progress in Kafka says which batches are committed. Spark continues
-from the checkpoint, so the two must agree about the last batch, but for the one a crash can have left in between:
+Spark's checkpoint holds the state of a query. Progress in Kafka says which batches are committed. Spark continues from
+the checkpoint, so the two must agree about the last batch. There is one exception: after a crash the last batch may be
 committed in Kafka and not yet in Spark's commit log.
 """
 
@@ -22,9 +22,9 @@ class CheckpointStart:
     """The decision.
 
     Args:
-        drains: number (Spark's) of the batch that Kafka has committed and Spark does not know to be: its commit log
-            is completed, or it is run again for its state only (drained). None: no such.
-        remark: what a person should know.
+        drains: Spark's number of a batch that is committed in Kafka and not in Spark's commit log. The commit log is
+            completed, or the batch is run again for its state only (drained). None: there is no such batch.
+        warning: what a person should know.
     """
 
     drains: int | None = None
@@ -44,12 +44,13 @@ def plan_checkpoint(
     """Decide how a query with this checkpoint starts, or refuse.
 
     Args:
-        digest: of the batch that progress names, as the checkpoint has it; None when it has no such batch.
+        digest: of the batch that progress names, as it is in the checkpoint; None: the checkpoint has no such batch.
+        location: of the checkpoint, for errors.
         on_conflict: ``refuse``, or ``resume``: an empty checkpoint may follow existing progress, with empty state.
-        other_sources: whether the query has sources whose position is nowhere but in the checkpoint.
+        other_sources: whether the query has sources whose position is in the checkpoint only.
 
     Raises:
-        ProgressConflictError: they do not belong together; its text names the situation and the choices.
+        ProgressConflictError: they do not belong together. Its text names the situation and the choices.
     """
     known = progress.checkpoint
     if checkpoint.planned > checkpoint.committed + 1:
@@ -148,7 +149,7 @@ def _damaged(checkpoint: CheckpointState, location: str, flow: str) -> ProgressC
 
 def _diverged(batch: int, location: str, flow: str) -> ProgressConflictError:
     return _conflict(
-        "The checkpoint has gone another way than the flow's progress",
+        "The checkpoint and the flow's progress have diverged",
         f"batch {batch} ends at other offsets in checkpoint {location} than Kafka has committed; was a copy of "
         "it used elsewhere, or restored from a backup?",
         flow,

@@ -1,0 +1,145 @@
+"""The order of a start: connect, fence, read progress, commit; and what an error in between leads back to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from onceflow.client.settings import ClientSettings
+from onceflow.driver import startup as module
+from onceflow.driver.startup import Startup
+from onceflow.errors import BrokerUnsupportedError, DeadlineExceededError, OnceflowError, OptionError
+from onceflow.planning.read_options import ReadOptions
+from onceflow.protocol.names import Names
+from onceflow.protocol.progress import Progress
+
+
+class Cluster:
+    def __init__(self, calls: list[str]) -> None:
+        self.calls = calls
+
+    def close(self) -> None:
+        self.calls.append("close")
+
+
+class Session:
+    """As much of a driver session as a start needs. ``problems`` says which call fails, once, and with what."""
+
+    def __init__(self, calls: list[str], problems: dict[str, OnceflowError], progress: Progress | None) -> None:
+        self.cluster = Cluster(calls)
+        self.transactions = self
+        self.knows_progress = False
+        self._calls, self._problems, self._progress = calls, problems, progress
+
+    def _call(self, name: str) -> None:
+        self._calls.append(name)
+        if name in self._problems:
+            raise self._problems.pop(name)
+
+    def check_supported(self, deadline: Any) -> None:
+        self._call("connect")
+
+    def init(self, deadline: Any) -> None:
+        self.knows_progress = False
+        self._call("fence")
+
+    def progress(self, sources: Any, deadline: Any) -> Progress | None:
+        self.knows_progress = True  # as in the real one: read, and maybe not decided yet
+        self._call("read progress")
+        return self._progress
+
+    def give_up(self) -> None:
+        self.knows_progress = False
+
+
+class Start:
+    """A start whose calls to Kafka are written down."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, progress: Progress | None = None) -> None:
+        self.calls: list[str] = []
+        self.problems: dict[str, OnceflowError] = {}
+        self.committed: list[Progress] = []
+        monkeypatch.setattr(module, "Cluster", lambda settings, refused_s: None)
+        monkeypatch.setattr(module, "DriverSession", lambda *_: Session(self.calls, self.problems, progress))
+        monkeypatch.setattr(module.progress_log, "ensure_topic", lambda *_: None)
+        monkeypatch.setattr(module, "find_topics", self._find)
+        monkeypatch.setattr(module.kafka_offsets, "list_offsets", lambda _, span, *__: {n: {0: 3} for n in span})
+        monkeypatch.setattr(module, "commit_progress", self._commit)
+        self.startup = Startup(Names("orders"), ClientSettings("localhost:9092", {}), refused_s=15.0)
+
+    def _find(self, cluster: Any, named: dict[str, str], deadline: Any) -> dict[str, Any]:
+        return {name: module.TopicInfo(name, f"id of {name}", {0: 1}, False) for name in named}
+
+    def _commit(self, session: Any, progress: Progress, sources: Any, deadline: Any) -> None:
+        self.calls.append("commit")
+        if "commit" in self.problems:
+            raise self.problems.pop("commit")
+        self.committed.append(progress)
+
+    def read(self, topic: str) -> dict[int, int]:
+        return self.startup.add_source(ReadOptions(topic, "earliest", None, True, False))
+
+
+def test_several_topics_are_read_after_one_fence(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = Start(monkeypatch)
+    assert start.read("in") == {0: 3}
+    assert start.read("other") == {0: 3}
+    assert start.calls == ["connect", "fence", "read progress", "commit", "commit"]
+    assert [progress.offsets for progress in start.committed] == [{"in": {0: 3}}, {"in": {0: 3}, "other": {0: 3}}]
+    assert start.startup.known_progress() is start.committed[-1]
+
+
+def test_what_is_committed_already_is_not_committed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = Start(monkeypatch, Progress("orders", 7, {"in": {0: 3}}, {"in": "id of in"}, 0))
+    assert start.read("in") == {0: 3}
+    assert start.calls == ["connect", "fence", "read progress"]
+
+
+@pytest.mark.parametrize("step", ["fence", "read progress", "commit"])
+def test_after_an_error_the_next_call_fences_again(monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+    start = Start(monkeypatch)
+    start.problems[step] = DeadlineExceededError("no answer")
+    with pytest.raises(DeadlineExceededError) as caught:
+        start.read("in")
+    assert (caught.value.flow, caught.value.topic) == ("orders", "in")
+    assert not start.startup.is_fenced
+    with pytest.raises(OptionError, match="Nothing was read yet"):
+        start.startup.known_progress()
+    start.calls.clear()
+    assert start.read("in") == {0: 3}
+    assert start.calls == ["fence", "read progress", "commit"]
+
+
+def test_a_run_without_topics_fences_again_when_progress_could_not_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = Progress("orders", 7, {}, {}, 0)
+    start = Start(monkeypatch, before)
+    start.problems["read progress"] = DeadlineExceededError("no answer")
+    with pytest.raises(DeadlineExceededError):
+        start.startup.prepare_run(start.startup.deadline())
+    assert start.startup.prepare_run(start.startup.deadline()) is before, "a run never begins with unread progress"
+    assert start.calls == ["connect", "fence", "read progress", "fence", "read progress"]
+
+
+def test_a_start_serves_one_query(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = Start(monkeypatch)
+    start.read("in")
+    assert start.startup.is_fenced
+    start.startup.used()
+    assert not start.startup.is_fenced
+    with pytest.raises(OptionError, match="Nothing was read yet"):
+        start.startup.known_progress()
+
+
+def test_brokers_that_cannot_be_used_are_left_and_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = Start(monkeypatch)
+    start.problems["connect"] = BrokerUnsupportedError("too old")
+    with pytest.raises(BrokerUnsupportedError):
+        start.read("in")
+    assert start.calls == ["connect", "close"]
+    with pytest.raises(OptionError, match="Nothing was read yet"):
+        _ = start.startup.session
+    assert start.read("in") == {0: 3}
+    assert start.calls[2:] == ["connect", "fence", "read progress", "commit"]
+    start.startup.close()
+    assert start.calls[-1] == "close"
