@@ -1,6 +1,6 @@
 """Give a table more partitions: its topics grow, and every row moves to where Kafka's default partitioner looks for it.
 
-Offline and exactly-once. The flow's transactional id is taken over, which fences a running driver. Then one
+Offline and exactly-once. InitProducerId of the flow's transactional id fences a running driver. Then one
 transaction holds everything: rows that move are written to their new partition and deleted in the old one, and
 progress says that the rows are placed for the new count. Partitions are made before that, and outside of it, since
 Kafka knows no other way; so after a crash there may be more of them than progress says, which ``Flow.process`` refuses

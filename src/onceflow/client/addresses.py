@@ -1,4 +1,4 @@
-"""Addresses of brokers: how they are written, and whether anybody takes connections there."""
+"""Addresses of brokers: parsing them, and probing whether somebody accepts connections there."""
 
 from __future__ import annotations
 

@@ -4,9 +4,8 @@ Fetch with ``isolation_level=1`` returns nothing behind the last stable offset, 
 records of aborted transactions and markers, too, with a list of the aborted ones (KIP-98). What is left after
 those are dropped is what a read_committed consumer sees.
 
-The end is given: who restores knows from committed progress up to where records are decided. So the reader
-does not follow a log that grows, and somebody else's open transaction in front of the end is worth a wait, not in
-front of anything else.
+Callers give the end: committed progress says up to where records are decided. So the reader does not follow a growing
+log, and it waits for other producers' open transactions only if they begin in front of that end.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Requests to a transaction or group coordinator, repeated until one gives a final answer."""
+"""Requests to a transaction or group coordinator, repeated until a non-retriable response."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def repeat(
     *,
     code_of: Callable[[Any], int] = lambda response: int(response.error_code),
 ) -> Any:
-    """Send the same request until the answer is no invitation to try again.
+    """Send the same request until a non-retriable response.
 
     Args:
         kind, key: whose coordinator, see ``Cluster.coordinator``.

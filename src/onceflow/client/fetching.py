@@ -1,7 +1,7 @@
-"""One partition's log from a position to an end: Fetch requests, what is tried again, and answers cut into batches.
+"""Fetches one partition's log from a position to an end: requests, retries, and responses split into record batches.
 
 Two readers are built on it: `committed` hands out committed records in columns, `log_reader` everything that lies in
-the log. They differ in what they make of an answer, and in what they wait for.
+the log. They differ in what they return of a response, and in what they wait for.
 """
 
 from __future__ import annotations

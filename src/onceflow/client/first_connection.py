@@ -1,4 +1,4 @@
-"""The first connection to a cluster: a start that has the wrong address says so soon.
+"""The first connection to a cluster: a wrong address is an error soon, a slow server is not.
 
 Connections that are refused, and names that do not resolve, mean that no broker is there: all of them for some seconds
 are an error. A server that takes connections, or says nothing, may only be slow: it has as long as the start has.

@@ -1,4 +1,4 @@
-"""One question about many partitions: each leader is asked about its own, until all have answered."""
+"""One request about many partitions: each leader is asked about its own, until all have answered."""
 
 from __future__ import annotations
 

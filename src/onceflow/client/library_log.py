@@ -1,4 +1,4 @@
-"""kafka-python's log, as far as onceflow's own connections write it.
+"""Keeps what kafka-python logs of onceflow's own connections out of the log.
 
 kafka-python logs every refused connection as an error; ours are retried, counted and reported once. Whoever uses
 kafka-python in the same process keeps its log as it is: only what is logged inside of ``muted`` is left out.

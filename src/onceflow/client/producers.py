@@ -1,4 +1,4 @@
-"""Who is writing to partitions right now: the open transactions that their leaders know of (KIP-664)."""
+"""Open transactions of partitions, as their leaders know them (DescribeProducers, KIP-664)."""
 
 from __future__ import annotations
 

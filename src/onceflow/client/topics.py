@@ -1,4 +1,4 @@
-"""Topics: find those that users name, create, delete and let grow, read settings."""
+"""Topics: finding those that users name, creating, deleting, adding partitions, reading settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""kafka-python's connections, with two faults less.
+"""kafka-python's connections with two faults corrected.
 
 A broker that accepts a connection and then says nothing, because it is stopped or frozen, must not hold up a deadline:
 kafka-python 3.0 bounds the making of a connection, but not its TLS handshake.

@@ -1,4 +1,4 @@
-"""Which machine, container and boot this process runs in: how long what was seen of a local file stays true.
+"""Which machine, container and boot this process runs in. What was verified of a local file holds while these stay.
 
 Local stores are not synced to disk. What a process has written is in the kernel's memory until the disk has it, and the
 kernel shows it to every process. So a process that is killed loses nothing of what it had committed: LMDB writes the

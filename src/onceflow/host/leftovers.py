@@ -1,4 +1,4 @@
-"""Files and folders in the folder for temporary files whose names tell the process that made them."""
+"""Temporary files and folders of processes that have ended; their names have the process id."""
 
 from __future__ import annotations
 

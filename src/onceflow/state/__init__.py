@@ -1,1 +1,1 @@
-"""State of a flow: truth in a compacted topic, a local store as its cache, user code in between."""
+"""State of a flow: kept in a compacted topic, cached in local stores, read and changed by processors (user code)."""

@@ -1,4 +1,4 @@
-"""How many dead letters one run of a step has made: the first one of each cause is told, too many stop the flow."""
+"""How many dead letters one run of a step has made: the first one of each cause is logged, too many stop the flow."""
 
 from __future__ import annotations
 

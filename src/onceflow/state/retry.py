@@ -1,4 +1,4 @@
-"""``Retry``: brings dead letters back after a while, and parks those that no retry heals."""
+"""``Retry``: retries dead letters after a while, and parks those that keep failing."""
 
 from __future__ import annotations
 

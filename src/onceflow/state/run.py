@@ -1,6 +1,6 @@
 """One task's part of a batch of ``Flow.process``: open stores, run user code, write the changelog.
 
-Knows neither Spark nor who its outputs go to. Kafka first, then local: what changed is written to the topics in
+Knows neither Spark nor where its outputs go. Kafka first, then local: what changed is written to the topics in
 the batch's transaction, and left in the store as pending, to be applied when the batch is known to be committed.
 """
 

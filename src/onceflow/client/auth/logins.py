@@ -1,4 +1,4 @@
-"""Logins that a broker, or whoever gives out tokens, has refused."""
+"""Logins that a broker or a token provider has refused."""
 
 from __future__ import annotations
 

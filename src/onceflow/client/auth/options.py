@@ -1,4 +1,4 @@
-"""From connection options to the place where tokens come from. Pure: nothing is fetched here."""
+"""Connection options of OAUTHBEARER and AWS_MSK_IAM, turned into a source of tokens. Nothing is fetched here."""
 
 from __future__ import annotations
 

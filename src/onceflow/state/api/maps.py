@@ -1,4 +1,4 @@
-"""Maps and lists of a key: many rows, of which a call reads and writes only those it needs."""
+"""Maps and lists of a key. Every entry is a row of its own, so a call reads and writes only the entries it needs."""
 
 from __future__ import annotations
 

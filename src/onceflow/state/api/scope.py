@@ -1,4 +1,4 @@
-"""What all handles of a batch share: how rows are read, with expiry and migration, and how they begin."""
+"""What `State`, maps, lists and timers of a batch share: reading rows (with expiry and migration), and making them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Serdes: how keys, values and state become bytes and come back.
+"""Serdes: serializers and deserializers of keys, values and state.
 
 Any object with ``encode`` and ``decode`` will do, for example a wrapper of an Avro or Protobuf library. Null keys and
 values never reach a serde: they are None on both sides.

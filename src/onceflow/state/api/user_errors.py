@@ -1,6 +1,6 @@
 """Errors from the user's side: which serde did not take what, and which line of the user's code it came from.
 
-What is found out is kept on the exception and does not change it: user code that handles a ``TypeError`` of
+The explanation is kept in attributes of the exception, whose class stays: user code that handles a ``TypeError`` of
 ``state.put`` still gets a ``TypeError``. All of this runs only when something has failed.
 """
 

@@ -1,4 +1,4 @@
-"""What both engines share: limits of what they take, time, dead letters, late records, errors, what they hand over."""
+"""What both engines share: checking input, event time, dead letters and late records, errors, and the results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What of the state is due by time: timers, and rows that have expired."""
+"""What is due in a batch: timers that fire, and rows that have expired."""
 
 from __future__ import annotations
 

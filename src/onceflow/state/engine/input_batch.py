@@ -1,4 +1,4 @@
-"""Arrow batches of records on their way in: the same columns for all, then lists and groups."""
+"""Input records of an engine: Arrow batches with uniform columns, their metadata as lists, and groups by key."""
 
 from __future__ import annotations
 

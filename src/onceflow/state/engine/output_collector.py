@@ -1,4 +1,4 @@
-"""Records on their way out: checked and encoded one by one or as tables, handed over as Arrow batches."""
+"""Output records of an engine: checked and encoded one by one or as tables, and returned as Arrow batches."""
 
 from __future__ import annotations
 

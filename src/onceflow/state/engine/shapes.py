@@ -1,4 +1,4 @@
-"""The shape of state: whether a value that was stored has the fields that a processor looks for now."""
+"""Whether a stored value has the fields that the processor expects now."""
 
 from __future__ import annotations
 

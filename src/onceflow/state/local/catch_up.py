@@ -1,4 +1,4 @@
-"""Brings the local copy of one partition from what it holds to what is committed: settled, caught up, or restored.
+"""Brings the local copy of one partition up to what is committed in Kafka: settled, caught up, or restored.
 
 Each write is one commit of the store, with the commit record that goes with it, and only if nobody else has written
 meanwhile. So a process that is killed leaves a copy that the next one continues.

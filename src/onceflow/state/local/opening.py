@@ -1,9 +1,9 @@
-"""The local copy of one partition of a table: brought up to what is committed in Kafka, or made anew from it.
+"""Opens the local copy of one partition of a table, brought up to what is committed in Kafka.
 
 Kafka first, then local. A batch leaves its changes here as *pending*; the next one, which knows what was
 committed, applies them or drops them. The *commit record* says which flow and table the rows are of and up to which
-offsets of the two topics they go; it moves in the same commit as the rows. Whatever is missing, foreign or
-damaged ends the same way: the data are removed and read again.
+offsets of the two topics they go; it moves in the same commit as the rows. A copy that is
+missing, damaged or of another table is removed, and restored from Kafka.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Local copies are opened, and brought up to what is committed: in a batch, or before one begins.
+"""Opens local copies in a batch, or brings them up to what is committed before a batch begins.
 
 A batch has to end before its transaction times out, and nobody can say how long a restore takes. So a copy that lacks
 much, or has to be verified, can be prepared first, with no transaction open: by the driver, or by a task of a job of

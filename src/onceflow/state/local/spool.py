@@ -1,4 +1,4 @@
-"""Changes that wait on disk until there are enough of them for a commit, so that memory holds few of them."""
+"""Collects changes on disk until there are enough for one commit, so that memory holds few of them."""
 
 from __future__ import annotations
 

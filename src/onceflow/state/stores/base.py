@@ -1,4 +1,4 @@
-"""What a local store of one table partition can do, and the sum that shows whether it still holds what it held.
+"""The interface of local stores of one table partition, and the checksum that shows damage.
 
 A store is a cache of Kafka: it may be lost or damaged at any time, but it must never be wrong unnoticed. So
 every write keeps a checksum over all rows and blobs in the same commit, and what an engine makes of a damaged

@@ -1,4 +1,4 @@
-"""Who writes to an LMDB folder: one process and one thread at a time, and whoever waits does so in bounded time.
+"""One writer of an LMDB folder at a time (process and thread); the others wait in bounded time.
 
 LMDB has a lock of its own for this, but waits at it without end: a process that is stopped (SIGSTOP, a debugger, a
 frozen container) while it writes would hang all others. So writers come to this lock first. Where everybody does,

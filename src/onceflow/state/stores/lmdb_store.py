@@ -1,4 +1,4 @@
-"""The default store: LMDB, which many processes read while one writes, and which a kill leaves whole."""
+"""The default store, LMDB: many processes read while one writes, and a killed process leaves it intact."""
 
 from __future__ import annotations
 

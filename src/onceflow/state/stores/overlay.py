@@ -1,4 +1,4 @@
-"""Changes of a batch over the committed rows of a store: reads see both, and a savepoint takes changes back."""
+"""Uncommitted changes of a batch over the committed rows of a store. Reads see both; changes can be rolled back."""
 
 from __future__ import annotations
 
