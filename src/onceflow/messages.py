@@ -1,4 +1,4 @@
-"""What the driver and its tasks tell each other. All of it is frozen, and encoded in this file only.
+"""The messages between the driver and its tasks. All of them are frozen, and encoded in this file only.
 
 *Orders* go to the tasks: a `WriteOrder` for rows that are outputs, a `StateOrder` for a process step, a `PrepareOrder`
 for the local copies that a batch will need. They hold secrets (``settings``), so they travel with the tasks' code only,
@@ -103,7 +103,7 @@ class StateOrder:
         topic: where outputs go that name no topic. A record that names this one is no side output.
         modulus: a partition belongs to the task (or to the table partition, see ``co_partitioned``) whose number is
             its remainder by this.
-        co_partitioned: rows came straight from source partitions that are numbered as those of the table.
+        co_partitioned: rows come from source partitions that are numbered as those of the table.
         due: partitions to open even if they have no rows: something is due there.
         taken: with ``co_partitioned``, the source partitions that each task reads; empty where nothing is due.
     """

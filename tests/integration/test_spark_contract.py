@@ -63,6 +63,7 @@ _TWICE = "a stage that Spark attempted twice goes unnoticed, so batches are refu
 _SOURCE = 'partitioner="source" and process steps without a shuffle are refused'
 _MOVED = "rows are not sent to the task that owns their partition"
 _STEP = "a process step inside a query cannot be run"
+_SAME = "operators that change nothing are not told from others"
 
 MEMBERS = [
     Member(f"{_CLASSIC}.Dataset", "ofRows", 2, "plans.py", _STEP),
@@ -156,6 +157,12 @@ MEMBERS = [
     ),
     Member(f"{_CATALYST}.expressions.Alias", "<init>", 6, "plans.py", _STEP),
     Member(f"{_CATALYST}.plans.logical.Project", "<init>", 2, "plans.py", _STEP),
+    Member(f"{_CATALYST}.plans.logical.Project", "projectList", 0, "plans.py", _SAME),
+    Member(f"{_CATALYST}.plans.logical.Filter", "condition", 0, "plans.py", _SAME),
+    Member(f"{_CATALYST}.expressions.Expression", "foldable", 0, "plans.py", _SAME),
+    Member(f"{_CATALYST}.expressions.Expression", "deterministic", 0, "plans.py", _SAME),
+    Member(f"{_CATALYST}.expressions.Expression", "eval", 1, "plans.py", _SAME),
+    Member(f"{_CATALYST}.trees.TreePattern", "CURRENT_LIKE", 0, "plans.py", _SAME),
     Member(f"{_CATALYST}.plans.logical.LogicalPlan", "withNewChildren", 1, "plans.py", _STEP),
     Member(f"{_CATALYST}.plans.logical.LogicalPlan", "containsPattern", 1, "jvm.py", "user functions are not checked"),
     Member(f"{_CATALYST}.trees.TreePattern", "PYTHON_UDF", 0, "imports.py", "user functions are not checked"),

@@ -24,6 +24,8 @@ ALLOWED = {
     "protocol": {"errors"},
     "host": {"errors"},
     "client": {"errors", "protocol"},
+    "messages": {"client", "errors", "protocol", "state", "user_code"},
+    "task": {"client", "errors", "hooks", "messages", "protocol", "spark", "state"},
     "planning": {"durations", "errors", "messages", "protocol", "spark", "state", "task"},
 }
 

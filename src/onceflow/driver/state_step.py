@@ -1,4 +1,4 @@
-"""The driver's part of ``Flow.process`` in a batch: what tasks are told, what comes back, what is known after it.
+"""The driver's part of ``Flow.process`` in a batch: the orders of tasks, their reports, and what is known after it.
 
 Where a batch runs is decided by ``planning/placement.py``; each of the three ways is a module of its own:
 ``step_on_driver.py``, ``step_fused.py`` and ``step_two_stage.py``.
@@ -251,7 +251,7 @@ class StateStep:
         return self._done.get(table, _NOTHING).states
 
     def _order(self, table: str, place: Placement, write: WriteOrder) -> StateOrder:
-        """What the tasks of a step are told; how they get their rows is filled in when that is known."""
+        """The order of a step's tasks; how they get their rows is filled in when that is known."""
         return StateOrder(
             spec=self._by_name[table].spec,
             moment=self._moments[table],

@@ -16,7 +16,7 @@ from onceflow.spark.task_shuffle import repartition_by_task
 
 
 def placed(df: DataFrame, order: StateOrder, step: StepPlacement) -> tuple[DataFrame, int, StateOrder]:
-    """The rows where their partition of the table is, the number of tasks, and what these are told."""
+    """The rows where their partition of the table is, the number of tasks, and their order."""
     order = replace(order, modulus=step.modulus)
     if step.move == "co-partitioned":
         order = replace(order, co_partitioned=True)

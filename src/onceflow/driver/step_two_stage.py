@@ -28,7 +28,7 @@ class Stages:
 
     Args:
         df: the rows of the batch.
-        order: what the tasks of a table's step are told, as far as it does not depend on where they run.
+        order: that of the tasks of a table's step, as far as it does not depend on where they run.
     """
 
     def __init__(

@@ -204,7 +204,7 @@ def _place_step(step: StepShape, shape: QueryShape, learnt: Learnt, batch: Batch
             read = (batch.read or ()) if due else ()
             return StepPlacement(step.table, "co-partitioned", wanted, step.partitions, read)
     tasks = task_count(step.partitions, wanted)
-    # Without rows there may be no task to take them together from.
+    # Without rows there may be no task to merge.
     move: Move = "one task" if tasks == 1 and batch.rows and step.from_stream else "shuffle"
     return StepPlacement(step.table, move, tasks, tasks)
 
