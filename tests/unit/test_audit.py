@@ -11,7 +11,7 @@ import pytest
 from pyspark.sql import Row
 
 from onceflow import errors
-from onceflow.driver.audit import Audit, audit, together
+from onceflow.driver.audit import Audit, audit, combined
 from onceflow.errors import (
     BadRecordError,
     BatchAbortedError,
@@ -202,12 +202,12 @@ def test_largest_numbers_travel() -> None:
     assert travelled([big]) == [big]
 
 
-def test_stages_together() -> None:
+def test_stages_combined() -> None:
     """What the state stage wrote to its tables is in no count of outputs; one partition has one stage."""
     state = check([report(0, "table", 0, 4), report(1, "table", 1, 1)], 2)
     outputs = check([report(0, "a", 0, 3)], 1)
-    both = together([outputs, state], {"table"}, flow="orders", batch=8)
+    both = combined([outputs, state], {"table"}, flow="orders", batch=8)
     assert (both.records, both.nbytes) == (3, 80)
     assert both.partitions == {"a": [0], "table": [0, 1]}
     with pytest.raises(ProgressConflictError, match="Two stages wrote to table-1"):
-        together([check([report(0, "table", 1, 1)], 1), state], {"table"}, flow="orders", batch=8)
+        combined([check([report(0, "table", 1, 1)], 1), state], {"table"}, flow="orders", batch=8)

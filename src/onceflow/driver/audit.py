@@ -92,7 +92,7 @@ def audit(
     )
 
 
-def together(audits: Sequence[Audit], tables: Container[str], *, flow: str, batch: int) -> Audit:
+def combined(audits: Sequence[Audit], tables: Container[str], *, flow: str, batch: int) -> Audit:
     """What all stages of a batch wrote.
 
     Args:

@@ -26,7 +26,7 @@ from onceflow.client.deadline import Deadline
 from onceflow.client.settings import ClientSettings
 from onceflow.client.transactions import Outcome
 from onceflow.driver import batch_errors, progress_log
-from onceflow.driver.audit import Audit, Part, audit, together
+from onceflow.driver.audit import Audit, Part, audit, combined
 from onceflow.driver.batch_errors import in_short
 from onceflow.driver.delivery import Delivery
 from onceflow.driver.late_rows import LateRows
@@ -233,7 +233,7 @@ class BatchCommit:
         if self._state is not None:
             self._state.audit()
         tables = set() if self._state is None else self._state.topics
-        return together(checked, tables, flow=self._names.flow, batch=batch)
+        return combined(checked, tables, flow=self._names.flow, batch=batch)
 
     def _audit_part(self, df: DataFrame, part: Part, batch: int) -> Audit:
         written = part.reports

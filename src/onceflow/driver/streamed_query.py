@@ -101,8 +101,10 @@ def divide(
 
 
 def _without_needless(spark: SparkSession, tree: Tree, partitioner: str, flow: str) -> Tree:
-    """The tree without operators that change nothing. With another partitioner they make the outputs of a step ordinary
-    rows, that it may place."""
+    """The tree without operators that change nothing.
+
+    They stay with another partitioner than ``key``, which can place rows of operators, but not the outputs of a step.
+    """
     if partitioner == "key":
         return stripped(spark, tree)
     if tree.step is None:
