@@ -102,6 +102,7 @@ def test_driver_kills_itself(make_pipe: Any, step: str) -> None:
     check_recovered(pipe)
 
 
+@pytest.mark.short_form
 def test_exception(make_pipe: Any, inject: Any) -> None:
     """In one flow: what follows a failed batch fails itself, at the next step."""
     pipe = make_pipe()

@@ -51,6 +51,7 @@ def test_tasks_without_a_shuffle(make_state_pipe: Any, by_tasks: Any) -> None:
     pipe.check()
 
 
+@pytest.mark.short_form
 def test_tasks_with_a_shuffle(make_state_pipe: Any, by_tasks: Any) -> None:
     """The table has other partitions than the source."""
     pipe = make_state_pipe(partitions=2, target_partitions=4)
@@ -142,6 +143,7 @@ def test_many_outputs_that_belong_to_other_tasks(
     pipe.check()
 
 
+@pytest.mark.short_form
 @pytest.mark.parametrize("small_batch_rows", [0, pytest.param(4000, marks=pytest.mark.long)])
 def test_inside_a_query(make_state_pipe: Any, small_batch_rows: int) -> None:
     """Any PySpark may follow a process step."""
