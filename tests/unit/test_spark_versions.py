@@ -53,6 +53,14 @@ def test_session_and_flow_refuse_at_the_first_call(monkeypatch: pytest.MonkeyPat
         onceflow.Flow("any", spark, bootstrap_servers="127.0.0.1:9")
 
 
+def test_pyspark_and_its_jvm_are_of_one_version() -> None:
+    versions.check_running(installed_spark_version())
+    others = [version for version in versions.SUPPORTED if version != versions.current()]
+    for major, minor in others:
+        with pytest.raises(EnvironmentUnusableError, match=r"of another version(.|\n)*SPARK_HOME"):
+            versions.check_running(f"{major}.{minor}.0")
+
+
 def test_package_metadata_pins_and_code_say_the_same() -> None:
     assert f'    "{SPARK_REQUIREMENT}",\n' in (ROOT / "pyproject.toml").read_text()
     allowed = Requirement(SPARK_REQUIREMENT).specifier

@@ -32,6 +32,7 @@ _INTERRUPTIONS = frozenset(
 # in front of it.
 _CANCELLED_TEXT = re.compile(r"Job \d+ cancelled\b")
 _SPARK_EXCEPTION = "org.apache.spark.SparkException"
+_WAITED = "Exception thrown in awaitResult"
 _KAFKA_TIMEOUT = "org.apache.kafka.common.errors.TimeoutException"
 _MAX_CAUSES = 20
 _QUERY_ID = "sql.streaming.queryId"  # local property of the thread that runs a query's batches
@@ -354,9 +355,17 @@ def is_being_stopped(spark: SparkSession) -> bool:
 
 def first_line(error: BaseException) -> str:
     """A short text of a Spark job's failure, see `blamed_line`."""
-    java = getattr(error, "java_exception", None)
-    text = str(java.getMessage()) if java is not None and java.getMessage() else str(error)
-    return blamed_line(text) or type(error).__name__
+    return blamed_line(_message(error)) or type(error).__name__
+
+
+def _message(error: BaseException) -> str:
+    if getattr(error, "java_exception", None) is not None:
+        for thrown in _thrown(error):
+            message = thrown.getMessage()
+            # A thread that waited for another one says only that. Spark 3.5 does not look at the cause.
+            if message and not str(message).startswith(_WAITED):
+                return str(message)
+    return str(error)
 
 
 def blamed_line(text: str) -> str:

@@ -93,7 +93,7 @@ def check_session(spark: SparkSession, flow: str) -> None:
             flow=flow,
             next_step=f'{again()}use a classic session: onceflow.session(master="...")',
         )
-    versions.check(spark.version)
+    versions.check_running(spark.version)
     if str(spark.conf.get("spark.speculation", "false")).lower() == "true":
         raise UnsupportedQueryError(
             "spark.speculation is on: two attempts of a task would write under one producer epoch",

@@ -89,6 +89,23 @@ def check(version: str | None = None) -> None:
         )
 
 
+def check_running(version: str) -> None:
+    """Refuse a Spark that is not supported, or not the one that PySpark belongs to.
+
+    Args:
+        version: of the running Spark, as its JVM says.
+
+    Raises:
+        EnvironmentUnusableError: with what to do.
+    """
+    check(version)
+    if parsed(version) != current():
+        raise EnvironmentUnusableError(
+            f"Spark {version} runs with pyspark {installed_spark_version()}, of another version",
+            next_step="install the pyspark of the same version, or correct SPARK_HOME",
+        )
+
+
 def names(versions: tuple[Version, ...]) -> str:
     """For people: ``3.5, 4.0 and 4.1``."""
     texts = [f"{major}.{minor}" for major, minor in versions]
@@ -96,7 +113,7 @@ def names(versions: tuple[Version, ...]) -> str:
 
 
 def current() -> Version:
-    """The version of PySpark in this process. That of the JVM is the same, see `check`."""
+    """The version of PySpark in this process. That of the JVM is the same, see `check_running`."""
     global _current
     if _current is None:
         _current = parsed(installed_spark_version()) or (0, 0)
