@@ -494,10 +494,10 @@ def draining(monkeypatch: pytest.MonkeyPatch) -> None:
     "state_format, completes",
     [
         (1, True),
-        (2, False),
+        pytest.param(2, False, marks=pytest.mark.spark_since(4, 0)),
         # Each format and each way is left for `make test`.
         pytest.param(1, False, marks=pytest.mark.long),
-        pytest.param(2, True, marks=pytest.mark.long),
+        pytest.param(2, True, marks=[pytest.mark.long, pytest.mark.spark_since(4, 0)]),
     ],
     indirect=["state_format"],
 )

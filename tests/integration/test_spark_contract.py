@@ -318,7 +318,7 @@ def test_no_private_name_of_pyspark_is_used_without_a_contract() -> None:
 
 @pytest.mark.parametrize("tasks", [1, 2, 7, 64])
 def test_rows_go_to_the_task_that_the_column_names(onceflow_spark: Any, tasks: int) -> None:
-    rows = onceflow_spark.range(0, 1000, 1, 3).withColumn("task", (F.col("id") * 7 % tasks).cast("int"))
+    rows = onceflow_spark.range(0, 1000, 1, 3).withColumn("task", (F.col("id") * 5 % tasks).cast("int"))
     moved = repartition_by_task(rows, tasks, F.col("task"))
     assert moved.rdd.getNumPartitions() == tasks
     seen = moved.select("task", F.spark_partition_id().alias("at")).distinct().collect()
