@@ -341,9 +341,9 @@ def killed_together(tmp_path: Path) -> Iterator[Callable[..., None]]:
         for step, pipe in pipes.items():
             batch = {} if step == "init" else {"batch": 2}
             rule = faults.fault(step, "pause", flow=pipe.flow, once_file=str(reached[step]), **batch)
-            rules += json.loads(rule)
+            rules += faults.rules_of(rule)
         arguments = [pipe.arguments(**options[step]) for step, pipe in pipes.items()]
-        process = run_driver(DRIVERS, json.dumps(rules), arguments)
+        process = run_driver(DRIVERS, faults.value_of(*rules), arguments)
         said: list[str] = []
         reader = threading.Thread(target=lambda: said.extend(process.stdout or ()), daemon=True)
         reader.start()
@@ -443,7 +443,7 @@ def inject_at_every_step(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Non
         faults._fired.clear()
         rules = [{"step": hooks.STEPS[0], "action": action}]
         rules += [{"step": step, "action": action, "batch": n} for n, step in enumerate(hooks.STEPS[1:], 2)]
-        monkeypatch.setenv(hooks.VARIABLE, json.dumps(rules))
+        monkeypatch.setenv(hooks.VARIABLE, faults.value_of(*rules))
 
     return inject_
 
