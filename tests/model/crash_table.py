@@ -44,10 +44,10 @@ def _row(model: Model, step: str) -> tuple[str, str, str, str]:
     if model.final(end) or writes != BATCHES - (batch if committed else batch - 1):
         raise AssertionError(f"after a crash at {step}: {writes} batches are written; {model.final(end)}")
     readers = (
-        "all of it" if crashed.progress.at >= batch else "all, as soon as markers are there" if committed else "nothing"
+        "all of it" if crashed.progress.at >= batch else "all of it, once the markers are there" if committed else "nothing"
     )
     transaction = "open" if state == ONGOING else "committed" if committed else "not begun"
-    restart = "goes on behind the batch" if committed else "runs the batch"
+    restart = "continues after the batch" if committed else "runs the batch"
     return step, transaction, readers, f"aborts it, {restart} again" if state == ONGOING else restart
 
 
