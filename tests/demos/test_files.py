@@ -188,7 +188,7 @@ class Run:
         passed = driver.run()
         # What names a topic is a side output, and never comes to the fetch step.
         links_to_fetch = [record for record in passed if record.topic in (None, "links")]
-        aside = [*(record for record in passed if record.topic not in (None, "links")), *driver.dead_letters]
+        elsewhere = [*(record for record in passed if record.topic not in (None, "links")), *driver.dead_letters]
         batch = pa.RecordBatch.from_pylist(
             [
                 {
@@ -203,7 +203,7 @@ class Run:
             schema=SCHEMA,
         )
         self.found: dict[str, list[Message]] = {topic: [] for topic in TOPICS}
-        for record in aside:
+        for record in elsewhere:
             self._found(str(record.topic), record.key, record.value, tuple(record.headers))
         for out in Fetch(Downloads(places, LIMITS, str(folder)))([batch]):
             assert out.schema == SCHEMA

@@ -227,7 +227,7 @@ def test_the_processor_makes_exactly_this(story: list[Moment | Bad], arrivals: l
     assert dead_letters == Counter(each.value for each in by_id.values())
     assert len(driver.states) == 2 * PARTITIONS
     assert len(driver.timers) == 4 * PARTITIONS
-    assert most <= data.moments_at_most(SEED, COUNT, PARTITIONS, records_per_batch=batch) < len(story)
+    assert most <= data.max_moments(SEED, COUNT, PARTITIONS, records_per_batch=batch) < len(story)
 
 
 # ---- state -------------------------------------------------------------------------------------------
@@ -244,7 +244,7 @@ def test_the_peak_of_a_table_counts_live_keys() -> None:
 
 
 def test_state_is_small_where_there_are_many_records() -> None:
-    bound = data.moments_at_most(SEED, 100_000, PARTITIONS, records_per_batch=1000)
+    bound = data.max_moments(SEED, 100_000, PARTITIONS, records_per_batch=1000)
     assert bound < 0.4 * sum(isinstance(part, Moment) for part in data.story(SEED, 100_000, PARTITIONS))
 
 

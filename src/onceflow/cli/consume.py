@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     help="Where to begin: earliest, latest, or an offset.",
 )
 @click.option("--partition", type=click.IntRange(min=0), help="Read only this partition.  [default: all]")
-@click.option("--max", "most", type=click.IntRange(min=1), metavar="N", help="Stop after N records.")
+@click.option("--max", "max_records", type=click.IntRange(min=1), metavar="N", help="Stop after N records.")
 @click.option("--follow", is_flag=True, help="Wait for more records until Ctrl-C.")
 @click.option("--headers", is_flag=True, help="Also show the headers.")
 @click.option("--json", "as_json", is_flag=True, help="Print a line of JSON for each record, with all of its fields.")
@@ -37,7 +37,7 @@ def consume(
     settings: ClientSettings,
     start: str,
     partition: int | None,
-    most: int | None,
+    max_records: int | None,
     follow: bool,
     headers: bool,
     as_json: bool,
@@ -61,11 +61,11 @@ def consume(
     with contextlib.closing(Cluster(settings)) as cluster, interruptible() as check:
         found = topic_records.read(cluster, topic, start=first, partition=partition, follow=follow, check=check)
         for records in found:
-            wanted = records if most is None else records[: most - count]
+            wanted = records if max_records is None else records[: max_records - count]
             # One write for many lines.
             click.echo("\n".join(to_json(r) if as_json else _line(r, headers) for r in wanted))
             count += len(wanted)
-            if count == most:
+            if count == max_records:
                 return
         stable = topic_records.stable_offsets(cluster, topic, partition, Deadline(30.0, f"reading {topic}"))
         for number, offsets in topic_records.held_back(cluster, topic, stable).items():

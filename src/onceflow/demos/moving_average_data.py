@@ -148,7 +148,7 @@ def inputs(measurements: Iterable[Measurement]) -> Iterator[Input]:
 
 
 def identify(message: Message) -> str | None:
-    """Of a measurement, its averages or its letter."""
+    """Of a measurement, its averages or its dead letter."""
     number = dict(message.headers).get(NUMBER)
     if number is not None:
         return number.decode()

@@ -153,7 +153,7 @@ class Pairs(Chain):
         for name in self.dead_letters:
             audit.problems += self.wrong_causes(name)[:5]
         peaks = {version: self.peak(version, audit) for version in self.versions}
-        bound = data.moments_at_most(
+        bound = data.max_moments(
             self.choices.seed,
             self.choices.records,
             self.partitions["events"],

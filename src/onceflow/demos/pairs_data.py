@@ -198,7 +198,7 @@ def live_rows(messages: Iterable[Message]) -> Rows:
     return Rows(sum(peaks.values()), sum(map(len, live.values())))
 
 
-def moments_at_most(seed: int, count: int, partitions: int, *, records_per_batch: int) -> int:
+def max_moments(seed: int, count: int, partitions: int, *, records_per_batch: int) -> int:
     """How many moments a service that forgets what is over may have to remember at a time.
 
     Those of the allowed lateness and of the disorder, and of three batches: event time moves on between two batches,
