@@ -56,10 +56,10 @@ class Link:
     Args:
         flow: its name.
         sources: the topics it reads.
-        done: what a record that it is through with counts as, on the display.
-        script, arguments: how its process is started: a Python file, and what comes before the options.
-        keeps_state: it is given ``--state-dir``; after some of its deaths, what is in there is deleted.
-        share: how many of the demo's records it gets; kills are planned over its batches.
+        done: label of its processed records on the display.
+        script, arguments: the Python file of its process, and the arguments before the options.
+        keeps_state: it gets ``--state-dir``. After some kills, that folder is deleted.
+        share: the part of the demo's records that it reads. Kills are planned over its batches.
     """
 
     flow: str
@@ -73,13 +73,13 @@ class Link:
 
 @dataclass
 class Audit:
-    """What was found when all was done.
+    """What was found when all records were processed.
 
     Args:
         topics: findings per topic, in the order of the demo's topics.
         hidden: records of aborted transactions per topic.
-        problems: whatever else is wrong, one line each; the demo has failed if there are any.
-        tables: more to show. facts: more for the last line.
+        problems: everything else that is wrong, one line each. The demo fails if there are any.
+        tables: further tables to show. facts: further fields of the last line.
     """
 
     topics: list[Findings] = field(default_factory=list)
@@ -98,12 +98,12 @@ class Chain(abc.ABC):
     """One run of a demo.
 
     Args:
-        folder: for the logs, local state and whatever killed processes leave behind.
-        deadline: of the whole run.
+        folder: for logs, local state, and files that killed processes leave behind.
+        deadline: for the whole run.
     """
 
     name: ClassVar[str]
-    #: Of the topics that the demo makes. Different counts on purpose: a record must be placed anew in every topic.
+    #: Partitions of the demo's topics. They differ, so that a record is placed anew in every topic.
     partitions: ClassVar[Mapping[str, int]]
     #: Configuration of these topics, where it is not the broker's.
     configs: ClassVar[Mapping[str, Mapping[str, str]]] = {}
@@ -113,10 +113,10 @@ class Chain(abc.ABC):
     inputs_of: ClassVar[tuple[str, ...]]
     outputs: ClassVar[tuple[str, ...]]
     dead_letters: ClassVar[tuple[str, ...]] = ()
-    #: With fewer a batch is hardly one.
-    records_per_batch_min: ClassVar[int] = 100
+    #: Smaller batches would not be realistic.
+    min_records_per_batch: ClassVar[int] = 100
     #: A longer run than that has more batches, not larger ones.
-    records_per_batch_max: ClassVar[int | None] = None
+    max_records_per_batch: ClassVar[int | None] = None
 
     def __init__(self, choices: Choices, bootstrap_servers: str, folder: Path, deadline: Deadline) -> None:
         self.choices = choices
@@ -130,8 +130,8 @@ class Chain(abc.ABC):
         # A flow reads a bit less than the bound and the next some control records more: never fewer batches.
         self.batches = BATCHES_PER_LIFE * (choices.kills + 1)
         self.records_per_batch = max(1, choices.records // self.batches)
-        if self.records_per_batch_max is not None and self.records_per_batch > self.records_per_batch_max:
-            self.records_per_batch = self.records_per_batch_max
+        if self.max_records_per_batch is not None and self.records_per_batch > self.max_records_per_batch:
+            self.records_per_batch = self.max_records_per_batch
             self.batches = choices.records // self.records_per_batch
         rng = random.Random(f"kills-{choices.seed}")
         self.services = [self._service(link, rng) for link in self.links]
@@ -175,7 +175,7 @@ class Chain(abc.ABC):
         return contextlib.nullcontext()
 
     def through(self, display: Display) -> bool:
-        """Whether all is out. Asked once a second when every flow has read its sources to their ends."""
+        """Whether all outputs are written. Asked once a second after every flow has read its sources to their ends."""
         return True
 
     def judge(self, name: str, finding: Findings) -> list[str]:
@@ -183,7 +183,7 @@ class Chain(abc.ABC):
         return finding.examples
 
     def look_further(self, audit: Audit, display: Display) -> None:
-        """Audit what is no topic of expected records, when these have been audited."""
+        """Audit everything else, after the topics of expected records."""
         return
 
     def more_topics(self) -> list[str]:
@@ -210,7 +210,7 @@ class Chain(abc.ABC):
     # ---- the run -------------------------------------------------------------------------------------
 
     def run(self) -> dict[str, Any]:
-        """All of it. The verdict, as it is printed."""
+        """Run the demo and return its verdict, as it is printed."""
         totals = {"produced": self.choices.records, **{link.done: self.choices.records for link in self.links}}
         totals["kills"] = len(self.links) * self.choices.kills
         with Display(totals) as display, self.surroundings():
@@ -230,7 +230,7 @@ class Chain(abc.ABC):
         return self.report(audit)
 
     def process(self, display: Display) -> None:
-        """All services run, and die, until nothing is left to read."""
+        """Run all services, with their kills, until nothing is left to read."""
         self.run_together(range(len(self.links)), display)
 
     def await_source(self, display: Display) -> None:
@@ -355,7 +355,7 @@ def run_chain(kind: type[Chain], choices: Choices) -> dict[str, Any]:
         OptionError: too few records for so many kills.
         OnceflowError: it could not be brought to its end; the logs are kept.
     """
-    least = kind.records_per_batch_min * BATCHES_PER_LIFE * (choices.kills + 1)
+    least = kind.min_records_per_batch * BATCHES_PER_LIFE * (choices.kills + 1)
     if choices.records < least:
         raise OptionError(
             f"{choices.records} records are too few for {choices.kills} kills per flow",

@@ -52,7 +52,7 @@ class Files(Chain):
     inputs_of = ("links",)
     outputs = ("transactions",)
     dead_letters = ("failed", "bad-rows")
-    records_per_batch_min = 3
+    min_records_per_batch = 3
 
     @cached_property
     def server(self) -> FilesServer:

@@ -66,7 +66,7 @@ class Pairs(Chain):
 
     name = "pairs"
     inputs_of = ("events",)
-    records_per_batch_max = 12_000  # what the state holds is some minutes, and up to three batches
+    max_records_per_batch = 12_000  # what the state holds is some minutes, and up to three batches
     configs: ClassVar[Mapping[str, Mapping[str, str]]] = dict.fromkeys(
         ("events", "late", "dead-letters", "as", "bs", "dead-letters-sort"), KEPT
     )

@@ -38,13 +38,13 @@ def read_final(
     replay: Replay | Mapping[Any, Any] | None = None,
     state_value: Callable[[bytes], Any] = bytes,
 ) -> Final:
-    """Read everything, with librdkafka and read_committed. The drivers must be done.
+    """Read everything with librdkafka at read_committed. The drivers must have ended.
 
     Args:
-        options: of librdkafka, for the connection.
-        seconds: for all of it. Transactions that a killed driver left open are waited for.
-        start: from where on source records are looked at, if not from where the flow started. Without it all outputs
-            since then have to be there.
+        options: librdkafka's, for the connection.
+        seconds: limit for the whole read. It waits for the end of transactions that a killed driver left open.
+        start: offsets from which on source records are read; by default where the flow started, and then no output
+            since that start may have been deleted.
         progress_key: key of the flow's progress record, when the flow has a prefix.
         table: topic of a table of the flow, its state. replay: the state that must be there, or a function that makes
             it from the source records. state_value: decodes a value of the table.

@@ -1,9 +1,9 @@
-"""Does what consumers see go together with what drivers did? A checker of recorded histories, as Jepsen has them.
+"""Checks recorded histories, as Jepsen does: whether what consumers see agrees with what drivers did.
 
-Drivers record what they begin and what becomes of it (``Op``), every output names the attempt and the source record it
-was made from (``Tag``), and in the end an independent reader reads everything (``Final``). ``check`` compares the
-three. It knows nothing of how the sink works, so it finds what the sink's own checks overlook. Pure: no I/O; what
-records and reads is ``onceflow.testing.recorder``. It is about ``exactly_once``; docs/verification.md has the rules.
+Drivers record each attempt and its outcome (``Op``). Every output names the attempt that wrote it and the source record
+that it was made from (``Tag``). In the end an independent reader reads everything (``Final``). ``check`` compares the
+three. It knows nothing of how the sink works, so it finds what the sink's own checks overlook. It does no I/O:
+``onceflow.testing.recorder`` records and reads. The rules are those of ``exactly_once``; see docs/verification.md.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _MAX_EXAMPLES = 20
 
 @dataclass(frozen=True)
 class Anomaly:
-    """Something that must not be. count: how many records or batches are concerned; the rest describes one of them."""
+    """A violation. ``count`` says how many records or batches it concerns; the other fields describe one of them."""
 
     kind: str
     detail: str
@@ -72,7 +72,7 @@ class Verdict:
     """``passed``, ``failed`` (there are anomalies) or ``unknown`` (``why`` says what is missing).
 
     Args:
-        anomalies: of each kind the first 20. counts: how much there was to check, and of each kind how many records.
+        anomalies: the first 20 of each kind. counts: how much was checked, and how many records each kind concerns.
     """
 
     verdict: str
@@ -107,8 +107,8 @@ def check(
     Args:
         outputs_of: how many outputs a source record has: a number, or a function of topic, partition and offset.
         ordered: whether outputs of one key from one source partition must keep their order within a partition.
-        start: from where on every source record must have its outputs; by default where the flow started.
-        foreign: whether outputs without a tag, of other flows or of drivers that did not record are no anomaly.
+        start: offsets from which on every source record must have its outputs; by default where the flow started.
+        foreign: accept outputs without a tag, outputs of other flows, and outputs of drivers that did not record.
     """
     attempts = history.attempts(final.flow)
     statuses = Counter(attempt.status for attempt in attempts.values())

@@ -1,4 +1,4 @@
-"""An independent look at topics: confluent-kafka (librdkafka), read_committed, not one line of our own reader."""
+"""Reads topics with confluent-kafka (librdkafka) at read_committed, without any code of onceflow's own reader."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a proxy does with the bytes of its connections: frames pass, wait, vanish, or are sent once more.
+"""The connections of a proxy: frames are forwarded, held back, dropped, or sent once more.
 
 ``onceflow.testing.proxy`` is what tests use.
 """

@@ -1,6 +1,6 @@
-"""What goes wrong on the way between clients and brokers: rules, a seeded plan, a log. Pure: no sockets, no threads.
+"""Faults on the network between clients and brokers: rules, a seeded plan, a log. It has no sockets and no threads.
 
-``onceflow.testing.proxy`` asks a ``Network`` about every frame, and does what it answers. A rule is, as JSON::
+``onceflow.testing.proxy`` asks a ``Network`` about every frame, and does what it answers. A rule in JSON::
 
     {"action": "drop", "apis": ["EndTxn"], "direction": "answer", "probability": 0.2, "first": 3, "count": 10}
 
@@ -13,7 +13,7 @@ Actions:
 
 - ``delay``: the frame, and what is behind it in this direction of the connection, waits for ``seconds``.
 - ``duplicate``: once the request has been answered, the broker gets it again, on another connection; and
-  with ``seconds`` once more, so much later. Nobody hears the answers.
+  with ``seconds`` once more, so much later. The answers to the copies are dropped.
 - ``reorder``: the request is held back until a later one of the connection has been forwarded, at most for
   ``seconds`` (0.1 by default). The client has its answers in the order in which it asked.
 - ``drop``: the frame vanishes, the connection stays open.

@@ -22,7 +22,7 @@ TopicOffsets = Mapping[str, Mapping[int, int]]
 
 
 class Tag(NamedTuple):
-    """What an output was made from, and by whom; no two outputs have the same.
+    """Which source record an output was made from, and by which attempt. No two outputs have the same tag.
 
     Args:
         attempt: ``<producer id>:<epoch>`` of the transaction.
@@ -65,8 +65,8 @@ class Op:
     """One line of a history.
 
     Args:
-        kind: ``invoke``: an attempt begins; ``ok``: it is committed for sure; ``fail``: it is aborted for sure;
-            ``info``: nobody knows. An invoke that nothing follows counts as info.
+        kind: ``invoke``: an attempt begins; ``ok``: it was certainly committed; ``fail``: it was certainly aborted;
+            ``info``: its outcome is unknown. An invoke that nothing follows counts as info.
         attempt: as in ``Tag``. driver: the process that recorded it.
         start, end: source range of an invoke: topic, partition, offset.
     """
@@ -118,7 +118,7 @@ class History:
 
     @staticmethod
     def parse(lines: Iterable[str]) -> History:
-        """From JSON lines. A driver that is killed may leave its last line cut off: such a line is as good as none.
+        """From JSON lines. A driver that is killed may leave its last line cut off: such a line is ignored.
 
         Raises:
             ValueError: a line is something else, or more lines are cut off than there were drivers.
@@ -209,13 +209,13 @@ class Reads:
 
 @dataclass
 class Final:
-    """What there is in the end.
+    """What the topics hold in the end.
 
     Args:
         progress: batch and end offsets of every progress record, in the order of the log.
         sources: the offsets of the source records that a read_committed consumer sees, ascending.
-        complete: whether everything was read to its end. why: why not.
-        state, replay: state of the flow, and what it must be; both or none.
+        complete: whether everything was read to its end. why: why it was not.
+        state, replay: the flow's state, and what it must be; both or neither.
     """
 
     flow: str

@@ -40,7 +40,7 @@ _Timers = list[tuple[Any, Timer]]
 
 
 class ProcessorDriver:
-    """Sends records to a processor and looks at what comes out.
+    """Sends records to a processor and collects its outputs.
 
     ::
 
@@ -61,8 +61,8 @@ class ProcessorDriver:
 
     Attributes:
         outputs: all records that were yielded so far, decoded by the processor's serdes where these can.
-        late: dead letters of records that were behind the watermark: key and value in bytes, the cause in the headers.
-        dead_letters: dead letters of records that could not be processed, likewise.
+        late: records that came behind the watermark. Key and value are bytes, the cause is in the headers.
+        dead_letters: records that could not be processed, in the same form.
         watermark_ms: follows the event times less ``allowed_lateness`` after every batch; may be set.
         counts: what the engines counted, over all batches.
     """
@@ -163,7 +163,7 @@ class ProcessorDriver:
     # ---- what came of it -----------------------------------------------------------------------------
 
     def take(self) -> _Records:
-        """The outputs, which are forgotten."""
+        """The outputs so far; they are removed from ``outputs``."""
         taken, self.outputs = self.outputs, []
         return taken
 
@@ -249,7 +249,7 @@ class ProcessorDriver:
             self.watermark_ms = reached if self.watermark_ms is None else max(reached, self.watermark_ms)
 
     def _sorted(self, batch: pa.RecordBatch) -> Iterable[Record]:
-        """Letters go to their lists, the rest is returned, decoded."""
+        """Put dead letters and late records into their lists; return the other outputs, decoded."""
         decode_key = getattr(self.processor, "key", BYTES).decode
         decode_value = getattr(self.processor, "output", BYTES).decode
         for row in batch.to_pylist():

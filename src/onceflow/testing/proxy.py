@@ -66,11 +66,11 @@ class Proxy:
         self._network = network
 
     def pause(self) -> None:
-        """Let nothing pass, in neither direction. Connections stay open, and new ones can be made."""
+        """Hold back everything in both directions. Connections stay open, and new ones can be made."""
         self.gate.clear()
 
     def resume(self) -> None:
-        """Let everything pass that has piled up, requests of clients that have given up included."""
+        """Forward everything that was held back, also requests of clients that have given up."""
         self.gate.set()
 
     def cut_all(self) -> None:

@@ -1,8 +1,8 @@
-"""Records what a driver does, tags what its flow writes, and reads the result: the material of ``history.check``.
+"""Records what a driver does and tags what its flow writes, so that ``history.check`` can compare the two.
 
-In every process that runs the flow, ``Recorder(path).attach()`` before it starts; all may share one file. Rows get
-their tags from ``tagged``, outputs of a processor from ``tag_of``. When the drivers are done, ``verify`` checks whether
-what consumers see goes together with what the drivers did.
+Call ``Recorder(path).attach()`` in every process that runs the flow, before the flow starts. All of them may share one
+file. Rows get their tags from ``tagged``, outputs of a processor from ``tag_of``. When the drivers are done, ``verify``
+checks whether what consumers see agrees with what the drivers did.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Recorder:
     """Appends what the flows of this process do to a file of JSON lines. Usable in a with statement.
 
     Args:
-        path: may be there, and may be other drivers' file, too: a line is one write.
+        path: the file. It may exist and be shared with other drivers, because each line is one write.
         driver: name of this process in the history.
     """
 
@@ -225,10 +225,10 @@ def verify(
     start: TopicOffsets | None = None,
     **reading: Any,
 ) -> Verdict:
-    """The verdict on a flow whose drivers have recorded to ``path`` and are done.
+    """The verdict on a flow whose drivers recorded to ``path`` and have ended.
 
     Args:
-        sources, outputs: all topics it reads, and all that it writes tagged records to.
+        sources, outputs: all topics that the flow reads, and all to which it writes tagged records.
         outputs_of, ordered, foreign, start: see ``history.check``. reading: see ``read_final``.
     """
     final = read_final(bootstrap_servers, flow, sources, outputs, start=start, **reading)
