@@ -44,7 +44,11 @@ def _row(model: Model, step: str) -> tuple[str, str, str, str]:
     if model.final(end) or writes != BATCHES - (batch if committed else batch - 1):
         raise AssertionError(f"after a crash at {step}: {writes} batches are written; {model.final(end)}")
     readers = (
-        "all of it" if crashed.progress.at >= batch else "all of it, once the markers are there" if committed else "nothing"
+        "all of it"
+        if crashed.progress.at >= batch
+        else "all of it, once the markers are there"
+        if committed
+        else "nothing"
     )
     transaction = "open" if state == ONGOING else "committed" if committed else "not begun"
     restart = "continues after the batch" if committed else "runs the batch"
