@@ -209,9 +209,9 @@ RULES: tuple[Rule, ...] = (
     # Its end.
     Rule(Event.COMMIT, _to(Phase.COMMITTING, Phase.SEALED, Phase.COMMITTING) | _stay(Phase.COMPLETING_COMMIT), {}, {},
          _BATCH),
-    # IDLE: somebody else has begun it, who was given the same epoch.
+    # IDLE and FRESH: somebody else has begun it, who was given the same epoch.
     Rule(Event.COMMIT, _to(Phase.COMMITTING, Phase.IDLE, Phase.OPEN, Phase.COMMITTING) | _stay(Phase.COMPLETING_COMMIT),
-         {}, {}, _PLAIN),
+         _epoch(Epoch.USED, Epoch.FRESH, Epoch.USED), {}, _PLAIN),
     Rule(Event.COMMIT, _to(Phase.COMMITTED, Phase.SEALED), {}, {}, _WEAKER),
     Rule(Event.COMMIT_DONE, _NOW_COMMITTED, {Epoch.USED: Epoch.FRESH}, {}, _V2),
     Rule(Event.COMMIT_DONE, _NOW_COMMITTED, {Epoch.USED: Epoch.USED}, {}, _V1),
