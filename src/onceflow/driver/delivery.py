@@ -107,7 +107,7 @@ class ExactlyOnce:
         return identity
 
     def written(self, reports: Iterable[Report]) -> None:
-        """Remembers where this transaction begins in each partition; nothing is kept beyond it."""
+        """Every row is acknowledged. The first offset in each partition is kept, for the look at the markers."""
         for report in reports:
             if report.topic is not None:
                 known = report.base_offset >= 0  # a broker may not tell it of what it has seen before
@@ -164,7 +164,7 @@ class ExactlyOnce:
 
 
 class WithoutTransactions:
-    """Rows and progress one after the other; an identity serves until an attempt fails."""
+    """Rows and progress one after the other. One producer id serves until an attempt fails."""
 
     transactional_id: str | None = None
 
@@ -207,7 +207,7 @@ class WithoutTransactions:
         return Outcome.COMMITTED
 
     def abort(self, deadline: Deadline) -> None:
-        """How far the failed attempt got is not known, so nothing continues its sequences."""
+        """How far the failed attempt got is not known. So the next one gets a new producer id, with new sequences."""
         self._identity = None
         self.machine.on(Event.ABORT)
 
