@@ -1,7 +1,7 @@
-"""Every error onceflow raises: what happened, to which flow, topic and batch, and the next step.
+"""Every error that onceflow raises. It says what happened, to which flow, topic and batch, and what to do next.
 
-Errors cross process boundaries (a task raises, the driver reads), so each one pickles with all its
-fields. Messages never carry option values: an option may be a password.
+Errors cross process boundaries (a task raises, the driver reads), so each one can be pickled with all its fields.
+Messages never contain the values of options, because an option may be a password.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ class OnceflowError(Exception):
     """Base of all errors raised by onceflow.
 
     Args:
-        what: what happened, one sentence.
-        next_step: what the reader can do about it, one sentence.
-        flow: name of the flow it happened to.
-        topic: topic it happened to; a partition is written ``topic-3``.
-        batch: batch id, counted per flow since its first start.
-        detail: facts worth keeping (offsets, counts, broker messages).
+        what: what happened, in one sentence.
+        next_step: what the reader can do about it, in one sentence.
+        flow: the name of the flow.
+        topic: the topic; a partition is written ``topic-3``.
+        batch: the number of the batch, counted since the first start of the flow.
+        detail: facts such as offsets, counts, and messages of the broker.
     """
 
     def __init__(
@@ -67,10 +67,10 @@ class OnceflowError(Exception):
         }
 
     def locate(self: _Error, *, flow: str | None = None, topic: str | None = None, batch: int | None = None) -> _Error:
-        """Fill in the places that were not known where it was raised.
+        """Fill in flow, topic and batch if they were not known where the error was raised.
 
         Returns:
-            Itself: raised again it has one traceback, where a copy would bring two.
+            The error itself. If it is raised again it has one traceback; a copy would have two.
         """
         self.flow = flow if self.flow is None else self.flow
         self.topic = topic if self.topic is None else self.topic
@@ -84,9 +84,9 @@ class OnceflowError(Exception):
 
 @dataclass(frozen=True)
 class located:
-    """Fills in where it happened in every onceflow error that leaves the block: see `OnceflowError.locate`.
+    """Fills in flow, topic and batch in every onceflow error that leaves the block: see `OnceflowError.locate`.
 
-    A class rather than a generator: it adds no frame to the traceback of the error.
+    It is a class, not a generator, so that it adds no frame to the traceback of the error.
     """
 
     flow: str | None = None
@@ -112,11 +112,11 @@ class OptionError(OnceflowError):
 
 
 class EnvironmentUnusableError(OnceflowError):
-    """Java, Spark, a jar or a package this needs is missing or too old."""
+    """Java, Spark, a jar, a package or a local folder is missing, unusable or of an unsupported version."""
 
 
 class SchemaError(OnceflowError):
-    """The DataFrame has not the columns or column types that the sink takes."""
+    """The DataFrame lacks a column that the sink needs, or a column has an unsupported type."""
 
 
 class UnsupportedQueryError(OnceflowError):
@@ -124,11 +124,11 @@ class UnsupportedQueryError(OnceflowError):
 
 
 class BadRecordError(OnceflowError):
-    """One record cannot be written as it is: null topic, partition out of range, too large."""
+    """A record cannot be written, for example because its topic is null, or because it is too large."""
 
 
 class UnknownTopicError(OnceflowError):
-    """A source or output topic does not exist, or is not visible to this principal."""
+    """A topic does not exist, or this principal may not see it."""
 
 
 class BrokerUnreachableError(OnceflowError):
@@ -140,39 +140,39 @@ class BrokerUnsupportedError(OnceflowError):
 
 
 class PermissionDeniedError(OnceflowError):
-    """The broker refused: this principal has not the ACL the call needs."""
+    """The broker refused a request, because this principal lacks an ACL."""
 
 
 class AuthenticationFailedError(OnceflowError):
-    """The broker refused the credentials, or the TLS handshake failed."""
+    """The broker refused the credentials, the TLS handshake failed, or there is no valid token."""
 
 
 class DeadlineExceededError(OnceflowError):
-    """Something was waited for, in bounded time, and did not come."""
+    """A wait reached its time limit."""
 
 
 class FencedError(OnceflowError):
-    """A newer driver of the same flow has taken over its transactional id; this one stops (I6)."""
+    """A newer driver of the same flow has fenced this one, so this one stops (invariant I6)."""
 
 
 class BatchAbortedError(OnceflowError):
-    """A batch was aborted and run again as often as allowed, without success. Nothing of it is visible."""
+    """A batch has failed in all of its attempts. Every attempt was aborted, so nothing of the batch is visible."""
 
 
 class TransactionTimeoutError(OnceflowError):
-    """The broker ended the transaction because it was open for longer than its timeout."""
+    """The broker aborted the transaction, because it was open for longer than its timeout."""
 
 
 class ProgressConflictError(OnceflowError):
-    """Progress in Kafka and what is about to be written do not continue each other (I2)."""
+    """What is about to be written does not continue the flow's progress in Kafka (invariant I2)."""
 
 
 class DataLossError(OnceflowError):
-    """Source records that were not read yet are gone (expired, truncated, or topic re-created)."""
+    """Records are lost: source records expired before they were read, or records of a batch may be lost."""
 
 
 class ProtocolError(OnceflowError):
-    """The broker answered something the protocol does not allow, or an unknown error code."""
+    """A response is not allowed by the protocol or has an unknown error code, or a stored record cannot be decoded."""
 
 
 class DeadLetterLimitError(OnceflowError):
@@ -180,8 +180,8 @@ class DeadLetterLimitError(OnceflowError):
 
 
 class LateRowsError(OnceflowError):
-    """Spark dropped rows that were later than the watermark, and the flow was told ``late="fail"``."""
+    """Spark has dropped rows that were later than its watermark, and ``late="fail"`` was given to ``Flow.write``."""
 
 
 class ProcessorError(OnceflowError):
-    """User code of a processor, or one of its serdes, failed; or its state cannot be read by this version of it."""
+    """User code of a processor or one of its serdes raised, or this version of it cannot read the state."""

@@ -1,4 +1,4 @@
-"""The running query: Spark's StreamingQuery, that also knows why onceflow stopped it."""
+"""The running query: a Spark StreamingQuery that also knows why onceflow has stopped it."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _STOP_S, _LOOK_S = 10.0, 0.1
 class FlowQuery(SparkQuery):
     """Returned by ``Flow.write(...).start()``.
 
-    ``awaitTermination`` raises onceflow's own error (``FencedError``, ``BatchAbortedError``, ...) where
-    Spark would raise its text wrapped in a ``StreamingQueryException``; that one stays as the context.
+    ``awaitTermination`` raises onceflow's own error (``FencedError``, ``BatchAbortedError``, ...). Spark would wrap the
+    text of that error in a ``StreamingQueryException``.
     """
 
     def __init__(self, query: StreamingQuery, sink: BatchSink, on_stop: Callable[[], None]) -> None:
@@ -51,7 +51,7 @@ class FlowQuery(SparkQuery):
 
     @contextlib.contextmanager
     def awaited(self) -> Iterator[None]:
-        """Meanwhile somebody waits for the query to end: errors are raised there, and not logged as well."""
+        """While somebody waits for the query to end, errors are raised there. So they are not logged as well."""
         with self._awaiting:
             self._sink.awaited += 1
         try:
@@ -72,18 +72,18 @@ class FlowQuery(SparkQuery):
             log.error("the query of flow %s has ended: %s", self.flow, text)
 
     def release(self) -> None:
-        """Give back what the run holds, when it is over. Only the first call does something."""
+        """Release what the run holds, when it is over. Only the first call has an effect."""
         with self._release_lock:
             released, self._released = self._released, True
         if not released:
             self._on_stop()
 
     def awaitTermination(self, timeout: float | None = None) -> bool | None:
-        """Wait for the query to stop. ``timeout`` in seconds; True when it has stopped.
+        """Wait for the query to stop. ``timeout`` is in seconds; the result is True when it has stopped.
 
         Raises:
-            OnceflowError: why onceflow stopped it; ``EnvironmentUnusableError`` when Spark's JVM has ended.
-            StreamingQueryException: why Spark did.
+            OnceflowError: the reason why onceflow has stopped it. ``EnvironmentUnusableError``: Spark's JVM has ended.
+            StreamingQueryException: the reason why Spark has stopped it.
         """
         try:
             with self.awaited(), jvm_needed():
@@ -98,7 +98,11 @@ class FlowQuery(SparkQuery):
             raise self._reason(error) from None  # Spark's text is Java's stack, and the reason once more
 
     def processAllAvailable(self) -> None:
-        """Block until everything that is in the sources now has been committed."""
+        """Wait until everything that is in the sources now has been committed.
+
+        Raises:
+            OnceflowError, StreamingQueryException: as ``awaitTermination`` does.
+        """
         try:
             with self.awaited(), jvm_needed():
                 super().processAllAvailable()
@@ -107,10 +111,10 @@ class FlowQuery(SparkQuery):
             raise self._reason(error) from None  # Spark's text is Java's stack, and the reason once more
 
     def stop(self, *, batch_s: float = 0.0) -> None:
-        """Stop between two batches, or abort the one under way: it is run again at the next start.
+        """Stop the query. A batch that is under way is aborted, and the next start runs it again.
 
         Args:
-            batch_s: give the batch under way so many seconds to end; no further one begins.
+            batch_s: how many seconds the batch under way has to finish before it is aborted. No further batch begins.
         """
         if batch_s > 0:
             self._sink.held.set()
@@ -126,8 +130,8 @@ class FlowQuery(SparkQuery):
     def _stop_in_spark(self, *, idle: bool) -> None:
         """Stop Spark's query, and wait for its thread.
 
-        When brokers are away, this thread first waits for its Kafka clients, up to ``default.api.timeout.ms``
-        (``KafkaAdminClient.close``). With no batch under way nothing depends on that, so it is left behind.
+        When brokers do not answer, that thread first waits for its Kafka clients, up to ``default.api.timeout.ms``
+        (``KafkaAdminClient.close``). If no batch is under way, nothing depends on that, so this call returns earlier.
 
         Args:
             idle: no batch is under way, and none begins.
@@ -160,7 +164,7 @@ class FlowQuery(SparkQuery):
 
     @property
     def isActive(self) -> bool:
-        """Whether it runs; also False when Spark's JVM has ended."""
+        """Whether the query runs. False when Spark's JVM has ended."""
         try:
             with jvm_needed():
                 return bool(super().isActive)
@@ -169,17 +173,17 @@ class FlowQuery(SparkQuery):
 
     @property
     def flow(self) -> str:
-        """The name of its flow."""
+        """The name of the flow."""
         return self._sink.flow
 
     @property
     def guarantee(self) -> str:
-        """The one that ``Flow.write`` was asked for."""
+        """The guarantee that was given to ``Flow.write``."""
         return self._sink.guarantee
 
     @property
     def failure(self) -> BaseException | None:
-        """The error onceflow stopped the query with, if it did."""
+        """The error with which onceflow has stopped the query, or None."""
         return self._sink.failure
 
     @property
@@ -189,7 +193,7 @@ class FlowQuery(SparkQuery):
 
     @property
     def drained(self) -> list[int]:
-        """Batches that were committed before this run, and that it had to run again for Spark's state."""
+        """Numbers of batches that an earlier run has committed and this run had to run again, for Spark's state."""
         return list(self._sink.drained)
 
     def _reason(self, error: PySparkException) -> BaseException:

@@ -1,4 +1,4 @@
-"""``serve``: run queries as a service does, until it is asked to stop."""
+"""``serve``: run queries as a service, until SIGTERM or Ctrl-C."""
 
 from __future__ import annotations
 
@@ -20,26 +20,28 @@ _BATCH_S = 60.0  # for the batch under way, where it must not be cut short
 
 
 def serve(*queries: FlowQuery, more: Callable[[FlowQuery], dict[str, Any]] | None = None) -> None:
-    """Run until SIGTERM or Ctrl-C, or until one of the queries ends; then stop all of them.
+    """Run queries until SIGTERM or Ctrl-C, or until one of them ends. Then stop all of them gracefully.
 
-    A batch that is running then is aborted, and is run again at the next start. (With ``at_most_once`` it has a minute
-    to finish.) Call it in the main thread, where signals are handled. A second signal interrupts at once.
+    A batch that is running then is aborted, and the next start runs it again. (With ``at_most_once`` it has a minute
+    to finish.) Call ``serve`` in the main thread, because only that one can handle signals. A second signal interrupts
+    at once.
 
-    Every committed batch is a line of JSON on stdout: ``flow``, ``batch`` (its number), ``records`` (written to the
-    outputs), ``dead_letters`` and ``late`` (put aside), ``dropped`` (by Spark, later than its watermark), ``seconds``
-    (that its steps took). That a query runs, and that it is being stopped, is said on stderr.
+    For every committed batch, ``serve`` prints a line of JSON to stdout: ``flow``, ``batch`` (its number), ``records``
+    (written to the outputs), ``dead_letters``, ``late`` (late records), ``dropped`` (rows that Spark dropped as later
+    than its watermark) and ``seconds`` (the sum over its steps). It prints to stderr that a query runs, and that it is
+    being stopped.
 
     ::
 
         onceflow.serve(flow.write(rows, topic="validated", trigger="200 milliseconds").start())
 
     Args:
-        queries: as ``Flow.write(...).start()`` returned them.
-        more: what else a line says of a query, when there is a batch to tell of; must be fit for JSON.
+        queries: what ``Flow.write(...).start()`` returned.
+        more: a function that returns further fields for the line of a query. They must be valid in JSON.
 
     Raises:
-        OnceflowError: why a query stopped that nobody asked to.
-        OptionError: no query, or not in the main thread.
+        OnceflowError: a query has failed. ``serve`` shuts the others down gracefully and re-raises the failure.
+        OptionError: no query was given, or this is not the main thread.
     """
     if not queries:
         raise OptionError("serve() was given no query", next_step="give it what Flow.write(...).start() returned")

@@ -1,8 +1,8 @@
 """A SparkSession that can read and write Kafka, with settings that make small micro-batches fast.
 
-What the user set always wins: in ``config``, in spark-defaults.conf, in PYSPARK_SUBMIT_ARGS, or in a JVM
-that runs already. Class paths can only be set before that JVM starts; when it runs without the connector,
-that is an error.
+Settings of the user always take precedence: those in ``config``, in spark-defaults.conf, in PYSPARK_SUBMIT_ARGS, and
+in a JVM that runs already. Class paths can only be set before the JVM starts. So a JVM that runs already, without the
+Kafka connector, is an error.
 """
 
 from __future__ import annotations
@@ -80,16 +80,16 @@ _SUBMIT_FLAGS = {
 def session(
     app_name: str = "onceflow", master: str | None = None, config: Mapping[str, str] | None = None
 ) -> SparkSession:
-    """The SparkSession to use with onceflow; the active one when there is one.
+    """A SparkSession for onceflow. If a session is active, it is returned.
 
     Args:
         app_name: name of the application.
-        master: Spark master; by default what is configured, else ``local[*]``.
-        config: settings of your own; they win over those set here.
+        master: the Spark master; None: what is configured, else ``local[*]``.
+        config: your own settings; they take precedence over those that are set here.
 
     Raises:
-        EnvironmentUnusableError: a Spark that is not supported, no Java 17, a jar that cannot be resolved, or a Spark
-            that runs already without the Kafka connector.
+        EnvironmentUnusableError: this version of Spark is not supported, there is no Java 17, a jar cannot be resolved,
+            or Spark runs already without the Kafka connector.
     """
     versions.check()
     find_java()
@@ -124,7 +124,7 @@ def session(
 
 
 def defaults_for(master: str, *, local_fs: bool = True) -> dict[str, str]:
-    """The settings this module brings for a master, without class paths."""
+    """The settings that ``session`` uses for a master, without class paths."""
     settings = dict(DEFAULTS)
     if master != "yarn":
         settings.update(UNIX_SOCKETS)
@@ -191,7 +191,7 @@ def _file_settings() -> dict[str, str]:
 
 
 def _connector(user: Mapping[str, str]) -> list[Path]:
-    """Jars to bring: none, without a look into the cache, where a cluster's Spark or the user has the connector."""
+    """The jars to add. There are none, and the cache is not read, if the user or the Spark of a cluster has them."""
     if local_cores(user["spark.master"]) is not None:
         return jars.spark_connector_jars()
     return [] if _brings_connector(user) or jars.spark_has_connector() else jars.cluster_jars()

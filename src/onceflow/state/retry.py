@@ -1,4 +1,4 @@
-"""``Retry``: retries dead letters after a while, and parks those that keep failing."""
+"""``Retry``: retries dead letters with exponential backoff, and parks those that keep failing."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from onceflow.state.api.timers import Timer
 
 KEY = "onceflow.key"
-"""The record's own key, where another one has its place: in a parked record. Absent: it has no key."""
+"""Header with the record's own key, because a parked record has its origin as key. Absent: it had no key."""
 NULL_VALUE = "onceflow.value.null"
-"""On a parked record: its value was null. In a compacted topic a null value would delete it."""
+"""Header of a parked record whose value was null. In a compacted topic, a null value would delete the record."""
 RETRY_TOPIC = "onceflow.retry.topic"
-"""On a parked record: where its retries went."""
+"""Header of a parked record: the topic to which its retries went."""
 IDENTITY = re.compile(r"[a-zA-Z0-9._-]{1,249}/[0-9]{1,10}/[0-9]{1,19}")
-"""An origin: the place where a record was read first."""
+"""An origin: ``topic/partition/offset`` where a record was first read."""
 
 _ORIGIN = (dead_letters.ORIGIN_TOPIC, dead_letters.ORIGIN_PARTITION, dead_letters.ORIGIN_OFFSET)
 _TIMER = "due"
@@ -37,7 +37,7 @@ _HEADERS_TYPE = "array<struct<key:string,value:binary>>"
 
 
 def _encoded(record: Record) -> bytes:
-    """All of a record but its place, in hardly more bytes than it has in Kafka: it must fit into the table, too."""
+    """A record without its place. It must fit into the table, so it has hardly more bytes than in Kafka."""
     at_ms = None if record.timestamp_ms is None else str(record.timestamp_ms).encode()
     fields: list[bytes | None] = [record.key, record.value, at_ms]
     for name, content in record.headers:
@@ -64,7 +64,7 @@ def _decoded(raw: bytes) -> Record:
 
 
 class Retry(Processor):
-    """Reads dead letters, writes each to a retry topic when its time has come, or to a topic of parked records.
+    """Reads dead letters, waits, and writes each to a retry topic, or to a topic of parked records.
 
     ::
 
@@ -72,34 +72,35 @@ class Retry(Processor):
         retry = onceflow.Retry(retry_topic="retry", parked_topic="parked", base="1 second", max_attempts=8)
         flow.write(flow.process(onceflow.Retry.by_origin(failed), retry, table="waiting")).start()
 
-    The flow that fails reads the retry topic beside its source, with ``include_headers=True``: so its next dead letter
-    knows how often the record has failed. The wait grows from attempt to attempt, and is counted from when this flow
-    has read the dead letter. A record that has failed for the last time, or for a cause that no retry heals, is parked:
-    ``parked_topic`` should be compacted, its key is the origin (``topic/partition/offset``) of the record.
-    ``onceflow parked`` lists, retries and drops what is there.
+    The flow whose records fail reads the retry topic beside its source, with ``include_headers=True``. So its next dead
+    letter says how often the record has failed. The wait grows from attempt to attempt. It starts when this flow
+    reads the dead letter. A record is parked when it has failed for the last time, or for a cause that no retry can
+    fix. ``parked_topic`` should be compacted; its keys are the origins (``topic/partition/offset``) of the records.
+    ``onceflow parked`` lists, retries and drops parked records.
 
-    What waits is in the table, a timer for each record. Both are deleted in the transaction that writes the record
-    to the retry topic: a record is in one place at any time.
+    Records that wait are in the table, with a timer for each. Both are deleted in the transaction that writes the
+    record to the retry topic, so a record is in one place at any time.
 
     Args:
-        retry_topic: gets key, value, timestamp and headers of the record, those of the last failure included. Its
-            retention should not go by these timestamps: a record may be old (``message.timestamp.type=LogAppendTime``).
-        parked_topic: gets the same under another key; a null value is an empty one there, with a header that says so.
+        retry_topic: gets key, value, timestamp and headers of the record, including those of the last failure. Old
+            records keep their timestamps, so set ``message.timestamp.type=LogAppendTime`` if it has a retention.
+        parked_topic: gets the same under another key. A null value is written as an empty one, with a header that says
+            so.
         base: the wait after the first failure.
         factor: by which the wait grows from one failure to the next.
         ceiling: the longest wait.
-        jitter: the share of the wait that is left to chance, so that records that failed together do not all come back
-            together: a wait of 10 seconds with 0.5 is one between 5 and 10. The same attempt of a record always
-            waits for the same time, for a batch may run twice.
-        max_attempts: how often a record is processed before it is parked, the first time included.
-        permanent: causes that no retry heals: exception classes, or their names. A class stands for itself only, not
-            for its subclasses: a dead letter carries just the name.
+        jitter: the share of the wait that is random, so that records that failed together do not all come back
+            together. With 0.5, a wait of 10 seconds is between 5 and 10 seconds. The same attempt of a record always
+            waits for the same time, because a batch may run twice.
+        max_attempts: how often a record is processed before it is parked, including the first time.
+        permanent: causes that no retry can fix: exception classes, or their names. A class does not include its
+            subclasses, because a dead letter contains only the name.
 
     Raises:
-        OptionError: an argument makes no sense.
+        OptionError: an argument is unusable.
     """
 
-    #: What is wrong with the record, not with the world.
+    #: Causes that lie in the record itself, so a retry cannot help.
     PERMANENT = frozenset(
         {
             "AttributeError",
@@ -150,14 +151,14 @@ class Retry(Processor):
 
     @staticmethod
     def by_origin(df: DataFrame) -> DataFrame:
-        """The same dead letters with their origins, ``topic/partition/offset``, as keys: what ``Retry`` takes.
+        """The same dead letters with their origins, ``topic/partition/offset``, as keys. ``Retry`` needs this.
 
-        Dead letters may have no key, or share it with others; the place where a record was read first is its own. The
-        record's key goes along in a header. A dead letter whose headers do not tell its origin comes from
-        elsewhere: its origin is its own place.
+        Dead letters may have no key, or share a key with others, but the origin of a record is unique. The record's own
+        key is kept in a header. If the headers of a dead letter do not name its origin, the origin is the place
+        where the dead letter itself is.
 
         Args:
-            df: as ``flow.read(..., include_headers=True)`` returns it; more rows may be filtered out, but not columns.
+            df: what ``flow.read(..., include_headers=True)`` returns. You may filter its rows, but keep its columns.
 
         Raises:
             SchemaError: a column is missing.
@@ -192,7 +193,7 @@ class Retry(Processor):
         )
         own_key = f"filter(array(named_struct('key', '{KEY}', 'value', cast(key AS binary))), h -> h.value IS NOT NULL)"
         headers = F.expr(f"concat({kept}, {own_key})").alias("headers")
-        # Without the partition: a dead letter is not where its new key belongs, and the step need not try.
+        # Without the column `partition`: a dead letter is not in the partition of its new key, so a shuffle is needed.
         return df.select(identity.alias("key"), "value", headers, "topic", "offset", "timestamp")
 
     def delay_ms(self, origin: str, attempt: int) -> int:
@@ -200,7 +201,10 @@ class Retry(Processor):
 
         Args:
             origin: ``topic/partition/offset``.
-            attempt: how often it has failed.
+            attempt: how often the record has failed.
+
+        Returns:
+            The wait in milliseconds.
         """
         try:
             wait_ms = min(self.base_ms * self.factor ** (attempt - 1), self.ceiling_ms)
@@ -213,7 +217,7 @@ class Retry(Processor):
     # ---- the processor ---------------------------------------------------------------------------------
 
     def process(self, key: str, records: Sequence[Record], state: State) -> Iterator[Record]:
-        """Let dead letters wait, or park them. See `Processor.process`."""
+        """Store dead letters until they are due, or park them. See `Processor.process`."""
         if not IDENTITY.fullmatch(key):
             raise ValueError(f"key {key!r:.200} is no origin: Retry takes what Retry.by_origin(df) returns")
         for record in records:
@@ -247,7 +251,7 @@ class Retry(Processor):
 
 
 def _original(dead_letter: Record) -> Record:
-    """The record that has failed, with its own key, and without the headers that are made again from its origin."""
+    """The record that has failed, with its own key, and without the headers that are added again from its origin."""
     headers = [(name, content) for name, content in dead_letter.headers if name not in (*_ORIGIN, KEY, RETRY_TOPIC)]
     at_ms = dead_letter.timestamp_ms
     # Records without a timestamp are read with a negative one, which nobody may write.

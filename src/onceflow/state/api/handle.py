@@ -1,4 +1,4 @@
-"""What user code gets of its state: one handle per call, for one key."""
+"""``State``: the handle through which user code reads and changes the state of one key."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from onceflow.state.api.user_errors import not_encoded
 
 
 class State:
-    """State of one key, for one call of ``process`` or ``on_timer``.
+    """The state of one key, for one call of ``process`` or ``on_timer``.
 
-    Every change is seen by later reads of the batch and committed with the batch's output. Values are encoded when they
-    are put: changing an object afterwards changes nothing.
+    Later reads in the same batch see every change. Changes are committed with the outputs of the batch. Values are
+    encoded when you put them, so changing the object afterwards has no effect.
 
     Attributes:
-        partition: of the table.
-        now_ms: processing time of the batch, the same in every task, epoch milliseconds.
-        watermark_ms: no records older than this are expected; None while unknown.
+        partition: the partition of the table.
+        now_ms: processing time of the batch in epoch milliseconds, the same in every task.
+        watermark_ms: the watermark in epoch milliseconds; older records are late. None: it is not known yet.
     """
 
     __slots__ = ("_key", "_lists", "_overlay", "_row_key", "_scope")
@@ -51,7 +51,7 @@ class State:
         return Timers(self._scope, self._key)
 
     def get(self, default: Any = None) -> Any:
-        """The key's value, or the default."""
+        """The value of the key, or the default."""
         row = self._overlay.get(self._row_key)
         if row is None:
             return default
@@ -59,11 +59,15 @@ class State:
         return default if value is ABSENT else value
 
     def put(self, value: Any, ttl: str | float | None = None) -> None:
-        """Set the key's value.
+        """Set the value of the key.
 
         Args:
-            value: anything the ``state`` serde takes, but None: use delete().
-            ttl: "5 minutes" or seconds, by processing time; None: the processor's; "never".
+            value: anything that the ``state`` serde can encode, except None: use ``delete()``.
+            ttl: how long the value lives in processing time: ``"5 minutes"``, a number of seconds, or ``"never"``.
+                None: the ``ttl`` of the processor.
+
+        Raises:
+            ValueError: the value is None.
         """
         if value is None:
             raise ValueError("None cannot be put: use delete()")
@@ -76,25 +80,25 @@ class State:
         self._overlay.put(self._row_key, row)
 
     def delete(self) -> None:
-        """Delete the key's value; its maps, lists and timers stay."""
+        """Delete the value of the key. Its maps, lists and timers stay."""
         self._overlay.put(self._row_key, None)
 
     def map(self, name: str, *, key: Any = None, value: Any = None) -> MapState:
         """A map of this key.
 
         Args:
-            name: one key may have many maps.
-            key: serde of the entry keys; None: bytes, or text in UTF-8, and iteration gives bytes.
-            value: serde of the entries; None: the processor's ``state``.
+            name: the name of the map. A key may have many maps.
+            key: serde of the entry keys. None: bytes, or text in UTF-8; iteration then returns bytes.
+            value: serde of the entries. None: the ``state`` serde of the processor.
         """
         return MapState(self._scope, self._key, name, key, value)
 
     def list(self, name: str, *, value: Any = None) -> ListState:
-        """A list of this key. Lists and maps do not share names.
+        """A list of this key. A list and a map may have the same name.
 
         Args:
-            name: one key may have many lists.
-            value: serde of the items; None: the processor's ``state``.
+            name: the name of the list. A key may have many lists.
+            value: serde of the items. None: the ``state`` serde of the processor.
         """
         lists = self._lists
         if lists is None:
@@ -105,18 +109,18 @@ class State:
         return found
 
     def range(self, start: Any = None, end: Any = None, *, reverse: bool = False) -> Iterator[tuple[Any, Any]]:
-        """Keys and values of all keys of this partition with start <= key < end, in the order of the keys' bytes.
+        """Keys and values of this partition with ``start <= key < end``, in the order of the keys' bytes.
 
         Args:
-            start, end: None: from the first, to the last; bytes, or what the ``key`` serde encodes.
-            reverse: from the last to the first.
+            start, end: bytes, or what the ``key`` serde can encode. None: from the first, or to the last key.
+            reverse: whether to go from the last to the first.
         """
         low = b"v" if start is None else b"v" + self._key_bytes(start)
         high = b"w" if end is None else b"v" + self._key_bytes(end)
         return self._values(self._overlay.scan(low, high, reverse=reverse))
 
     def prefix(self, prefix: bytes | str) -> Iterator[tuple[Any, Any]]:
-        """Keys and values of all keys of this partition whose bytes begin with the prefix."""
+        """Keys and values of this partition whose keys begin with these bytes."""
         low = b"v" + (prefix.encode() if isinstance(prefix, str) else prefix)
         return self._values(self._overlay.scan(low, rows.after(low) or b"w"))
 

@@ -43,9 +43,9 @@ class MapState:
         """Set an entry.
 
         Args:
-            key: bytes or text, or what the map's key serde takes.
-            value: anything the map's value serde takes, but None: use delete().
-            ttl: as of ``state.put``.
+            key: bytes or text, or what the key serde of the map can encode.
+            value: anything that the value serde of the map can encode, except None: use ``delete()``.
+            ttl: see `State.put`.
 
         Raises:
             ValueError: the value is None, or the keys and the name are too long together.
@@ -53,22 +53,22 @@ class MapState:
         put(self, self._row_key(key), value, ttl)
 
     def delete(self, key: Any) -> None:
-        """Delete an entry; nothing happens when there is none."""
+        """Delete an entry, if there is one."""
         self._scope.overlay.put(self._row_key(key), None)
 
     def items(self, start: Any = None, end: Any = None, *, reverse: bool = False) -> Iterator[tuple[Any, Any]]:
-        """Keys and values of the entries with start <= key < end, as they are now; the map may be changed meanwhile.
+        """Keys and values of the entries with ``start <= key < end`` as they are now. You may change the map meanwhile.
 
         Args:
-            start, end: None: from the first, to the last.
-            reverse: from the last to the first.
+            start, end: None: from the first, or to the last entry.
+            reverse: whether to go from the last to the first.
         """
         low = self._prefix if start is None else self._prefix + self._key_bytes(start)
         high = rows.after(self._prefix) if end is None else self._prefix + self._key_bytes(end)
         return self._entries(low, high, reverse)
 
     def prefix(self, prefix: bytes | str) -> Iterator[tuple[Any, Any]]:
-        """Keys and values of the entries whose keys' bytes begin with the prefix."""
+        """Keys and values of the entries whose keys begin with these bytes."""
         low = self._prefix + (prefix.encode() if isinstance(prefix, str) else prefix)
         return self._entries(low, rows.after(low), False)
 
@@ -117,8 +117,8 @@ class ListState:
         """Add an item at the end.
 
         Args:
-            value: anything the list's value serde takes, but None.
-            ttl: as of ``state.put``.
+            value: anything that the value serde of the list can encode, except None.
+            ttl: see `State.put`.
         """
         scope, prefix = self._scope, self._prefix
         if self._next is None:
@@ -133,7 +133,7 @@ class ListState:
             self.append(value, ttl)
 
     def items(self) -> Iterator[Any]:
-        """The items in order, as they are now; the list may be changed meanwhile."""
+        """The items in order, as they are now. You may change the list meanwhile."""
         prefix = self._prefix
         return (value for _, value in values(self._scope, prefix, _end(prefix), False, self._decode, self._name))
 

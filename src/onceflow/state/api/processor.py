@@ -1,4 +1,4 @@
-"""``Processor`` and ``ColumnProcessor``: what users derive from."""
+"""``Processor`` and ``ColumnProcessor``: the base classes of user code with state."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Processor:
-    """Code with state per key, run record by record.
+    """User code with state per key that handles record by record.
 
     ::
 
@@ -30,24 +30,24 @@ class Processor:
                     yield Record(key, account)
                 state.put(account)
 
-    Input, output and state of a batch are committed together, and a batch may run more than once before it is. So keep
-    everything that matters in ``state``. Every partition's part of a batch has its own shallow copy of the processor:
-    what ``open`` puts on ``self`` is there until ``close``, and gone in the next batch.
+    Source offsets, outputs and state of a batch are committed together, and a batch may run more than once before it
+    is committed. So keep everything that matters in ``state``. Each partition has its own shallow copy of the processor
+    in each batch: what ``open`` sets on ``self`` exists until ``close``, and is gone in the next batch.
 
     Class attributes:
-        version: of the state's format. When it grows, rows of older versions pass through ``migrate`` as they are read.
+        version: the version of the state's format. Rows of older versions pass through ``migrate`` when they are read.
             Rows of a newer version are refused.
         key, value: serdes of the input's key and value.
-        state: serde of the state's values, also of map and list entries.
+        state: serde of the state's values, and of the entries of maps and lists.
         output: serde of the yielded values that are not bytes.
-        ttl: how long a state row lives after it was put, by processing time, for example ``"7 days"``; None: for ever.
-        allowed_lateness: declares that event time is used, for example ``"10 seconds"``: the watermark stays this far
-            behind the latest event, and records older than the watermark go to the late topic. Without it there is no
-            watermark, and event-time timers do not fire.
+        ttl: how long a state row lives after it was put, in processing time, for example ``"7 days"``; None: forever.
+        allowed_lateness: how far the watermark stays behind the latest event, for example ``"10 seconds"``. Records
+            older than the watermark go to the late topic. None: event time is not used, there is no watermark, and
+            event-time timers do not fire.
 
-    A subclass may also define ``migrate(self, payload, from_version)``: it gets the bytes of a state row that an older
-    version wrote and returns the value as this version's ``state`` serde would decode it. With a third parameter it is
-    also told the name of the map or list the row belongs to, None for the key's own value.
+    A subclass may also define ``migrate(self, payload, from_version)``. It gets the bytes of a state row that an older
+    version has written, and returns the value as the ``state`` serde of this version would decode it. If ``migrate``
+    has a third parameter, it gets the name of the map or list that the row belongs to, or None for the key's own value.
     """
 
     version: int = 0
@@ -59,56 +59,57 @@ class Processor:
     allowed_lateness: str | float | None = None
 
     def open(self, partition: int) -> None:
-        """Called before anything else of a batch, for every partition."""
+        """Called for every partition, before anything else in a batch."""
 
     def close(self) -> None:
-        """Called at the end of a partition's part of a batch."""
+        """Called for every partition, at the end of its part of a batch."""
 
     def event_time(self, record: Record) -> int | None:
-        """When the thing happened, in epoch milliseconds; None when it is not known: such a record is never late."""
+        """The event time of a record in epoch milliseconds. None: it is not known; such a record is never late."""
         return record.timestamp_ms
 
     def process(self, key: Any, records: Sequence[Record], state: State) -> Iterable[Record] | None:
-        """Handle records of one key.
+        """Handle records of one key. This may be a generator.
 
-        Called once or more for a key and batch. May be a generator.
+        It may be called more than once for a key in one batch.
 
         Args:
             key: the key, decoded.
-            records: of this key, in the order of their offsets.
-            state: of this key.
+            records: records of this key, in the order of their offsets.
+            state: the state of this key.
 
         Returns:
-            records to write, or None.
+            The records to write, or None.
         """
         raise NotImplementedError(f"{type(self).__name__} does not define process()")
 
     def on_timer(self, key: Any, timer: Timer, state: State) -> Iterable[Record] | None:
-        """Handle a timer that is due; it is no longer registered. An error here fails the batch.
+        """Handle a timer that is due. The timer is already deleted. An error here stops the flow.
 
         Args:
-            key: the key it was registered for.
-            timer: ``name``, ``at_ms`` and ``clock``.
-            state: of this key.
+            key: the key for which the timer was registered.
+            timer: its ``name``, ``at_ms`` and ``clock``.
+            state: the state of this key.
 
         Returns:
-            records to write, or None.
+            The records to write, or None.
         """
         raise NotImplementedError(f"{type(self).__name__} registers timers, but does not define on_timer()")
 
 
 class BadRows(Exception):
-    """Raised by ``ColumnProcessor.process`` that knows which records it cannot process.
+    """Raise it in ``ColumnProcessor.process`` to name the records that cannot be processed.
 
     ::
 
         raise onceflow.BadRows({row: ValueError("amount is negative") for row in np.flatnonzero(amounts < 0).tolist()})
 
-    They are dealt with as ``on_error`` says, each with its own cause, and the others are processed again without them.
-    Any other error leaves the search to the step, which processes halves of the records until it has found them.
+    ``on_error`` says what happens to these records, each with its own cause. The other records are processed again
+    without them. For any other exception, onceflow has to search for the bad records: it processes halves of the
+    records again and again.
 
     Args:
-        causes: what is wrong, by row of ``records``; at least one.
+        causes: the cause for each bad row of ``records``; at least one.
     """
 
     def __init__(self, causes: Mapping[int, Exception]) -> None:
@@ -121,12 +122,12 @@ class BadRows(Exception):
 
 
 class ColumnContext(NamedTuple):
-    """What a column processor is told besides records and states.
+    """What a column processor gets besides records and states.
 
     Args:
-        partition: of the table.
-        now_ms: processing time of the batch, the same in every task, epoch milliseconds.
-        watermark_ms: no records older than this are expected; None while unknown.
+        partition: the partition of the table.
+        now_ms: processing time of the batch in epoch milliseconds, the same in every task.
+        watermark_ms: the watermark in epoch milliseconds; older records are late. None: it is not known yet.
     """
 
     partition: int
@@ -135,7 +136,7 @@ class ColumnContext(NamedTuple):
 
 
 class ColumnProcessor:
-    """Code with state per key, run over whole columns: several times faster than record by record.
+    """User code with state per key that handles whole columns. It is several times faster than record by record.
 
     ::
 
@@ -152,10 +153,10 @@ class ColumnProcessor:
                 return outputs, new_states
 
     Class attributes:
-        version, ttl, allowed_lateness: as of `Processor`. ``migrate(self, payload, from_version)`` returns a dict of
-            the fields (without ``state_fields``: bytes).
-        state_fields: names and types of the state's fields, as ``struct()`` takes them. None: one binary field
-            ``value`` with the state's bytes.
+        version, ttl, allowed_lateness: as in `Processor`. ``migrate(self, payload, from_version)`` returns a dict of
+            the fields, or bytes if there are no ``state_fields``.
+        state_fields: names and types of the state's fields, as in ``struct()``. None: one binary field ``value`` with
+            the bytes of the state.
     """
 
     version: int = 0
@@ -164,33 +165,34 @@ class ColumnProcessor:
     allowed_lateness: str | float | None = None
 
     def open(self, partition: int) -> None:
-        """Called before anything else of a batch, for every partition."""
+        """Called for every partition, before anything else in a batch."""
 
     def close(self) -> None:
-        """Called at the end of a partition's part of a batch."""
+        """Called for every partition, at the end of its part of a batch."""
 
     def event_time(self, records: pa.Table) -> Any:
-        """When the things happened, in epoch milliseconds: an integer array, with null where it is not known."""
+        """The event times in epoch milliseconds: an integer array, with null where the time is not known."""
         return records["timestamp_ms"] if "timestamp_ms" in records.column_names else None
 
     def process(self, records: pa.Table, states: pa.Table, context: ColumnContext) -> tuple[Any, Any]:
         """Handle some records of one partition.
 
-        Tables may be returned as pyarrow, pandas or Polars.
+        The returned tables may be of pyarrow, pandas or Polars.
 
         Args:
             records: columns ``key``, ``value`` (binary), ``state`` (int32: the row of ``states`` that belongs to the
-                key), and ``timestamp_ms``, ``topic``, ``partition``, ``offset``, ``headers`` when known; in the order
-                in which they arrived, which for each key is the order of their offsets.
-            states: one row for every key in ``records``: ``key``, ``exists``, and the fields, null where none exists.
+                key), and ``timestamp_ms``, ``topic``, ``partition``, ``offset``, ``headers`` if known. The rows are in
+                the order of arrival, which for each key is the order of offsets.
+            states: one row for every key in ``records``: ``key``, ``exists``, and the fields, which are null if the
+                key has no state.
             context: ``partition``, ``now_ms``, ``watermark_ms``.
 
         Returns:
             Outputs (``key``, ``value``, optionally ``topic``, ``headers``, ``timestamp_ms``) and new states (``key``,
-            the fields, optionally a boolean column ``deleted``); either may be None. Keys without a new state keep
-            what they have.
+            the fields, optionally a boolean column ``deleted``). Either may be None. Keys without a new state keep
+            their state.
 
         Raises:
-            BadRows: these cannot be processed.
+            BadRows: to name the records that cannot be processed.
         """
         raise NotImplementedError(f"{type(self).__name__} does not define process()")

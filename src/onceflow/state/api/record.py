@@ -1,4 +1,4 @@
-"""``Record``: what a processor reads and what it yields."""
+"""``Record``: what a processor reads and yields."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Header = tuple[str, bytes | None]
 
 
 class Record:
-    """One record: as it was read from a topic, or as it shall be written.
+    """A record that was read from a topic, or that is to be written.
 
     ::
 
@@ -17,16 +17,17 @@ class Record:
         yield Record(key, b"raw", topic="alerts", headers=[("reason", b"limit")])
 
     Args:
-        key: of a record that was read, as the processor's ``key`` serde decodes it. One that is written may also
-            be bytes already; None for no key.
-        value: likewise, by the ``value`` serde when read and the ``output`` serde when written. None is a
-            tombstone.
-        topic: it was read from, or is to be written to; None for the default output topic.
-        headers: pairs of name and bytes (or None); a tuple when read.
-        timestamp_ms: epoch milliseconds; None when written: the time of writing.
-        partition: it was read from; ignored when written, the key decides.
-        offset: it was read at; ignored when written. A record that was read and is yielded goes to the default output
-            topic, not back to where it came from, unless its ``topic`` was set to another.
+        key: the key, encoded and decoded by the processor's ``key`` serde. None: no key. You may also write bytes.
+        value: the value, decoded by the ``value`` serde when it is read, encoded by the ``output`` serde when it is
+            written. None: a tombstone. You may also write bytes.
+        topic: where it was read, or where to write it. None: the default output topic.
+        headers: pairs of a name and bytes (or None). They are a tuple in a record that was read.
+        timestamp_ms: epoch milliseconds. None in a record to write: the time of writing.
+        partition: where it was read. Ignored when it is written: the key decides the partition.
+        offset: where it was read. Ignored when it is written.
+
+    If you yield a record that was read, it goes to the default output topic, not to the topic where it was read. Set
+    ``topic`` to send it elsewhere.
     """
 
     __slots__ = ("_read_from", "headers", "key", "offset", "partition", "timestamp_ms", "topic", "value")

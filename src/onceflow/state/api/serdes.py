@@ -1,7 +1,7 @@
 """Serdes: serializers and deserializers of keys, values and state.
 
-Any object with ``encode`` and ``decode`` will do, for example a wrapper of an Avro or Protobuf library. Null keys and
-values never reach a serde: they are None on both sides.
+Any object with ``encode`` and ``decode`` can be a serde, for example a wrapper of an Avro or Protobuf library. A serde
+never gets null keys and values: these are always None.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ __all__ = ["BYTES", "DOUBLE", "JSON", "LONG", "STRING", "Serde", "Struct", "stru
 
 @dataclass(frozen=True)
 class Serde:
-    """A pair of functions.
+    """A serde made of two functions.
 
     ::
 
         UPPER = Serde(encode=lambda text: text.upper().encode(), decode=bytes.decode, name="upper")
 
     Args:
-        encode: a value to bytes.
-        decode: bytes to a value.
-        name: for messages.
+        encode: turns a value into bytes.
+        decode: turns bytes into a value.
+        name: its name in error messages.
     """
 
     encode: Callable[[Any], bytes]
@@ -95,7 +95,7 @@ STRING = Serde(_to_text_bytes, bytes.decode, "string")
 JSON = Serde(orjson.dumps, orjson.loads, "json")
 """JSON documents: dicts, lists, text, numbers, booleans."""
 LONG = Serde(_to_long, _of_long, "long")
-"""A signed integer in eight big-endian bytes, as Kafka's LongSerializer writes it. In range scans negative numbers come
-after positive ones: the order is that of the bytes."""
+"""A signed integer in eight big-endian bytes, as Kafka's LongSerializer writes it. Range scans use the order of the
+bytes, in which negative numbers come after positive ones."""
 DOUBLE = Serde(_to_double, _of_double, "double")
 """A float in eight big-endian bytes, as Kafka's DoubleSerializer writes it."""

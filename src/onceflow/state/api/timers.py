@@ -1,4 +1,4 @@
-"""Timers of a key, as user code sets them."""
+"""``Timers``: registers and cancels the timers of a key."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Timer(NamedTuple):
 
     Args:
         name: unique for the key.
-        at_ms: epoch milliseconds.
-        clock: ``event`` (due when the watermark gets there) or ``processing`` (wall-clock time).
+        at_ms: when it is due, in epoch milliseconds.
+        clock: ``event`` (due when the watermark reaches ``at_ms``) or ``processing`` (wall-clock time).
     """
 
     name: str
@@ -42,12 +42,13 @@ class Timers:
         self._key = key
 
     def register(self, name: str, at_ms: int, clock: Clock = "event") -> None:
-        """Have ``on_timer`` called; an earlier timer of this name (on either clock) is replaced.
+        """Register a timer, which later calls ``on_timer``. It replaces a timer of the same name, on either clock.
 
         Args:
             name: unique for the key.
-            at_ms: epoch milliseconds; a time that is past fires in the next batch.
-            clock: ``event`` needs the processor's ``allowed_lateness``: without it there is no watermark.
+            at_ms: epoch milliseconds. A timer for a time in the past fires in the next batch.
+            clock: ``event`` or ``processing``. ``event`` needs ``allowed_lateness`` of the processor, because without
+                it there is no watermark.
 
         Raises:
             ValueError: an unknown clock, a time beyond 64 bits, or a name that is too long.
@@ -61,13 +62,13 @@ class Timers:
         self._scope.overlay.put(self._row_key(name), rows.pack(rows.timer_payload(code, at_ms)))
 
     def cancel(self, name: str) -> None:
-        """Forget a timer; nothing happens when there is none."""
+        """Delete a timer, if it is registered."""
         row_key = self._row_key(name)
         if self._scope.overlay.get(row_key) is not None:
             self._scope.overlay.put(row_key, None)
 
     def get(self, name: str) -> Timer | None:
-        """The timer of this name, if one is registered."""
+        """The timer of this name, or None."""
         row = self._scope.overlay.get(self._row_key(name))
         return None if row is None else Timer(name, *timer_of(row))
 

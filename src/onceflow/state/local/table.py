@@ -1,4 +1,4 @@
-"""A read-only view of a table's local copies, for any process on the machine, while a flow writes them."""
+"""``LocalTable``: a read-only view of the local copies of a table, for any process on the machine."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ _OPENERS: tuple[type[Store], ...] = (LmdbStore, RocksdbStore, MemoryStore)
 
 
 class LocalTable:
-    """Keys and values of a table as far as they are on this machine.
+    """The keys and values of a table that are on this machine.
 
-    Shows what was committed when the flow last looked: its last batch is there once the next one has begun, or the
-    flow has ended. Partitions that tasks on other machines hold are missing, or as old as their copy here; for all
-    of the table as of now, read its topic. Expired values are hidden. Nothing is written or kept open.
+    It shows what was committed when the flow last looked: the last batch is visible once the next one has begun, or the
+    flow has ended. Partitions that tasks on other machines hold are missing, or as old as their copy here. To see the
+    whole table as of now, read its topic. Expired values are hidden. Nothing is written or kept open.
 
     Args:
-        folder: of the flow's table, ``<state_dir>/<flow>/<table>``; it need not be there before something is read.
-        clock_ms: tells the time, epoch milliseconds; for tests.
+        folder: the folder of the table, ``<state_dir>/<flow>/<table>``. It need not exist before the first read.
+        clock_ms: returns the time in epoch milliseconds; for tests.
 
-    Every method raises `OptionError` when the folder is none of a table, or a key is not bytes.
+    Every method raises `OptionError` if the folder is not that of a table, or if a key is not bytes.
     """
 
     def __init__(self, folder: Path | str, *, clock_ms: Callable[[], int] | None = None) -> None:
@@ -42,7 +42,7 @@ class LocalTable:
         self._clock_ms = clock_ms or (lambda: time.time_ns() // 1_000_000)
 
     def get(self, key: bytes) -> bytes | None:
-        """The value of a key; None when there is none."""
+        """The value of a key, or None."""
         _check("The key for get()", key, *_BYTES)
         now_ms = self._clock_ms()
         row_key = rows.value_key(key)
