@@ -1,4 +1,4 @@
-"""Fault injection by step name: kill, raise or pause exactly there. Off unless ``ONCEFLOW_FAULTS`` is set.
+"""Fault injection at the named steps of a batch: kill, raise or pause. Off unless ``ONCEFLOW_FAULTS`` is set.
 
 The variable holds the name of this module and JSON, one rule or a list of rules (`fault` writes it)::
 
@@ -6,11 +6,11 @@ The variable holds the name of this module and JSON, one rule or a list of rules
 
 ``step`` is one of ``onceflow.hooks.STEPS``. ``where`` is ``driver`` (default) or ``task`` (which announces ``begin``,
 ``write`` and, with state, ``settle``).
-Further fields narrow a rule: ``flow``, ``batch``, ``task``, ``batch_from`` (that batch or a later one).
-Actions: ``kill`` (SIGKILL to the own process), ``kill-workers`` (SIGKILL to the Python workers of this driver),
-``orphan`` (in a task: SIGKILL to its executor, the worker goes on after ``seconds``), ``lose-shuffle``
+Further fields restrict a rule: ``flow``, ``batch``, ``task``, ``batch_from`` (that batch or a later one).
+Actions: ``kill`` (SIGKILL to its own process), ``kill-workers`` (SIGKILL to the Python workers of this driver),
+``orphan`` (in a task: SIGKILL to its executor; the worker continues after ``seconds``), ``lose-shuffle``
 (delete Spark's shuffle files below ``folder``), ``exit``, ``raise``, ``pause``
-(``seconds``, or less: until there is a file ``until``). A rule fires ``times`` times (default 1) in a process; with
+(for ``seconds``, or until the file ``until`` exists). A rule fires ``times`` times (default 1) in a process; with
 ``once_file`` it fires once over all processes and restarts: the file is created then, and shows a test that it has
 fired.
 """
@@ -33,16 +33,16 @@ ACTIONS = ("kill", "kill-workers", "orphan", "lose-shuffle", "exit", "raise", "p
 
 
 class InjectedFaultError(RuntimeError):
-    """What the action ``raise`` raises: deliberately none of onceflow's own errors."""
+    """The exception of the action ``raise``. It is deliberately not an error of onceflow."""
 
 
 def fault(step: str, action: str, **fields: Any) -> str:
-    """The variable's value for one rule; checks it."""
+    """Check one rule, and return the value of the variable for it."""
     return value_of({"step": step, "action": action, **fields})
 
 
 def value_of(*rules: Mapping[str, Any]) -> str:
-    """The variable's value for these rules; checks them."""
+    """Check these rules, and return the value of the variable for them."""
     for rule in rules:
         _check(rule)
     return f"{__name__}:{json.dumps(rules)}"

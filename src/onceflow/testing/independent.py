@@ -1,4 +1,4 @@
-"""Reads topics with confluent-kafka (librdkafka) at read_committed, without any code of onceflow's own reader."""
+"""Reads and fills topics with confluent-kafka (librdkafka), without any code of onceflow's own clients."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ def read_topic(
     seconds: float = 60.0,
     options: Mapping[str, str] | None = None,
 ) -> list[Seen]:
-    """Every record of a topic up to its end as of now.
+    """Every committed record of a topic, up to its end as of now.
 
     Args:
-        decided: the end is the high watermark, and open transactions in front of it are waited for. A commit is
-            decided a little before its markers are in every partition; a reader that wants to see it has to
-            wait. Otherwise the end is, for read_committed, the last stable offset: what is visible this moment.
+        decided: True: read up to the high watermark, and wait for open transactions before it. A commit is decided
+            shortly before its markers are in every partition, so a reader that wants to see it must wait. False:
+            read up to the last stable offset, which is what read_committed readers see at this moment.
 
     Raises:
         TimeoutError: the end was not reached in time.
@@ -128,7 +128,7 @@ def fill(
     *,
     options: Mapping[str, str] | None = None,
 ) -> int:
-    """Produce (key, value) pairs with the Java client's partitioner; returns how many.
+    """Produce pairs of key and value with the Java client's partitioner, and return how many there were.
 
     Raises:
         RuntimeError: a record was refused. TimeoutError: not all were delivered in time.
@@ -194,7 +194,7 @@ def _producer(bootstrap_servers: str, options: tuple[tuple[str, str], ...]) -> t
 def committed_offsets(
     bootstrap_servers: str, group: str, *, options: Mapping[str, str] | None = None
 ) -> dict[tuple[str, int], int]:
-    """What a group tool shows: committed offset per (topic, partition)."""
+    """The committed offset of each (topic, partition) of a group, as group tools show it."""
     admin = AdminClient({"bootstrap.servers": bootstrap_servers, "log_level": 0, **_SOON, **(options or {})})
     futures = admin.list_consumer_group_offsets([ConsumerGroupTopicPartitions(group)])
     result = futures[group].result(timeout=30)

@@ -1,23 +1,23 @@
-"""Faults on the network between clients and brokers: rules, a seeded plan, a log. It has no sockets and no threads.
+"""Faults of the network between clients and brokers: rules, a seeded plan, a log. It has no sockets and no threads.
 
-``onceflow.testing.proxy`` asks a ``Network`` about every frame, and does what it answers. A rule in JSON::
+``onceflow.testing.proxy`` asks a ``Network`` about every frame, and does what the answer says. A rule in JSON::
 
     {"action": "drop", "apis": ["EndTxn"], "direction": "answer", "probability": 0.2, "first": 3, "count": 10}
 
 Frames are counted from 1, separately for each API and direction, over all connections: the number ``k`` of a frame.
-Whether a rule fires at a frame depends on the seed, the rule, the API, the direction and ``k``, and on nothing else:
-neither on the other rules nor on which thread asked first. So a seed can be replayed, and a rule taken away leaves
-the decisions of the others as they were (where two rules fire at one frame, the earlier one is obeyed).
+Whether a rule fires at a frame depends only on the seed, the rule, the API, the direction and ``k``. It does not depend
+on the other rules, nor on which thread asked first. So a seed can be replayed, and removing a rule does not change the
+decisions of the others. If two rules fire at one frame, the first one applies.
 
 Actions:
 
-- ``delay``: the frame, and what is behind it in this direction of the connection, waits for ``seconds``.
-- ``duplicate``: once the request has been answered, the broker gets it again, on another connection; and
-  with ``seconds`` once more, so much later. The answers to the copies are dropped.
-- ``reorder``: the request is held back until a later one of the connection has been forwarded, at most for
-  ``seconds`` (0.1 by default). The client has its answers in the order in which it asked.
+- ``delay``: the frame, and what follows it in this direction of the connection, waits for ``seconds``.
+- ``duplicate``: once the request has been answered, the broker gets it again on another connection. With ``seconds``,
+  it gets it once more after that time. The responses to the copies are dropped.
+- ``reorder``: the request is held back until a later one of the connection has been forwarded, for at most
+  ``seconds`` (0.1 by default). The client gets its responses in the order of its requests.
 - ``drop``: the frame vanishes, the connection stays open.
-- ``cut``: the connection is closed, before the request is forwarded or instead of the answer.
+- ``cut``: the connection is closed, before the request is forwarded or in place of the response.
 """
 
 from __future__ import annotations
@@ -86,15 +86,15 @@ class Rule:
 
     Args:
         action: one of ``ACTIONS``.
-        apis: names of ``API_KEYS``; none means every API.
+        apis: names of ``API_KEYS``; an empty tuple means every API.
         direction: ``request`` or ``answer``; ``duplicate`` and ``reorder`` are for requests.
-        probability: of each frame that the rest of the rule matches.
-        first: number of the first frame that can be hit; each API has its own count, from 1.
-        count: so many frames from ``first`` on can be hit; None for all.
+        probability: the probability for each frame that the rest of the rule matches.
+        first: the number of the first frame that can be hit; each API counts its frames from 1.
+        count: how many frames from ``first`` on can be hit; None: all.
         seconds: see the actions; ``delay`` needs it.
 
     Raises:
-        OptionError: a field has a value that means nothing.
+        OptionError: a field has an invalid value.
     """
 
     action: str
@@ -175,12 +175,12 @@ class Fault:
 
 
 class Network:
-    """Decides about frames, counts them, and remembers every fault. Thread-safe.
+    """Decides what happens to frames, counts them, and records every fault. It is thread-safe.
 
     Args:
-        seed: of every decision with a probability.
+        seed: the seed of every decision with a probability.
         rules: the first one that fires decides.
-        clock: epoch seconds (injectable for tests).
+        clock: returns epoch seconds; for tests.
     """
 
     def __init__(self, seed: int, rules: Iterable[Rule], *, clock: Callable[[], float] = time.time) -> None:
@@ -192,11 +192,11 @@ class Network:
         self._log: list[Fault] = []
 
     def plan(self, api: str, direction: str, k: int) -> Rule | None:
-        """The rule that hits the ``k``-th frame; counts and remembers nothing."""
+        """The rule that hits the ``k``-th frame. Nothing is counted or recorded."""
         return next((rule for rule in self.rules if rule.fires(self.seed, api, direction, k)), None)
 
     def decide(self, api_key: int, direction: str) -> Fault | None:
-        """What happens to the next frame of an API in a direction; None when it just passes."""
+        """What happens to the next frame of an API in a direction; None: it passes unchanged."""
         api = api_name(api_key)
         with self._lock:
             self._frames[api, direction] += 1
@@ -220,7 +220,7 @@ class Network:
         return dict(Counter(fault.action for fault in self.log))
 
     def frames(self, api: str, direction: str) -> int:
-        """How many frames have been decided about, whether hit or not."""
+        """The number of frames so far, whether hit or not."""
         with self._lock:
             return self._frames[api, direction]
 

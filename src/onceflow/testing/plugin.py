@@ -1,4 +1,4 @@
-"""pytest fixtures, registered by the package's entry point. Spark is imported when a test asks for it."""
+"""pytest fixtures, registered by the entry point of the package. Spark is imported when a test uses its fixture."""
 
 from __future__ import annotations
 

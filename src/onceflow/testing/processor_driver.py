@@ -1,4 +1,4 @@
-"""``ProcessorDriver``: a processor under test, without Spark and Kafka, in milliseconds."""
+"""``ProcessorDriver``: runs a processor in a test, without Spark and Kafka, in milliseconds."""
 
 from __future__ import annotations
 
@@ -50,21 +50,21 @@ class ProcessorDriver:
         driver.advance(60)  # seconds; timers fire, rows expire
 
     Every batch runs as in production: the processor is opened and closed, changes are committed when all of it has
-    succeeded, and timers are due in batches after the one that registered them. After each batch those that are due by
-    then fire, as they would in a flow that waits for input: in several batches, where one may not fire them all.
+    succeeded, and a timer fires in a later batch than the one that registered it. After each batch, all timers that
+    are due then fire, as they would in a flow that waits for input, in several batches if one may not fire them all.
 
     Args:
-        processor: a `Processor` or `ColumnProcessor`; assign a newer version to ``driver.processor`` to see it migrate.
-        partitions: of the table.
-        now_ms: processing time at the beginning; it only moves when a test moves it.
-        options: of the engine: ``on_error="dead-letter"``, ``default_ttl_ms``, ``max_timers_per_batch``, ...
+        processor: a `Processor` or `ColumnProcessor`. To test a migration, assign a newer one to ``driver.processor``.
+        partitions: the number of partitions of the table.
+        now_ms: processing time at the beginning, in epoch milliseconds. It moves only when the test moves it.
+        options: options of the engine: ``on_error="dead-letter"``, ``default_ttl_ms``, ``max_timers_per_batch``, ...
 
     Attributes:
-        outputs: all records that were yielded so far, decoded by the processor's serdes where these can.
-        late: records that came behind the watermark. Key and value are bytes, the cause is in the headers.
+        outputs: all records that were yielded so far, decoded by the processor's serdes if they can.
+        late: records that were older than the watermark. Key and value are bytes, the cause is in the headers.
         dead_letters: records that could not be processed, in the same form.
-        watermark_ms: follows the event times less ``allowed_lateness`` after every batch; may be set.
-        counts: what the engines counted, over all batches.
+        watermark_ms: after every batch, the latest event time minus ``allowed_lateness``. A test may set it.
+        counts: the counters of the engine, over all batches.
     """
 
     def __init__(
@@ -104,17 +104,17 @@ class ProcessorDriver:
         """Send one record, as a batch of its own.
 
         Args:
-            key, value: bytes, None, or what the processor's serdes encode (with a column processor also text, and
-                values that become JSON).
-            timestamp_ms: None: now.
-            topic, partition: the record comes from.
-            run: False leaves it for the next batch.
+            key, value: bytes, None, or what the serdes of the processor can encode. With a column processor also text,
+                and values that become JSON.
+            timestamp_ms: epoch milliseconds; None: now.
+            topic, partition: where the record comes from.
+            run: False: keep the record for the next batch.
 
         Returns:
-            what the batch yielded.
+            The records that the batch has yielded.
 
         Raises:
-            ProcessorError: the batch failed; nothing of it counts.
+            ProcessorError: the batch has failed, and nothing of it is kept.
         """
         encode_key, encode_value = self._encoders()
         raw_key = key if key is None or isinstance(key, bytes) else encode_key(key)
@@ -127,7 +127,7 @@ class ProcessorDriver:
         return self.run() if run else []
 
     def send_many(self, records: Iterable[Record | tuple[Any, Any]]) -> _Records:
-        """Send records, or pairs of key and value, as one batch; returns and raises as send()."""
+        """Send records, or pairs of key and value, as one batch. Returns and raises as `send` does."""
         for each in records:
             record = each if isinstance(each, Record) else Record(*each)
             self.send(
@@ -142,12 +142,12 @@ class ProcessorDriver:
         return self.run()
 
     def advance(self, seconds: float) -> _Records:
-        """Move processing time on, and run what is due; returns and raises as send()."""
+        """Move processing time forward, and run what is due. Returns and raises as `send` does."""
         self.now_ms += duration_ms(seconds)
         return self.run()
 
     def run(self) -> _Records:
-        """Run a batch of what is queued, and what is due then; returns and raises as send()."""
+        """Run a batch of the queued records, and what is due then. Returns and raises as `send` does."""
         yielded, due, left = self._batch()
         settling = 0
         while settling < _SETTLE_BATCHES:
@@ -163,7 +163,7 @@ class ProcessorDriver:
     # ---- what came of it -----------------------------------------------------------------------------
 
     def take(self) -> _Records:
-        """The outputs so far; they are removed from ``outputs``."""
+        """Return the outputs so far, and remove them from ``outputs``."""
         taken, self.outputs = self.outputs, []
         return taken
 
@@ -172,11 +172,11 @@ class ProcessorDriver:
         return self._state(key).get(default)
 
     def map(self, key: Any, name: str, /, **serdes: Any) -> dict[Any, Any]:
-        """The committed entries of a map of a key; ``key=`` and ``value=`` serdes as of ``state.map``."""
+        """The committed entries of a map of a key; ``key=`` and ``value=`` are serdes as in `State.map`."""
         return dict(self._state(key).map(name, **serdes).items())
 
     def list(self, key: Any, name: str, /, **serdes: Any) -> list[Any]:
-        """The committed items of a list of a key; ``value=`` serde as of ``state.list``."""
+        """The committed items of a list of a key; ``value=`` is a serde as in `State.list`."""
         return [*self._state(key).list(name, **serdes)]
 
     @property

@@ -1,13 +1,13 @@
-"""A loopback proxy that understands Kafka's framing: it delays, doubles, reorders, drops and cuts what passes.
+"""A loopback proxy that understands Kafka's framing. It delays, duplicates, reorders, drops and cuts frames.
 
 A broker must advertise the proxy's port on a listener of its own, or clients would go around it::
 
     with proxied_broker(folder) as (direct, through, proxy):
         proxy.faults(Network(seed, rules))
 
-What happens to which frame is decided in ``onceflow.testing.network``. Listeners have to be plaintext: frames inside
-TLS cannot be read, and a request that is sent again on another connection would be unauthenticated there (SASL).
-Traffic between brokers does not pass here.
+``onceflow.testing.network`` decides what happens to which frame. Listeners must be plaintext: frames inside TLS cannot
+be read, and with SASL a request that is sent again on another connection would not be authenticated there. Traffic
+between brokers does not pass the proxy.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Proxy:
             self.cuts = 0
 
     def faults(self, network: Network | None) -> None:
-        """Ask ``network`` about every frame from now on; None ends that. What is held back already stays so."""
+        """Ask ``network`` about every frame from now on. None ends that. Frames that are held back already stay so."""
         self._network = network
 
     def pause(self) -> None:
@@ -74,7 +74,7 @@ class Proxy:
         self.gate.set()
 
     def cut_all(self) -> None:
-        """Close every connection there is now."""
+        """Close every connection that exists now."""
         with self._lock:
             links = list(self._links)
         for link in links:
