@@ -149,7 +149,7 @@ def _run_setup(
                 display.say(f"{setup.name}: {what}; all flows went on after {fault.back_s:.1f} s")
                 time.sleep(rng.uniform(0.0, 2.0))
             else:
-                display.say(f"{setup.name}: {what}; and at once:")
+                display.say(f"{setup.name}: {what}; the next fault follows at once")
         _drain(bed, display)
         report.stops += bed.driver.stops
         report.frames += bed.frames
@@ -167,7 +167,7 @@ def _drain(bed: TestBed, display: Display) -> None:
     bed.feeder.stop()
     bed.proxies.faults(None)
     names.clock.write_text(str(AHEAD_MS + 60_000))
-    display.say("waiting until everything is processed")
+    display.say("waiting until all records are processed")
     ends = independent.end_offsets(servers, names.source)
     waiting = set(bed.setup.flows)
     end = time.monotonic() + DRAIN_S

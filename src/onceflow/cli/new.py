@@ -45,7 +45,7 @@ def new(name: str, directory: Path | None) -> None:
     found = source()
     if found.gone:
         click.echo(f"onceflow was installed from {found.gone}, which is not there any more.", err=True)
-        click.echo("Name where it comes from at the first call: make test ONCEFLOW=/path/to/onceflow", err=True)
+        click.echo("Say where it is now when you first run make: make test ONCEFLOW=/path/to/onceflow", err=True)
     click.echo(f"Next: cd {shlex.quote(str(folder))} && make test")
 
 

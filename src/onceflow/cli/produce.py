@@ -56,7 +56,7 @@ def produce(topic: str, settings: ClientSettings, key_separator: str | None, as_
     with contextlib.closing(Cluster(settings)) as cluster, interruptible() as check:
         writer = TopicWriter(cluster, topic)
         if source.isatty():
-            click.echo("A record is a line. Ctrl-D ends.", err=True)
+            click.echo("Each line is a record. Ctrl-D ends the input.", err=True)
         try:
             for lines in _lines(source):
                 check()
@@ -118,5 +118,5 @@ def _write(writer: TopicWriter, topic: str, lines: list[tuple[int, bytes]], pars
             topic=topic,
             detail=f"the line is {line[:_SNIPPET_BYTES]!r}{'...' if len(line) > _SNIPPET_BYTES else ''}; "
             f"{counted(writer.written)} of the lines before it {'is' if writer.written == 1 else 'are'} written",
-            next_step="correct the line, and give it and those behind it again",
+            next_step="correct the line, then give it and all lines after it again",
         ) from reason

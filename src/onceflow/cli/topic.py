@@ -142,7 +142,7 @@ def describe(name: str, as_json: bool, settings: ClientSettings) -> None:
     for setting, value in (given or {}).items():
         click.echo(f"{setting}={value}")
     if given is None:
-        click.echo("its settings may not be read (DESCRIBE_CONFIGS)", err=True)
+        click.echo("its settings are not shown: that needs the permission DESCRIBE_CONFIGS", err=True)
     columns = ["PARTITION", "LEADER", "REPLICAS", "IN SYNC", "FIRST", "STABLE", "END"]
     _table(columns, [[_joined(value) for value in each.values()] for each in partitions])
 

@@ -225,7 +225,7 @@ class Chain(abc.ABC):
                 self._generator.join(10.0)
                 for tally in self._tallies.values():
                     tally.close()
-            display.say("every record is through; reading all topics")
+            display.say("all records are processed; reading all topics")
             audit = self.audit(display)
         return self.report(audit)
 
