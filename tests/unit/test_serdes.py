@@ -8,7 +8,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onceflow.durations import duration_ms
@@ -107,6 +107,7 @@ def test_own_serdes_and_names() -> None:
 # ---- structs -----------------------------------------------------------------------------------------
 
 
+@settings(deadline=None)
 @given(st.lists(structs, max_size=5), st.binary(max_size=9))
 def test_structs_one_by_one_and_in_columns(values: list[dict[str, Any]], prefix: bytes) -> None:
     serde = struct(**ALL)

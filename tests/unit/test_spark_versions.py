@@ -16,7 +16,14 @@ from onceflow.spark import task_shuffle, versions
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.fixture
+def has_distutils(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with Python 3.11: from 3.12 on, Spark 3.5 is refused without a module of that name."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+
+
 @pytest.mark.parametrize("version", ["3.5.0", "4.0.1", "4.1.1", "4.2.0", "4.2.1", "4.1.2-amzn-0", "4.0.0.dev1"])
+@pytest.mark.usefixtures("has_distutils")
 def test_supported(version: str) -> None:
     versions.check(version)
 
@@ -53,6 +60,7 @@ def test_session_and_flow_refuse_at_the_first_call(monkeypatch: pytest.MonkeyPat
         onceflow.Flow("any", spark, bootstrap_servers="127.0.0.1:9")
 
 
+@pytest.mark.usefixtures("has_distutils")
 def test_pyspark_and_its_jvm_are_of_one_version() -> None:
     versions.check_running(installed_spark_version())
     others = [version for version in versions.SUPPORTED if version != versions.current()]
