@@ -48,7 +48,7 @@ class DriverSession:
         self._looked_at: set[TopicPartition] = set()
 
     def init(self, deadline: Deadline) -> None:
-        """Fence older drivers, after asking the coordinator what it knows of their last transaction: it forgets it then.
+        """Fence older drivers, but first ask the coordinator about their last transaction, which it forgets then.
 
         Raises:
             OptionError: the brokers do not grant so long a transaction timeout.
