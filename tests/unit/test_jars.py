@@ -123,13 +123,20 @@ def test_the_connector_falls_back_only_where_another_version_is_known_to_work() 
     assert by_module["kafka-clients"].fallbacks == ()
 
 
+@pytest.mark.parametrize("version", ["4.1.0", "4.1.1", "4.1.2"])
+def test_a_connector_with_a_mistake_is_not_taken_where_another_one_is_there(version: str) -> None:
+    connector, provider, *_ = jars.spark_connector_coordinates(version)
+    assert (connector.revision, connector.fallbacks) == ("4.1.3", (version,))
+    assert provider.revision == version
+
+
 @pytest.mark.parametrize(
     "version, connectors, token_providers",
     [
         ("3.5.9", ("3.5.7",), ("3.5.7",)),
         ("3.5.7", (), ()),
         ("4.0.1", (), ("4.0.0",)),
-        ("4.1.4", ("4.1.1",), ("4.1.1", "4.0.0")),
+        ("4.1.4", ("4.1.3",), ("4.1.1", "4.0.0")),
         ("4.2.1", ("4.2.0",), ("4.2.0", "4.0.0")),
         ("9.9.9", (), ()),
     ],

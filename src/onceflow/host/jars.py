@@ -62,7 +62,9 @@ def cache_dir() -> Path:
 
 # The release of each minor version of Spark whose Kafka connector is known to work with the others of that version: a
 # patch release may come out without its own.
-_CONNECTORS = {"3.5": "3.5.7", "4.0": "4.0.1", "4.1": "4.1.1", "4.2": "4.2.0"}
+_CONNECTORS = {"3.5": "3.5.7", "4.0": "4.0.1", "4.1": "4.1.3", "4.2": "4.2.0"}
+# Connectors before 4.1.3 end a query after a batch that it runs again from its checkpoint (SPARK-57438).
+_INSTEAD = dict.fromkeys(("4.1.0", "4.1.1", "4.1.2"), "4.1.3")
 # The token provider is not published under every version. That of 4.0.0 works with every connector of Spark 4.
 _TOKEN_PROVIDERS = {"3.5": ("3.5.7",), "4.0": ("4.0.0",), "4.1": ("4.1.1", "4.0.0"), "4.2": ("4.2.0", "4.0.0")}
 
@@ -74,14 +76,19 @@ def spark_connector_coordinates(spark_version: str, scala: str = "2.13") -> list
         scala: the version of Scala that Spark was built with, ``2.12`` or ``2.13``.
     """
     minor = ".".join(spark_version.split(".")[:2])
-    connectors = (_CONNECTORS[minor],) if minor in _CONNECTORS else ()
+    connectors = (_CONNECTORS[minor], spark_version) if minor in _CONNECTORS else ()
     coordinates = [
-        Coordinate("org.apache.spark", f"spark-sql-kafka-0-10_{scala}", spark_version, connectors),
+        Coordinate(
+            "org.apache.spark",
+            f"spark-sql-kafka-0-10_{scala}",
+            _INSTEAD.get(spark_version, spark_version),
+            connectors,
+        ),
         Coordinate(
             "org.apache.spark",
             f"spark-token-provider-kafka-0-10_{scala}",
             spark_version,
-            _TOKEN_PROVIDERS.get(minor, connectors),
+            _TOKEN_PROVIDERS.get(minor, ()),
         ),
         # One client for every Spark: the one of 4.2, which works with older connectors, too.
         Coordinate("org.apache.kafka", "kafka-clients", "3.9.2"),

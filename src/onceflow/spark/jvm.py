@@ -13,6 +13,7 @@ from pyspark.sql import DataFrame, SparkSession
 
 from onceflow import user_code
 from onceflow.errors import BatchAbortedError, OptionError
+from onceflow.host.jars import spark_connector_coordinates
 from onceflow.spark import versions
 
 #: How PySpark tells that Spark has failed.
@@ -58,8 +59,9 @@ def why_no_connector(spark: SparkSession) -> str:
 
 def connector_package(spark: SparkSession) -> str:
     """Maven coordinates of the Kafka connector for this Spark."""
-    scala = str(spark._jvm.scala.util.Properties.versionNumberString())  # type: ignore[union-attr]
-    return f"org.apache.spark:spark-sql-kafka-0-10_{'.'.join(scala.split('.')[:2])}:{spark.version}"
+    java: Any = spark._jvm
+    scala = str(java.scala.util.Properties.versionNumberString())
+    return str(spark_connector_coordinates(spark.version, ".".join(scala.split(".")[:2]))[0])
 
 
 def has_class(java: Any, name: str) -> bool:
