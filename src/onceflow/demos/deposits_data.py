@@ -268,17 +268,23 @@ def _invalid(made: Operation, latest: Operation, limit: int, rng: random.Random)
         return operation(identity, "deposit", account, None, amount)._replace(cause=cause)
     if cause == "not positive":
         return operation(identity, made.kind, account, made.to, rng.choice([0, -made.amount]))._replace(cause=cause)
-    deposit = operation(identity, "deposit", account, None, made.amount)
+    return _malformed(cause, operation(identity, "deposit", account, None, made.amount), rng)
+
+
+def _malformed(cause: str, deposit: Operation, rng: random.Random) -> Operation:
+    """A deposit whose value is damaged: one of its fields, or the JSON itself."""
     whole = deposit.value or b""
     changed = {
         "missing field": (rng.choice([rb'"kind": [^,]+, ', rb', "account": [^,]+', rb', "amount": \d+']), b""),
         "unknown kind": (b'"deposit"', rng.choice([b'"gift"', b'""', b'"Open"'])),
         "wrong type": (rb"\d+}", rng.choice([b'"a lot"}', b"1.5}", b"1e3}", b"true}", b"null}", b"[1]}"])),
         "huge number": (rb"\d+}", b"%d}" % rng.choice([2**64, -(10**30), 10**300])),
-        "no object": (rb"(?s).+", rng.choice([b'["%s"]', b'"%s"', b'[{"id": "%s"}]']) % identity.encode()),
+        "no object": (rb"(?s).+", rng.choice([b'["%s"]', b'"%s"', b'[{"id": "%s"}]']) % deposit.id.encode()),
     }.get(cause)
     if changed is not None:
         return deposit._replace(value=re.sub(changed[0], changed[1], whole, count=1), cause=cause)
     # Cut off behind the id, text, bytes that are not even UTF-8, or too deep; also what could not be had above.
-    broken = [whole[: rng.randint(45, len(whole) - 1)], b"deposit " + identity.encode(), b"\xff\xfe" + whole]
-    return deposit._replace(value=rng.choice([*broken, whole + whole, b"[" * 950 + identity.encode()]), cause="no JSON")
+    broken = [whole[: rng.randint(45, len(whole) - 1)], b"deposit " + deposit.id.encode(), b"\xff\xfe" + whole]
+    return deposit._replace(
+        value=rng.choice([*broken, whole + whole, b"[" * 950 + deposit.id.encode()]), cause="no JSON"
+    )
