@@ -107,7 +107,13 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name == "serdes":
         return importlib.import_module("onceflow.state.api.serdes")
-    value = getattr(importlib.import_module(_HOMES.get(name, "onceflow.errors")), name)
+    try:
+        value = getattr(importlib.import_module(_HOMES.get(name, "onceflow.errors")), name)
+    except ImportError:
+        from onceflow.spark import versions
+
+        versions.check()  # an old PySpark lacks modules
+        raise
     # Importing onceflow.session binds the *module* to the package's name `session`; put the function there.
     globals()[name] = value
     return value

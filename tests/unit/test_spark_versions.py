@@ -61,6 +61,23 @@ def test_session_and_flow_refuse_at_the_first_call(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.usefixtures("has_distutils")
+def test_a_pyspark_that_is_too_old_to_import_is_refused_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    import onceflow
+
+    monkeypatch.setattr(versions, "installed_spark_version", lambda: "3.3.4")
+    monkeypatch.delitem(vars(onceflow), "Flow", raising=False)
+
+    def lacking(name: str) -> Any:
+        raise ModuleNotFoundError("No module named 'pyspark.errors'")
+
+    monkeypatch.setattr(onceflow.importlib, "import_module", lacking)
+    with pytest.raises(EnvironmentUnusableError, match=r"Spark 3\.3\.4 is not supported"):
+        _ = onceflow.Flow
+    monkeypatch.setattr(versions, "installed_spark_version", lambda: "4.2.0")
+    with pytest.raises(ModuleNotFoundError):
+        _ = onceflow.Flow
+
+
 def test_pyspark_and_its_jvm_are_of_one_version() -> None:
     versions.check_running(installed_spark_version())
     others = [version for version in versions.SUPPORTED if version != versions.current()]
