@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from onceflow.client.cluster import TopicInfo, unknown_topic
 from onceflow.client.deadline import Deadline
-from onceflow.client.topics import find_topics
+from onceflow.client.topics import find_topics, max_message_bytes
 from onceflow.errors import BrokerUnreachableError, UnknownTopicError
 
 THERE = ["Orders_eu", "orders-us", "orders.eu", "payments", "__orders-eu"]
@@ -64,3 +65,37 @@ def test_a_name_that_cannot_be() -> None:
         "Topic 'a b' does not exist: its name is not legal in Kafka",
         "check the name",
     )
+
+
+# ---- settings ----------------------------------------------------------------------------------------------
+
+
+class Describing:
+    """Answers DescribeConfigs for one topic, which it does not know at first."""
+
+    def __init__(self, unknown: int) -> None:
+        self.unknown = unknown
+        self.asked = 0
+
+    def connect(self, deadline: Deadline) -> None:
+        pass
+
+    def version(self, request: Any, *, min_version: int, max_version: int) -> int:
+        return max_version
+
+    def ask(self, request: Any, api: str, deadline: Deadline) -> Any:
+        self.asked += 1
+        known = self.asked > self.unknown
+        configs = [SimpleNamespace(name="max.message.bytes", value="12345")] if known else []
+        result = SimpleNamespace(resource_name="t", error_code=0 if known else 3, configs=configs)
+        return SimpleNamespace(results=[result])
+
+
+@pytest.mark.parametrize("unknown, limit", [(0, 12345), (2, 12345), (1000, 1_048_588)])
+def test_a_broker_that_has_not_heard_of_a_new_topic_is_asked_again(unknown: int, limit: int) -> None:
+    """Its settings would be taken for the defaults."""
+    waited: list[float] = []
+    cluster: Any = Describing(unknown)
+    assert max_message_bytes(cluster, ["t"], Deadline(10, "test", sleep=waited.append)) == {"t": limit}
+    assert cluster.asked == min(unknown, 4) + 1
+    assert sum(waited) < 1

@@ -24,7 +24,8 @@ from onceflow.protocol import codes
 log = logging.getLogger("onceflow")
 
 _TOPIC_RESOURCE = 2
-_TOPIC_ALREADY_EXISTS = 36
+_UNKNOWN_TOPIC, _TOPIC_ALREADY_EXISTS = 3, 36
+_UNKNOWN_ATTEMPTS = 4
 _SET_ON_TOPIC = 1  # where a setting comes from: DYNAMIC_TOPIC_CONFIG
 _MAX_COPIES = 3
 _MAX_ALIKE, _ALIKE_SHARE = 3, 0.7
@@ -293,7 +294,10 @@ def own_settings(cluster: Cluster, name: str, deadline: Deadline) -> dict[str, s
 
 
 def _described(cluster: Cluster, names: Sequence[str], keys: Sequence[str] | None, deadline: Deadline) -> list[Any]:
-    """Results of DescribeConfigs; all settings when no keys are given."""
+    """Results of DescribeConfigs; all settings when no keys are given.
+
+    A broker that has not heard of a new topic yet says that there is none, so it is asked a few times.
+    """
     cluster.connect(deadline)
     request = DescribeConfigsRequest(
         version=cluster.version(DescribeConfigsRequest, min_version=1, max_version=4),
@@ -304,5 +308,11 @@ def _described(cluster: Cluster, names: Sequence[str], keys: Sequence[str] | Non
             for name in names
         ],
     )
-    results: list[Any] = cluster.ask(request, "DescribeConfigs", deadline).results
-    return results
+    attempt = 0
+    while True:
+        results: list[Any] = cluster.ask(request, "DescribeConfigs", deadline).results
+        unknown = [str(result.resource_name) for result in results if result.error_code == _UNKNOWN_TOPIC]
+        if not unknown or attempt == _UNKNOWN_ATTEMPTS:
+            return results
+        deadline.pause(attempt + 3, f"{', '.join(unknown)} is unknown")
+        attempt += 1
