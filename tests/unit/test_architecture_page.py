@@ -1,0 +1,75 @@
+"""docs/architecture.md is true of the code: its list of modules is complete, and what it names exists."""
+
+from __future__ import annotations
+
+import ast
+import re
+from functools import cache
+from pathlib import Path
+
+import onceflow
+
+ROOT = Path(__file__).parents[2]
+SOURCES = Path(onceflow.__file__).parent
+PAGE = ROOT / "docs" / "architecture.md"
+#: Around the product: the page names the packages, but not each module.
+TOOLS = ("bench", "broker", "chaos", "cli", "demos", "templates", "testing")
+
+
+@cache
+def section(title: str) -> str:
+    found = re.search(rf"^## {re.escape(title)}\n(.*?)(?=^## |^\[\w+\]: )", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    assert found is not None
+    return found[1]
+
+
+def listed() -> list[str]:
+    """The modules in the list, by their paths."""
+    found, package = [], ""
+    for line in section("All modules").partition("```\n")[2].partition("```")[0].splitlines():
+        if not line.startswith(" "):
+            package = line.split()[0].removeprefix("onceflow/")
+        else:
+            names = re.match(r"((?:\w+\.py)(?:, \w+\.py)*) +\S", line.strip())
+            assert names is not None, line
+            found += [package + name for name in names[1].split(", ")]
+    return found
+
+
+def test_every_module_is_listed_once() -> None:
+    modules = {str(path.relative_to(SOURCES)) for path in SOURCES.rglob("*.py")}
+    described = {
+        name
+        for name in modules
+        if name.split("/")[0] not in TOOLS and Path(name).name not in ("__init__.py", "_version.py")
+    }
+    assert sorted(listed()) == sorted(described)
+
+
+def defined(path: Path, name: str) -> bool:
+    """Whether a module defines a function, or a method as ``Class.method``."""
+    body: list[ast.stmt] = ast.parse(path.read_text()).body
+    for part in name.split("."):
+        found = [node for node in body if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and node.name == part]
+        if not found:
+            return False
+        body = found[0].body
+    return True
+
+
+def test_the_walk_of_a_record_names_functions_that_exist() -> None:
+    walk = section("The walk of a record from `Flow.write` to EndTxn")
+    rows = re.findall(r"^\| `([\w/.]+\.py)` \| `([\w.]+)` \|", walk, re.MULTILINE)
+    assert len(rows) > 30
+    assert rows[0] == ("flow.py", "Flow.write")
+    assert ("client/transactions.py", "Transactions.end") in rows
+    missing = [(path, name) for path, name in rows if not defined(SOURCES / path, name)]
+    assert not missing
+
+
+def test_the_steps_of_a_batch_name_functions_that_exist() -> None:
+    cells = re.findall(r"^\| `\w+` \| (`[^|]+`) \|", section("One batch"), re.MULTILINE)
+    assert len(cells) == 8
+    files = [path for path in SOURCES.rglob("*.py") if path.relative_to(SOURCES).parts[0] not in TOOLS]
+    for name in re.findall(r"`([\w.]+)`", " ".join(cells)):
+        assert any(defined(path, name) for path in files), name
