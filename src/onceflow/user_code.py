@@ -117,6 +117,8 @@ def _said(lines: Sequence[str], at: int) -> tuple[str, int]:
     return cut("; ".join(said), MAX_TEXT), at
 
 
-def cut(text: str, most: int) -> str:
+def cut(text: str, max_characters: int) -> str:
     """The text, if need be only its beginning."""
-    return text if len(text) <= most else f"{text[:most]}... ({len(text)} characters)"
+    if len(text) <= max_characters:
+        return text
+    return f"{text[:max_characters]}... ({len(text)} characters)"

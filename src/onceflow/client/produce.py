@@ -142,8 +142,8 @@ class Producer:
         # Version 12 enrols partitions; only a cluster with transaction version 2 lets it (KIP-890).
         # Never mix version 12 with EndTxn below 5: a late batch would then open a new transaction.
         version = cluster.transaction_version if transaction_version is None else transaction_version
-        most = MAX_VERSION if version >= 2 or transactional_id is None else 11
-        self._version = cluster.version(ProduceRequest, min_version=MIN_VERSION, max_version=most)
+        max_version = MAX_VERSION if version >= 2 or transactional_id is None else 11
+        self._version = cluster.version(ProduceRequest, min_version=MIN_VERSION, max_version=max_version)
 
     def send(self, topic: str, partition: int, batch: EncodedBatch) -> None:
         """Queue one batch (and push bytes); waits while too much is unacknowledged."""

@@ -91,9 +91,9 @@ def sizes(keys: Any, values: Any, headers: Any) -> npt.NDArray[np.int64]:
     count = _row_count(keys, values, headers)
     if not count:
         return np.zeros(0, dtype=np.int64)
-    most = 1 + varints.VARLONG_BYTES_MAX + varints.VARINT_BYTES_MAX
+    max_head = 1 + varints.VARLONG_BYTES_MAX + varints.VARINT_BYTES_MAX
     payload: npt.NDArray[np.int64] = Columns(keys, values, headers, count).payload_bytes()
-    return payload + (most + varints.VARINT_BYTES_MAX)
+    return payload + (max_head + varints.VARINT_BYTES_MAX)
 
 
 def encode_batches(

@@ -53,11 +53,11 @@ def widths(codes: Field) -> Field:
         return width(codes)
     if len(codes) == 0:
         return 1
-    most, least = width(int(codes.max())), width(int(codes.min()))
-    if most == least:
-        return most
-    out = np.full(len(codes), least, dtype=np.int64)
-    for extra in range(least, most):
+    widest, narrowest = width(int(codes.max())), width(int(codes.min()))
+    if widest == narrowest:
+        return widest
+    out = np.full(len(codes), narrowest, dtype=np.int64)
+    for extra in range(narrowest, widest):
         # A column of 32-bit codes never compares with 2**35: its widest varint has 5 bytes, the last step is
         # 2**28.
         out += codes >= codes.dtype.type(1 << (7 * extra))

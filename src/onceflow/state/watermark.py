@@ -68,8 +68,8 @@ class Watermark:
         ]
         if not waiting or any(latest is None for latest in waiting):
             return self.value_ms
-        least = min(latest for latest in waiting if latest is not None) - self._lateness_ms
-        return least if self.value_ms is None else max(self.value_ms, least)
+        slowest = min(latest for latest in waiting if latest is not None) - self._lateness_ms
+        return slowest if self.value_ms is None else max(self.value_ms, slowest)
 
     def advance(self) -> int | None:
         """The watermark of the next batch: partitions may have gone idle since the last one. It stays this far."""
