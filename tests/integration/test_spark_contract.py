@@ -207,10 +207,11 @@ MEMBERS = [
     ),
     Member(
         "org.apache.spark.SparkThrowable",
-        "getCondition" if versions.has("cancel condition") else "getErrorClass",
+        "getCondition",
         0,
         "jvm.py",
         "a cancelled job is run again",
+        used=_where("cancel condition"),
     ),
 ]
 

@@ -1,4 +1,4 @@
-"""Whether Spark has cancelled a job is told by classes and error conditions, not by words."""
+"""Whether Spark has cancelled a job is told by classes and error conditions, not by words of user code."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from typing import Any
 import pytest
 from py4j.protocol import Py4JError
 
+from onceflow.spark import versions
 from onceflow.spark.jvm import was_cancelled
 
 
 class Thrown:
     """A Throwable of the JVM."""
 
-    def __init__(self, name: str, condition: str | None = None, cause: Thrown | None = None, *, spark_3: bool = False):
-        self.name, self.condition, self.cause, self.spark_3 = name, condition, cause, spark_3
+    def __init__(self, name: str, condition: str | None = None, cause: Thrown | None = None, *, message: str = ""):
+        self.name, self.condition, self.cause, self.message = name, condition, cause, message
 
     def getClass(self) -> Any:
         return self
@@ -22,17 +23,15 @@ class Thrown:
     def getName(self) -> str:
         return self.name
 
+    def getMessage(self) -> str:
+        return self.message
+
     def getCause(self) -> Thrown | None:
         return self.cause
 
     def getCondition(self) -> str | None:
-        if self.spark_3 or self.condition is None:
+        if versions.current() < (4, 0) or self.condition is None:
             raise Py4JError("Method getCondition([]) does not exist")
-        return self.condition
-
-    def getErrorClass(self) -> str | None:
-        if self.condition is None:
-            raise Py4JError("Method getErrorClass([]) does not exist")
         return self.condition
 
 
@@ -44,21 +43,31 @@ def error(thrown: Thrown | None, attribute: str = "_origin") -> Exception:
 
 SPARK = "org.apache.spark.SparkException"
 CANCELLED = Thrown(SPARK, "SPARK_JOB_CANCELLED")
+# As Spark 3.5 says it: without a condition.
+CANCELLED_3_5 = Thrown(SPARK, message="Job 7 cancelled part of cancelled job group 4f")
+
+
+@pytest.fixture(params=[(3, 5), (4, 2)], ids=["3.5", "4.2"], autouse=True)
+def version(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> versions.Version:
+    monkeypatch.setattr(versions, "_current", request.param)
+    found: versions.Version = request.param
+    return found
+
+
+@pytest.fixture
+def cancelled(version: versions.Version) -> Thrown:
+    return CANCELLED if version >= (4, 0) else CANCELLED_3_5
 
 
 @pytest.mark.parametrize("attribute", ["_origin", "java_exception"])
-@pytest.mark.parametrize(
-    "thrown",
-    [
-        CANCELLED,
-        Thrown(SPARK, "SPARK_JOB_CANCELLED", spark_3=True),
+def test_cancelled(cancelled: Thrown, attribute: str) -> None:
+    for thrown in (
+        cancelled,
+        Thrown(SPARK, None, Thrown("java.lang.RuntimeException", None, cancelled)),
         Thrown("java.lang.InterruptedException"),
         Thrown("java.nio.channels.ClosedByInterruptException"),
-        Thrown(SPARK, None, Thrown("java.lang.RuntimeException", None, CANCELLED)),
-    ],
-)
-def test_cancelled(thrown: Thrown, attribute: str) -> None:
-    assert was_cancelled(error(thrown, attribute))
+    ):
+        assert was_cancelled(error(thrown, attribute))
 
 
 @pytest.mark.parametrize(
@@ -68,6 +77,9 @@ def test_cancelled(thrown: Thrown, attribute: str) -> None:
         Thrown(SPARK),
         Thrown(SPARK, "TASK_WRITE_FAILED", Thrown("java.io.IOException")),
         Thrown("org.apache.spark.api.python.PythonException"),
+        # What user code raises, and how Spark tells of it.
+        Thrown("org.apache.spark.api.python.PythonException", message="Job 7 cancelled"),
+        Thrown(SPARK, message="Job aborted due to stage failure: RuntimeError: Job 7 cancelled"),
     ],
 )
 def test_words_do_not_count(thrown: Thrown | None) -> None:

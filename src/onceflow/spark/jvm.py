@@ -332,12 +332,10 @@ def _thrown(error: BaseException) -> Iterator[Any]:
 
 
 def _condition(thrown: Any) -> str | None:
-    for method in ("getCondition", "getErrorClass"):  # Spark 4, Spark 3.5
-        try:
-            return str(getattr(thrown, method)())
-        except (Py4JError, AttributeError):
-            continue  # no SparkThrowable, or the other Spark
-    return None
+    try:
+        return str(thrown.getCondition())
+    except (Py4JError, AttributeError):
+        return None  # no SparkThrowable
 
 
 def is_being_stopped(spark: SparkSession) -> bool:
