@@ -1,16 +1,12 @@
-"""A lock that processes of one machine hold in turn, on a file."""
+"""A lock that processes of one machine hold in turn, on a file: ``filelock`` with an error of ours."""
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from onceflow.errors import DeadlineExceededError
-
-_POLL_S = 0.05
 
 
 @contextlib.contextmanager
@@ -23,14 +19,14 @@ def locked(path: Path, timeout_s: float, *, busy: str, next_step: str) -> Iterat
     Raises:
         DeadlineExceededError: another process has held it all the time.
     """
-    deadline = time.monotonic() + timeout_s
-    with path.open("w") as handle:
-        while True:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise DeadlineExceededError(busy, next_step=next_step) from None
-                time.sleep(_POLL_S)
-        yield  # closing the file releases the lock
+    from filelock import FileLock, Timeout  # not before it is needed: it loads asyncio, which most starts do without
+
+    lock = FileLock(path)
+    try:
+        lock.acquire(timeout=timeout_s)
+    except Timeout as held:
+        raise DeadlineExceededError(busy, next_step=next_step) from held
+    try:
+        yield
+    finally:
+        lock.release()
