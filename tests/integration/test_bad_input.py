@@ -344,7 +344,8 @@ def test_partition_out_of_range(pipe: Any, partition: int, small_batch_rows: int
 @pytest.mark.parametrize("small_batch_rows", [0, 4000])
 def test_record_larger_than_the_broker_allows(pipe: Any, small_batch_rows: int) -> None:
     flow = pipe.open()
-    df = flow.read(pipe.source).selectExpr("key", "IF(value = '000000007', repeat('x', 2000000), value) AS value")
+    large = "CAST(repeat('x', 2000000) AS BINARY)"
+    df = flow.read(pipe.source).selectExpr("key", f"IF(value = '000000007', {large}, value) AS value")
     text = run_to_error(flow, df, onceflow.BadRecordError, topic=pipe.target, small_batch_rows=small_batch_rows)
     assert "1048588" in text
     assert pipe.target in text
