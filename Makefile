@@ -7,6 +7,9 @@ BIN := $(VENV)/bin
 # Continuous integration gets plain text: no colours, no cursor movements.
 PYTEST_FLAGS ?= $(if $(CI),--color=no -q,)
 PYTEST := $(BIN)/python -m pytest $(PYTEST_FLAGS)
+# TEST_JOBS processes share the tests, file by file, each with a broker and a Spark of its own: one works while another
+# one waits. The fast tests take two processes, all tests take one if nothing is said (make test TEST_JOBS=2).
+parallel = $(if $(filter-out 1,$(1)),-n $(1) --dist loadfile --no-loadscope-reorder,)
 
 # `make test-spark` runs tests with another version of Spark, `make test` the short form with an old one.
 SPARK ?= 3.5
@@ -40,7 +43,7 @@ demo: setup ## run the main example: deposits, exactly once
 	$(BIN)/onceflow demo deposits
 
 test: setup ## all tests but the longest, and a short form of them with an older Spark
-	$(PYTEST) -m "not long"
+	$(PYTEST) $(call parallel,$(or $(TEST_JOBS),1)) -m "not long"
 	$(MAKE) --no-print-directory test-spark SPARK=$(OLD_SPARK) MARKS=short_form
 
 test-long: setup ## the longest tests: more of the same, and what takes its time
@@ -50,7 +53,7 @@ test-spark: $(SPARK_VENV)/.jars ## tests of what Spark does, with another versio
 	$(SPARK_VENV)/bin/python -m pytest $(PYTEST_FLAGS) -m "$(MARKS)" $(SPARK_TESTS)
 
 fast: setup ## the tests that need neither broker nor Spark, but those of the demos
-	$(PYTEST) -m "not long" tests/unit tests/protocol $(wildcard tests/model)
+	$(PYTEST) $(call parallel,$(or $(TEST_JOBS),2)) -m "not long" tests/unit tests/protocol $(wildcard tests/model)
 
 check: lint test ## what has to hold before a change is merged: format, lint, types, tests
 

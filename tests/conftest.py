@@ -26,7 +26,9 @@ from onceflow.testing import faults, independent
 from onceflow.testing.waiting import wait_until
 
 # The JVMs of tests live for minutes at most, on few cores: there the second compiler takes more than it gives back.
-os.environ["JAVA_TOOL_OPTIONS"] = f"{os.environ.get('JAVA_TOOL_OPTIONS', '')} -XX:TieredStopAtLevel=1".strip()
+QUICK_COMPILER = "-XX:TieredStopAtLevel=1"
+if QUICK_COMPILER not in os.environ.get("JAVA_TOOL_OPTIONS", ""):  # as it is when this process was started by pytest
+    os.environ["JAVA_TOOL_OPTIONS"] = f"{os.environ.get('JAVA_TOOL_OPTIONS', '')} {QUICK_COMPILER}".strip()
 
 # Tests start dozens of Python processes. With bytecode on disk each of them begins earlier, also where the environment
 # asks for none (as containers do); pytest's own, with the rewritten assertions, takes seconds to make.
