@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import functools
 import inspect
 import json
 import os
@@ -382,7 +383,8 @@ OPEN_ENDED = ("spark.executorEnv.", "spark.yarn.appMasterEnv.", "spark.kubernete
 JOINED = {"spark.kubernetes.authenticate.driver.serviceAccountName"}
 
 
-def words_of_spark() -> set[str]:
+@functools.cache
+def words_of_spark() -> frozenset[str]:
     """Every setting and option that is a constant in Spark's own classes."""
     import pyspark
 
@@ -393,7 +395,7 @@ def words_of_spark() -> set[str]:
                 if name.endswith(".class"):
                     words = re.findall(rb"spark(?:\.[A-Za-z][\w-]*)+|--[a-z][a-z-]+", classes.read(name))
                     found.update(word.decode() for word in words)
-    return found
+    return frozenset(found)
 
 
 def test_settings_of_spark_exist() -> None:
