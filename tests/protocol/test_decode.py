@@ -428,9 +428,12 @@ def _zstd_stream(data: bytes) -> bytes:
     return bytes(sink.getvalue())
 
 
-@pytest.mark.parametrize("name", written_by_others())
+WRITTEN_BY_OTHERS = written_by_others()
+
+
+@pytest.mark.parametrize("name", WRITTEN_BY_OTHERS)
 def test_compressed_by_other_writers(name: str) -> None:
-    method, packed = written_by_others()[name]
+    method, packed = WRITTEN_BY_OTHERS[name]
     assert decompress(method, packed) == CONTENT
     assert decompress(CODES[method], pa.py_buffer(packed)) == CONTENT
     for damaged in (packed[:-1], packed[: len(packed) // 2], packed[:3], b""):

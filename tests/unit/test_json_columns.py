@@ -23,7 +23,9 @@ rows = st.fixed_dictionaries(
         "amount": st.none() | st.integers(-(1 << 63), (1 << 63) - 1),
         "rate": st.none() | st.floats(allow_nan=False, allow_infinity=False),
         "open": st.none() | st.booleans(),
-        "more": st.recursive(texts | st.integers(0, 9), lambda inner: st.lists(inner) | st.dictionaries(texts, inner)),
+        "more": st.recursive(
+            texts | st.integers(0, 9), lambda inner: st.lists(inner) | st.dictionaries(texts, inner), max_leaves=12
+        ),
     },
 )
 
