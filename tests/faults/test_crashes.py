@@ -18,6 +18,7 @@ from pyspark.errors import StreamingQueryException
 
 from onceflow import hooks
 from onceflow.driver import progress_log
+from onceflow.spark import versions
 from onceflow.testing import faults, independent
 
 pytestmark = [pytest.mark.integration, pytest.mark.faults]
@@ -127,7 +128,9 @@ def test_python_workers_killed(make_pipe: Any, inject_at_every_step: Any) -> Non
     query = pipe.run(read={"max_records_per_batch": 300}, small_batch_rows=0)
     check_recovered(pipe)
     assert len(query.batches) > len(hooks.STEPS)
-    assert max(b.attempts for b in query.batches) <= 2
+    # Spark 3.5 does not see that an idle worker has died: each attempt may meet one of those of the two cores.
+    failed = 1 if versions.current() >= (4, 0) else 2
+    assert max(b.attempts for b in query.batches) <= failed + 1
 
 
 @pytest.mark.parametrize("action", ["kill", "raise"])
