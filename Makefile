@@ -43,7 +43,7 @@ demo: setup ## run the main example: deposits, exactly once
 	$(BIN)/onceflow demo deposits
 
 test: setup ## all tests but the longest, and a short form of them with an older Spark
-	$(PYTEST) $(call parallel,$(or $(TEST_JOBS),1)) -m "not long"
+	$(PYTEST) $(call parallel,$(or $(TEST_JOBS),2)) -m "not long"
 	$(MAKE) --no-print-directory test-spark SPARK=$(OLD_SPARK) MARKS=short_form
 
 test-long: setup ## the longest tests: more of the same, and what takes its time
