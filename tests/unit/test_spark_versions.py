@@ -60,7 +60,6 @@ def test_session_and_flow_refuse_at_the_first_call(monkeypatch: pytest.MonkeyPat
         onceflow.Flow("any", spark, bootstrap_servers="127.0.0.1:9")
 
 
-@pytest.mark.usefixtures("has_distutils")
 def test_a_pyspark_that_is_too_old_to_import_is_refused_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
     import onceflow
 
@@ -78,6 +77,7 @@ def test_a_pyspark_that_is_too_old_to_import_is_refused_as_well(monkeypatch: pyt
         _ = onceflow.Flow
 
 
+@pytest.mark.usefixtures("has_distutils")
 def test_pyspark_and_its_jvm_are_of_one_version() -> None:
     versions.check_running(installed_spark_version())
     others = [version for version in versions.SUPPORTED if version != versions.current()]
