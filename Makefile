@@ -44,7 +44,7 @@ demo: setup ## run the main example: deposits, exactly once
 
 test: setup ## all tests but the longest, and a short form of them with an older Spark
 	$(PYTEST) $(call parallel,$(or $(TEST_JOBS),2)) -m "not long"
-	$(MAKE) --no-print-directory test-spark SPARK=$(OLD_SPARK) MARKS=short_form
+	$(MAKE) --no-print-directory test-spark SPARK=$(OLD_SPARK) MARKS="short_form and not long"
 
 test-long: setup ## the longest tests: more of the same, and what takes its time
 	$(PYTEST) -m long
