@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 PYTEST_FLAGS ?= $(if $(CI),--color=no -q,)
 PYTEST := $(BIN)/python -m pytest $(PYTEST_FLAGS)
 # TEST_JOBS processes share the tests, file by file, each with a broker and a Spark of its own: one works while another
-# one waits. The fast tests take two processes, all tests take one if nothing is said (make test TEST_JOBS=2).
+# one waits. Two processes, if nothing is said (make test TEST_JOBS=1).
 parallel = $(if $(filter-out 1,$(1)),-n $(1) --dist loadfile --no-loadscope-reorder,)
 
 # `make test-spark` runs tests with another version of Spark, `make test` the short form with an old one.

@@ -135,7 +135,7 @@ def shown(flow: Any, df: Any, query: Any) -> dict[str, str]:
         "the plan": df._jdf.queryExecution().toString(),
         "the configuration": str(context.getConf().getAll()),
         "the local properties": str(context._jsc.sc().getLocalProperties()),
-        "the progress": json.dumps([p if isinstance(p, dict) else json.loads(p.json) for p in query.recentProgress]),
+        "the progress": json.dumps([json.loads(p.json) if hasattr(p, "json") else p for p in query.recentProgress]),
         "the batches": str(list(query.batches)),
         "the settings": repr(flow._settings),
         "the status": str(query.status),
