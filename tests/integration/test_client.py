@@ -139,9 +139,6 @@ def test_the_log_is_read_with_markers_behind_somebody_elses_open_transaction(clu
 
 def test_settings_of_topics(cluster: Cluster, make_topic: Callable[..., str]) -> None:
     plain, special = make_topic("plain"), make_topic("special", max_message_bytes=12345, cleanup_policy="compact")
-    deadline = soon()
-    while topic_config(cluster, special, "max.message.bytes", deadline) != "12345":
-        deadline.pause(1, "a broker knows a new topic before it knows its settings")
     limits: Any = max_message_bytes(cluster, [plain, special], soon())
     assert limits == {plain: 1048588, special: 12345}
     assert topic_config(cluster, special, "cleanup.policy", soon()) == "compact"

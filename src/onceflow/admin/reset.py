@@ -12,7 +12,7 @@ from onceflow.client.deadline import Deadline
 from onceflow.client.offsets import fetch_committed
 from onceflow.client.produce import Producer
 from onceflow.client.settings import ClientSettings
-from onceflow.client.transaction_requests import describe_transaction
+from onceflow.client.transaction_requests import DEAD, describe_transaction
 from onceflow.client.transactions import Transactions
 from onceflow.driver import progress_log
 from onceflow.driver.driver_session import DriverSession
@@ -25,7 +25,6 @@ from onceflow.protocol.transaction import Event
 
 _SECONDS = 60.0
 _GROUP_ID_NOT_FOUND = 69
-_NO_TRANSACTIONAL_ID = "Dead"
 
 
 def is_known(settings: ClientSettings, names: Names) -> bool:
@@ -39,7 +38,7 @@ def is_known(settings: ClientSettings, names: Names) -> bool:
     deadline = Deadline(_SECONDS, f"looking for flow {names.flow}")
     cluster = Cluster(settings)
     try:
-        if describe_transaction(cluster, names.transactional_id, deadline)["state"] != _NO_TRANSACTIONAL_ID:
+        if describe_transaction(cluster, names.transactional_id, deadline)["state"] != DEAD:
             return True
         if fetch_committed(cluster, names.group_id, None, deadline, stable=False):
             return True

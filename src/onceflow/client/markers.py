@@ -19,7 +19,7 @@ from onceflow.client.deadline import Deadline
 from onceflow.client.leaders import by_topic
 from onceflow.client.offsets import LATEST, list_offsets
 from onceflow.client.producers import OpenTransaction, open_transactions
-from onceflow.client.transaction_requests import describe_transaction
+from onceflow.client.transaction_requests import DEAD, describe_transaction
 from onceflow.client.transactions import Outcome, Transactions, fenced
 from onceflow.errors import (
     BrokerUnsupportedError,
@@ -37,7 +37,7 @@ _LOOK_S = 2.0
 _FIRST_LOOK_S = 0.004  # markers are a matter of milliseconds
 _END_S = 120.0
 #: States of a transactional id whose last transaction has its markers, or will never get them.
-_OVER = frozenset({"CompleteCommit", "CompleteAbort", "Empty", "Dead"})
+_OVER = frozenset({"CompleteCommit", "CompleteAbort", "Empty", DEAD})
 
 
 class Markers:

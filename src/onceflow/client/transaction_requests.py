@@ -27,6 +27,8 @@ from onceflow.protocol import codes
 from onceflow.protocol.batches import ProducerIdAndEpoch
 from onceflow.protocol.produce import MAX_VERSION, MIN_VERSION
 
+#: The state of a transactional id that its coordinator does not know (any more).
+DEAD = "Dead"
 _TRANSACTIONAL_ID_NOT_FOUND = 105
 
 
@@ -211,7 +213,7 @@ def describe_transaction(cluster: Cluster, transactional_id: str, deadline: Dead
     )
     state = response.transaction_states[0]
     if state.error_code == _TRANSACTIONAL_ID_NOT_FOUND:
-        return {"state": "Dead", "producer_id": -1, "producer_epoch": -1, "partitions": {}}
+        return {"state": DEAD, "producer_id": -1, "producer_epoch": -1, "partitions": {}}
     if state.error_code:
         raise codes.error_for(int(state.error_code), api="DescribeTransactions")
     return {

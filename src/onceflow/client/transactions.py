@@ -191,7 +191,7 @@ class Transactions:
         except (BrokerUnsupportedError, PermissionDeniedError):
             return _Standing.UNKNOWN
         epoch = int(seen["producer_epoch"])
-        if seen["state"] == "Dead" or (seen["producer_id"], epoch) == (mine.producer_id, mine.producer_epoch):
+        if seen["state"] == requests.DEAD or (seen["producer_id"], epoch) == (mine.producer_id, mine.producer_epoch):
             return _Standing.OWN
         aborted = seen["state"] in ("PrepareAbort", "CompleteAbort") and epoch == mine.producer_epoch + 1
         return _Standing.ABORTED if aborted and seen["producer_id"] == mine.producer_id else _Standing.FENCED

@@ -21,10 +21,7 @@ from onceflow.driver.commit import BatchCommit, timed
 from onceflow.driver.offset_log import SourceRange
 from onceflow.driver.pace import Pace
 from onceflow.driver.retries import Retries
-from onceflow.errors import (
-    OnceflowError,
-    located,
-)
+from onceflow.errors import OnceflowError, located
 from onceflow.planning.options import BatchSummary, SinkOptions
 from onceflow.protocol.progress import Progress
 from onceflow.spark import jvm

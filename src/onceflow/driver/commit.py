@@ -132,9 +132,7 @@ class BatchCommit:
 
     def is_idle(self, source: SourceRange) -> bool:
         """Whether a batch would change nothing: neither outputs nor progress."""
-        if self._state is not None:
-            self._state.planned(source)
-            # Woken up by the clock, and nothing is due.
+        if self._state is not None:  # woken up by the clock, and nothing is due
             return not source.max_rows and not self._state.due(progress_log.now_ms())
         return self._numbering is None and not source.max_rows  # Spark's first batch, with nothing to read
 
@@ -158,7 +156,7 @@ class BatchCommit:
             summary.dropped = 0 if self._late_rows is None else self._late_rows.check(batch)
         if self._state is not None and not source.max_rows and not checked.partitions:
             self._state.on_noop()
-            self._delivery.nothing_written()
+            self.machine.on(Event.NOTHING_WRITTEN)
             return False  # timers were looked at; nothing was sent under this epoch
         self._delivery.written(report for part in parts for report in part.reports)
         hooks.at("audit", where="driver", flow=flow, batch=batch)
@@ -173,9 +171,9 @@ class BatchCommit:
 
     def settle(self) -> None:
         """The previous batch is committed, and Spark has logged it: whoever keeps local state may apply it."""
-        if self._delivery.machine.phase is Phase.COMMITTED:
+        if self.machine.phase is Phase.COMMITTED:
             hooks.at("settle", where="driver", flow=self._names.flow, batch=self.progress.batch_id)
-            self._delivery.machine.on(Event.SETTLE)
+            self.machine.on(Event.SETTLE)
 
     def plan(self, spark_batch_id: int, batch: int) -> tuple[SourceRange, bool]:
         """The source range of the batch, which must start where progress ends (I2); or whether it is committed."""
@@ -193,6 +191,8 @@ class BatchCommit:
             self._numbering.planned(spark_batch_id, source)
         self._writer.refresh_targets()
         hooks.at("plan", where="driver", flow=self._names.flow, batch=batch)
+        if self._state is not None:
+            self._state.planned(source)
         return source, False
 
     def plan_without_records(self, batch: int) -> None:
@@ -232,8 +232,7 @@ class BatchCommit:
         checked = [self._audit_part(df, part, batch) for part in parts]
         if self._state is not None:
             self._state.audit()
-        tables = set() if self._state is None else self._state.topics
-        return combined(checked, tables, flow=self._names.flow, batch=batch)
+        return combined(checked, self._tables, flow=self._names.flow, batch=batch)
 
     def _audit_part(self, df: DataFrame, part: Part, batch: int) -> Audit:
         written = part.reports
@@ -246,7 +245,12 @@ class BatchCommit:
         return audit(written, tasks=part.tasks, stage_attempts=attempts, flow=self._names.flow, batch=batch)
 
     def _outputs(self, checked: Audit) -> tuple[str, ...]:
-        return tuple(sorted(checked.partitions.keys() - (set() if self._state is None else self._state.topics)))
+        return tuple(sorted(checked.partitions.keys() - self._tables))
+
+    @property
+    def _tables(self) -> set[str]:
+        """Topics that hold state: they are no outputs."""
+        return set() if self._state is None else self._state.topics
 
     def _move_progress(self, attempt: Attempt, outputs: tuple[str, ...]) -> Progress:
         with timed(attempt.summary, "progress"):

@@ -63,10 +63,6 @@ class Delivery(Protocol):
         """All rows are acknowledged, and the audit has passed."""
         ...
 
-    def nothing_written(self) -> None:
-        """The batch has no effect: nothing was sent, and nothing is committed."""
-        ...
-
     def write_progress(self, progress: Progress, offsets: Offsets, deadline: Deadline) -> None:
         """Step ``progress``: the record and the group's offsets."""
         ...
@@ -114,9 +110,6 @@ class ExactlyOnce:
                 self._topic_partitions[report.topic, report.partition] = report.base_offset if known else None
                 self._topics.add(report.topic)
         self.machine.on(Event.ROWS_AUDITED)
-
-    def nothing_written(self) -> None:
-        self.machine.on(Event.NOTHING_WRITTEN)
 
     def write_progress(self, progress: Progress, offsets: Offsets, deadline: Deadline) -> None:
         self._topic_partitions[progress_log.topic_partition_of(progress.flow)] = progress_log.write_progress(
@@ -193,9 +186,6 @@ class WithoutTransactions:
                 topic_partition = (report.topic, report.partition)
                 self._sequences[topic_partition] = next_sequence(self._sequences.get(topic_partition, 0), report.count)
         self.machine.on(Event.ROWS_AUDITED)
-
-    def nothing_written(self) -> None:
-        self.machine.on(Event.NOTHING_WRITTEN)
 
     def write_progress(self, progress: Progress, offsets: Offsets, deadline: Deadline) -> None:
         progress_log.write_progress(self._cluster, None, self._names, progress, offsets, deadline)
