@@ -47,10 +47,10 @@ test: setup ## all tests but the longest, and a short form of them with an older
 	$(MAKE) --no-print-directory test-spark SPARK=$(OLD_SPARK) MARKS="short_form and not long"
 
 test-long: setup ## the longest tests: more of the same, and what takes its time
-	$(PYTEST) -m long
+	$(PYTEST) $(call parallel,$(or $(TEST_JOBS),2)) -m long
 
 test-spark: $(SPARK_VENV)/.jars ## tests of what Spark does, with another version: make test-spark SPARK=3.5
-	$(SPARK_VENV)/bin/python -m pytest $(PYTEST_FLAGS) -m "$(MARKS)" $(SPARK_TESTS)
+	$(SPARK_VENV)/bin/python -m pytest $(PYTEST_FLAGS) $(call parallel,$(or $(TEST_JOBS),2)) -m "$(MARKS)" $(SPARK_TESTS)
 
 fast: setup ## the tests that need neither broker nor Spark, but those of the demos
 	$(PYTEST) $(call parallel,$(or $(TEST_JOBS),2)) -m "not long" tests/unit tests/protocol $(wildcard tests/model)

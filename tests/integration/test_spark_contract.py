@@ -140,6 +140,14 @@ MEMBERS = [
         "a batch whose state has ids cannot be run again",
         used=_where("state ids"),
     ),
+    Member(
+        versions.streaming_class("StatefulOperatorStateInfo"),
+        "storeVersion",
+        0,
+        "jvm.py",
+        "a batch whose state has ids cannot be run again",
+        used=_where("state ids") and _where("clean lineage", without=True),
+    ),
     Member(f"{_SQL}.execution.SparkPlan", "metrics", 0, "jvm.py", "late rows are not counted"),
     Member(
         f"{_CATALYST}.expressions.objects.StaticInvoke",

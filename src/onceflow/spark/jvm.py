@@ -194,6 +194,10 @@ def forget_state_ids(spark: SparkSession, query_id: str) -> None:
     and Spark's commit log names the first that was reported (``StateStoreWriter.getStateStoreCheckpointInfo``): that
     of the aborted attempt, whose state may be another where user code is not deterministic.
 
+    Before Spark 4.2 the state of the first batch cannot be forgotten: a store that begins again with version 0 writes
+    the id of the aborted attempt into its changelog, and a later start may take that attempt's snapshot
+    (``RocksDB.loadWithCheckpointId``: ``currVersionLineage``). The stores of another start are new ones.
+
     Raises:
         BatchAbortedError: Spark does not let us; then the batch must not be run again.
     """
@@ -201,6 +205,12 @@ def forget_state_ids(spark: SparkSession, query_id: str) -> None:
         return
     try:
         for node in _state_store_writers(spark, query_id):
+            if not versions.has("clean lineage") and not node.stateInfo().get().storeVersion():
+                raise BatchAbortedError(
+                    "The first batch of a query with state of format 2 cannot be run again in the same driver: Spark "
+                    "before 4.2 would mix the state of both attempts",
+                    next_step="start the flow again: it continues at this batch",
+                )
             node.checkpointInfoAccumulator().reset()
     except (Py4JError, AttributeError, TypeError) as error:
         raise BatchAbortedError(

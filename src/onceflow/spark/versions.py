@@ -42,6 +42,8 @@ _SINCE: dict[str, Version] = {
     "streaming packages": (4, 1),
     # DataSourceRDDPartition has one optional input partition; before, a sequence.
     "one input partition": (4, 2),
+    # A state store with ids that begins again with nothing forgets the attempt that it held (RocksDB.currVersionLineage).
+    "clean lineage": (4, 2),
     # CommitLog.createMetadata makes the entry, and the log knows a sink's metadata.
     "commit metadata factory": (4, 2),
 }
@@ -52,6 +54,7 @@ _PACKAGES = {
     "CommitMetadata": "checkpointing",
     "FileSystemBasedCheckpointFileManager": "checkpointing",
     "StateStoreWriter": "operators.stateful",
+    "StatefulOperatorStateInfo": "operators.stateful",
 }
 #: Names that logical operators had in older versions, and those that they have since.
 RENAMED_OPERATORS = {"PythonMapInArrow": "MapInArrow"}
