@@ -42,7 +42,7 @@ _SINCE: dict[str, Version] = {
     "streaming packages": (4, 1),
     # DataSourceRDDPartition has one optional input partition; before, a sequence.
     "one input partition": (4, 2),
-    # A state store with ids that begins again with nothing forgets the attempt that it held (RocksDB.currVersionLineage).
+    # A state store with ids that begins again with nothing forgets the attempt that it held.
     "clean lineage": (4, 2),
     # CommitLog.createMetadata makes the entry, and the log knows a sink's metadata.
     "commit metadata factory": (4, 2),
