@@ -247,9 +247,9 @@ def test_wrong_dead_letters_are_problems(chain: Deposits, monkeypatch: pytest.Mo
     chain._generator.origins.update({each.id: ORIGIN for each in bad})
     dead_letters = [_dead_letter(each) for each in bad]
     monkeypatch.setattr("onceflow.demos.deposits.read_topic", lambda *_: iter(dead_letters))
-    assert chain.audit_letters() == []
+    assert chain.audit_dead_letters() == []
     dead_letters[3] = _dead_letter(bad[3], origin_partition="0")
-    (problem,) = chain.audit_letters()
+    (problem,) = chain.audit_dead_letters()
     assert bad[3].id in problem
 
 

@@ -103,7 +103,6 @@ def test_driver_kills_itself(make_pipe: Any, step: str) -> None:
     check_recovered(pipe)
 
 
-@pytest.mark.short_form
 def test_exception(make_pipe: Any, inject: Any) -> None:
     """In one flow: what follows a failed batch fails itself, at the next step."""
     pipe = make_pipe()
@@ -133,6 +132,7 @@ def test_python_workers_killed(make_pipe: Any, inject_at_every_step: Any) -> Non
     assert max(b.attempts for b in query.batches) <= failed + 1
 
 
+@pytest.mark.short_form
 @pytest.mark.parametrize("action", ["kill", "raise"])
 def test_task_dies_after_producing(make_pipe: Any, inject: Any, action: str) -> None:
     """I3: all of a task's records are acknowledged, then its worker dies: the whole batch runs again."""

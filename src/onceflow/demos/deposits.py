@@ -71,7 +71,7 @@ class Deposits(Chain):
         rejected = [each for each in self.operations if each.cause is not None]
         return {
             "validated": (Expected(each.id, each.key, data.validated(each), each.headers) for each in valid),
-            # Their headers are looked at one by one, in audit_letters().
+            # Their headers are looked at one by one, in audit_dead_letters().
             "rejected": (Expected(each.id, each.key, each.value, None) for each in rejected),
             # In which order two senders' money comes to an account is not in the seed; nor are balances on the way.
             "ledger": (
@@ -115,7 +115,7 @@ class Deposits(Chain):
     # ---- audits --------------------------------------------------------------------------------------
 
     def look_further(self, audit: Audit, display: Display) -> None:
-        audit.problems += [*self.audit_letters(), *self.problems[:EXAMPLES_MAX]]
+        audit.problems += [*self.audit_dead_letters(), *self.problems[:EXAMPLES_MAX]]
         books = self.audit_books()
         looks = self.watcher.finish()
         display.say(f"ledger: {books.prefixes:,} transactions checked, {looks.looks:,} looks while it was written")
@@ -137,7 +137,7 @@ class Deposits(Chain):
             **self.losses(audit),
         }
 
-    def audit_letters(self) -> list[str]:
+    def audit_dead_letters(self) -> list[str]:
         """What is wrong with the headers of dead letters."""
         bad = {each.id: each for each in self.operations if each.cause is not None}
         problems = []

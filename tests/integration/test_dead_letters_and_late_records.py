@@ -1,4 +1,4 @@
-"""What is in no output is told: dead letters, late records, rows that Spark drops; and a start that changes nothing."""
+"""What is in no output is reported: dead letters, late records, rows that Spark drops; and a start that changes nothing."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Even(onceflow.Processor):
 
 
 @pytest.mark.parametrize("tasks", [False, True], ids=["driver", "tasks"])
-def test_outputs_and_what_was_put_aside_are_counted_apart(
+def test_dead_letters_are_not_counted_as_outputs(
     make_pipe: Any, make_topic: Any, tasks: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(placement, "TASK_ROWS", 4)
