@@ -1,4 +1,4 @@
-"""What is in no output is reported: dead letters, late records, rows that Spark drops; and a start that changes nothing."""
+"""Dead letters, late records and rows that Spark drops are reported; and a start that changes nothing."""
 
 from __future__ import annotations
 

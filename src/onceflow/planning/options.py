@@ -42,10 +42,10 @@ class BatchSummary:
     """What one committed batch was, for people and benchmarks: seconds per step, sizes, attempts.
 
     Args:
-        records: written to the outputs; neither state nor records that were put aside.
+        records: written to the outputs, without state, dead letters and late records.
         dead_letters: records that became dead letters. late: that went to the topic of late records.
         dropped: rows that Spark dropped because they were later than its watermark.
-        nbytes: of all that was written, state and records put aside included.
+        nbytes: of all that was written: outputs, state, dead letters and late records.
         lost: with at_most_once: that rows of the batch were given up.
     """
 
