@@ -60,5 +60,5 @@ def given_up(flow: str, batch: int, attempts: int, last: BaseException | None) -
 def after(problem: OnceflowError, earlier: BaseException) -> OnceflowError:
     """The same error, with what the attempt before has met."""
     fields = problem.fields()
-    fields["detail"] = f"{fields['detail']}; the attempt before failed: {in_short(earlier)}"
+    fields["detail"] = "; ".join(filter(None, [fields["detail"], f"the attempt before failed: {in_short(earlier)}"]))
     return type(problem)(problem.what, **fields)

@@ -123,9 +123,9 @@ class Retries:
         while failed < self._options.max_attempts:
             summary.attempts += 1
             attempt = Attempt(batch, source, summary)
+            if last is not None:
+                self._forget(df, last)
             try:
-                if summary.attempts > 1:
-                    self._steps.forget_attempt(df)
                 return self._steps.attempt(df, attempt)
             except _EXPECTED as problem:
                 last = self._aborted(df, attempt, problem, cause)
@@ -143,6 +143,12 @@ class Retries:
                     self._steps.abort(problem, batch)
                 raise
         raise batch_errors.given_up(self._flow, batch, self._options.max_attempts, last)
+
+    def _forget(self, df: DataFrame, last: BaseException) -> None:
+        try:
+            self._steps.forget_attempt(df)
+        except BatchAbortedError as problem:  # another attempt would meet it, too
+            raise batch_errors.after(problem, last) from last
 
     def _aborted(
         self, df: DataFrame, attempt: Attempt, problem: BaseException, cause: BaseException | None
