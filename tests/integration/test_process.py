@@ -548,7 +548,7 @@ def test_side_outputs_must_not_go_to(make_state_pipe: Any) -> None:
 
 def test_outputs_are_placed_by_key(make_state_pipe: Any) -> None:
     pipe = make_state_pipe()
-    with pytest.raises(onceflow.OptionError, match="does not go with the outputs"):
+    with pytest.raises(onceflow.OptionError, match="cannot be used for the outputs"):
         pipe.run(partitioner="round_robin")
 
 

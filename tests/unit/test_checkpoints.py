@@ -462,13 +462,13 @@ def test_is_committed(tmp_path: Path, batch: int, known: Progress, committed: bo
 @pytest.mark.parametrize(
     "batch, known, words",
     [
-        (8, progress(8, digest="e"), "Spark runs batch 8 of checkpoint {}; the last one committed is this one, with"),
-        (0, progress(0, digest="e"), "the last one committed is this one, with other offsets"),
-        (7, progress(8), "Spark runs batch 7 of checkpoint {}; the last one committed is batch 8 of it"),
-        (0, progress(1), "Spark runs batch 0 of checkpoint {}; the last one committed is batch 1 of it"),
-        (10, progress(8), "Spark runs batch 10 of checkpoint {}; the last one committed is batch 8 of it"),
-        (1, progress(None, batch_id=0), "the last one committed is none of this checkpoint"),
-        (9, progress(8, query_id="before"), "the last one committed is none of this checkpoint"),
+        (8, progress(8, digest="e"), "Spark runs batch 8 of checkpoint {}; the last committed batch is the same"),
+        (0, progress(0, digest="e"), "the last committed batch is the same batch with other offsets"),
+        (7, progress(8), "Spark runs batch 7 of checkpoint {}; the last committed batch is its batch 8"),
+        (0, progress(1), "Spark runs batch 0 of checkpoint {}; the last committed batch is its batch 1"),
+        (10, progress(8), "Spark runs batch 10 of checkpoint {}; the last committed batch is its batch 8"),
+        (1, progress(None, batch_id=0), "the last committed batch is not in this checkpoint"),
+        (9, progress(8, query_id="before"), "the last committed batch is not in this checkpoint"),
     ],
 )
 def test_checkpoint_and_progress_that_do_not_belong_together(

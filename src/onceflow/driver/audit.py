@@ -1,4 +1,4 @@
-"""The check before every commit: what the tasks say must be a whole, written once (I3, I4)."""
+"""The check before every commit: the reports of all tasks are there, and all rows were written once (I3, I4)."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class Audit:
 
 @dataclass(frozen=True)
 class Part:
-    """What is audited as one: the reports of the tasks of a stage, or of the driver.
+    """Reports that are checked together: those of the tasks of one stage, or of the driver.
 
     Args:
-        tasks: how many there must be; None: the driver wrote.
-        shuffled: whether Spark may have attempted the stage again.
+        tasks: how many tasks must have reported; None when the driver wrote.
+        shuffled: whether Spark may have run the stage again, because shuffle files were lost.
     """
 
     reports: Sequence[Report]
@@ -38,16 +38,16 @@ class Part:
 def audit(
     reports: Sequence[Report], *, tasks: int | None, stage_attempts: Mapping[int, int], flow: str, batch: int
 ) -> Audit:
-    """Check the reports of one attempt-set.
+    """Check the reports of one stage, or of the driver.
 
     Args:
         tasks: how many tasks the job had; None when the driver wrote.
-        stage_attempts: attempt number that each stage reached, for stages that could be attempted again.
+        stage_attempts: number of the last attempt of each stage, for stages that Spark may have run again.
 
     Raises:
         OnceflowError: a task's own error, as it was raised there.
-        BatchAbortedError: extra attempts, missing reports or counts that disagree (worth a rerun).
-        ProgressConflictError: one partition had two writers: a rerun would do the same again.
+        BatchAbortedError: extra attempts, missing reports or counts that disagree; the next attempt may succeed.
+        ProgressConflictError: one partition had two writers; the next attempt would have them, too.
     """
     for report in reports:
         if report.error is not None:
@@ -68,7 +68,8 @@ def audit(
                 flow=flow,
                 batch=batch,
                 topic=f"{report.topic}-{report.partition}",
-                detail=f"tasks {owners[written]} and {report.task}; their sequence numbers hide each other's records",
+                detail=f"tasks {owners[written]} and {report.task}; their sequence numbers overlap, so the broker may "
+                "have dropped records as duplicates",
                 next_step="nothing was committed; report this, with the query's plan (df.explain())",
             )
         owners[written] = report.task
@@ -96,7 +97,7 @@ def combined(audits: Sequence[Audit], tables: Container[str], *, flow: str, batc
     """What all stages of a batch wrote.
 
     Args:
-        tables: topics whose records are state, and no part of the counts.
+        tables: topics that hold state; their records are not counted.
 
     Raises:
         ProgressConflictError: two stages wrote to one partition.
@@ -111,8 +112,8 @@ def combined(audits: Sequence[Audit], tables: Container[str], *, flow: str, batc
                     flow=flow,
                     batch=batch,
                     topic=f"{topic}-{min(both)}",
-                    next_step="nothing was committed; is a table topic also an output of the query? Otherwise report "
-                    "this, with the query's plan (df.explain())",
+                    next_step="nothing was committed; check whether a table topic is also an output of the query. "
+                    "If not, report this, with the query's plan (df.explain())",
                 )
             partitions[topic] = sorted([*partitions.get(topic, ()), *numbers])
     return Audit(
@@ -142,7 +143,7 @@ def _check_attempts(
 
 def _aborted(detail: str, flow: str, batch: int) -> OnceflowError:
     return BatchAbortedError(
-        "The tasks' reports do not add up to one clean attempt",
+        "The reports of the tasks are not those of one complete attempt",
         flow=flow,
         batch=batch,
         detail=detail,

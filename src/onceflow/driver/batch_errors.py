@@ -7,7 +7,7 @@ from onceflow.spark import jvm
 
 
 def in_short(problem: BaseException) -> str:
-    """One line for a log."""
+    """The error in one line, for a log."""
     if isinstance(problem, OnceflowError):
         return f"{problem.what} ({problem.detail})" if problem.detail else problem.what
     return jvm.first_line(problem)
@@ -19,7 +19,7 @@ def fenced(flow: str, when: str, detail: str) -> FencedError:
         f"A newer driver of flow {flow!r} has taken over, {when}",
         flow=flow,
         detail=detail,
-        next_step="see who has started it twice: a flow has one driver; nothing was lost or doubled",
+        next_step="find out who has started the flow twice: a flow has one driver. Nothing was lost or written twice",
     )
 
 
@@ -33,7 +33,7 @@ def timed_out(open_s: float, limit_s: float) -> TransactionTimeoutError:
 
 
 def stopped(flow: str, batch: int, problem: BaseException | None, *, on_purpose: bool) -> BatchAbortedError:
-    """The batch was cut short: somebody stops the query, or Spark has failed."""
+    """The batch was interrupted: the query is being stopped, or Spark has failed."""
     what = "the query is being stopped" if on_purpose else "Spark failed"
     return BatchAbortedError(
         f"Batch {batch} was aborted: {what}; nothing of it is visible",
@@ -53,12 +53,12 @@ def given_up(flow: str, batch: int, attempts: int, last: BaseException | None) -
         flow=flow,
         batch=batch,
         detail="" if last is None else in_short(last),
-        next_step="mend the cause and start the flow again: it continues at this batch",
+        next_step="remove the cause and start the flow again: it continues at this batch",
     )
 
 
 def after(problem: OnceflowError, earlier: BaseException) -> OnceflowError:
-    """The same error, with what the attempt before has met."""
+    """The same error, whose detail also names the error of the attempt before."""
     fields = problem.fields()
     fields["detail"] = "; ".join(filter(None, [fields["detail"], f"the attempt before failed: {in_short(earlier)}"]))
     return type(problem)(problem.what, **fields)

@@ -1,7 +1,7 @@
-"""What foreachBatch calls: one micro-batch after the other, each planned, attempted and settled.
+"""What foreachBatch calls: it plans, runs and settles one micro-batch after the other.
 
-``BatchSink`` knows who waits for the query and who stops it. The steps of a batch stand in ``commit.py``; how
-often they are tried, in ``retries.py``.
+``BatchSink`` also knows whether somebody waits for the query or stops it. The steps of a batch are in ``commit.py``,
+its attempts in ``retries.py``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from onceflow.spark.jvm import SPARK_ERRORS
 
 log = logging.getLogger("onceflow.sink")
 
-_TURN_S = 0.05  # how often a batch that may not begin yet looks whether the query is stopped
+_TURN_S = 0.05  # how often a batch that may not begin yet checks whether the query is being stopped
 _ARROW_BYTES = "spark.sql.execution.arrow.maxBytesPerBatch"
 _ADAPTIVE = "spark.sql.adaptive.enabled"
 
@@ -43,13 +43,14 @@ class BatchSink:
         before_first: called before the first batch begins; may raise.
 
     Attributes:
-        failure: what has ended the query.
-        stopping: whether somebody stops it.
+        failure: the error that has ended the query.
+        stopping: whether the query is being stopped.
         over: whether Spark has ended it.
-        awaited: how many wait for the query to end: they will be told its failure.
-        turn: held by the batch under way.
+        awaited: how many callers wait for the query to end. They get its failure, so it is not logged.
+        turn: a lock, held while a batch runs.
         held: set while no further batch may begin.
-        history: the last batches. drained: those that were committed before this run, and had to be run again.
+        history: the last 200 batches. drained: numbers of the batches that were committed before this run and were
+            drained.
     """
 
     def __init__(
@@ -86,8 +87,8 @@ class BatchSink:
         try:
             self._run(df, spark_batch_id, batch)
             self._pace.batch(time.monotonic() - started)
-        # The traceback goes to Spark, which parses it with a regular expression that overflows the stack on long
-        # ones (a cause with a Java stack trace in its text): so causes are logged, not chained.
+        # Spark parses the traceback with a regular expression, which overflows the stack when it is long (a cause
+        # with a Java stack trace in its text). So causes are logged, not chained.
         except OnceflowError as error:
             log.debug("the batch failed here", exc_info=error)
             self.failure = error.locate(flow=self.flow, batch=batch).with_traceback(None)
@@ -135,9 +136,9 @@ class BatchSink:
         self._fire_left(df, source)
 
     def _fire_left(self, df: DataFrame, source: SourceRange) -> None:
-        """Batches without records, for timers that are due and that the batch was not allowed to fire.
+        """Run batches without records, for due timers that exceeded the limit of the last batch.
 
-        Spark would begin its next batch when a source has news, up to a second later.
+        Spark itself would begin the next batch up to a second later, when a source has something new.
         """
         if not self._commit.are_timers_left():
             return
@@ -152,7 +153,7 @@ class BatchSink:
             with located(flow=self.flow, batch=batch):
                 self._run_planned(df, batch, nothing, BatchSummary(batch, 0))
             if self.progress.batch_id != batch:
-                return  # the timers set themselves again: nothing has changed
+                return  # not committed: the timers were only set again, and nothing has changed
 
     def _run_planned(self, df: DataFrame, batch: int, source: SourceRange, summary: BatchSummary) -> None:
         summary.max_rows = source.max_rows
@@ -168,14 +169,14 @@ class BatchSink:
 
 
 def _set_session(df: DataFrame) -> None:
-    """Settings of the query's own clone of the session.
+    """Change settings in the query's own clone of the session.
 
-    Adaptive execution runs every stage in front of a shuffle as a job of its own, as soon as somebody asks for the RDD
-    of a plan: rows were read and shuffled twice. And it leaves out tasks that have no rows, while every task has
+    Adaptive execution is switched off. It runs every stage before a shuffle as a job of its own as soon as the RDD of
+    a plan is requested, so rows would be read and shuffled twice. It also drops tasks without rows, but every task has
     something to report. A batch is one job, whose tasks are known before it runs.
 
-    Arrow batches are kept small, so that workers need little memory for large rows, too; 4 MiB is no slower. Here a
-    value the user has set stays.
+    Arrow batches are limited to 4 MiB, so that workers need little memory even for large rows. This is not slower. A
+    value that the user has set is kept.
     """
     conf = df.sparkSession.conf
     conf.set(_ADAPTIVE, "false")

@@ -100,7 +100,7 @@ def kept_location(
 
 
 def moved_since(folder: Folder, state: CheckpointState, progress: Progress) -> TopicOffsets:
-    """Offsets that progress has got since its last batch: by this start, or by one before it that wrote no batch."""
+    """Offsets that starts have committed since the last batch: this start, or one before it that wrote no batch."""
     known = progress.checkpoint
     if known is not None and known.query_id == state.query_id:
         ends = read_ends(folder, known.batch, progress.offsets)

@@ -2,10 +2,10 @@
 
     plan -> begin -> write -> audit -> progress -> end      (init comes before, settle with the next batch)
 
-``attempt`` is the commit, written as its numbered steps; ``batch_sink.py`` is what Spark calls. Everything before
-``end`` can fail, is aborted and is run again under a new epoch (``retries.py``). After ``end`` nothing can be undone.
-Weaker guarantees take the same steps without the transaction, see ``delivery.py``. Which step may follow which is the
-table of ``protocol/transaction.py``.
+``BatchCommit.attempt`` runs these steps; ``batch_sink.py`` is what Spark calls. If a step before ``end`` fails, the
+attempt is aborted, and the batch runs again under a new epoch (``retries.py``). After ``end`` nothing can be undone.
+Weaker guarantees use the same steps without a transaction, see ``delivery.py``. A table in ``protocol/transaction.py``
+says which step may follow which.
 """
 
 from __future__ import annotations
@@ -62,12 +62,11 @@ class BatchCommit:
 
     Args:
         progress: committed progress as read after ``init``; the sink keeps it current.
-        columns: what the rows have, checked. cores: how many tasks Spark runs at once, now: asked for every batch,
-            because executors come and go.
-        delivery: what the guarantee makes of the steps.
+        columns: the columns of the rows, which have been checked.
+        cores: returns how many tasks Spark can run at once. Called for every batch, because executors come and go.
+        delivery: runs the steps as the guarantee requires.
         checkpoint: folder of the query's checkpoint (Spark's offset log is read from there).
-        numbering: how Spark's batch numbers and progress go together, when the checkpoint is kept; None: it is
-            scratch.
+        numbering: relates Spark's batch numbers to progress when the checkpoint is kept; None for a scratch checkpoint.
         source_starts: where partitions that progress does not know may start.
         state: the process steps of the query, if it has any.
     """
@@ -118,7 +117,7 @@ class BatchCommit:
 
     @property
     def machine(self) -> Transaction:
-        """Where the transaction stands."""
+        """The state of the transaction."""
         return self._delivery.machine
 
     def are_timers_left(self) -> bool:
@@ -157,7 +156,7 @@ class BatchCommit:
         if self._state is not None and not source.max_rows and not checked.partitions:
             self._state.on_noop()
             self.machine.on(Event.NOTHING_WRITTEN)
-            return False  # timers were looked at; nothing was sent under this epoch
+            return False  # only timers were checked; nothing was sent under this epoch
         self._delivery.written(report for part in parts for report in part.reports)
         hooks.at("audit", where="driver", flow=flow, batch=batch)
         if progress is None:
@@ -170,13 +169,13 @@ class BatchCommit:
     # ---- the steps -----------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """The previous batch is committed, and Spark has logged it: whoever keeps local state may apply it."""
+        """The previous batch is committed, and Spark has logged it: local stores may apply their pending changes."""
         if self.machine.phase is Phase.COMMITTED:
             hooks.at("settle", where="driver", flow=self._names.flow, batch=self.progress.batch_id)
             self.machine.on(Event.SETTLE)
 
     def plan(self, spark_batch_id: int, batch: int) -> tuple[SourceRange, bool]:
-        """The source range of the batch, which must start where progress ends (I2); or whether it is committed."""
+        """The source range of the batch; whether it is committed. If not, it must start where progress ends (I2)."""
         topics = None if self._numbering is None else self._source_partitions
         source = read_range(self._checkpoint, spark_batch_id, topics)
         if self._numbering is not None:
@@ -196,20 +195,20 @@ class BatchCommit:
         return source, False
 
     def plan_without_records(self, batch: int) -> None:
-        """Of a batch that only fires timers: its range is empty."""
+        """As `plan`, for a batch that only fires timers: its range is empty."""
         hooks.at("plan", where="driver", flow=self._names.flow, batch=batch)
         self._writer.refresh_targets()
 
     def drain(self, df: DataFrame) -> None:
         """Run a batch for its state and watermark only.
 
-        It has to run: Spark's next batch needs the state this one makes, and takes its watermark from the plan that
-        was executed (Spark: MicroBatchExecution, WatermarkTracker).
+        It must run: Spark's next batch needs the state that this batch makes, and takes its watermark from the plan
+        that was executed (Spark: MicroBatchExecution, WatermarkTracker).
         """
         df.write.format("noop").mode("append").save()
 
     def _begin(self, df: DataFrame, attempt: Attempt) -> ProducerIdAndEpoch:
-        """A fresh epoch for this attempt (I3), where the tasks of this thread's jobs can read it."""
+        """Get a new epoch for this attempt (I3), and put it where the tasks of this thread's jobs can read it."""
         producer = self._delivery.begin(self._writer.deadline("beginning the transaction"))
         described = {
             "batch": attempt.batch,
@@ -239,7 +238,7 @@ class BatchCommit:
         stages = {report.stage for report in written}
         attempts = jvm.stage_attempts(df.sparkSession, stages) if part.shuffled else {}
         if part.tasks is not None and any(isinstance(report.error, BatchAbortedError) for report in written):
-            # A second attempt refused to write. Why the first one failed is what the user has to know.
+            # A second attempt of a task refused to write. The user has to know why the first one failed.
             why = jvm.failed_task_message(df.sparkSession, stages)
             written = tuple(report.explained(why) for report in written)
         return audit(written, tasks=part.tasks, stage_attempts=attempts, flow=self._names.flow, batch=batch)
@@ -280,14 +279,14 @@ class BatchCommit:
         return progress
 
     def _end(self, progress: Progress, attempt: Attempt) -> None:
-        """EndTxn decides the batch. Only a known outcome leads anywhere."""
+        """EndTxn decides the batch. If its outcome stays unknown, the flow ends, and the next start finds out."""
         try:
             outcome = self._delivery.end(Deadline(_END_SECONDS, f"learning how batch {progress.batch_id} ended"))
         except (DeadlineExceededError, BrokerUnreachableError, AuthenticationFailedError) as error:
             raise DeadlineExceededError(
                 "The outcome of the commit is not known: the coordinator does not answer",
                 detail=f"{error.what}; {error.detail}",
-                next_step="start the flow again when the brokers are back: it finds out, and goes on exactly there",
+                next_step="start the flow again when the brokers are back: it finds the outcome and continues there",
             ) from error
         if outcome is Outcome.ABORTED:
             raise batch_errors.timed_out(attempt.open_s, self._options.transaction_timeout_s)
@@ -310,7 +309,7 @@ class BatchCommit:
     # ---- when it goes wrong --------------------------------------------------------------------------
 
     def abort(self, problem: BaseException, batch: int) -> None:
-        """Nothing of the attempt becomes visible; late writes of it meet a newer epoch.
+        """Nothing of the attempt becomes visible. Late writes of it are rejected, because there is a newer epoch.
 
         Raises:
             FencedError: it turns out that a newer driver owns the flow.
@@ -325,30 +324,30 @@ class BatchCommit:
         hooks.at(hooks.ABORTED, where="driver", flow=self._names.flow, batch=batch)
 
     def learn(self, problem: BaseException) -> bool:
-        """What the failure says about the next attempt; whether local copies were restored on the way."""
+        """Learn from the failure for the next attempt. Returns whether the failed attempt has restored local copies."""
         return self._state is not None and self._state.failed(problem)
 
     def forget_attempt(self, df: DataFrame) -> None:
-        """Take back what the attempt did to Spark's own state."""
+        """Undo what the attempt did to Spark's own state."""
         if self._numbering is not None:
             self._numbering.forget_attempt(df)
 
     def is_lost(self, df: DataFrame, summary: BatchSummary, problem: BaseException) -> bool:
-        """At most once: when progress has moved, what was not written stays unwritten."""
+        """With at_most_once: whether progress has moved already. Then rows that were not written are lost."""
         if self.progress.batch_id != summary.batch:
             return False
         summary.lost = True
         self._writer.on_lost()
         log.error(
-            "flow %s: batch %d failed after progress had moved; of its up to %d source records some or all are lost, "
-            "as at_most_once allows: %s",
+            "flow %s: batch %d failed after its progress was written; some or all of its source records (at most %d) "
+            "are lost, as at_most_once allows: %s",
             self._names.flow,
             summary.batch,
             summary.max_rows,
             in_short(problem),
         )
         if self._numbering is not None:
-            # Spark's next batch needs the state of this one, which the failure may have cut short.
+            # Spark's next batch needs the state of this one, which the failure may have left incomplete.
             self._numbering.forget_attempt(df)
             self.drain(df)
         return True

@@ -1,10 +1,10 @@
-"""What a guarantee costs: which of the sink's steps run in a transaction, and in which order.
+"""The steps of the sink under each guarantee: which of them are in a transaction, and in which order they run.
 
-Everything else of a batch (plan, tasks, encoding, audit) is the same code for all three:
+Everything else of a batch (plan, tasks, encoding, audit) is the same code for all three guarantees:
 
 - ``exactly_once``: rows, progress and source offsets in one transaction.
-- ``at_least_once``: rows, then progress. A crash in between writes the rows again. No transaction: an idempotent
-  producer keeps a partition's records in order, and its own retries from doubling them (KIP-98).
+- ``at_least_once``: rows, then progress. After a crash in between the rows are written again. There is no transaction.
+  An idempotent producer keeps the records of a partition in order, and its own retries write no duplicates (KIP-98).
 - ``at_most_once``: progress, then rows. A crash in between loses the rows; nothing is tried twice.
 """
 
@@ -32,7 +32,7 @@ Sequences = Mapping[tuple[str, int], int]
 
 
 class Delivery(Protocol):
-    """How a batch gets an identity, its progress and an end.
+    """How a batch gets its producer id and epoch, writes its progress, and ends.
 
     Args:
         transactional_id: of the rows' producers; None without transactions.
@@ -47,16 +47,16 @@ class Delivery(Protocol):
 
     @property
     def machine(self) -> Transaction:
-        """Where the batch stands: its steps report their events to it."""
+        """The state of the batch. The steps report their events to it."""
         ...
 
     @property
     def sequences(self) -> Sequences:
-        """Where the sequence numbers of the identity go on, per partition; 0 where it is not named."""
+        """The next sequence number of the producer in each partition; 0 for partitions that are not in it."""
         ...
 
     def begin(self, deadline: Deadline) -> ProducerIdAndEpoch:
-        """The identity that this attempt's rows are written under."""
+        """Producer id and epoch under which this attempt's rows are written."""
         ...
 
     def written(self, reports: Iterable[Report]) -> None:
@@ -68,11 +68,11 @@ class Delivery(Protocol):
         ...
 
     def end(self, deadline: Deadline) -> Outcome:
-        """Step ``end``: what decides the batch."""
+        """Step ``end``: it decides whether the batch is committed."""
         ...
 
     def abort(self, deadline: Deadline) -> None:
-        """Nothing more is written under this attempt's identity."""
+        """Nothing more is written under this attempt's producer id and epoch."""
         ...
 
 
@@ -82,12 +82,12 @@ class ExactlyOnce:
     progress_first = False
 
     def __init__(self, session: DriverSession, topics: Iterable[str]) -> None:
-        self.sequences: Sequences = {}  # every transaction has an epoch of its own, and starts at 0 (I4)
+        self.sequences: Sequences = {}  # each transaction has an epoch of its own, whose sequences start at 0 (I4)
         self._session = session
         self._transactions = session.transactions
         self._markers = session.markers
-        self._topics = {*topics}  # that are written to, as far as is known
-        # Of this transaction: its first offset in each partition, where it is known.
+        self._topics = {*topics}  # topics that are written to, as far as is known
+        # Of this transaction: its first offset in each partition, or None if the offset is not known.
         self._topic_partitions: dict[TopicPartition, int | None] = {}
         self._progress: Progress | None = None  # of this transaction
         self.machine = self._transactions.machine
@@ -103,10 +103,10 @@ class ExactlyOnce:
         return identity
 
     def written(self, reports: Iterable[Report]) -> None:
-        """Every row is acknowledged. The first offset in each partition is kept, for the look at the markers."""
+        """All rows are acknowledged. The first offset in each partition is kept, to check for missing markers later."""
         for report in reports:
             if report.topic is not None:
-                known = report.base_offset >= 0  # a broker may not tell it of what it has seen before
+                known = report.base_offset >= 0  # a broker may not return it for a record batch that it already has
                 self._topic_partitions[report.topic, report.partition] = report.base_offset if known else None
                 self._topics.add(report.topic)
         self.machine.on(Event.ROWS_AUDITED)
@@ -129,16 +129,17 @@ class ExactlyOnce:
         self._markers.ended(self._topic_partitions)
 
     def commit(self, deadline: Deadline, *, doing: str) -> None:
-        """As `end`, for a transaction that is not a batch's. Errors as of ``Transactions.commit``."""
+        """As `end`, for a transaction that belongs to no batch. Raises what ``Transactions.commit`` raises."""
         self._transactions.commit(deadline, flow=self._session.names.flow, doing=doing)
         self._committed()
 
     def abort(self, deadline: Deadline) -> None:
         phase = self.machine.phase
         if phase is Phase.COMPLETING_COMMIT:
-            return  # an abort would decide committed records
+            return  # an abort would drop committed records whose markers are missing
         if phase in (Phase.IDLE, Phase.COMMITTED, Phase.SETTLED, Phase.ABORTED):
-            # What has failed is the beginning, or the look at the last transaction's markers: that one still counts.
+            # The failure came before this transaction was open: at its begin, or while the markers of the last one
+            # were checked. The outcome of the last one stays as it is.
             self._transactions.renew(deadline)
             return
         if phase is Phase.COMPLETING_ABORT:
@@ -149,15 +150,15 @@ class ExactlyOnce:
         self._markers.ended(topic_partitions)
 
     def _enrolled(self, deadline: Deadline) -> dict[TopicPartition, int | None]:
-        """Where an attempt that failed may have written: more than it has reported, and more than Kafka tells."""
+        """Where a failed attempt may have written. It can be more than it has reported, and more than Kafka reports."""
         progress = progress_log.topic_partition_of(self._session.names.progress_key)
-        look = Deadline(deadline.capped(_LOOK_S), "looking at the transaction")  # the abort needs the time more
+        look = Deadline(deadline.capped(_LOOK_S), "looking at the transaction")  # leaves time for the abort
         told = enrolled(self._session.described(look))
         return dict.fromkeys({progress, *told, *partitions_of(self._session.cluster, self._topics, deadline)})
 
 
 class WithoutTransactions:
-    """Rows and progress one after the other. One producer id serves until an attempt fails."""
+    """Rows and progress one after the other. The same producer id is used until an attempt fails."""
 
     transactional_id: str | None = None
 
@@ -192,18 +193,18 @@ class WithoutTransactions:
         self.machine.on(Event.PROGRESS_WRITTEN)
 
     def end(self, deadline: Deadline) -> Outcome:
-        """Nothing is left to decide."""
+        """There is nothing to decide: what was written is visible already."""
         self.machine.on(Event.COMMIT)
         return Outcome.COMMITTED
 
     def abort(self, deadline: Deadline) -> None:
-        """How far the failed attempt got is not known. So the next one gets a new producer id, with new sequences."""
+        """It is unknown how far the failed attempt got. So the next one gets a new producer id, with new sequences."""
         self._identity = None
         self.machine.on(Event.ABORT)
 
 
 def delivery(guarantee: str, session: DriverSession, topics: Iterable[str]) -> Delivery:
-    """The way of a guarantee, which has been checked.
+    """The delivery for a guarantee, which has been checked.
 
     Args:
         topics: outputs and tables, as far as they are known at a start.

@@ -1,8 +1,8 @@
-"""Step ``init``: a driver that starts fences the others, and finds all that the flow has in Kafka decided.
+"""Step ``init``: a driver that starts fences older drivers. After that, all transactions of the flow are decided.
 
-The transactional id is initialised first. That fences older drivers and aborts what they left open, so what is read
+The transactional id is initialised first. That fences older drivers and aborts their open transaction, so what is read
 afterwards does not change any more. Then missing markers are written (``client/markers.py``): first that of the
-progress record, which tells how the last batch has ended.
+progress record, which says how the last batch has ended.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from onceflow.protocol.transaction import Event, ProgressState
 
 log = logging.getLogger("onceflow.sink")
 
-_GROUPS_TOPIC = "__consumer_offsets"  # the group's offsets: the next transaction overwrites them, however it ends
+_GROUPS_TOPIC = "__consumer_offsets"  # the next transaction overwrites the group's offsets, whatever its outcome
 _UNKNOWN: Mapping[str, Any] = {"state": "", "partitions": {}}
 _COMMITTED = ("PrepareCommit", "CompleteCommit")
 
 
 class DriverSession:
-    """What one driver has of a flow: its transactional id, its markers, and what it knows of committed progress.
+    """The session of one driver of a flow: its transactional id, its markers, and the committed progress it knows.
 
     Args:
-        cluster: stays with the caller, who closes it.
+        cluster: the caller keeps and closes it.
     """
 
     def __init__(self, cluster: Cluster, names: Names) -> None:
@@ -42,16 +42,16 @@ class DriverSession:
         self.transactions = Transactions(cluster, names.transactional_id, check=self._check_progress, batch=True)
         self.markers = Markers(cluster, self.transactions, names.flow)
         self.names = names
-        self._committed: Progress | None = None  # when this driver last looked or committed
+        self._committed: Progress | None = None  # as this driver has read or committed it last
         self._sources: Mapping[str, list[int]] = {}
         self._described = dict(_UNKNOWN)
         self._looked_at: set[TopicPartition] = set()
 
     def init(self, deadline: Deadline) -> None:
-        """Fence older drivers, but first ask the coordinator about their last transaction, which it forgets then.
+        """Fence older drivers. Before that, ask the coordinator about their last transaction: fencing makes it forget.
 
         Raises:
-            OptionError: the brokers do not grant so long a transaction timeout.
+            OptionError: the brokers do not allow such a long transaction timeout.
         """
         self._described = self.described(deadline)
         self.transactions.init(deadline)
@@ -62,7 +62,7 @@ class DriverSession:
         self._committed = progress
 
     def described(self, deadline: Deadline) -> dict[str, Any]:
-        """As `describe_transaction`; with an empty state and no partitions when the coordinator does not tell."""
+        """As `describe_transaction`; with an empty state and no partitions if the coordinator cannot be asked."""
         try:
             return describe_transaction(self.cluster, self.transactions.transactional_id, deadline)
         except OnceflowError as error:
@@ -72,7 +72,7 @@ class DriverSession:
     def progress(
         self, source_topics: Mapping[str, list[int]], deadline: Deadline, *, missing_is_fine: bool = False
     ) -> Progress | None:
-        """The last committed progress, and what it tells of is decided. Arguments as of `read_progress`."""
+        """The last committed progress. The transactions it names are decided then. Arguments as of `read_progress`."""
         names = self.names
         own = progress_log.topic_partition_of(names.progress_key)
         left = self._left_open([own, *enrolled(self._described)], deadline)
@@ -102,20 +102,20 @@ class DriverSession:
         return self.transactions.machine.progress_state is ProgressState.READ
 
     def give_up(self) -> None:
-        """A start has failed: the next one fences and reads progress anew."""
+        """A start has failed: the next one fences and reads progress again."""
         self.transactions.machine.on(Event.GIVEN_UP)
 
     def _check_progress(self, deadline: Deadline) -> None:
-        """Whether progress in Kafka is still what this driver has read or committed last; asked after InitProducerId.
+        """Check that progress in Kafka is still what this driver read or committed last. Called after InitProducerId.
 
         Kafka forgets a transactional id that is idle for ``transactional.id.expiration.ms``, and with it that a newer
         driver has fenced this one. What that driver has committed is in the progress record.
 
         Raises:
-            FencedError: it is not.
+            FencedError: another driver has changed the progress.
         """
         if not self.knows_progress:
-            return  # nothing is built on it yet
+            return  # this driver does not rely on any progress yet
         names = self.names
         found = progress_log.read_progress(
             self.cluster, names.progress_key, names.group_id, self._sources, deadline, missing_is_fine=True
@@ -124,17 +124,17 @@ class DriverSession:
             at = "none" if found is None else f"batch {found.batch_id}"
             ours = "none" if self._committed is None else f"batch {self._committed.batch_id}"
             raise FencedError(
-                f"Somebody else has moved the progress of flow {names.flow!r}",
+                f"Another driver has changed the progress of flow {names.flow!r}",
                 flow=names.flow,
                 detail=f"progress in Kafka: {at}; what this driver has committed last: {ours}",
-                next_step="stop one of the two drivers: a flow has one; nothing was lost or doubled",
+                next_step="stop one of the two drivers: a flow has one driver. Nothing was lost or written twice",
             )
 
     def decide(self, topics: Iterable[str], progress: Progress | None, deadline: Deadline) -> None:
         """Decide what this flow's last batch may have left undecided in these topics.
 
         Args:
-            topics: those that are gone are skipped.
+            topics: topics that no longer exist are skipped.
         """
         self._decide(self._left_open(partitions_of(self.cluster, topics, deadline), deadline), progress, deadline)
 
@@ -157,7 +157,7 @@ class DriverSession:
             self.markers.write(topic_partitions, committed=committed, deadline=deadline)
 
     def _is_committed(self, left: OpenTransaction, progress: Progress | None) -> bool:
-        """Whether it is the transaction that progress tells of. Every attempt has an epoch of its own (I3)."""
+        """Whether it is the transaction that wrote this progress. Every attempt has an epoch of its own (I3)."""
         if progress is None:
             return False
         if progress.producer_id < 0:  # written by an earlier onceflow
@@ -170,17 +170,17 @@ def _bytes(progress: Progress | None) -> tuple[bytes, bytes] | None:
 
 
 def enrolled(described: Mapping[str, Any]) -> list[TopicPartition]:
-    """The partitions of a transaction, as `describe_transaction` tells them, without the group's."""
+    """The partitions of a transaction that `describe_transaction` returned, without those of the group's offsets."""
     partitions: Mapping[str, list[int]] = described["partitions"]
     return [(topic, number) for topic, numbers in partitions.items() for number in numbers if topic != _GROUPS_TOPIC]
 
 
 def partitions_of(cluster: Cluster, topics: Iterable[str], deadline: Deadline) -> list[TopicPartition]:
-    """All partitions of these topics; of those that are gone, none."""
+    """All partitions of these topics. Topics that no longer exist are skipped."""
     found: list[TopicPartition] = []
     for topic in sorted({*topics}):
         try:
             found += [(topic, partition) for partition in sorted(cluster.topic(topic, deadline).leaders)]
         except (UnknownTopicError, PermissionDeniedError) as error:
-            log.debug("nothing is open in %s: %s", topic, error)
+            log.debug("topic %s is not checked for open transactions: %s", topic, error)
     return found

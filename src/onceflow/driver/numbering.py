@@ -1,8 +1,8 @@
-"""How Spark's batch numbers in a kept checkpoint and the flow's own go together, batch by batch.
+"""Relates Spark's batch numbers in a kept checkpoint to those of the flow.
 
 Spark numbers a query's batches from 0 in its checkpoint. The flow numbers its own since its first start. A batch that
-Spark hands out must be the one after the last committed one, or that one again when a crash came before its entry in
-Spark's commit log. Anything else means that checkpoint and progress do not belong together any more.
+Spark runs must be the one after the last committed one. Or it is the last committed one again, if a crash came before
+its entry in Spark's commit log. Anything else means that checkpoint and progress do not belong together any more.
 """
 
 from __future__ import annotations
@@ -42,36 +42,36 @@ class Numbering:
 
     @property
     def query_id(self) -> str:
-        """The checkpoint's. Spark writes it before the first batch."""
+        """The query id in the checkpoint. Spark writes it before the first batch."""
         if self._query_id is None:
             self._query_id = look_at(self._folder).query_id or ""
         return self._query_id
 
     def is_committed(self, batch: int, source: SourceRange, progress: Progress) -> bool:
-        """Whether Spark's batch is the one progress ends with.
+        """Whether Spark's batch is the last committed one.
 
         Raises:
-            ProgressConflictError: it is neither that one nor the one after it.
+            ProgressConflictError: it is neither that batch nor the one after it.
         """
         known = progress.checkpoint
         if known is None or known.query_id != self.query_id:
             if batch == 0:
                 return False
-            raise self._conflict(batch, "none of this checkpoint", progress)
+            raise self._conflict(batch, "not in this checkpoint", progress)
         if batch == known.batch:
             if source.digest != known.digest:
-                raise self._conflict(batch, "this one, with other offsets", progress)
+                raise self._conflict(batch, "the same batch with other offsets", progress)
             return True
         if batch != known.batch + 1:
-            raise self._conflict(batch, f"batch {known.batch} of it", progress)
+            raise self._conflict(batch, f"its batch {known.batch}", progress)
         return False
 
     def planned(self, batch: int, source: SourceRange) -> None:
-        """To be called before a batch is written: its progress will name Spark's batch."""
+        """To be called before a batch is written. Its progress will contain Spark's batch number."""
         self._current = CheckpointProgress(self.query_id, batch, source.digest)
 
     def current(self, *, has_run: bool) -> CheckpointProgress | None:
-        """What the progress record of the batch under way says of the checkpoint.
+        """What the progress record of the current batch says of the checkpoint.
 
         Args:
             has_run: whether all tasks of the batch are done. Then it is known what Spark will write to its commit log.
@@ -93,16 +93,16 @@ class Numbering:
         return replace(source, start=start)
 
     def forget_attempt(self, df: DataFrame) -> None:
-        """Before a batch is run again, see ``jvm.forget_state_ids``."""
+        """To be called before a batch is run again, see ``jvm.forget_state_ids``."""
         if int(str(df.sparkSession.conf.get(jvm.STATE_FORMAT, "1"))) >= 2:
             jvm.forget_state_ids(self._spark, self.query_id)
 
     def rows_kept(self) -> float:
-        """Rows of Spark's state after the last batch; infinite when Spark does not tell."""
+        """Number of rows in Spark's state after the last batch; infinite when Spark does not report it."""
         return jvm.state_rows(self._spark, self.query_id)
 
     def rows_dropped(self) -> int:
-        """Rows that the batch under way has dropped as late, in all its attempts."""
+        """Number of rows that the current batch has dropped as late, in all its attempts."""
         return jvm.rows_dropped(self._spark, self.query_id)
 
     def _conflict(self, batch: int, committed: str, progress: Progress) -> ProgressConflictError:
@@ -110,6 +110,6 @@ class Numbering:
             "The checkpoint and the flow's progress do not belong together any more",
             flow=self._flow,
             batch=progress.batch_id + 1,
-            detail=f"Spark runs batch {batch} of checkpoint {self._folder}; the last one committed is {committed}",
-            next_step="start the flow again: the start says what has happened and what the choices are",
+            detail=f"Spark runs batch {batch} of checkpoint {self._folder}; the last committed batch is {committed}",
+            next_step="start the flow again: the start reports what has happened and what you can do",
         )

@@ -25,8 +25,8 @@ class SourceRange:
     """Start and end offsets of one batch, per topic and partition.
 
     Args:
-        others: whether the query has sources that are no topics of the flow: their rows are not counted here.
-        digest: of what the log says of all sources' ends.
+        others: whether the query also has sources that are not topics of the flow. Their rows are not counted here.
+        digest: hash of the end offsets of all sources, as they are in the log.
     """
 
     start: TopicOffsets
@@ -40,7 +40,7 @@ class SourceRange:
         return sum(count for _, count in self._counts())
 
     def news(self) -> list[tuple[str, int]]:
-        """Topics and partitions of which there is anything in the range."""
+        """Topics and partitions that have offsets in the range."""
         return [place for place, count in self._counts() if count > 0]
 
     def _counts(self) -> Iterator[tuple[tuple[str, int], int]]:
@@ -48,17 +48,17 @@ class SourceRange:
         for topic, partitions in self.end.items():
             start = self.start.get(topic, {})
             for partition, end in partitions.items():
-                yield (topic, partition), end - start.get(partition, 0)  # 0: it was added while running
+                yield (topic, partition), end - start.get(partition, 0)  # 0: it was added while the query ran
 
 
 def read_range(checkpoint: Path | Folder, batch_id: int, topics: Collection[str] | None = None) -> SourceRange:
     """The range of batch ``batch_id`` (Spark's number) of the query with this checkpoint.
 
     Args:
-        topics: what the flow reads, when the query may have sources that are no topics; None: it may not.
+        topics: what the flow reads, if the query may also have sources that are not topics; None if it may not.
 
     Raises:
-        ProgressConflictError: the offset log is missing or holds something that is no Kafka source.
+        ProgressConflictError: the offset log is missing, or a source in it is not a Kafka source.
     """
     folder = LocalFolder(checkpoint) if isinstance(checkpoint, Path) else checkpoint
     name = f"offsets/{batch_id}"
@@ -70,27 +70,27 @@ def read_range(checkpoint: Path | Folder, batch_id: int, topics: Collection[str]
     else:
         start = _initial(folder, topics)
     if set(start) != set(end):
-        # A Kafka source has offsets from its first batch on; one without a start would be read from anywhere.
+        # A Kafka source has offsets from its first batch on. Without a start, it is unknown where reading begins.
         differ = ", ".join(sorted(set(start) ^ set(end)))
         raise unreadable(f"{folder}/{name}", f"start and end disagree about {differ}")
     return SourceRange(start, end, others, digest_of(lines))
 
 
 def read_ends(folder: Folder, batch_id: int, topics: Collection[str]) -> TopicOffsets:
-    """Where a batch ends, of the topics that it read."""
+    """End offsets of a batch, for the topics that it read."""
     name = f"offsets/{batch_id}"
     return _offsets_of(_lines(folder, name), folder, name, topics)[0]
 
 
 def read_digest(folder: Folder, batch_id: int) -> str | None:
-    """``SourceRange.digest`` of a batch; None when the checkpoint does not know it (any more)."""
+    """``SourceRange.digest`` of a batch; None when the batch is not in the checkpoint (any more)."""
     if folder.text(f"offsets/{batch_id}") is None:
         return None
     return digest_of(_lines(folder, f"offsets/{batch_id}"))
 
 
 def digest_of(lines: list[str]) -> str:
-    """Of an offset log's lines: of the sources' only, not of Spark's metadata before them."""
+    """Hash of the lines of an offset log: those of the sources only, without Spark's metadata before them."""
     return hashlib.sha256("\n".join(lines[2:]).encode()).hexdigest()
 
 
@@ -131,7 +131,7 @@ def _lines(folder: Folder, name: str) -> list[str]:
         raise unreadable(f"{folder}/{name}", "it does not exist")
     lines = text.splitlines()
     if len(lines) < 3 or lines[0] != _VERSION:
-        # A cut or foreign file must not read as "no sources": the batch would be written without moving progress.
+        # A truncated or foreign file must not count as "no sources": the batch would be written without progress.
         raise unreadable(f"{folder}/{name}", f"it begins with {lines[:1]} and has {len(lines)} lines")
     return lines
 
@@ -154,8 +154,8 @@ def _parse(line: str, name: str, topics: Collection[str] | None) -> TopicOffsets
         raise ProgressConflictError(
             "A source of this query is not a Kafka source",
             detail=f"{Path(name).name} holds {line[:100]!r}",
-            next_step="read every stream with Flow.read, or give checkpoint=: only Kafka sources have progress that "
-            "Kafka can hold",
+            next_step="read every stream with Flow.read, or give checkpoint=: without it, all progress is kept in "
+            "Kafka, and that works for Kafka sources only",
         ) from error
 
 
@@ -205,8 +205,8 @@ def check_contiguous(
                     batch=batch,
                     topic=f"{topic}-{partition}",
                     detail=f"progress ends at {expected}, the batch starts at {got}",
-                    next_step="start the flow again; if this repeats, the source topic was changed under it "
-                    "(`onceflow reset` starts over deliberately)",
+                    next_step="start the flow again; if this repeats, the source topic was changed while the flow ran "
+                    "(`onceflow reset` starts over)",
                 )
     for topic, partitions in planned.items():
         for partition, got in partitions.items():

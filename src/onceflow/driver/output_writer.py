@@ -26,23 +26,23 @@ from onceflow.protocol.names import OwnTopics
 from onceflow.spark.collect import collect
 from onceflow.task.row_writer import WriteTask, write_rows
 
-# Connecting and finding a leader may take longer than a short transaction timeout; the broker enforces that one.
+# Connecting and finding a leader may take longer than a short transaction timeout. The broker enforces the timeout.
 _MIN_PATIENCE_S = 30.0
 _MAX_METADATA_AGE_S = 30.0
 _SMALL_BATCH_ROWS = 8_000
-# Above this a batch is not written by the driver, however few its rows.
+# A larger batch is never written by the driver, even if it has few rows.
 _DRIVER_BYTES_MAX = 8_000_000
 _TASK_BYTES = 16_000_000
 _GUESSED_ROW_BYTES = 1_000
-_NO_ROUTING = Routing("key", 1, False)  # of an order whose stages decide for themselves
+_NO_ROUTING = Routing("key", 1, False)  # for an order whose stages choose their own routing
 
 
 class OutputWriter:
     """Writes the rows of attempts: by the driver when they are few, by tasks otherwise.
 
     Args:
-        columns: what the rows have, checked.
-        cores: how many tasks Spark runs at once, now: asked for every batch, because executors come and go.
+        columns: the columns of the rows, which have been checked.
+        cores: returns how many tasks Spark can run at once. Called for every batch, because executors come and go.
         source_partitions: partition count of every source topic.
     """
 
@@ -72,14 +72,14 @@ class OutputWriter:
         self._numbering = numbering
         self._targets: dict[str, Target] = {}
         self._targets_at = float("-inf")
-        self._all_targets: dict[str, Target] = {}  # of all topics, for rows that name theirs behind a process step
+        self._all_targets: dict[str, Target] = {}  # all topics, for rows that name their topic after a process step
         self._all_targets_at = float("-inf")
-        self._row_bytes: float | None = None  # of the last batches; unknown at first
+        self._row_bytes: float | None = None  # average size of a written row in the last batch; unknown at first
         self._last_records: int | None = None  # of the last batch in this run
-        self._rows_out = 1.0  # rows written for one read, at most so far: a query may explode rows
+        self._rows_out = 1.0  # most rows written per row read in a batch so far: a query may explode rows
 
     def deadline(self, what: str) -> Deadline:
-        """As long as a transaction may be open, and long enough to connect and to find leaders."""
+        """The transaction timeout, but long enough to connect and to find leaders."""
         return Deadline(self._patience_s, f"{what} (flow {self._flow})")
 
     @property
@@ -125,7 +125,7 @@ class OutputWriter:
         )
         cores = 1 if on_driver else self._cores()
         if not math.isfinite(expected_rows):
-            expected_bytes = float(cores * _TASK_BYTES)  # not known: all cores
+            expected_bytes = float(cores * _TASK_BYTES)  # not known: use all cores
         targets = self._targets if outgoing.topic == self._options.topic else self._every_target()
         prepared = prepare(
             outgoing.df,
@@ -136,7 +136,7 @@ class OutputWriter:
             source=self._source_partitions,
             max_tasks=max(1, min(cores, round(expected_bytes / _TASK_BYTES + 0.5))),
             on_driver=on_driver,
-            # One task for all partitions of Spark's state would be slow, however few rows come out of them.
+            # One task for all partitions of Spark's state would be slow, even if few rows come out of them.
             keep_tasks=self._state is not None or self._options.stateful,
         )
         order = self._order(attempt, outgoing.topic, targets, prepared.routing)
@@ -151,7 +151,7 @@ class OutputWriter:
         return parts if self._state is None else parts + self._state.gather(order, self._cluster)
 
     def on_commit(self, checked: Audit, summary: BatchSummary) -> None:
-        """The batch is committed: the next one is expected to be like it."""
+        """The batch is committed. Estimates for the next batch are based on it."""
         if checked.records:
             self._row_bytes = checked.nbytes / checked.records
             self._rows_out = max(self._rows_out, checked.records / max(1, summary.max_rows))
@@ -162,18 +162,18 @@ class OutputWriter:
         self._last_records = 0
 
     def _expected_rows(self, source: SourceRange) -> float:
-        """At most so many rows will come out of a batch, as far as one can know; infinite: one cannot."""
+        """Upper estimate of the rows that a batch writes; infinite when there is no basis for an estimate."""
         rows = source.max_rows * self._rows_out
         if self._numbering is None or not (self._options.stateful or source.others):
             return rows
-        # Windows close, joined rows expire, other sources are not counted: the last batch is the only hint, and what
-        # Spark keeps may come out at once.
+        # Windows close, joined rows expire, and other sources are not counted. So the last batch is the only hint, and
+        # all rows in Spark's state may come out at once.
         if self._last_records is None:
             return math.inf
         return rows + self._numbering.rows_kept() + 2 * self._last_records
 
     def _every_target(self) -> dict[str, Target]:
-        """All topics there are, for rows that name theirs; as old as `_targets` at most."""
+        """All topics of the cluster, for rows that name their topic. At most `_MAX_METADATA_AGE_S` old."""
         if time.monotonic() - self._all_targets_at >= _MAX_METADATA_AGE_S:
             self._all_targets = load_targets(self._cluster, None, self.deadline("reading topic metadata"))
             self._all_targets_at = time.monotonic()
@@ -182,7 +182,7 @@ class OutputWriter:
     def _order(
         self, attempt: Attempt, topic: str | None, targets: Mapping[str, Target], routing: Routing = _NO_ROUTING
     ) -> WriteOrder:
-        """What the tasks of a stage are told."""
+        """The order for the tasks of a stage."""
         tables = set() if self._state is None else self._state.topics
         return WriteOrder(
             flow=self._flow,

@@ -1,4 +1,4 @@
-"""Batches that take longer than their trigger: one warning a minute, where Spark would log each of them."""
+"""A warning for batches that take longer than the trigger, at most one a minute. Spark would log each batch."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import time
 log = logging.getLogger("onceflow.sink")
 
 _WARN_EVERY_S = 60.0
-_SHARE = 0.1  # of slow batches that is worth a warning
+_SHARE = 0.1  # warn when more than this share of the batches is slow
 
 
 class Pace:
-    """Of one run.
+    """The pace of the batches of one run.
 
     Args:
         trigger_s: how often a batch is to begin; 0: as soon as the last one is done.
@@ -26,7 +26,7 @@ class Pace:
         self._worst_s = 0.0
 
     def batch(self, seconds: float) -> None:
-        """A batch has taken so long."""
+        """To be called after each batch, with its duration."""
         self._batches += 1
         self._slow += 0 < self._trigger_s < seconds
         self._worst_s = max(self._worst_s, seconds)
@@ -36,8 +36,8 @@ class Pace:
         if self._slow > _SHARE * self._batches:
             log.warning(
                 "flow %s: %d of the last %d batches took longer than trigger=%g s, the slowest %.1f s. Nothing is "
-                "lost: the next batch follows at once. If it lasts, raise the trigger or add cores; query.batches says "
-                "where the time goes",
+                "lost: the next batch follows at once. If this continues, raise the trigger or add cores; "
+                "query.batches shows how long each step takes",
                 self._flow,
                 self._slow,
                 self._batches,

@@ -1,8 +1,9 @@
-"""Before a batch writes anything, large local copies are brought up to what is committed.
+"""Before a batch writes anything, large local copies are brought up to date with what is committed.
 
-A transaction's clock starts with the first record that is written. So however long this takes, no transaction times
-out. Tasks do it: all cores at once, and what is damaged kills a worker at most. Small copies are left to the batch: it
-needs no time worth telling for them. Only with a local master: elsewhere nobody knows where the tasks of the batch run.
+The timeout of a transaction starts with the first record that is written, so this cannot make it time out. The work is
+done in tasks: they use all cores, and a damaged copy can only kill a Python worker. Small copies are left to the batch,
+because they take it little time. All of this needs a local master: on a cluster it is not known on which host a task
+will run.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ def prepare(table: TableState, order: PrepareOrder, context: SparkContext, *, ag
     """Bring the copies of a table on this machine up to date, and note that they are verified.
 
     Args:
-        again: look at all of them, not only at those that this run has not seen: an attempt has failed.
+        again: check all copies, not only those that this run has not checked yet, because an attempt has failed.
 
     Raises:
         OnceflowError: see `prepare_partition`.
     """
     spec, moment = order.spec, order.moment
     if not spec.store.on_disk:
-        return  # of one process, and nobody knows which one will run the batch
+        return  # the store is in the memory of one process, and it is not known which process will run the batch
     records, size = 0, 0
     wanted = []
     for partition in range(spec.topics.partitions):
@@ -63,12 +64,12 @@ def prepare(table: TableState, order: PrepareOrder, context: SparkContext, *, ag
 
 
 def settle_copies(table: TableState) -> None:
-    """Apply what the last batch has left pending in the copies on this machine, when the flow ends."""
+    """When the flow ends, settle the copies on this machine: apply the pending changes of the last batch."""
     spec = table.spec
     for partition, commit in table.last.items():
         try:
             settle(spec.folder(partition), spec.store, commit)
-        except Exception as error:  # only a head start for readers and for the next run
+        except Exception as error:  # no harm: readers or the next run settle it
             log.warning("the local state of %s-%d was not settled: %s", spec.table, partition, error)
 
 

@@ -1,8 +1,8 @@
-"""The flow's progress in Kafka: a compacted topic with one record per flow (the truth), and the committed
-offsets of an ordinary consumer group (for people's lag tools).
+"""The flow's progress in Kafka: a compacted topic with one record per flow, which is decisive, and the committed
+offsets of an ordinary consumer group, for tools that show lag.
 
-The offset commit carries where the progress record stands (``onceflow:<partition>:<offset>``), so a start
-reads a few records instead of the topic. It is only a hint: without it the partition is read from its start.
+The metadata of the offset commit contains the position of the progress record (``onceflow:<partition>:<offset>``), so
+a start reads a few records instead of the topic. It is only a hint: without it the partition is read from its start.
 """
 
 from __future__ import annotations
@@ -33,17 +33,18 @@ from onceflow.protocol.transaction import Event
 
 log = logging.getLogger("onceflow.progress")
 
-# A flow's record lives in a partition that must never change, so the partitioner counts to this number
-# whatever the topic's partition count becomes.
+# The partition of a flow's record must never change. So the partitioner always uses this number, even if the topic
+# gets more partitions.
 PROGRESS_PARTITIONS = 8
 # Small segments: only closed ones are compacted, and a start without hint reads what is not compacted.
 _CONFIGS = {
     "segment.bytes": str(16 * 1024 * 1024),
     "min.cleanable.dirty.ratio": "0.1",
-    # As onceflow writes it (not compressed), whatever the broker's default is: it is read with few codecs.
+    # Keep records as onceflow writes them (not compressed), whatever the broker's default is: the reader knows few
+    # codecs.
     "compression.type": "producer",
 }
-# A record outside any transaction; written twice by a retry, it says the same twice.
+# For a record outside any transaction. If a retry writes it twice, both records are equal.
 _PLAIN = ProducerIdAndEpoch(-1, -1, transactional=False)
 _HINT = re.compile(r"onceflow:(\d+):(\d+)")
 
@@ -54,7 +55,7 @@ def partition_of(flow: str) -> int:
 
 
 def topic_partition_of(flow: str) -> TopicPartition:
-    """Where this flow's record lives."""
+    """Topic and partition of this flow's record."""
     return PROGRESS_TOPIC, partition_of(flow)
 
 
@@ -68,7 +69,7 @@ def ensure_topic(cluster: Cluster, deadline: Deadline) -> TopicInfo:
 
     Raises:
         PermissionDeniedError: it is missing and this principal may not create it.
-        ProgressConflictError: somebody made it with fewer partitions or without compaction.
+        ProgressConflictError: it has too few partitions or is not compacted.
     """
     try:
         info = cluster.topics([PROGRESS_TOPIC], deadline)[PROGRESS_TOPIC]
@@ -83,14 +84,16 @@ def ensure_topic(cluster: Cluster, deadline: Deadline) -> TopicInfo:
         )
     if info.partitions < PROGRESS_PARTITIONS:
         raise ProgressConflictError(
-            f"The progress topic {PROGRESS_TOPIC} has {info.partitions} partitions, needed are {PROGRESS_PARTITIONS}",
+            f"The progress topic {PROGRESS_TOPIC} has {info.partitions} partitions, but needs {PROGRESS_PARTITIONS}",
             topic=PROGRESS_TOPIC,
             next_step=f"add partitions: kafka-topics.sh --alter --topic {PROGRESS_TOPIC} "
             f"--partitions {PROGRESS_PARTITIONS} (a flow's partition does not depend on the count)",
         )
     policy = topic_config(cluster, PROGRESS_TOPIC, "cleanup.policy", deadline)
     if policy is None:
-        log.warning("may not read the settings of %s: see that its cleanup.policy is compact", PROGRESS_TOPIC)
+        log.warning(
+            "no permission to read the settings of %s: make sure that its cleanup.policy is compact", PROGRESS_TOPIC
+        )
     elif policy != "compact":
         raise ProgressConflictError(
             f"The progress topic {PROGRESS_TOPIC} has cleanup.policy={policy}: progress of an idle flow would expire",
@@ -113,11 +116,11 @@ def read_progress(
     """The last committed progress of a flow, or None when it never committed.
 
     Call it after InitProducerId of the flow's transactional id: then every transaction of the flow is
-    decided, and other flows' open transactions are not waited for.
+    decided. It does not wait for open transactions of other flows.
 
     Args:
         flow: key of the record (``Names.progress_key``).
-        missing_is_fine: do not mind group offsets that point to a record which is gone.
+        missing_is_fine: accept group offsets that point to a record that no longer exists.
     """
     partition = partition_of(flow)
     span = {PROGRESS_TOPIC: [partition]}
@@ -138,7 +141,7 @@ def read_progress(
                 flow=flow,
                 topic=f"{PROGRESS_TOPIC}-{partition}",
                 detail=f"group {group} points to offset {hinted}; the log holds {begin} to {end}",
-                next_step="was the progress topic deleted, or not compacted? To start over on purpose: "
+                next_step="check whether the progress topic was deleted, or was not compacted. To start over: "
                 f"`onceflow reset {flow}`",
             )
         return None
@@ -157,11 +160,11 @@ def hinted_offset(
     *,
     stable: bool = False,
 ) -> int | None:
-    """Where the group's committed offsets say that the record is.
+    """Offset of the progress record, according to the group's committed offsets.
 
     Args:
-        stable: what they say of the last transaction. Otherwise what they say may be older, which is as good for
-            finding the record, and nobody has to be waited for.
+        stable: wait until no transaction on the group's offsets is open. Otherwise they may be older: that is good
+            enough to find the record, and needs no waiting.
     """
     committed = kafka_offsets.fetch_committed(cluster, group, source_topics, deadline, stable=stable)
     hints = [
@@ -183,13 +186,13 @@ def _latest(cluster: Cluster, flow: str, partition: int, start: int, end: int, d
             if item.key != key:
                 continue
             if item.producer_id < 0:
-                committed = item  # written by hand or by a tool, outside a transaction
+                committed = item  # written outside a transaction: by a user or by a tool
             else:
                 undecided[item.producer_id] = item
         elif (record := undecided.pop(item.producer_id, None)) is not None and item.committed:
             committed = record
-    # Compaction may have dropped the marker of a committed record (never that of an aborted one, which
-    # goes together with its records): all transactions of the flow are decided here.
+    # All transactions of the flow are decided here, so a record without a marker is committed: compaction may remove
+    # the marker of a committed record. The marker of an aborted one is only removed together with its records.
     for record in undecided.values():
         if committed is None or record.offset > committed.offset:
             committed = record
@@ -208,8 +211,8 @@ def write_progress(
 
     Args:
         transactions: both become visible with the transaction; None: at once, in this order.
-        offsets: those to commit to the group: of the topics that are read. Progress may know others, which the
-            query does not read any more and which may be gone.
+        offsets: what to commit to the group: offsets of the topics that are read. Progress may know other topics,
+            which the query does not read any more and which may no longer exist.
     """
     partition = partition_of(progress.flow)
     if transactions is not None and not transactions.version_2:
@@ -221,12 +224,12 @@ def write_progress(
     batch = encode_single(key, value, timestamp_ms=progress.time_ms, identity=identity, base_sequence=0)
     producer.send(PROGRESS_TOPIC, partition, batch)
     written = producer.flush()[PROGRESS_TOPIC, partition].base_offset
-    metadata = hint(partition, written)  # without it (no source is a topic) the record is found, too
+    metadata = hint(partition, written)
     if offsets and transactions is None:
         kafka_offsets.commit_offsets(cluster, names.group_id, offsets, deadline, metadata=metadata)
     elif (
         offsets and transactions is not None
-    ):  # else no source is a topic; the record is found without the group's hint
+    ):  # without offsets no source is a topic; the record is found without the group's hint, too
         transactions.commit_offsets(names.group_id, offsets, deadline, metadata=metadata)
     if transactions is not None:
         transactions.machine.on(Event.PROGRESS_WRITTEN)

@@ -1,7 +1,7 @@
 """Attempts of a batch, until one is committed or none may follow.
 
-Every attempt has an epoch of its own. One that has failed is aborted before the next one begins. Whether a further one
-may help is decided here; what an attempt does stands in ``commit.py``.
+Every attempt has an epoch of its own. A failed attempt is aborted before the next one begins. This module decides
+whether another attempt may help; what an attempt does is in ``commit.py``.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from onceflow.spark.jvm import SPARK_ERRORS
 
 log = logging.getLogger("onceflow.sink")
 
-# A rerun may help: the next attempt has a new epoch and a new clock.
+# Another attempt may help: it has a new epoch, and its transaction timeout starts again.
 _WORTH_A_RERUN = (
     BatchAbortedError,
     TransactionTimeoutError,
     DeadlineExceededError,
     BrokerUnreachableError,
-    FencedError,  # as tasks see a timeout; the abort has found out that nobody else owns the id
+    FencedError,  # tasks get it after a transaction timeout; the abort has shown that no other driver owns the id
 )
 
 _EXPECTED: tuple[type[Exception], ...] = (OnceflowError, *SPARK_ERRORS)
@@ -71,7 +71,7 @@ class Steps(Protocol):
 
     @property
     def machine(self) -> Transaction:
-        """Where the transaction stands."""
+        """The state of the transaction."""
         ...
 
     def attempt(self, df: DataFrame, attempt: Attempt) -> bool:
@@ -83,7 +83,7 @@ class Steps(Protocol):
         ...
 
     def forget_attempt(self, df: DataFrame) -> None:
-        """Spark's own state is to be as it was before the attempt."""
+        """Reset Spark's own state to what it was before the attempt."""
         ...
 
     def learn(self, problem: BaseException) -> bool:
@@ -91,7 +91,7 @@ class Steps(Protocol):
         ...
 
     def is_lost(self, df: DataFrame, summary: BatchSummary, problem: BaseException) -> bool:
-        """With at_most_once: whether progress has moved already. Then the batch is given up, and this says so."""
+        """With at_most_once: whether progress has moved already. Then the batch is given up, and this is logged."""
         ...
 
 
@@ -138,7 +138,7 @@ class Retries:
                 failed += 1
                 if failed < self._options.max_attempts:  # else the error says so
                     self._log_failed(batch, failed, last)
-            except Exception as problem:  # not ours and not Spark's: no rerun, but no open transaction either
+            except Exception as problem:  # neither onceflow's nor Spark's: no further attempt, but abort this one
                 if self._machine.may_abort:
                     self._steps.abort(problem, batch)
                 raise
@@ -153,34 +153,34 @@ class Retries:
     def _aborted(
         self, df: DataFrame, attempt: Attempt, problem: BaseException, cause: BaseException | None
     ) -> BaseException:
-        """Abort what has failed; returns why, when a further attempt may follow, and raises otherwise."""
+        """Abort a failed attempt. Returns its error when another attempt may follow, and raises it otherwise."""
         unknown = not self._machine.may_abort
         if unknown and not (self._machine.is_fenced and attempt.begun_at is None):
-            raise problem  # how the commit has ended is known to Kafka alone, or the error says who owns the flow now
+            raise problem  # only Kafka knows the outcome of the commit, or a newer driver owns the flow
         if cause is not None and attempt.begun_at is None and isinstance(problem, DeadlineExceededError):
-            problem = batch_errors.after(problem, cause)  # it could not begin, because of what the one before met
+            problem = batch_errors.after(problem, cause)  # it could not begin, because of the error before
         self._steps.abort(problem, attempt.batch)
         missing = None if isinstance(problem, OnceflowError) else cannot_import(problem)
         if missing is not None:
-            raise missing from None  # no rerun helps
+            raise missing from None  # another attempt does not help
         if isinstance(problem, OnceflowError) and not isinstance(problem, _WORTH_A_RERUN):
             raise problem
         if self._is_stopped(df, problem):
             raise problem
-        if isinstance(problem, FencedError):  # tasks met a newer epoch, and nobody else owns the id
+        if isinstance(problem, FencedError):  # tasks found a newer epoch, but no other driver owns the id
             return batch_errors.timed_out(attempt.open_s, self._options.transaction_timeout_s)
         return problem
 
     def _restored(self, problem: BaseException) -> bool:
-        """Whether the attempt is not counted: a restore may take longer than a transaction may be open, on each host
-        anew. What was restored stays, so the next attempt gets farther."""
+        """Whether the attempt is not counted, because it timed out while it restored local copies. That can happen on
+        every host. The restored copies stay, so the next attempt has less to restore."""
         restored = self._steps.learn(problem)
         return restored and isinstance(problem, TransactionTimeoutError | DeadlineExceededError)
 
     def _log_restored(self, batch: int, problem: BaseException) -> None:
         log.warning(
-            "flow %s: batch %d aborted, its tasks had local copies to bring up to date first; it begins again with "
-            "them: %s",
+            "flow %s: batch %d aborted, because its tasks had to bring local copies up to date first; it is run again "
+            "with these copies: %s",
             self._flow,
             batch,
             in_short(problem),

@@ -33,9 +33,9 @@ class Run:
     """One run of a query. It ends with ``close``.
 
     Args:
-        writer: Spark's, complete but for its start.
+        writer: Spark's writer, ready to be started.
         state: the process steps, if there are any.
-        watch: tells what keeps the query from its records.
+        watch: logs what prevents the query from reading its sources.
     """
 
     flow: str
@@ -64,7 +64,7 @@ class Run:
             ) from error
 
     def close(self) -> None:
-        """Give back what the run holds, but for the connections of its start."""
+        """Release what the run holds, except the connections of its ``Startup``."""
         self.watch.stop()
         self.sink.ended()
         if self.state is not None:
@@ -73,13 +73,13 @@ class Run:
 
 
 def prepare_run(spark: SparkSession, startup: Startup, write: CheckedWrite) -> Run:
-    """Put a query together. Nothing is refused after this, except by Spark.
+    """Put a query together. After this only Spark can reject the query.
 
     Args:
-        startup: of the flow. It serves this run only.
+        startup: of the flow. It is used for this run only.
 
     Raises:
-        OnceflowError: see ``FlowWriter.start``. The start can be used again.
+        OnceflowError: see ``FlowWriter.start``. ``startup`` can be used again then.
     """
     flow, options = startup.flow, write.sink
     imports = _check_query(spark, startup, write)
@@ -116,7 +116,7 @@ def prepare_run(spark: SparkSession, startup: Startup, write: CheckedWrite) -> R
 
 
 def _check_query(spark: SparkSession, startup: Startup, write: CheckedWrite) -> ImportCheck:
-    """Check what may have changed since the query was checked first, and what only shows when it is whole."""
+    """Check what may have changed since the first check of the query, and what needs the complete query."""
     flow = startup.flow
     if write.run.facts.topics and not startup.is_fenced:
         raise UnsupportedQueryError(
@@ -128,7 +128,7 @@ def _check_query(spark: SparkSession, startup: Startup, write: CheckedWrite) -> 
     step_query.check_goes_with(write.df, startup.steps, write.sink.guarantee, write.run.checkpoint, flow=flow)
     check_output(write.sink.topic, startup.own_topics, flow)  # sources may have been read since Flow.write
     process.check_side_topics(process.side_topics(startup.steps), startup.own_topics, flow)
-    shipping.share_modules(spark)  # what was imported since
+    shipping.share_modules(spark)  # also modules that were imported since
     specs = [step.spec for step in startup.steps.values()]
     return ImportCheck(spark, sent_to_tasks(write.df, specs, flow), flow=flow)
 

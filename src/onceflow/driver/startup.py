@@ -1,4 +1,4 @@
-"""A start of a flow: what is asked of Kafka, and committed there, before a query runs.
+"""A start of a flow: what is read from Kafka and committed there before a query runs.
 
 The first call fences older drivers, and reads progress afterwards. From then on the flow's committed offsets cannot
 change, unless this driver changes them (I6).
@@ -63,8 +63,8 @@ class Startup:
 
     @property
     def is_fenced(self) -> bool:
-        """Whether progress is known, and only this start can change it: older drivers are fenced, and progress was read
-        since. Not after an error of a start, nor when a query was made of it: that one moves progress."""
+        """Whether progress is known and only this start can change it: older drivers are fenced, and progress was read
+        after that. False after an error of a start, and after a query was made: then the query moves progress."""
         return not self._is_used and self._session is not None and self._session.knows_progress
 
     @property
@@ -89,7 +89,7 @@ class Startup:
         return OwnTopics(frozenset(self.sources), tables)
 
     def deadline(self) -> Deadline:
-        """Of a start. One that waits longer for its brokers has more time in all."""
+        """Of a start. It is extended if the first connection may wait longer for the brokers."""
         seconds = START_SECONDS + max(0.0, self._refused_s - REFUSED_S)
         return Deadline(seconds, f"starting flow {self.flow}")
 
@@ -101,10 +101,10 @@ class Startup:
     # ---- connect and fence ---------------------------------------------------------------------------
 
     def connect(self, deadline: Deadline) -> None:
-        """Connect to the brokers, unless that is done.
+        """Connect to the brokers, unless there is a connection.
 
         Raises:
-            BrokerUnreachableError, BrokerUnsupportedError: there is none that can be used.
+            BrokerUnreachableError, BrokerUnsupportedError: no broker can be used.
         """
         if self._session is not None:
             return
@@ -117,7 +117,7 @@ class Startup:
         self._session = session
 
     def fence(self, sources: Mapping[str, list[int]], deadline: Deadline) -> Progress | None:
-        """Step ``init``: fence older drivers, unless that is done, and read progress after that.
+        """Step ``init``: fence older drivers, and then read progress, unless both are done.
 
         Args:
             sources: partitions of the topics that are read, whose committed offsets hint at the progress record.
@@ -134,7 +134,7 @@ class Startup:
         try:
             self._progress = session.progress(sources, deadline)
         except BaseException:
-            session.give_up()  # it was read, maybe, and what it tells of is not decided
+            session.give_up()  # progress may have been read, but the transactions it names are not decided
             raise
         hooks.at("init", where="driver", flow=self.flow)
         return self._progress
@@ -142,7 +142,7 @@ class Startup:
     # ---- sources -------------------------------------------------------------------------------------
 
     def check_source(self, topic: str) -> None:
-        """Check that a topic exists, on a connection that is there.
+        """Check that a topic exists, on the existing connection.
 
         Raises:
             UnknownTopicError: it does not.
@@ -150,7 +150,7 @@ class Startup:
         find_topics(self.session.cluster, {topic: "source"}, self.deadline())
 
     def add_source(self, options: ReadOptions) -> dict[int, int]:
-        """Decide where a topic is read from, and commit that where it is not committed yet.
+        """Decide where a topic is read from, and commit these offsets unless they are committed.
 
         Returns:
             The offset that each partition is read from.
@@ -213,7 +213,7 @@ class Startup:
         """Progress of a flow that has read a topic.
 
         Raises:
-            OptionError: it has not, since its last run.
+            OptionError: no topic was read since the last run.
         """
         if not self.is_fenced or self._progress is None:
             raise OptionError("Nothing was read yet", flow=self.flow, next_step="call Flow.read first")
@@ -266,12 +266,12 @@ class Startup:
     # ---- run -----------------------------------------------------------------------------------------
 
     def prepare_run(self, deadline: Deadline) -> Progress:
-        """Connect and fence, where no source has made that necessary before; progress that the run begins with."""
+        """Connect and fence, if no source has done so. Returns the progress that the run begins with."""
         self.connect(deadline)
         return self.fence({}, deadline) or self._first_progress()
 
     def prepare_outputs(self, options: SinkOptions, deadline: Deadline) -> list[str]:
-        """Check the topics that are written, and see that the last batch has left nothing undecided in them.
+        """Check the topics that are written, and decide what the last batch has left undecided in them.
 
         Returns:
             Names of the topics that are written, as far as they are known at a start: outputs, topics of dead letters
@@ -279,7 +279,7 @@ class Startup:
 
         Raises:
             UnknownTopicError: a topic that is named does not exist.
-            OptionError: the brokers do not grant so long a transaction timeout.
+            OptionError: the brokers do not allow such a long transaction timeout.
         """
         session = self.session
         side_topics = process.side_topics(self.steps)
@@ -293,7 +293,7 @@ class Startup:
         return written
 
     def used(self) -> None:
-        """To be called when a query was made: it moves progress from now on."""
+        """To be called when a query was made: from now on the query moves progress."""
         self._is_used = True
 
 
@@ -304,7 +304,7 @@ def commit_progress(
 
     Args:
         sources: topics that are read. The group gets offsets of these only. Progress may know other topics, which may
-            be gone.
+            no longer exist.
 
     Raises:
         FencedError: a newer driver has started.
@@ -312,9 +312,9 @@ def commit_progress(
     try:
         _try_to_commit(session, progress, sources, deadline)
     except BatchAbortedError as error:
-        # Between two calls of a start may be days: Kafka may have forgotten the transactional id meanwhile.
+        # There may be days between two calls of a start. Kafka may have forgotten the transactional id in between.
         flow = session.names.flow
-        log.info("flow %s: what its start has decided is committed again: %s", flow, error.what)
+        log.info("flow %s: the first commit of its start has failed and is tried again: %s", flow, error.what)
         ExactlyOnce(session, []).abort(deadline)
         _try_to_commit(session, progress, sources, deadline)
 

@@ -1,6 +1,6 @@
-"""The driver's part of ``Flow.process`` in a batch: the orders of tasks, their reports, and what is known after it.
+"""The driver's part of ``Flow.process`` in a batch: the orders of tasks, their reports, and what is learnt from them.
 
-Where a batch runs is decided by ``planning/placement.py``; each of the three ways is a module of its own:
+``planning/placement.py`` decides where a batch runs. Each of the three ways is a module of its own:
 ``step_on_driver.py``, ``step_fused.py`` and ``step_two_stage.py``.
 """
 
@@ -50,7 +50,7 @@ class StateStep:
 
     Args:
         tables: of all steps, by name.
-        cores: how many tasks Spark runs at once, now.
+        cores: returns how many tasks Spark can run at once.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class StateStep:
 
     @property
     def co_partitioned(self) -> bool | None:
-        """Whether tasks take source partitions as they are; None: not known yet."""
+        """Whether tasks process source partitions without a shuffle; None: not known yet."""
         learnt = self.learnt
         if not self._shape.co_partitionable or learnt.keys_elsewhere or learnt.partitions_mixed:
             return False
@@ -84,7 +84,7 @@ class StateStep:
 
     @property
     def written_topics(self) -> dict[str, str]:
-        """Those, and the ones that dead letters and late records go to; with what each is for."""
+        """Topics of the tables, of dead letters and of late records, and what each topic is for."""
         sides = {topic: role for table in self.tables for topic, role in table.spec.side_topics.items()}
         return {**dict.fromkeys(self.topics, "table"), **sides}
 
@@ -107,10 +107,10 @@ class StateStep:
     def prepare(
         self, df: DataFrame, settings: ClientSettings, owner: tuple[str, ProducerIdAndEpoch], *, again: bool
     ) -> None:
-        """Bring large local copies up to date while nothing is written yet, see ``preparing``.
+        """Bring large local copies up to date before anything is written, see ``preparing``.
 
         Args:
-            owner: transactional id, and the identity that it has as long as no newer driver has taken the flow over.
+            owner: transactional id, and its producer id and epoch. They change when a newer driver takes the flow over.
         """
         if not self._shape.local:
             return
@@ -121,7 +121,7 @@ class StateStep:
             )
 
     def begin(self, batch: int, identity: ProducerIdAndEpoch, now_ms: int) -> None:
-        """What this attempt is."""
+        """An attempt begins, under this producer id and epoch."""
         commit = Commit(batch, identity.producer_id, identity.producer_epoch)
         self._stages, self._done = None, {}
         for name, table in self._by_name.items():
@@ -133,11 +133,11 @@ class StateStep:
         """Where the steps of this attempt run.
 
         Args:
-            rows: source records that it has at most.
-            driver_may: whether the driver may do it, if there are few.
+            rows: most source records that it can have.
+            driver_may: whether the driver may process the batch itself, if it has few records.
         """
         batch = BatchFacts(rows, driver_may, due=self._due)
-        if not placement.on_driver(self._shape, self.learnt, batch):  # the fastest batches ask Spark nothing
+        if not placement.on_driver(self._shape, self.learnt, batch):  # the fastest batches do without calls to Spark
             batch = replace(batch, cores=self._cores())
             if placement.must_look(self._shape, self.learnt, batch):
                 batch = replace(batch, read=read_partitions(df))
@@ -174,12 +174,13 @@ class StateStep:
         if runs_step_once(outgoing.df):
             self.learnt = replace(self.learnt, step_seen=True)
             return outgoing
-        # The optimizer has left the step out: nothing it yields is wanted. Its state and its side outputs are.
+        # The optimizer has removed the step, because the query needs none of its rows. Its state and its side outputs
+        # are needed.
         self.learnt = replace(self.learnt, step_left_out=True)
         return self.outgoing(df, placement.place(self._shape, self.learnt, self._batch), order)
 
     def gather(self, order: WriteOrder, cluster: Cluster) -> list[Part]:
-        """What the stages in front of the sink have done; side outputs that they have returned are written."""
+        """Collect the reports of the stages before the sink, and write the side outputs that they have returned."""
         if self._stages is None:
             raise RuntimeError("no stages were put in front of the sink")
         self._done = self._stages.reports()
@@ -190,7 +191,7 @@ class StateStep:
         return parts
 
     def audit(self) -> None:
-        """Every partition of every table in one task, of this attempt; and no more dead letters than allowed."""
+        """Check that one task of this attempt had each partition of each table, and the limit of dead letters."""
         for name, table in self._by_name.items():
             table.check(self._reports(name), self._moments[name])
 
@@ -199,7 +200,7 @@ class StateStep:
         return sum(counted(done.states, what) for done in self._done.values())
 
     def progress(self, progress: Progress) -> Progress:
-        """The batch's progress, with what it says of the tables."""
+        """The progress of the batch, completed with that of the tables."""
         changelogs = {name: dict(ends) for name, ends in progress.changelogs.items()}
         known = dict(progress.tables)
         for name, table in self._by_name.items():
@@ -219,11 +220,11 @@ class StateStep:
             table.on_noop(self._reports(name))
 
     def failed(self, problem: BaseException) -> bool:
-        """Learn from an attempt that has to be done again, maybe in another way.
+        """Learn from an attempt that has to be repeated, maybe in another way.
 
         Returns:
-            Whether it has brought up copies that are good for the next attempt. This can be so only once for every
-            host and partition.
+            Whether it has brought local copies up to date that the next attempt can use. This can happen only once for
+            every host and partition.
         """
         self.learnt = self.learnt.after(problem)
         if isinstance(problem, NotColocatedError):
@@ -231,15 +232,15 @@ class StateStep:
         elif isinstance(problem, NotCopartitionedError):
             log.info("%s; from now on with a shuffle", problem.what)
         if self._stages is not None and any(not done.written for done in self._done.values()):
-            # No task of the step has run: in this batch the optimizer wants nothing of what it yields, as when a filter
-            # behind it compares with the time.
+            # No task of the step has run: the optimizer has removed the step in this batch. This can happen when a
+            # filter after the step compares with the current time.
             self.learnt = replace(self.learnt, step_left_out=True)
         news = [self._by_name[name].prepared(done.prepared) for name, done in self._done.items()]
         self._stages, self._done = None, {}
         return any(news)
 
     def settle(self) -> None:
-        """Apply what the last batch left pending, when the stores are on this machine and the flow ends."""
+        """When the flow ends, apply the pending changes of the last batch, if the stores are on this machine."""
         if not self._shape.local:
             return
         for table in self.tables:

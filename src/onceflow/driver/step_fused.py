@@ -15,7 +15,7 @@ from onceflow.task.state_tasks import FusedTask
 
 
 def run(df: DataFrame, order: StateOrder, step: StepPlacement, cluster: Cluster) -> tuple[TaskReport, list[Part], int]:
-    """Process the batch, and write what comes out. Returns what was done, what is to be audited, how many tasks."""
+    """Process the batch and write what comes out. Returns the report, what is to be audited, and how many tasks ran."""
     moved, tasks, order = placed(df, order, step)
     report = from_rows(moved.mapInArrow(FusedTask(order), REPORT_SPARK_SCHEMA).collect())
     parts = [Part(report.written, tasks, not order.co_partitioned or jvm.has_shuffle(df))]

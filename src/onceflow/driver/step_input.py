@@ -1,4 +1,4 @@
-"""The rows of a batch are brought to the tasks of a process step, as its placement says."""
+"""Brings the rows of a batch to the tasks of a process step, as its placement says."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from onceflow.spark.task_shuffle import repartition_by_task
 
 
 def placed(df: DataFrame, order: StateOrder, step: StepPlacement) -> tuple[DataFrame, int, StateOrder]:
-    """The rows where their partition of the table is, the number of tasks, and their order."""
+    """The rows, moved to the tasks of their table partitions, the number of tasks, and their order."""
     order = replace(order, modulus=step.modulus)
     if step.move == "co-partitioned":
         order = replace(order, co_partitioned=True)

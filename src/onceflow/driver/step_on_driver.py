@@ -15,7 +15,7 @@ from onceflow.task.row_writer import write_rows
 from onceflow.task.state_tasks import run_fused
 from onceflow.task.step_outputs import unpacked, written_rows
 
-#: Of an order whose rows name their topic, and are placed by their key.
+#: For an order whose rows name their topic, and are placed by their key.
 BY_KEY = Routing("key", 1, True)
 
 

@@ -1,8 +1,8 @@
-"""A batch whose steps yield rows: operators may follow, and write tasks write what comes out of these.
+"""A batch in two stages: process steps yield rows, operators may follow, and write tasks write the result.
 
-Dead letters, late records and records that name a topic of their own are side outputs: no operator behind a step ever
-sees them. The step's tasks write them when they are co-partitioned, the driver when they are few. Else they go round
-the operators, to the write tasks.
+Dead letters, late records and records that name a topic of their own are side outputs: no operator after a step ever
+sees them. The step's tasks write them when they are co-partitioned, the driver when they are few. Otherwise they go to
+the write tasks, past the operators.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Stages:
         self._inputs = branch_frames(df, query.branches, placement.branch_tasks)
         self._order = order
         self._sides: list[DataFrame] = []  # side outputs that no task of a step writes
-        self.tasks: dict[str, int] = {}  # of the step of each table
+        self.tasks: dict[str, int] = {}  # how many tasks the step of each table has
 
     def outgoing(self, flow: str) -> Outgoing:
         """The rows that the sink is to write."""
@@ -77,7 +77,7 @@ class Stages:
         return plans.frame(spark, plans.grafted(spark, tree.plan, new))
 
     def _rows(self, node: StepNode) -> DataFrame:
-        """What a step yields, as far as operators behind it see it."""
+        """The rows of a step that operators after it see."""
         step = self._placement.steps[node.table]
         order = self._order(node.table)
         if self._query.topic_has_side_outputs:

@@ -1,4 +1,4 @@
-"""A query, divided into what Spark streams and what the driver puts on top of that in every batch."""
+"""A query, divided into what Spark streams and what the driver adds to that in every batch."""
 
 from __future__ import annotations
 
@@ -51,17 +51,17 @@ def divide(
 ) -> StreamedQuery:
     """Divide a query.
 
-    Without process steps Spark streams all of it. With steps it streams the rows that go into them. The driver runs the
-    steps in every batch, with as many tasks as that is worth, and puts the operators behind them on top.
+    Without process steps Spark streams all of it. With steps it streams the rows that go into them. In every batch, the
+    driver runs the steps with a number of tasks that suits the batch, and then the operators that follow them.
 
     Args:
         steps: the flow's, by their tables. The query may use some of them only.
         progress: the flow's, as committed.
-        clock: whether a flow with timers is woken up when there are no data.
+        clock: whether a flow with timers also gets batches when there are no data.
 
     Raises:
-        UnsupportedQueryError: the query cannot be run so.
-        OptionError: the partitioner does not go with the outputs of a step.
+        UnsupportedQueryError: the query cannot be divided in this way.
+        OptionError: the partitioner cannot be used for the outputs of a step.
     """
     found = tree_of(df, steps, flow)
     options = _driver_rows(df, options)
@@ -103,14 +103,14 @@ def divide(
 def _without_needless(spark: SparkSession, tree: Tree, partitioner: str, flow: str) -> Tree:
     """The tree without operators that change nothing.
 
-    They stay with another partitioner than ``key``, which can place rows of operators, but not the outputs of a step.
+    With another partitioner than ``key`` they stay: it can place rows of operators, but not the outputs of a step.
     """
     if partitioner == "key":
         return stripped(spark, tree)
     if tree.step is None:
         return tree
     raise OptionError(
-        f"partitioner={partitioner!r} does not go with the outputs of Flow.process",
+        f"partitioner={partitioner!r} cannot be used for the outputs of Flow.process",
         flow=flow,
         next_step='leave it out: outputs are placed by their keys, partitioner="key"',
     )
@@ -122,7 +122,7 @@ def _tables(
     """What the driver knows of each step's table, at the start."""
     found = {}
     for node in tree.all_steps():
-        # Event time waits for the sources that reach the step, and for no other: what another step yields has none.
+        # The watermark depends only on the sources that reach the step: rows of another step have no event time.
         topics = set() if node.input.steps else queries.topics_read(node.input.plan) & source_partitions.keys()
         step = steps[node.table]
         found[node.table] = TableState(
@@ -156,13 +156,13 @@ def _needs_exchange(query: StepQuery) -> bool:
 
 
 def _driver_rows(df: DataFrame, options: SinkOptions) -> SinkOptions:
-    """The bound of batches that the driver writes, where few rows may become any number of them."""
+    """The options. If few rows may become any number of rows, no batch counts as small."""
     if options.small_batch_rows is None and queries.may_make_many(df):
         return replace(options, small_batch_rows=0)
     return options
 
 
 def _is_topic_of_step(tree: Tree) -> bool:
-    """Whether the query's ``topic`` column is that of a step, handed on: then it is null in every row."""
+    """Whether the query's ``topic`` column is that of a step, unchanged: then it is null in every row."""
     own = {queries.attribute(plans.at(tree.plan, node.path), "topic") for node in tree.steps}
     return queries.attribute(tree.plan, "topic") in own

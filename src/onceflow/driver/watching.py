@@ -1,7 +1,7 @@
-"""Warnings of what keeps a running flow from its records: brokers that do not answer, and transactions of others that
-stay open on its sources.
+"""Warnings of what prevents a running flow from reading: brokers that do not answer, and transactions of other
+producers that stay open on its sources.
 
-Spark runs no batch while there is nothing to read, so the sink cannot notice. A thread looks now and then, over a
+Spark runs no batch while there is nothing to read, so the sink cannot notice this. A thread checks regularly, over a
 connection of its own.
 """
 
@@ -20,8 +20,8 @@ from onceflow.errors import BrokerUnreachableError, DeadlineExceededError, Oncef
 
 log = logging.getLogger("onceflow")
 
-#: How often it looks, for how long a transaction may be open before it is told, and how often it is told that no
-#: broker answers, in seconds.
+#: In seconds: how often it checks, how long a transaction may be open before a warning, and the time between two
+#: warnings that no broker answers.
 INTERVAL_S = 20.0
 WARN_AFTER_S = 60.0
 WARN_AGAIN_S = 60.0
@@ -30,7 +30,7 @@ _END_S = 2.0
 
 
 class Watch:
-    """From its making to ``stop``.
+    """Runs from its creation to ``stop``.
 
     Args:
         partitions: of the sources. over: whether the flow has ended by itself.
@@ -55,7 +55,7 @@ class Watch:
         self._thread.start()
 
     def stop(self) -> None:
-        """A look that is under way is not waited for: a broker may be silent."""
+        """Stop the thread. A check that is running is waited for only briefly, because a broker may not answer."""
         self._ending.set()
         self._thread.join(_END_S)
 
@@ -80,13 +80,13 @@ class Watch:
                 cluster.close()
 
     def _unanswered(self, error: OnceflowError) -> None:
-        """No broker has answered: tell it, not at every look."""
+        """No broker has answered: log it, but not at every check."""
         now = time.monotonic()
         if self._ending.is_set() or (self._warned_at is not None and now - self._warned_at < WARN_AGAIN_S):
             return
         self._warned_at = now
         log.warning(
-            "flow %s: no broker of %s has answered for %.0f s; nothing is lost, it goes on then (%s)",
+            "flow %s: no broker of %s has answered for %.0f s; nothing is lost, it continues when one answers (%s)",
             self._flow,
             self._settings.bootstrap_servers,
             now - self._answered_at,
