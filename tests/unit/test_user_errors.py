@@ -60,7 +60,7 @@ class Unspeakable:
     [
         (STRING, 7, " is int, output serde STRING takes str; got 7"),
         (LONG, "x", " is str, output serde LONG takes int; got 'x'"),
-        (LONG, 1 << 63, " cannot be encoded by output serde LONG: 9223372036854775808 is no 64-bit integer: "),
+        (LONG, 1 << 63, " cannot be encoded by output serde LONG: 9223372036854775808 is not a 64-bit integer: "),
         (DOUBLE, "x", " is str, output serde DOUBLE takes float; got 'x'"),
         (JSON, {1}, " is set, output serde JSON takes what JSON has (dict, list, str, int, float, bool); got {1}"),
         (JSON, {"a": {1}}, " cannot be encoded by output serde JSON: Type is not JSON serializable: set; got {'a': {"),
@@ -134,7 +134,7 @@ def test_where_it_was_given(where: str) -> None:
     told = letter(Gives())
     assert told["onceflow.error.message"] == PLACES[where]
     assert told["onceflow.error.class"] == ("ValueError" if where == "own map" else "TypeError")
-    assert set(handled) <= {"expected str, got int", "'7' is no 64-bit integer: required argument is not an integer"}
+    assert set(handled) <= {"expected str, got int", "'7' is not a 64-bit integer: required argument is not an integer"}
     error = failure(Gives())
     assert f"processed: {PLACES[where]} [" in str(error)
     assert f" in {'process' if where in ('key', 'value') else 'give'}, {HERE.name}:" in error.detail

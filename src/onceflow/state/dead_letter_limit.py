@@ -1,4 +1,4 @@
-"""How many dead letters one run of a step has made: the first one of each cause is logged, too many stop the flow."""
+"""Counts the dead letters of one run of a step. The first one of each cause is logged. Too many stop the flow."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from onceflow.state.spec import ProcessSpec, StateReport
 
 log = logging.getLogger("onceflow.state")
 
-#: A share is judged when a run has read so many records: one bad record among the first three says nothing.
+#: A share is checked only after a run has read this many records: one bad record among the first three proves nothing.
 MIN_RECORDS = 100
 
 
 def check_limit(limit: object, flow: str) -> None:
-    """Whether ``max_dead_letters`` can be meant.
+    """Check the value of ``max_dead_letters``.
 
     Raises:
         OptionError: it is neither a count nor a share.
@@ -31,23 +31,23 @@ def check_limit(limit: object, flow: str) -> None:
 
 
 class DeadLetters:
-    """Those of one step since its flow was started.
+    """The dead letters of one step since its flow was started.
 
     Args:
-        spec: with the limit: a count, a share of the records that were read, or None.
+        spec: contains the limit: a count, a share of the records that were read, or None.
     """
 
     def __init__(self, spec: ProcessSpec) -> None:
         self._spec = spec
         self.records = 0
         self.count = 0
-        self._told: set[str] = set()  # causes
+        self._told: set[str] = set()  # causes that are logged already
 
     def check(self, reports: Sequence[StateReport]) -> None:
-        """Whether a batch may be committed.
+        """Check whether a batch may be committed.
 
         Raises:
-            DeadLetterLimitError: with its dead letters there are too many.
+            DeadLetterLimitError: with the dead letters of this batch, the run has more than allowed.
         """
         limit = self._spec.max_dead_letters
         count = self.count + counted(reports, "dead_letters")
@@ -63,12 +63,12 @@ class DeadLetters:
             f"{count:,} of {records:,} records of this run are dead letters, max_dead_letters is {limit}",
             topic=self._spec.dead_letter_topic,
             detail=f"in this batch: {_in_words(_causes(reports)) or 'none'}; table {self._spec.table}",
-            next_step="nothing of this batch is visible. Correct the processor or its sources; to go on all the same, "
+            next_step="nothing of this batch is visible. Correct the processor or its sources. To continue anyway, "
             "raise max_dead_letters. A new run counts from 0.",
         )
 
     def on_commit(self, reports: Sequence[StateReport]) -> None:
-        """The batch is committed. The first dead letters of the run are told, one for each class of cause."""
+        """Call this when the batch is committed. It logs the first dead letter of each class of cause in the run."""
         news = {name: cause for name, cause in _causes(reports).items() if name not in self._told}
         if news:
             log.warning(
@@ -89,7 +89,7 @@ def counted(reports: Sequence[StateReport], what: str) -> int:
 
 
 def _causes(reports: Sequence[StateReport]) -> dict[str, tuple[int, str]]:
-    """How many dead letters each class of cause has made, the most frequent first; and its first one."""
+    """For each class of cause, the number of dead letters and the first one. The most frequent class comes first."""
     found: dict[str, tuple[int, str]] = {}
     for report in reports:
         for name, (count, first) in report.causes.items():

@@ -1,4 +1,4 @@
-"""Dead letters and late records: records as they were read, with what was wrong in their headers."""
+"""Dead letters and late records: unchanged records, with additional headers that contain the cause."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ ORIGIN_TOPIC = "onceflow.origin.topic"
 ORIGIN_PARTITION = "onceflow.origin.partition"
 ORIGIN_OFFSET = "onceflow.origin.offset"
 ATTEMPT = "onceflow.attempt"
-"""How often the record has become a dead letter, this time included."""
+"""How often the record has become a dead letter, including this time."""
 
 LATE = "LateRecord"
 """Class of the cause of a late record."""
 
-# A message may quote the whole record, and headers are limited by the topic's record size.
+# The text of an error may contain the whole record. Headers count towards the topic's maximum record size.
 _STACK_CHARACTERS = 2000
 _CAUSE_CHARACTERS = 300
 _COUNT = re.compile(rb"[0-9]{1,9}")
@@ -34,16 +34,16 @@ def _with_cause(record: Record, topic: str, kind: str, message: str, further: tu
     """The record for the topic of dead letters or late records.
 
     Args:
-        record: as it was read, key and value in bytes.
-        topic: where it goes.
-        kind: the cause, a class name.
-        message: what was wrong.
-        further: more headers that say so.
+        record: as it was read, with key and value in bytes.
+        topic: the topic that it is written to.
+        kind: class name of the cause.
+        message: text of the cause.
+        further: more headers about the cause.
 
     Returns:
-        the same key, value, headers and timestamp (but a negative one), and the cause in further headers. Where the
-        record has been a dead letter or late before, the headers of that time are replaced, but those that say where it
-        came from first.
+        A record with the same key, value, headers and timestamp, and the cause in additional headers. A negative
+        timestamp is dropped. If the record was a dead letter or late before, the headers from that time are replaced,
+        except those with its origin.
     """
     before = dict(record.headers)
     cause: list[Header] = [
@@ -63,7 +63,7 @@ def _with_cause(record: Record, topic: str, kind: str, message: str, further: tu
         cause += [(name, str(where).encode()) for _, name, where in places if where is not None]
     replaced = {name for name, _ in cause} | {ERROR_STACK}
     kept = [header for header in record.headers if header[0] not in replaced]
-    # Brokers take negative timestamps from some clients, which nobody may write again.
+    # Brokers accept negative timestamps from some clients, but such a timestamp must not be written again.
     at_ms = record.timestamp_ms if record.timestamp_ms is not None and record.timestamp_ms >= 0 else None
     return Record(record.key, record.value, topic, (*kept, *cause), at_ms)
 
@@ -81,7 +81,7 @@ def dead_letter(record: Record, topic: str, error: BaseException) -> Record:
 
 
 def described(record: Record, error: BaseException) -> str:
-    """Where a record comes from and what is wrong with it, for messages."""
+    """The place of a record and what is wrong with it, as text for log and error messages."""
     topic = record.topic or "a record"
     place = topic if record.partition is None else f"{topic}-{record.partition}"
     offset = "" if record.offset is None else f", offset {record.offset}"
@@ -90,13 +90,13 @@ def described(record: Record, error: BaseException) -> str:
 
 
 def attempts(record: Record) -> int:
-    """How often a record has been a dead letter: 0 for one that never was, or whose header is no number."""
+    """How often a record has been a dead letter: 0 if it never was, or if its header is not a number."""
     count = dict(record.headers).get(ATTEMPT)
     return int(count) if count is not None and _COUNT.fullmatch(count) else 0
 
 
 def _stack(error: BaseException) -> str:
-    """The innermost lines of a traceback: they tell the place, the outermost are those of the engine."""
+    """The innermost lines of a traceback. They show the place of the error; the outermost lines are of the engine."""
     last = f"{type(error).__name__}: {error}"[: _STACK_CHARACTERS // 2]
     places = stack_of(error)
     room = _STACK_CHARACTERS - len(last)

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from onceflow.state.api.timers import Timer
 
 KEY = "onceflow.key"
-"""Header with the record's own key, because a parked record has its origin as key. Absent: it had no key."""
+"""Header with the record's own key, because the key of a parked record is its origin. Without this header, the record
+had no key."""
 NULL_VALUE = "onceflow.value.null"
 """Header of a parked record whose value was null. In a compacted topic, a null value would delete the record."""
 RETRY_TOPIC = "onceflow.retry.topic"
@@ -37,7 +38,7 @@ _HEADERS_TYPE = "array<struct<key:string,value:binary>>"
 
 
 def _encoded(record: Record) -> bytes:
-    """A record without its place. It must fit into the table, so it has hardly more bytes than in Kafka."""
+    """A record without topic, partition and offset, in hardly more bytes than in Kafka: it must fit into the table."""
     at_ms = None if record.timestamp_ms is None else str(record.timestamp_ms).encode()
     fields: list[bytes | None] = [record.key, record.value, at_ms]
     for name, content in record.headers:
@@ -72,35 +73,35 @@ class Retry(Processor):
         retry = onceflow.Retry(retry_topic="retry", parked_topic="parked", base="1 second", max_attempts=8)
         flow.write(flow.process(onceflow.Retry.by_origin(failed), retry, table="waiting")).start()
 
-    The flow whose records fail reads the retry topic beside its source, with ``include_headers=True``. So its next dead
-    letter says how often the record has failed. The wait grows from attempt to attempt. It starts when this flow
-    reads the dead letter. A record is parked when it has failed for the last time, or for a cause that no retry can
-    fix. ``parked_topic`` should be compacted; its keys are the origins (``topic/partition/offset``) of the records.
+    The flow whose records fail also reads the retry topic, with ``include_headers=True``. So its next dead letter says
+    how often the record has failed. The wait grows with every failure of a record. It starts when this flow reads the
+    dead letter. A record is parked when it has failed ``max_attempts`` times, or for a cause that no retry can fix.
+    ``parked_topic`` should be compacted; its keys are the origins (``topic/partition/offset``) of the records.
     ``onceflow parked`` lists, retries and drops parked records.
 
-    Records that wait are in the table, with a timer for each. Both are deleted in the transaction that writes the
-    record to the retry topic, so a record is in one place at any time.
+    Waiting records are rows of the table, each with a timer. Row and timer are deleted in the transaction that writes
+    the record to the retry topic, so at any time a record is in exactly one place.
 
     Args:
         retry_topic: gets key, value, timestamp and headers of the record, including those of the last failure. Old
             records keep their timestamps, so set ``message.timestamp.type=LogAppendTime`` if it has a retention.
-        parked_topic: gets the same under another key. A null value is written as an empty one, with a header that says
-            so.
+        parked_topic: gets the same with the origin as key. A null value is written as an empty one, with a header that
+            says so.
         base: the wait after the first failure.
         factor: by which the wait grows from one failure to the next.
         ceiling: the longest wait.
-        jitter: the share of the wait that is random, so that records that failed together do not all come back
-            together. With 0.5, a wait of 10 seconds is between 5 and 10 seconds. The same attempt of a record always
-            waits for the same time, because a batch may run twice.
+        jitter: the share of the wait that is random, so that records that failed together are not all retried at the
+            same time. With 0.5, a wait of 10 seconds is between 5 and 10 seconds. The same attempt of a record always
+            gets the same wait, because a batch may run twice.
         max_attempts: how often a record is processed before it is parked, including the first time.
         permanent: causes that no retry can fix: exception classes, or their names. A class does not include its
             subclasses, because a dead letter contains only the name.
 
     Raises:
-        OptionError: an argument is unusable.
+        OptionError: an argument is invalid.
     """
 
-    #: Causes that lie in the record itself, so a retry cannot help.
+    #: Causes that are errors in the record itself, so a retry cannot help.
     PERMANENT = frozenset(
         {
             "AttributeError",
@@ -140,11 +141,11 @@ class Retry(Processor):
         if not factor >= 1:
             raise _option(f"factor={factor!r} would let the wait shrink", "give 1 or more")
         if not 0 <= jitter <= 1:
-            raise _option(f"jitter={jitter!r} is no share of the wait", "give a number from 0 to 1")
+            raise _option(f"jitter={jitter!r} is not a share of the wait", "give a number from 0 to 1")
         if max_attempts < 1:
-            raise _option(f"max_attempts={max_attempts!r} is too few", "give at least 1: then nothing is retried")
+            raise _option(f"max_attempts={max_attempts!r} is too few", "give at least 1, which means no retry")
         if isinstance(permanent, str):
-            raise _option(f"permanent={permanent!r} is one text", 'give a set of names: {"ValueError"}')
+            raise _option(f"permanent={permanent!r} is a single string", 'give a set of names: {"ValueError"}')
         self.retry_topic, self.parked_topic = retry_topic, parked_topic
         self.factor, self.jitter, self.max_attempts = factor, jitter, max_attempts
         self.permanent = frozenset(each if isinstance(each, str) else each.__name__ for each in permanent)
@@ -154,8 +155,8 @@ class Retry(Processor):
         """The same dead letters with their origins, ``topic/partition/offset``, as keys. ``Retry`` needs this.
 
         Dead letters may have no key, or share a key with others, but the origin of a record is unique. The record's own
-        key is kept in a header. If the headers of a dead letter do not name its origin, the origin is the place
-        where the dead letter itself is.
+        key is kept in a header. If the headers of a dead letter do not name its origin, the dead letter's own topic,
+        partition and offset are used.
 
         Args:
             df: what ``flow.read(..., include_headers=True)`` returns. You may filter its rows, but keep its columns.
@@ -169,14 +170,14 @@ class Retry(Processor):
         missing = [name for name in needed if name not in df.columns]
         if missing:
             raise SchemaError(
-                f"dead letters without the columns {', '.join(missing)} cannot be told apart",
-                next_step="take what flow.read(..., include_headers=True) returns",
+                f"Retry.by_origin needs the columns {', '.join(missing)}, which the DataFrame does not have",
+                next_step="give it what flow.read(..., include_headers=True) returns",
             )
 
         def header(name: str) -> Any:
             return F.expr(f"cast(try_element_at(filter(headers, h -> h.key = '{name}'), -1).value AS string)")
 
-        # `\z`, because `$` would let a line feed at the end pass.
+        # `\z`, because `$` would also match before a line feed at the end.
         places = [
             (header(dead_letters.ORIGIN_TOPIC), r"^[a-zA-Z0-9._-]{1,249}\z", F.col("topic")),
             (header(dead_letters.ORIGIN_PARTITION), r"^[0-9]{1,10}\z", F.col("partition").cast("string")),
@@ -219,7 +220,7 @@ class Retry(Processor):
     def process(self, key: str, records: Sequence[Record], state: State) -> Iterator[Record]:
         """Store dead letters until they are due, or park them. See `Processor.process`."""
         if not IDENTITY.fullmatch(key):
-            raise ValueError(f"key {key!r:.200} is no origin: Retry takes what Retry.by_origin(df) returns")
+            raise ValueError(f"key {key!r:.200} is not an origin: give Retry the result of Retry.by_origin(df)")
         for record in records:
             attempt = max(1, dead_letters.attempts(record))
             if attempt >= self.max_attempts or _cause(record) in self.permanent:
@@ -254,7 +255,7 @@ def _original(dead_letter: Record) -> Record:
     """The record that has failed, with its own key, and without the headers that are added again from its origin."""
     headers = [(name, content) for name, content in dead_letter.headers if name not in (*_ORIGIN, KEY, RETRY_TOPIC)]
     at_ms = dead_letter.timestamp_ms
-    # Records without a timestamp are read with a negative one, which nobody may write.
+    # Records without a timestamp are read with a negative one, which must not be written.
     at_ms = None if at_ms is not None and at_ms < 0 else at_ms
     return Record(dict(dead_letter.headers).get(KEY), dead_letter.value, headers=headers, timestamp_ms=at_ms)
 

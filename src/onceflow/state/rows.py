@@ -1,23 +1,23 @@
-"""Rows of state: how they are named and packed in the local store and in the topics.
+"""Rows of state: the format of their keys and contents in the local store and in the topics.
 
-A store holds rows of one table partition under keys that begin with a letter:
+A store contains the rows of one table partition. Each row key begins with a letter:
 
 ========  ==============================================  =====================  =======================
 letter    rest of the row key                             row                    in Kafka
 ========  ==============================================  =====================  =======================
-``v``     the user's key as it is                         the key's value        table topic: key, value
-``m``     escaped user key, escaped name, entry key       an entry of a map      internal topic, as it is
-``t``     escaped user key, timer's name                  when it is due         internal topic, as it is
+``v``     the user's key, unchanged                       the key's value        table topic: key, value
+``m``     escaped user key, escaped name, entry key       an entry of a map      internal topic, unchanged
+``t``     escaped user key, timer's name                  when it is due         internal topic, unchanged
 ``T``     clock, time, escaped user key, timer's name     empty                  nowhere: an index of ``t``
 ``X``     time, row key                                   empty                  nowhere: an index of expiry
 ========  ==============================================  =====================  =======================
 
-Escaped means that a zero byte becomes ``00 01`` and the end is ``00 00``: the order of the bytes is kept, and what
-follows cannot be taken for a part of it. Index rows follow from the others (`with_index`), so they are made
+Escaped means that each zero byte becomes ``00 01``, and that ``00 00`` marks the end. This keeps the order of the
+bytes, and shows where the part ends. Index rows are computed from the other rows (`with_index`), so they are created
 again wherever rows are applied.
 
-A row is a byte of flags, what the flags announce, and the payload. ``v`` rows leave flags and their fields in
-the record's headers, so that the table topic is an ordinary table for other readers.
+A row consists of a byte of flags, the fields that the flags announce, and the payload. In the table topic, flags and
+fields of ``v`` rows are in the record's headers, so that other readers see an ordinary table.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ VALUE, MAP, TIMER, TIMER_INDEX, EXPIRY_INDEX = b"v", b"m", b"t", b"T", b"X"
 #: LMDB's limit for a key.
 STORE_KEY_BYTES_MAX = 511
 
-#: Index rows are nine bytes longer than their row (another letter, a time; a timer's letter becomes its clock).
-#: Row keys of ``m`` and ``t`` are to be held against this one: escaping makes them longer than their parts.
+#: The key of an index row is nine bytes longer than the key of its row: it has another letter and a time, and for a
+#: timer also the clock in place of the letter ``t``. Compare row keys of ``m`` and ``t`` with this limit, not their
+#: parts, because escaping adds bytes.
 ROW_KEY_BYTES_MAX = STORE_KEY_BYTES_MAX - 9
 
-#: Of a user's key; leaves room for names and entry keys.
+#: Limit for a user's key. It leaves room for names and entry keys.
 KEY_BYTES_MAX = 470
 
 EXPIRES_HEADER = "onceflow.expires"
@@ -50,16 +51,16 @@ _NUMBER = re.compile(rb"-?[0-9]{1,18}")
 _VERSION_MAX = (1 << 32) - 1
 
 Changes = Iterable[tuple[bytes, bytes | None]]
-"""Row keys and rows; None deletes."""
+"""Row keys and rows; None deletes the row."""
 
 
 class Row(NamedTuple):
-    """A row taken apart.
+    """The parts of a row.
 
     Args:
         payload: the user's bytes.
-        expires_ms: epoch milliseconds after which it counts as deleted; None: never.
-        version: of the processor that wrote it; 0 when none was declared.
+        expires_ms: time in epoch milliseconds after which the row counts as deleted; None: never.
+        version: version of the processor that wrote it; 0 if it declared none.
     """
 
     payload: bytes
@@ -90,7 +91,7 @@ def unpack(row: bytes) -> Row:
 
 
 def record_headers(row: Row) -> list[tuple[str, bytes]]:
-    """What a ``v`` row's flags announce, as headers of its record: decimal numbers, for people's eyes, too."""
+    """Expiry and version of a ``v`` row as headers of its record: decimal numbers, which people can read, too."""
     found = []
     if row.expires_ms is not None:
         found.append((EXPIRES_HEADER, str(row.expires_ms).encode()))
@@ -100,7 +101,7 @@ def record_headers(row: Row) -> list[tuple[str, bytes]]:
 
 
 def from_record(value: bytes, headers: Iterable[tuple[str, bytes | None]] = ()) -> bytes:
-    """The ``v`` row of a record of the table topic; headers of others, or that make no sense, are ignored."""
+    """The ``v`` row of a record of the table topic. Unknown and invalid headers are ignored."""
     expires_ms, version = None, 0
     for name, raw in headers:
         if name in (EXPIRES_HEADER, VERSION_HEADER) and raw is not None and _NUMBER.fullmatch(raw):
@@ -108,17 +109,18 @@ def from_record(value: bytes, headers: Iterable[tuple[str, bytes | None]] = ()) 
                 expires_ms = int(raw)
             else:
                 version = int(raw)
-    # A restore must not stop at what somebody else wrote, so what cannot be packed counts as no number.
+    # Other programs may have written the record. A restore must not fail because of it, so a version that does not fit
+    # is ignored.
     return pack(value, expires_ms, version if 0 <= version <= _VERSION_MAX else 0)
 
 
 def expiry_of(row: bytes) -> int | None:
-    """When a row expires, without taking the rest apart."""
+    """When a row expires, without unpacking the rest."""
     return time_of(row[1:9]) if row[0] & _HAS_EXPIRY else None
 
 
 def time_bytes(ms: int) -> bytes:
-    """A signed time in eight bytes whose order is the order of times."""
+    """A signed time in eight bytes. The order of the bytes is the order of the times."""
     return _TIME.pack((ms + _SIGN) & 0xFFFF_FFFF_FFFF_FFFF)
 
 
@@ -127,14 +129,14 @@ def time_of(raw: bytes) -> int:
 
 
 def escape(part: bytes) -> bytes:
-    """A part of a composite key, with its end."""
+    """An escaped part of a composite key, with its end mark."""
     return part.replace(b"\0", b"\0\1") + b"\0\0"
 
 
 def split(raw: bytes) -> tuple[bytes, bytes]:
     """The first escaped part, and what follows it."""
     end = raw.find(b"\0\0")
-    # A zero of the part is followed by 01, so the first pair of zeros is the end (01 cannot be its second).
+    # A zero byte of the part is followed by 01, so the first pair of zero bytes is the end.
     return raw[:end].replace(b"\0\1", b"\0"), raw[end + 2 :]
 
 
@@ -143,7 +145,7 @@ def value_key(key: bytes) -> bytes:
 
 
 def map_key(key: bytes, name: bytes, entry: bytes = b"") -> bytes:
-    """Row key of an entry; without an entry, what all row keys of the map begin with."""
+    """Row key of an entry. Without an entry: the prefix of all row keys of the map."""
     return MAP + escape(key) + escape(name) + entry
 
 
@@ -164,7 +166,7 @@ def timer_parts(row_key: bytes) -> tuple[bytes, bytes]:
 
 
 def timer_payload(clock: bytes, at_ms: int) -> bytes:
-    """What a ``t`` row says. Clock: ``e`` for event time, ``p`` for processing time."""
+    """The payload of a ``t`` row. Clock: ``e`` for event time, ``p`` for processing time."""
     return clock + time_bytes(at_ms)
 
 
@@ -188,22 +190,22 @@ def expiry_index_parts(row_key: bytes) -> tuple[int, bytes]:
 
 
 def after(prefix: bytes) -> bytes | None:
-    """The least key above all keys with this prefix; None when there is none."""
+    """The smallest key that is greater than all keys with this prefix; None if there is none."""
     stripped = prefix.rstrip(b"\xff")
     return stripped[:-1] + bytes((stripped[-1] + 1,)) if stripped else None
 
 
 def is_internal(row_key: bytes) -> bool:
-    """Whether the row belongs to the internal topic (else to the table topic)."""
+    """Whether the row belongs to the internal topic. Otherwise it belongs to the table topic."""
     return row_key[:1] != VALUE
 
 
 def with_index(changes: Changes, old_row: Callable[[bytes], bytes | None]) -> Iterator[tuple[bytes, bytes | None]]:
-    """The changes, and those of the index rows that follow from them.
+    """The changes, together with the changes of index rows that they cause.
 
     Args:
-        changes: of ``v``, ``m`` and ``t`` rows, each row key once.
-        old_row: the row as it is before the changes.
+        changes: changes of ``v``, ``m`` and ``t`` rows, each row key once.
+        old_row: returns the row as it was before the changes.
     """
     for row_key, row in changes:
         old = old_row(row_key)

@@ -1,7 +1,8 @@
 """One task's part of a batch of ``Flow.process``: open stores, run user code, write the changelog.
 
-Knows neither Spark nor where its outputs go. Kafka first, then local: what changed is written to the topics in
-the batch's transaction, and left in the store as pending, to be applied when the batch is known to be committed.
+This module does not depend on Spark, and does not know where outputs are written. Changes are written to Kafka first:
+to the topics, in the batch's transaction. In the local store they stay pending until the batch is known to be
+committed; then they are applied.
 """
 
 from __future__ import annotations
@@ -45,14 +46,15 @@ class _Open:
 
 
 class StateRun:
-    """The partitions of one table that one task touches in one attempt of a batch.
+    """The partitions of one table that one task works on in one attempt of a batch.
 
     Args:
-        source: reads the changelog. changelog: writes it.
-        emit: takes what user code yielded, and the partition of the table it came from.
-        still_owner: whether no newer driver has taken the flow over; asked only when that is in doubt.
+        source: reads the changelog.
+        changelog: writes the changelog.
+        emit: called with the records that user code yielded, and with their table partition.
+        still_owner: returns False if a newer driver has fenced this one. It is called only when that is in doubt.
         opened: called with every partition whose store has been brought up to date.
-        own_topics: topics that no output may go to.
+        own_topics: topics that outputs must not be written to.
     """
 
     def __init__(
@@ -77,7 +79,7 @@ class StateRun:
         self._still_owner = still_owner
         self._open: dict[int, _Open] = {}
         self._place = spec.place()
-        #: Copies on disk that lacked something and lack nothing now. They stay so, whatever becomes of this attempt.
+        #: Copies on disk that this run has brought up to date. They stay so, even if this attempt fails.
         self.brought_up: list[Prepared] = []
 
     def open(self, partitions: Iterable[int]) -> None:
@@ -86,10 +88,10 @@ class StateRun:
             self._engine(partition)
 
     def feed(self, batch: pa.RecordBatch, *, null_keys_to: int) -> None:
-        """Rows in arrival order, of any partitions.
+        """Process rows of any partitions, in the order of their arrival.
 
         Args:
-            null_keys_to: which partition's engine gets rows without a key (bad records all of them).
+            null_keys_to: the partition whose engine gets rows without a key, all of which are bad records.
         """
         count = self._spec.topics.partitions
         placed = key_partitions(batch.column("key"), count)
@@ -98,7 +100,7 @@ class StateRun:
         self.feed_placed(batch, placed)
 
     def feed_placed(self, batch: pa.RecordBatch, placed: Any) -> None:
-        """Rows with the partition of each."""
+        """Process rows whose partitions are given."""
         if not batch.num_rows:
             return
         low, high = int(placed.min()), int(placed.max())
@@ -118,11 +120,11 @@ class StateRun:
                 self._write(partition, run)
 
     def leave_pending(self, acknowledged: Mapping[tuple[str, int], Acknowledged]) -> list[StateReport]:
-        """After every acknowledgement: leave the changes in the stores, and tell what was done."""
+        """Leave the changes in the stores as pending, and report. Call this when all records are acknowledged."""
         return [self._left(partition, run, acknowledged) for partition, run in sorted(self._open.items())]
 
     def close(self) -> None:
-        """Close the stores. After an error, too."""
+        """Close the stores. Call this after an error, too."""
         for run in self._open.values():
             run.opened.store.close()
         self._open = {}
@@ -223,7 +225,7 @@ class StateRun:
 
 
 def _merged(run: _Open) -> list[tuple[bytes, bytes]]:
-    """All rows of the partition as they are after the batch, without those of indexes."""
+    """All rows of the partition as they are after the batch, without index rows."""
     kinds = (rows.VALUE, rows.MAP, rows.TIMER)
     merged = {key: row for kind in kinds for key, row in run.opened.store.scan(kind, rows.after(kind))}
     for key, row in run.changes:
@@ -235,7 +237,7 @@ def _merged(run: _Open) -> list[tuple[bytes, bytes]]:
 
 
 def _table_batch(changes: list[tuple[bytes, bytes | None]]) -> pa.RecordBatch:
-    """Rows as records that any reader understands: flags and their fields go to the headers."""
+    """Rows as records that any reader understands: flags and their fields become headers."""
     keys = [key[1:] for key, _ in changes]
     if all(row is None or not row[0] for _, row in changes):
         values = [None if row is None else row[1:] for _, row in changes]

@@ -1,7 +1,7 @@
-"""What tasks are told of a process step, and what they tell the driver.
+"""What the driver sends to the tasks of a state step, and what they report.
 
-``ProcessSpec`` is fixed with the query, ``Moment`` changes with every attempt of a batch, ``StateReport`` comes back
-from every partition of the table that a task has touched.
+`ProcessSpec` is the same for the whole query. `Moment` is different for every attempt of a batch. Tasks return a
+`StateReport` for every partition of the table that they have worked on.
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ from onceflow.state.topics import TableTopics
 
 @dataclass(frozen=True)
 class ProcessSpec:
-    """One ``Flow.process``. Travels with the tasks' code.
+    """One call of ``Flow.process``. It is sent to the tasks together with their code.
 
     Args:
-        flow: the flow's name. flow_key: what local folders are kept under (its name with its prefix).
-        source_topic: the topic of rows that do not name theirs; None when several are read.
-        default_ttl_ms: how long rows live that were put without a ttl; None: for ever.
+        flow: the flow's name.
+        flow_key: the flow's name with its prefix. Local folders are named after it.
+        source_topic: the topic of rows that have no topic column; None if the flow reads several topics.
+        default_ttl_ms: how long rows live that were put without a ttl; None: forever.
         snapshot_per_partition: whether the whole state of a partition is one record of the table topic.
-        max_timers_per_batch: that fire in one partition; None: all that are due.
-        max_dead_letters: of one run; below 1, as a share of its records; None: any number.
-        state_dir: folder of the local stores; None: every host has one of its own, `default_state_dir`.
+        max_timers_per_batch: how many timers may fire in one partition; None: all that are due.
+        max_dead_letters: limit for one run; below 1: a share of its records; None: no limit.
+        state_dir: folder of the local stores; None: `default_state_dir` of each host.
     """
 
     flow: str
@@ -53,16 +54,17 @@ class ProcessSpec:
 
     @property
     def side_topics(self) -> dict[str, str]:
-        """Where dead letters and late records go, and which goes there."""
+        """The topics of dead letters and late records, each with the kind of its records."""
         named = {self.late_topic: "late", self.dead_letter_topic: "dead letter"}
         return {topic: role for topic, role in named.items() if topic is not None}
 
     def folder(self, partition: int) -> Path:
-        """Where the local store of a partition is, as this process sees it."""
+        """The folder of a partition's local store on this host."""
         return partition_folder(self._state_dir(), self.flow_key, self.table, partition)
 
     def place(self) -> str:
-        """Name of the host as it is now, and of its folder: executors of one host may have folders of their own."""
+        """Identity of the host since its last start, and its state folder: executors of one host may have different
+        folders."""
         return f"{host_identity()}:{self._state_dir()}"
 
     def _state_dir(self) -> Path:
@@ -71,14 +73,15 @@ class ProcessSpec:
 
 @dataclass(frozen=True)
 class Moment:
-    """Where a batch stands when it begins: the same for all its tasks.
+    """The times and the committed offsets with which a batch begins. They are the same for all its tasks.
 
     Args:
-        now_ms: processing time, epoch milliseconds. watermark_ms: event time, None when it is not known.
+        now_ms: processing time in epoch milliseconds.
+        watermark_ms: the watermark; None if it is not known.
         table_ends, internal_ends: committed end offsets of the two topics, per partition.
         last: per partition, the transaction that last committed something to it, if it is known.
-        verified: place (`ProcessSpec.place`) and partition of the local stores that were verified in this run. A
-            machine that has started again since is another place.
+        verified: place (`ProcessSpec.place`) and partition of the local stores that were verified in this run. After a
+            restart, a machine counts as another place.
     """
 
     batch: int
@@ -91,7 +94,7 @@ class Moment:
     verified: frozenset[tuple[str, int]] = frozenset()
 
     def goal(self, spec: ProcessSpec, partition: int) -> Goal:
-        """What the local store of a partition must hold before anything is read from it."""
+        """What the local store of a partition must contain before anything is read from it."""
         return Goal(
             flow=spec.flow_key,
             table=spec.topics.table,
@@ -104,7 +107,7 @@ class Moment:
         )
 
     def to_json(self) -> str:
-        """For a local property of Spark's: holds no secrets."""
+        """The moment as text for a local property of Spark. It contains no secrets."""
         return json.dumps(
             {
                 "batch": self.batch,
@@ -138,14 +141,15 @@ class StateReport:
     """What happened to one partition of a table in one task.
 
     Args:
-        place: where, and since which start of the machine (`ProcessSpec.place`).
-        how: how the local store was brought up to date (``LocalPartition``). restored: records read for it.
-        table_end, internal_end: where the topics end after this batch; None: nothing was written to them.
+        place: the host since its last start, and its state folder (`ProcessSpec.place`).
+        how: how the local store was brought up to date, see `Opened`.
+        restored: how many records were read for that.
+        table_end, internal_end: end offsets of the topics after this batch; None: nothing was written to them.
         max_event_ms: latest event time per source topic and partition.
-        next_timer_ms: earliest timer left, per clock.
-        counts: records, late, dead_letters, timers_fired, expired.
+        next_timer_ms: earliest remaining timer, per clock.
+        counts: numbers of records, late, dead_letters, timers_fired, expired.
         timers_left: whether more timers were due than one batch may fire.
-        causes: of dead letters, by class: how many, and where the first comes from and why it is one.
+        causes: of dead letters, by class of the cause: their number, and a description of the first one.
     """
 
     table: str

@@ -1,4 +1,4 @@
-"""A table as the driver sees it: what is committed of it, and what its next batch has to know."""
+"""The driver's view of a table: what is committed, and what the tasks of the next batch need to know."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class TableState:
     """Driver's view of one table of a running flow.
 
     Args:
-        progress: committed progress, which knows the table's topics (``Flow.process`` has seen to it).
-        source_partitions: of the topics the flow reads, for event time.
+        progress: committed progress. It contains the table's topics, because ``Flow.process`` has added them.
+        source_partitions: partitions of the topics that the flow reads, for event time.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class TableState:
         topics = spec.topics
         self._table_ends: dict[int, int] = dict(progress.changelogs[topics.table])
         self._internal_ends: dict[int, int] = dict(progress.changelogs[topics.internal])
-        # Whoever wrote to a partition last: only the transaction of the progress record is known at a start.
+        # The transaction that wrote to a partition last. At a start, only that of the progress record is known.
         last = _commit_of(progress)
         self.last: dict[int, Commit] = {} if last is None else dict.fromkeys(range(topics.partitions), last)
         self._verified: set[tuple[str, int]] = set()
@@ -51,7 +51,7 @@ class TableState:
         self.watermark = Watermark(
             source_partitions, lateness_ms=lateness_ms or 0, idle_s=idle_s, value_ms=known.watermark_ms
         )
-        # Earliest timer per partition and clock; a partition that is missing was not looked at in this run.
+        # Earliest timer per partition and clock. A missing partition was not opened in this run yet.
         self._timers: dict[int, dict[str, int | None]] = {}
         self._left: set[int] = set()
         self._fields = declared_fields(spec.processor)
@@ -63,15 +63,15 @@ class TableState:
 
     @property
     def timers_left(self) -> bool:
-        """Whether the last batch has left timers that are due, because one batch may fire no more."""
+        """Whether timers that are due are left over, because the last batch has reached its limit of timers."""
         return bool(self._left)
 
     def planned(self, arriving: Iterable[Origin]) -> None:
-        """What a batch is to do was looked up: these partitions of sources have news."""
+        """A batch was planned: these source partitions have new records."""
         self.watermark.planned(arriving)
 
     def moment(self, batch: int, commit: Commit, now_ms: int) -> Moment:
-        """What the tasks of a batch are told. Processing time never goes back, whatever the clock does."""
+        """The `Moment` of a batch. Processing time never goes back, even if the clock does."""
         return Moment(
             batch=batch,
             commit=commit,
@@ -102,11 +102,11 @@ class TableState:
     # ---- a batch -------------------------------------------------------------------------------------
 
     def check(self, reports: Sequence[StateReport], moment: Moment) -> None:
-        """Every partition once, all of this attempt, and not too many dead letters.
+        """Check that all reports are of this attempt, each partition is reported once, and dead letters are in limits.
 
         Raises:
-            BatchAbortedError: reports of another attempt (worth a rerun).
-            ProgressConflictError: a partition was in two tasks.
+            BatchAbortedError: a report is of another attempt. The batch can be run again.
+            ProgressConflictError: two tasks worked on one partition.
             DeadLetterLimitError: more dead letters than allowed.
         """
         seen: set[int] = set()
@@ -128,14 +128,14 @@ class TableState:
         self.dead_letters.check(reports)
 
     def progress_after(self, reports: Sequence[StateReport]) -> tuple[dict[str, dict[int, int]], TableProgress]:
-        """End offsets of both topics, and the rest that progress keeps, when these reports are committed."""
+        """What the progress record contains when these reports are committed: end offsets of both topics, and more."""
         table_ends, internal_ends = self._ends_after(reports)
         topics = self.spec.topics
         known = TableProgress(self.spec.processor.version, self._watermark_after(reports), self._fields)
         return {topics.table: table_ends, topics.internal: internal_ends}, known
 
     def on_commit(self, reports: Sequence[StateReport], moment: Moment) -> None:
-        """The batch is committed."""
+        """Call this when the batch is committed."""
         watermark_ms = self._watermark_after(reports)
         self._table_ends, self._internal_ends = self._ends_after(reports)
         self._now_ms = moment.now_ms
@@ -148,7 +148,7 @@ class TableState:
             _tell(report.table, report.partition, report.how, report.restored, report.restore_seconds)
 
     def prepared(self, found: Sequence[Prepared]) -> bool:
-        """Local copies are up to date, and no batch has been committed with them. Returns whether any was not known."""
+        """Note local copies that are up to date, without a committed batch. Returns whether any was not known before."""
         known = len(self._verified)
         for each in found:
             self._verified.add((each.place, each.partition))
@@ -156,7 +156,7 @@ class TableState:
         return len(self._verified) > known
 
     def on_noop(self, reports: Sequence[StateReport]) -> None:
-        """The stores were opened, and nothing was committed (a batch without effect)."""
+        """Note that the stores were opened, and nothing was committed: the batch had no effect."""
         for report in reports:
             self._verified.add((report.place, report.partition))
             self._timers[report.partition] = dict(report.next_timer_ms)

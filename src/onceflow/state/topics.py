@@ -1,7 +1,7 @@
-"""The two topics of a table: the table itself, and its companion for what other readers need not see.
+"""The two topics of a table: the table itself, and the companion topic for rows that other readers do not need.
 
-Both are compacted and have the same partitions: a key's rows are in the partition that Kafka's default
-partitioner gives the key, so that any client finds them.
+Both are compacted and have the same number of partitions. The rows of a key are in the partition that Kafka's default
+partitioner chooses for the key, so that any client finds them.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from onceflow.state.local.format import INTERNAL_SUFFIX
 log = logging.getLogger("onceflow.state")
 
 _CONFIGS = {
-    # As onceflow writes it, whatever the broker's default is.
+    # Keep what onceflow writes, whatever the broker's defaults are.
     "compression.type": "producer",
     "message.timestamp.type": "CreateTime",
-    # What is not compacted yet is read again at every restore.
+    # Records that are not compacted yet are read in every restore.
     "min.cleanable.dirty.ratio": "0.2",
 }
 _TOMBSTONE_MS = 86_400_000  # Kafka's default of delete.retention.ms
@@ -35,10 +35,11 @@ class TableTopics:
     """A table's topics as they are in Kafka.
 
     Args:
-        table, internal: names. table_id, internal_id: Kafka's topic ids; a topic made again has another.
-        partitions: of both.
-        tombstone_ms: how long compaction keeps a tombstone, milliseconds (``delete.retention.ms``).
-        max_message_bytes: the smaller limit of the two.
+        table, internal: names of the topics.
+        table_id, internal_id: Kafka's topic ids. A topic that was deleted and created again has a new id.
+        partitions: number of partitions of both topics.
+        tombstone_ms: how long compaction keeps a tombstone, in milliseconds (``delete.retention.ms``).
+        max_message_bytes: the smaller one of the two topics' limits.
     """
 
     table: str
@@ -51,19 +52,19 @@ class TableTopics:
 
     @property
     def ids(self) -> dict[str, str]:
-        """Topic ids by name, as progress keeps them."""
+        """Topic ids by name, as the progress record contains them."""
         return {self.table: self.table_id, self.internal: self.internal_id}
 
 
 def ensure_topics(cluster: Cluster, table: str, partitions: int, deadline: Deadline) -> TableTopics:
-    """The table's topics, created when they are missing.
+    """The table's topics. They are created if they are missing.
 
     Args:
-        partitions: for a table that does not exist yet; an existing one keeps its own.
+        partitions: how many partitions a new table gets; an existing one keeps its own.
 
     Raises:
-        PermissionDeniedError: one is missing and this principal may not create it.
-        ProgressConflictError: one exists and is not a compacted topic, or their partitions differ.
+        PermissionDeniedError: a topic is missing, and this principal may not create it.
+        ProgressConflictError: a topic exists and is not compacted, or the topics' numbers of partitions differ.
     """
     internal = table + INTERNAL_SUFFIX
     info = _ensure(cluster, table, partitions, deadline)
@@ -72,7 +73,7 @@ def ensure_topics(cluster: Cluster, table: str, partitions: int, deadline: Deadl
         raise ProgressConflictError(
             f"Table topic {table} has {info.partitions} partitions, its companion {internal} has {other.partitions}",
             topic=table,
-            next_step="`onceflow table repartition` brings both, and the rows in them, to one partition count",
+            next_step="`onceflow table repartition` gives both the same number of partitions, and moves the rows",
         )
     retention = topic_config(cluster, table, "delete.retention.ms", deadline)
     limits = max_message_bytes(cluster, [table, internal], deadline)
@@ -95,17 +96,17 @@ def _ensure(cluster: Cluster, topic: str, partitions: int, deadline: Deadline) -
             return create_own_topic(
                 cluster, topic, "table topic", partitions=partitions, configs=_CONFIGS, deadline=deadline
             )
-        except PermissionDeniedError as refused:  # it may be there: only one broker was asked
+        except PermissionDeniedError as refused:  # it may exist, because only one broker was asked
             try:
                 info = cluster.topics([topic], deadline)[topic]
             except UnknownTopicError:
                 raise refused from None
     policy = topic_config(cluster, topic, "cleanup.policy", deadline)
     if policy is None:
-        log.warning("may not read the settings of %s: see that its cleanup.policy is compact", topic)
+        log.warning("no permission to read the settings of %s: make sure that its cleanup.policy is compact", topic)
     elif policy != "compact":
         raise ProgressConflictError(
-            f"Table topic {topic} has cleanup.policy={policy}: rows would vanish from it, and come back nowhere",
+            f"Table topic {topic} has cleanup.policy={policy}: Kafka would delete rows of it that are still needed",
             topic=topic,
             next_step=f"kafka-configs.sh --alter --entity-type topics --entity-name {topic} --add-config "
             "cleanup.policy=compact (rows expire by ttl of the processor or retention= of Flow.process), or give "
@@ -122,7 +123,9 @@ def committed_ends(cluster: Cluster, topics: TableTopics, deadline: Deadline) ->
 
 
 def check_readable(cluster: Cluster, ends: Mapping[str, Mapping[int, int]], deadline: Deadline) -> None:
-    """Ask for nothing at the end of each topic: a missing READ shows now, not when state has to be restored.
+    """Read at the end of each topic, where there is nothing to read.
+
+    So a missing permission is noticed now, and not when state has to be restored.
 
     Raises:
         PermissionDeniedError: this principal may not READ a topic.
@@ -133,28 +136,29 @@ def check_readable(cluster: Cluster, ends: Mapping[str, Mapping[int, int]], dead
 
 
 def check_known(topics: TableTopics, changelogs: Mapping[str, Mapping[int, int]], ids: Mapping[str, str]) -> None:
-    """The topics must be those that progress speaks of.
+    """Check that the topics are those in the progress record.
 
     Args:
-        changelogs: end offsets in progress. ids: topic ids in progress.
+        changelogs: end offsets in the progress record.
+        ids: topic ids in the progress record.
 
     Raises:
-        ProgressConflictError: a topic was made again, or has another number of partitions.
+        ProgressConflictError: a topic was deleted and created again, or has another number of partitions.
     """
     for name, topic_id in topics.ids.items():
         if ids.get(name) not in (None, topic_id):
             raise ProgressConflictError(
-                f"Table topic {name} was deleted and created again: the state that progress speaks of is gone",
+                f"Table topic {name} was deleted and created again: the state that the flow has committed is lost",
                 topic=name,
-                detail=f"topic id {topic_id}, progress knows {ids[name]}",
-                next_step="if that was on purpose, start the flow over: `onceflow reset FLOW`",
+                detail=f"topic id {topic_id}, in the progress record {ids[name]}",
+                next_step="if that was intended, make the flow forget its progress: `onceflow reset FLOW`",
             )
     known = len(changelogs[topics.table])
     if known != topics.partitions:
         raise ProgressConflictError(
             f"Table topic {topics.table} has {topics.partitions} partitions, its rows were placed for {known}",
             topic=topics.table,
-            detail="keys would be looked for in partitions where their rows are not",
+            detail="keys would be looked up in partitions that do not contain their rows",
             next_step=f"stop the flow and run `onceflow table repartition FLOW {topics.table} --partitions "
             f"{max(known, topics.partitions)}`: it moves the rows, in one transaction",
         )

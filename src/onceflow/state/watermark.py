@@ -1,8 +1,8 @@
-"""Event time over several partitions: how far all of them have come.
+"""The watermark: event time over several partitions.
 
-The watermark is the least of the latest event times of all active partitions, minus the allowed lateness. It never
-goes back. A partition that has brought nothing for ``idle_s`` seconds is not waited for. (As Flink and Spark define
-it; Spark's own watermark is the *largest* event time, which makes records of slow partitions late.)
+The watermark is the smallest of the latest event times of all active partitions, minus the allowed lateness. It never
+goes back. A partition without records for ``idle_s`` seconds is idle, and the watermark ignores it. (This is Flink's
+definition. Spark's watermark uses the *largest* event time, which makes records of slow partitions late.)
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TypeAlias
 
 Origin: TypeAlias = tuple[str | None, int]
-"""Where rows come from: a `TopicPartition` of a source. Without a topic they come from another step, and the number is
-that of the table's partition."""
+"""Where rows come from: a `TopicPartition` of a source. If the topic is None, they come from another step, and the
+number is that of the table's partition."""
 
 
 class Watermark:
-    """What the driver knows of event time.
+    """The driver's view of event time.
 
     Args:
-        origins: partitions to wait for from the start, until they are idle.
-        lateness_ms: how much later than others of its partition a record may be.
-        idle_s: seconds without records after which a partition is not waited for.
+        origins: partitions that the watermark waits for from the start, until they are idle.
+        lateness_ms: how far the event time of a record may be behind the latest one of its partition.
+        idle_s: seconds without records after which a partition is idle.
         value_ms: the committed watermark; None: not known yet.
     """
 
@@ -39,7 +39,7 @@ class Watermark:
         self._idle_s = idle_s
         self._clock = clock
         self.value_ms = value_ms
-        # After a restart a partition has come at least as far as the committed watermark, plus the lateness.
+        # After a restart, the latest event time of a partition is at least the committed watermark plus the lateness.
         known = None if value_ms is None else value_ms + lateness_ms
         started = clock()
         self._latest: dict[Origin, int | None] = dict.fromkeys(origins, known)
@@ -48,15 +48,15 @@ class Watermark:
         self._arriving: frozenset[Origin] = frozenset()
 
     def planned(self, arriving: Iterable[Origin]) -> None:
-        """Kafka was asked what there is for the next batch: partitions with news are not silent.
+        """Note which partitions have new records for the next batch, as Kafka said when the batch was planned.
 
-        What arrives while a batch runs, however long that takes, is seen when the next one is planned. So silence is
-        the time from one plan to another.
+        Records that arrive while a batch runs, however long that takes, are seen when the next one is planned. So the
+        idle time of a partition is measured from plan to plan.
         """
         self._looked, self._arriving = self._clock(), frozenset(arriving)
 
     def after(self, latest_ms: Mapping[Origin, int]) -> int | None:
-        """The watermark that follows a batch with these latest event times; nothing is remembered yet."""
+        """The watermark after a batch with these latest event times. This call changes nothing."""
         return self._earliest(latest_ms, latest_ms.keys())
 
     def _earliest(self, latest_ms: Mapping[Origin, int], active: Collection[Origin]) -> int | None:
@@ -72,12 +72,12 @@ class Watermark:
         return slowest if self.value_ms is None else max(self.value_ms, slowest)
 
     def advance(self) -> int | None:
-        """The watermark of the next batch: partitions may have gone idle since the last one. It stays this far."""
+        """The watermark of the next batch. It may move, because partitions may have become idle. It never goes back."""
         self.value_ms = self._earliest({}, self._arriving)
         return self.value_ms
 
     def on_commit(self, latest_ms: Mapping[Origin, int], value_ms: int | None) -> None:
-        """The batch is committed."""
+        """Call this when the batch is committed."""
         for origin in latest_ms:
             self._latest[origin] = self._merged(origin, latest_ms)
             self._seen[origin] = self._looked

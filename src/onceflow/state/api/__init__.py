@@ -1,1 +1,1 @@
-"""What user code sees of state: processors, their state, maps, lists, timers and serdes."""
+"""The state API for user code: processors, their state, maps, lists, timers and serdes."""

@@ -1,4 +1,4 @@
-"""JSON in columns: documents to typed columns and back without a Python loop, for column processors."""
+"""JSON for column processors: converts documents to typed columns and back, without a Python loop."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _BLOCK_MAX = (1 << 31) - 1
 
 
 class JsonRowError(ValueError):
-    """A row is not the JSON object that it should be, or a value cannot be written as JSON.
+    """A row is not a JSON object with the expected fields, or a value cannot be written as JSON.
 
     Attributes:
-        index: of the row, counted from 0.
+        index: index of the row, counted from 0.
         reason: what is wrong with it.
-        document: what is in the row, where it was read; None: it was to be written.
+        document: the row that was read; None if the error is about writing.
     """
 
     def __init__(self, index: int, reason: str, document: bytes | None = None) -> None:
@@ -51,7 +51,7 @@ def parse_json(values: Any, schema: pa.Schema) -> pa.Table:
         schema: fields to read and their types; other fields are ignored, missing ones are null.
 
     Raises:
-        JsonRowError: the first row that is no JSON object, or has a field of another type.
+        JsonRowError: for the first row that is not a JSON object, or has a field of another type.
     """
     column = pc.cast(values, values.type).combine_chunks() if isinstance(values, pa.ChunkedArray) else values
     if not len(column):
@@ -75,8 +75,8 @@ def parse_json(values: Any, schema: pa.Schema) -> pa.Table:
     for field in schema:
         if pa.types.is_floating(field.type):
             at = pc.index(pc.is_finite(table[field.name]), False).as_py()
-            if at >= 0:  # the reader takes NaN and numbers that are too large
-                raise _bad(column, at, f"{field.name} is no finite number")
+            if at >= 0:  # the reader accepts NaN and numbers that are too large
+                raise _bad(column, at, f"{field.name} is not a finite number")
     return table
 
 
@@ -91,7 +91,7 @@ def format_json(table: pa.Table) -> pa.Array:
         table: columns of integers, floats, booleans and text (bytes: UTF-8); nulls become ``null``.
 
     Raises:
-        JsonRowError: NaN or infinity, which JSON does not have.
+        JsonRowError: NaN or infinity, which do not exist in JSON.
         TypeError: a column of another type.
     """
     parts: list[Any] = []
@@ -120,7 +120,7 @@ def _is_text(kind: Any) -> bool:
 
 
 def _as_text(column: Any) -> Any:
-    """The column as text; None where it is not all UTF-8."""
+    """The column as text; None if not all of it is UTF-8."""
     try:
         return column if column.type == pa.string() else column.cast(pa.string())
     except pa.ArrowInvalid:
@@ -128,12 +128,12 @@ def _as_text(column: Any) -> Any:
 
 
 def _is_regular(text: Any) -> bool:
-    """Whether rows can be joined by newlines and told apart again.
+    """Whether the rows can be joined by newlines, so that the reader finds exactly one object in each row.
 
-    The reader takes several objects in one line, objects over several lines, and skips empty lines. When every row
-    begins with a brace, ends with one, and has no line break, then no object can go on from row to row (what follows
-    a closing brace inside an object or list is no opening one), every row is at least one object, and as many
-    objects as rows means exactly one.
+    The reader accepts several objects in one line and objects over several lines, and skips empty lines. Suppose that
+    every row begins with an opening brace, ends with a closing brace, and has no line break. Then no object can span
+    two rows, because inside an object or list a closing brace is never followed by an opening one. So every row
+    contains at least one object. If there are as many objects as rows, every row contains exactly one.
     """
     _, offsets, data = text.buffers()
     if data is None:
@@ -148,10 +148,10 @@ def _is_regular(text: Any) -> bool:
 
 
 def _made_regular(column: Any) -> Any:
-    """Every row without white space around and line breaks in it.
+    """The rows without surrounding white space, and without line breaks in them.
 
     Raises:
-        JsonRowError: a row is no JSON object.
+        JsonRowError: a row is not a JSON object.
     """
     texts = []
     for i, raw in enumerate(column.to_pylist()):
@@ -162,7 +162,7 @@ def _made_regular(column: Any) -> Any:
         if not isinstance(value, dict):
             raise _bad(column, i, f"an object is expected, got {type(value).__name__}")
         text = raw if isinstance(raw, str) else raw.decode()
-        # In valid JSON, line breaks are nothing but white space: inside of text they are escaped.
+        # In valid JSON, line breaks are only white space: inside strings they are escaped.
         texts.append(text.strip().replace("\n", " ").replace("\r", " "))
     return pa.array(texts, pa.string())
 
@@ -192,7 +192,7 @@ def _read(text: Any, schema: pa.Schema) -> pa.Table | None:
 
 
 def _first_bad(text: Any, schema: pa.Schema, start: int, end: int) -> int:
-    """Index of the first row that cannot be read; there is one between start and end."""
+    """Index of the first row that cannot be read. There must be one between start and end."""
     while end - start > 1:
         middle = (start + end) // 2
         if _read(text.slice(start, middle - start), schema) is None:
@@ -213,7 +213,7 @@ def _formatted(column: Any, name: str) -> Any:
     if pa.types.is_floating(kind):
         if not pc.all(pc.is_finite(column), min_count=0).as_py():
             bad = pc.index(pc.is_finite(column), False).as_py()
-            raise JsonRowError(bad, f"{name} is {column[bad].as_py()}, which JSON does not have")
+            raise JsonRowError(bad, f"{name} is {column[bad].as_py()}, which does not exist in JSON")
         text = column.cast(pa.string())
     elif pa.types.is_integer(kind) or pa.types.is_boolean(kind):
         text = column.cast(pa.string())
@@ -223,7 +223,7 @@ def _formatted(column: Any, name: str) -> Any:
         quote = pa.scalar('"', pa.string())
         text = pc.binary_join_element_wise(quote, _escaped(column.cast(pa.string())), quote, _NOTHING)
     else:
-        raise TypeError(f"column {name} has type {kind}; JSON is made of integers, floats, booleans and text")
+        raise TypeError(f"column {name} has type {kind}; JSON can contain integers, floats, booleans and text")
     return text.fill_null("null") if text.null_count else text
 
 

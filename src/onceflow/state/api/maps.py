@@ -111,7 +111,7 @@ class ListState:
         self._prefix = rows.map_key(key, _LIST + name.encode())
         self._serde = serde
         self._decode = serde.decode
-        self._next: int | None = None  # where the next item goes, once it is known
+        self._next: int | None = None  # index of the next item, once it is known
 
     def append(self, value: Any, ttl: str | float | None = None) -> None:
         """Add an item at the end.

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Processor:
-    """User code with state per key that handles record by record.
+    """User code with state per key that processes record by record.
 
     ::
 
@@ -136,7 +136,7 @@ class ColumnContext(NamedTuple):
 
 
 class ColumnProcessor:
-    """User code with state per key that handles whole columns. It is several times faster than record by record.
+    """User code with state per key that processes whole columns. It is several times faster than record by record.
 
     ::
 

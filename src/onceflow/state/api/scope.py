@@ -1,4 +1,4 @@
-"""What `State`, maps, lists and timers of a batch share: reading rows (with expiry and migration), and making them."""
+"""What `State`, maps, lists and timers of a batch share: reading rows (with expiry and migration), and packing them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from onceflow.state import rows
 from onceflow.state.api.serdes import BYTES
 from onceflow.state.stores.overlay import Overlay
 
-#: Read from a row whose time is over.
+#: The result of reading a row that has expired.
 ABSENT: Any = object()
 
 
@@ -20,12 +20,12 @@ class Scope:
     """What all handles of a batch share.
 
     Args:
-        processor: for its serdes, version and migrate.
+        processor: its serdes, version and migrate are used.
         overlay: rows as the batch sees them.
-        partition: of the table.
+        partition: partition of the table.
         now_ms: processing time of the batch.
-        watermark_ms: event time of the batch; None when unknown.
-        ttl_ms: of rows that are put without one; None: for ever.
+        watermark_ms: the watermark of the batch; None if it is not known.
+        ttl_ms: time to live of rows that are put without one; None: forever.
     """
 
     def __init__(
@@ -50,14 +50,14 @@ class Scope:
         self.header = rows.pack(b"", None if ttl_ms is None else _later(now_ms, ttl_ms), self.version)
         self._migrate = _migration(processor)
         self.fatal: ProcessorError | None = None
-        """An error that is not a record's fault: the batch fails, even if user code caught it."""
+        """An error that no record has caused: the batch fails, even if user code has caught the error."""
 
     def read(self, row: bytes, decode: Callable[[bytes], Any], name: str | None) -> Any:
-        """The value in a row; ABSENT when it has expired.
+        """The value in a row; ABSENT if it has expired.
 
         Args:
-            decode: of the value's serde.
-            name: of the map or list it belongs to.
+            decode: ``decode`` of the value's serde.
+            name: name of the map or list that the row belongs to.
         """
         if row[0]:
             payload, expires_ms, version = rows.unpack(row)
@@ -73,7 +73,8 @@ class Scope:
             raise self.unreadable(error) from error
 
     def unreadable(self, error: Exception) -> ProcessorError:
-        """State that its serde cannot decode is nobody's bad record: else all records of its key were dead letters."""
+        """The error for state that its serde cannot decode. It fails the batch: no record of the key has caused it, so
+        none of them may become a dead letter."""
         self.fatal = ProcessorError(
             f"the state cannot be decoded as the processor declares it: {type(error).__name__}: {error}",
             next_step="was its serde or state_fields changed? Then raise `version` and define migrate().",
@@ -85,10 +86,10 @@ class Scope:
         return expires_ms is not None and expires_ms <= self.now_ms
 
     def migrated(self, payload: bytes, version: int, name: str | None) -> Any:
-        """The value of a row that another version wrote.
+        """The value of a row that another version of the processor has written.
 
         Raises:
-            ProcessorError: a newer version wrote it, or there is no migrate().
+            ProcessorError: a newer version has written it, or there is no migrate().
         """
         if version > self.version:
             self.fatal = ProcessorError(
@@ -117,11 +118,11 @@ class Scope:
 
     @staticmethod
     def checked(row_key: bytes) -> bytes:
-        """The row key, if the store can take it."""
+        """The row key, if it is not too long for the store."""
         if len(row_key) > rows.ROW_KEY_BYTES_MAX:
             raise ValueError(
-                f"key, name and entry key have {len(row_key)} bytes together; {rows.ROW_KEY_BYTES_MAX} are the most "
-                "(zero bytes count twice)"
+                f"key, name and entry key have {len(row_key)} bytes together; at most {rows.ROW_KEY_BYTES_MAX} are "
+                "allowed (zero bytes count twice)"
             )
         return row_key
 

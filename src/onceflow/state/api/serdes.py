@@ -66,7 +66,7 @@ def _to_long(value: int) -> bytes:
     try:
         return _LONG.pack(value)
     except _struct.error as error:
-        raise ValueError(f"{value!r} is no 64-bit integer: {error}") from None
+        raise ValueError(f"{value!r} is not a 64-bit integer: {error}") from None
 
 
 def _of_long(raw: bytes) -> int:
@@ -79,7 +79,7 @@ def _to_double(value: float) -> bytes:
     try:
         return _DOUBLE.pack(value)
     except _struct.error as error:
-        raise ValueError(f"{value!r} is no number: {error}") from None
+        raise ValueError(f"{value!r} is not a number: {error}") from None
 
 
 def _of_double(raw: bytes) -> float:
@@ -89,7 +89,7 @@ def _of_double(raw: bytes) -> float:
 
 
 BYTES = Serde(_to_bytes, _same, "bytes")
-"""Bytes as they are."""
+"""Bytes, unchanged."""
 STRING = Serde(_to_text_bytes, bytes.decode, "string")
 """Text in UTF-8."""
 JSON = Serde(orjson.dumps, orjson.loads, "json")

@@ -1,7 +1,8 @@
-"""Structs: a fixed list of typed fields in few bytes, readable one by one and column by column.
+"""Structs: a compact encoding of a fixed list of typed fields, for single dicts and for whole columns.
 
-Layout, all little endian: a bitmap of nulls (bit i: field i is null), the fields in order of declaration (fixed width;
-of a string or binary field its length in four bytes), then the bytes of the string and binary fields.
+Layout, all little endian: first a bitmap of nulls (bit i: field i is null), then the fields in order of declaration
+(each has a fixed width; for a string or binary field it is the length in four bytes), then the bytes of the string and
+binary fields.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def struct(**fields: str) -> Struct:
 
 
 class Struct:
-    """See `struct`. Encodes dicts, and columns of Arrow tables with the same result.
+    """See `struct`. It encodes dicts and columns of Arrow tables, both with the same result.
 
     Attributes:
         schema: the fields as an Arrow schema.
@@ -188,7 +189,7 @@ class Struct:
 
         Args:
             raws: bytes of each row.
-            skip: bytes to leave out at the beginning of each.
+            skip: how many bytes to skip at the beginning of each row.
 
         Raises:
             ValueError: bytes of another struct.
@@ -208,7 +209,7 @@ class Struct:
         at = starts + width
         for i, (name, long, _) in enumerate(self._plain):
             place, kind = skip + self._places[i], self._types[i]
-            # frombuffer of a view into a uint8 matrix: take the columns of this field, then see them as its type.
+            # Take the columns of this field out of the uint8 matrix, and view them as the field's type.
             numbers = np.ascontiguousarray(fixed[:, place : place + kind.itemsize]).view(kind).reshape(count)
             nulls = (fixed[:, skip + i // 8] >> (i % 8) & 1).astype(bool)
             mask = nulls if nulls.any() else None
@@ -240,7 +241,7 @@ def _long_column(
     mask: npt.NDArray[np.bool_] | None,
     kind: Any,
 ) -> Any:
-    """An Arrow array of the stretches of a blob."""
+    """An Arrow array of slices of a blob."""
     ends = np.cumsum(sizes)
     offsets = np.zeros(len(sizes) + 1, dtype=np.int32)
     offsets[1:] = ends

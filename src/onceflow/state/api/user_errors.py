@@ -1,7 +1,7 @@
-"""Errors from the user's side: which serde did not take what, and which line of the user's code it came from.
+"""Explains errors of user code: which serde did not accept which value, and which line of user code caused it.
 
-The explanation is kept in attributes of the exception, whose class stays: user code that handles a ``TypeError`` of
-``state.put`` still gets a ``TypeError``. All of this runs only when something has failed.
+The explanation is kept in attributes of the exception. The class of the exception does not change: user code that
+handles a ``TypeError`` of ``state.put`` still gets a ``TypeError``. All of this runs only when something has failed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from onceflow.state.api.serdes import BYTES, DOUBLE, JSON, LONG, STRING
 from onceflow.state.api.structs import Struct
 
 MAX_MESSAGE = 1000
-"""Characters of a message: a text of user code may quote a whole record."""
+"""Maximum number of characters of a message: the text of an error in user code may contain a whole record."""
 
 _MAX_SHOWN = 100
 _MAX_REASON = 300
@@ -25,7 +25,7 @@ _TEXT, _PLACE = "onceflow_text", "onceflow_place"
 
 
 class _Known(NamedTuple):
-    """A serde of onceflow: its name, which types it takes (also in words), and what it decodes."""
+    """A serde of onceflow: its name, the types that it accepts (also in words), and what it decodes."""
 
     serde: Any
     name: str
@@ -53,12 +53,12 @@ _KNOWN = (
 
 
 def explain(error: BaseException, text: str) -> None:
-    """Note what the error means to the user."""
+    """Note on an error what it means for the user."""
     error.__dict__[_TEXT] = user_code.cut(text, MAX_MESSAGE)  # some classes refuse new attributes
 
 
 def not_decoded(error: BaseException, what: str, raw: bytes, serde: Any) -> None:
-    """Note that a serde could not decode a key or a value (``what``)."""
+    """Note on an error that a serde could not decode a key or a value (``what``)."""
     known = _known(serde)
     if known.decodes:
         problem = f"{what} is not {known.decodes}: {_reason(error)}"
@@ -68,11 +68,12 @@ def not_decoded(error: BaseException, what: str, raw: bytes, serde: Any) -> None
 
 
 def not_encoded(error: BaseException, what: str, value: Any, serde: Any, role: str) -> None:
-    """Note that a serde did not take a value.
+    """Note on an error that a serde did not accept a value.
 
     Args:
         what: the value, for example ``the key you yielded``.
-        role: what the serde is declared as: ``key``, ``output``, ``state``; or whose it is.
+        role: the attribute that declares the serde: ``key``, ``output`` or ``state``; or ``its`` for the serde of a map
+            or list.
     """
     known = _known(serde)
     if isinstance(value, known.types):
@@ -86,11 +87,11 @@ def not_encoded(error: BaseException, what: str, value: Any, serde: Any, role: s
 
 
 def handed_over(error: BaseException, method: Any, result: Any) -> None:
-    """Note where records come from that could not be taken.
+    """Note on an error which line of user code has yielded or returned the records that could not be used.
 
     Args:
-        method: of the processor, which has returned them.
-        result: what it has returned; None: nothing, it has failed itself.
+        method: the method of the processor that has returned them.
+        result: what the method has returned; None: nothing, because the method itself has failed.
     """
     if result is None:
         return
@@ -104,7 +105,7 @@ def handed_over(error: BaseException, method: Any, result: Any) -> None:
 
 
 def returned_by(error: BaseException, method: Any) -> None:
-    """Note what the processor's method has returned cannot be used, if no line of user code has raised it."""
+    """Note on an error that the result of this method of the processor is the cause, if no user code has raised it."""
     code = getattr(inspect.unwrap(method), "__code__", None)
     if code is None or user_code.innermost(user_code.frames_of(error.__traceback__)) is not None:
         return
@@ -118,36 +119,36 @@ def returned_by(error: BaseException, method: Any) -> None:
 
 
 def text_of(error: BaseException) -> str:
-    """What is wrong, of bounded length; without the error's class."""
+    """What is wrong, in limited length, without the error's class."""
     text: str | None = error.__dict__.get(_TEXT)
     return user_code.cut(str(error), MAX_MESSAGE) if text is None else text
 
 
 def full_text_of(error: BaseException) -> str:
-    """What is wrong, of bounded length; with the error's class, where it is not explained."""
+    """What is wrong, in limited length, with the error's class unless the error is explained."""
     return text_of(error) if _TEXT in error.__dict__ else f"{type(error).__name__}: {text_of(error)}"
 
 
 def line_of(error: BaseException) -> str:
-    """Which line of the user's code raised it: the error travels to the driver without its traceback."""
+    """Which line of user code raised the error, as text: the driver gets the error without its traceback."""
     frames = user_code.frames_of(error.__traceback__)
     raised = user_code.innermost(frames)
     how, noted = error.__dict__.get(_PLACE, ("", None))
     if raised is None and noted is None and frames and _TEXT not in error.__dict__:
-        raised = frames[-1]  # nobody else's: it is for those who mend onceflow
+        raised = frames[-1]  # no user code is involved, so this line helps the developers of onceflow
     lines = [] if raised is None else [f"raised in {user_code.place(raised)}"]
     return ", ".join(lines if noted is None else [*lines, f"{how} {user_code.place(noted)}"])
 
 
 def stack_of(error: BaseException) -> str:
-    """The lines of the traceback, and behind them the line of user code that it does not have."""
+    """The lines of the traceback, followed by the noted line of user code, which the traceback does not contain."""
     _, noted = error.__dict__.get(_PLACE, ("", None))
     more = [] if noted is None else traceback.format_list([noted])
     return "".join([*traceback.format_tb(error.__traceback__), *more])
 
 
 def shown(raw: bytes | None) -> str:
-    """A key or a value for messages."""
+    """A key or a value as text for messages."""
     return repr(raw) if raw is None or len(raw) <= _MAX_SHOWN else f"{raw[:_MAX_SHOWN]!r}... ({len(raw)} bytes)"
 
 
@@ -156,7 +157,7 @@ def shown(raw: bytes | None) -> str:
 
 def _known(serde: Any) -> _Known:
     for known in _KNOWN:
-        if known.serde == serde:  # by what it does: processors travel to tasks, where a serde is a copy
+        if known.serde == serde:  # equal, not identical: processors are pickled for tasks, so a serde is a copy there
             return known
     name = getattr(serde, "name", None)
     types: tuple[type, ...] = (Mapping,) if isinstance(serde, Struct) else (object,)
@@ -178,7 +179,7 @@ def _shown_value(value: Any) -> str:
 
 
 def _waiting(result: Any) -> traceback.FrameSummary | None:
-    """Where a generator waits that has yielded and was not asked again; None: it does not, or is none."""
+    """The line at which a suspended generator waits after a yield; None if it does not wait, or is not a generator."""
     found = None
     while (frame := getattr(result, "gi_frame", None)) is not None:
         if frame.f_lasti >= 0 and (found is None or user_code.is_of_user(frame.f_code.co_filename)):
