@@ -179,7 +179,7 @@ def test_pages_lost_when_the_machine_went_down_under_a_living_driver(
     finally:
         query.stop()
     assert {batch.path for batch in query.batches} == {"driver"}  # this process has another boot, workers have not
-    assert caplog.text.count("local copy restored (its checksum does not hold)") == 4
+    assert caplog.text.count("local copy restored (its checksum does not match)") == 4
     pipe.check()
 
 

@@ -195,7 +195,7 @@ def test_a_copy_is_verified_again_after_its_machine_has_started_again(
     reports = flow.run(KEYS)
     assert flow.counted() == dict.fromkeys(KEYS, 104)
     assert [report.how for report in reports] == ["in sync", "restored"]
-    assert "its checksum does not hold" in caplog.text or store is RocksdbStore
+    assert "its checksum does not match" in caplog.text or store is RocksdbStore
     assert flow.kafka.read_records > before
 
 

@@ -148,7 +148,7 @@ class TableState:
             _tell(report.table, report.partition, report.how, report.restored, report.restore_seconds)
 
     def prepared(self, found: Sequence[Prepared]) -> bool:
-        """Note local copies that are up to date, without a committed batch. Returns whether any was not known before."""
+        """Note local copies that are up to date, without a committed batch. Returns whether any of them is new."""
         known = len(self._verified)
         for each in found:
             self._verified.add((each.place, each.partition))

@@ -1,1 +1,1 @@
-"""Runs a processor over one partition's part of a batch. Knows neither Spark nor Kafka."""
+"""Runs a processor over one partition's part of a batch. It depends neither on Spark nor on Kafka."""

@@ -1,4 +1,4 @@
-"""What both engines share: checking input, event time, dead letters and late records, errors, and the results."""
+"""What both engines share: input checks, event time, dead letters and late records, errors, and the results."""
 
 from __future__ import annotations
 
@@ -23,47 +23,50 @@ from onceflow.state.stores.base import Store, StoreCorruptError
 from onceflow.state.stores.overlay import Overlay
 
 EXPIRED_PER_BATCH = 100_000
-"""Rows that a batch deletes at most because their time is over."""
+"""Maximum number of expired rows that one batch deletes."""
 
 TIMERS_PER_BATCH = 1_000
-"""Timers that fire at most in one batch and partition, unless ``Flow.process`` says otherwise."""
+"""Maximum number of timers that fire in one batch and partition, unless ``Flow.process`` says otherwise."""
 
 
 NOT_OF_A_RECORD = (StoreCorruptError, EnvironmentUnusableError, MemoryError)
-"""Errors that are no record's fault, nor the processor's: the caller restores the store, or runs the batch again."""
+"""Errors that neither a record nor the processor has caused: the caller restores the store, or runs the batch again."""
 
 COUNTS = ("records", "late", "dead_letters", "timers_fired", "expired")
-"""What is counted of a partition's part of a batch; records are all that were fed."""
+"""What is counted in a partition's part of a batch. ``records`` counts all records that were fed."""
 
 
 class BaseEngine:
     """Runs a processor over one partition's part of a batch: start(), feed() for every Arrow batch, finish().
 
-    Knows neither Spark nor Kafka, and writes nothing: take outputs() and changes().
+    It depends neither on Spark nor on Kafka, and writes nothing. The caller gets the results from outputs() and
+    changes().
 
     Args:
         processor: user code.
-        store: committed state of the partition; nobody writes to it while the engine is in use.
+        store: committed state of the partition. Nothing else may write to it while the engine is in use.
         flow, table, batch: for messages.
-        partition: of the table.
+        partition: partition of the table.
         now_ms: processing time of the batch.
-        watermark_ms: event time of the batch; None while unknown.
-        default_ttl_ms: of rows that are put without one; None: the processor's ``ttl``.
-        on_error: what a record does that cannot be processed: ``fail`` the batch or go to the dead letters.
-        dead_letter_topic, late_topic: where dead letters and late records go.
-        source_topic: of records that do not name theirs.
-        own_topics: that no output may go to.
-        max_timers_per_batch: that fire, those with the earliest times; the others wait for the next batch. None: all.
+        watermark_ms: the watermark of the batch; None while it is not known.
+        default_ttl_ms: time to live of rows that are put without one; None: the processor's ``ttl``.
+        on_error: what happens when a record cannot be processed. ``fail``: the batch fails. ``dead-letter``: the record
+            becomes a dead letter.
+        dead_letter_topic, late_topic: topics of dead letters and late records.
+        source_topic: topic of records that have no topic column.
+        own_topics: topics that outputs must not be written to.
+        max_timers_per_batch: how many timers may fire, those with the earliest times first. The others wait for the
+            next batch. None: all that are due.
 
     Attributes:
         timers_left: whether more timers were due than one batch may fire.
-        max_event_ms: the latest event time by topic and partition of the source (None and the table's partition where
-            that is not known); only when the processor has ``allowed_lateness``.
+        max_event_ms: the latest event time by topic and partition of the source (None and the table's partition if
+            those are not known); only if the processor has ``allowed_lateness``.
         counts: what happened so far.
-        causes: of dead letters, by class of the cause: how many, and where the first comes from and why it is one.
+        causes: of dead letters, by class of the cause: their number, and a description of the first one.
 
     Raises:
-        OptionError: dead letters or late records have nowhere to go, or ttl or allowed_lateness is no duration.
+        OptionError: the topic of dead letters or late records is missing, or ttl or allowed_lateness is not a duration.
     """
 
     def __init__(
@@ -130,7 +133,7 @@ class BaseEngine:
     # ---- what the caller calls -----------------------------------------------------------------------
 
     def start(self) -> None:
-        """Open the processor and do what is due by time.
+        """Open the processor, and delete rows that have expired.
 
         Raises:
             ProcessorError: open() failed.
@@ -142,7 +145,7 @@ class BaseEngine:
         """Process records of this partition, in the order in which they arrived.
 
         Args:
-            rows: columns key and value, and as far as known headers, topic, partition, offset, and timestamp (int64
+            rows: columns key and value, and if they are known headers, topic, partition, offset, and timestamp (int64
                 epoch milliseconds).
 
         Raises:
@@ -171,7 +174,7 @@ class BaseEngine:
         self._guarded("close", self.processor.close)
 
     def outputs(self) -> pa.RecordBatch | None:
-        """What is to be written since the last call, with dead letters and late records; None: nothing.
+        """The records to write that were added since the last call, with dead letters and late records; None: nothing.
 
         Columns: key, value, topic (null: the default), headers, timestamp (int64 epoch milliseconds, null: the time of
         writing).
@@ -179,13 +182,13 @@ class BaseEngine:
         return self._collector.take()
 
     def changes(self) -> list[tuple[bytes, bytes | None]]:
-        """Row keys and rows (None: deleted) that are not as the store has them; without index rows."""
+        """Row keys and rows (None: deleted) that differ from those in the store; without index rows."""
         return self._overlay.changes()
 
     @property
     def next_timer_ms(self) -> dict[str, int | None]:
-        """When something is due next on the clocks ``event`` and ``processing`` (with expiry of rows), after the
-        changes."""
+        """The earliest time at which something is due after the changes, for the clocks ``event`` and ``processing``.
+        Expiry of rows belongs to ``processing``."""
         return due.earliest(self._overlay)
 
     # ---- for the engines -----------------------------------------------------------------------------
@@ -194,19 +197,19 @@ class BaseEngine:
         raise NotImplementedError
 
     def _raw(self, batch: pa.RecordBatch) -> list[Record]:
-        """Records of a normalised batch, key and value in bytes."""
+        """Records of a normalised batch, with key and value in bytes."""
         keys, values = batch.column("key").to_pylist(), batch.column("value").to_pylist()
         return list(map(Record, keys, values, *input_batch.metadata(batch, self._source_topic)))
 
     def _see_times(self, batch: pa.RecordBatch, times: Any) -> npt.NDArray[np.bool_] | None:
-        """Note event times, and write the records that are late.
+        """Note event times, and send late records to the late topic.
 
         Args:
-            batch: normalised.
-            times: int64 Arrow array, null where unknown.
+            batch: a normalised batch.
+            times: int64 Arrow array, null where the time is not known.
 
         Returns:
-            which records are in time; None: all.
+            Which records are not late; None: all of them.
         """
         for place, ms in input_batch.latest(batch, times, self._source_topic, self.partition):
             self.max_event_ms[place] = max(ms, self.max_event_ms.get(place, ms))
@@ -233,7 +236,7 @@ class BaseEngine:
         """Write a dead letter, or fail the batch.
 
         Args:
-            record: key and value in bytes.
+            record: the record, with key and value in bytes.
             error: what is wrong with it.
         """
         if isinstance(error, NOT_OF_A_RECORD):
@@ -249,11 +252,11 @@ class BaseEngine:
         self.causes[type(error).__name__] = count + 1, first or dead_letters.described(record, error)
 
     def _failed(self, what: str, error: Exception, record: Record | None = None, detail: str = "") -> OnceflowError:
-        """The error of a batch that fails; to be raised."""
+        """The error for a batch that fails. The caller raises it."""
         place = None
         if record is not None and record.topic is not None:
             place = record.topic if record.partition is None else f"{record.topic}-{record.partition}"
-        if isinstance(error, BadRecordError):  # what was yielded cannot be written, and the error says why
+        if isinstance(error, BadRecordError):  # a yielded record cannot be written, and the error says why
             known = filter(None, (error.detail, f"for a record of {place}" if place else "", detail))
             fields = {
                 **error.fields(),

@@ -27,8 +27,8 @@ _NO_SEPARATOR = pa.scalar(b"", pa.binary())
 class ColumnEngine(BaseEngine):
     """See `BaseEngine`.
 
-    A call of process() that fails is done again: without the bad records if it names them (``BadRows``), else with the
-    halves of its records, until the bad ones are found.
+    A call of process() that fails is repeated: without the bad records if it names them (``BadRows``), otherwise with
+    each half of its records, until the bad ones are found.
     """
 
     processor: ColumnProcessor
@@ -69,9 +69,10 @@ class ColumnEngine(BaseEngine):
             raise self._failed(what, error, first, "fewer at a time succeed") from error
 
     def _attempt(self, batch: pa.RecordBatch) -> Exception | None:
-        """Process all or nothing; what went wrong.
+        """Process all records or none. Returns what went wrong.
 
-        The error is handed back and not handled in an except clause: those of all attempts would hang together.
+        The error is returned, and the caller does not handle it inside an except clause: otherwise Python would chain
+        the errors of all attempts.
         """
         if not batch.num_rows:
             return None
@@ -88,7 +89,7 @@ class ColumnEngine(BaseEngine):
         return None
 
     def _without(self, batch: pa.RecordBatch, bad: BadRows) -> pa.RecordBatch:
-        """The records that are not bad; dead letters of the others."""
+        """Returns the records that are not bad, and writes dead letters for the others."""
         numbers = sorted(bad.causes)
         for record, row in zip(self._raw(batch.take(pa.array(numbers, pa.int64()))), numbers, strict=True):
             self._reject(record, bad.causes[row])
@@ -97,7 +98,7 @@ class ColumnEngine(BaseEngine):
         return batch.filter(pa.array(others))
 
     def _work(self, batch: pa.RecordBatch) -> None:
-        """Process all or nothing."""
+        """Process all records or none."""
         places = np.arange(batch.num_rows)
         columns = dict(zip(batch.schema.names, batch.columns, strict=True))
         if "timestamp" in columns:
@@ -135,7 +136,7 @@ class ColumnEngine(BaseEngine):
         changed = None if new_states is None else self._rows(as_table(new_states, "new states"), keys, row_keys)
         if batch is not None:
             self._collector.check_batch(batch)
-        # Nothing can fail any more.
+        # From here on, nothing can fail.
         if batch is not None:
             self._collector.add_batch(batch)
         if changed is not None:
@@ -144,7 +145,7 @@ class ColumnEngine(BaseEngine):
     # ---- state ---------------------------------------------------------------------------------------
 
     def _states(self, keys: Any, found: list[bytes | None]) -> pa.Table:
-        """The table of states: a row for each key."""
+        """The table of states, with one row for each key."""
         payloads, skip = self._payloads(found)
         present = [payload for payload in payloads if payload is not None]
         if self._struct is None:
@@ -162,7 +163,7 @@ class ColumnEngine(BaseEngine):
         return pa.table({"key": keys, **columns, "exists": pa.array(exists)})
 
     def _payloads(self, found: list[bytes | None]) -> tuple[list[bytes | None], int]:
-        """Rows without what is not there any more, and how many bytes of each come before the payload."""
+        """The rows, with None for expired ones, and how many bytes of each row come before the payload."""
         scope = self._scope
         flags = {row[0] for row in found if row is not None}
         if not flags:
@@ -174,7 +175,7 @@ class ColumnEngine(BaseEngine):
         return [self._payload(row) for row in found], 0
 
     def _uniform(self, found: list[bytes | None]) -> tuple[list[bytes | None], int]:
-        """As `_payloads`, for rows that all begin as those do that this engine writes."""
+        """As `_payloads`, for rows that all have the same flags as the rows that this engine writes."""
         scope = self._scope
         skip = len(scope.header)
         heads = np.frombuffer(
@@ -184,7 +185,7 @@ class ColumnEngine(BaseEngine):
             versions = heads[:, skip - 4 :]
             if (versions != np.frombuffer(scope.header[-4:], dtype=np.uint8)).any():
                 return [self._payload(row) for row in found], 0
-        if skip >= 9:  # flags and expiry; the order of its bytes is that of times
+        if skip >= 9:  # flags and expiry; the order of its bytes is the order of the times
             expires = np.ascontiguousarray(heads[:, 1:9]).view(">u8").reshape(len(found))
             over = expires <= int.from_bytes(rows.time_bytes(self.now_ms), "big")
             if over.any():
@@ -192,7 +193,7 @@ class ColumnEngine(BaseEngine):
         return found, skip
 
     def _payload(self, row: bytes | None) -> bytes | None:
-        """The payload of one row in this version's format."""
+        """The payload of one row in the format of this version; None if the row has expired."""
         if row is None or self._scope.has_expired(row):
             return None
         payload, _, version = rows.unpack(row)
@@ -208,7 +209,7 @@ class ColumnEngine(BaseEngine):
         """Row keys and rows of new states.
 
         Raises:
-            ValueError: columns are missing or unknown, or keys are not those of the records.
+            ValueError: columns are missing or unknown, or a key is in none of the records.
         """
         names = set(new.column_names)
         missing = {"key", *self._fields.names} - names
@@ -250,10 +251,10 @@ class ColumnEngine(BaseEngine):
 
 
 def _of_batch(bad: BadRows, places: list[int]) -> Exception:
-    """The same with rows of the batch: late records are not processed.
+    """The same error with row numbers of the batch. They differ, because late records are not passed to process().
 
     Args:
-        places: rows of the batch that were processed.
+        places: row numbers in the batch of the records that were processed.
     """
     strange = [row for row in bad.causes if not 0 <= row < len(places)]
     if strange or not bad.causes:
@@ -265,7 +266,7 @@ def as_table(given: Any, what: str) -> pa.Table:
     """A pyarrow table of what user code returned.
 
     Raises:
-        TypeError: neither pyarrow, nor pandas, nor anything with ``__arrow_c_stream__`` (Polars, DuckDB).
+        TypeError: it is not of pyarrow or pandas, and has no ``__arrow_c_stream__`` (as Polars and DuckDB do).
     """
     if isinstance(given, pa.Table):
         return given

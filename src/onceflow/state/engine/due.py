@@ -11,9 +11,9 @@ from onceflow.state.stores.overlay import Overlay
 
 
 def due_timers(overlay: Overlay, now_ms: int, watermark_ms: int | None) -> Iterator[tuple[bytes, Timer]]:
-    """Keys and timers that are due, in the order of their times; `take` out those that fire.
+    """Keys and timers that are due, in the order of their times. The caller must `take` those that fire.
 
-    Only timers of earlier batches: those that are registered meanwhile wait for the next one.
+    Only timers of earlier batches are returned. Timers that are registered meanwhile wait for the next batch.
     """
     store = overlay.store
 
@@ -28,24 +28,24 @@ def due_timers(overlay: Overlay, now_ms: int, watermark_ms: int | None) -> Itera
     for at_ms, key, name, clock in heapq.merge(scan(b"e", watermark_ms), scan(b"p", now_ms)):
         row_key = rows.timer_key(key, name)
         row = overlay.get(row_key)
-        # on_timer of an earlier one may have cancelled or moved it.
+        # on_timer of an earlier timer may have cancelled or moved this one.
         if row is not None and timer_of(row) == (at_ms, CLOCKS[clock]):
             yield key, Timer(name.decode(), at_ms, CLOCKS[clock])
 
 
 def take(overlay: Overlay, key: bytes, timer: Timer) -> None:
-    """Forget a timer that fires."""
+    """Delete a timer that fires."""
     overlay.put(rows.timer_key(key, timer.name.encode()), None)
 
 
 def expire(overlay: Overlay, now_ms: int, limit: int) -> int:
-    """Delete rows whose time is over.
+    """Delete rows that have expired.
 
     Args:
-        limit: rows at most; what is left reads as absent anyway and goes with the next batch.
+        limit: maximum number of rows. Other expired rows are deleted in the next batches. Reads ignore them already.
 
     Returns:
-        how many were deleted.
+        How many were deleted.
     """
     count = 0
     for index_key, _ in overlay.store.scan(rows.EXPIRY_INDEX, _from_ms(rows.EXPIRY_INDEX, now_ms + 1)):
@@ -62,7 +62,7 @@ def expire(overlay: Overlay, now_ms: int, limit: int) -> int:
 
 
 def earliest(overlay: Overlay) -> dict[str, int | None]:
-    """The time of the next timer on each clock once the changes are applied; expiry counts as processing time."""
+    """The time of the next timer on each clock after the changes. Expiry of rows belongs to ``processing``."""
     event, processing = _Earliest(), _Earliest()
     for row_key, row in overlay.changes():
         if row is None:
@@ -101,5 +101,5 @@ class _Earliest:
 
 
 def _from_ms(prefix: bytes, ms: int) -> bytes:
-    """The first index key of a time; beyond all of the prefix where the time does not fit."""
+    """The first index key of a time. If the time does not fit into 64 bits: a key after all keys of the prefix."""
     return prefix + rows.time_bytes(ms) if ms <= MS_MAX else prefix + b"\xff" * 9

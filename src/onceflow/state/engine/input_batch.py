@@ -1,4 +1,4 @@
-"""Input records of an engine: Arrow batches with uniform columns, their metadata as lists, and groups by key."""
+"""Input records of an engine: Arrow batches with uniform column types, their metadata as lists, and groups by key."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _TYPES = {"topic": pa.string(), "partition": pa.int32(), "offset": pa.int64()}
 
 
 def normalised(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """The columns that are known, each in one type: key, value, and as given topic, partition, offset, timestamp (int64
-    epoch milliseconds) and headers.
+    """The batch with known columns only, each of a fixed type: key, value, and if present topic, partition, offset,
+    timestamp (int64 epoch milliseconds) and headers.
 
     Raises:
-        SchemaError: no key or no value, or one that is not bytes or text.
+        SchemaError: key or value is missing, or is not bytes or text.
     """
     columns = {}
     for name in ("key", "value", "topic", "partition", "offset", "timestamp", "headers"):
@@ -47,7 +47,7 @@ def binary(column: Any, name: str) -> Any:
     """The column as 32-bit binary.
 
     Raises:
-        SchemaError: neither bytes nor text.
+        SchemaError: the column is neither bytes nor text.
     """
     kind = column.type
     if kind == pa.binary():
@@ -83,7 +83,7 @@ def milliseconds(column: Any) -> Any:
 
 
 def usable_keys(batch: pa.RecordBatch) -> npt.NDArray[np.bool_] | None:
-    """Which records have a key that state can be kept for; None: all."""
+    """Which records have a key that is usable for state; None: all."""
     keys = batch.column("key")
     lengths = pc.binary_length(keys)
     if not keys.null_count and (not len(keys) or pc.max(lengths).as_py() <= rows.KEY_BYTES_MAX):
@@ -116,7 +116,7 @@ def metadata(batch: pa.RecordBatch, source_topic: str | None) -> Metadata:
     """Columns of a normalised batch as lists.
 
     Args:
-        source_topic: of records that do not name theirs.
+        source_topic: topic of records that have no topic column.
     """
     topics = _topics(batch, source_topic)
     return Metadata(
@@ -130,18 +130,18 @@ def metadata(batch: pa.RecordBatch, source_topic: str | None) -> Metadata:
 
 
 def by_key(batch: pa.RecordBatch) -> tuple[list[bytes], list[int], pa.RecordBatch]:
-    """A normalised batch sorted by key: the keys in the order in which they first appear, the records of each in the
-    order of arrival.
+    """A normalised batch sorted by key. The keys are in the order in which they first appear, and the records of each
+    key in the order of arrival.
 
     Returns:
-        distinct keys, where the records of each end, and the sorted batch.
+        The distinct keys, the index at which the records of each key end, and the sorted batch.
     """
     encoded = batch.column("key").dictionary_encode()
     keys: list[bytes] = encoded.dictionary.to_pylist()
     if len(keys) == batch.num_rows:
         return keys, list(range(1, len(keys) + 1)), batch
     codes = encoded.indices.to_numpy()
-    # Sorting 16-bit numbers stably is a radix sort.
+    # For 16-bit numbers, NumPy's stable sort is a radix sort, which is faster.
     order = np.argsort(codes.astype(np.uint16) if len(keys) <= 65_536 else codes, kind="stable")
     return keys, np.cumsum(np.bincount(codes)).tolist(), batch.take(pa.array(order))
 
@@ -149,13 +149,13 @@ def by_key(batch: pa.RecordBatch) -> tuple[list[bytes], list[int], pa.RecordBatc
 def latest(
     batch: pa.RecordBatch, times: Any, source_topic: str | None, table_partition: int
 ) -> Iterable[tuple[tuple[str | None, int], int]]:
-    """The greatest time of every source partition.
+    """The latest time of every source partition.
 
     Args:
-        batch: normalised.
-        times: int64 Arrow array, null where unknown.
-        source_topic: of records that do not name theirs.
-        table_partition: stands for the source's partition where that is not known.
+        batch: a normalised batch.
+        times: int64 Arrow array, null where the time is not known.
+        source_topic: topic of records that have no topic column.
+        table_partition: used if the source's partition is not known.
     """
     known = times.is_valid() if times.null_count else None
     if known is not None:
@@ -206,7 +206,7 @@ def _headers(batch: pa.RecordBatch) -> Iterable[tuple[Header, ...]]:
     counts = pc.list_value_length(column).fill_null(0).to_numpy()
     if not counts.any():
         return repeat(())
-    flat = column.flatten()  # leaves out what lies under null lists
+    flat = column.flatten()  # leaves out elements under null lists
     names = pc.struct_field(flat, 0).to_pylist()
     contents = binary(pc.struct_field(flat, 1), "headers").to_pylist()
     pairs = list(zip(names, contents, strict=True))

@@ -26,19 +26,20 @@ SCHEMA = pa.schema(
         ("timestamp", pa.int64()),
     ]
 )
-"""Of outputs; topic null: the default output topic, timestamp null: the time of writing, in epoch milliseconds."""
+"""Schema of outputs. Topic null: the default output topic. Timestamp in epoch milliseconds; null: the time of
+writing."""
 
 
 class NotRecordsError(TypeError):
-    """A processor has yielded something else than records: no record that it reads is at fault."""
+    """A processor has yielded something other than records. No input record has caused this error."""
 
 
 class OutputCollector:
-    """What a batch writes so far.
+    """The records that a batch has to write so far.
 
     Args:
         key, output: serdes of keys and values that are not bytes.
-        own_topics: that no record may name.
+        own_topics: topics that no record may name.
     """
 
     def __init__(
@@ -54,31 +55,32 @@ class OutputCollector:
         self._encode_value = output.encode
         self._keys: list[bytes | None] = []
         self._values: list[bytes | None] = []
-        # By index, because most records have none of them: topic, headers, timestamp.
+        # Topic, headers and timestamp by index, because most records have none of them.
         self._extras: dict[int, tuple[str | None, list[Header], int | None]] = {}
         self._batches: list[pa.RecordBatch] = []
 
     def mark(self) -> int:
-        """To truncate to; not across take()."""
+        """The number of records so far, to `truncate` to. It is not valid after `take`."""
         return len(self._keys)
 
     def truncate(self, mark: int) -> None:
-        """Forget the records since the mark."""
+        """Remove the records that were added since the mark."""
         del self._keys[mark:], self._values[mark:]
         for at in [at for at in self._extras if at >= mark]:
             del self._extras[at]
 
     def extend(self, records: Iterable[Record], key: Any = None, raw_key: bytes | None = None) -> None:
-        """Take what user code returned.
+        """Add the records that user code has returned.
 
         Args:
-            records: as returned; a generator runs in here.
-            key: the key they were made for,
-            raw_key: and its bytes, which spares encoding it again.
+            records: what was returned. If it is a generator, it runs inside this call.
+            key: the key that process() or on_timer() was called for.
+            raw_key: the bytes of this key, so that it need not be encoded again.
 
         Raises:
-            TypeError, ValueError: not records, or not such as can be written; and whatever a generator or serde raises.
-            BadRecordError: a record names a topic that outputs must not go to.
+            TypeError, ValueError: these are not records, or they cannot be written. Errors of a generator or serde are
+                raised unchanged.
+            BadRecordError: a record names a topic that outputs must not be written to.
         """
         if isinstance(records, Record):
             raise NotRecordsError("expected records, got one Record: yield it, or return a list")
@@ -91,7 +93,7 @@ class OutputCollector:
                 raise _no_record(record, records)
             out_key = record.key
             if out_key is not None and type(out_key) is not bytes:
-                if out_key is key and type(key) is str:  # any other may have been changed in place
+                if out_key is key and type(key) is str:  # objects of other types may have been changed in place
                     out_key = raw_key
                 else:
                     try:
@@ -126,10 +128,10 @@ class OutputCollector:
             )
 
     def check_batch(self, batch: pa.RecordBatch) -> None:
-        """Look at the topics of records that are columns already.
+        """Check the topics of records that are columns already.
 
         Raises:
-            BadRecordError: one names a topic that outputs must not go to.
+            BadRecordError: a record names a topic that outputs must not be written to.
         """
         topics = batch.column("topic")
         if topics.null_count == len(topics):
@@ -139,12 +141,12 @@ class OutputCollector:
             self._check(topic, Record(batch.column("key")[first].as_py(), None))
 
     def add_batch(self, batch: pa.RecordBatch) -> None:
-        """Take records that are columns already, of `SCHEMA`."""
+        """Add records that are columns of `SCHEMA` already."""
         if batch.num_rows:
             self._batches.append(batch)
 
     def take(self) -> pa.RecordBatch | None:
-        """What has come since the last call, in `SCHEMA`; None: nothing."""
+        """The records that were added since the last call, in `SCHEMA`; None: nothing."""
         count = len(self._keys)
         if count:
             topics: Any = pa.nulls(count, SCHEMA.field("topic").type)
@@ -198,7 +200,7 @@ def output_batch(table: pa.Table) -> pa.RecordBatch:
 
 
 def one_chunk(column: Any) -> Any:
-    """An array of a column."""
+    """The column as one array."""
     if isinstance(column, pa.ChunkedArray):
         return column.chunk(0) if column.num_chunks == 1 else pc.cast(column, column.type).combine_chunks()
     return column
@@ -211,14 +213,14 @@ def _checked(raw: Any, what: str) -> Any:
 
 
 def _no_record(found: Any, records: Any) -> TypeError:
-    """What is wrong with something that is among the records, but is none."""
-    if isinstance(records, (Mapping, str, bytes)):  # returned as a whole; what was found is a part of it
+    """The error for something among the records that is not a record."""
+    if isinstance(records, (Mapping, str, bytes)):  # returned in place of records; ``found`` is only a part of it
         found = records
     return NotRecordsError(f"expected Records, got {type(found).__name__}: {found!r:.200}")
 
 
 def _extras(record: Record) -> tuple[str | None, list[Header], int | None]:
-    # A record that was read and is passed on goes to the default topic, not back to where it came from.
+    # A record that was read and is yielded unchanged goes to the default topic, not back to the topic it was read from.
     topic = None if record.topic == record._read_from else record.topic
     if topic is not None and not isinstance(topic, str):
         raise TypeError(f"a record's topic is text or None, got {topic!r:.200}")

@@ -28,15 +28,15 @@ from onceflow.state.stores.overlay import NoRows, Overlay
 
 log = logging.getLogger("onceflow.state")
 
-# So few that they are gone before the garbage collector promotes them: with a whole Arrow batch at a time, a quarter of
-# the time goes into full collections.
+# So few that they are freed before the garbage collector promotes them to an older generation. With a whole Arrow batch
+# at a time, full collections take a quarter of the time.
 _RECORDS_AT_ONCE = 1000
 
 
 class Engine(BaseEngine):
     """See `BaseEngine`.
 
-    A call of process() that fails is taken back, and its records are processed one by one to find which of them is bad.
+    A call of process() that fails is rolled back. Then its records are processed one by one, to find the bad ones.
     """
 
     processor: Processor
@@ -47,7 +47,7 @@ class Engine(BaseEngine):
         self._own_event_time = type(processor).event_time is not Processor.event_time
 
     def start(self) -> None:
-        """Open the processor, delete rows whose time is over, fire timers that are due, as many as one batch may.
+        """Open the processor, delete rows that have expired, and fire timers that are due, up to the limit.
 
         Raises:
             ProcessorError: open() or on_timer() failed.
@@ -89,7 +89,7 @@ class Engine(BaseEngine):
                 if not batch.num_rows:
                     return
         raw_keys, ends, batch = input_batch.by_key(batch)
-        first = 0  # key of the part
+        first = 0  # index of the first key of the part
         while first < len(raw_keys):
             start = ends[first - 1] if first else 0
             last = bisect_left(ends, start + _RECORDS_AT_ONCE, first, len(ends) - 1)
@@ -101,9 +101,9 @@ class Engine(BaseEngine):
         """Process records key by key.
 
         Args:
-            batch: sorted by key.
+            batch: a batch that is sorted by key.
             raw_keys: the keys.
-            ends: where the records of each key end.
+            ends: the index at which the records of each key end.
         """
         keys, bad_keys = _decoded(raw_keys, self.processor.key, "key")
         values, bad = _decoded(batch.column("value").to_pylist(), self.processor.value, "value")
@@ -136,8 +136,8 @@ class Engine(BaseEngine):
         """Call process() key by key.
 
         Args:
-            records: key by key; those of key k end at ends[k].
-            where: index of each of the records in the batch.
+            records: the records in the order of the keys. Those of the key with index k end at ends[k].
+            where: index of each record in the batch.
         """
         scope, overlay, collector = self._scope, self._overlay, self._collector
         process, savepoint, extend = self.processor.process, overlay.savepoint, collector.extend
@@ -161,10 +161,10 @@ class Engine(BaseEngine):
             start = end
 
     def _find_culprit(self, batch: pa.RecordBatch, raw_key: bytes, where: list[int], first: Exception) -> None:
-        """Process the records of a call that failed one by one; each that fails is rejected.
+        """Process the records of a failed call one by one, and reject each record that fails.
 
         Raises:
-            ProcessorError: one failed and on_error is ``fail``; or the state itself cannot be read.
+            ProcessorError: a record failed and on_error is ``fail``, or the state itself cannot be read.
         """
         if isinstance(first, NOT_OF_A_RECORD):
             raise first
@@ -196,7 +196,7 @@ class Engine(BaseEngine):
             raise self._failed("records of one key could not be processed together", first, raw[0], detail) from first
 
     def _decoded_again(self, record: Record, raw_key: bytes) -> Record:
-        """The record as process() gets it: the call that failed may have changed the one it had."""
+        """The record as process() gets it, decoded again: the failed call may have changed the earlier object."""
         value = None if record.value is None else self.processor.value.decode(record.value)
         return Record(
             self.processor.key.decode(raw_key),
@@ -210,7 +210,7 @@ class Engine(BaseEngine):
         )
 
     def _reject_processed(self, record: Record, raw_key: bytes, error: Exception) -> None:
-        """As `_reject`, of a record that process() has raised for. Where it is not at fault, the batch fails."""
+        """As `_reject`, for a record for which process() raised. If the record is not the cause, the batch fails."""
         if self._scope.fatal is None and isinstance(error, NotRecordsError):
             self._scope.fatal = ProcessorError(
                 f"process() has to yield Records: {user_errors.text_of(error)}",
@@ -228,19 +228,19 @@ class Engine(BaseEngine):
         self._reject(record, error)
 
     def _is_fault_of_state(self, record: Record, raw_key: bytes, error: Exception) -> bool:
-        """Whether a record fails only because the key's value was stored by other code.
+        """Whether a record fails only because another version of the code has stored the key's value.
 
-        So it is when the record succeeds on empty state, succeeds once more on the state that this makes, and this
-        state has fields that the stored one lacks. Nothing that these trials do is kept.
+        This is the case if three things hold: the record succeeds with empty state, it succeeds once more with the
+        resulting state, and that state has fields that the stored one lacks. The results of these trials are discarded.
         """
         if not isinstance(error, SHAPE_ERRORS) or isinstance(error, NotRecordsError):
             return False
         row_key = rows.value_key(raw_key)
         row = self._overlay.store.get(row_key)
         if row is None or self._overlay.get(row_key) != row:
-            return False  # this code has written it, in this batch
+            return False  # the value was written by this code, in this batch
         try:
-            # Not the scope of the batch: what cannot be read here is not read by the batch, either.
+            # A scope of its own, so that an error of the trial does not become a fatal error of the batch.
             stored = State(self._trial_scope(self._overlay), raw_key).get()
             if stored is None:
                 return False
@@ -248,13 +248,13 @@ class Engine(BaseEngine):
             for _ in range(2):
                 again = self._decoded_again(record, raw_key)
                 outputs = self.processor.process(again.key, [again], state)
-                if outputs is not None:  # they must be such as can be written
+                if outputs is not None:  # check that they can be written
                     collector = OutputCollector(self.processor.key, self.processor.output, self._own_topics)
                     collector.extend(outputs, again.key, raw_key)
             return lacks(stored, state.get())
         except NOT_OF_A_RECORD:
             raise
-        except Exception:  # of user code: the record fails on empty state as well, so it is bad
+        except Exception:  # raised by user code: the record fails with empty state as well, so it is bad
             return False
 
     def _trial_scope(self, overlay: Overlay) -> Scope:
@@ -268,7 +268,7 @@ class Engine(BaseEngine):
         )
 
     def _event_times(self, batch: pa.RecordBatch, records: list[Record], bad: dict[int, Exception]) -> Any:
-        """Which records are in time by the processor's own event_time(); None: all. Where it fails is added to bad."""
+        """Which records are not late by the processor's own event_time(); None: all. Errors are added to ``bad``."""
         times: list[int | None] = []
         for i, record in enumerate(records):
             at_ms = None
@@ -290,7 +290,7 @@ class Engine(BaseEngine):
 
 
 def _end(result: Any) -> None:
-    """End a generator that was left half-way now: its clean-up must not change what comes after it."""
+    """Close a generator that has not finished. Its clean-up runs now, so that it cannot change later results."""
     close = getattr(result, "close", None)
     if close is not None:
         try:
@@ -300,10 +300,10 @@ def _end(result: Any) -> None:
 
 
 def _decoded(raws: Sequence[bytes | None], serde: Any, what: str) -> tuple[list[Any], dict[int, Exception]]:
-    """Decoded values, and errors by index where that fails. None stays None.
+    """Decoded values, and errors by index for those that cannot be decoded. None stays None.
 
     Args:
-        what: of a record they are, for the errors.
+        what: ``key`` or ``value``, for the errors.
     """
     decode: Callable[[bytes], Any] = serde.decode
     try:

@@ -1,4 +1,4 @@
-"""Whether a stored value has the fields that the processor expects now."""
+"""Checks whether a stored value has the fields that the processor expects now."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from onceflow.state.api.processor import ColumnProcessor, Processor
 from onceflow.state.api.serdes import Struct, struct
 
 SHAPE_ERRORS = (KeyError, AttributeError, TypeError, IndexError)
-"""What Python raises where a value has not the fields or the type that code expects."""
+"""What Python raises if a value does not have the fields or the type that code expects."""
 
 
 def lacks(stored: Any, new: Any) -> bool:
-    """Whether a stored value lacks a field that a new value of the same processor has, or is built in another way.
+    """Whether a stored value lacks a field that a new value of the same processor has, or is of another type.
 
-    Numbers, text, lists and other values without fields are all alike: which of them is there may depend on records.
-    None is no value: nothing is known of its shape.
+    Numbers, text, lists and other values without fields count as the same type, because a processor may store
+    different ones depending on the records. None says nothing about the fields.
     """
     if stored is None or new is None:
         return False
@@ -33,7 +33,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def declared_fields(processor: Processor | ColumnProcessor) -> str | None:
-    """The fields that a processor declares for its state, as text; None: it declares none."""
+    """The fields that a processor declares for its state, as text; None if it declares none."""
     if isinstance(processor, ColumnProcessor):
         return None if processor.state_fields is None else struct(**processor.state_fields).name
     return processor.state.name if isinstance(processor.state, Struct) else None

@@ -1,1 +1,1 @@
-"""Local copies of table partitions: their format, restoring them from Kafka, reading them."""
+"""Local copies of table partitions: their format, how they are restored from Kafka, and how they are read."""

@@ -1,7 +1,7 @@
-"""Brings the local copy of one partition up to what is committed in Kafka: settled, caught up, or restored.
+"""Brings the local copy of one partition up to what is committed in Kafka: settles it, catches up, or restores it.
 
-Each write is one commit of the store, with the commit record that goes with it, and only if nobody else has written
-meanwhile. So a process that is killed leaves a copy that the next one continues.
+Each write is one commit of the store, and contains the commit record that belongs to it. It is done only if no other
+process has written meanwhile. So when a process is killed, the next one can continue with the copy.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from onceflow.state.local.spool import Spool
 from onceflow.state.stores.base import BULK_ROWS_MAX, Store, StoreCorruptError
 
 _REFRESHED_MS = 3_600_000
-# A restore holds this much in memory (the larger, the fewer pages are visited again) and commits now and then.
+# A restore keeps this much in memory before it writes (the more, the fewer pages are written again), and commits from
+# time to time.
 _WRITTEN_ROWS, _WRITTEN_BYTES = 250_000, 32 << 20
 _COMMITTED_ROWS, _COMMITTED_S = BULK_ROWS_MAX - 2 * _WRITTEN_ROWS, 10.0
 _ATTEMPTS = 10
@@ -48,15 +49,15 @@ class Source(Protocol):
 
 
 class _MovedError(Exception):
-    """Another process has written a newer commit record meanwhile."""
+    """Another process has written a newer commit record in the meantime."""
 
 
 class CatchUp:
-    """One call of `open_partition`, whose arguments it has.
+    """One call of `open_partition`, with the same arguments.
 
     Attributes:
-        records: read from Kafka so far.
-        ignored: of these, how many no processor wrote.
+        records: number of records read from Kafka so far.
+        ignored: how many of these were not written by a processor.
     """
 
     def __init__(
@@ -81,10 +82,10 @@ class CatchUp:
         self._still_owner = still_owner or (lambda: True)
 
     def bring_up(self, store: Store) -> str:
-        """What had to be done.
+        """Bring the store up to what is committed. Returns what had to be done for that.
 
         Raises:
-            StoreCorruptError: the data are to be removed first.
+            StoreCorruptError: the caller must remove the data first.
         """
         moved = 0
         before: tuple[int, int] = (-1, -1)
@@ -92,14 +93,14 @@ class CatchUp:
             try:
                 return self._step(store)
             except _MovedError:
-                # A task of another attempt works on it; every commit of its is as good as one of ours.
+                # A task of another attempt works on the same copy. Its commits are progress, too.
                 commit_record = CommitRecord.decode(store.blob(COMMIT_RECORD) or b"")
                 reached = before if commit_record is None else (commit_record.table_end, commit_record.internal_end)
                 moved = 0 if reached > before else moved + 1
                 before = max(reached, before)
         raise EnvironmentUnusableError(
             f"Another process keeps changing the local state of {self.goal.table}-{self.goal.partition}",
-            next_step="see that no two flows of this name use one state folder",
+            next_step="make sure that no two flows of this name use the same state folder",
         )
 
     def _step(self, store: Store) -> str:
@@ -117,9 +118,10 @@ class CatchUp:
         if problem := commit_record.misfit(self.goal):
             if problem == AHEAD and not self._still_owner():
                 raise FencedError(
-                    "A newer driver of the flow keeps this local state",
+                    "A newer driver of the flow uses this local state",
                     topic=f"{self.goal.table}-{self.goal.partition}",
-                    next_step="see who has started it twice: a flow has one driver; nothing was lost or doubled",
+                    next_step="find out who has started the flow twice: a flow has one driver. Nothing was lost or "
+                    "duplicated",
                 )
             raise StoreCorruptError(problem)
         if commit_record.at(self.goal):
@@ -137,15 +139,16 @@ class CatchUp:
             self._write(store, raw, CommitRecord.of(self.goal, self._now_ms), pending.changes, done=True)
             return SETTLED
         if self._now_ms - commit_record.time_ms > self._tombstone_age_ms:
-            raise StoreCorruptError("it is so old that Kafka may have dropped deletes which it has not seen")
+            raise StoreCorruptError("it is so old that Kafka may have removed tombstones that it has not read")
         self._read(store, raw, commit_record)
         return CAUGHT_UP
 
     def _read(self, store: Store, raw: bytes, commit_record: CommitRecord) -> None:
-        """From the commit record to the goal, with a commit now and then, so that a killed process need not begin anew.
+        """Read from the commit record to the goal. Commits from time to time, so that less is lost if the process is
+        killed.
 
-        Nothing is locked while Kafka is read, however long it takes to answer. The record's time stays until the goal
-        is reached: how long tombstones are kept counts from the first record that was read.
+        No lock is held while Kafka is read, however long that takes. The time in the commit record does not change
+        before the goal is reached, because the retention of tombstones counts from the first record that was read.
         """
         if self._snapshot_per_partition:
             changes = self._replaced(store, commit_record)
@@ -160,13 +163,13 @@ class CatchUp:
                         raw = self._write_spooled(store, raw, spool)
                         since = time.monotonic()
             except OnceflowError:
-                with suppress(OnceflowError, _MovedError):  # the next one need not read it again
+                with suppress(OnceflowError, _MovedError):  # so that the next process need not read it again
                     self._write_spooled(store, raw, spool)
                 raise
             self._write_spooled(store, raw, spool, done=True)
 
     def _pieces(self, commit_record: CommitRecord) -> Iterator[tuple[CommitRecord, Changes]]:
-        """What is missing in parts, each with the commit record once it is written."""
+        """The missing changes in parts, each with the commit record that is valid when the part is written."""
         for name, topic, changes_of in (
             ("table_end", self.goal.table, table_changes),
             ("internal_end", self.goal.internal, internal_changes),
@@ -177,10 +180,10 @@ class CatchUp:
                 yield commit_record, changes
 
     def _write_spooled(self, store: Store, raw: bytes, spool: Spool[CommitRecord], *, done: bool = False) -> bytes:
-        """All parts in one commit; the commit record as it is now.
+        """Write all parts in one commit. Returns the new commit record.
 
         Args:
-            done: nothing is missing then.
+            done: nothing is missing after this write.
         """
         with store.bulk():
             for reached, changes in spool.take():
@@ -192,7 +195,7 @@ class CatchUp:
     def _gathered(
         self, topic: str, start: int, end: int, changes_of: Callable[[Chunk, Changes], int]
     ) -> Iterator[tuple[Changes, int]]:
-        """Last rows per row key, of as many records as memory allows, and the offset they go up to."""
+        """Parts with the last row of each row key, each part of limited size, and the offset at which the part ends."""
         gathered: Changes = {}
         size = 0
         for chunk in self._chunks(topic, start, end):
@@ -212,7 +215,7 @@ class CatchUp:
                 self._progress(self.records)
 
     def _replaced(self, store: Store, commit_record: CommitRecord) -> dict[bytes, bytes | None]:
-        """All rows of the last snapshot, and deletes of those that are not in it."""
+        """All rows of the last snapshot, and deletes of the stored rows that are not in it."""
         last: tuple[bytes | None] | None = None
         for chunk in self._chunks(self.goal.table, commit_record.table_end, self.goal.table_end):
             values = [value for key, value in zip(chunk.keys, chunk.values, strict=True) if key is not None]
@@ -235,10 +238,14 @@ class CatchUp:
         *,
         done: bool = False,
     ) -> bytes:
-        """Rows and commit record in one commit, if that is still what was read; the commit record as it is now.
+        """Write rows and commit record in one commit, if the commit record is still the one that was read.
 
         Args:
-            done: what is pending has had its time.
+            raw: the commit record that was read; None: there was none.
+            done: delete the pending changes.
+
+        Returns:
+            The new commit record.
         """
         blobs: dict[str, bytes | None] = {COMMIT_RECORD: commit_record.encode()}
         if done:

@@ -1,4 +1,4 @@
-"""What a local copy of a table partition says about itself, and how changes and snapshots of it are written."""
+"""Formats of a local copy of a table partition: its commit record, pending changes, and snapshots."""
 
 from __future__ import annotations
 
@@ -21,24 +21,25 @@ from onceflow.state import rows
 from onceflow.state.stores.base import StoreCorruptError
 
 INTERNAL_SUFFIX = "-internal"
-#: Names of blobs; the first one's is older than the word.
+#: Names of blobs. The commit record was called marker earlier, and its blob still has that name.
 COMMIT_RECORD, PENDING = "marker", "pending"
-#: Kinds of rows that come from Kafka; those of the others follow from them.
+#: Kinds of rows that come from Kafka. Rows of the other kinds (indexes) are computed from them.
 KINDS = (rows.VALUE, rows.MAP, rows.TIMER)
 
 _FORMAT = 1
 _DELETED = 0xFFFF_FFFF
-# By a row's flags (see `rows.pack`).
+# The smallest size of a row by its flags (see `rows.pack`).
 _MIN_ROW_BYTES = {row[:1]: len(row) for row in (rows.pack(b"", e, v) for e in (None, 0) for v in (0, 1))}
 _TIMER_ROW_BYTES = len(rows.pack(rows.timer_payload(b"e", 0)))
 
 
 AHEAD = "it is ahead of what is committed"
-"""What `CommitRecord.misfit` says of a copy that knows more than the goal: Kafka has lost something, or we are late."""
+"""What `CommitRecord.misfit` returns for a copy that is ahead of the goal. Either Kafka has lost records, or a newer
+driver has committed more than this one knows of."""
 
 
 class Commit(NamedTuple):
-    """Names a transaction: batch id, producer id and producer epoch."""
+    """Identifies a transaction by batch id, producer id and producer epoch."""
 
     batch: int
     producer_id: int
@@ -50,9 +51,9 @@ class Goal:
     """What the driver knows is committed.
 
     Args:
-        table_id, internal_id: Kafka's ids of the two topics; a topic made anew has another one.
-        table_end, internal_end: next offset after the last committed record.
-        last: the transaction that committed last, when it is known.
+        table_id, internal_id: Kafka's ids of the two topics. A topic that was deleted and created again has a new id.
+        table_end, internal_end: the offset after the last committed record of each topic.
+        last: the transaction that committed last, if it is known.
     """
 
     flow: str
@@ -72,10 +73,11 @@ class Goal:
 
 @dataclass(frozen=True)
 class CommitRecord:
-    """What the rows of a store are.
+    """What a local store contains: the rows of which flow and table partition, up to which offsets.
 
     Args:
-        time_ms: when this was all that is committed, epoch milliseconds; tombstones that are older may be gone.
+        time_ms: when the store contained all that was committed, in epoch milliseconds. Kafka may have removed
+            tombstones since then.
     """
 
     flow: str
@@ -92,7 +94,7 @@ class CommitRecord:
 
     @classmethod
     def decode(cls, raw: bytes) -> CommitRecord | None:
-        """None: unreadable, or of another format."""
+        """The commit record in these bytes; None: unreadable, or of another format."""
         try:
             read = orjson.loads(raw)
             if read.pop("format") != _FORMAT:
@@ -117,18 +119,19 @@ class CommitRecord:
         if (self.flow, self.table, self.partition) != (goal.flow, goal.table, goal.partition):
             return f"it belongs to {self.table}-{self.partition} of flow {self.flow}"
         if (self.table_id, self.internal_id) != (goal.table_id, goal.internal_id):
-            return "its topics were deleted and made anew"
+            return "its topics were deleted and created again"
         if self.table_end > goal.table_end or self.internal_end > goal.internal_end:
             return AHEAD
         return ""
 
 
 class Pending(NamedTuple):
-    """Changes of a batch of which nobody here knows whether it was committed.
+    """Changes of a batch whose outcome is not known to this store.
 
     Args:
-        ends: of the two topics once it is. base: before it.
-        changes: last row per row key, without index rows; None deletes.
+        ends: end offsets of the two topics when the batch is committed.
+        base: end offsets of the two topics before the batch.
+        changes: last row per row key, without index rows; None deletes the row.
     """
 
     commit: Commit
@@ -140,7 +143,10 @@ class Pending(NamedTuple):
         return self.base == (commit_record.table_end, commit_record.internal_end)
 
     def encode(self) -> bytes:
-        """Sizes of a header, of all keys and of all rows, then these themselves: no loop over rows in Python."""
+        """First the sizes of a header, of all keys and of all rows, then header, keys and rows.
+
+        This format needs no loop over rows in Python.
+        """
         head = orjson.dumps({"format": _FORMAT, "commit": list(self.commit), "ends": self.ends, "base": self.base})
         keys = [key for key, _ in self.changes]
         values = [row or b"" for _, row in self.changes]
@@ -150,10 +156,10 @@ class Pending(NamedTuple):
 
     @classmethod
     def decode(cls, raw: bytes | None) -> Pending | None:
-        """None: there is none, or of another format.
+        """The pending changes in these bytes; None: there are none, or they are of another format.
 
         Raises:
-            StoreCorruptError: it is damaged.
+            StoreCorruptError: the bytes are damaged.
         """
         if raw is None:
             return None
@@ -175,7 +181,7 @@ class Pending(NamedTuple):
             ]
             return cls(Commit(*header["commit"]), tuple(header["ends"]), tuple(header["base"]), changes)
         except (ValueError, TypeError, KeyError, struct.error) as unreadable:
-            raise StoreCorruptError(f"what is pending cannot be read: {unreadable}") from unreadable
+            raise StoreCorruptError(f"its pending changes cannot be read: {unreadable}") from unreadable
 
 
 # ---- records -----------------------------------------------------------------------------------------
@@ -194,7 +200,7 @@ Changes = dict[bytes, bytes | None]
 
 
 def table_changes(chunk: Chunk, changes: Changes) -> int:
-    """Adds the rows of records of the table topic; returns how many records are not ours."""
+    """Adds the rows of records of the table topic. Returns how many records were not written by a processor."""
     keys, values = chunk.keys, chunk.values
     packed = [None if value is None else b"\0" + value for value in values]
     for at, headers in chunk.headers.items():
@@ -210,7 +216,7 @@ def table_changes(chunk: Chunk, changes: Changes) -> int:
 
 
 def internal_changes(chunk: Chunk, changes: Changes) -> int:
-    """The same of the internal topic."""
+    """As `table_changes`, for the internal topic."""
     fit = [
         (key, row)
         for key, row in zip(chunk.keys, chunk.values, strict=True)
@@ -221,7 +227,7 @@ def internal_changes(chunk: Chunk, changes: Changes) -> int:
 
 
 def _is_internal_row(key: bytes, row: bytes | None) -> bool:
-    """Whether a processor can have written this. A restore must not stop at what somebody else wrote."""
+    """Whether a processor can have written this row. A restore must not fail because of records of other programs."""
     kind = key[:1]
     if len(key) > rows.ROW_KEY_BYTES_MAX or kind not in (rows.MAP, rows.TIMER):
         return False
@@ -231,7 +237,7 @@ def _is_internal_row(key: bytes, row: bytes | None) -> bool:
 
 
 def snapshot(all_rows: Iterable[tuple[bytes, bytes]]) -> bytes:
-    """All rows of a partition as one record's value; index rows are left out, they follow from the others."""
+    """All rows of a partition as the value of one record, without index rows, which are computed from the others."""
     listed = [[b64encode(key).decode(), b64encode(row).decode()] for key, row in all_rows if key[:1] in KINDS]
     return orjson.dumps({"format": _FORMAT, "rows": listed})
 
@@ -240,7 +246,7 @@ def rows_of_snapshot(raw: bytes) -> list[tuple[bytes, bytes]]:
     """The rows of a `snapshot`.
 
     Raises:
-        ProtocolError: this is none, or one of a later version.
+        ProtocolError: this is not a snapshot, or it is of a later version.
     """
     try:
         read = orjson.loads(raw)
@@ -252,7 +258,7 @@ def rows_of_snapshot(raw: bytes) -> list[tuple[bytes, bytes]]:
     raise ProtocolError(
         "A record of the table topic is not a snapshot of state that this version can read",
         detail=problem,
-        next_step="update onceflow; if the record is not of a flow, see who else writes to the table topic",
+        next_step="update onceflow; if no flow has written the record, find out what else writes to the table topic",
     )
 
 
@@ -260,7 +266,7 @@ def rows_of_snapshot(raw: bytes) -> list[tuple[bytes, bytes]]:
 
 
 def default_state_dir() -> Path:
-    """``ONCEFLOW_STATE_DIR``, else a folder in the user's home, else (it cannot be written) one of temporary files."""
+    """``ONCEFLOW_STATE_DIR``, else a folder in the user's home, else (if that is not writable) a temporary folder."""
     named = os.environ.get("ONCEFLOW_STATE_DIR")
     if named:
         return Path(named)
@@ -273,7 +279,7 @@ def default_state_dir() -> Path:
 
 
 def partition_folder(state_dir: Path, flow: str, table: str, partition: int) -> Path:
-    """``<state_dir>/<flow>/<table>/<partition>``; names are escaped so that each is one folder."""
+    """``<state_dir>/<flow>/<table>/<partition>``. Names are escaped, so that each is the name of one folder."""
     return state_dir / _folder_name(flow) / _folder_name(table) / str(partition)
 
 

@@ -1,9 +1,9 @@
 """Opens the local copy of one partition of a table, brought up to what is committed in Kafka.
 
-Kafka first, then local. A batch leaves its changes here as *pending*; the next one, which knows what was
-committed, applies them or drops them. The *commit record* says which flow and table the rows are of and up to which
-offsets of the two topics they go; it moves in the same commit as the rows. A copy that is
-missing, damaged or of another table is removed, and restored from Kafka.
+Changes are written to Kafka first, then to the local copy. A batch leaves its changes in the copy as *pending*. The
+next batch knows what was committed, and applies or drops them. The *commit record* says to which flow and table the
+rows belong, and up to which offsets of the two topics they go. It is written in the same commit as the rows. A copy
+that is missing, damaged or of another table is removed, and restored from Kafka.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from onceflow.state.stores.base import Store, StoreCorruptError, unusable
 log = logging.getLogger("onceflow.state")
 
 VERIFYING = "verifying"
-#: Half of what Kafka keeps tombstones for, unless a topic says otherwise.
+#: Half of the time for which Kafka keeps tombstones by default.
 TOMBSTONE_AGE_MS = 12 * 3_600_000
 
 
 @dataclass
 class Opened:
-    """A store that holds what is committed.
+    """A store that contains what is committed.
 
     Args:
         how: ``in sync``, ``settled``, ``caught up`` or ``restored``.
-        records: read from Kafka for it.
-        why: what was wrong with the copy that was there, if anything.
+        records: how many records were read from Kafka for it.
+        why: what was wrong with the copy on disk, if anything.
     """
 
     store: Store
@@ -59,21 +59,21 @@ def open_partition(
     progress: Callable[[int], None] | None = None,
     still_owner: Callable[[], bool] | None = None,
 ) -> Opened:
-    """A store that holds exactly what is committed, from whatever there is on disk.
+    """Open a store that contains exactly what is committed, whatever is on disk now.
 
     Args:
         verify: read the whole copy first and compare checksums (once per run of the driver).
-        snapshot_per_partition: a record of the table topic is a `snapshot` of the partition; the internal topic is
-            not used.
+        snapshot_per_partition: each record of the table topic is a `snapshot` of the partition, and the internal topic
+            is not used.
         tombstone_age_ms: a copy that was last in sync longer ago is restored (half of ``delete.retention.ms``).
         now_ms: epoch milliseconds.
-        progress: called with the number of records read so far, again and again.
-        still_owner: asked when the copy is ahead of the goal. False: a newer driver of the flow keeps it, and the
-            caller is the one that is behind. The copy is left alone then.
+        progress: called repeatedly with the number of records read so far.
+        still_owner: called if the copy is ahead of the goal. False: a newer driver of the flow has updated the copy,
+            and the caller is fenced. Then the copy is not changed.
 
     Raises:
-        FencedError: a newer driver has taken the flow over.
-        OnceflowError: Kafka could not be read, or the folder cannot be used. What is there stays consistent.
+        FencedError: a newer driver has fenced this one.
+        OnceflowError: Kafka could not be read, or the folder cannot be used. The copy on disk stays consistent.
     """
     began = time.monotonic()
     run = CatchUp(folder, goal, source, snapshot_per_partition, tombstone_age_ms, now_ms, progress, still_owner)
@@ -116,7 +116,7 @@ def _brought_up(folder: Path, opener: type[Store], run: CatchUp, *, verify: bool
         store = opener.open(folder)
         try:
             if verify and not store.checksum_holds():
-                raise StoreCorruptError("its checksum does not hold")
+                raise StoreCorruptError("its checksum does not match")
         except BaseException:
             store.close()
             raise
@@ -128,7 +128,7 @@ def _brought_up(folder: Path, opener: type[Store], run: CatchUp, *, verify: bool
 
 
 def found_in(folder: Path, opener: type[Store]) -> tuple[bool, bool]:
-    """Whether a process has died verifying what is there, and whether something is."""
+    """Whether a process has died while it verified the copy, and whether there is a copy."""
     try:
         return (folder / VERIFYING).exists(), opener.exists(folder)
     except OSError as refused:
@@ -137,10 +137,11 @@ def found_in(folder: Path, opener: type[Store]) -> tuple[bool, bool]:
 
 @contextmanager
 def _verifying(folder: Path) -> Iterator[None]:
-    """Leaves a file behind when the process dies of what it reads, as an engine may: the next one is warned."""
+    """While this runs, a file exists in the folder. It stays there if damaged data crash the storage engine, and with
+    it the process. So the next process knows of the damage."""
     trial = folder / VERIFYING
     try:
-        folder.mkdir(parents=True, exist_ok=True)  # not every store keeps something there
+        folder.mkdir(parents=True, exist_ok=True)  # not every store has files there
         trial.touch()
     except OSError as refused:
         raise unusable(folder, "The local state cannot be opened", refused) from refused
@@ -165,21 +166,22 @@ def set_pending(
     table_end: int,
     internal_end: int,
 ) -> None:
-    """Leaves a batch's changes in a store that is at the goal, in place of what was pending before.
+    """Leaves a batch's changes as pending in a store that is at the goal. They replace earlier pending changes.
 
     Args:
         commit: the transaction that writes them to Kafka.
-        changes: last row per row key, without index rows; None deletes.
-        table_end, internal_end: where the topics end once it is committed.
+        changes: last row per row key, without index rows; None deletes the row.
+        table_end, internal_end: end offsets of the topics when the transaction is committed.
     """
     pending = Pending(commit, (table_end, internal_end), (goal.table_end, goal.internal_end), changes)
     store.write((), {PENDING: pending.encode()})
 
 
 def settle(folder: Path, opener: type[Store], commit: Commit) -> bool:
-    """Applies what is pending if it is of this transaction, which is known to be committed.
+    """Applies the pending changes if they are of this transaction, which is known to be committed.
 
-    For the end of a flow: the next one, and readers, find the store in sync. Nothing is lost when it cannot be.
+    It is called at the end of a flow, so that the next start and readers find the store in sync. If it fails, nothing
+    is lost. Returns whether changes were applied.
     """
     if (folder / VERIFYING).exists() or not opener.exists(folder):
         return False
@@ -199,5 +201,5 @@ def settle(folder: Path, opener: type[Store], commit: Commit) -> bool:
         finally:
             store.close()
     except StoreCorruptError as problem:
-        log.info("the local copy in %s is left to the next start: %s", folder, problem.what)
+        log.info("the local copy in %s is not settled now, the next start repairs it: %s", folder, problem.what)
         return False

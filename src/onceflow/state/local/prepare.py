@@ -1,8 +1,8 @@
 """Opens local copies in a batch, or brings them up to what is committed before a batch begins.
 
-A batch has to end before its transaction times out, and nobody can say how long a restore takes. So a copy that lacks
-much, or has to be verified, can be prepared first, with no transaction open: by the driver, or by a task of a job of
-its own. The batch then finds it in sync.
+A batch has to end before its transaction times out, but it is not known in advance how long a restore takes. So a copy
+that lacks many records, or has to be verified, can be prepared before the transaction is opened: by the driver, or by
+a task of a separate job. The batch then finds the copy in sync.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _LONG_RESTORE_S = 5.0
 
 @dataclass(frozen=True)
 class Prepared:
-    """A local copy that holds what was committed when it was opened, for `TableState.prepared`.
+    """A local copy that contains what was committed when it was opened, for `TableState.prepared`.
 
     Args:
         place: see `ProcessSpec.place`.
@@ -76,14 +76,14 @@ def prepare_partition(
     *,
     still_owner: Callable[[], bool] | None = None,
 ) -> Prepared:
-    """Bring the copy on this host up to what is committed, before a batch begins. Needs no transaction.
+    """Bring the copy on this host up to what is committed, before a batch begins. This needs no transaction.
 
     Args:
-        moment: of the batch to come, as far as it is known: what is committed, and what is verified.
-        still_owner: whether no newer driver has taken the flow over; asked only when that is in doubt.
+        moment: the moment of the next batch, as far as it is known: what is committed, and what is verified.
+        still_owner: returns False if a newer driver has fenced this one. It is called only when that is in doubt.
 
     Raises:
-        FencedError: a newer driver has.
+        FencedError: a newer driver has fenced this one.
         OnceflowError: Kafka could not be read, or the folder cannot be used. What was read so far is kept.
     """
     opened = open_local(spec, moment, partition, source, still_owner=still_owner)
@@ -92,9 +92,9 @@ def prepare_partition(
 
 
 def lacks(spec: ProcessSpec, moment: Moment, partition: int) -> int | None:
-    """How many records (at most) a batch would have to read for the copy on this host; None: it has to verify it, too.
+    """The most records that a batch would have to read for the copy on this host; None: it would have to verify it, too.
 
-    Takes no longer than opening the store.
+    This call takes no longer than opening the store.
     """
     verified = is_verified(spec, moment, partition)
     return missing_records(spec.folder(partition), spec.store, moment.goal(spec, partition), verified=verified)
@@ -106,13 +106,14 @@ def is_verified(spec: ProcessSpec, moment: Moment, partition: int) -> bool:
 
 
 def missing_records(folder: Path, opener: type[Store], goal: Goal, *, verified: bool) -> int | None:
-    """How many records (at most) have to be read before the copy is at the goal, as its commit record says.
+    """The most records that have to be read before the copy is at the goal, according to its commit record.
 
     Args:
-        verified: whether the copy was. If not, it is not opened: what is damaged may crash the process that does.
+        verified: whether the copy was verified in this run. If not, it is not opened here, because damaged data may
+            crash the process that opens it.
 
     Returns:
-        None: there is a copy, and it has to be verified first.
+        The number of records; None: there is a copy, and it has to be verified first.
     """
     everything = goal.table_end + goal.internal_end
     died, there = found_in(folder, opener)

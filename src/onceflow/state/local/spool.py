@@ -1,4 +1,4 @@
-"""Collects changes on disk until there are enough for one commit, so that memory holds few of them."""
+"""Collects changes on disk until there are enough for one commit, so that few of them are in memory."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _T = TypeVar("_T")
 
 
 class Spool(Generic[_T]):
-    """Parts in the order in which they were added. The last one stays in memory: most have only one.
+    """Parts in the order in which they were added. The last part stays in memory, and often there is only one.
 
     Args:
-        folder: where a file without a name is made, when there is a second part; nothing is left of it afterwards.
+        folder: where an unnamed temporary file is created when a second part is added. Nothing remains of the file.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -39,7 +39,7 @@ class Spool(Generic[_T]):
             self._file.close()
 
     def add(self, mark: _T, changes: Changes) -> None:
-        """One more part, and what it is marked with.
+        """Add a part and its mark.
 
         Raises:
             EnvironmentUnusableError: the disk is full, or the folder cannot be written.
@@ -47,7 +47,7 @@ class Spool(Generic[_T]):
         if self._last is not None:
             try:
                 if self._file is None:
-                    self._folder.mkdir(parents=True, exist_ok=True)  # not every store keeps something there
+                    self._folder.mkdir(parents=True, exist_ok=True)  # not every store has files there
                     self._file = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115 (closed with the spool)
                 pickle.dump(self._last, self._file, pickle.HIGHEST_PROTOCOL)
             except OSError as refused:
@@ -57,7 +57,7 @@ class Spool(Generic[_T]):
         self.rows += len(changes)
 
     def take(self) -> Iterator[tuple[_T, Changes]]:
-        """The parts, which are forgotten."""
+        """Return all parts, and remove them from the spool."""
         if self._file is not None and self._parts:
             self._file.seek(0)
             for _ in range(self._parts):

@@ -26,9 +26,9 @@ _OPENERS: tuple[type[Store], ...] = (LmdbStore, RocksdbStore, MemoryStore)
 class LocalTable:
     """The keys and values of a table that are on this machine.
 
-    It shows what was committed when the flow last looked: the last batch is visible once the next one has begun, or the
-    flow has ended. Partitions that tasks on other machines hold are missing, or as old as their copy here. To see the
-    whole table as of now, read its topic. Expired values are hidden. Nothing is written or kept open.
+    It shows what the flow has applied to the local copies: a batch is visible when the next one has begun, or when the
+    flow has ended. Partitions that tasks on other machines process are missing, or as old as their copy here. To see
+    the whole current table, read its topic. Expired values are hidden. Nothing is written or kept open.
 
     Args:
         folder: the folder of the table, ``<state_dir>/<flow>/<table>``. It need not exist before the first read.
@@ -71,12 +71,12 @@ class LocalTable:
                     yield row_key[1:], value
 
     def prefix(self, prefix: bytes, *, reverse: bool = False) -> Iterator[tuple[bytes, bytes]]:
-        """Keys that begin so, and their values, in order."""
+        """Keys that begin with these bytes, and their values, in order of keys over all partitions."""
         _check("The prefix", prefix, *_BYTES)
         return self.range(prefix, rows.after(prefix), reverse=reverse)
 
     def map_entries(self, name: str) -> Iterator[tuple[bytes, bytes, bytes]]:
-        """All entries of the maps of this name: the key they are under, the entry's key, its value."""
+        """All entries of the maps of this name: the key that the map belongs to, the entry's key, the entry's value."""
         _check("The name for map_entries()", name, str)
         now_ms = self._clock_ms()
         with self._stores() as stores:
@@ -101,7 +101,7 @@ class LocalTable:
                             opened.append(opener.open(folder, read_only=True))
                             break
                     except FileNotFoundError:
-                        continue  # removed, or just being made
+                        continue  # the store is being removed or created
             yield _of_one_table(opened)
         finally:
             for store in opened:
@@ -113,7 +113,7 @@ class LocalTable:
         return [self._folder / name for name in sorted(names) if name.isdecimal()]
 
     def _refuse(self) -> NoReturn:
-        """Say where the folder's path ends and what is there instead: it has no partitions.
+        """Explain that the folder has no partitions: which part of its path exists, and what is there.
 
         Raises:
             OptionError: always.
@@ -134,13 +134,13 @@ class LocalTable:
         raise OptionError(
             what,
             detail=detail,
-            next_step="give the folder <state_dir>/<flow>/<table>; it is there when the flow has begun a batch on this "
-            "machine (copies of the memory store are seen in the flow's own process only)",
+            next_step="give the folder <state_dir>/<flow>/<table>; it exists when the flow has begun a batch on this "
+            "machine (copies of the memory store are visible in the flow's own process only)",
         )
 
 
 def _of_one_table(stores: list[Store]) -> list[Store]:
-    """Without copies of partitions of an earlier topic of that name."""
+    """The stores without copies of an earlier topic of the same name."""
     found = [(store, CommitRecord.decode(store.blob(COMMIT_RECORD) or b"")) for store in stores]
     newest = max((held for _, held in found if held is not None), key=_age, default=None)
     if newest is None:
