@@ -92,7 +92,7 @@ def prepare_partition(
 
 
 def lacks(spec: ProcessSpec, moment: Moment, partition: int) -> int | None:
-    """The most records that a batch would have to read for the copy on this host; None: it would have to verify it, too.
+    """The most records that a batch would have to read for the copy on this host; None: it has to verify the copy, too.
 
     This call takes no longer than opening the store.
     """

@@ -1,1 +1,1 @@
-"""Stores of one table partition's rows (LMDB, RocksDB, memory), and a batch's changes over them."""
+"""Local stores for the rows of one table partition (LMDB, RocksDB, memory), and the uncommitted changes of a batch."""

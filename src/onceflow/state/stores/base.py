@@ -1,8 +1,8 @@
-"""The interface of local stores of one table partition, and the checksum that shows damage.
+"""The interface of local stores of one table partition, and the checksum that detects damage.
 
-A store is a cache of Kafka: it may be lost or damaged at any time, but it must never be wrong unnoticed. So
-every write keeps a checksum over all rows and blobs in the same commit, and what an engine makes of a damaged
-file becomes `StoreCorruptError`, upon which the caller removes the data and restores them.
+A store is a cache of data in Kafka. It may be lost or damaged at any time, but damage must always be detected. So
+every write updates a checksum over all rows and blobs in the same commit. Errors that a storage engine raises for a
+damaged file become `StoreCorruptError`; the caller then removes the data and restores them.
 """
 
 from __future__ import annotations
@@ -25,37 +25,37 @@ from onceflow.state import rows
 
 NO_BLOBS: Mapping[str, bytes | None] = {}
 
-#: Name of the blob that holds the checksum; it begins as no user's name does.
+#: Name of the blob that contains the checksum. No other blob's name begins with a zero byte.
 TALLY = "\0tally"
 
-#: What `Store.bulk` takes in one commit.
+#: Limits of `Store.bulk` for one commit.
 BULK_ROWS_MAX, BULK_BYTES_MAX = 2_000_000, 1 << 30
 
-# Odd numbers of 64 bits: lengths spread over the upper half of the sum, which CRCs do not reach.
+# Odd 64-bit factors. They make the lengths change the upper half of the sum, too, which the CRCs do not reach.
 _OF_KEY_LENGTH, _OF_ROW_LENGTH, _OF_ROW = 0x9E37_79B9_7F4A_7C15, 0xC2B2_AE3D_27D4_EB4F, 0x1656_67B1_9E37_79F9
 _MASK = (1 << 64) - 1
-# Small: the lists stay in the processor's cache. Ten thousand at a time take four times as long.
+# Small, so that the lists stay in the CPU cache. With ten thousand at a time, a scan takes four times as long.
 _SCANNED_AT_ONCE = 256
 
 
 class StoreCorruptError(OnceflowError):
-    """A local store cannot be read or does not hold what was written. The caller restores it from Kafka."""
+    """A local store cannot be read, or does not contain what was written. The caller restores it from Kafka."""
 
 
 def unusable(folder: Path, what: str, error: Exception) -> EnvironmentUnusableError:
-    """An error of the machine, which a restore would not help."""
+    """The error for a problem of the machine, which a restore would not solve."""
     return EnvironmentUnusableError(
         f"{what}: {folder} on host {socket.gethostname()}",
         detail=f"{type(error).__name__}: {error}",
-        next_step="make the folder writable with room in it, or name another one: state_dir= of Flow.process, or "
-        "ONCEFLOW_STATE_DIR on that host",
+        next_step="make the folder writable and its disk large enough, or give another folder: state_dir= of "
+        "Flow.process, or ONCEFLOW_STATE_DIR on that host",
     )
 
 
 def checksum(keys: Sequence[bytes], values: Sequence[bytes]) -> int:
-    """Sum mod 2^64 over rows of a hash of key and row, so that the order does not matter and rows come and go.
+    """The sum (modulo 2^64) of a hash of each row. So the order does not matter, and rows can be added and removed.
 
-    The hash is the CRC-32 of key and row, widened by their lengths. Nothing here is a Python loop.
+    The hash is the CRC-32 of key and row, combined with their lengths. There is no Python loop here.
     """
     total = sum(map(zlib.crc32, values, map(zlib.crc32, keys)))
     total += _OF_KEY_LENGTH * sum(map(len, keys)) + _OF_ROW_LENGTH * sum(map(len, values)) + _OF_ROW * len(keys)
@@ -75,7 +75,7 @@ class Tally:
 
     @classmethod
     def decode(cls, raw: bytes | None) -> Tally:
-        """The tally of a store; an empty one where nothing was written yet."""
+        """The tally of a store; an empty one if nothing was written yet."""
         if raw is None:
             return cls()
         try:
@@ -85,7 +85,7 @@ class Tally:
             raise StoreCorruptError(f"the checksum of the local store is unreadable: {unreadable}") from unreadable
 
     def with_blobs(self, blobs: Mapping[str, bytes | None]) -> Tally:
-        """This tally after blobs were written (None: deleted)."""
+        """This tally as it is after these blobs are written (None: deleted)."""
         if not blobs:
             return self
         sums = {name: total for name, total in self.blobs.items() if name not in blobs}
@@ -94,10 +94,10 @@ class Tally:
 
 
 def tally_of(items: Iterator[tuple[bytes, bytes]], blobs: Mapping[str, bytes]) -> Tally:
-    """The tally of everything that is there, in order of keys.
+    """The tally of all these rows and blobs. The rows must be in order of keys.
 
     Raises:
-        StoreCorruptError: keys do not ascend, so that some would not be found.
+        StoreCorruptError: the keys are not in ascending order, so that some rows could not be found.
     """
     count = total = 0
     last = b""
@@ -112,7 +112,7 @@ def tally_of(items: Iterator[tuple[bytes, bytes]], blobs: Mapping[str, bytes]) -
 
 
 class Plan(NamedTuple):
-    """What one write does: sorted keys to put and their rows, keys to delete (all of them are there), new tally."""
+    """What one write does: sorted keys to put and their rows, existing keys to delete, and the new tally."""
 
     keys: list[bytes]
     values: list[bytes]
@@ -127,13 +127,13 @@ def plan(
     *,
     index: bool,
 ) -> Plan:
-    """Works out a write, inside the engine's write transaction.
+    """Plans a write, inside the engine's write transaction.
 
     Args:
-        changes: row keys and rows; None deletes.
-        tally: before the write.
-        fetch: rows as they are now, for sorted keys.
-        index: the changes are of ``v``, ``m`` and ``t`` rows, and the index rows that follow are to be added.
+        changes: row keys and rows; None deletes the row.
+        tally: the tally before the write.
+        fetch: returns the current rows for sorted keys.
+        index: the changes are of ``v``, ``m`` and ``t`` rows, and the changes of index rows have to be added.
     """
     keys = sorted(changes)
     if keys and not (keys[0] and max(map(len, changes)) <= rows.STORE_KEY_BYTES_MAX):
@@ -150,7 +150,7 @@ def plan(
         deletes = [key for key in keys if changes[key] is None and key in old]
         keys = sorted(puts)
     values: list[bytes] = list(map(puts.__getitem__, keys))  # type: ignore[arg-type]  # no None is left
-    # In the order of the changes, not of the keys: that is how they lie in memory.
+    # In the order of the changes, not of the keys, because this is their order in memory.
     total = tally.total - checksum(list(old), list(old.values()))
     total += checksum(list(puts), list(puts.values()))  # type: ignore[arg-type]
     return Plan(keys, values, deletes, replace(tally, rows=tally.rows - len(old) + len(puts), total=total & _MASK))
@@ -161,7 +161,7 @@ def _found(keys: Sequence[bytes], fetch: Callable[[Sequence[bytes]], Iterable[by
 
 
 def _index_rows(changes: Mapping[bytes, bytes | None], old: Mapping[bytes, bytes]) -> dict[bytes, bytes | None]:
-    """Index rows that follow; most rows have none, so the others are picked out first."""
+    """The changes of index rows. Most rows have no index row, so those that have one are selected first."""
     timer = rows.TIMER[0]
     concerned = {key for key, row in changes.items() if (row is not None and row[0] & 1) or key[0] == timer}
     concerned.update(key for key, row in old.items() if row and row[0] & 1)
@@ -170,13 +170,13 @@ def _index_rows(changes: Mapping[bytes, bytes | None], old: Mapping[bytes, bytes
 
 
 class Store(abc.ABC):
-    """Ordered rows of one table partition plus a few named blobs.
+    """Ordered rows of one table partition, and a few named blobs.
 
-    Any method but `remove` and `exists` may raise `StoreCorruptError`, and `EnvironmentUnusableError` when the
-    disk is full or the folder may not be used.
+    Any method except `remove` and `exists` may raise `StoreCorruptError`, and `EnvironmentUnusableError` if the
+    disk is full or the folder is not accessible.
 
     Attributes:
-        on_disk: whether all processes of the machine find the same rows in a folder.
+        on_disk: whether all processes of the machine see the same rows in a folder.
     """
 
     on_disk: ClassVar[bool] = True
@@ -184,21 +184,21 @@ class Store(abc.ABC):
     @classmethod
     @abc.abstractmethod
     def open(cls, folder: Path, *, read_only: bool = False) -> Store:
-        """Opens the store in a folder, and makes it when it is missing.
+        """Opens the store in a folder, and creates it if it is missing.
 
         Raises:
-            FileNotFoundError: read_only, and there is none.
+            FileNotFoundError: with read_only, if there is no store.
         """
 
     @staticmethod
     @abc.abstractmethod
     def exists(folder: Path) -> bool:
-        """Whether there is something to open; it need not be readable."""
+        """Whether there is a store in the folder. It may be damaged."""
 
     @staticmethod
     @abc.abstractmethod
     def remove(folder: Path) -> None:
-        """Deletes the data, readable or not. What is a symlink there is deleted, not followed."""
+        """Deletes the data, even if they are damaged. A symlink is deleted, not followed."""
 
     @abc.abstractmethod
     def get(self, key: bytes) -> bytes | None:
@@ -210,7 +210,7 @@ class Store(abc.ABC):
 
     @abc.abstractmethod
     def scan(self, start: bytes, end: bytes | None = None, *, reverse: bool = False) -> Iterator[tuple[bytes, bytes]]:
-        """Rows with ``start <= key < end`` in order. Writes meanwhile may or may not be seen."""
+        """Rows with ``start <= key < end`` in order. Writes during the scan may be visible or not."""
 
     @abc.abstractmethod
     def blob(self, name: str) -> bytes | None:
@@ -225,37 +225,38 @@ class Store(abc.ABC):
         *,
         index: bool = False,
     ) -> bool:
-        """One atomic commit of rows and blobs; a key that comes twice gets its last row.
+        """Writes rows and blobs in one atomic commit. If a key occurs twice, its last row is written.
 
         Args:
-            changes: row keys and rows, as pairs or a dictionary; None deletes.
-            blobs: names and blobs; None deletes.
-            expect: name and value of a blob, compared inside the transaction.
-            index: adds the index rows that follow from the changes (see `rows.with_index`).
+            changes: row keys and rows, as pairs or a dictionary; None deletes the row.
+            blobs: names and blobs; None deletes the blob.
+            expect: name and expected value of a blob. They are compared inside the transaction.
+            index: whether to add the changes of index rows (see `rows.with_index`).
 
         Returns:
-            False, and nothing is done, when the blob is not as expected.
+            Whether it was written. False: the blob is not as expected, and nothing was changed.
         """
 
     @contextmanager
     def bulk(self) -> Iterator[Callable[[], None]]:
-        """Many writes in few commits, if the engine gains by it. What is yielded commits those made so far.
+        """Combines many writes into few commits, if that is faster with this engine.
 
-        Writes inside are to add up to no more than `BULK_BYTES_MAX` and `BULK_ROWS_MAX` per commit. The end
-        commits, an error drops what is not committed. Reads inside see the last commit.
+        It yields a function that commits the writes so far. The writes of one commit must not exceed `BULK_BYTES_MAX`
+        and `BULK_ROWS_MAX`. The end of the block commits. An error drops what is not committed. Reads in the block see
+        the last commit.
         """
         yield lambda: None
 
     def checksum_holds(self) -> bool:
-        """Reads everything: whether rows and blobs are those that were written.
+        """Reads everything, and returns whether rows and blobs are those that were written.
 
         Raises:
-            StoreCorruptError: the same as False, found by the engine or on the way.
+            StoreCorruptError: means the same as False; the damage was found by the engine, or during the scan.
         """
         return self._tally() == tally_of(self._items(), self._blobs())
 
-    def close(self) -> None:  # noqa: B027 (most engines have something to let go of, not all)
-        """Lets go of what this object holds; the data stay."""
+    def close(self) -> None:  # noqa: B027 (not every engine has something to release)
+        """Releases the resources of this object. The data stay."""
 
     @abc.abstractmethod
     def _tally(self) -> Tally: ...
@@ -265,4 +266,4 @@ class Store(abc.ABC):
 
     @abc.abstractmethod
     def _blobs(self) -> dict[str, bytes]:
-        """All blobs but the tally."""
+        """All blobs except the tally."""

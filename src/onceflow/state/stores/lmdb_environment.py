@@ -1,8 +1,8 @@
-"""LMDB environments: one for each folder and process, with what LMDB does not take care of.
+"""LMDB environments, one for each folder and process. This module does what LMDB leaves to its users.
 
-LMDB trusts the files it opens, forbids to open them twice in a process, and has a map that must be made larger
-by hand. Nothing is synced to disk: Kafka is the truth, and after a crash of the machine a checksum tells whether
-the file may be used.
+LMDB does not check the files that it opens, must not open them twice in a process, and has a memory map that the caller
+must enlarge. Nothing is synced to disk: the data are also in Kafka, and after a crash of the machine a checksum shows
+whether the file is intact.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ DATA, LOCK = "data.mdb", "lock.mdb"
 _MAP_BYTES = 1 << 30
 _READERS_MAX = 512
 _IDLE_MAX = 64
-# Pages are written anew where a row changes; beyond this much room a transaction seldom runs out of map.
+# A changed row makes LMDB write a new copy of its page. With this much free room, a transaction seldom fills the map.
 _ROOM_PER_BYTE, _MIN_ROOM = 4, 16 << 20
 _READER_ATTEMPTS, _READER_PAUSE_S = 20, 0.005
 
@@ -46,7 +46,7 @@ class Environment:
         self.open(read_only)
 
     def open(self, read_only: bool) -> None:
-        """Opens the files that are there now."""
+        """Opens the files that are in the folder now."""
         self.read_only = read_only
         with self.translated():
             if not read_only:
@@ -69,7 +69,7 @@ class Environment:
         except BaseException as error:
             self._env.close()
             if read_only and isinstance(error, lmdb.NotFoundError):
-                raise FileNotFoundError(self.folder / DATA) from error  # made, and nothing written yet
+                raise FileNotFoundError(self.folder / DATA) from error  # created, and nothing is written yet
             raise
 
     def _open(self) -> None:
@@ -96,20 +96,20 @@ class Environment:
         )
 
     def check_file(self) -> None:
-        """What LMDB would not survive: a file that is cut off, or is something else."""
+        """Checks for a truncated file, or one that is not LMDB's: such a file could crash LMDB and the process."""
         attempts = _READER_ATTEMPTS if self.read_only else 1
         for attempt in range(attempts):
             try:
                 read_meta(self.folder / DATA)
                 return
             except StoreCorruptError:
-                # A reader may look between two steps of a writer's commit.
+                # A reader may see the file between two steps of a writer's commit.
                 if attempt + 1 == attempts:
                     raise
                 time.sleep(_READER_PAUSE_S)
 
     def check_open_file(self) -> None:
-        """The same of a file that others may be writing to: what looks cut off may be a commit under way."""
+        """As `check_file`, for a file that others may be writing to: what looks truncated may be a running commit."""
         try:
             self.check_file()
         except StoreCorruptError:
@@ -119,13 +119,13 @@ class Environment:
                 self.check_file()
 
     def _open_with_new_lock(self) -> None:
-        # Somebody has put other data beside a lock file in use, which would tell us of the wrong last commit.
+        # The data file was replaced while the lock file was in use. The lock file names a last commit of the old data.
         self._env.close()
         if not self.read_only:
             (self.folder / LOCK).unlink(missing_ok=True)
             self._open()
             return
-        for _ in range(_READER_ATTEMPTS):  # or a writer is at it
+        for _ in range(_READER_ATTEMPTS):  # a writer may be writing just now
             time.sleep(_READER_PAUSE_S)
             self._open()
             if self._lock_file_belongs():
@@ -134,7 +134,7 @@ class Environment:
         raise StoreCorruptError("the lock file belongs to other data")
 
     def _lock_file_belongs(self) -> bool:
-        """Transactions are counted in the lock file and in the data; writers elsewhere may move both on."""
+        """Whether lock file and data belong together: both count transactions, and other writers may advance both."""
         before = self._env.info()["last_txnid"]
         with self._env.begin() as txn:
             counted: int = txn.id()
@@ -146,17 +146,17 @@ class Environment:
             self.writer.close()
 
     def begin(self, *, write: bool = False) -> Any:
-        """A transaction of LMDB. Who writes holds ``writer``."""
+        """A transaction of LMDB. The caller must hold ``writer`` to write."""
         try:
             return self._env.begin(write=write)
         except lmdb.MapResizedError:
-            self._env.set_mapsize(0)  # another process has made it larger
+            self._env.set_mapsize(0)  # another process has made the map larger
         except lmdb.ReadersFullError:
-            self._env.reader_check()  # forgets readers that died
+            self._env.reader_check()  # removes readers whose process has died
         return self._env.begin(write=write)
 
     def read(self, work: Callable[[Any, Any], _T]) -> _T:
-        """Runs a function of transaction and rows in a read transaction."""
+        """Runs a function in a read transaction. It is called with the transaction and the database of the rows."""
         try:
             with self.lock, self.begin() as txn:
                 return work(txn, self.rows)
@@ -164,10 +164,10 @@ class Environment:
             raise _translate(error, self.folder) from error
 
     def write(self, work: Callable[[Any, Any], bool], size: int) -> bool:
-        """Runs a function in a write transaction, again with a larger map when it does not fit.
+        """Runs a function in a write transaction. If the map is too small, it is enlarged, and the function runs again.
 
         Args:
-            size: bytes that it writes, about.
+            size: roughly how many bytes the function writes.
         """
         with self.lock, self.translated(), self.writer.held():
             self.make_room(_ROOM_PER_BYTE * size + _MIN_ROOM)
@@ -182,7 +182,7 @@ class Environment:
             return done
 
     def make_room(self, size: int) -> None:
-        """Makes the map large enough for so many bytes more."""
+        """Makes the map large enough for this many more bytes."""
         while self._env.info()["map_size"] < self._bytes_used() + size:
             self._grow()
 
@@ -194,7 +194,10 @@ class Environment:
         self._env.set_mapsize(2 * self._env.info()["map_size"])
 
     def complete_file(self) -> None:
-        """LMDB does not write a free page at the end; a file that is too short shall mean that it was cut off."""
+        """Extends the file to its full length, because LMDB does not write free pages at the end.
+
+        So a file that is too short has been truncated.
+        """
         whole = self._bytes_used()
         data = self.folder / DATA
         with suppress(FileNotFoundError):
@@ -203,7 +206,7 @@ class Environment:
 
     @contextmanager
     def translated(self) -> Iterator[None]:
-        """Errors of the engine become ours."""
+        """Converts errors of LMDB to errors of onceflow."""
         try:
             yield
         except (lmdb.Error, struct.error, OSError) as error:
@@ -211,15 +214,15 @@ class Environment:
 
 
 def _translate(error: Exception, folder: Path) -> Exception:
-    """Damage is for the caller to repair; what a repair cannot help is for the user."""
+    """Damage becomes an error that the caller repairs. What a repair cannot solve becomes an error for the user."""
     if isinstance(error, FileNotFoundError):
         return error
     if isinstance(error, lmdb.BadValsizeError):
-        return ValueError(f"a key that LMDB does not take: {error}")
+        return ValueError(f"LMDB does not accept a key: {error}")
     number = error.errno if isinstance(error, OSError) else getattr(error, "code", 0)
     if isinstance(error, lmdb.DiskError) or number in (errno.ENOSPC, errno.EDQUOT):
         return unusable(folder, "The disk of the local state is full", error)
-    # LMDB's own codes are negative. Of the system's, only these come from what is in the folder.
+    # LMDB's own codes are negative. Of the system's codes, only these are caused by the files in the folder.
     of_files = (errno.EINVAL, errno.EIO, errno.EISDIR, errno.EEXIST)
     of_system = (number or 0) > 0 and number not in of_files
     if isinstance(error, (lmdb.ReadersFullError, lmdb.TlsFullError)) or of_system:
@@ -227,8 +230,8 @@ def _translate(error: Exception, folder: Path) -> Exception:
     return StoreCorruptError(f"the local store is damaged: {error}")
 
 
-# Python workers serve batch after batch, and opening costs more than a small batch. Entries of a forked child's
-# parent are never looked at: LMDB must not be used across a fork.
+# Python workers are reused for many batches, and opening takes longer than a small batch. The process id is a part of
+# the key, because a forked child must not use an environment of its parent.
 _cache: dict[tuple[int, str], Environment] = {}
 _cache_lock = threading.RLock()
 
@@ -238,7 +241,7 @@ def _name(folder: Path) -> tuple[int, str]:
 
 
 def identity(folder: Path) -> _Identity:
-    """Which files are there. An open environment keeps its own from being given out again as others'."""
+    """Device and inode of the files in the folder. While an environment is open, its inodes cannot be reused."""
     found = []
     for name in (DATA, LOCK):
         try:
@@ -266,7 +269,7 @@ def acquire(folder: Path, read_only: bool) -> Environment:
         else:
             known = Environment(folder, read_only)
         _cache.pop(name, None)
-        _cache[name] = known  # the last one used comes last
+        _cache[name] = known  # the one that was used last is the last one
         known.users += 1
         return known
 
@@ -280,7 +283,7 @@ def release(environment: Environment) -> None:
 
 
 def forget(folder: Path) -> None:
-    """Closes the folder's environment, whoever uses it: its files are about to be removed."""
+    """Closes the folder's environment, even if it is in use, because its files are about to be removed."""
     with _cache_lock:
         known = _cache.pop(_name(folder), None)
         if known is not None:

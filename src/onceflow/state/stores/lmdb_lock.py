@@ -1,11 +1,11 @@
-"""One writer of an LMDB folder at a time (process and thread); the others wait in bounded time.
+"""A lock with a timeout, so that only one process and thread writes to an LMDB folder at a time.
 
-LMDB has a lock of its own for this, but waits at it without end: a process that is stopped (SIGSTOP, a debugger, a
-frozen container) while it writes would hang all others. So writers come to this lock first. Where everybody does,
-LMDB's own one is always free. Nothing but the waiting depends on this lock: the data are safe by LMDB's.
+LMDB has its own lock for this, but waits for it without a timeout. A process that is stopped while it writes (SIGSTOP,
+a debugger, a frozen container) would block all others forever. So all writers acquire this lock first, and LMDB's own
+lock is then always free. Only the timeout depends on this lock: the data are protected by LMDB's lock.
 
-A POSIX lock, because it belongs to the process: it ends with it, forked children do not keep it, and the system tells
-who holds it. It takes two system calls.
+It is a POSIX lock, because such a lock belongs to the process: it is released when the process ends, forked children do
+not inherit it, and the system tells who holds it. It takes two system calls.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from pathlib import Path
 from onceflow.errors import DeadlineExceededError
 
 NAME = "writer.lock"
-#: How long a writer waits for another one; a large restore is written in parts.
+#: How long a writer waits for another one. (A large restore is written in parts.)
 WAIT_S = 60.0
 _PAUSE_S = 0.005
 _FLOCK = "hhqqi4x"  # struct flock of 64-bit Linux: type, whence, start, length, pid
 
 
 class WriterLock:
-    """Of one folder, in this process. The file is made at the first use, and opened nowhere else: whoever closes a
-    file gives up all POSIX locks of the process on it."""
+    """The lock of one folder in this process. The file is created at the first use. It must not be opened anywhere else
+    in the process: closing any descriptor of a file releases all POSIX locks of the process on it."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / NAME
@@ -40,11 +40,11 @@ class WriterLock:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Nobody else writes meanwhile. Not reentrant.
+        """Hold the lock, so that no one else writes. It is not reentrant.
 
         Raises:
-            DeadlineExceededError: somebody did all the time.
-            OSError: the file cannot be made.
+            DeadlineExceededError: another writer held the lock until the timeout.
+            OSError: the file cannot be created.
         """
         self.acquire()
         try:
@@ -53,7 +53,7 @@ class WriterLock:
             self.release()
 
     def acquire(self) -> None:
-        """As `held`; to be followed by ``release``."""
+        """As `held`. The caller must call ``release`` afterwards."""
         end = time.monotonic() + WAIT_S
         if not self._threads.acquire(timeout=WAIT_S):
             raise self._busy(os.getpid())
@@ -74,7 +74,7 @@ class WriterLock:
         self._threads.release()
 
     def close(self) -> None:
-        """Gives up the file, and the lock with it."""
+        """Closes the file, which also releases the lock."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
@@ -89,7 +89,7 @@ class WriterLock:
         return True
 
     def _holder(self) -> int:
-        """The process that holds the lock; 0 when it is free by now, or the system does not tell."""
+        """The process that holds the lock; 0 if the lock is free now, or if the system does not tell."""
         try:
             asked = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
             kind, _, _, _, pid = struct.unpack(_FLOCK, fcntl.fcntl(self._file, fcntl.F_GETLK, asked))
@@ -101,6 +101,6 @@ class WriterLock:
         who = f"process {pid}" if pid else "another process"
         return DeadlineExceededError(
             f"Gave up after {WAIT_S:g} s: {who} is writing to the local state in {self._path.parent}",
-            next_step=f"see whether {who} is stopped or hangs (ps -o pid,stat,args), and end it; a folder of local "
-            "state serves one driver at a time",
+            next_step=f"check whether {who} is stopped or hangs (ps -o pid,stat,args), and end it. Only one driver at "
+            "a time can use a folder of local state",
         )

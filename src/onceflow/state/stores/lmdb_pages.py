@@ -1,11 +1,11 @@
-"""Checks of an LMDB file that LMDB does not make: whether its pages fit together.
+"""Checks that the pages of an LMDB file are consistent, which LMDB itself does not check.
 
-A scan of all rows shows that rows are what they were. It does not see a flipped bit in a branch page's key (rows
-are there and are not found), in the list of free pages (the next write overwrites live ones) or in a page's own
-account of its free room. So the tree is walked here, in plain Python over a read-only map: nothing that is in
-the file can crash this, whereas LMDB trusts its pages.
+A scan of all rows shows that the rows are unchanged. It does not detect a flipped bit in the key of a branch page (rows
+exist but are not found), in the list of free pages (the next write overwrites pages in use), or in a page's record of
+its free space. So this module walks the tree in plain Python over a read-only memory map. No content of the file can
+crash it, whereas LMDB does not check its pages.
 
-Knows the format of LMDB 0.9 on 64-bit machines. Files of another format are left to the scan.
+It supports the format of LMDB 0.9 on 64-bit machines. Files of another format are only checked by the scan.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from typing import NamedTuple
 from onceflow.state.stores.base import StoreCorruptError
 
 _MAGIC, _FORMAT = 0xBEEF_C0DE, 1
-# Page: number, pad, flags, lower and upper bound of free room (an overflow page: how many pages it is long).
+# Page: number, padding, flags, lower and upper bound of the free space (in an overflow page: its length in pages).
 _PAGE = struct.Struct("=QHHHH")
 _PAGES_LONG = struct.Struct("=I")
 # Meta, after the page's header: magic, version, address, map size, two trees, last page, transaction.
 _META = struct.Struct("=IIQQ48s48sQQ")
-# Tree: pad (of the first one: page size), flags, depth, three counts of pages, entries, root.
+# Tree: padding (in the first tree: page size), flags, depth, three counts of pages, entries, root.
 _TREE = struct.Struct("=IHHQQQQQ")
-# Node: size of data (of a branch: page below), flags, size of key.
+# Node: size of data (in a branch: number of the child page), flags, size of key.
 _NODE = struct.Struct("=IHH")
 _PAGE_NUMBER = struct.Struct("=Q")
 _PAGE_BYTES, _NODE_BYTES, _NUMBER_BYTES = 16, 8, 8
@@ -52,10 +52,10 @@ class Meta(NamedTuple):
 
 
 def read_meta(path: Path) -> Meta | None:
-    """The file's last commit; None when the format is not known here.
+    """The file's last commit; None if the format is not supported here.
 
     Raises:
-        StoreCorruptError: this is no LMDB file, or a part of it is missing.
+        StoreCorruptError: this is not an LMDB file, or a part of it is missing.
     """
     with open(path, "rb") as file:
         size = path.stat().st_size
@@ -86,7 +86,7 @@ def _meta(page: bytes, number: int) -> Meta:
     _, version, _, _, free, main, last_page, transaction = _META.unpack_from(page, _PAGE_BYTES)
     page_size, tree_flags = _TREE.unpack(free)[:2]
     sound = (own_number, flags, version, tree_flags) == (number, _META_PAGE, _FORMAT, _INTEGER_KEYS)
-    # Transactions take turns; LMDB chooses the page by the last bit. A new file has zero in both.
+    # Transactions alternate between the two meta pages: the last bit of the number decides. A new file has 0 in both.
     in_turn = not transaction or transaction % _METAS == number
     if not (sound and in_turn and page_size in _PAGE_SIZES and last_page):
         raise StoreCorruptError("a meta page is damaged")
@@ -94,10 +94,10 @@ def _meta(page: bytes, number: int) -> Meta:
 
 
 def check_pages(path: Path) -> None:
-    """Walks all trees of the file. Nobody may write meanwhile.
+    """Walks all trees of the file. There must be no writer in the meantime.
 
     Raises:
-        StoreCorruptError: pages do not fit together.
+        StoreCorruptError: the pages are not consistent.
     """
     meta = read_meta(path)
     if meta is None:
@@ -106,11 +106,11 @@ def check_pages(path: Path) -> None:
         try:
             _Walk(view, meta).check()
         except (struct.error, IndexError, ValueError, OverflowError) as outside:
-            raise StoreCorruptError("a page of the data file points outside") from outside
+            raise StoreCorruptError("a page of the data file points outside of the file") from outside
 
 
 class _Walk:
-    """One walk; every page may be met once."""
+    """One walk over the file. Each page must be found only once."""
 
     def __init__(self, view: mmap.mmap, meta: Meta) -> None:
         self._view = view
@@ -120,7 +120,7 @@ class _Walk:
         self._met[:_METAS] = b"\1" * _METAS
 
     def check(self) -> None:
-        # A file of more pages than its last commit has is none of our business: the rest is not referred to.
+        # The file may have more pages than its last commit. The rest does not matter, because nothing refers to it.
         for _, name, raw in self._leaf_nodes(self._meta.main, subtrees=True):
             if name not in (b"rows", b"blobs"):
                 raise StoreCorruptError("the data file holds an unknown table")
@@ -145,13 +145,13 @@ class _Walk:
     def _leaf_nodes(
         self, raw_tree: bytes, *, subtrees: bool = False, integer_keys: bool = False, wanted: bool = False
     ) -> Iterator[tuple[int, bytes, bytes]]:
-        """Pages of a tree, left to right, checked; nodes are yielded where wanted or where they are subtrees."""
+        """Checks the pages of a tree from left to right. Yields the nodes if they are wanted or are subtrees."""
         _, flags, tree_depth, _, _, _, _, root = _TREE.unpack(raw_tree)
         if flags != (_INTEGER_KEYS if integer_keys else 0):
             raise StoreCorruptError("a table of the data file has wrong flags")
         if root == _NO_PAGE:
             return
-        # Each entry: page, least key, key above all of it, depth.
+        # Each entry: page, smallest possible key, upper bound of the keys (exclusive), depth.
         waiting: list[tuple[int, bytes, bytes | None, int]] = [(root, b"", None, 1)]
         while waiting:
             number, low, high, depth = waiting.pop()
@@ -163,7 +163,7 @@ class _Walk:
                     raise StoreCorruptError("leaves of the data file are at different depths")
                 if not integer_keys and not _within(page, places, low, high):
                     raise StoreCorruptError("a page of the data file holds keys of another one")
-                # The low byte of a node's flags.
+                # Look at the nodes if the low byte of any node's flags is set.
                 if wanted or subtrees or any(map(page.__getitem__, [place + 4 for place in places])):
                     yield from self._nodes(page, places, subtrees=subtrees)
                 continue
@@ -173,7 +173,7 @@ class _Walk:
             below = [struct.unpack_from("=HHH", page, place) for place in places]
             if not integer_keys and not all(map(bytes.__lt__, keys[1:], keys[2:])):
                 raise StoreCorruptError("a branch of the data file is out of order")
-            # The first key of a branch is not used, and may be left over from something else.
+            # The first key of a branch is not used, and may contain anything.
             bounds = [low, *keys[1:], high]
             waiting.extend(
                 (lo | mid << 16 | top << 32, bounds[at] or b"", bounds[at + 1], depth + 1)
@@ -203,7 +203,7 @@ class _Walk:
 
 
 def _head(page: bytes, number: int) -> tuple[int, tuple[int, ...]]:
-    """Kind of a page of a tree and where its nodes begin."""
+    """The kind of a page of a tree, and the positions of its nodes."""
     own_number, _, kind, lower, upper = _PAGE.unpack_from(page)
     count = (lower - _PAGE_BYTES) // 2
     if own_number != number or kind not in (_BRANCH, _LEAF) or count < 1 or lower % 2 or lower > upper:

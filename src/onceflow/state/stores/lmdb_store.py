@@ -1,4 +1,4 @@
-"""The default store, LMDB: many processes read while one writes, and a killed process leaves it intact."""
+"""The default store, LMDB. Many processes can read while one writes, and it stays intact if a process is killed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ from onceflow.state.stores.lmdb_lock import NAME as WRITER
 from onceflow.state.stores.lmdb_pages import check_pages
 
 _SCANNED_FIRST, _SCANNED_AT_ONCE = 16, 1024
-# As many pages as there are rows, each of them split, and what is in pages of its own.
+# Two pages for each row, because each may be in another page that has to be split, and room for rows that are so large
+# that they have pages of their own.
 _BULK_ROOM = 2 * BULK_ROWS_MAX * 4096 + 2 * BULK_BYTES_MAX
 
 
@@ -51,7 +52,7 @@ class LmdbStore(Store):
         forget(folder)
         if folder.exists() and not folder.is_dir():
             folder.unlink()
-        # LMDB's lock file first: one that outlives its data would give the next data wrong transaction numbers.
+        # LMDB's lock file first: if it were left behind, the next data would get its transaction numbers.
         for file in (folder / LOCK, folder / DATA, folder / WRITER):
             if file.is_dir() and not file.is_symlink():
                 shutil.rmtree(file)
@@ -70,7 +71,7 @@ class LmdbStore(Store):
         return self._environment.read(read)
 
     def scan(self, start: bytes, end: bytes | None = None, *, reverse: bool = False) -> Iterator[tuple[bytes, bytes]]:
-        # In parts: a read transaction that stays open keeps pages from being used again, and forbids the map to grow.
+        # In parts: while a read transaction is open, free pages cannot be reused, and the map cannot grow.
         wanted = _SCANNED_FIRST
         while True:
             part = self._environment.read(_part_read(start, end, reverse, wanted))
@@ -109,7 +110,7 @@ class LmdbStore(Store):
             planned = plan(wanted, tally, lambda keys: map(cursor.get, keys), index=index)
             for key in planned.deletes:
                 txn.delete(key, db=db)
-            # Appended pages are full; others are split in halves.
+            # Appending fills each page. Otherwise full pages are split in halves.
             cursor.putmulti(zip(planned.keys, planned.values, strict=True), append=not tally.rows)
             for name, blob in {**blobs, TALLY: planned.tally.with_blobs(blobs).encode()}.items():
                 if blob is None:
@@ -126,19 +127,20 @@ class LmdbStore(Store):
 
     @contextmanager
     def bulk(self) -> Iterator[Callable[[], None]]:
-        # Every commit copies the pages that the next one touches: with keys in random order, all of them.
+        # LMDB copies the pages that a transaction changes. With keys in random order, every commit changes all pages.
         environment = self._environment
 
         def commit() -> None:
             with environment.translated():
                 self._bulk.commit()
                 environment.complete_file()
-                environment.writer.release()  # others get their turn
+                environment.writer.release()  # so that other writers can continue
                 begin()
 
         def begin() -> None:
-            # First the environment, then its writer, as in `Environment.write`: nobody in this process reads while the
-            # map is made larger. While the transaction is open it cannot grow. It is only address space.
+            # First the environment's lock, then its writer lock, as in `Environment.write`: no thread of this process
+            # may read while the map is enlarged. The map cannot grow while the transaction is open, so it is made large
+            # enough now. This takes only address space.
             with environment.lock:
                 environment.writer.acquire()
                 try:
@@ -158,13 +160,13 @@ class LmdbStore(Store):
                 environment.complete_file()
         finally:
             if self._bulk is not None:
-                self._bulk.abort()  # nothing is left of it if it is committed
+                self._bulk.abort()  # does nothing if it is committed
                 self._bulk = None
                 environment.writer.release()
 
     def checksum_holds(self) -> bool:
         with self._environment.translated():
-            # What LMDB would trust comes first: a damaged page may crash the process.
+            # The pages first: LMDB does not check them, and a damaged page may crash the process.
             check_pages(self._environment.folder / DATA)
         return super().checksum_holds()
 
@@ -177,7 +179,7 @@ class LmdbStore(Store):
         return Tally.decode(self.blob(TALLY))
 
     def _items(self) -> Iterator[tuple[bytes, bytes]]:
-        # One transaction and one cursor: reading ends even where the tree is damaged.
+        # One transaction and one cursor, so that reading ends even if the tree is damaged.
         environment = self._environment
         with environment.lock, environment.translated(), environment.begin() as txn:
             yield from txn.cursor(environment.rows).iternext()
@@ -210,7 +212,7 @@ def _part_read(start: bytes, end: bytes | None, reverse: bool, wanted: int) -> C
 
 
 def _seek(cursor: Any, key: bytes) -> bool:
-    """Moves to the first key from this one on, which may be longer than keys can be."""
+    """Moves to the first key that is not less than this one. This one may be longer than LMDB allows."""
     if not key:
         return bool(cursor.first())
     found = cursor.set_range(key[: rows.STORE_KEY_BYTES_MAX])

@@ -26,13 +26,13 @@ class _Data:
     lock: threading.RLock = field(default_factory=threading.RLock)
 
 
-# Python workers live from batch to batch, so a partition that comes back to the same worker finds its rows. The
-# process id is a part of the name: a forked child's copy would be nobody's from then on.
+# Python workers are reused for many batches, so a partition that runs in the same worker again finds its rows. The
+# process id is a part of the key, because nothing would update the copy in a forked child.
 _data: dict[tuple[int, str], _Data] = {}
 
 
 class MemoryStore(Store):
-    """Rows of one process; another process, and this one after a restart, starts empty and restores."""
+    """Rows of one process. Another process, or this one after a restart, starts with an empty store and restores it."""
 
     on_disk = False
 
@@ -51,7 +51,7 @@ class MemoryStore(Store):
 
     @staticmethod
     def folders() -> list[Path]:
-        """What this process holds, by its folders' names."""
+        """The folders whose rows are in this process."""
         return [Path(folder) for pid, folder in list(_data) if pid == os.getpid()]
 
     @staticmethod

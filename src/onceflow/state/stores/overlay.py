@@ -15,7 +15,7 @@ _MISSING: Any = object()
 
 
 class NoRows:
-    """A store without rows, for a trial on empty state. Has what an ``Overlay`` reads."""
+    """A store without rows, for a trial with empty state. It has the methods that ``Overlay`` calls."""
 
     def get(self, row_key: bytes) -> None:
         return None
@@ -30,7 +30,7 @@ class NoRows:
 class Overlay:
     """Rows of one partition as a batch sees them.
 
-    Reads of single rows are remembered: nobody writes to the store while a batch runs.
+    Rows that were read are cached, because nothing else writes to the store while a batch runs.
 
     Args:
         store: the committed rows.
@@ -38,21 +38,21 @@ class Overlay:
 
     def __init__(self, store: Store | NoRows) -> None:
         self.store = store
-        self._rows: dict[bytes, bytes | None] = {}  # every row known: read or changed
-        self._committed: dict[bytes, bytes | None] = {}  # what the store has, as far as it was read
-        self._changed: dict[bytes, None] = {}  # keys that were written; may be back at what they were
-        self._journal: list[tuple[bytes, Any]] = []  # what was there before, since the savepoint
-        self._ordered: dict[bytes, Any] = {}  # kind of row -> sorted changed keys; made by the first scan
+        self._rows: dict[bytes, bytes | None] = {}  # every known row, read or changed
+        self._committed: dict[bytes, bytes | None] = {}  # rows in the store, as far as they were read
+        self._changed: dict[bytes, None] = {}  # keys that were written; their rows may be as before again
+        self._journal: list[tuple[bytes, Any]] = []  # the earlier rows of all changes since the savepoint
+        self._ordered: dict[bytes, Any] = {}  # kind of row -> sorted changed keys; filled by the first scan
 
     def get(self, row_key: bytes) -> bytes | None:
-        """The row; None when there is none."""
+        """The row; None if there is none."""
         row = self._rows.get(row_key, _MISSING)
         if row is _MISSING:
             row = self._rows[row_key] = self._committed[row_key] = self.store.get(row_key)
         return row  # type: ignore[no-any-return]
 
     def get_many(self, row_keys: Sequence[bytes]) -> list[bytes | None]:
-        """The rows of many keys; None where there is none."""
+        """The rows of many keys; None for a key without a row."""
         found: list[Any] = list(map(self._rows.get, row_keys, repeat(_MISSING)))
         if _MISSING in found:
             absent = [i for i, row in enumerate(found) if row is _MISSING]
@@ -76,13 +76,13 @@ class Overlay:
                 self._ordered[row_key[:1]].add(row_key)
 
     def put_many(self, row_keys: Sequence[bytes], new: Sequence[bytes | None]) -> None:
-        """Change many rows, for good: a savepoint does not bring them back."""
+        """Change many rows. `roll_back` does not undo this."""
         self._rows.update(zip(row_keys, new, strict=True))
         self._changed.update(dict.fromkeys(row_keys))
         self._ordered.clear()
 
     def scan(self, start: bytes, end: bytes, *, reverse: bool = False) -> Iterator[tuple[bytes, bytes]]:
-        """Rows with start <= key < end of one kind, as they are now: later changes do not show in this scan."""
+        """Rows of one kind with start <= key < end, as they are now. The scan does not see later changes."""
         kind = start[:1]
         ordered = self._ordered.get(kind)
         if ordered is None:
@@ -93,21 +93,21 @@ class Overlay:
         return _merged(committed, changed, reverse) if changed else committed
 
     def savepoint(self) -> None:
-        """What is changed from here on can be taken back."""
+        """From here on, changes can be rolled back."""
         self._journal.clear()
 
     def roll_back(self) -> None:
-        """Take back what was changed since the savepoint."""
+        """Undo the changes since the savepoint."""
         rows = self._rows
         while self._journal:
             row_key, row = self._journal.pop()
             if row is _MISSING:
-                del rows[row_key]  # unknown again: the key stays in _changed, which is harmless
+                del rows[row_key]  # not known again; the key stays in _changed, which is harmless
             else:
                 rows[row_key] = row
 
     def changes(self) -> list[tuple[bytes, bytes | None]]:
-        """The last row of every key that is not as the store has it."""
+        """The last row of every key whose row differs from the one in the store."""
         rows, committed = self._rows, self._committed
         unread = [key for key in self._changed if key not in committed and key in rows]
         if unread:
@@ -118,7 +118,7 @@ class Overlay:
 def _merged(
     committed: Iterator[tuple[bytes, bytes]], changed: list[tuple[bytes, bytes | None]], reverse: bool
 ) -> Iterator[tuple[bytes, bytes]]:
-    """Both in order; where both have a key, what was changed counts."""
+    """Both in the order of keys. If both have a key, the changed row is used."""
     waiting = iter(changed)
     key, row = next(waiting, (None, None))
     for old_key, old_row in committed:

@@ -1,7 +1,7 @@
 """A store in RocksDB, for state that is much larger than memory.
 
-Only one process may have it open for writing, so it is opened for a batch and closed after it, which costs some
-milliseconds. Needs the package ``rocksdict`` (``pip install 'onceflow[rocksdb]'``).
+Only one process can have it open for writing. So it is opened for each batch and closed after it, which takes some
+milliseconds. It needs the package ``rocksdict`` (``pip install 'onceflow[rocksdb]'``).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _NOT_ALLOWED = ("Permission denied", "Not a directory", "Read-only file system",
 
 
 class RocksdbStore(Store):
-    """Rows and blobs in one RocksDB, told apart by a first letter."""
+    """Rows and blobs in one RocksDB. The first letter of a key distinguishes them."""
 
     def __init__(self, database: _Database) -> None:
         self._database = database
@@ -101,7 +101,7 @@ class RocksdbStore(Store):
     ) -> bool:
         wanted = changes if isinstance(changes, dict) else dict(changes)
         with self._translated(), self._database.lock:
-            # No other process has it open, so what is read here is still so when the batch is written.
+            # No other process has it open, so what is read here does not change before the batch is written.
             if expect is not None and self.blob(expect[0]) != expect[1]:
                 return False
             planned = plan(wanted, self._tally(), self.get_many, index=index)
@@ -174,9 +174,9 @@ class _Database:
 
 
 def _opened(folder: Path, read_only: bool) -> Any:
-    """Opens it; a process that still has it gets some seconds to close it.
+    """Opens the database. If another process still has it open, this call waits some seconds.
 
-    A reader may look while a writer merges files, and miss those that are deleted just then: it looks again.
+    A reader may open it while a writer merges files. If a file is deleted just then, the reader tries again.
     """
     library = _library()
     options = library.Options(raw_mode=True)
@@ -188,7 +188,7 @@ def _opened(folder: Path, read_only: bool) -> Any:
     while True:
         try:
             return library.Rdict(str(folder / DATA), options, access_type=access)
-        except Exception as error:  # the library raises nothing more special
+        except Exception as error:  # the library raises no more specific class
             passing = _VANISHED if read_only else _LOCK_MESSAGES
             if not any(message in str(error) for message in passing) or time.monotonic() >= until:
                 raise
@@ -201,15 +201,15 @@ def _translated(folder: Path) -> Iterator[None]:
         yield
     except (DeadlineExceededError, EnvironmentUnusableError, StoreCorruptError, FileNotFoundError, ValueError):
         raise
-    except Exception as error:  # the library raises nothing more special; its messages tell what it is
+    except Exception as error:  # the library raises no more specific class, only the messages differ
         message = str(error)
         if any(part in message for part in _LOCK_MESSAGES):
             raise DeadlineExceededError(
                 f"Gave up after {_LOCK_WAIT_S:g} s: another process has the local state open: {folder} on host "
                 f"{socket.gethostname()}",
                 detail=message,
-                next_step="none if it is a task of an attempt before, which ends; else end that process: a folder of "
-                "local state serves one driver at a time",
+                next_step="none if it is a task of an earlier attempt, which will end. Otherwise end that process: "
+                "only one driver at a time can use a folder of local state",
             ) from error
         if _DISK_FULL in message:
             raise unusable(folder, "The disk of the local state is full", error) from error
