@@ -22,6 +22,7 @@ from onceflow.host import jars
 from onceflow.host.java import find_java
 from onceflow.interactive import again
 from onceflow.spark import class_archive, logs, versions
+from onceflow.spark.master import local_cores
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -137,16 +138,6 @@ def defaults_for(master: str, *, local_fs: bool = True) -> dict[str, str]:
             settings.update(LOCAL_FS)
             settings[CHECKPOINT_FILES] = versions.streaming_class("FileSystemBasedCheckpointFileManager")
     return settings
-
-
-def local_cores(master: str) -> int | None:
-    """How many tasks a local master runs at a time; None when the master is not local."""
-    match = re.fullmatch(r"local(?:\[(\*|\d+)(?:,\s*\d+)?\])?", master)
-    if match is None:
-        return None
-    if match[1] == "*":
-        return os.cpu_count() or 1
-    return int(match[1] or 1)
 
 
 def submit_settings(arguments: str) -> dict[str, str]:

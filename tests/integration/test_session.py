@@ -20,11 +20,11 @@ from onceflow.session import (
     _class_paths,
     _connector,
     defaults_for,
-    local_cores,
     parse_defaults,
     submit_settings,
 )
 from onceflow.spark.class_archive import archive_path, with_archive
+from onceflow.spark.master import local_cores
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

@@ -128,6 +128,16 @@ def test_no_module_imports_itself_over_others() -> None:
     assert circles(graph) == []
 
 
+def test_no_package_imports_itself_over_others() -> None:
+    graph: dict[str, set[str]] = {}
+    for name, tree in modules().items():
+        package = name.partition(".")[0]
+        others = {other.partition(".")[0] for other in ours(tree)} - {LAZY, package, *TOOLS}
+        graph.setdefault(package, set()).update(others)
+    assert len(graph) > 15, "packages, and the modules beside them"
+    assert circles(graph) == []
+
+
 def test_nothing_imports_the_tools_around_it() -> None:
     wrong = [
         f"{name} imports {other}"

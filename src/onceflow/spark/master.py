@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
 
@@ -14,6 +15,16 @@ _GROWTH = 4
 def is_local(spark: SparkSession) -> bool:
     """Whether tasks run on this machine."""
     return re.match(r"local(\[|$)", str(spark.sparkContext.master)) is not None
+
+
+def local_cores(master: str) -> int | None:
+    """How many tasks a local master runs at a time; None when the master is not local."""
+    match = re.fullmatch(r"local(?:\[(\*|\d+)(?:,\s*\d+)?\])?", master)
+    if match is None:
+        return None
+    if match[1] == "*":
+        return os.cpu_count() or 1
+    return int(match[1] or 1)
 
 
 def current_cores(spark: SparkSession) -> Callable[[], int]:

@@ -8,7 +8,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from py4j.protocol import Py4JError
 from pyspark.java_gateway import ensure_callback_server_started
@@ -16,15 +16,26 @@ from pyspark.sql import SparkSession
 
 from onceflow.spark import jvm, queries
 
-if TYPE_CHECKING:
-    from onceflow.query import FlowQuery
-
 log = logging.getLogger("onceflow")
+
+
+class QueryOfFlow(Protocol):
+    """What is known of a query that ``Flow.write`` has started (`onceflow.query.FlowQuery`)."""
+
+    @property
+    def runId(self) -> Any:
+        """Spark's id of this run of the query."""
+        ...
+
+    def terminated(self) -> None:
+        """Called when the query has ended."""
+        ...
+
 
 _lock = threading.Lock()
 _watched: weakref.WeakSet[Any] = weakref.WeakSet()
 _starting: list[str] = []
-_of_flows: weakref.WeakValueDictionary[str, FlowQuery] = weakref.WeakValueDictionary()  # by their run ids
+_of_flows: weakref.WeakValueDictionary[str, QueryOfFlow] = weakref.WeakValueDictionary()  # by their run ids
 
 
 @contextlib.contextmanager
@@ -37,7 +48,7 @@ def by_flow(flow: str) -> Iterator[None]:
         _starting.remove(flow)
 
 
-def started(query: FlowQuery) -> None:
+def started(query: QueryOfFlow) -> None:
     """A query of a flow runs: its end is told, unless somebody waits for it."""
     _of_flows[str(query.runId)] = query
 

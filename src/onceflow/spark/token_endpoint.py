@@ -34,6 +34,7 @@ from onceflow.client.settings import ClientSettings
 from onceflow.errors import AuthenticationFailedError, EnvironmentUnusableError
 from onceflow.host.java import find_java
 from onceflow.spark import jvm
+from onceflow.spark.master import local_cores
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -193,7 +194,6 @@ _lock = threading.Lock()
 
 def endpoint_for(spark: SparkSession, tokens: Tokens) -> TokenEndpoint:
     """The endpoint of these tokens in this process; executors of this session reach it."""
-    from onceflow.session import local_cores
 
     conf = spark.sparkContext.getConf()
     is_local = local_cores(conf.get("spark.master") or "local") is not None
