@@ -1,1 +1,1 @@
-"""The tasks' side of a batch: writing rows, running process steps, reporting."""
+"""The code of a batch that runs in tasks: it writes rows, runs state steps, and reports to the driver."""

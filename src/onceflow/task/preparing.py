@@ -32,11 +32,11 @@ class PrepareTask:
         source = CommittedReader(cluster)
         try:
             return prepare_partition(order.spec, order.moment, partition, source, still_owner=still_owner)
-        except OnceflowError as problem:  # returned, so that the driver gets it typed
+        except OnceflowError as problem:  # returned, not raised, so that the driver gets the original class
             return problem
 
 
 def is_owner(cluster: Cluster, transactional_id: str, identity: ProducerIdAndEpoch, deadline: Deadline) -> bool:
-    """Whether a transactional id still has this producer id and epoch: else a newer driver was initialised."""
+    """Whether a transactional id still has this producer id and epoch. If not, a newer driver has fenced this one."""
     state = describe_transaction(cluster, transactional_id, deadline)
     return (state["producer_id"], state["producer_epoch"]) == (identity.producer_id, identity.producer_epoch)

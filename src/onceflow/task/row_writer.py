@@ -1,8 +1,8 @@
-"""What runs where the rows are: partition, encode, produce, wait for every acknowledgement, report.
+"""Writes rows to Kafka: chooses partitions, encodes, produces, waits for all acknowledgements, and reports.
 
-``WriteTask`` is pickled into ``mapInArrow``; the driver calls the same code for a batch that is too small to
-be worth Python tasks. Batches of rows are streamed: memory is bounded by one Arrow batch and the
-producer's unacknowledged bytes, whatever the size of the micro-batch.
+`WriteTask` is pickled and runs in Spark tasks (``mapInArrow``). For a small batch, the driver calls the same code. Rows
+are streamed: memory is limited to one Arrow batch and the producer's unacknowledged bytes, whatever the size of the
+micro-batch.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from onceflow.protocol.partitioners import group_by_partition, key_partitions
 
 
 def owner_of(topic: str | None, partition: int, tasks: int) -> int:
-    """The task that writes a partition; ``ownership._group`` is the same function in Spark SQL.
+    """The task that writes a partition. ``ownership._group`` is the same function in Spark SQL.
 
     Args:
-        topic: None when all rows go to one topic.
+        topic: the topic; None if all rows go to one topic.
     """
     return ((0 if topic is None else zlib.crc32(topic.encode())) + partition) % tasks
 
@@ -53,7 +53,7 @@ class WriteTask:
 
 
 def place_of_task(order: WriteOrder) -> TaskPlace:
-    """Where this code runs; also announces the step ``begin``."""
+    """The Spark task in which this code runs. This function also announces the step ``begin``."""
     from pyspark import TaskContext
 
     context = TaskContext.get()
@@ -65,7 +65,7 @@ def place_of_task(order: WriteOrder) -> TaskPlace:
 
 
 def write_rows(order: WriteOrder, place: TaskPlace, batches: Iterable[pa.RecordBatch], cluster: Cluster) -> TaskReport:
-    """Write rows and report. Errors of ours are reported, not raised, so that the driver gets them typed."""
+    """Write rows and report. Errors of onceflow are reported, not raised, so that the driver gets the original class."""
     started = time.monotonic()
     writer = RowWriter(order, place, cluster)
     error: OnceflowError | None = None
@@ -92,7 +92,7 @@ def reports_of(
     seconds: float,
     error: OnceflowError | None,
 ) -> tuple[Report, ...]:
-    """One report per partition that was written, or one that only says that the task ran."""
+    """One report for each partition that was written. If there is none, a report that only says that the task ran."""
     rss_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
     def report(topic: str | None, partition: int, done: Acknowledged) -> Report:
@@ -116,7 +116,8 @@ def reports_of(
 
 
 def extra_attempt(what: str, order: WriteOrder) -> BatchAbortedError:
-    """An earlier attempt may have written under this epoch; writing again would be dropped silently (I3)."""
+    """The error for a second attempt of a task (I3). An earlier attempt may have written with this epoch and the same
+    sequence numbers, so Kafka would drop the new records as duplicates, without an error."""
     return BatchAbortedError(
         f"Extra attempt: {what}; nothing may be written twice under one epoch",
         flow=order.flow,
@@ -126,18 +127,18 @@ def extra_attempt(what: str, order: WriteOrder) -> BatchAbortedError:
 
 
 def refused_topic(topic: str, why: str, rows: pa.RecordBatch) -> BadRecordError:
-    """The error of rows that name a topic which no output may go to."""
+    """The error for rows that name a topic that outputs must not be written to."""
     key = rows.column("key")[0].as_py() if "key" in rows.schema.names and rows.num_rows else None
     return BadRecordError(
         f"A record names the topic {topic!r}, which {why}",
         topic=topic,
         detail=f"the first of {rows.num_rows} such records of an Arrow batch has the key {key!r:.120}",
-        next_step="mend the topic column, or the Record(topic=...) of the processor: outputs need topics of their own",
+        next_step="correct the topic column, or Record(topic=...) of the processor: outputs need topics of their own",
     )
 
 
 class RowWriter:
-    """Routes Arrow rows to (topic, partition), encodes them and hands them to the producer."""
+    """Chooses topic and partition of Arrow rows, encodes the rows, and sends them with the producer."""
 
     def __init__(self, order: WriteOrder, place: TaskPlace, cluster: Cluster) -> None:
         self._order = order
@@ -154,7 +155,7 @@ class RowWriter:
 
     @property
     def _deadline(self) -> Deadline:
-        """From the first thing that is to be written on: what comes before (a long restore) holds up nobody."""
+        """The deadline of this task. It begins with the first write, so that a long restore before it does not count."""
         if self._clock is None:
             what = f"writing batch {self._order.batch} of flow {self._order.flow}"
             self._clock = Deadline(self._order.deadline_s, what)
@@ -169,13 +170,13 @@ class RowWriter:
             self._write_topic(topic, rows)
 
     def write_to(self, topic: str, partition: int, batch: pa.RecordBatch) -> None:
-        """Send rows to a partition that the caller has chosen; it must be the only one to do so."""
+        """Send rows to a partition that the caller has chosen. No other task may write to this partition."""
         if batch.num_rows:
             self.rows += batch.num_rows
             self._encode(topic, partition, batch, self.target(topic))
 
     def finish(self) -> Mapping[TopicPartition, Acknowledged]:
-        """Wait for every acknowledgement; what is where, per (topic, partition)."""
+        """Wait for all acknowledgements. Returns what was written, by topic and partition."""
         return {} if self._producer is None else self._producer.flush()
 
     # ---- routing -------------------------------------------------------------------------------------
@@ -201,7 +202,7 @@ class RowWriter:
             yield name, rows
 
     def check_topic(self, topic: str, rows: pa.RecordBatch) -> None:
-        """Refuse a topic that rows name and that no output may go to.
+        """Refuse a topic that rows name, if outputs must not be written to it.
 
         Raises:
             BadRecordError: with the topic and the first of the rows.
@@ -238,7 +239,7 @@ class RowWriter:
             self._encode(topic, partition, rows.take(pa.array(indices)), target)
 
     def _as_given(self, topic: str, target: Target, given: pa.Array, otherwise: Any) -> Any:
-        """The partition column where it is not null."""
+        """The partition column, with values of ``otherwise`` where it is null."""
         chosen = given.fill_null(-1).to_numpy(zero_copy_only=False)
         wrong = np.asarray(given.is_valid()) & ((chosen < 0) | (chosen >= target.partitions))
         if wrong.any():
@@ -249,17 +250,17 @@ class RowWriter:
                 topic=topic,
                 detail=f"{int(wrong.sum())} rows of an Arrow batch; the topic has partitions 0 to "
                 f"{target.partitions - 1}",
-                next_step="mend the partition column, or drop it to partition by key",
+                next_step="correct the partition column, or drop it to partition by key",
             )
         return np.where(np.asarray(given.is_valid()), chosen, otherwise)
 
     def _next_owned(self, topic: str, target: Target) -> int:
-        """Any partition this task owns, another one for each Arrow batch."""
+        """A partition that this task owns, a different one for each Arrow batch."""
         owned = self._owned.get(topic)
         if owned is None:
             tasks, task = self._order.routing.tasks, max(0, self._place.task)
             name = None if self._order.topic is not None else topic
-            # A topic the driver did not know is in one task as a whole.
+            # If the driver did not know the topic, all rows of the topic are in one task.
             known = topic in self._order.targets
             everything = range(target.partitions)
             owned = [p for p in everything if not known or owner_of(name, p, tasks) == task]
@@ -277,10 +278,10 @@ class RowWriter:
         return owned[turn % len(owned)]
 
     def target(self, topic: str) -> Target:
-        """A topic's partitions and limit: what the driver saw, or what the cluster says of one it did not know.
+        """A topic's partitions and size limit, as the driver saw them. If it did not know the topic: from the cluster.
 
         Raises:
-            UnknownTopicError: there is no such topic.
+            UnknownTopicError: the topic does not exist.
         """
         if topic not in self._targets:
             try:
@@ -303,7 +304,7 @@ class RowWriter:
             )
         transactional_id = self._order.transactional_id
         if (topic, partition) not in self._sequences and self._order.transaction_version < 2 and transactional_id:
-            # Version 1 of the protocol: a partition is enrolled before it is written to.
+            # With transaction version 1, a partition must be added to the transaction before it is written to.
             add_partitions(self._cluster, transactional_id, self._order.identity, {topic: [partition]}, self._deadline)
         names = rows.schema.names
         sequence = self._sequences.get((topic, partition), self._order.sequences.get((topic, partition), 0))
@@ -324,14 +325,14 @@ class RowWriter:
         self._sequences[topic, partition] = sequence
 
 
-# Python workers are reused from batch to batch: keep the connection. Not across a fork, and per thread of
-# control only one task runs in a worker at a time.
+# Python workers are reused for many batches, so the connection is kept. It must not be used across a fork. Only one task
+# at a time runs in a worker.
 _clusters: dict[tuple[int, str], Cluster] = {}
 _clusters_lock = threading.Lock()
 
 
 def worker_cluster(settings: ClientSettings) -> Cluster:
-    """The connection of this worker process to the cluster of ``settings``."""
+    """The connections of this worker process to the cluster of ``settings``."""
     key = (os.getpid(), repr((settings.bootstrap_servers, sorted(settings.options.items()))))
     with _clusters_lock:
         if key not in _clusters:

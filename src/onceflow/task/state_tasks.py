@@ -1,9 +1,9 @@
-"""``Flow.process`` where the rows are: state, user code, changelog, and in most flows the outputs, too.
+"""``Flow.process`` in tasks: state, user code, changelog, and in most flows also the outputs.
 
-A batch runs in one of two ways. *Fused*: the task that holds a partition of the table also writes what user code
-yields, as long as it goes to partitions that are this task's alone (the same key, and a topic whose partitions divide
-evenly). *Two-stage*: the outputs are rows of a DataFrame again, and the write stage brings them to their owners. Both
-write the changelog in the task that holds the state.
+A batch runs in one of two ways. *Fused*: the task that processes a partition of the table also writes the outputs. This
+requires that they belong to partitions that no other task writes (the same key, and a topic whose partitions can be
+divided evenly among the tasks). *Two-stage*: the outputs are rows of a DataFrame again. After a shuffle, the tasks of a
+second stage write them. In both cases, the task that processes the partition writes the changelog.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from onceflow.task.step_outputs import TaskOutputs, output_rows, packed
 
 
 class Collected(AccumulatorParam[list[bytes]]):
-    """An accumulator of encoded `TaskReport`s, of the tasks whose rows go on to other tasks."""
+    """An accumulator for encoded `TaskReport`s of tasks whose rows are processed further by other tasks."""
 
     def zero(self, value: list[bytes]) -> list[bytes]:
         return []
@@ -44,7 +44,7 @@ class Collected(AccumulatorParam[list[bytes]]):
 
 
 class StepPlaceholder:
-    """The place of a process step in a query's plan. In a batch it is replaced by `RowsTask` or `FusedTask`."""
+    """Stands for a state step in a query's plan. In a batch it is replaced by `RowsTask` or `FusedTask`."""
 
     def __init__(self, table: str) -> None:
         self.table = table
@@ -58,7 +58,7 @@ class StepPlaceholder:
 
 
 class FusedTask:
-    """The function given to ``mapInArrow`` when state tasks write their outputs themselves."""
+    """The function given to ``mapInArrow`` in the fused case: the tasks of the state step write their outputs."""
 
     def __init__(self, order: StateOrder) -> None:
         self.order = order
@@ -69,10 +69,10 @@ class FusedTask:
 
 
 class RowsTask:
-    """The function given to ``mapInArrow`` when outputs go on as rows.
+    """The function given to ``mapInArrow`` in the two-stage case: outputs are returned as rows.
 
     Args:
-        collected: the accumulator that the task's report goes to, see `Collected`.
+        collected: the accumulator for the task's report, see `Collected`.
     """
 
     def __init__(self, order: StateOrder, collected: Any) -> None:
@@ -88,17 +88,17 @@ class RowsTask:
 
 
 def run_fused(order: StateOrder, place: TaskPlace, batches: Iterable[pa.RecordBatch], cluster: Cluster) -> TaskReport:
-    """Process rows and write what they yield."""
+    """Process rows and write the outputs."""
     work = StateWork(order, place, cluster)
     for _ in work.rows(batches):
-        raise RuntimeError("rows came out of a task that writes them itself")
+        raise RuntimeError("a task that writes its outputs itself has returned rows")
     return work.report()
 
 
 class StateWork:
-    """A task's part of a batch; ``rows`` runs it and yields outputs when they are written elsewhere.
+    """A task's part of a batch. ``rows`` runs it, and yields the outputs that this task does not write itself.
 
-    Errors of ours are kept for the reports, not raised, so that the driver gets them typed.
+    Errors of onceflow are kept for the report, not raised, so that the driver gets the original class.
     """
 
     def __init__(self, order: StateOrder, place: TaskPlace, cluster: Cluster) -> None:
@@ -157,7 +157,7 @@ class StateWork:
                 self._error = problem.locate(flow=order.write.flow, batch=order.write.batch)
 
     def report(self) -> TaskReport:
-        """What to report, when ``rows`` has ended."""
+        """The report of the task. Call this when ``rows`` has ended."""
         failed = self._error is not None
         written = reports_of(
             self._place,
@@ -175,10 +175,10 @@ class StateWork:
         )
 
     def _still_owner(self) -> bool:
-        """Whether the transactional id still has this attempt's epoch: else a newer driver was initialised."""
+        """Whether the transactional id still has this attempt's epoch. If not, a newer driver has fenced this one."""
         write = self._order.write
         if write.transactional_id is None:
-            raise RuntimeError("a process step runs in transactions only")
+            raise RuntimeError("a state step runs in transactions only")
         deadline = Deadline(write.deadline_s, f"looking up the owner of flow {write.flow}")
         return is_owner(self._cluster, write.transactional_id, write.identity, deadline)
 
@@ -187,7 +187,8 @@ class StateWork:
         hooks.at("settle", where=self._place.where, flow=write.flow, batch=write.batch, task=self._place.task)
 
     def _emit_rows(self, batch: pa.RecordBatch, partition: int) -> None:
-        """Outputs that go on as rows: their topic is null. Side outputs keep it, or are written here."""
+        """Keep outputs that are returned as rows: their topic is null. Side outputs keep their topic, or are written
+        here."""
         topics = batch.column("topic")
         if topics.null_count < len(topics):
             if self._order.topic is not None:
@@ -215,7 +216,7 @@ class StateWork:
         source = batch.column("partition").to_numpy(zero_copy_only=False)
         partitions = self._order.spec.topics.partitions
         placed = key_partitions(batch.column("key"), partitions)
-        # A source partition that the table does not have was added while the flow runs.
+        # If the table does not have a source partition, that partition was added while the flow runs.
         if ((placed >= 0) & (placed != source) | (source >= partitions)).any():
             raise NotCopartitionedError(
                 f"Keys of the source are not where Kafka's default partitioner puts them for {self._order.spec.table}",
@@ -225,7 +226,7 @@ class StateWork:
 
 
 def engine_rows(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """Spark's columns as the engines take them: the timestamp in milliseconds."""
+    """Spark's columns in the form that the engines expect: the timestamp is in milliseconds."""
     position = batch.schema.get_field_index("timestamp")
     if position < 0 or not pa.types.is_timestamp(batch.schema.field(position).type):
         return batch

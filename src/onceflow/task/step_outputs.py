@@ -1,7 +1,7 @@
-"""What a state task does with the records that user code yields.
+"""Handles the records that user code yields in a task of a state step.
 
-It writes those that fall to its own partitions: every partition has exactly one writer (I4). A few others it returns
-to the driver; when there are many, the batch has to run in another way.
+The task writes those that belong to its own partitions: every partition has exactly one writer (I4). It returns a
+limited number of others to the driver. If there are more, the batch has to run again in two stages.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from onceflow.messages import NotColocatedError
 from onceflow.protocol.partitioners import group_by_partition, key_partitions
 from onceflow.task.row_writer import RowWriter
 
-#: Rows that a task returns to the driver instead of writing them. With more of them the batch runs in another way.
+#: Limit for the rows that a task returns to the driver instead of writing them. With more, the batch runs in two stages.
 RETURNED_ROWS_MAX = 20_000
-# Of all tasks together: far below spark.driver.maxResultSize (1 GiB by default), beyond which Spark fails the job.
+# For all tasks together: far below spark.driver.maxResultSize (1 GiB by default), beyond which Spark fails the job.
 RETURNED_BYTES_MAX = 64_000_000
 
 HEADERS_TYPE = pa.list_(pa.struct([("key", pa.string()), ("value", pa.binary())]))
-#: Rows that a process step yields: Spark's name of the schema, and Arrow's.
+#: The schema of the rows that a state step yields, for Spark and for Arrow.
 OUTPUT_SPARK_SCHEMA = (
     "key binary, value binary, topic string, headers array<struct<key: string, value: binary>>, "
     "timestamp timestamp_ltz"  # whatever spark.sql.timestampType says
@@ -40,12 +40,12 @@ OUTPUT_SCHEMA = pa.schema(
 
 
 class TaskOutputs:
-    """Writes what user code yields to partitions that nobody else writes.
+    """Writes the records that user code yields to partitions that no other task writes.
 
     Args:
-        topic: where records go that name none; None: such a record is refused.
-        modulus: a partition belongs to the task whose number is its remainder by this.
-        co_partitioned: the number of the table's partition takes the place of the task's.
+        topic: topic of records that name none; None: such a record is refused.
+        modulus: a partition belongs to the task whose number is ``partition % modulus``.
+        co_partitioned: use the number of the table's partition in place of the task's number.
     """
 
     def __init__(self, writer: RowWriter, *, topic: str | None, modulus: int, co_partitioned: bool, turn: int) -> None:
@@ -58,11 +58,11 @@ class TaskOutputs:
         self._turn = turn
 
     def emit(self, batch: pa.RecordBatch, partition: int) -> None:
-        """Records that came from one partition of the table.
+        """Write or keep records that one partition of the table has yielded.
 
         Raises:
-            NotColocatedError: too many belong to other tasks.
-            BadRecordError: one names no topic. (What it must not name, the engine has refused.)
+            NotColocatedError: too many records belong to partitions of other tasks.
+            BadRecordError: a record names no topic. (The engine has already refused records with a forbidden topic.)
         """
         residue = partition if self._co_partitioned else partition % self._modulus
         for topic, rows in self._by_topic(batch):
@@ -73,7 +73,7 @@ class TaskOutputs:
                 self._write(topic, rows, target.partitions, residue)
 
     def returned(self) -> pa.Table | None:
-        """Rows for topics that cannot be divided among the tasks: the driver writes them."""
+        """Rows for topics whose partitions cannot be divided among the tasks. The driver writes them."""
         return pa.Table.from_batches(self._returned, OUTPUT_SCHEMA) if self._returned else None
 
     def _by_topic(self, batch: pa.RecordBatch) -> Iterator[tuple[str, pa.RecordBatch]]:
@@ -101,7 +101,7 @@ class TaskOutputs:
     def _write(self, topic: str, rows: pa.RecordBatch, count: int, residue: int) -> None:
         modulus = self._modulus
         partitions = key_partitions(rows.column("key"), count)
-        if int(partitions.min()) < 0:  # no key: any partition of ours will do, another one each time
+        if int(partitions.min()) < 0:  # no key: use any partition of this task, a different one each time
             self._turn += 1
             free = residue + modulus * (self._turn % (count // modulus))
             partitions = np.where(partitions < 0, np.int32(free), partitions)
@@ -131,7 +131,7 @@ class TaskOutputs:
 
 
 def output_rows(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """What an engine yields as rows of ``OUTPUT_SCHEMA``."""
+    """The outputs of an engine as rows of ``OUTPUT_SCHEMA``."""
     millis = batch.column("timestamp")
     if not pa.types.is_timestamp(millis.type):
         millis = pc.multiply(millis, 1000).cast(pa.timestamp("us", tz="UTC"))
@@ -140,13 +140,13 @@ def output_rows(batch: pa.RecordBatch) -> pa.RecordBatch:
 
 
 def written_rows(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """Rows of ``OUTPUT_SCHEMA`` with the timestamp in milliseconds, as ``RowWriter`` takes them."""
+    """Rows of ``OUTPUT_SCHEMA`` with the timestamp in milliseconds, as ``RowWriter`` expects them."""
     position = batch.schema.get_field_index("timestamp")
     return batch.set_column(position, "timestamp", batch.column(position).cast(pa.timestamp("ms")).cast(pa.int64()))
 
 
 def packed(table: pa.Table) -> bytes:
-    """Returned rows for the way to the driver."""
+    """Returned rows as bytes, to be sent to the driver."""
     stream = pa.BufferOutputStream()
     with pa.ipc.new_stream(stream, OUTPUT_SCHEMA) as writer:
         writer.write_table(table)
@@ -155,5 +155,5 @@ def packed(table: pa.Table) -> bytes:
 
 
 def unpacked(raw: bytes) -> pa.Table:
-    """What `packed` has made."""
+    """The rows in bytes that `packed` returned."""
     return pa.ipc.open_stream(pa.py_buffer(raw)).read_all()

@@ -121,7 +121,7 @@ class CatchUp:
                     "A newer driver of the flow uses this local state",
                     topic=f"{self.goal.table}-{self.goal.partition}",
                     next_step="find out who has started the flow twice: a flow has one driver. Nothing was lost or "
-                    "duplicated",
+                    "written twice",
                 )
             raise StoreCorruptError(problem)
         if commit_record.at(self.goal):
