@@ -1,7 +1,7 @@
 """Exactly-once Kafka pipelines for PySpark.
 
-Public names are imported when they are first used, so that ``import onceflow`` costs nothing and tools that
-only need errors or the command line never load Spark.
+Public names are imported when they are first used. So ``import onceflow`` takes no time, and tools that only need the
+errors or the command line do not load Spark.
 """
 
 from __future__ import annotations
@@ -112,9 +112,9 @@ def __getattr__(name: str) -> Any:
     except ImportError:
         from onceflow.spark import versions
 
-        versions.check()  # an old PySpark lacks modules
+        versions.check()  # a PySpark that is too old lacks modules: then this raises a clear error
         raise
-    # Importing onceflow.session binds the *module* to the package's name `session`; put the function there.
+    # Importing onceflow.session sets the package's attribute `session` to the *module*. Replace it by the function.
     globals()[name] = value
     return value
 

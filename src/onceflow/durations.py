@@ -1,4 +1,4 @@
-"""Durations as people write them: ``"5 minutes"``, or a number of seconds."""
+"""Parses durations: texts such as ``"5 minutes"``, or numbers of seconds."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ def duration_ms(value: str | float) -> int:
     if isinstance(value, str):
         milliseconds = _parse(value)
         if milliseconds is None:
-            raise ValueError(f"{value!r} is no duration: write it like '10 seconds', '5 minutes' or '7 days'")
+            raise ValueError(f"{value!r} is not a duration: write it like '10 seconds', '5 minutes' or '7 days'")
         return round(milliseconds)
     number = not isinstance(value, bool) and isinstance(value, (int, float))
     if not number or not math.isfinite(value) or value < 0:
-        raise ValueError(f"{value!r} is no duration: give seconds as a number, or a text like '5 minutes'")
+        raise ValueError(f"{value!r} is not a duration: give seconds as a number, or a text like '5 minutes'")
     return round(value * 1000)
 
 
@@ -47,12 +47,12 @@ def option_seconds(value: str | float, name: str, flow: str, *, at_least: float 
     """Seconds of a duration that is an option of a flow.
 
     Args:
-        value: as of `duration_ms`; a text without a unit means seconds, too.
-        name: of the option, for errors.
-        at_least: the shortest duration that the option takes, in seconds.
+        value: as for `duration_ms`. A text without a unit also means seconds.
+        name: name of the option, for errors.
+        at_least: the shortest valid duration, in seconds.
 
     Raises:
-        OptionError: not a duration, or too short a one.
+        OptionError: this is not a duration, or it is too short.
     """
     milliseconds = _parse(str(value), bare_unit="s")
     if milliseconds is None:
@@ -65,10 +65,10 @@ def option_seconds(value: str | float, name: str, flow: str, *, at_least: float 
 
 
 def _parse(text: str, *, bare_unit: str = "") -> float | None:
-    """Milliseconds of a number with a unit; None: it is not one.
+    """Milliseconds of a duration that is a number with a unit; None: the text is not a duration.
 
     Args:
-        bare_unit: of a number without a unit; empty: that is not a duration.
+        bare_unit: the unit of a number without a unit; empty: such a number is not a duration.
     """
     found = _PATTERN.fullmatch(text.lower())
     if found is None:

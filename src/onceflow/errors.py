@@ -84,7 +84,7 @@ class OnceflowError(Exception):
 
 @dataclass(frozen=True)
 class located:
-    """Fills in flow, topic and batch in every onceflow error that leaves the block: see `OnceflowError.locate`.
+    """Fills in flow, topic and batch in every onceflow error that is raised in the block: see `OnceflowError.locate`.
 
     It is a class, not a generator, so that it adds no frame to the traceback of the error.
     """
@@ -128,7 +128,7 @@ class BadRecordError(OnceflowError):
 
 
 class UnknownTopicError(OnceflowError):
-    """A topic does not exist, or this principal may not see it."""
+    """A topic does not exist, or this principal has no permission to see it."""
 
 
 class BrokerUnreachableError(OnceflowError):

@@ -30,16 +30,16 @@ from onceflow.spark.pickling import pickled
 from onceflow.state.api.processor import ColumnProcessor, Processor
 from onceflow.state.stores.base import Store
 
-# Bounds a batch after downtime: at a modest 10,000 records a second it takes a third of the default
-# transaction timeout. Raise it for throughput, lower it for large records.
+# Limits the first batch after downtime. At only 10,000 records a second, a batch takes a third of the default
+# transaction timeout. Raise it for more throughput, lower it for large records.
 DEFAULT_RECORDS_PER_BATCH = 200_000
 
 
 class Flow:
     """One service: a name, the topics it reads, and one query that writes. The name is its identity in Kafka.
 
-    The transactional id is ``onceflow.<name>``, the consumer group is ``<name>``. Two drivers with one name are two
-    copies of one flow: the one that started last goes on, the other one stops with FencedError.
+    The transactional id is ``onceflow.<name>``, the consumer group is ``<name>``. Two drivers with the same name are
+    two copies of one flow: the one that started last continues, the other one stops with FencedError.
 
     Args:
         name: letters, digits, ``. _ -``; at most 200.
@@ -51,10 +51,10 @@ class Flow:
             prefixed ACL covers many flows.
         connect_timeout: how long a start waits while all ``bootstrap_servers`` refuse connections or do not resolve.
             Raise it for a flow that is started before its brokers. It does not apply to a running flow, whose brokers
-            may be away for longer.
+            may be unreachable for longer.
 
     Raises:
-        OptionError: a bad name, address or option.
+        OptionError: a name, address or option is invalid.
         UnsupportedQueryError: Spark Connect, or a session with speculation.
     """
 
@@ -96,15 +96,16 @@ class Flow:
         """A streaming DataFrame of one topic. It continues after the last committed batch of the flow.
 
         Only committed records are read (``isolation.level=read_committed``). The first call fences older drivers of the
-        same name, and aborts the transaction that they have left open. From then on the flow's committed offsets cannot
-        change, unless this driver changes them.
+        same name, and aborts the transaction that they have left open. From then on only this driver can change the
+        flow's committed offsets.
 
         Args:
             topic: the topic to read. Make one call for each topic.
             starting_offsets: where a flow starts that has never read the topic: ``earliest``, ``latest``, or a dict
-                with an offset for every partition. The first start commits these offsets. Later starts continue where
-                the flow is. They ignore a value other than ``earliest``, with a warning.
-            max_records_per_batch: most records of this topic in one batch, and so in one transaction; None: no bound.
+                with an offset for every partition. The first start commits these offsets. Later starts continue at the
+                committed offsets. They ignore a value other than ``earliest``, with a warning.
+            max_records_per_batch: maximum number of records of this topic in one batch, and so in one transaction;
+                None: no limit.
             fail_on_data_loss: what happens when records have expired before the flow has read them. True:
                 DataLossError. False: a warning, and they are skipped.
             include_headers: adds the ``headers`` column.
@@ -158,8 +159,8 @@ class Flow:
     ) -> DataFrame:
         """Run user code with state per key over a stream. The state is kept in the compacted topic ``table``.
 
-        Each row goes to the partition of the table that Kafka's default partitioner gives its key. What user code
-        changes is written to that topic in the transaction of the batch. A local store caches the topic. Write the
+        Each row is processed in the table partition that Kafka's default partitioner chooses for its key. Changes of
+        the state are written to that topic in the transaction of the batch. A local store caches the topic. Write the
         returned DataFrame with ``Flow.write``. Without operators in between, the tasks that process the records also
         write the outputs.
 
@@ -170,24 +171,24 @@ class Flow:
             processor: an instance of your class. It is pickled with all its attributes and sent to the tasks. Create
                 connections and locks in its ``open``, because they cannot be pickled.
             table: name of the table topic. It is created when it is missing, and so is ``<table>-internal``.
-            partitions: how many partitions a table gets that does not exist yet; None: as many as the source has.
+            partitions: number of partitions of a new table; None: as many as the source has.
             on_error: what happens to a record for which user code raises. ``fail``: the flow stops. ``dead-letter``:
                 the record goes to ``dead_letter_topic`` in the same transaction, with the cause in its headers.
             dead_letter_topic: the topic for such records. It must exist.
             late_topic: the topic for records that are later than ``allowed_lateness`` of the processor allows. It must
                 exist. Give both of them or neither.
-            retention: rows that were not written for this long are deleted (``"7 days"``). It takes the place of the
-                processor's ``ttl``.
+            retention: rows that were not written for this long are deleted (``"7 days"``). It replaces the processor's
+                ``ttl``.
             snapshot_per_partition: keep the whole state of a partition in one record. Only for small state, because
                 every batch writes all of it.
             store: the local store: ``lmdb``, ``memory``, ``rocksdb`` (needs the extra ``rocksdb``), or a class of your
                 own.
             state_dir: folder of the local stores, on every host; None: the host's ``$ONCEFLOW_STATE_DIR``, or
                 ``~/.local/state/onceflow`` where that is not set.
-            adopt_existing: take over the rows of a table topic that the flow has no progress of.
-            idle_timeout: event time stops waiting for a source partition that has brought no records for this long.
-            max_timers_per_batch: most timers that fire in one partition and batch, the earliest first. The others fire
-                in further batches, which follow at once. None: all due timers fire in one transaction.
+            adopt_existing: use the rows of an existing table topic for which the flow has no progress.
+            idle_timeout: the watermark ignores a source partition that has had no new records for this long.
+            max_timers_per_batch: maximum number of timers that fire in one partition and batch, the earliest first. The
+                others fire in further batches, which follow at once. None: all due timers fire in one transaction.
             max_dead_letters: stop the flow when one run has more dead letters than this: a count (``100``), or a share
                 of the records that the step has read (``0.01``), checked from 100 records on. The batch that exceeds it
                 is not committed. None: no limit.
@@ -198,8 +199,8 @@ class Flow:
         Raises:
             OptionError, SchemaError: wrong arguments or columns; the processor cannot be pickled.
             UnsupportedQueryError: ``df`` is not a stream of this flow, or has operators that keep state in Spark.
-            ProgressConflictError: the table topic is not what progress says, or the state has another version.
-            PermissionDeniedError: a topic is missing and may not be created.
+            ProgressConflictError: the table topic does not match the flow's progress, or the state has another version.
+            PermissionDeniedError: a topic is missing, and this principal may not create it.
         """
         options = StepOptions(
             table, partitions, on_error, dead_letter_topic, late_topic, retention, snapshot_per_partition, store,
@@ -210,13 +211,13 @@ class Flow:
             checked = process.check_options(
                 options, processor, flow=self.name, sources=startup.sources, tables=startup.steps
             )
-            # Here for the error, at the line that it belongs to. What tasks get is pickled at the start: the processor
-            # may have changed by then, and names that it uses may have been defined.
+            # Pickled here only so that an error is raised at this line of user code. For the tasks it is pickled again
+            # at the start: by then the processor may have changed, and names that it uses may have been defined.
             pickled(checked, flow=self.name)
             startup.known_progress()
             facts = queries.check_plan(df, self.name)
             check_order("Flow.process", facts, self.name)
-            # Rows that another step has made come from no topic.
+            # The output rows of another step do not come from a topic.
             one_topic = next(iter(startup.sources)) if len(startup.sources) == 1 and not facts.has_step else None
             rows = state_columns(df, self.name, one_topic=one_topic is not None)
             startup.add_step(options, checked, source_topic=one_topic, local=is_local(self._spark))
@@ -250,9 +251,9 @@ class Flow:
             guarantee: ``exactly_once``: rows, progress and source offsets are written in one transaction.
                 ``at_least_once``: rows first, then progress, without transactions; a crash in between duplicates rows.
                 ``at_most_once``: progress first, then rows; a crash or a failure in between loses rows.
-            partitioner: ``key`` places rows as the Java client does. ``source`` keeps the partition a row was read
-                from, without a shuffle. ``round_robin`` fills partitions evenly, without a shuffle; keys lose their
-                order.
+            partitioner: ``key`` chooses partitions as the Java client does. ``source`` keeps the partition a row was
+                read from, without a shuffle. ``round_robin`` fills partitions evenly, without a shuffle; the records of
+                a key lose their order.
             checkpoint: folder of Spark's checkpoint, which must be kept. Needed for queries with state in Spark
                 (aggregations, stream-stream joins, de-duplication, transformWithState) and for sources that are not
                 topics. With a local master it may be a local path, otherwise all executors must be able to write there
@@ -264,18 +265,19 @@ class Flow:
             transaction_timeout: the broker aborts a batch whose transaction is open for longer. It can be at most
                 ``transaction.max.timeout.ms`` of the brokers (15 minutes by default).
             compression: none, gzip, snappy, lz4 or zstd.
-            small_batch_rows: the driver writes a batch itself when it expects at most this many rows. That saves Python
-                tasks and a shuffle, and so much latency. Behind ``Flow.process`` source records are counted in place of
-                rows. 0: tasks always write. None: 8,000 rows, or 10,000 source records behind ``Flow.process``; but
-                0 when the query has mapInArrow or mapInPandas, where a few records may become any number of rows.
+            small_batch_rows: the driver writes a batch itself when it expects at most this many rows. That needs no
+                Python tasks and no shuffle, which saves much latency. After ``Flow.process``, source records are
+                counted instead of rows. 0: tasks always write. None: 8,000 rows, or 10,000 source records after
+                ``Flow.process``; but 0 if the query has mapInArrow or mapInPandas, where a few records may become any
+                number of rows.
             late: what happens to rows that Spark drops because they are later than the watermark of a query with state.
                 ``drop``: they are counted (``BatchSummary.dropped``), and a warning says so. ``fail``: LateRowsError,
                 and the batch is not committed; needs ``guarantee="exactly_once"``.
             once: process what is in the sources now, in bounded batches, then stop (Spark's availableNow).
 
         Raises:
-            OptionError, SchemaError, UnsupportedQueryError, UnknownTopicError, ProgressConflictError: here or in
-                ``start()``; nothing has been written.
+            OptionError, SchemaError, UnsupportedQueryError, UnknownTopicError, ProgressConflictError: raised here or in
+                ``start()``, before anything is written.
         """
         given = WriteOptions(
             topic, trigger, guarantee, partitioner, checkpoint, output_mode, on_checkpoint_conflict,
@@ -284,7 +286,7 @@ class Flow:
         return FlowWriter(self, check_write(df, given, self._startup.own_topics, self.name))
 
     def close(self) -> None:
-        """Stop the running query, if there is one, and close the connections. After that the flow can be read again."""
+        """Stop the running query, if there is one, and close the connections. Then you can call `read` again."""
         with self._lock:
             if self._running is not None and self._running.isActive:
                 self._running.stop()
@@ -303,9 +305,9 @@ class Flow:
         with self._lock:
             if self._is_running():
                 raise OptionError(
-                    "The flow has a running write already",
+                    "The flow already has a running query",
                     flow=self.name,
-                    next_step="one flow writes one query (it may feed many topics through a topic column); "
+                    next_step="one flow runs one query (it may write to many topics through a topic column); "
                     "use another Flow for another query",
                 )
             startup = self._startup
@@ -325,29 +327,30 @@ class Flow:
             return query
 
     def _is_running(self) -> bool:
-        """Whether the last query is active. One that has ended by itself gives back here what it holds."""
+        """Whether the last query is active. If it has ended by itself, its resources are released here."""
         if self._running is not None and not self._running.isActive:
             self._running.release()
-            self._release(self._startup)  # another thread may be about to, and must not close what is opened now
+            # Another thread may be about to do the same. It must not close the connections of the next start.
+            self._release(self._startup)
             self._running = None
         return self._running is not None
 
     def _release(self, startup: Startup) -> None:
-        """Close the connections of one run. A newer start of this flow has connections of its own, which stay."""
+        """Close the connections of one run. Connections of a newer start of this flow stay open."""
         with self._lock:
             startup.close()
             if self._startup is startup:
                 self._startup = self._new_startup()
 
     def _stop_earlier_cell(self, topic: str) -> None:
-        """Stop the query that an earlier cell of a notebook has started, unless this cell has mistyped the topic."""
+        """Stop the query that an earlier cell of a notebook has started. Before that, check that the topic exists."""
         if interactive.is_interactive():
             self._startup.check_source(topic)
             interactive.stop_earlier(self._settings.bootstrap_servers, self._names.transactional_id)
 
 
 class FlowWriter:
-    """A write that is checked and not started yet."""
+    """A write that is checked, but not started yet."""
 
     def __init__(self, flow: Flow, write: CheckedWrite) -> None:
         self._flow = flow
@@ -357,8 +360,8 @@ class FlowWriter:
         """Start the query.
 
         Raises:
-            OnceflowError: the flow runs already, the output topic is missing, a newer driver has taken over, the
-                checkpoint and the flow's progress do not belong together, Spark refuses the query, tasks cannot
+            OnceflowError: the flow is running already, the output topic is missing, a newer driver has fenced this one,
+                the checkpoint and the flow's progress do not belong together, Spark refuses the query, or tasks cannot
                 import what the processors or functions of the query need.
         """
         return self._flow._start(self._write)

@@ -1,9 +1,10 @@
-"""Named points that tests may attach faults to; a dictionary look-up when nobody does.
+"""Named steps at which tests can inject faults. Without faults, a step takes only a dictionary look-up.
 
-Production code announces where it is (``at("progress", where="driver", batch=7)``). Only when the environment variable
-``ONCEFLOW_FAULTS`` is set does anything happen. It holds ``<module>:<rules>``: the module is imported, and its function
-``trip`` is called with the rules at every step. Whoever makes the rules names the module (``onceflow.testing.faults``),
-so that nothing here knows of it. Whoever wants to know what a driver does (``onceflow.testing.history``) observes it.
+Production code announces its steps (``at("progress", where="driver", batch=7)``). Something happens only if the
+environment variable ``ONCEFLOW_FAULTS`` is set. Its value is ``<module>:<rules>``: the module is imported, and its
+function ``trip`` is called with the rules at every step. The value names the module (``onceflow.testing.faults``), so
+this module does not depend on it. Code that records the steps of a driver (``onceflow.testing.history``) registers an
+observer here.
 """
 
 from __future__ import annotations
@@ -17,22 +18,22 @@ VARIABLE = "ONCEFLOW_FAULTS"
 
 #: The steps of a batch, in order (docs/architecture.md). Code, logs, tests and faults use these names.
 STEPS = ("init", "plan", "begin", "write", "audit", "progress", "end", "settle")
-#: Announced, too: an attempt was aborted, and nothing of it can become visible any more. No place for faults.
+#: Also announced: an attempt was aborted, and nothing of it can become visible any more. Faults are not injected here.
 ABORTED = "aborted"
 
-#: Called with the step and, by name, ``flow``, ``batch``, and what else is known of it: at ``begin`` the producer's
+#: Called with the step, and with the keyword arguments ``flow``, ``batch`` and more facts: at ``begin`` the producer's
 #: ``identity`` and the ``source`` range.
 Observer = Callable[..., None]
 _observers: list[Observer] = []
 
 
 def configured() -> str | None:
-    """The rules of this process, to be carried to its tasks."""
+    """The rules of this process, to be sent to its tasks."""
     return os.environ.get(VARIABLE)
 
 
 def configure(rules: str | None) -> None:
-    """Take over the driver's rules in a task: Python workers are reused and keep an older environment."""
+    """Set the driver's rules in a task: Python workers are reused, and may have an older environment."""
     if rules:
         os.environ[VARIABLE] = rules
     else:
@@ -40,13 +41,13 @@ def configure(rules: str | None) -> None:
 
 
 def observe(observer: Observer) -> Callable[[], None]:
-    """Call ``observer`` at every step of the drivers in this process; returns what ends that."""
+    """Call ``observer`` at every step of the drivers in this process. Returns a function that ends this."""
     _observers.append(observer)
     return lambda: _observers.remove(observer)
 
 
 def at(step: str, *, where: str, flow: str, batch: int | None = None, task: int | None = None, **facts: Any) -> None:
-    """Announce that ``step`` has just been done. No-op unless faults are configured or somebody observes."""
+    """Announce that ``step`` has just been done. Does nothing unless faults are configured or an observer is there."""
     if where == "driver":
         for observer in tuple(_observers):
             observer(step, flow=flow, batch=batch, **facts)

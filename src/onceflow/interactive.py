@@ -1,4 +1,4 @@
-"""A REPL or a notebook: cells are run again, and the query that a cell started before still runs."""
+"""Support for REPLs and notebooks, where a cell is run again while the query that it started earlier is running."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ log = logging.getLogger("onceflow")
 
 
 class RunningQuery(Protocol):
-    """A query as far as it is needed here (``onceflow.FlowQuery``)."""
+    """The part of ``onceflow.FlowQuery`` that is needed here."""
 
     @property
     def flow(self) -> str: ...
@@ -24,21 +24,21 @@ class RunningQuery(Protocol):
 
 
 _lock = threading.Lock()
-_queries: dict[tuple[str, str], RunningQuery] = {}  # the last one of each flow
+_queries: dict[tuple[str, str], RunningQuery] = {}  # the last query of each flow
 
 
 def is_interactive() -> bool:
-    """Whether a person types here: Python's prompt, IPython or a notebook."""
+    """Whether the process is interactive: Python's prompt, IPython or a notebook."""
     return hasattr(sys, "ps1") or hasattr(builtins, "get_ipython") or bool(sys.flags.interactive)
 
 
 def again() -> str:
-    """How a next step begins that needs a new process; empty in a program."""
+    """The beginning of a next step that needs a new process; empty in a program."""
     return "restart the kernel, then " if is_interactive() else ""
 
 
 def started(servers: str, transactional_id: str, query: RunningQuery) -> None:
-    """A query of this process runs."""
+    """Note that a query of this process is running."""
     if not is_interactive():
         return
     with _lock:
@@ -46,9 +46,10 @@ def started(servers: str, transactional_id: str, query: RunningQuery) -> None:
 
 
 def stop_earlier(servers: str, transactional_id: str) -> None:
-    """Stop the query that an earlier cell has started for a flow that is started again.
+    """Stop the query that an earlier cell has started, when the same flow is started again.
 
-    In a program it would be fenced, as any older driver is: two of them there are a mistake that has to be seen.
+    In a program, the query is not stopped. It gets fenced, as any older driver: there, two queries of one flow are a
+    mistake, which must be reported.
     """
     if not is_interactive():
         return

@@ -1,14 +1,15 @@
-"""The messages between the driver and its tasks. All of them are frozen, and encoded in this file only.
+"""The messages between the driver and its tasks. They are immutable, and encoded only in this file.
 
-*Orders* go to the tasks: a `WriteOrder` for rows that are outputs, a `StateOrder` for a process step, a `PrepareOrder`
-for the local copies that a batch will need. They hold secrets (``settings``), so they travel with the tasks' code only,
-never as a local property of Spark's or in a log. What an order says of a table is a `ProcessSpec` (fixed with the
-query) and a `Moment` (of this batch). Both are in ``state/spec.py``, because ``state`` knows nothing of this file.
+*Orders* are sent to the tasks: a `WriteOrder` to write outputs, a `StateOrder` to run a state step, a `PrepareOrder`
+to prepare a local copy for a batch. They contain secrets (``settings``), so they are sent only with the tasks' code,
+never in a local property of Spark or in a log. An order describes a table by a `ProcessSpec` (the same for the whole
+query) and a `Moment` (of this batch). Both are in ``state/spec.py``, because ``state`` does not depend on this file.
 
-*Reports* come back: one `TaskReport` for each task, whatever it has done. It is encoded in one way, and takes one of
-two ways. A task whose rows nobody else needs yields its report as its only row. A task of a process step whose rows go
-on to other tasks cannot, as every row of it would be an output; it adds its report to an accumulator, the only other
-thing that Spark brings from any task to the driver. (Rows cost less, and are there when the job's result is.)
+*Reports* are sent to the driver: one `TaskReport` for each task, whatever it has done. Its encoding is always the same,
+but there are two ways to send it. A task that returns no output rows yields the report as its only row. A task of a
+state step whose rows are processed further by other tasks cannot do this, because each of its rows is an output. So it
+adds its report to an accumulator, the only other thing that Spark sends from any task to the driver. (Rows take less
+time, and have arrived when the job's result has.)
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from onceflow.protocol.batches import ProducerIdAndEpoch
 from onceflow.protocol.names import OwnTopics, TopicPartition
 from onceflow.user_code import cut
 
-if TYPE_CHECKING:  # tasks that only write load nothing of ``state``
+if TYPE_CHECKING:  # so that tasks that only write do not load ``state``
     from onceflow.state.local.prepare import Prepared
     from onceflow.state.spec import Moment, ProcessSpec, StateReport
 
@@ -38,11 +39,11 @@ class Routing:
     """How a task finds the partition of a row.
 
     Args:
-        kind: ``key``: by partition column, then by key, then any partition the task owns;
+        kind: ``key``: by the partition column, else by the key, else any partition that the task owns.
             ``source``: the whole task writes to one partition.
         tasks: how many tasks the job has.
-        hash_key: whether keys decide.
-        task_partitions: for ``source``, partition of each task.
+        hash_key: whether the key decides the partition.
+        task_partitions: for ``source``, the partition of each task.
     """
 
     kind: str
@@ -61,15 +62,15 @@ class Target:
 
 @dataclass(frozen=True)
 class WriteOrder:
-    """All a task needs to write its rows.
+    """All that a task needs to write its rows.
 
     Args:
-        topic: the one output topic; None when rows name theirs in a ``topic`` column.
-        transactional_id: None when the guarantee does without transactions.
+        topic: the output topic of all rows; None if a ``topic`` column names it for each row.
+        transactional_id: None if the guarantee does not use transactions.
         own_topics: topics of the flow that no row may name.
-        sequences: where the identity's sequence numbers go on, for an identity that outlives a batch.
-        transaction_version: as the driver sees it; tasks must not mix protocols with the driver's EndTxn.
-        deadline_s: how long a task may take over its rows, from the first one it writes.
+        sequences: the next sequence numbers, if producer id and epoch are used for more than one batch.
+        transaction_version: the version that the driver sees. Tasks must use the same protocol as the driver's EndTxn.
+        deadline_s: how long a task may take to write its rows, counted from the first write.
         faults: rules of the driver's environment (tests only), see onceflow.hooks.
     """
 
@@ -89,23 +90,23 @@ class WriteOrder:
     faults: str | None = None
 
 
-#: What a task of a process step writes of what its processor yields: everything; only *side outputs* (dead letters,
-#: late records, records that name a topic of their own); nothing.
+#: Which records that its processor yields a task of a state step writes itself: everything; only *side outputs* (dead
+#: letters, late records, records that name a topic of their own); nothing.
 Writes = Literal["everything", "side outputs", "nothing"]
 
 
 @dataclass(frozen=True)
 class StateOrder:
-    """All a task of a process step needs.
+    """All that a task of a state step needs.
 
     Args:
-        writes: what the task writes itself; the rest are rows that it yields.
-        topic: where outputs go that name no topic. A record that names this one is no side output.
+        writes: what the task writes itself. It yields the rest as rows.
+        topic: topic of outputs that name none. A record that names this topic is not a side output.
         modulus: a partition belongs to the task (or to the table partition, see ``co_partitioned``) whose number is
-            its remainder by this.
-        co_partitioned: rows come from source partitions that are numbered as those of the table.
-        due: partitions to open even if they have no rows: something is due there.
-        taken: with ``co_partitioned``, the source partitions that each task reads; empty where nothing is due.
+            ``partition % modulus``.
+        co_partitioned: whether keys are in the same partition numbers of source and table.
+        due: partitions to open even if they have no rows, because something is due there.
+        taken: with ``co_partitioned``, the source partitions that each task reads; empty if nothing is due.
     """
 
     spec: ProcessSpec
@@ -119,7 +120,7 @@ class StateOrder:
     taken: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
     def due_in(self, task: int) -> list[int]:
-        """The due partitions that a task has to open; -1: the driver, which runs all of them."""
+        """The due partitions that a task has to open. Task -1 is the driver, which runs all of them."""
         if task < 0:
             return sorted(self.due)
         if self.co_partitioned:
@@ -129,11 +130,12 @@ class StateOrder:
 
 @dataclass(frozen=True)
 class PrepareOrder:
-    """All a task needs to bring a local copy up to what is committed, before a batch begins.
+    """All that a task needs to bring a local copy up to what is committed, before a batch begins.
 
     Args:
-        moment: of the batch to come, as far as it is known.
-        transactional_id, identity: what the flow writes under as long as no newer driver has taken it over.
+        moment: the moment of the next batch, as far as it is known.
+        transactional_id, identity: transactional id, producer id and epoch of the flow. They change when a newer driver
+            fences this one.
     """
 
     spec: ProcessSpec
@@ -163,22 +165,24 @@ class TaskPlace:
     stage: int = -1
 
 
-#: The driver, where it does what a task would.
+#: The place of code of a task that runs in the driver.
 DRIVER = TaskPlace("driver", -1, 0)
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a task says of one partition that it has written; or only that it ran.
+    """A task's report about one partition that it has written, or only that the task ran.
 
     Args:
         task, attempt, stage: see `TaskPlace`.
-        topic, partition: what was written; topic is None in a report that only says that the task ran.
+        topic, partition: the partition that was written; topic is None in a report that only says that the task ran.
         base_offset: offset of the first record written to the partition.
-        count: records acknowledged there. nbytes: their encoded size.
-        rows: rows the task received.
-        seconds: how long the task took. rss_kib: peak resident memory of its process.
-        error: why the task gave up, instead of a count.
+        count: how many records were acknowledged in the partition.
+        nbytes: their encoded size in bytes.
+        rows: how many rows the task received.
+        seconds: how long the task took.
+        rss_kib: peak resident memory of its process.
+        error: why the task has failed, instead of a count.
     """
 
     task: int
@@ -195,7 +199,7 @@ class Report:
     error: OnceflowError | None = None
 
     def explained(self, why: str) -> Report:
-        """The same report, its error's detail completed."""
+        """The same report, with this text added to the detail of its error."""
         if self.error is None or not why:
             return self
         fields = self.error.fields()
@@ -208,10 +212,10 @@ class TaskReport:
     """All that one task has done, or all tasks of a stage.
 
     Args:
-        written: one for each partition that was written; each task has at least one.
-        states: one for each partition of a table that was opened.
+        written: one report for each partition that was written; each task has at least one.
+        states: one report for each partition of a table that was opened.
         prepared: local copies that were brought up to date, also by a task that has failed.
-        returned: rows that the driver is to write, each item an Arrow stream (``task/step_outputs.py``).
+        returned: rows that the driver has to write; each item is an Arrow stream (``task/step_outputs.py``).
     """
 
     written: tuple[Report, ...]
@@ -221,7 +225,7 @@ class TaskReport:
 
     @property
     def failed(self) -> bool:
-        """Whether any task gave up."""
+        """Whether any task has failed."""
         return any(report.error is not None for report in self.written)
 
 
@@ -233,23 +237,23 @@ class NotCopartitionedError(BatchAbortedError):
     """Internal: keys are not where Kafka's partitioner puts them. The batch runs again, with a shuffle."""
 
 
-#: Rows that are reports: Spark's name of the schema (what ``mapInArrow`` declares) and Arrow's.
+#: The schema of rows that are reports, for Spark (as ``mapInArrow`` declares it) and for Arrow.
 REPORT_SPARK_SCHEMA = "report binary"
 REPORT_SCHEMA = pa.schema([("report", pa.binary())])
-#: Characters of an error's text that go to the driver.
+#: Maximum number of characters of an error's text that are sent to the driver.
 MAX_TEXT = 20_000
 
 
 def encoded(report: TaskReport) -> bytes:
-    """A report for the way to the driver."""
-    # An error of user code may have all its data in its text, in every task: Spark fails a job whose results are larger
-    # than spark.driver.maxResultSize.
+    """A report as bytes, to be sent to the driver."""
+    # The text of an error of user code may be large, in every task. Spark fails a job whose results are larger than
+    # spark.driver.maxResultSize.
     written = tuple(each if each.error is None else replace(each, error=_cut(each.error)) for each in report.written)
     return pickle.dumps(replace(report, written=written), protocol=pickle.HIGHEST_PROTOCOL)
 
 
 def decoded(reports: Iterable[bytes]) -> TaskReport:
-    """What all tasks of a stage have done, of what each has `encoded`."""
+    """One report of all that the tasks of a stage have done, from the `encoded` reports."""
     every: list[TaskReport] = [pickle.loads(report) for report in reports]
     return TaskReport(
         written=tuple(each for report in every for each in report.written),
@@ -260,12 +264,12 @@ def decoded(reports: Iterable[bytes]) -> TaskReport:
 
 
 def report_row(report: TaskReport) -> pa.RecordBatch:
-    """The row of a task that yields no other."""
+    """The report as a row, for a task that yields no other row."""
     return pa.record_batch([pa.array([encoded(report)], pa.binary())], schema=REPORT_SCHEMA)
 
 
 def from_rows(rows: Iterable[Any]) -> TaskReport:
-    """Of what ``DataFrame.collect`` returns for such tasks."""
+    """The report from the rows that ``DataFrame.collect`` returns for such tasks."""
     return decoded(bytes(row[0]) for row in rows)
 
 

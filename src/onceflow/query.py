@@ -1,4 +1,4 @@
-"""The running query: a Spark StreamingQuery that also knows why onceflow has stopped it."""
+"""The running query: a Spark StreamingQuery with the error for which onceflow has stopped it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from onceflow.spark.streaming_query import SparkQuery, jvm_needed
 
 log = logging.getLogger("onceflow")
 
-# Spark's thread of a query ends in milliseconds, unless it waits for brokers.
+# The Spark thread of a query normally ends in milliseconds, unless it waits for brokers.
 _STOP_S, _LOOK_S = 10.0, 0.1
 
 
@@ -51,7 +51,7 @@ class FlowQuery(SparkQuery):
 
     @contextlib.contextmanager
     def awaited(self) -> Iterator[None]:
-        """While somebody waits for the query to end, errors are raised there. So they are not logged as well."""
+        """For use while a caller waits for the query to end: errors are raised there, so they are not logged."""
         with self._awaiting:
             self._sink.awaited += 1
         try:
@@ -61,7 +61,10 @@ class FlowQuery(SparkQuery):
                 self._sink.awaited -= 1
 
     def terminated(self) -> None:
-        """Spark has ended the query. Log why, unless somebody waits for it. Failures of onceflow are logged already."""
+        """Call this when Spark has ended the query. It logs the reason, unless a caller waits for the query.
+
+        Failures of onceflow are logged already.
+        """
         self._sink.over = True
         if self._sink.failure is not None or self._sink.stopping or self._sink.awaited:
             return
@@ -72,7 +75,7 @@ class FlowQuery(SparkQuery):
             log.error("the query of flow %s has ended: %s", self.flow, text)
 
     def release(self) -> None:
-        """Release what the run holds, when it is over. Only the first call has an effect."""
+        """Release the resources of the run, when it has ended. Only the first call has an effect."""
         with self._release_lock:
             released, self._released = self._released, True
         if not released:
@@ -94,8 +97,8 @@ class FlowQuery(SparkQuery):
         except StreamingQueryException as error:
             self.release()
             if self._sink.stopping and self._sink.failure is None:
-                return None if timeout is None else True  # stop() has cut its last batch short
-            raise self._reason(error) from None  # Spark's text is Java's stack, and the reason once more
+                return None if timeout is None else True  # stop() has interrupted the last batch
+            raise self._reason(error) from None  # Spark's text only adds Java's stack, and repeats the reason
 
     def processAllAvailable(self) -> None:
         """Wait until everything that is in the sources now has been committed.
@@ -108,13 +111,13 @@ class FlowQuery(SparkQuery):
                 super().processAllAvailable()
         except StreamingQueryException as error:
             self.release()
-            raise self._reason(error) from None  # Spark's text is Java's stack, and the reason once more
+            raise self._reason(error) from None  # Spark's text only adds Java's stack, and repeats the reason
 
     def stop(self, *, batch_s: float = 0.0) -> None:
-        """Stop the query. A batch that is under way is aborted, and the next start runs it again.
+        """Stop the query. A running batch is aborted, and the next start runs it again.
 
         Args:
-            batch_s: how many seconds the batch under way has to finish before it is aborted. No further batch begins.
+            batch_s: how many seconds the running batch may take to finish before it is aborted. No new batch begins.
         """
         if batch_s > 0:
             self._sink.held.set()
@@ -130,11 +133,11 @@ class FlowQuery(SparkQuery):
     def _stop_in_spark(self, *, idle: bool) -> None:
         """Stop Spark's query, and wait for its thread.
 
-        When brokers do not answer, that thread first waits for its Kafka clients, up to ``default.api.timeout.ms``
-        (``KafkaAdminClient.close``). If no batch is under way, nothing depends on that, so this call returns earlier.
+        If brokers do not answer, that thread first waits for its Kafka clients, up to ``default.api.timeout.ms``
+        (``KafkaAdminClient.close``). If no batch is running, nothing depends on that, so this call returns earlier.
 
         Args:
-            idle: no batch is under way, and none begins.
+            idle: whether it is certain that no batch is running, and that none begins.
         """
         if self._left_behind:
             return
@@ -144,14 +147,14 @@ class FlowQuery(SparkQuery):
             try:
                 with contextlib.suppress(EnvironmentUnusableError), jvm_needed():
                     super(FlowQuery, self).stop()
-            except BaseException as error:  # raised in the thread of the caller
+            except BaseException as error:  # raised later in the thread of the caller
                 raised.append(error)
 
         thread = threading.Thread(target=stop, name="onceflow-stop", daemon=True)
         thread.start()
         thread.join(_STOP_S)
         while thread.is_alive():
-            # Taken for good: a batch that Spark begins all the same ends at once.
+            # The lock is never released: if Spark still begins a batch, that batch ends at once.
             if idle or self._sink.turn.acquire(blocking=False):
                 self._left_behind = True
                 log.warning(
@@ -164,7 +167,7 @@ class FlowQuery(SparkQuery):
 
     @property
     def isActive(self) -> bool:
-        """Whether the query runs. False when Spark's JVM has ended."""
+        """Whether the query is running. False if Spark's JVM has ended."""
         try:
             with jvm_needed():
                 return bool(super().isActive)
@@ -193,18 +196,18 @@ class FlowQuery(SparkQuery):
 
     @property
     def drained(self) -> list[int]:
-        """Numbers of batches that an earlier run has committed and this run had to run again, for Spark's state."""
+        """Numbers of batches that an earlier run had committed, and that this run has drained for Spark's state."""
         return list(self._sink.drained)
 
     def _reason(self, error: PySparkException) -> BaseException:
         failure = self._sink.failure
         if failure is None and (waited := jvm.kafka_timeout(error)):
             failure = self._sink.failure = BrokerUnreachableError(
-                "Spark waited for the brokers of its sources in vain, and has ended the query",
+                "Spark got no answer from the brokers of its sources, and has ended the query",
                 flow=self.flow,
                 detail=waited,
-                next_step="start the flow again when they answer: it goes on from its committed progress. Spark tries "
-                'for about 3 minutes; Flow.read(options={"fetchOffset.numRetries": "30"}) for half an hour',
+                next_step="start the flow again when they answer: it continues at its committed progress. Spark tries "
+                'for about 3 minutes, with Flow.read(options={"fetchOffset.numRetries": "30"}) for half an hour',
             )
-        # Where it was raised was in a callback of Spark's: many lines that say nothing of the flow.
+        # Without the traceback: it shows only the inside of a callback of Spark.
         return failure.with_traceback(None) if isinstance(failure, OnceflowError) else error

@@ -1,4 +1,4 @@
-"""``serve``: run queries as a service, until SIGTERM or Ctrl-C."""
+"""``serve``: runs queries as a service, until SIGTERM or Ctrl-C."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from onceflow.planning.options import AT_MOST_ONCE, BatchSummary
 from onceflow.query import FlowQuery
 
 _LOOK_EVERY_S = 0.1
-_BATCH_S = 60.0  # for the batch under way, where it must not be cut short
+_BATCH_S = 60.0  # how long a running batch may take to finish, if it must not be aborted
 
 
 def serve(*queries: FlowQuery, more: Callable[[FlowQuery], dict[str, Any]] | None = None) -> None:
     """Run queries until SIGTERM or Ctrl-C, or until one of them ends. Then stop all of them gracefully.
 
-    A batch that is running then is aborted, and the next start runs it again. (With ``at_most_once`` it has a minute
-    to finish.) Call ``serve`` in the main thread, because only that one can handle signals. A second signal interrupts
-    at once.
+    A batch that is running then is aborted, and the next start runs it again. (With ``at_most_once``, the batch gets a
+    minute to finish.) Call ``serve`` in the main thread, because only this thread can handle signals. A second signal
+    interrupts at once.
 
     For every committed batch, ``serve`` prints a line of JSON to stdout: ``flow``, ``batch`` (its number), ``records``
-    (written to the outputs), ``dead_letters``, ``late`` (late records), ``dropped`` (rows that Spark dropped as later
-    than its watermark) and ``seconds`` (the sum over its steps). It prints to stderr that a query runs, and that it is
-    being stopped.
+    (written to the outputs), ``dead_letters``, ``late`` (late records), ``dropped`` (rows that Spark dropped because
+    they were older than its watermark) and ``seconds`` (the sum over its steps). When a query starts or is being
+    stopped, ``serve`` prints that to stderr.
 
     ::
 
@@ -48,7 +48,7 @@ def serve(*queries: FlowQuery, more: Callable[[FlowQuery], dict[str, Any]] | Non
     if threading.current_thread() is not threading.main_thread():
         raise OptionError(
             "serve() must run in the main thread: it handles SIGTERM and Ctrl-C",
-            next_step="in another thread wait with query.awaitTermination()",
+            next_step="in another thread, wait with query.awaitTermination()",
         )
     told = dict.fromkeys(queries, 0)
 
@@ -74,7 +74,7 @@ def serve(*queries: FlowQuery, more: Callable[[FlowQuery], dict[str, Any]] | Non
                 _end(query)
             tell()
         for query in ended:
-            query.awaitTermination()  # raises why it stopped
+            query.awaitTermination()  # raises the error for which the query has stopped
     finally:
         for query in queries:
             if query.isActive:
@@ -97,13 +97,13 @@ def _line(query: FlowQuery, batch: BatchSummary) -> dict[str, Any]:
 def _end(query: FlowQuery) -> None:
     if not query.isActive:
         return
-    # A batch whose progress has moved is written: an orderly end loses nothing, with at_most_once neither.
+    # With at_most_once, progress is written before the rows: let the batch finish, so that this end loses no rows.
     query.stop(batch_s=_BATCH_S if query.guarantee == AT_MOST_ONCE else 0.0)
 
 
 @contextlib.contextmanager
 def _asked_to_stop() -> Iterator[threading.Event]:
-    """Set by SIGTERM and Ctrl-C."""
+    """Yields an event that SIGTERM and Ctrl-C set."""
     asked = threading.Event()
 
     def ask(number: int, frame: FrameType | None) -> None:

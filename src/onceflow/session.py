@@ -1,8 +1,8 @@
 """A SparkSession that can read and write Kafka, with settings that make small micro-batches fast.
 
 Settings of the user always take precedence: those in ``config``, in spark-defaults.conf, in PYSPARK_SUBMIT_ARGS, and
-in a JVM that runs already. Class paths can only be set before the JVM starts. So a JVM that runs already, without the
-Kafka connector, is an error.
+in a JVM that is already running. Class paths can only be set before the JVM starts. So a JVM that is already running
+without the Kafka connector is an error.
 """
 
 from __future__ import annotations
@@ -34,39 +34,39 @@ LOCAL_FS_CLASS = "com.globalmentor.apache.hadoop.fs.BareLocalFileSystem"
 
 DEFAULTS: Mapping[str, str] = {
     "spark.log.level": "WARN",
-    # The progress bar writes over the output of the program.
+    # The progress bar would overwrite the output of the program.
     "spark.ui.showConsoleProgress": "false",
-    # Shorter Python tasks: no watchdog thread in the worker.
+    # Makes Python tasks shorter: without a watchdog thread in the worker.
     "spark.python.worker.tracebackDumpIntervalSeconds": "0",
     "spark.sql.execution.arrow.pyspark.enabled": "true",
-    # Every batch runs two plans, and each is described for the UI before it starts: "formatted" takes milliseconds.
+    # Every batch runs two plans, and Spark describes each for the UI before it starts: "formatted" takes milliseconds.
     "spark.sql.ui.explainMode": "simple",
-    # For queries with Spark's own state. The default store keeps all of it on the JVM's heap, and without the
-    # changelog every commit uploads whole files.
+    # For queries with state in Spark. The default store keeps all of it on the JVM's heap, and without the changelog
+    # every commit uploads whole files.
     "spark.sql.streaming.stateStore.providerClass": (
         "org.apache.spark.sql.execution.streaming.state.RocksDBStateStoreProvider"
     ),
     "spark.sql.streaming.stateStore.rocksdb.changelogCheckpointing.enabled": "true",
 }
 
-# Shorter Python tasks: no TCP between JVM and worker. Not on YARN: the sockets lie in java.io.tmpdir, which is a
-# folder of the container there, and its path is longer than the 107 bytes that the address of a socket may have.
+# Makes Python tasks shorter: without TCP between JVM and worker. Not on YARN: the sockets are in java.io.tmpdir, which
+# is a folder of the container there. Its path is longer than the 107 bytes that the address of a socket may have.
 UNIX_SOCKETS: Mapping[str, str] = {"spark.python.unix.domain.socket.enabled": "true"}
 
 LOCAL_DEFAULTS: Mapping[str, str] = {
-    # It costs start-up time and a port. On a cluster people look at it, and so do their tools.
+    # The UI takes start-up time and a port. On a cluster it stays on, because people and tools use it there.
     "spark.ui.enabled": "false",
-    # The host name of a laptop may not resolve, or resolve to an address that a VPN takes away.
+    # The host name of a laptop may not resolve, or may resolve to an address that becomes invalid with a VPN.
     "spark.driver.host": "127.0.0.1",
     "spark.driver.bindAddress": "127.0.0.1",
 }
 
-# Hadoop's local file system starts a `chmod` process for every file of a checkpoint: 50 ms each. This one
-# does not. Only with a local master: executors elsewhere would need the class on their own class path.
+# Hadoop's local file system starts a `chmod` process for every file of a checkpoint, which takes 50 ms each. This class
+# does not. It is used only with a local master: other executors would need the class on their own class path.
 LOCAL_FS: Mapping[str, str] = {"spark.hadoop.fs.file.impl": LOCAL_FS_CLASS}
 CHECKPOINT_FILES = "spark.sql.streaming.checkpointFileManagerClass"
 
-# spark-submit arguments that are settings under another name.
+# Arguments of spark-submit that have the same meaning as a setting.
 _SUBMIT_FLAGS = {
     "--master": "spark.master",
     "--name": "spark.app.name",
@@ -90,7 +90,7 @@ def session(
 
     Raises:
         EnvironmentUnusableError: this version of Spark is not supported, there is no Java 17, a jar cannot be resolved,
-            or Spark runs already without the Kafka connector.
+            or Spark is already running without the Kafka connector.
     """
     versions.check()
     find_java()
@@ -99,7 +99,7 @@ def session(
     given = {key: str(value) for key, value in (config or {}).items()}
     if driver_jvm.has_context():
         _require_connector()
-        # getOrCreate hands back the active session and applies to it only what is given here.
+        # getOrCreate returns the active session, and applies only the given settings to it.
         return _get_or_create(given)
 
     class_path_open = not driver_jvm.is_started()
@@ -114,7 +114,7 @@ def session(
     user.setdefault("spark.master", "local[*]")
     user.setdefault("spark.app.name", app_name)
     if "spark.pyspark.python" not in user:
-        # Workers must be this Python: another one lacks our package, and Spark refuses another minor version.
+        # Workers must use this Python. Another one does not have onceflow, and Spark refuses another minor version.
         os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
 
     has_local_fs = class_path_open or driver_jvm.can_load(LOCAL_FS_CLASS)
@@ -125,14 +125,14 @@ def session(
 
 
 def defaults_for(master: str, *, local_fs: bool = True) -> dict[str, str]:
-    """The settings that ``session`` uses for a master, without class paths."""
+    """The default settings of ``session`` for a master, without class paths."""
     settings = dict(DEFAULTS)
     if master != "yarn":
         settings.update(UNIX_SOCKETS)
     cores = local_cores(master)
     if cores is not None:
         settings.update(LOCAL_DEFAULTS)
-        # 200 is for a cluster; here every partition of a shuffle is one more task on the same few cores.
+        # Spark's default of 200 is for a cluster. Here, each partition of a shuffle is one more task on the same cores.
         settings["spark.sql.shuffle.partitions"] = str(cores)
         if local_fs:
             settings.update(LOCAL_FS)
@@ -141,7 +141,7 @@ def defaults_for(master: str, *, local_fs: bool = True) -> dict[str, str]:
 
 
 def submit_settings(arguments: str) -> dict[str, str]:
-    """The settings in a PYSPARK_SUBMIT_ARGS, under their names as properties."""
+    """The settings in the value of PYSPARK_SUBMIT_ARGS, by the names of their properties."""
     settings: dict[str, str] = {}
     words = iter(shlex.split(arguments))
     for word in words:
@@ -159,7 +159,7 @@ def submit_settings(arguments: str) -> dict[str, str]:
 
 
 def parse_defaults(text: str) -> dict[str, str]:
-    """The settings of a spark-defaults.conf: key and value separated by space, ``=`` or ``:``."""
+    """The settings in a spark-defaults.conf: key and value separated by space, ``=`` or ``:``."""
     settings = {}
     for line in text.splitlines():
         match = re.match(r"\s*(spark\.[^\s=:]+)(?:\s*[=:]\s*|\s+)(.*?)\s*$", line)
@@ -182,7 +182,7 @@ def _file_settings() -> dict[str, str]:
 
 
 def _connector(user: Mapping[str, str]) -> list[Path]:
-    """The jars to add. There are none, and the cache is not read, if the user or the Spark of a cluster has them."""
+    """The jars to add. If the user or the cluster's Spark provides them, there are none, and the cache is not read."""
     if local_cores(user["spark.master"]) is not None:
         return jars.spark_connector_jars()
     return [] if _brings_connector(user) or jars.spark_has_connector() else jars.cluster_jars()
@@ -198,7 +198,7 @@ def _class_paths(user: Mapping[str, str], connector: list[Path]) -> dict[str, st
     if connector and not _brings_connector(user):
         paths["spark.jars"] = ",".join(filter(None, [user.get("spark.jars"), *map(str, connector)]))
     if local_cores(user["spark.master"]) is not None:
-        # spark.jars come too late for the file system: Spark opens it while it reads them.
+        # spark.jars would be loaded too late for the file system, because Spark opens it to read them.
         bare = [str(jar) for jar in connector if jar.name.startswith(jars.LOCAL_FS_MODULE)]
         ours = [user.get("spark.driver.extraClassPath"), *bare]
         paths["spark.driver.extraClassPath"] = os.pathsep.join(filter(None, ours))
@@ -213,7 +213,7 @@ def _class_paths(user: Mapping[str, str], connector: list[Path]) -> dict[str, st
 def _get_or_create(settings: Mapping[str, str]) -> SparkSession:
     from pyspark.sql import SparkSession
 
-    builder = SparkSession.Builder()  # SparkSession.builder would do, but says less about being a new one
+    builder = SparkSession.Builder()  # as SparkSession.builder, but clearly a new object
     for key, value in settings.items():
         builder = builder.config(key, value)
     spark: SparkSession = builder.getOrCreate()
@@ -228,14 +228,14 @@ def _require_connector() -> None:
             map(str, jars.spark_connector_coordinates(jars.installed_spark_version(), jars.scala_version())[:1])
         )
         raise EnvironmentUnusableError(
-            "Spark runs already, without its Kafka connector, and a running JVM keeps its class path.",
-            next_step=f"{again()}make the session with onceflow.session() before anything else starts Spark, or start "
-            f"Spark with --packages {connector}",
+            "Spark runs already, without its Kafka connector, and the class path of a running JVM cannot be changed.",
+            next_step=f"{again()}create the session with onceflow.session() before anything else starts Spark, or "
+            f"start Spark with --packages {connector}",
         )
 
 
 class _CallableModule(types.ModuleType):
-    # `onceflow.session` names this module once it has been imported, and the function before; both must be
+    # After an import of this module, `onceflow.session` may be the module instead of the function. Both must be
     # callable.
     def __call__(self, *args: Any, **kwargs: Any) -> SparkSession:
         return session(*args, **kwargs)

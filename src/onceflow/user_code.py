@@ -1,7 +1,7 @@
-"""Lines of the user's code that errors were raised in: of an exception, and of the text of a traceback.
+"""Finds the line of user code in which an error was raised, from an exception or from the text of a traceback.
 
 A stack has frames of onceflow, of PySpark, of Python itself and of other packages. The line that a user can change is
-the innermost one that belongs to none of them. Cells of notebooks and what was typed at a prompt are the user's, too.
+the innermost one that belongs to none of them. Cells of notebooks and lines typed at a prompt are user code, too.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from pathlib import Path
 from types import TracebackType
 
 MAX_TEXT = 500
-"""Characters of an exception's text that are quoted."""
+"""Maximum number of characters of an exception's text that are quoted."""
 
 _PACKAGE = f"{Path(__file__).resolve().parent}/"
 _STDLIB = tuple(f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib"))
-# A traceback may come from a worker, where all this lies elsewhere. Packages in Cython do not tell where they lie.
+# A traceback may come from a worker, where all this is in other folders. Packages in Cython do not show their folder.
 _ROOMS = "admin|client|driver|host|planning|protocol|spark|state|task"
 _ONCEFLOW = re.compile(rf"[/\\]onceflow[/\\](?:{_ROOMS})[/\\](?:\w+[/\\])?\w+\.py$")
 _PYTHON = re.compile(r"[/\\]lib(64)?[/\\]python3\.\d+[/\\]|^<frozen |^<__array_function__ |\.p(yx|xi|xd)$")
@@ -35,15 +35,15 @@ _AFTER_TEXT = ("at org.apache.", "at java.", "JVM stacktrace:", "Driver stacktra
 
 
 def frames_of(trace: TracebackType | None) -> Sequence[traceback.FrameSummary]:
-    """The frames of a traceback, the innermost last."""
+    """The frames of a traceback; the innermost frame is the last one."""
     return traceback.StackSummary.extract(traceback.walk_tb(trace), lookup_lines=False)
 
 
 def innermost(frames: Sequence[traceback.FrameSummary]) -> traceback.FrameSummary | None:
-    """The innermost frame of the user's code; None: there is none.
+    """The innermost frame of user code; None if there is none.
 
-    A service may be installed like any package. So where nothing else is the user's, the first package that was called
-    is, and what it has called is not.
+    A service may be installed like any package. So if no frame is certain to be user code, the first package that was
+    called counts as user code, and the packages that it has called do not.
     """
     packages = [_package(frame.filename) for frame in frames]
     if "" in packages:
@@ -53,22 +53,22 @@ def innermost(frames: Sequence[traceback.FrameSummary]) -> traceback.FrameSummar
 
 
 def is_of_user(file: str) -> bool:
-    """Whether code in this file is the user's for certain."""
+    """Whether code in this file is certain to be user code."""
     return _package(file) == ""
 
 
 def place(frame: traceback.FrameSummary) -> str:
-    """Name, file and line, as messages tell them."""
+    """Name, file and line of a frame, as text for messages."""
     return f"{frame.name}, {Path(frame.filename).name}:{frame.lineno}"
 
 
 def blamed(text: str) -> str:
-    """What a text with a Python traceback in it says: the exception, and the line of the user's code.
+    """Exception and line of user code, from a text that contains a Python traceback.
 
-    Where exceptions are chained it is the last one, which nobody has handled. Java's stack around it is left out.
+    If exceptions are chained, the last one is used, which was not handled. Java's stack around it is left out.
 
     Returns:
-        one line; empty when there is no traceback.
+        One line; empty if there is no traceback.
     """
     lines = text.splitlines()
     found = ""
@@ -88,7 +88,7 @@ def blamed(text: str) -> str:
 
 
 def _package(file: str) -> str | None:
-    """The package that a file belongs to; empty: it is the user's; None: it is Python's, Spark's or onceflow's."""
+    """The package that a file belongs to; empty: user code; None: the file is of Python, Spark or onceflow."""
     if file.startswith(_PACKAGE) or _ONCEFLOW.search(file) or _SPARK.search(file):
         return None
     installed = _PACKAGES.search(file)
@@ -98,7 +98,7 @@ def _package(file: str) -> str | None:
 
 
 def _frames(lines: Sequence[str], at: int) -> tuple[list[traceback.FrameSummary], int]:
-    """The frames that begin at a line, and where they end; between them are lines of the source."""
+    """The frames that begin at a line, and the line at which they end. Between them are lines of source code."""
     frames = []
     while at < len(lines) and (not lines[at].strip() or lines[at][0] == " "):
         frame = _FRAME.match(lines[at])
@@ -109,7 +109,7 @@ def _frames(lines: Sequence[str], at: int) -> tuple[list[traceback.FrameSummary]
 
 
 def _said(lines: Sequence[str], at: int) -> tuple[str, int]:
-    """Class and text of the exception in one line, and where they end."""
+    """Class and text of the exception in one line, and the line at which they end."""
     said = []
     while at < len(lines) and (line := lines[at].strip()) and not line.startswith(_AFTER_TEXT):
         said.append(line)
@@ -118,7 +118,7 @@ def _said(lines: Sequence[str], at: int) -> tuple[str, int]:
 
 
 def cut(text: str, max_characters: int) -> str:
-    """The text, if need be only its beginning."""
+    """The text; if it is too long, only its beginning."""
     if len(text) <= max_characters:
         return text
     return f"{text[:max_characters]}... ({len(text)} characters)"

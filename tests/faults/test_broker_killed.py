@@ -72,7 +72,7 @@ def test_a_broker_that_stays_away(own_broker: LocalBroker, own_pipe: Any, caplog
     try:
         query.processAllAvailable()
         own_broker.kill()
-        told = f"the query of flow {pipe.flow} has ended: Spark waited for the brokers"
+        told = f"the query of flow {pipe.flow} has ended: Spark got no answer from the brokers"
         wait_until(lambda: told in caplog.text, 60, "the end of the query is told")
         with pytest.raises(BrokerUnreachableError, match="has ended the query") as caught:
             query.awaitTermination(60)

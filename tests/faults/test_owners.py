@@ -74,7 +74,7 @@ def test_a_second_write_of_one_flow_is_refused(make_pipe: Any) -> None:
     df = flow.read(pipe.source).select("key", "value")
     query = flow.write(df, topic=pipe.target).start()
     try:
-        with pytest.raises(OptionError, match="has a running write already"):
+        with pytest.raises(OptionError, match="already has a running query"):
             flow.write(df, topic=pipe.target).start()
     finally:
         query.stop()

@@ -393,9 +393,9 @@ def test_versions(make_state_pipe: Any) -> None:
         ({"late_topic": "x"}, "go together"),
         ({"partitions": 0}, "too few"),
         ({"store": "x"}, "is unknown"),
-        ({"retention": "soon"}, "is no duration"),
+        ({"retention": "soon"}, "is not a duration"),
         ({"retention": "0 s"}, "must be positive"),
-        ({"idle_timeout": "x"}, "is no duration"),
+        ({"idle_timeout": "x"}, "is not a duration"),
         ({"max_timers_per_batch": 0}, "too few"),
     ],
 )

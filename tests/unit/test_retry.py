@@ -210,7 +210,7 @@ def test_records_that_are_not_keyed_by_origin_stop_the_flow(key: str) -> None:
         ({"retry_topic": ""}, "two topics"),
         ({"parked_topic": "retry"}, "two topics"),
         ({"base": 0}, "positive"),
-        ({"base": "soon"}, "no duration"),
+        ({"base": "soon"}, "not a duration"),
         ({"base": 10, "ceiling": 5}, "at most"),
         ({"factor": 0.5}, "shrink"),
         ({"factor": float("nan")}, "shrink"),

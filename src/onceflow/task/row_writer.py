@@ -65,7 +65,7 @@ def place_of_task(order: WriteOrder) -> TaskPlace:
 
 
 def write_rows(order: WriteOrder, place: TaskPlace, batches: Iterable[pa.RecordBatch], cluster: Cluster) -> TaskReport:
-    """Write rows and report. Errors of onceflow are reported, not raised, so that the driver gets the original class."""
+    """Write rows and report. Errors of onceflow are reported, not raised: so the driver gets the original class."""
     started = time.monotonic()
     writer = RowWriter(order, place, cluster)
     error: OnceflowError | None = None
@@ -155,7 +155,7 @@ class RowWriter:
 
     @property
     def _deadline(self) -> Deadline:
-        """The deadline of this task. It begins with the first write, so that a long restore before it does not count."""
+        """The deadline of this task. The time begins with the first write: a long restore before it does not count."""
         if self._clock is None:
             what = f"writing batch {self._order.batch} of flow {self._order.flow}"
             self._clock = Deadline(self._order.deadline_s, what)
@@ -325,8 +325,8 @@ class RowWriter:
         self._sequences[topic, partition] = sequence
 
 
-# Python workers are reused for many batches, so the connection is kept. It must not be used across a fork. Only one task
-# at a time runs in a worker.
+# Python workers are reused for many batches, so the connections are kept. They must not be used across a fork. Only one
+# task at a time runs in a worker.
 _clusters: dict[tuple[int, str], Cluster] = {}
 _clusters_lock = threading.Lock()
 

@@ -17,7 +17,7 @@ from onceflow.messages import NotColocatedError
 from onceflow.protocol.partitioners import group_by_partition, key_partitions
 from onceflow.task.row_writer import RowWriter
 
-#: Limit for the rows that a task returns to the driver instead of writing them. With more, the batch runs in two stages.
+#: How many rows a task may return to the driver instead of writing them. With more, the batch runs in two stages.
 RETURNED_ROWS_MAX = 20_000
 # For all tasks together: far below spark.driver.maxResultSize (1 GiB by default), beyond which Spark fails the job.
 RETURNED_BYTES_MAX = 64_000_000
