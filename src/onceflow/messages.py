@@ -1,13 +1,13 @@
 """The messages between the driver and its tasks. They are immutable, and encoded only in this file.
 
-*Orders* are sent to the tasks: a `WriteOrder` to write outputs, a `StateOrder` to run a state step, a `PrepareOrder`
+*Orders* are sent to the tasks: a `WriteOrder` to write outputs, a `StateOrder` to run a process step, a `PrepareOrder`
 to prepare a local copy for a batch. They contain secrets (``settings``), so they are sent only with the tasks' code,
 never in a local property of Spark or in a log. An order describes a table by a `ProcessSpec` (the same for the whole
 query) and a `Moment` (of this batch). Both are in ``state/spec.py``, because ``state`` does not depend on this file.
 
 *Reports* are sent to the driver: one `TaskReport` for each task, whatever it has done. Its encoding is always the same,
 but there are two ways to send it. A task that returns no output rows yields the report as its only row. A task of a
-state step whose rows are processed further by other tasks cannot do this, because each of its rows is an output. So it
+process step whose rows are processed further by other tasks cannot do this, because each of its rows is an output. So it
 adds its report to an accumulator, the only other thing that Spark sends from any task to the driver. (Rows take less
 time, and have arrived when the job's result has.)
 """
@@ -90,14 +90,14 @@ class WriteOrder:
     faults: str | None = None
 
 
-#: Which records that its processor yields a task of a state step writes itself: everything; only *side outputs* (dead
+#: Which records that its processor yields a task of a process step writes itself: everything; only *side outputs* (dead
 #: letters, late records, records that name a topic of their own); nothing.
 Writes = Literal["everything", "side outputs", "nothing"]
 
 
 @dataclass(frozen=True)
 class StateOrder:
-    """All that a task of a state step needs.
+    """All that a task of a process step needs.
 
     Args:
         writes: what the task writes itself. It yields the rest as rows.

@@ -1,4 +1,4 @@
-"""What the driver sends to the tasks of a state step, and what they report.
+"""What the driver sends to the tasks of a process step, and what they report.
 
 `ProcessSpec` is the same for the whole query. `Moment` is different for every attempt of a batch. Tasks return a
 `StateReport` for every partition of the table that they have worked on.

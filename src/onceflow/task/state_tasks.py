@@ -44,7 +44,7 @@ class Collected(AccumulatorParam[list[bytes]]):
 
 
 class StepPlaceholder:
-    """Stands for a state step in a query's plan. In a batch it is replaced by `RowsTask` or `FusedTask`."""
+    """Stands for a process step in a query's plan. In a batch it is replaced by `RowsTask` or `FusedTask`."""
 
     def __init__(self, table: str) -> None:
         self.table = table
@@ -58,7 +58,7 @@ class StepPlaceholder:
 
 
 class FusedTask:
-    """The function given to ``mapInArrow`` in the fused case: the tasks of the state step write their outputs."""
+    """The function given to ``mapInArrow`` in the fused case: the tasks of the process step write their outputs."""
 
     def __init__(self, order: StateOrder) -> None:
         self.order = order
@@ -178,7 +178,7 @@ class StateWork:
         """Whether the transactional id still has this attempt's epoch. If not, a newer driver has fenced this one."""
         write = self._order.write
         if write.transactional_id is None:
-            raise RuntimeError("a state step runs in transactions only")
+            raise RuntimeError("a process step runs in transactions only")
         deadline = Deadline(write.deadline_s, f"looking up the owner of flow {write.flow}")
         return is_owner(self._cluster, write.transactional_id, write.identity, deadline)
 

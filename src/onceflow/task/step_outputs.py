@@ -1,4 +1,4 @@
-"""Handles the records that user code yields in a task of a state step.
+"""Handles the records that user code yields in a task of a process step.
 
 The task writes those that belong to its own partitions: every partition has exactly one writer (I4). It returns a
 limited number of others to the driver. If there are more, the batch has to run again in two stages.
@@ -23,7 +23,7 @@ RETURNED_ROWS_MAX = 20_000
 RETURNED_BYTES_MAX = 64_000_000
 
 HEADERS_TYPE = pa.list_(pa.struct([("key", pa.string()), ("value", pa.binary())]))
-#: The schema of the rows that a state step yields, for Spark and for Arrow.
+#: The schema of the rows that a process step yields, for Spark and for Arrow.
 OUTPUT_SPARK_SCHEMA = (
     "key binary, value binary, topic string, headers array<struct<key: string, value: binary>>, "
     "timestamp timestamp_ltz"  # whatever spark.sql.timestampType says
