@@ -7,7 +7,7 @@ query) and a `Moment` (of this batch). Both are in ``state/spec.py``, because ``
 
 *Reports* are sent to the driver: one `TaskReport` for each task, whatever it has done. Its encoding is always the same,
 but there are two ways to send it. A task that returns no output rows yields the report as its only row. A task of a
-process step whose rows are processed further by other tasks cannot do this, because each of its rows is an output. So it
+process step whose rows are processed further by other tasks cannot do this, because each of its rows is an output. It
 adds its report to an accumulator, the only other thing that Spark sends from any task to the driver. (Rows take less
 time, and have arrived when the job's result has.)
 """
