@@ -437,7 +437,7 @@ def test_an_open_transaction_on_the_source_is_told(make_pipe: Any, cluster: Clus
     now[0] += 6.0
     (warning,) = look()
     described = describe_transaction(cluster, name, soon())
-    assert f"nothing behind offset {held} of {pipe.source}-1 can be read since at least 65 s" in warning
+    assert f"no record from offset {held} of {pipe.source}-1 on could be read for at least 65 s" in warning
     assert f"producer id {described['producer_id']}, epoch {described['producer_epoch']}" in warning
     begun = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(described["started_ms"] / 1000))
     assert f"transactional id {name!r}, begun {begun}" in warning

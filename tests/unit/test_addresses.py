@@ -41,7 +41,7 @@ def test_addresses(text: str, host: str, port: int) -> None:
         ("localhost:65536", "is no port", "from 1 to 65535"),
         ("localhost:-1", "is no port", "from 1 to 65535"),
         ("http://localhost:9092/topics", "'9092/topics' in http", "from 1 to 65535"),
-        ("a:1 b:2", "has spaces in it", "write a:1,b:2"),
+        ("a:1 b:2", "contains spaces", "write a:1,b:2"),
         (["a:1", "b:2"], "is of type list, not a string", "separate several servers by commas"),
         ([], "bootstrap_servers is empty", "localhost:9092"),
     ],

@@ -429,7 +429,7 @@ def test_a_source_that_never_answers(monkeypatch: pytest.MonkeyPatch) -> None:
             raise TokenUnavailableError("late")
 
     began = time.monotonic()
-    with pytest.raises(TokenUnavailableError, match=r"Stuck gave no token within 0\.1 s"):
+    with pytest.raises(TokenUnavailableError, match=r"Stuck returned no token within 0\.1 s"):
         Tokens(Stuck(), patience_s=0.3).token()
     release.set()
     assert time.monotonic() - began < 5

@@ -522,7 +522,7 @@ def test_a_file_gives_the_tokens() -> None:
                 **ENDPOINT,
                 "sasl.jaas.config": f'{OAUTH_JAAS} clientId="me" clientSecret="hush" ssl.truststore.location="/x.jks";',
             },
-            "knows no Java key stores",
+            "cannot read Java key stores",
         ),
     ],
     ids=range(10),

@@ -1,1 +1,1 @@
-"""Sockets: everything that talks to a broker. Formats live in ``onceflow.protocol``."""
+"""The Kafka client: all code that communicates with brokers. Message formats are in ``onceflow.protocol``."""

@@ -1,4 +1,4 @@
-"""Addresses of brokers: parsing them, and probing whether somebody accepts connections there."""
+"""Addresses of brokers: parses them, and tests whether a server accepts TCP connections there."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from onceflow.errors import OptionError
 _EXAMPLE = "localhost:9092"
 _MAX_PORT = 65_535
 _CONNECT_S = 2.0
-# Java clients take the protocol of a listener before an address, and leave it out.
+# Java clients accept the protocol of a listener in front of an address (``PLAINTEXT://host:9092``), and ignore it.
 _SCHEME = re.compile(r"^[^/]*://")
-# Answers that come at once and mean that no broker listens there. Silence may be that of a slow or frozen one.
+# These errors come at once and mean that no broker listens there. A timeout is no proof: the broker may be slow or
+# frozen.
 _REFUSALS = frozenset({errno.ECONNREFUSED, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EADDRNOTAVAIL})
 
 
 @dataclass(frozen=True)
 class Address:
-    """Where a broker listens; an IPv6 address is without its brackets."""
+    """Where a broker listens. An IPv6 address is stored without brackets."""
 
     host: str
     port: int
@@ -32,11 +33,11 @@ class Address:
 
 @dataclass(frozen=True)
 class Contact:
-    """What a plain connection to an address met.
+    """The result of a TCP connection to an address.
 
     Args:
-        refused: nobody listens there, the host cannot be reached, or its name does not resolve.
-        text: the same in words; empty when the connection was taken.
+        refused: no process listens there, the host cannot be reached, or its name does not resolve.
+        text: the reason in words; empty if the connection was accepted.
     """
 
     refused: bool
@@ -47,7 +48,7 @@ def parse_servers(servers: Any) -> list[Address]:
     """The addresses in ``host:port,host:port``.
 
     Raises:
-        OptionError: it is empty, no text, or an address has no host or no port.
+        OptionError: the value is empty or not a string, or an address lacks its host or port.
     """
     if servers and not isinstance(servers, str):
         raise OptionError(
@@ -61,7 +62,7 @@ def parse_servers(servers: Any) -> list[Address]:
 
 
 def contact(address: Address) -> Contact:
-    """Connect, and close the connection again."""
+    """Open a TCP connection and close it again."""
     try:
         with socket.create_connection((address.host, address.port), timeout=_CONNECT_S):
             return Contact(False, "")
@@ -69,13 +70,13 @@ def contact(address: Address) -> Contact:
         return Contact(True, f"the name {address.host} does not resolve: {error.strerror}")
     except OSError as error:
         return Contact(error.errno in _REFUSALS, str(error))
-    except UnicodeError:  # what the codec of host names says of a label that is empty or too long
+    except UnicodeError:  # raised by the codec of host names: a label is empty or too long
         return Contact(True, f"{address.host} is no host name")
 
 
 def _parse(text: str) -> Address:
     if len(text.split()) > 1:
-        raise OptionError(f"bootstrap_servers: {text!r} has spaces in it", next_step=f"write {','.join(text.split())}")
+        raise OptionError(f"bootstrap_servers: {text!r} contains spaces", next_step=f"write {','.join(text.split())}")
     bare = _SCHEME.sub("", text)
     bracketed = re.fullmatch(r"\[([^\]]*)\](?::(.*))?", bare)
     if bracketed:

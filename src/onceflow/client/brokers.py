@@ -1,10 +1,10 @@
-"""What a cluster and its other clients can do to a flow: warnings before it does harm.
+"""Warnings about a cluster and its other clients, logged before they do harm to a flow.
 
-- Settings that can lose what was acknowledged: read once, at a start.
-- Transactions of other producers that stay open on a source: readers get nothing behind them, and a flow that waits
-  there looks idle.
+- Topic settings with which acknowledged records can be lost. They are read once, at a start.
+- Transactions of other producers that stay open in a source. A read_committed reader gets no records after the start
+  of an open transaction, so a flow that waits there looks idle.
 
-Both are warnings, never a reason to stop. Where ACLs do not allow to look, there is no warning, and no error.
+Both are warnings only and never stop a flow. Where ACLs forbid the requests, there is neither a warning nor an error.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from onceflow.errors import OnceflowError
 
 log = logging.getLogger("onceflow")
 
-#: They hold the decisions of transactions and the offsets of groups.
+#: Kafka's own topics: the states of transactions, and the committed offsets of consumer groups.
 CLUSTER_TOPICS = ("__transaction_state", "__consumer_offsets")
 _UNCLEAN, _MIN_IN_SYNC = "unclean.leader.election.enable", "min.insync.replicas"
 _SETTINGS_SECONDS = 10.0
-_EXISTS = (0, 5)  # NONE, LEADER_NOT_AVAILABLE: of one partition
+_EXISTS = (0, 5)  # NONE; LEADER_NOT_AVAILABLE: a partition has no leader, but the topic exists
 
 Offsets = Mapping[str, Mapping[int, int]]
 
@@ -42,11 +42,12 @@ Offsets = Mapping[str, Mapping[int, int]]
 
 @dataclass(frozen=True)
 class Safety:
-    """How well a topic keeps what it has acknowledged.
+    """The settings of a topic that decide whether acknowledged records can be lost.
 
     Args:
-        replicas: of the partition that has the fewest.
-        unclean: ``unclean.leader.election.enable``, of the topic or by the brokers' default; None: may not be read.
+        replicas: number of replicas of the partition with the fewest.
+        unclean: ``unclean.leader.election.enable`` of the topic, or the brokers' default. None: this principal may not
+            read it.
         min_in_sync: ``min.insync.replicas``, likewise.
     """
 
@@ -57,9 +58,10 @@ class Safety:
 
 
 def settings_warnings(topics: Iterable[Safety], brokers: int) -> list[str]:
-    """What can go wrong with these topics in a cluster of so many brokers; one sentence for each kind.
+    """The risks of these topics in a cluster with this number of brokers: one sentence for each kind of risk.
 
-    One copy is no fault of a single broker. What may not be read is taken for good.
+    A single replica is no risk worth a warning if the cluster has one broker. A setting that cannot be read is
+    assumed to be safe.
     """
     ordered = sorted(topics, key=lambda topic: topic.topic)
     unclean = [topic.topic for topic in ordered if topic.unclean]
@@ -69,25 +71,25 @@ def settings_warnings(topics: Iterable[Safety], brokers: int) -> list[str]:
     if unclean:
         found.append(
             f"{_UNCLEAN}=true for {', '.join(unclean)}: a replica that lacks committed records may become the leader, "
-            "and they are lost; set it to false"
+            "and these records are lost; set it to false"
         )
     if single:
         found.append(
-            f"a single copy of {', '.join(single)}, in a cluster of {brokers} brokers: what the one broker has is lost "
-            f"with it, and nothing commits while it is down; raise the replication factor to {min(3, brokers)}"
+            f"a single copy of {', '.join(single)}, in a cluster of {brokers} brokers: if its broker is lost, so are "
+            f"its records, and nothing commits while it is down; raise the replication factor to {min(3, brokers)}"
         )
     if lonely:
         found.append(
-            f"{_MIN_IN_SYNC}=1 for {', '.join(lonely)}: one broker alone may acknowledge a record, and it is lost "
-            "with it; set it to 2, with a replication factor of 3"
+            f"{_MIN_IN_SYNC}=1 for {', '.join(lonely)}: one broker alone may acknowledge a record, which is lost "
+            "if that broker is lost; set it to 2, with a replication factor of 3"
         )
     return found
 
 
 def read_safety(cluster: Cluster, topics: Iterable[str], deadline: Deadline) -> tuple[list[Safety], int]:
-    """What is visible of the topics and of Kafka's own ones, and how many brokers there are. Two requests.
+    """The settings of these topics and of Kafka's own ones, and the number of brokers. Sends two requests.
 
-    Topics that do not exist or may not be described are left out.
+    Topics that do not exist, or that this principal may not describe, are left out.
     """
     cluster.connect(deadline)
     names = sorted({*topics, *CLUSTER_TOPICS})
@@ -114,16 +116,16 @@ def read_safety(cluster: Cluster, topics: Iterable[str], deadline: Deadline) -> 
 
 
 def warn_of_settings(cluster: Cluster, topics: Iterable[str | None], deadline: Deadline, *, flow: str) -> None:
-    """Log a warning for each kind of setting that can lose records of these topics. Never fails.
+    """Log a warning for each kind of setting with which records of these topics can be lost. Raises nothing.
 
     Args:
-        topics: outputs, progress, tables; None is skipped (a flow whose rows name their topics).
+        topics: outputs, progress topic, tables. None is skipped (the output of a flow whose rows name their topics).
     """
-    look = Deadline(deadline.capped(_SETTINGS_SECONDS), "looking at the settings of topics")
+    look = Deadline(deadline.capped(_SETTINGS_SECONDS), "reading the settings of topics")
     try:
         found, brokers = read_safety(cluster, [name for name in topics if name is not None], look)
     except OnceflowError as error:
-        log.debug("flow %s: could not look at the settings of topics: %s", flow, error)
+        log.debug("flow %s: could not read the settings of topics: %s", flow, error)
         return
     for sentence in settings_warnings(found, brokers):
         log.warning("flow %s: %s", flow, sentence)
@@ -134,10 +136,11 @@ def warn_of_settings(cluster: Cluster, topics: Iterable[str | None], deadline: D
 
 @dataclass(frozen=True)
 class Held:
-    """A partition whose last stable offset stands still in front of records.
+    """A partition whose last stable offset has not moved, although there are records after it.
 
     Args:
-        stable, high: last stable offset and high watermark. seconds: for how long, at least.
+        stable, high: last stable offset and high watermark.
+        seconds: the last stable offset has not moved for at least so long.
     """
 
     topic: str
@@ -155,10 +158,11 @@ class _Standing:
 
 
 class StableOffsets:
-    """Remembers how long last stable offsets have been standing still. Pure: it is given what was read.
+    """Remembers for how long last stable offsets have not moved. It sends no requests: callers pass the offsets.
 
     Args:
-        after_s: how long one may stand still before it is reported. It is reported again whenever that has doubled.
+        after_s: a partition is reported when its last stable offset has not moved for this time, and again each time
+            the time has doubled.
         clock: monotonic, seconds.
     """
 
@@ -168,10 +172,10 @@ class StableOffsets:
         self._standing: dict[tuple[str, int], _Standing] = {}
 
     def look(self, stable: Offsets, high: Offsets) -> list[Held]:
-        """Those to be reported now.
+        """The partitions to report now.
 
         Args:
-            stable, high: last stable offsets, and high watermarks read after them.
+            stable, high: last stable offsets, and high watermarks that were read after them.
         """
         now = self._clock()
         found = []
@@ -192,17 +196,17 @@ class StableOffsets:
 def held_back(
     cluster: Cluster, watch: StableOffsets, partitions: Mapping[str, Sequence[int]], deadline: Deadline
 ) -> list[str]:
-    """Warnings about partitions that an open transaction has held back for long.
+    """Warnings about partitions in which an open transaction has held back readers for a long time.
 
-    Two requests for each leader, and a few more when there is something to tell. Needs nothing beyond READ on the
-    topics; the name of the transaction needs DESCRIBE on its transactional id.
+    Sends two requests to each leader, and a few more if there is something to report. READ on the topics is enough.
+    To find the name of the transaction, DESCRIBE on its transactional id is needed, too.
 
     Args:
-        watch: of the run; it remembers what earlier calls have seen.
-        partitions: of the sources.
+        watch: one object for all calls of a run; it remembers what earlier calls have read.
+        partitions: the partitions of the sources.
 
     Raises:
-        OnceflowError: no broker answers, or Kafka refuses to tell.
+        OnceflowError: no broker answers, or Kafka refuses the requests.
     """
     span = {topic: list(numbers) for topic, numbers in partitions.items()}
     stable = list_offsets(cluster, span, LATEST, deadline)
@@ -211,13 +215,13 @@ def held_back(
 
 
 def held_back_warning(held: Held, transaction: OpenTransaction | None) -> str:
-    """The warning: what, since when, by whom, and what to do."""
+    """The text of a warning: the partition, since when it is held back, whose transaction it is, and what to do."""
     text = (
-        f"nothing behind offset {held.stable} of {held.topic}-{held.partition} can be read since at least "
+        f"no record from offset {held.stable} of {held.topic}-{held.partition} on could be read for at least "
         f"{held.seconds:.0f} s ({held.high - held.stable} offsets wait there): a transaction is open"
     )
     if transaction is None:
-        return f"{text}; whose it is could not be found out"
+        return f"{text}; its producer could not be found out"
     text += (
         f" since offset {transaction.start_offset}, of producer id {transaction.producer_id}, epoch "
         f"{transaction.producer_epoch}, last write {_time(transaction.last_write_ms)}"
@@ -225,10 +229,10 @@ def held_back_warning(held: Held, transaction: OpenTransaction | None) -> str:
     if transaction.transactional_id is not None and transaction.state == "Ongoing":
         return (
             f"{text}; transactional id {transaction.transactional_id!r}, begun {_time(transaction.started_ms)}. End it "
-            f"there, or wait until the broker aborts it, {transaction.timeout_ms / 1000:g} s after it was begun"
+            f"in its application, or wait until Kafka aborts it, {transaction.timeout_ms / 1000:g} s after it was begun"
         )
     if transaction.transactional_id is None:
-        text += "; no coordinator names it: it hangs, or this principal lacks DESCRIBE on its transactional id"
+        text += "; no coordinator knows it: it hangs, or this principal lacks DESCRIBE on its transactional id"
     else:
         text += f"; its transactional id {transaction.transactional_id!r} is {transaction.state}, so it hangs"
     return (
@@ -238,12 +242,12 @@ def held_back_warning(held: Held, transaction: OpenTransaction | None) -> str:
 
 
 def _open_transaction(cluster: Cluster, held: Held, deadline: Deadline) -> OpenTransaction | None:
-    """The oldest open transaction of the partition; None when it is not to be seen."""
+    """The oldest open transaction of the partition; None if it could not be found."""
     place = (held.topic, held.partition)
     try:
         found = open_transactions(cluster, [place], deadline)[place]
     except OnceflowError as error:
-        log.debug("could not look at the producers of %s-%d: %s", *place, error)
+        log.debug("could not read the producers of %s-%d: %s", *place, error)
         return None
     if not found:
         return None
@@ -251,12 +255,13 @@ def _open_transaction(cluster: Cluster, held: Held, deadline: Deadline) -> OpenT
     try:
         return _named(cluster, seen, deadline)
     except OnceflowError as error:
-        log.debug("could not look for the transaction of producer id %d: %s", seen.producer_id, error)
+        log.debug("could not find the transactional id of producer id %d: %s", seen.producer_id, error)
         return seen
 
 
 def _named(cluster: Cluster, seen: OpenTransaction, deadline: Deadline) -> OpenTransaction:
-    """The same with what its coordinator knows. Any broker may be the coordinator, so all are asked."""
+    """The same transaction, with what its coordinator knows of it. Any broker may be that coordinator, so all brokers
+    are asked."""
     for broker in cluster.manager.cluster.brokers():
         request = ListTransactionsRequest(
             version=cluster.version(ListTransactionsRequest, min_version=0, max_version=0),

@@ -1,4 +1,4 @@
-"""The cluster as the driver or one task sees it: topics, leaders and coordinators, over `Connections`."""
+"""Metadata of a cluster, for the driver or one task: topics, leaders and coordinators. Uses `Connections`."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ __all__ = ["GROUP", "TRANSACTION", "Cluster", "ConnectionFailedError", "TopicInf
 TRANSACTION, GROUP = 1, 0  # coordinator key types of FindCoordinator (KIP-699)
 # Error codes of one topic.
 _NONE, _UNKNOWN_TOPIC, _LEADER_NOT_AVAILABLE, _INVALID_TOPIC, _NOT_AUTHORIZED = 0, 3, 5, 17, 29
-# A broker that has just started, or that has not heard of a topic yet, says that there is none.
+# A broker that has just started, or does not know a new topic yet, responds that the topic does not exist.
 _UNKNOWN_ATTEMPTS, UNKNOWN_TOPIC_S = 3, 10.0
 
 
 @dataclass(frozen=True)
 class TopicInfo:
-    """What metadata says of one topic."""
+    """Metadata of one topic."""
 
     name: str
     topic_id: str
@@ -40,11 +40,11 @@ class TopicInfo:
 
 
 class Cluster(Connections):
-    """Connections to one Kafka cluster.
+    """Connections to one Kafka cluster, and its metadata.
 
     Args:
-        refused_s: for how long the first connection may be refused by all servers, in seconds. None: until the
-            deadline, as for a flow that runs already: its brokers may be away.
+        refused_s: for how long all servers may refuse the first connection, in seconds. None: until the deadline, as
+            for a flow that is already running: its brokers may be down for a while.
     """
 
     def __init__(self, settings: ClientSettings, *, refused_s: float | None = REFUSED_S) -> None:
@@ -57,15 +57,15 @@ class Cluster(Connections):
     def topics(
         self, names: Iterable[str] | None, deadline: Deadline, *, patient: bool = False, once: bool = False
     ) -> dict[str, TopicInfo]:
-        """Metadata of the named topics (of all that are visible when None), fresh from a broker.
+        """Current metadata of the named topics, read from a broker. None: of all topics that are visible.
 
         Args:
-            patient: the topics should be there, so a broker that knows nothing of one is asked again for some seconds;
-                so it is for topics that were there before. Otherwise a few times.
-            once: the first broker that knows nothing of a topic is believed: the caller creates what is missing.
+            patient: the topics are expected to exist. If a broker does not know one of them, the request is repeated
+                for some seconds, as it is for topics that existed before. Otherwise it is repeated a few times.
+            once: do not repeat the request if a topic does not exist: the caller creates it then.
 
         Raises:
-            UnknownTopicError: a topic does not exist or may not be described.
+            UnknownTopicError: a topic does not exist, or this principal may not describe it.
         """
         wanted = None if names is None else sorted(set(names))
         unknown_until = time.monotonic() + deadline.capped(UNKNOWN_TOPIC_S)
@@ -92,15 +92,15 @@ class Cluster(Connections):
             attempt += 1
 
     def topic(self, name: str, deadline: Deadline, *, fresh: bool = False, patient: bool = False) -> TopicInfo:
-        """As `topics`; ``fresh``: not as it was seen before."""
+        """As `topics`, for one topic. ``fresh``: read it from a broker, even if it is known."""
         if fresh or name not in self._topics:
             self.topics([name], deadline, patient=patient)
         return self._topics[name]
 
     def leader(self, topic: str, partition: int, deadline: Deadline, *, fresh: bool = False) -> int:
-        """Node id of the partition's leader; waits for one to be elected.
+        """Node id of the partition's leader. Waits until there is one.
 
-        A partition that a broker does not know (yet) is asked for again for some seconds, like a topic.
+        If a broker does not know the partition (yet), the request is repeated for some seconds, as for a topic.
         """
         missing_until = time.monotonic() + deadline.capped(UNKNOWN_TOPIC_S)
         attempt = 0
@@ -152,7 +152,7 @@ class Cluster(Connections):
         self._coordinators.pop((kind, key), None)
 
     def ask_coordinator(self, request: Any, kind: int, key: str, deadline: Deadline) -> Any:
-        """One exchange with a coordinator; a lost connection also forgets who it was.
+        """Send one request to a coordinator. If the connection is lost, the next call looks the coordinator up again.
 
         Raises:
             ConnectionFailedError: see ``exchange``.
@@ -167,10 +167,10 @@ class Cluster(Connections):
 
 
 def _read_topic(topic: Any, found: dict[str, TopicInfo]) -> str:
-    """Add what a response says of a topic; what is still to come, if anything.
+    """Add a topic of a Metadata response to ``found``. Returns why the request must be repeated, or ''.
 
     Raises:
-        OnceflowError: it may not be described, or cannot exist.
+        OnceflowError: this principal may not describe the topic, or its name is not legal.
     """
     if topic.error_code in (_NONE, _LEADER_NOT_AVAILABLE):
         leaders = {p.partition_index: p.leader_id for p in topic.partitions}
@@ -187,7 +187,7 @@ def _read_topic(topic: Any, found: dict[str, TopicInfo]) -> str:
 
 
 def unknown_topic(name: str, why: str = "") -> UnknownTopicError:
-    """See `client.topics.missing`, which says more."""
+    """The error for a topic that does not exist. `client.topics.missing` adds more information to it."""
     if why:
         return UnknownTopicError(f"Topic {name!r} does not exist: {why}", topic=name, next_step="check the name")
     return UnknownTopicError(

@@ -1,11 +1,12 @@
 """Reads the committed records of one partition, fast: to restore state from a changelog.
 
-Fetch with ``isolation_level=1`` returns nothing behind the last stable offset, but everything in front of it:
-records of aborted transactions and markers, too, with a list of the aborted ones (KIP-98). What is left after
-those are dropped is what a read_committed consumer sees.
+Fetch with ``isolation_level=1`` returns everything below the last stable offset, and nothing above it. This includes
+records of aborted transactions and transaction markers, with a list of the aborted transactions (KIP-98). The reader
+drops both; what remains is what a read_committed consumer sees.
 
-Callers give the end: committed progress says up to where records are decided. So the reader does not follow a growing
-log, and it waits for other producers' open transactions only if they begin in front of that end.
+Callers give the end offset. They know it from committed progress: all of the flow's records up to there are decided.
+So the reader does not follow a growing log. It waits for an open transaction of another producer only if that begins
+below the end.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from onceflow.client.offsets import EARLIEST, LATEST, list_offsets
 from onceflow.errors import DataLossError, DeadlineExceededError, located
 from onceflow.protocol.decode import ABORT, DecodedBatch, HeaderList, Int64s, Payloads, RawBatch
 
-_CHUNK_BYTES = 16_000_000  # once decompressed; a response that holds more becomes several chunks
+_CHUNK_BYTES = 16_000_000  # after decompression; a response with more is returned as several chunks
 
 
 @dataclass(slots=True)
@@ -33,9 +34,9 @@ class Chunk:
 
     Args:
         keys, values: payloads; None for null.
-        headers: by row, only of records that have any. Records may share one list: do not change it.
-        next_offset: where reading goes on; everything committed in front of it has been returned.
-        stamps, places: pieces of `timestamps_ms` and `offsets`.
+        headers: by row, only for records that have headers. Records may share one list, so do not change it.
+        next_offset: where reading continues. All committed records below it have been returned.
+        stamps, places: `timestamps_ms` and `offsets`, in one array for each record batch.
     """
 
     keys: Payloads = field(default_factory=list)
@@ -47,12 +48,12 @@ class Chunk:
 
     @property
     def timestamps_ms(self) -> Int64s:
-        """Epoch milliseconds, by row. Put together when asked for: a restore does not."""
+        """Epoch milliseconds, by row. The arrays are joined only on access, because a restore does not need it."""
         return _joined(self.stamps)
 
     @property
     def offsets(self) -> Int64s:
-        """Offsets, by row. Put together when asked for, too."""
+        """Offsets, by row. Also joined only on access."""
         return _joined(self.places)
 
     def add(self, batch: DecodedBatch, start: int, end: int) -> None:
@@ -74,15 +75,15 @@ def _joined(pieces: Sequence[Int64s]) -> Int64s:
 
 
 class CommittedReader:
-    """Committed records of partitions, read to an end that is known to be decided or about to be.
+    """Reads committed records of partitions up to an end. All records below it are decided, or will be soon.
 
-    Not thread-safe beyond what ``Cluster`` is; several reads may be under way in turn.
+    It is as thread-safe as ``Cluster``, no more. One thread may advance several reads in turn.
 
     Args:
         cluster: connections of this process.
-        deadline_seconds: how long a read may go without a single record, marker or batch more. A long read is
-            no error, a stuck one is.
-        fetch_bytes: size of a fetch, which bounds memory. One batch that is larger comes in whole.
+        deadline_seconds: for how long a read may make no progress: not one more record, marker or batch. The
+            duration of the whole read is not limited.
+        fetch_bytes: size of a fetch, which limits memory. A single larger batch is still returned as a whole.
     """
 
     def __init__(self, cluster: Cluster, deadline_seconds: float = 60.0, *, fetch_bytes: int = FETCH_BYTES) -> None:
@@ -91,17 +92,17 @@ class CommittedReader:
         self._fetch_bytes = fetch_bytes
 
     def read(self, topic: str, partition: int, start: int, end: int) -> Iterator[Chunk]:
-        """Committed records with offsets in ``[start, end)``, in order; from the log's start when that is later.
+        """Committed records with offsets in ``[start, end)``, in order. Begins at the log's start if that is later.
 
-        A chunk may be without records (nothing but aborted ones, or removed by compaction). The last one has
-        ``next_offset == end``; with ``start >= end`` there is none.
+        A chunk may have no records: all were aborted, or compaction has removed them. The last chunk has
+        ``next_offset == end``. If ``start >= end`` there is no chunk.
 
         Raises:
-            DeadlineExceededError: no progress in ``deadline_seconds``: an open transaction holds the last stable
-                offset back, or no leader answers.
-            DataLossError: the log ends in front of ``start`` or ``end``.
-            ProtocolError: a batch is damaged or of an old format.
-            OnceflowError: what else the broker refuses.
+            DeadlineExceededError: no progress for ``deadline_seconds``, because an open transaction holds the last
+                stable offset back, or because no leader answers.
+            DataLossError: the log ends below ``start`` or ``end``.
+            ProtocolError: a batch is damaged or has an old format.
+            OnceflowError: the broker refuses the request for another reason.
         """
         return _CommittedRead(self._cluster, topic, partition, start, end, self._seconds, self._fetch_bytes).chunks()
 
@@ -120,8 +121,8 @@ class _CommittedRead(PartitionFetch[Chunk]):
         super().__init__(cluster, topic, partition, start, end, deadline, max_fetch_bytes=fetch_bytes)
 
     def chunks(self) -> Iterator[Chunk]:
-        handed_out = self.end if self.position >= self.end else -1  # the caller has all that is in front of it
-        self._progressed()  # the first chunk may be asked for long after the call
+        handed_out = self.end if self.position >= self.end else -1  # the caller has all records below it
+        self._progressed()  # the caller may ask for the first chunk a long time after the call
         with located(topic=self.name):
             while self.position < self.end:
                 for chunk in self.step():
@@ -134,7 +135,7 @@ class _CommittedRead(PartitionFetch[Chunk]):
         self.deadline = _deadline(self._seconds, self.name, self.position)
 
     def _items(self, batches: Iterator[RawBatch], answer: Any) -> Iterator[Chunk]:
-        """The committed records of one answer, decompressed as far as memory allows at a time."""
+        """The committed records of one response, in chunks of limited size."""
         aborted = Aborted((int(a.first_offset), int(a.producer_id)) for a in answer.aborted_transactions or ())
         chunk = Chunk(next_offset=self.position)
         size = 0
@@ -146,7 +147,7 @@ class _CommittedRead(PartitionFetch[Chunk]):
                 batch = raw.decode()
                 chunk.add(batch, self.position, self.end)
                 size += batch.nbytes
-            # A compacted batch may hold nothing at its end; its last offset still counts.
+            # Compaction may have removed the last records of a batch; the batch still extends to its last offset.
             chunk.next_offset = max(chunk.next_offset, min(raw.last_offset + 1, self.end))
             if size >= _CHUNK_BYTES:
                 self.position = chunk.next_offset
@@ -158,7 +159,7 @@ class _CommittedRead(PartitionFetch[Chunk]):
 
     def _stalled(self, *, empty: bool) -> None:
         if self.last_stable_offset >= self.end and empty:
-            # The broker has looked from here to the last stable offset: compaction has left nothing.
+            # The broker found nothing from here to the last stable offset: compaction has removed all records.
             self.position = self.end
         elif self.deadline.expired:
             raise self._held_back()
@@ -169,7 +170,7 @@ class _CommittedRead(PartitionFetch[Chunk]):
     # ---- what went wrong -----------------------------------------------------------------------------
 
     def _out_of_range(self, answer: Any) -> str:
-        """Go on at the log's start, when the records in front of it were deleted."""
+        """Continue at the log's start, if the records below it were deleted."""
         place = {self.topic: [self.partition]}
         first = list_offsets(self.cluster, place, EARLIEST, self.deadline)[self.topic][self.partition]
         if self.position < first:
@@ -177,30 +178,30 @@ class _CommittedRead(PartitionFetch[Chunk]):
             return f"the log starts at {first}"
         last = list_offsets(self.cluster, place, LATEST, self.deadline, committed=False)[self.topic][self.partition]
         if self.position <= last:
-            return f"offset {self.position} is in the log now"  # moved to another leader meanwhile
+            return f"offset {self.position} is in the log now"  # another replica has become the leader meanwhile
         raise self._too_short(last)
 
     def _held_back(self) -> Exception:
         if self.high_watermark < self.end:
             return self._too_short(self.high_watermark)
         return DeadlineExceededError(
-            f"Committed records up to offset {self.end} are waited for, and an open transaction is in front of them: "
+            f"An open transaction holds back committed records below offset {self.end}: "
             f"no progress in {self._seconds:g} s",
             topic=self.name,
             detail=f"the last stable offset is {self.last_stable_offset}, the log ends at {self.high_watermark}; read "
             f"up to {self.position}",
-            next_step="find who wrote to this partition and has not finished: kafka-transactions.sh describe-producers "
+            next_step="find the producer whose transaction is open: kafka-transactions.sh describe-producers "
             f"--topic {self.topic} --partition {self.partition} lists open transactions (CurrentTransactionStartOffset "
             f"{self.last_stable_offset}); end that producer, or abort its transaction with kafka-transactions.sh abort",
         )
 
     def _too_short(self, last: int) -> DataLossError:
         return DataLossError(
-            f"The log ends at offset {last}, in front of records that were committed",
+            f"The log ends at offset {last}, although records after it were committed",
             topic=self.name,
             detail=f"reading from {self.position} to {self.end}",
-            next_step="find out whether the topic was deleted and created again, or records were lost in an unclean "
-            "leader election",
+            next_step="find out whether the topic was deleted and created again, or whether records were lost in an "
+            "unclean leader election",
         )
 
 
@@ -218,10 +219,10 @@ class Aborted:
     def __init__(self, transactions: Any) -> None:
         self._ahead: list[tuple[int, int]] = list(transactions)
         heapq.heapify(self._ahead)
-        self._open: set[int] = set()  # producers in whose aborted transaction we are
+        self._open: set[int] = set()  # producers with an aborted transaction at the current position
 
     def keeps(self, batch: RawBatch) -> bool:
-        """Whether the batch holds committed records; must be asked for every batch, in order."""
+        """Whether the batch has committed records. Must be called for every batch, in order of offsets."""
         while self._ahead and self._ahead[0][0] <= batch.last_offset:
             self._open.add(heapq.heappop(self._ahead)[1])
         if batch.control:

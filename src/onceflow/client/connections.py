@@ -1,11 +1,11 @@
 """Connections to the brokers of one cluster: requests, API versions, one deadline per operation.
 
-Connections, TLS, SASL and the message codec are kafka-python's (pinned to one minor version, see
-``produce.py`` for the one place that reaches below its public surface). This module adds what
-exactly-once needs: explicit API versions, one deadline per operation, errors that name a next step.
+Connections, TLS, SASL and the message codec are those of kafka-python. It is pinned to one minor version, because
+onceflow uses some of its internals: see ``produce.py`` and ``transport.py``. This module adds what exactly-once
+needs: explicit API versions, one deadline per operation, and errors that name a next step.
 
-``Connections`` drives kafka-python's event loop on the caller's thread, under a lock. It must be created
-in the process that uses it: sockets do not survive Spark's forking of Python workers.
+``Connections`` runs kafka-python's event loop on the caller's thread, under a lock. It must be created in the process
+that uses it: Spark forks its Python workers, and a forked process must not use the sockets of its parent.
 """
 
 from __future__ import annotations
@@ -31,22 +31,23 @@ from onceflow.errors import BrokerUnsupportedError
 
 log = logging.getLogger("onceflow.client")
 
-# What begins and ends transactions in another way from transaction version 2 on: never the one with the other.
+# Requests that begin or end transactions differently from transaction version 2 on. One transaction must never use
+# both ways.
 _ENROL = frozenset({EndTxnRequest.API_KEY, TxnOffsetCommitRequest.API_KEY, ProduceRequest.API_KEY})
 _REFRESH_TIMEOUT_S = 5.0
 _REQUEST_TIMEOUT_S = 30.0
 
 
 class ConnectionFailedError(Exception):
-    """Internal: the request may or may not have reached the broker. Callers decide what that means."""
+    """Internal: there was no response. The broker may or may not have received the request; callers handle that."""
 
 
 class Connections:
     """Connections to one Kafka cluster.
 
     Args:
-        refused_s: for how long the first connection may be refused by all servers, in seconds. None: until the
-            deadline, as for a flow that runs already: its brokers may be away.
+        refused_s: for how long all servers may refuse the first connection, in seconds. None: until the deadline, as
+            for a flow that is already running: its brokers may be down for a while.
     """
 
     def __init__(self, settings: ClientSettings, *, refused_s: float | None = REFUSED_S) -> None:
@@ -60,17 +61,17 @@ class Connections:
             self.manager = ConnectionManager(self.net, **config)
         self.tokens = settings.tokens
         self._features: dict[str, int] | None = None
-        self._api_versions: dict[int, tuple[int, int]] = {}  # that every broker understands which was asked so far
-        self._min_versions: dict[int, int] = {}  # that requests may be sent with, by API key
+        self._api_versions: dict[int, tuple[int, int]] = {}  # by API key: the range of all brokers seen so far
+        self._min_versions: dict[int, int] = {}  # by API key: the lowest that callers allow
         self._bootstrapped = False
-        # Whoever drops a Cluster without closing it (a failed start) must not leak sockets.
+        # A Cluster that is dropped without ``close`` (in a failed start) must not leak sockets.
         self._finalizer = weakref.finalize(self, _close, self.manager, self.net)
 
     def connect(self, deadline: Deadline) -> None:
-        """Find the cluster through the bootstrap servers, and its finalized features.
+        """Connect through the bootstrap servers, and read metadata and the finalized features of the cluster.
 
         Raises:
-            BrokerUnreachableError: nobody answers; sooner than the deadline when all refuse connections.
+            BrokerUnreachableError: no broker answers. Raised before the deadline if all servers refuse connections.
         """
         if self._bootstrapped:
             return
@@ -84,7 +85,7 @@ class Connections:
                     self.manager.bootstrap(max(1, int(deadline.remaining * 1000)))
             except kafka_errors.KafkaError as error:
                 raise wait.error(f"within {deadline.seconds:g} s", str(error)) from error
-            if self._refused_s is not None:  # clients talk to the addresses that brokers advertise
+            if self._refused_s is not None:  # later requests go to the addresses that the brokers advertise
                 wait = Wait(self.settings, deadline, refused_s=self._refused_s, named=True)
                 self._connect_to_any(known.brokers, deadline, wait)
             self._bootstrapped = True
@@ -94,7 +95,7 @@ class Connections:
         connect_to_any(nodes, self.manager, self.net, self.settings, deadline, wait)
 
     def may_log_in_again(self, error: Exception) -> bool:
-        """Whether a broker that refused a login may accept a new token: once, then a refusal is final."""
+        """Whether to log in again, with a new token, after a broker has refused a login. A second refusal is final."""
         return may_log_in_again(self.settings, error)
 
     def close(self) -> None:
@@ -112,10 +113,10 @@ class Connections:
         self._features = {f.name: f.max_version_level for f in response.finalized_features or []} if known else {}
 
     def exchange(self, request: Any, node: int, deadline: Deadline) -> Any:
-        """Send one request to one broker and return its response; no retry.
+        """Send one request to one broker and return its response, without retries.
 
         Raises:
-            ConnectionFailedError: no response; the broker may have seen the request or not.
+            ConnectionFailedError: no response. The broker may or may not have received the request.
         """
         timeout_s = deadline.capped(_REQUEST_TIMEOUT_S)
 
@@ -128,8 +129,8 @@ class Connections:
         with self.lock:
             try:
                 if self.tokens is not None:
-                    # Nobody runs the loop between two requests. A login that is due goes first: a broker closes a
-                    # connection that asks for anything else when its session is over.
+                    # The event loop does not run between two requests, so a re-authentication may be overdue. It must
+                    # come first: a broker closes a connection that sends another request after its session has expired.
                     with muted():
                         self.net.poll(timeout_ms=0)
                 with muted():
@@ -146,14 +147,14 @@ class Connections:
                 raise ConnectionFailedError(f"broker {node}: {error}") from error
 
     def ask(self, request: Any, api: str, deadline: Deadline) -> Any:
-        """Send a request that any broker can answer, and that can be repeated, until one does."""
+        """Send a request to any broker, again and again until one responds. The request must be safe to repeat."""
         self.connect(deadline)
         attempt = 0
         while True:
             node = self.manager.least_loaded_node()
             try:
                 if node is None:
-                    # Connections that the broker throttles are resumed by a timer, which only the loop looks at.
+                    # A timer of the event loop resumes connections that the broker throttles, so the loop must run.
                     with self.lock, muted():
                         self.net.poll(timeout_ms=0)
                     raise ConnectionFailedError("no connection is ready: refused, broken, or throttled by a quota")
@@ -163,13 +164,13 @@ class Connections:
                 attempt += 1
 
     def broker_count(self) -> int:
-        """Brokers of the cluster, as of the last metadata."""
+        """Number of brokers in the cluster, as of the last metadata."""
         return max(1, len(self.manager.cluster.brokers()))
 
     def refresh_brokers(self, deadline: Deadline) -> None:
-        """Learn brokers that have joined since, or come back, if anyone answers soon.
+        """Refresh metadata, to find brokers that have joined or returned. Does nothing if no broker answers soon.
 
-        kafka-python forgets a broker that is down, and asks anew only every few minutes.
+        kafka-python removes a broker that is down from its list, and refreshes metadata only every few minutes.
         """
         timeout_ms = max(1, int(deadline.capped(_REFRESH_TIMEOUT_S) * 1000))
 
@@ -195,13 +196,13 @@ class Connections:
         return 2 if self._features.get("transaction.version", 0) >= 2 else 1
 
     def version(self, request: Any, *, min_version: int, max_version: int) -> int:
-        """The version to send ``request`` with, between ``min_version`` and ``max_version``.
+        """The API version to send ``request`` with, between ``min_version`` and ``max_version``.
 
-        Brokers may understand different versions while a cluster is upgraded one by one. When the request turns out to
-        go to an older one, ``exchange`` sends it with a lower version, ``min_version`` or above.
+        During a rolling upgrade brokers may support different versions. If the request later goes to an older broker,
+        ``exchange`` sends it with a lower version, but not below ``min_version``.
 
         Raises:
-            BrokerUnsupportedError: the broker's range does not meet ours.
+            BrokerUnsupportedError: the broker supports no version in this range.
         """
         name, key = request.name.removesuffix("Request"), request.API_KEY
         low, high = self._api_versions.get(key, (0, -1))
@@ -216,19 +217,20 @@ class Connections:
         return chosen
 
     def fits(self, key: int, version: int, connection: Any) -> int:
-        """The version to send a request with to the broker of this connection, which may be older than others.
+        """The API version to use with the broker of this connection, which may be older than others.
 
         Raises:
-            BrokerUnsupportedError: it is too old for any version we may send.
+            BrokerUnsupportedError: the broker is too old for every version that may be sent.
         """
         known = getattr(connection.broker_version_data, "api_versions", None)
         if not known or version <= known.get(key, (0, -1))[1] or key == ApiVersionsRequest.API_KEY:
-            return version  # ApiVersions: every broker answers it, in whatever version it is asked (KIP-511)
+            return version  # ApiVersions: every broker responds, whatever the version of the request (KIP-511)
         for api, (low, high) in self._api_versions.items():
             theirs = known.get(api, (0, -1))
             self._api_versions[api] = (max(low, theirs[0]), min(high, theirs[1]))
         chosen = int(known.get(key, (0, -1))[1])
-        # At transaction version 2 every broker is new enough; one that says otherwise must not be sent less.
+        # At transaction version 2 every broker supports the new versions. If one claims that it does not, the request
+        # must not be sent with a lower version.
         if chosen < self._min_versions.get(key, version) or (key in _ENROL and self.transaction_version >= 2):
             raise BrokerUnsupportedError(
                 f"Broker {connection.node_id} understands request {key} up to version {chosen} only",
@@ -247,6 +249,6 @@ def _close(manager: Any, net: Any) -> None:
         with muted():
             for connection in list(manager._conns.values()):
                 if connection.transport is not None:
-                    connection.transport.abort()  # ``close`` would wait for a flush that no loop runs any more
+                    connection.transport.abort()  # ``close`` would wait for a flush, but the event loop no longer runs
             manager.close()
             net.close()

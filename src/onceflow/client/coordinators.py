@@ -1,4 +1,4 @@
-"""Requests to a transaction or group coordinator, repeated until a non-retriable response."""
+"""Requests to a transaction or group coordinator, repeated until a response without a retriable error arrives."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ def repeat(
     *,
     code_of: Callable[[Any], int] = lambda response: int(response.error_code),
 ) -> Any:
-    """Send the same request until a non-retriable response.
+    """Repeat a request until a response without a retriable error arrives.
 
     Args:
-        kind, key: whose coordinator, see ``Cluster.coordinator``.
-        code_of: the error code that counts, in a response.
+        kind, key: these identify the coordinator, see ``Cluster.coordinator``.
+        code_of: returns the error code of a response.
 
     Returns:
-        The response; its code is 0 or one that repeating does not change.
+        The response; its error code is 0 or not retriable.
 
     Raises:
-        DeadlineExceededError: no such answer in time. The broker may have acted.
+        DeadlineExceededError: no such response in time. The broker may have executed the request.
     """
     attempt = 0
     while True:
@@ -48,6 +48,6 @@ def repeat(
             if row.verdict is codes.Verdict.RETRY_AFTER_COORDINATOR:
                 cluster.forget_coordinator(kind, key)
             problem = row.name
-        log.debug("%s for %s: %s, trying again", api, key, problem)
+        log.debug("%s for %s: %s, retrying", api, key, problem)
         deadline.pause(attempt, f"{api}: {problem}")
         attempt += 1

@@ -1,4 +1,4 @@
-"""One deadline bounds one operation, however many requests and retries it takes (invariant I8)."""
+"""One deadline limits a whole operation, with all its requests and retries (invariant I8)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Deadline:
 
     Args:
         seconds: how long from now.
-        what: what is being waited for, for the error's text.
+        what: what is being done, for the text of the error.
         clock: monotonic clock in seconds (injectable for tests).
         sleep: how to wait (injectable for tests).
         rng: source of the jitter (injectable, so that a seed reproduces a run).
@@ -46,13 +46,14 @@ class Deadline:
         return self.remaining <= 0.0
 
     def capped(self, seconds: float) -> float:
-        """``seconds``, or what is left when that is less."""
+        """``seconds``, or the remaining time if that is less."""
         return min(seconds, self.remaining)
 
     def backoff_s(self, attempt: int, *, min_s: float = 0.005, max_s: float = 0.5) -> float:
         """Exponential wait with full jitter for the ``attempt``-th retry (0-based), in seconds.
 
-        Starts small: the common retry is a collision of two enrolments that ends within milliseconds.
+        The first waits are short: the usual reason for a retry is that two tasks add partitions to the transaction at
+        the same time, which is over within milliseconds.
         """
         ceiling = min(max_s, min_s * (2 ** min(attempt, 16)))
         return self._rng.uniform(ceiling / 2, ceiling)
@@ -67,6 +68,6 @@ class Deadline:
         return DeadlineExceededError(
             f"Gave up after {self.seconds:g} s: {self.what}",
             detail=last_problem,
-            next_step="see that the brokers are up and reachable; a flow goes on from its committed progress when it "
-            "is started again",
+            next_step="check that the brokers are up and reachable; a flow that is started again continues from its "
+            "committed progress",
         )

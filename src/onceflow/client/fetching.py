@@ -1,7 +1,7 @@
-"""Fetches one partition's log from a position to an end: requests, retries, and responses split into record batches.
+"""Fetches the log of one partition from a position to an end: requests, retries, splitting into record batches.
 
-Two readers are built on it: `committed` hands out committed records in columns, `log_reader` everything that lies in
-the log. They differ in what they return of a response, and in what they wait for.
+Two readers use it: `committed` returns committed records in columns, `log_reader` returns everything in the log. They
+differ in what they return from a response, and in what they wait for.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ READ_UNCOMMITTED, READ_COMMITTED = 0, 1
 FETCH_BYTES = 8_000_000
 _MIN_FETCH_BYTES = 250_000
 _WAIT_S = 0.5
-_GRACE_S = 2.0  # for an answer under way when the deadline passes: it tells what was waited for
+_GRACE_S = 2.0  # additional time for the last response: the error can then say what held the read up
 _OFFSET_OUT_OF_RANGE = 1
 
 
@@ -31,18 +31,18 @@ class PartitionFetch(abc.ABC, Generic[T]):
     """One read of ``[start, end)`` of one partition.
 
     Args:
-        deadline: of the whole read; subclasses may set it anew.
-        max_fetch_bytes: size of a fetch, which bounds memory. One batch that is larger comes in whole.
+        deadline: of the whole read; subclasses may replace it.
+        max_fetch_bytes: size of a fetch, which limits memory. A single larger batch is still returned as a whole.
 
     Attributes:
-        position: up to where everything has been handed out.
-        last_stable_offset, high_watermark: as of the last answer; -1 before the first.
-        answered: whether the leader has answered without an error.
+        position: everything below this offset has been returned.
+        last_stable_offset, high_watermark: from the last response; -1 before the first.
+        answered: whether the leader has responded without an error.
     """
 
     isolation_level: ClassVar[int]
     repeats_unknown_errors: ClassVar[bool] = False
-    """Whether an error that tells nothing is waited out, until the deadline. A read can always be repeated."""
+    """Whether to retry UNKNOWN_OUTCOME errors until the deadline. That is safe, because a read can be repeated."""
 
     def __init__(
         self,
@@ -62,19 +62,19 @@ class PartitionFetch(abc.ABC, Generic[T]):
         self.last_stable_offset = self.high_watermark = -1
         self.answered = False
         self._max_fetch_bytes = self._fetch_bytes = max_fetch_bytes
-        self._attempt = 0  # since the last answer that was of use
+        self._attempt = 0  # since the last response that moved the position
 
     def step(self) -> Iterator[T]:
-        """Fetch once, and move the position or wait a little.
+        """Fetch once. Moves the position, or waits a little before the next fetch.
 
         Raises:
             DeadlineExceededError: no progress in time.
-            OnceflowError: the broker refuses, and asking again does not help; or what it sent cannot be read.
+            OnceflowError: the broker returned an error that is not retriable, or its data cannot be decoded.
         """
         before = self.position
         problem, answer = self._fetch()
         if answer is not None:
-            # Callers may take their time with an item: only what happens in here counts against the deadline.
+            # The time that the caller needs between two items counts, too, unless a subclass replaces the deadline.
             yield from self._items(split_batches(answer.records or b""), answer)
         if self.position > before:
             self._attempt = 0
@@ -84,26 +84,27 @@ class PartitionFetch(abc.ABC, Generic[T]):
         else:
             self._stalled(empty=not answer.records)
 
-    # ---- what readers make of it -----------------------------------------------------------------------
+    # ---- to be implemented by readers ------------------------------------------------------------------
 
     @abc.abstractmethod
     def _items(self, batches: Iterator[RawBatch], answer: Any) -> Iterator[T]:
-        """What is handed out of one answer. Moves the position."""
+        """The items of one response. Moves the position."""
 
     @abc.abstractmethod
     def _out_of_range(self, answer: Any) -> str:
-        """The position is not in the log: what to wait for, or an error. May move the position."""
+        """Called when the position is not in the log. Returns the reason for a retry, or raises. May move the
+        position."""
 
     @abc.abstractmethod
     def _stalled(self, *, empty: bool) -> None:
-        """An answer did not move the position.
+        """Called when a response did not move the position.
 
         Args:
-            empty: there was not even a part of a batch in it.
+            empty: the response had no data at all, not even part of a batch.
         """
 
     def _progressed(self) -> None:
-        """The position has moved."""
+        """Called when the position has moved."""
 
     def _wait(self, problem: str) -> None:
         self.deadline.pause(self._attempt, f"Fetch {self.name}: {problem}")
@@ -112,19 +113,19 @@ class PartitionFetch(abc.ABC, Generic[T]):
     # ---- one request -----------------------------------------------------------------------------------
 
     def _fetch(self) -> tuple[str, Any]:
-        """A problem that may pass, or the partition's part of the response."""
+        """The reason for a retry and None, or '' and the partition's part of the response."""
         node = self.cluster.leader(self.topic, self.partition, self.deadline, fresh=self._attempt > 0)
         try:
             patience = Deadline(self.deadline.remaining + _GRACE_S, self.deadline.what)
             response = self.cluster.exchange(self._request(), node, patience)
         except ConnectionFailedError as lost:
-            # A slow line may not get a large answer through before the request times out.
+            # On a slow network a large response may take longer than the request timeout: ask for less.
             self._fetch_bytes = max(self._fetch_bytes // 4, min(_MIN_FETCH_BYTES, self._max_fetch_bytes))
             return str(lost), None
         if response.error_code:
             return self._refused(int(response.error_code), None), None
         if not response.responses:
-            return "the broker throttles this client", None  # it answers with no partition at all
+            return "the broker throttles this client", None  # a throttled response has no partitions
         answer = response.responses[0].partitions[0]
         if answer.error_code:
             return self._refused(int(answer.error_code), answer), None
@@ -134,10 +135,10 @@ class PartitionFetch(abc.ABC, Generic[T]):
         return "", answer
 
     def _refused(self, code: int, answer: Any) -> str:
-        """What to wait for; raises when waiting cannot help.
+        """The reason for a retry. Raises an error that is not retriable.
 
         Args:
-            answer: the partition's part of the response; None: the error is of the whole request.
+            answer: the partition's part of the response. None: the error concerns the whole request.
         """
         row = codes.describe(code)
         if code == _OFFSET_OUT_OF_RANGE and answer is not None:
@@ -157,7 +158,7 @@ class PartitionFetch(abc.ABC, Generic[T]):
             partition_max_bytes=self._fetch_bytes,
         )
         readable = self.last_stable_offset if self.isolation_level == READ_COMMITTED else self.high_watermark
-        # Whether there is something to wait for is not known before the first answer.
+        # The broker may wait for new records only if they are still missing; that is unknown before the first response.
         wait_s = self.deadline.capped(_WAIT_S) if 0 <= readable < self.end else 0.0
         return FetchRequest(
             version=self.cluster.version(FetchRequest, min_version=11, max_version=11),

@@ -1,7 +1,8 @@
-"""The first connection to a cluster: a wrong address is an error soon, a slow server is not.
+"""The first connection to a cluster: a wrong address is an error after some seconds, a slow server is not.
 
-Connections that are refused, and names that do not resolve, mean that no broker is there: all of them for some seconds
-are an error. A server that takes connections, or says nothing, may only be slow: it has as long as the start has.
+A refused connection, or a name that does not resolve, means that no broker is there. If that is so for all addresses
+for some seconds, an error is raised. A server that accepts connections, or does not respond, may only be slow: it has
+until the deadline of the start.
 """
 
 from __future__ import annotations
@@ -23,19 +24,19 @@ from onceflow.errors import BrokerUnreachableError, BrokerUnsupportedError, Dead
 
 log = logging.getLogger("onceflow")
 
-#: How long a start waits for brokers that refuse connections, in seconds, unless it is told otherwise.
+#: For how long a start waits while all servers refuse connections, in seconds, by default.
 REFUSED_S = 15.0
 _TELL_AFTER_S, _TELL_EVERY_S = 5.0, 30.0
-# One connection that hangs in its handshake must not use up all the time there is.
+# One connection that hangs in its handshake must not use up the whole deadline.
 _MIN_ATTEMPT_S, _MAX_ATTEMPT_S = 2.0, 15.0
 
 
 class Wait:
-    """What a start that waits for its first connection has met so far, and for how long.
+    """The wait for the first connection: what has happened at each address so far, and for how long.
 
     Args:
-        refused_s: how long all addresses may refuse connections; None: until the deadline, without a word.
-        named: the addresses that are tried are those that the bootstrap servers name.
+        refused_s: for how long all addresses may refuse connections. None: until the deadline, without log messages.
+        named: the addresses are those that the brokers advertise, not the bootstrap servers.
     """
 
     def __init__(
@@ -56,14 +57,17 @@ class Wait:
         return self._refused_s is not None
 
     def over(self, addresses: Sequence[Address]) -> None:
-        """From now on these are tried."""
+        """Set the addresses that are tried from now on."""
         self._addresses = addresses
 
     def failed(self, address: Address) -> bool:
-        """A Kafka connection to this address has failed. Whether somebody takes connections there again.
+        """Report that a Kafka connection to this address has failed.
+
+        Returns:
+            Whether the address accepts TCP connections now and refused them before.
 
         Raises:
-            BrokerUnreachableError: all have refused connections for as long as is allowed.
+            BrokerUnreachableError: all addresses have refused connections for ``refused_s``.
         """
         if self._refused_s is None:
             return False
@@ -77,7 +81,7 @@ class Wait:
         return before is not None and before.refused and not now.refused
 
     def tell(self) -> None:
-        """Log what is tried, when that has taken some seconds."""
+        """Log the state of each address, if the wait has lasted for some seconds."""
         waited_s = self._began - self._deadline.remaining
         if not self.tells or waited_s < self._tell_at_s:
             return
@@ -93,12 +97,12 @@ class Wait:
         )
 
     def error(self, how_long: str, problem: str = "") -> BrokerUnreachableError:
-        """``problem``: of the last Kafka connection."""
+        """The error that ends the wait. ``problem``: why the last Kafka connection failed."""
         lines = [self._in_words(address, contact(address)) for address in self._addresses]
         detail = "; ".join(lines) + (f"; last problem: {problem}" if problem else "")
         if self._named:
             return BrokerUnreachableError(
-                f"{self._servers} answers, but none of the brokers that it names did {how_long}",
+                f"{self._servers} answers, but none of the brokers that it names answered {how_long}",
                 detail=detail,
                 next_step="set advertised.listeners of the brokers to addresses that this machine resolves and reaches",
             )
@@ -132,14 +136,14 @@ def connect_to_any(
     deadline: Deadline,
     wait: Wait,
 ) -> None:
-    """Connect to any of these nodes. kafka-python's own loop would repeat a refused password in silence.
+    """Connect to any of these nodes. kafka-python's own loop is not used: it would silently retry a wrong password.
 
     Args:
-        nodes: brokers as kafka-python's metadata has them; asked for again before each attempt.
-        net: the loop that `manager` runs on.
+        nodes: returns the brokers, as objects of kafka-python's metadata. Called before each attempt.
+        net: the event loop of `manager`.
 
     Raises:
-        BrokerUnreachableError, AuthenticationFailedError, BrokerUnsupportedError: no connection was made.
+        BrokerUnreachableError, AuthenticationFailedError, BrokerUnsupportedError: no connection could be made.
     """
     attempt, problem = 0, ""
     while True:
@@ -161,12 +165,12 @@ def connect_to_any(
                 detail=str(error),
                 next_step="give the address of a broker, not of a controller; onceflow needs Kafka 2.8 or later",
             ) from error
-        except kafka_errors.NodeNotReadyError as error:  # kafka-python does not try it again yet
+        except kafka_errors.NodeNotReadyError as error:  # kafka-python still waits for its backoff
             problem = problem or str(error)
         except (kafka_errors.KafkaError, OSError) as error:
             problem = str(error)
         if wait.failed(Address(node.host, node.port)):
-            # kafka-python would leave it alone for up to half a minute.
+            # Without this, kafka-python would not try this broker again for up to half a minute.
             manager.reset_backoff(node.node_id)
         try:
             deadline.pause(attempt + 3, problem)
@@ -182,7 +186,7 @@ def _connect(manager: ConnectionManager, net: Any, node_id: Any, deadline: Deadl
     async def run() -> None:
         await manager.get_connection(node_id, timeout_ms=timeout_ms, refresh_metadata_on_err=False)
 
-    # A server that accepts and is silent: the line comes while it is waited for.
+    # A server may accept the connection and then send nothing: the message must be logged during the wait.
     telling = net.call_later(_TELL_AFTER_S, wait.tell) if wait.tells else None
     try:
         with muted():

@@ -1,4 +1,4 @@
-"""One request about many partitions: each leader is asked about its own, until all have answered."""
+"""A request about many partitions: sends each leader the part for its partitions, until there is a result for all."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ def ask_leaders(
     request: Callable[[Mapping[str, Sequence[int]]], Any],
     read: Callable[[Any], T],
 ) -> dict[TopicPartition, T]:
-    """What the leader of each partition answers. One request for each leader; waits for leaders.
+    """The result of each partition, from its leader. Sends one request to each leader; waits until leaders exist.
 
     Args:
         api: the request's name, for errors.
-        request: makes it, of partition numbers by topic. Its response has ``topics``, and these ``partitions`` with
-            ``partition_index`` and ``error_code``.
-        read: what is wanted of a partition's answer.
+        request: makes the request from partition numbers by topic. Its response must have ``topics`` with
+            ``partitions``, which have ``partition_index`` and ``error_code``.
+        read: converts the partition's part of the response into the result.
 
     Raises:
-        OnceflowError: a partition's error that asking again does not change.
+        OnceflowError: a partition has an error that is not retriable.
     """
     missing = {*partitions}
     found: dict[TopicPartition, T] = {}

@@ -1,7 +1,7 @@
-"""Keeps what kafka-python logs of onceflow's own connections out of the log.
+"""Suppresses the log messages of kafka-python about onceflow's own connections.
 
-kafka-python logs every refused connection as an error; ours are retried, counted and reported once. Whoever uses
-kafka-python in the same process keeps its log as it is: only what is logged inside of ``muted`` is left out.
+kafka-python logs every refused connection as an error. onceflow retries its connections and reports a failure once.
+Other code in the process that uses kafka-python keeps its log messages: only those inside of ``muted`` are dropped.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _filtered: set[str] = set()
 
 
 class _Filter(logging.Filter):
-    """Drops what this thread logs inside of ``muted``, unless onceflow's own log is at level DEBUG."""
+    """Drops the messages of this thread inside of ``muted``, unless the logger ``onceflow.client`` is at DEBUG."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         return not getattr(_here, "depth", 0) or record.levelno >= logging.CRITICAL or _at_debug()
@@ -27,13 +27,13 @@ _FILTER = _Filter()
 
 
 def _at_debug() -> bool:
-    # Not ``isEnabledFor``: from Python 3.13.4 it is False while a record is handled, and a filter runs then.
+    # Not ``isEnabledFor``: from Python 3.13.4 on it returns False while a record is handled, as it is in a filter.
     return _OURS.getEffectiveLevel() <= logging.DEBUG
 
 
 @contextmanager
 def muted() -> Iterator[None]:
-    """What kafka-python logs on this thread meanwhile is not shown. May be nested."""
+    """Suppress the messages that kafka-python logs on this thread inside of the block. May be nested."""
     _here.depth = getattr(_here, "depth", 0) + 1
     try:
         yield
@@ -42,7 +42,8 @@ def muted() -> Iterator[None]:
 
 
 def filter_loggers() -> None:
-    """To be called when modules of kafka-python were imported: a filter of a logger does not count for those below."""
+    """Add the filter to every logger of kafka-python, because a logger's filter does not apply to its child loggers.
+    Call it after kafka-python has been imported."""
     for name in list(logging.root.manager.loggerDict):
         if name not in _filtered and (name == "kafka" or name.startswith("kafka.")):
             _filtered.add(name)

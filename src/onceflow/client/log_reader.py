@@ -1,8 +1,8 @@
-"""Reads one partition's log as it is, record batches with their producer ids and markers.
+"""Reads everything in the log of one partition: all records, with their producer ids, and transaction markers.
 
-Ordinary consumers stop at the last stable offset, which somebody else's open transaction may hold back.
-A flow that starts must not wait for other flows that share the progress topic: its own transactions are
-decided (InitProducerId has returned), so their markers are in the log below the high watermark.
+A read_committed consumer stops at the last stable offset, which an open transaction of another producer may hold back.
+A flow that starts must not wait for other flows that share the progress topic. It need not: its own transactions are
+decided, because InitProducerId has returned, so their markers are in the log below the high watermark.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from onceflow.protocol.decode import COMMIT, RawBatch
 
 @dataclass(frozen=True)
 class LogRecord:
-    """One data record, with whose transaction it belongs to (-1: none)."""
+    """One data record, with the producer id of its transaction (-1: it is in none)."""
 
     offset: int
     key: bytes | None
@@ -32,7 +32,7 @@ class LogRecord:
 
 @dataclass(frozen=True)
 class Marker:
-    """A control record: how a producer's transaction ended."""
+    """A transaction marker: how a producer's transaction ended."""
 
     offset: int
     producer_id: int
@@ -43,9 +43,10 @@ class Marker:
 def read_log(
     cluster: Cluster, topic: str, partition: int, start: int, end: int, deadline: Deadline
 ) -> Iterator[LogRecord | Marker]:
-    """Everything in ``[start, end)``, undecided and aborted records too, in offset order.
+    """All records and markers in ``[start, end)``, including undecided and aborted ones, in order of offsets.
 
-    An empty range is asked for, too: a missing READ then shows at once, not at the start that needs it.
+    A request is sent even for an empty range: if READ on the topic is missing, the error is raised now, and not at a
+    later start that has to read.
     """
     read = _LogRead(cluster, topic, partition, start, end, deadline)
     while read.position < end or not read.answered:
@@ -66,7 +67,7 @@ class _LogRead(PartitionFetch[LogRecord | Marker]):
                 if item.offset >= self.position:
                     yield item
                     self.position = item.offset + 1
-            # A compacted batch may hold nothing at its end; its last offset still counts.
+            # Compaction may have removed the last records of a batch; the batch still extends to its last offset.
             self.position = max(self.position, raw.last_offset + 1)
 
     def _stalled(self, *, empty: bool) -> None:
@@ -75,7 +76,7 @@ class _LogRead(PartitionFetch[LogRecord | Marker]):
 
     def _out_of_range(self, answer: Any) -> str:
         raise DataLossError(
-            f"Offset {self.position} of {self.name} is gone",
+            f"Offset {self.position} of {self.name} is no longer in the log",
             topic=self.name,
             detail=f"the log starts at {answer.log_start_offset}",
             next_step="start again; the log was cleaned while it was being read",

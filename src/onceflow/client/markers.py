@@ -1,11 +1,11 @@
-"""Missing transaction markers: how they are found, and written after all.
+"""Finds missing transaction markers, and writes them.
 
-When a transaction ends while one of its partitions has no leader, the coordinator takes the partition for a deleted
-one: it writes no marker there and calls the transaction complete (Kafka 4.3: TransactionMarkerChannelManager,
+If a transaction ends while one of its partitions has no leader, the coordinator assumes that the partition was
+deleted: it writes no marker there and calls the transaction complete (Kafka 4.3: TransactionMarkerChannelManager,
 KRaftMetadataCache.getPartitionLeaderEndpoint). The records stay undecided, and the producer's next transaction in
-that partition decides them, too: aborted ones become visible, or committed ones never do. So before a transaction is
-begun, the last one must be decided wherever it has written. Where it is not, a transaction without records, which
-only adds these partitions, ends the same way as the last one.
+that partition decides them, too: aborted records may become visible, or committed ones may never become visible. So
+before a transaction begins, the last one must be decided in every partition that it has written to. Where it is not,
+a transaction without records is run. It only adds these partitions, and ends in the same way as the last one.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from onceflow.protocol.transaction import Event, Phase
 log = logging.getLogger("onceflow.client")
 
 _LOOK_S = 2.0
-_FIRST_LOOK_S = 0.004  # markers are a matter of milliseconds
+_FIRST_LOOK_S = 0.004  # markers usually take a few milliseconds
 _END_S = 120.0
-#: States of a transactional id whose last transaction has its markers, or will never get them.
+#: States of a transactional id in which the coordinator writes no more markers for its last transaction.
 _OVER = frozenset({"CompleteCommit", "CompleteAbort", "Empty", DEAD})
 
 
 class Markers:
-    """Sees to it that one transaction is decided everywhere before the next one begins. Not thread-safe.
+    """Makes sure that a transaction is decided in all its partitions before the next one begins. Not thread-safe.
 
     Args:
-        transactions: whose transactions; initialised before anything is asked of it. Their ``machine`` knows how the
-            last one has ended.
-        name: of the flow, for what is logged.
+        transactions: the transactional id. It must be initialised before a method of this class is called. Its
+            ``machine`` knows how the last transaction has ended.
+        name: the name of the flow, for log messages.
     """
 
     def __init__(self, cluster: Cluster, transactions: Transactions, name: str) -> None:
@@ -54,15 +54,15 @@ class Markers:
         self._transactions = transactions
         self._name = name
         self._topic_partitions: dict[TopicPartition, int | None] = {}
-        self._producer_ids: set[int] = set()  # of this flow: Kafka gives another one to an id that it had forgotten
+        self._producer_ids: set[int] = set()  # all of this flow: it gets another one after Kafka has forgotten its id
         self._look: _Look | None = None
 
     def ended(self, topic_partitions: Mapping[TopicPartition, int | None]) -> None:
-        """The last transaction has ended; a look at its markers starts, and takes nobody's time.
+        """Report that the last transaction has ended. A thread begins to watch for its markers in the background.
 
         Args:
-            topic_partitions: where it has written, or may have; with the offset of its first record there, where it is
-                known.
+            topic_partitions: the partitions that it has written to, or may have, each with the offset of the first
+                record there; None if that is not known.
         """
         self._topic_partitions = dict(topic_partitions)
         self._producer_ids.add(self._transactions.identity.producer_id)
@@ -72,11 +72,13 @@ class Markers:
             self._look = _Look(self._cluster, firsts, self._own)
 
     def confirm(self, deadline: Deadline) -> None:
-        """Returns when the last transaction is decided wherever it has written. Costs no request when it is.
+        """Return when the last transaction is decided in all its partitions. If the thread has seen that, no request
+        is sent.
 
         Raises:
-            FencedError: somebody else owns the transactional id.
-            DeadlineExceededError: it is not known, and nothing may be written under the transactional id yet.
+            FencedError: another process has taken over the transactional id.
+            DeadlineExceededError: it is not known whether it is decided. Nothing may be written under the
+                transactional id yet.
             DataLossError: committed records may be lost, see `write`.
         """
         if self._topic_partitions and not (self._look is not None and self._look.seen()):
@@ -86,21 +88,21 @@ class Markers:
 
     @property
     def _was_committed(self) -> bool:
-        """How the last transaction has ended."""
+        """Whether the last transaction was committed; otherwise it was aborted."""
         return self._transactions.machine.phase in (Phase.COMMITTED, Phase.SETTLED)
 
     def left_open(
         self, topic_partitions: Iterable[TopicPartition], deadline: Deadline
     ) -> dict[TopicPartition, OpenTransaction]:
-        """Where this producer has an open transaction. Call it when none should be.
+        """The partitions where this producer has an open transaction. Call it when there should be none.
 
-        Two requests for each topic and leader, and one more for those of partitions where anybody's transaction is
-        open. Where this principal lacks READ, a warning is logged, and nothing is found.
+        Sends two requests for each topic and leader, and one more where a transaction of any producer is open. If
+        this principal lacks READ on a topic, a warning is logged and no partition of it is returned.
         """
         own, unseen = self._own(self._undecided(dict.fromkeys(topic_partitions), deadline), deadline)
         if unseen:
             log.warning(
-                "flow %s: somebody's transaction is open in %s; that it is not this flow's can only be seen with READ "
+                "flow %s: a transaction is open in %s; whether it is one of this flow can only be seen with READ "
                 "on the topic",
                 self._name,
                 _named(unseen),
@@ -108,12 +110,12 @@ class Markers:
         return own
 
     def write(self, topic_partitions: Iterable[TopicPartition], *, committed: bool, deadline: Deadline) -> None:
-        """Write the markers of a transaction that is over, and see that they are there.
+        """Write the markers of a transaction that has ended, and check that they are there.
 
         Raises:
-            FencedError, DeadlineExceededError: as of `confirm`.
-            DataLossError: records of a committed transaction may not become visible. This takes another failure in
-                the moment between adding the partitions and the commit.
+            FencedError, DeadlineExceededError: as `confirm` does.
+            DataLossError: records of a committed transaction may never become visible. This happens only if there is
+                a second failure between adding the partitions and the commit.
         """
         if wanted := dict.fromkeys(topic_partitions):
             self._write(wanted, committed, deadline, sure=True)
@@ -129,7 +131,7 @@ class Markers:
         unseen_once: set[TopicPartition] = set()
         attempt = 0
         while True:
-            state = self._state(deadline)  # asked first: what is open after that stays open
+            state = self._state(deadline)  # first: if it is over, what is still open then stays open
             over = state in _OVER
             suspects = self._undecided(suspects, deadline)
             own, unseen = self._own(suspects, deadline)
@@ -141,13 +143,14 @@ class Markers:
             elif over:
                 return
             where = f", and undecided in {_named(missing or suspects)}" if suspects else ""
-            deadline.pause(attempt, f"the last transaction is {state}{where}: markers wait for replicas, too")
+            deadline.pause(attempt, f"the last transaction is {state}{where}: markers must be replicated, too")
             attempt += 1
 
     def _undecided(
         self, topic_partitions: Mapping[TopicPartition, int | None], deadline: Deadline
     ) -> dict[TopicPartition, int | None]:
-        """Those where a transaction is open that may be the last one. A topic that is gone is left out."""
+        """The partitions where a transaction is open that may be the last one of this flow. Topics that no longer
+        exist are left out."""
         found: dict[TopicPartition, int | None] = {}
         for topic, numbers in by_topic(topic_partitions).items():
             unknown = [partition for partition in numbers if topic_partitions[topic, partition] is None]
@@ -155,7 +158,7 @@ class Markers:
                 stable = list_offsets(self._cluster, {topic: numbers}, LATEST, deadline)[topic]
                 high = list_offsets(self._cluster, {topic: unknown}, LATEST, deadline, committed=False)[topic]
             except UnknownTopicError as error:
-                log.debug("no markers are missing in a topic that is gone: %s", error)
+                log.debug("no markers are missing in a topic that does not exist any more: %s", error)
                 continue
             for partition in numbers:
                 first = topic_partitions[topic, partition]
@@ -166,7 +169,7 @@ class Markers:
     def _own(
         self, topic_partitions: Iterable[TopicPartition], deadline: Deadline
     ) -> tuple[dict[TopicPartition, OpenTransaction], set[TopicPartition]]:
-        """Where this producer has an open transaction; and where that may not be looked at."""
+        """The partitions where this producer has an open transaction, and those that this principal may not read."""
         mine = self._producer_ids | {self._transactions.identity.producer_id}
         own: dict[TopicPartition, OpenTransaction] = {}
         unseen: set[TopicPartition] = set()
@@ -177,7 +180,7 @@ class Markers:
             except UnknownTopicError:
                 continue
             except (PermissionDeniedError, BrokerUnsupportedError) as error:
-                log.debug("could not look at the producers of %s: %s", topic, error)
+                log.debug("could not read the producers of %s: %s", topic, error)
                 unseen |= {*at}
                 continue
             own |= {
@@ -191,8 +194,8 @@ class Markers:
     def _without_forgotten(
         self, own: Mapping[TopicPartition, OpenTransaction], committed: bool
     ) -> dict[TopicPartition, OpenTransaction]:
-        """Those that can still be decided: not those of a producer id that Kafka has forgotten with the transactional
-        id. Nor can another transaction of this flow decide them any more."""
+        """The open transactions that can still be decided. Those of a producer id that Kafka has forgotten, together
+        with the transactional id, cannot: a transaction of this flow now has another producer id."""
         mine = self._transactions.identity.producer_id
         forgotten = {topic_partition: each for topic_partition, each in own.items() if each.producer_id != mine}
         if forgotten and committed:
@@ -200,7 +203,7 @@ class Markers:
         for (topic, partition), each in forgotten.items():
             log.warning(
                 "flow %s: an aborted attempt has left records undecided in %s-%d, and Kafka has forgotten its "
-                "transactional id since: readers wait there until `kafka-transactions.sh abort --topic %s "
+                "transactional id since: readers wait there until you run `kafka-transactions.sh abort --topic %s "
                 "--partition %d --start-offset %d`",
                 *(self._name, topic, partition),
                 *(topic, partition, each.start_offset),
@@ -214,7 +217,7 @@ class Markers:
     def _write(
         self, topic_partitions: Iterable[TopicPartition], committed: bool, deadline: Deadline, *, sure: bool
     ) -> None:
-        """A transaction without records. Where nothing is open it changes nothing."""
+        """Run a transaction without records. In a partition where nothing is open it changes nothing."""
         log.log(
             logging.WARNING if sure else logging.DEBUG,
             "flow %s: transaction markers are missing in %s, which had no leader then; a transaction without records "
@@ -225,7 +228,7 @@ class Markers:
         )
         transactions = self._transactions
         transactions.begin(deadline, Event.COMPLETE_COMMIT if committed else Event.COMPLETE_ABORT)
-        # From here on an abort would decide the records: whatever it takes, this transaction has to end as meant.
+        # From here on an abort would decide the records. So a transaction that is to commit must not be aborted.
         try:
             transactions.add_partitions(by_topic(topic_partitions), deadline)
             outcome = transactions.end(
@@ -233,9 +236,9 @@ class Markers:
             )
         except DeadlineExceededError as error:
             if not committed:
-                raise  # whoever comes next aborts it, which is what it is for
+                raise  # the next driver aborts it, which is the intended outcome
             raise self._lost(
-                topic_partitions, "the coordinator does not answer when that transaction is to commit"
+                topic_partitions, "the coordinator does not respond to the commit of that transaction"
             ) from error
         if outcome is Outcome.FENCED:
             raise fenced(self._name, "writing missing transaction markers")
@@ -253,7 +256,8 @@ class Markers:
 
 
 class _Look:
-    """A look, on a thread of its own, at whether a committed transaction is decided. It only ever says yes."""
+    """A thread that checks whether a committed transaction is decided in all its partitions. If it cannot find out,
+    the transaction counts as undecided."""
 
     def __init__(
         self,
@@ -272,7 +276,7 @@ class _Look:
         self._thread.start()
 
     def seen(self) -> bool:
-        """Whether all is decided, as far as was seen until now."""
+        """Whether the thread has seen that all partitions are decided. Stops the thread."""
         self._last.set()
         self._thread.join()
         return self._yes
@@ -286,7 +290,7 @@ class _Look:
                 stable = list_offsets(self._cluster, by_topic(self._topic_partitions), LATEST, deadline)
                 waiting = [(t, p) for (t, p), first in self._topic_partitions.items() if stable[t][p] <= first]
                 self._yes = not waiting
-                if waiting and pause_s > _FIRST_LOOK_S:  # by now it may be somebody else's transaction that is open
+                if waiting and pause_s > _FIRST_LOOK_S:  # what is open may be another producer's
                     own, unseen = self._own(waiting, deadline)
                     self._yes = not own and not unseen
                     if unseen:
@@ -294,8 +298,8 @@ class _Look:
                 pause_s *= 2
                 if last:
                     return
-        except Exception as error:  # whatever it is (the cluster may have been closed): nothing was seen
-            log.debug("could not look at transaction markers: %s", error)
+        except Exception as error:  # for example, the cluster was closed: then the result stays "not seen"
+            log.debug("could not read transaction markers: %s", error)
 
 
 def _named(topic_partitions: Iterable[TopicPartition]) -> str:

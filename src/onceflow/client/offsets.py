@@ -1,4 +1,4 @@
-"""Offsets: where partitions begin and end, and what a consumer group has committed."""
+"""Offsets: the beginning and end of partitions, and the committed offsets of consumer groups."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def list_offsets(
     """Offset of each partition at ``timestamp`` (``EARLIEST``, ``LATEST`` or epoch milliseconds).
 
     Args:
-        committed: LATEST is the last stable offset; otherwise the high watermark.
+        committed: whether LATEST means the last stable offset; otherwise it means the high watermark.
     """
     cluster.connect(deadline)
     version = cluster.version(ListOffsetsRequest, min_version=2, max_version=6)
@@ -67,13 +67,14 @@ def _list_offsets_request(version: int, wanted: Mapping[str, Sequence[int]], tim
 def fetch_committed(
     cluster: Cluster, group: str, partitions: Mapping[str, list[int]] | None, deadline: Deadline, *, stable: bool = True
 ) -> dict[str, dict[int, tuple[int, str]]]:
-    """Committed (offset, metadata) of a group.
+    """Committed (offset, metadata) of a group, by topic and partition.
 
-    Partitions the group has no offset for are left out.
+    Partitions without a committed offset are left out.
 
     Args:
-        partitions: None: all that the group has offsets for.
-        stable: wait while a transaction on them is undecided (KIP-447); otherwise those before it are returned.
+        partitions: None: all partitions for which the group has offsets.
+        stable: wait while a transaction that commits offsets of the group is undecided (KIP-447). Otherwise the
+            offsets from before that transaction are returned.
     """
     cluster.connect(deadline)
     version = cluster.version(OffsetFetchRequest, min_version=7, max_version=7)
@@ -104,10 +105,10 @@ def fetch_committed(
 def commit_offsets(
     cluster: Cluster, group: str, offsets: Mapping[str, Mapping[int, int]], deadline: Deadline, *, metadata: str = ""
 ) -> None:
-    """Commit offsets of a group without members, outside any transaction.
+    """Commit offsets of a group without members, outside of any transaction.
 
     Raises:
-        OnceflowError: the coordinator refuses.
+        OnceflowError: the coordinator refuses the request.
     """
     cluster.connect(deadline)
     topic_type = OffsetCommitRequest.OffsetCommitRequestTopic
@@ -126,7 +127,7 @@ def commit_offsets(
 def offset_topics(
     topic_type: Any, partition_type: Any, offsets: Mapping[str, Mapping[int, int]], metadata: str
 ) -> list[Any]:
-    """The topics of an OffsetCommit or a TxnOffsetCommit; their messages differ by name only."""
+    """The ``topics`` field of an OffsetCommit or a TxnOffsetCommit. It is the same in both; only type names differ."""
     return [
         topic_type(
             name=topic,
@@ -145,7 +146,7 @@ def offset_topics(
 
 
 def offsets_code(response: Any) -> int:
-    """The error code that counts, in the response to either of them."""
+    """The first error code in the response to an OffsetCommit or a TxnOffsetCommit, or 0."""
     return next((int(p.error_code) for t in response.topics for p in t.partitions if p.error_code), 0)
 
 

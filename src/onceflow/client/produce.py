@@ -1,17 +1,19 @@
 """Produces encoded batches to partition leaders, in sequence, and waits for every acknowledgement.
 
+To *enrol* a partition is to add it to the transaction: the first batch for it does that implicitly (KIP-890).
+
 Rules (tested in tests/unit/test_producer_state.py):
 
-- The first batch of a partition travels alone until it is acknowledged: it enrols the partition in the
-  transaction, and enrolments of several tasks collide at the coordinator (error 19 or 51). The very same
-  bytes are sent again until one succeeds. Of one producer only one such request is under way to a broker: it takes
-  one request of a connection at a time anyway, so the partitions that wait are enrolled together by the next one.
-- Afterwards at most ``MAX_IN_FLIGHT`` batches of a partition are under way: the broker remembers five,
-  and recognises a repeated batch only among those (it answers as it did the first time; an error 46 would
-  mean that somebody else wrote under this epoch, and aborts).
-- After any failure of a partition nothing more is sent to it until all that was under way has come
-  back; then everything unacknowledged is sent again, in order, the same bytes, the first one alone.
-- Memory is bounded: ``send`` waits while more than ``max_unacked_bytes`` are unacknowledged.
+- The first batch of a partition is in flight alone until it is acknowledged, because it enrols the partition.
+  Enrolments by several tasks collide at the coordinator (error 19 or 51), so the same bytes are sent again until they
+  succeed. A producer has only one such request in flight to each broker. The broker handles the requests of a
+  connection one after the other anyway, and the next request then enrols all partitions that wait.
+- After that, at most ``MAX_IN_FLIGHT`` batches of a partition are in flight. The broker remembers the last five
+  batches and recognises a repeated batch only among these; its response is then the same as the first time. Error 46
+  would mean that another process has written under this epoch, so the attempt is aborted.
+- After a failure in a partition, nothing is sent to it until all requests in flight have ended. Then all
+  unacknowledged batches are sent again, in order and with the same bytes, the first one alone.
+- Memory is limited: ``send`` waits while more than ``max_unacked_bytes`` are unacknowledged.
 """
 
 from __future__ import annotations
@@ -41,14 +43,14 @@ _THROTTLE_LOOK_S = 0.02
 
 
 class _Frame:
-    """A Produce request in the shape kafka-python's connection takes: see ``_transmit``."""
+    """A Produce request with the interface that kafka-python's connection expects: see ``_transmit``."""
 
     def __init__(self, version: int, topics: Any, transactional_id: str | None) -> None:
         self.API_VERSION = version
         self.API_KEY = ProduceRequest.API_KEY
         self._topics = topics
         self._transactional_id = transactional_id
-        self._inner = ProduceRequest(version=version, acks=-1)  # names the response's class and version
+        self._inner = ProduceRequest(version=version, acks=-1)  # defines the response's class and version
         self.rest: list[Any] = []
 
     def with_header(self, correlation_id: int, client_id: str) -> None:
@@ -76,12 +78,12 @@ class _Frame:
 
 @dataclass
 class Acknowledged:
-    """What the broker has of one partition, as far as this producer wrote it."""
+    """The acknowledged records of this producer in one partition."""
 
     base_offset: int = -1
     count: int = 0
     nbytes: int = 0
-    # The one after the last record; somebody else's records may be in between.
+    # The offset after the last record. Records of other producers may be in between.
     end_offset: int = field(default=-1, compare=False)
 
 
@@ -90,14 +92,14 @@ class _Partition:
     topic: str
     partition: int
     queue: collections.deque[EncodedBatch] = field(default_factory=collections.deque)  # unacknowledged, in order
-    under_way: int = 0  # how many of them, from the left, are sent and unanswered
+    under_way: int = 0  # how many of them, from the left, are in flight
     enrolled: bool = False
-    node: int = -1  # where it was sent last
+    node: int = -1  # the broker it was last sent to
     recovering: bool = False  # a failure happened: resend in order, one at a time
     attempt: int = 0
     not_before: float = 0.0
     stale_leader: bool = False
-    unknown_since: float | None = None  # when its leader first said that there is no such topic
+    unknown_since: float | None = None  # when its leader first responded that the topic does not exist
     problem: str = ""  # why the last batch has to be sent again
     done: Acknowledged = field(default_factory=Acknowledged)
 
@@ -116,9 +118,9 @@ class Producer:
 
     Args:
         transactional_id: None for a producer without transactions.
-        deadline: bounds everything this producer does.
-        max_unacked_bytes: bound on memory; ``send`` waits above it.
-        transaction_version: of the driver, for a task; the cluster's own by default.
+        deadline: applies to everything this producer does.
+        max_unacked_bytes: limit of memory; ``send`` waits above it.
+        transaction_version: for a task, the one that the driver uses. None: that of the cluster.
     """
 
     def __init__(
@@ -139,18 +141,19 @@ class Producer:
         self._unacked_bytes = 0
         self._failure: BaseException | None = None
         self._answer = _Signal()
-        # Version 12 enrols partitions; only a cluster with transaction version 2 lets it (KIP-890).
-        # Never mix version 12 with EndTxn below 5: a late batch would then open a new transaction.
+        # Produce version 12 enrols partitions, but only if the cluster has transaction version 2 (KIP-890).
+        # Never combine it with EndTxn below version 5: a late batch would then open a new transaction.
         version = cluster.transaction_version if transaction_version is None else transaction_version
         max_version = MAX_VERSION if version >= 2 or transactional_id is None else 11
         self._version = cluster.version(ProduceRequest, min_version=MIN_VERSION, max_version=max_version)
 
     def send(self, topic: str, partition: int, batch: EncodedBatch) -> None:
-        """Queue one batch (and push bytes); waits while too much is unacknowledged."""
+        """Queue one batch, and send what can be sent. Waits while more than ``max_unacked_bytes`` are
+        unacknowledged."""
         slot = self._partitions.get((topic, partition))
         if slot is None:
             slot = self._partitions[topic, partition] = _Partition(topic, partition)
-            slot.enrolled = self._transactional_id is None  # nothing to be enrolled in
+            slot.enrolled = self._transactional_id is None  # there is no transaction
         slot.queue.append(batch)
         self._unacked_bytes += batch.nbytes
         self._pump(wait=False)
@@ -158,17 +161,17 @@ class Producer:
             self._pump(wait=True)
 
     def flush(self) -> dict[tuple[str, int], Acknowledged]:
-        """Wait until everything sent is acknowledged by all in-sync replicas."""
+        """Wait until all batches are acknowledged by all in-sync replicas."""
         if self._failure is not None:
             raise self._failure
         while any(slot.queue for slot in self._partitions.values()):
             self._pump(wait=True)
         return {key: slot.done for key, slot in self._partitions.items()}
 
-    # ---- one turn ------------------------------------------------------------------------------------
+    # ---- sending -------------------------------------------------------------------------------------
 
     def _pump(self, *, wait: bool) -> None:
-        """Send what can be sent, then let the event loop run once."""
+        """Send what can be sent, then run the event loop once."""
         if self._failure is not None:
             raise self._failure
         with self._cluster.lock, muted():
@@ -255,12 +258,12 @@ class Producer:
             more = more or any(slot.sendable(now) for slot in slots)
 
     def _transmit(self, connection: Any, chosen: list[tuple[_Partition, EncodedBatch]]) -> None:
-        """Write one request without copying record sections.
+        """Write one request, without copying the records.
 
-        kafka-python encodes a request to one byte string. ``_Frame.encode`` gives it the first piece,
-        and the remaining buffers are appended to the same transport before the event loop runs, so that
-        they follow it directly. Holds only on a connection that is ready (``_ready``): otherwise the
-        first piece would be buffered elsewhere.
+        kafka-python encodes a request to one byte string. ``_Frame.encode`` returns only the first buffer of it.
+        The other buffers are appended to the same transport before the event loop runs, so they follow directly.
+        This works only on a connection that is ready (``_ready``): otherwise kafka-python would buffer the first one
+        elsewhere.
         """
         topics: dict[str, list[tuple[int, EncodedBatch]]] = {}
         for slot, batch in chosen:
@@ -275,13 +278,13 @@ class Producer:
             future = connection.send_request(frame, request_timeout_ms=int(self._deadline.capped(30.0) * 1000) + 1)
             if not future.is_done:
                 connection.transport.writelines(frame.rest)
-        except (RuntimeError, AttributeError) as error:  # the transport closed under us
+        except (RuntimeError, AttributeError) as error:  # the transport was closed meanwhile
             self._lost(chosen, str(error))
             return
         future.add_callback(lambda response: self._answered(chosen, response))
         future.add_errback(lambda error: self._lost(chosen, f"{type(error).__name__}: {error}"))
 
-    # ---- answers (called from the event loop) ----------------------------------------------------------
+    # ---- responses (called from the event loop) --------------------------------------------------------
 
     def _answered(self, chosen: list[tuple[_Partition, EncodedBatch]], response: Any) -> None:
         answers = {(topic.name, part.index): part for topic in response.responses for part in topic.partition_responses}
@@ -298,8 +301,8 @@ class Producer:
 
     def _acknowledge(self, slot: _Partition, batch: EncodedBatch, answer: Any) -> None:
         if not slot.queue or slot.queue[0] is not batch:
-            # The one before it was appended, too, but not acknowledged yet (7, 20, or a slow old leader): both
-            # are sent again in order, and recognised.
+            # The batch before it was appended, too, but not acknowledged (error 7 or 20, or a slow old leader). Both
+            # are sent again in order, and the broker recognises them as repeated.
             self._retry(slot, "acknowledged before an earlier batch")
             return
         slot.queue.popleft()
@@ -319,7 +322,7 @@ class Producer:
         code = int(answer.error_code)
         row = codes.describe(code)
         if row.verdict.retriable or (code == 45 and slot.queue[0] is not batch):
-            # 45 behind a failed batch only says that the failed one is missing: it goes first next time.
+            # 45 (out of order) after a failed batch only means that the failed one is missing. It is sent first now.
             self._retry(slot, row.name, stale_leader=row.verdict is not codes.Verdict.RETRY)
             if code != _UNKNOWN_TOPIC_OR_PARTITION:
                 slot.unknown_since = None
@@ -338,7 +341,7 @@ class Producer:
         self._answer.set()
 
     def _no_login(self, error: Exception) -> None:
-        """A connection was not made. A refused login is told at once, anything else is tried again."""
+        """A connection could not be made. A refused login fails the producer, everything else is retried."""
         refused = isinstance(error, kafka_errors.SaslAuthenticationFailedError)
         if refused and not self._cluster.may_log_in_again(error):
             self._fail(authentication_failed(self._cluster.settings, error))
@@ -356,7 +359,7 @@ class Producer:
 
 
 class _Signal:
-    """What ``NetworkSelector.poll(future=...)`` waits for: done as soon as any answer has come."""
+    """A future for ``NetworkSelector.poll(future=...)``: done as soon as any response has arrived."""
 
     def __init__(self) -> None:
         self.is_done = False
@@ -366,7 +369,7 @@ class _Signal:
 
 
 def _ready(connection: Any) -> bool:
-    """Whether a request would go straight to the socket (not buffered behind a handshake or a pause)."""
+    """Whether a request would be written directly to the socket, and not buffered during a handshake or a pause."""
     return (
         connection.connected
         and not connection.initializing

@@ -1,4 +1,4 @@
-"""Open transactions of partitions, as their leaders know them (DescribeProducers, KIP-664)."""
+"""Open transactions in partitions, as the partition leaders know them (DescribeProducers, KIP-664)."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ from onceflow.protocol.names import TopicPartition
 
 @dataclass(frozen=True)
 class OpenTransaction:
-    """Somebody's open transaction, as far as this principal may see.
+    """An open transaction of any producer, as far as this principal may see it.
 
     Args:
-        start_offset: its first record in the partition. last_write_ms: of its last one there, epoch milliseconds.
-        transactional_id: None: no coordinator tells. state: of the transactional id, ``Ongoing`` unless it hangs.
-        started_ms, timeout_ms: -1 when they are not known.
+        start_offset: its first record in the partition.
+        last_write_ms: time of its last record in the partition, in epoch milliseconds.
+        transactional_id: None: no coordinator has returned it.
+        state: state of the transactional id: ``Ongoing``, unless the transaction hangs.
+        started_ms, timeout_ms: -1 if they are not known.
     """
 
     producer_id: int
@@ -37,10 +39,10 @@ class OpenTransaction:
 def open_transactions(
     cluster: Cluster, partitions: Iterable[TopicPartition], deadline: Deadline
 ) -> dict[TopicPartition, list[OpenTransaction]]:
-    """The open transactions of each partition. One request for each leader; waits for leaders.
+    """The open transactions of each partition. Sends one request to each leader; waits until leaders exist.
 
     Raises:
-        PermissionDeniedError: READ on one of the topics is missing.
+        PermissionDeniedError: this principal lacks READ on one of the topics.
         BrokerUnsupportedError: the brokers are older than Kafka 2.8.
     """
     cluster.connect(deadline)

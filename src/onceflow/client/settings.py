@@ -1,8 +1,8 @@
-"""Client options: from the Kafka and Spark names that users write to kafka-python's arguments.
+"""Connection options: translates the names of the Java client and of Spark to arguments of kafka-python.
 
 Users give one dictionary, with the dotted names of the Java client (``security.protocol``), with or
-without Spark's ``kafka.`` prefix. The same dictionary goes to Spark's reader (with the prefix) and to
-our own connections, so it is translated here, once. Values may be secrets: they are never printed.
+without Spark's ``kafka.`` prefix. Spark's reader (with the prefix) and onceflow's own connections both use it, so it
+is translated here. Values may be secrets: they are never printed.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from onceflow.client.auth.options import client_fields, msk_iam, oauthbearer
 from onceflow.client.auth.sources import ClientCredentials
 from onceflow.errors import OptionError
 
-# Java client name -> kafka-python argument, for those that need no thought.
+# Java client name -> kafka-python argument, for options whose value is passed on unchanged.
 _PLAIN: dict[str, str] = {
     "security.protocol": "security_protocol",
     "sasl.mechanism": "sasl_mechanism",
-    "sasl.username": "sasl_plain_username",  # librdkafka's names, for people who come from there
+    "sasl.username": "sasl_plain_username",  # librdkafka's names, for users who are used to them
     "sasl.password": "sasl_plain_password",
     "sasl.kerberos.service.name": "sasl_kerberos_service_name",
     "ssl.key.password": "ssl_password",
@@ -46,7 +46,7 @@ _SPECIAL = {
     "ssl.endpoint.identification.algorithm",
     "ssl.ca.location",
     "default.api.timeout.ms",
-    # Tokens. Those with client.id, client.secret, scope, extensions and https are librdkafka's names.
+    # Tokens. The names with client.id, client.secret, scope, extensions and https are librdkafka's.
     "sasl.oauthbearer.token.endpoint.url",
     "sasl.oauthbearer.client.id",
     "sasl.oauthbearer.client.secret",
@@ -58,7 +58,7 @@ _SPECIAL = {
     "sasl.client.callback.handler.class",
     "onceflow.token.provider",
 }
-# Not for the Java client: it would warn of names that it does not know.
+# Not passed to the Java client: it would log a warning for unknown names.
 _NOT_JAVA = {
     "sasl.username",
     "sasl.password",
@@ -70,7 +70,7 @@ _NOT_JAVA = {
     "sasl.oauthbearer.extensions",
     "onceflow.token.provider",
 }
-# Meant for Spark's reader alone; passed on to it and not used by our own connections.
+# Passed to Spark's reader only. onceflow's own connections do not use them.
 _READER_ONLY = {
     "max.partition.fetch.bytes",
     "fetch.max.bytes",
@@ -98,16 +98,16 @@ _READER_ONLY = {
     "sasl.oauthbearer.scope.claim.name",
     "sasl.oauthbearer.sub.claim.name",
 }
-# Spark's consumer asks for the log's ends after every poll, on the connection that a fetch of the next records is
-# under way on, and a broker answers one request of a connection after the other. At the end of the log that fetch
-# is parked for fetch.max.wait.ms: 500 ms by default, in every batch that reads to the end. Nobody polls while no batch
-# runs, so a short wait costs nothing. Larger polls need fewer of those questions.
+# After every poll, Spark's consumer requests the end offsets of the log. It uses the same connection as the fetch of
+# the next records, and a broker handles the requests of a connection one after the other. At the end of the log the
+# broker delays the fetch for fetch.max.wait.ms, by default 500 ms, in every batch that reads to the end. A short wait
+# costs nothing, because nothing polls while no batch runs. With larger polls there are fewer of these requests.
 _READER_DEFAULTS = {
     "kafka.fetch.max.wait.ms": "10",
     "kafka.max.poll.records": "5000",
     "kafka.max.partition.fetch.bytes": str(4 * 1024 * 1024),
 }
-# What onceflow itself decides; setting them would break a guarantee.
+# Options that onceflow sets itself. Other values would break a guarantee.
 _OWNED = {
     "transactional.id": "it is built from the flow's name (see transactional_id_prefix)",
     "enable.idempotence": "the sink is always idempotent",
@@ -125,14 +125,14 @@ _OWNED = {
 
 _PLAIN_MODULE = "org.apache.kafka.common.security.plain.PlainLoginModule"
 _SCRAM_MODULE = "org.apache.kafka.common.security.scram.ScramLoginModule"
-# Of the jar aws-msk-iam-auth, which the user adds.
+# Classes of the jar aws-msk-iam-auth, which the user adds.
 _MSK_MODULE = "software.amazon.msk.auth.iam.IAMLoginModule"
 _MSK_HANDLER = "software.amazon.msk.auth.iam.IAMClientCallbackHandler"
 
 
 @dataclass(frozen=True)
 class ClientSettings:
-    """How to reach the cluster. Pickles to tasks; its text shows no option values."""
+    """How to connect to the cluster. Can be pickled to send it to tasks. Its ``repr`` shows no option values."""
 
     bootstrap_servers: str
     options: Mapping[str, str] = field(default_factory=dict)
@@ -140,7 +140,7 @@ class ClientSettings:
     def __post_init__(self) -> None:
         parse_servers(self.bootstrap_servers)
         object.__setattr__(self, "options", _normalised(self.options))
-        self.kafka_python()  # translate once, so that a bad option fails where it was given
+        self.kafka_python()  # raises here, so that the error points to where a bad option was given
 
     def __repr__(self) -> str:
         names = ", ".join(sorted(self.options))
@@ -165,13 +165,13 @@ class ClientSettings:
 
     @property
     def tokens(self) -> bearer_tokens.Tokens | None:
-        """Where our own connections get their tokens; None when the mechanism has none. One object in a process."""
+        """The tokens of onceflow's own connections, one object for each process. None: the mechanism needs none."""
         found: bearer_tokens.Tokens | None = self.kafka_python().get("sasl_oauth_token_provider")
         return found
 
     @property
     def java_needs_tokens(self) -> bool:
-        """Whether the Java client has no way of its own to get a token: it comes from a function or a file."""
+        """Whether the Java client cannot get tokens by itself, because they come from a function or a file."""
         own_login = {"sasl.login.class", "sasl.login.callback.handler.class"} & set(self.options)
         return (
             self.options.get("sasl.mechanism") == "OAUTHBEARER"
@@ -181,10 +181,10 @@ class ClientSettings:
         )
 
     def spark_reader(self) -> dict[str, str]:
-        """Options of Spark's Kafka source; where ``java_needs_tokens``, without those for its tokens."""
+        """Options of Spark's Kafka source. If ``java_needs_tokens``, the options for its tokens are not included."""
         out = {"kafka.bootstrap.servers": self.bootstrap_servers, **_READER_DEFAULTS}
         out.update({f"kafka.{name}": value for name, value in self.options.items() if name not in _NOT_JAVA})
-        if "ssl.ca.location" in self.options:  # librdkafka's name; the Java client reads PEM files as trust stores
+        if "ssl.ca.location" in self.options:  # librdkafka's name; the Java client accepts a PEM file as trust store
             out["kafka.ssl.truststore.type"] = "PEM"
             out["kafka.ssl.truststore.location"] = self.options["ssl.ca.location"]
         out.update({f"kafka.{name}": value for name, value in _java_login(self.options).items()})
@@ -257,7 +257,7 @@ def _sasl(options: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _java_login(options: Mapping[str, str]) -> dict[str, str]:
-    """What the Java client needs to log in, where the user has not written it in its own terms."""
+    """The options that the Java client needs to log in, if the user has not given them under their Java names."""
     mechanism = options.get("sasl.mechanism") if _uses_sasl(options) else None
     if mechanism == "AWS_MSK_IAM":
         handler = {"sasl.client.callback.handler.class": _MSK_HANDLER, "sasl.jaas.config": jaas(_MSK_MODULE, {})}
@@ -283,10 +283,10 @@ def _tls(options: Mapping[str, str]) -> dict[str, Any]:
             continue
         if options.get(f"{store}.type", "JKS").upper() != "PEM":
             raise OptionError(
-                f"{store}.location is read by Python too, which knows no Java key stores",
+                f"{store}.location is read by Python too, which cannot read Java key stores",
                 next_step=f"convert it to a PEM file and set {store}.type to PEM (the Java client reads it, too)",
             )
-        # A PEM key store holds certificate and key in one file, which Python's ssl reads as such.
+        # A PEM key store has certificate and key in one file. Python's ssl accepts such a file.
         out[argument] = location
     if "ssl.ca.location" in options:
         if "ssl_cafile" in out:

@@ -1,4 +1,4 @@
-"""Topics: finding those that users name, creating, deleting, adding partitions, reading settings."""
+"""Topics: finds the topics that users name, creates and deletes topics, adds partitions, reads settings."""
 
 from __future__ import annotations
 
@@ -34,11 +34,12 @@ DEFAULT_MAX_MESSAGE_BYTES = 1_048_588  # Kafka's default of max.message.bytes
 
 @dataclass(frozen=True)
 class Copies:
-    """Where a partition is. Node ids.
+    """The brokers of a partition, as node ids.
 
     Args:
         leader: -1 while there is none.
-        replicas: all that have a copy. in_sync: those that have all of it.
+        replicas: all brokers with a replica.
+        in_sync: the brokers with an in-sync replica.
     """
 
     leader: int
@@ -50,10 +51,10 @@ def find_topics(cluster: Cluster, roles: Mapping[str, str], deadline: Deadline) 
     """Metadata of topics that a user has named.
 
     Args:
-        roles: what they are for, by name: ``source``, ``output``, ``dead letter``, ...; empty: nothing special.
+        roles: topic name -> what the topic is for: ``source``, ``output``, ``dead letter``, ..., or '' for no role.
 
     Raises:
-        UnknownTopicError: one is missing; see `missing`.
+        UnknownTopicError: a topic does not exist; see `missing`.
     """
     try:
         return cluster.topics(roles, deadline)
@@ -64,7 +65,7 @@ def find_topics(cluster: Cluster, roles: Mapping[str, str], deadline: Deadline) 
 def missing(
     cluster: Cluster, error: UnknownTopicError, roles: Mapping[str, str], deadline: Deadline
 ) -> UnknownTopicError:
-    """The same error, which also says what the topic is for, and which topics have a similar name."""
+    """The same error, with two additions: the role of the topic, and the topics with a similar name."""
     name = error.topic
     if name is None or name not in roles:
         return error
@@ -86,8 +87,8 @@ def _alike(cluster: Cluster, name: str, deadline: Deadline) -> list[str]:
     try:
         there = cluster.topics(None, deadline)
     except OnceflowError:
-        return []  # what is missing matters more
-    # Case and separators are what people get wrong most.
+        return []  # the error about the missing topic is more important
+    # The commonest mistakes are wrong case and wrong separators.
     plain = {other: _plain(other) for other in sorted(there) if other != name and not other.startswith("__")}
     close = difflib.get_close_matches(_plain(name), set(plain.values()), _MAX_ALIKE, _ALIKE_SHARE)
     return [other for each in close for other in plain if plain[other] == each][:_MAX_ALIKE]
@@ -106,13 +107,13 @@ def create_topic(
     deadline: Deadline,
     replication: int = -1,
 ) -> bool:
-    """Create a topic on the controller. Returns False when it existed already.
+    """Create a topic. Returns False if it already exists.
 
     Args:
-        replication: -1 leaves it to the broker's ``default.replication.factor`` (KIP-464).
+        replication: the replication factor. -1: ``default.replication.factor`` of the brokers (KIP-464).
 
     Raises:
-        PermissionDeniedError: this principal may not CREATE it.
+        PermissionDeniedError: this principal lacks CREATE.
     """
     cluster.connect(deadline)
     request = CreateTopicsRequest(
@@ -138,16 +139,17 @@ def create_topic(
 def create_own_topic(
     cluster: Cluster, name: str, what: str, *, partitions: int, configs: Mapping[str, str], deadline: Deadline
 ) -> TopicInfo:
-    """Create a compacted topic in which a flow keeps what it must not lose, unless somebody else is faster.
+    """Create a compacted topic for data that a flow must not lose. If it already exists, it is left as it is.
 
-    The broker's default is often one copy; this one has up to three, and all but one must have what is acknowledged.
+    The broker's default is often one replica. This topic has up to three, as many as there are brokers.
+    ``min.insync.replicas`` is one less, but at least 1.
 
     Args:
-        what: the topic is, for the log and errors: ``progress topic``.
-        configs: besides ``cleanup.policy`` and ``min.insync.replicas``.
+        what: the kind of topic, for the log and for errors: ``progress topic``.
+        configs: topic settings besides ``cleanup.policy`` and ``min.insync.replicas``.
 
     Raises:
-        PermissionDeniedError: this principal may not CREATE it.
+        PermissionDeniedError: this principal lacks CREATE.
     """
     copies = min(_MAX_COPIES, cluster.broker_count())
     configs = {**configs, "cleanup.policy": "compact", "min.insync.replicas": str(max(1, copies - 1))}
@@ -165,11 +167,11 @@ def create_own_topic(
 
 
 def delete_topic(cluster: Cluster, name: str, deadline: Deadline) -> None:
-    """Delete a topic and all that is in it. Brokers forget it a little later.
+    """Delete a topic with all its records. Brokers remove it from their metadata a little later.
 
     Raises:
         UnknownTopicError: it does not exist.
-        PermissionDeniedError: this principal may not DELETE it.
+        PermissionDeniedError: this principal lacks DELETE.
     """
     cluster.connect(deadline)
     request = DeleteTopicsRequest(
@@ -177,12 +179,12 @@ def delete_topic(cluster: Cluster, name: str, deadline: Deadline) -> None:
         topic_names=[name],
         timeout_ms=30_000,
     )
-    # A topic that is not there does not come back by waiting.
+    # No retry for a topic that does not exist: it will not appear later.
     _change(cluster, request, "DeleteTopics", "responses", name, deadline, final=UnknownTopicError)
 
 
 def copies(cluster: Cluster, name: str, deadline: Deadline) -> dict[int, Copies]:
-    """Where the partitions of a topic are, which exists."""
+    """The brokers of each partition of a topic. The topic must exist."""
     cluster.connect(deadline)
     listed = [MetadataRequest.MetadataRequestTopic(name=name)]
     response = cluster.ask(MetadataRequest(topics=listed, allow_auto_topic_creation=False), "Metadata", deadline)
@@ -196,11 +198,11 @@ def copies(cluster: Cluster, name: str, deadline: Deadline) -> dict[int, Copies]
 
 
 def create_partitions(cluster: Cluster, name: str, count: int, deadline: Deadline) -> None:
-    """Let a topic grow to ``count`` partitions. Brokers learn of them a little later.
+    """Increase the number of partitions of a topic to ``count``. Brokers learn of the new ones a little later.
 
     Raises:
-        PermissionDeniedError: this principal may not ALTER it.
-        OptionError: it has that many, or more.
+        PermissionDeniedError: this principal lacks ALTER.
+        OptionError: the topic already has that many partitions, or more.
     """
     cluster.connect(deadline)
     request = CreatePartitionsRequest(
@@ -223,14 +225,14 @@ def _change(
     fine: Container[int] = (0,),
     final: type[OnceflowError] | None = None,
 ) -> int:
-    """Ask for a change of one topic, again as long as that may help. Returns the error code of the answer.
+    """Request a change of one topic. Retriable errors are retried. Returns the error code of the response.
 
     In KRaft any broker forwards the request to the active controller (KIP-590).
 
     Args:
-        field: of the response, that has an answer for each topic.
-        fine: error codes that are none.
-        final: an error that is raised at once, although waiting helps elsewhere.
+        field: the field of the response that has the results by topic.
+        fine: error codes that count as success.
+        final: an error that is raised at once, although it is retriable in other requests.
     """
     attempt = 0
     while True:
@@ -246,7 +248,7 @@ def _change(
 
 
 def await_topic(cluster: Cluster, name: str, deadline: Deadline) -> TopicInfo:
-    """Metadata of a topic that was just created: brokers learn of it a little later."""
+    """Metadata of a topic that was just created. Waits until the brokers know it."""
     attempt = 0
     while True:
         try:
@@ -257,10 +259,10 @@ def await_topic(cluster: Cluster, name: str, deadline: Deadline) -> TopicInfo:
 
 
 def max_message_bytes(cluster: Cluster, names: Iterable[str], deadline: Deadline) -> dict[str, int]:
-    """``max.message.bytes`` of each topic; Kafka's default where this principal may not read it.
+    """``max.message.bytes`` of each topic; Kafka's default if this principal may not read it.
 
-    DESCRIBE_CONFIGS is a privilege of its own, and no reason to stop: a batch above the true limit is
-    refused by the broker (MESSAGE_TOO_LARGE), with a clear error.
+    A flow runs without DESCRIBE_CONFIGS, too: if a batch is above the true limit, the broker refuses it with a clear
+    error (MESSAGE_TOO_LARGE).
     """
     key = "max.message.bytes"
     found = {name: values[key] for name, values in topic_configs(cluster, names, [key], deadline).items()}
@@ -268,14 +270,14 @@ def max_message_bytes(cluster: Cluster, names: Iterable[str], deadline: Deadline
 
 
 def topic_config(cluster: Cluster, name: str, key: str, deadline: Deadline) -> str | None:
-    """One setting of a topic; None where this principal may not read it."""
+    """One setting of a topic; None if this principal may not read it."""
     return topic_configs(cluster, [name], [key], deadline)[name][key]
 
 
 def topic_configs(
     cluster: Cluster, names: Iterable[str], keys: Iterable[str], deadline: Deadline
 ) -> dict[str, dict[str, str | None]]:
-    """Settings of topics, the brokers' defaults where a topic has none; None where this principal may not read it."""
+    """Settings of topics, or the brokers' defaults if a topic has none. None: this principal may not read them."""
     wanted, settings = sorted(set(names)), sorted(set(keys))
     values: dict[str, dict[str, str | None]] = {name: dict.fromkeys(settings) for name in wanted}
     for result in _described(cluster, wanted, settings, deadline):
@@ -286,7 +288,7 @@ def topic_configs(
 
 
 def own_settings(cluster: Cluster, name: str, deadline: Deadline) -> dict[str, str | None] | None:
-    """The settings that were given to a topic, by name; None where this principal may not read them."""
+    """The settings that were set on the topic itself, by name; None if this principal may not read them."""
     (result,) = _described(cluster, [name], None, deadline)
     if result.error_code:
         return None
@@ -294,9 +296,9 @@ def own_settings(cluster: Cluster, name: str, deadline: Deadline) -> dict[str, s
 
 
 def _described(cluster: Cluster, names: Sequence[str], keys: Sequence[str] | None, deadline: Deadline) -> list[Any]:
-    """Results of DescribeConfigs; all settings when no keys are given.
+    """Results of DescribeConfigs; all settings if ``keys`` is None.
 
-    A broker that has not heard of a new topic yet says that there is none, so it is asked a few times.
+    A broker that does not know a new topic yet responds that it does not exist, so the request is repeated a few times.
     """
     cluster.connect(deadline)
     request = DescribeConfigsRequest(

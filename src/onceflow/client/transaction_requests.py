@@ -1,7 +1,8 @@
-"""The requests of a transaction, one function each: sent until a coordinator has answered, errors typed.
+"""The requests of a transaction, one function for each. They are retried until a coordinator responds.
 
-Which of them may follow which is decided in ``transactions.py``. Transaction version 2 (KIP-890): Produce v12 and
-TxnOffsetCommit v5 enrol implicitly, EndTxn v5 returns the next producer id and epoch.
+``transactions.py`` decides in which order they are sent. With transaction version 2 (KIP-890), Produce v12 and
+TxnOffsetCommit v5 add their partitions to the transaction implicitly, and EndTxn v5 returns the next producer id and
+epoch.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ from onceflow.protocol import codes
 from onceflow.protocol.batches import ProducerIdAndEpoch
 from onceflow.protocol.produce import MAX_VERSION, MIN_VERSION
 
-#: The state of a transactional id that its coordinator does not know (any more).
+#: The state of a transactional id that its coordinator does not know, or has forgotten.
 DEAD = "Dead"
 _TRANSACTIONAL_ID_NOT_FOUND = 105
 
 
 def check_supported(cluster: Cluster, deadline: Deadline) -> None:
-    """Raises ``BrokerUnsupportedError`` when the broker has no transactions, before anything else is asked."""
+    """Raise ``BrokerUnsupportedError`` if the broker does not support transactions. Call it before other requests."""
     cluster.connect(deadline)
     cluster.version(InitProducerIdRequest, min_version=3, max_version=5)
     cluster.version(TxnOffsetCommitRequest, min_version=3, max_version=5)
@@ -43,13 +44,14 @@ def check_supported(cluster: Cluster, deadline: Deadline) -> None:
 def init_producer_id(
     cluster: Cluster, transactional_id: str, timeout_ms: int, producer: ProducerIdAndEpoch | None, deadline: Deadline
 ) -> ProducerIdAndEpoch:
-    """A producer id and epoch for a transactional id.
+    """Get a producer id and epoch for a transactional id.
 
     Args:
-        producer: those that the caller has (KIP-360); None: whoever owns the id is fenced (KIP-98).
+        producer: the caller's current producer id and epoch (KIP-360). None: take the transactional id over, which
+            fences its owner (KIP-98).
 
     Raises:
-        FencedError: the caller's are out of date.
+        FencedError: ``producer`` is out of date.
     """
     request = InitProducerIdRequest(
         version=cluster.version(InitProducerIdRequest, min_version=3, max_version=5),
@@ -65,10 +67,10 @@ def init_producer_id(
 
 
 def idempotent_producer(cluster: Cluster, deadline: Deadline) -> ProducerIdAndEpoch:
-    """A new producer id for batches that are in order and not doubled by retries, without transactions (KIP-98).
+    """A new producer id without transactions. Batches stay in order, and retries do not duplicate them (KIP-98).
 
-    Any broker hands them out. Each has a place in the memory of every broker it writes to, for a day: so take one
-    for a run, not for a batch.
+    Any broker assigns one. Every broker that it writes to keeps state for it in memory for a day, so use one for a
+    whole run, not one for each batch.
     """
     cluster.connect(deadline)
     request = InitProducerIdRequest(
@@ -80,7 +82,7 @@ def idempotent_producer(cluster: Cluster, deadline: Deadline) -> ProducerIdAndEp
     )
     attempt = 0
     response = cluster.ask(request, "InitProducerId", deadline)
-    while codes.describe(int(response.error_code)).verdict.retriable:  # no block of ids yet
+    while codes.describe(int(response.error_code)).verdict.retriable:  # the broker has no ids to assign yet
         deadline.pause(attempt, "InitProducerId")
         attempt += 1
         response = cluster.ask(request, "InitProducerId", deadline)
@@ -96,7 +98,7 @@ def add_partitions(
     partitions: Mapping[str, Iterable[int]],
     deadline: Deadline,
 ) -> None:
-    """Enrol output partitions. Needed with transaction version 1; harmless with 2."""
+    """Add output partitions to the transaction. Needed with transaction version 1; harmless with 2."""
     request = AddPartitionsToTxnRequest(
         version=cluster.version(AddPartitionsToTxnRequest, min_version=0, max_version=3),
         v3_and_below_transactional_id=transactional_id,
@@ -110,7 +112,7 @@ def add_partitions(
 
     def code_of(response: Any) -> int:
         found = [p.partition_error_code for t in response.results_by_topic_v3_and_below for p in t.results_by_partition]
-        # OPERATION_NOT_ATTEMPTED (55) only says that another partition of the request is at fault.
+        # OPERATION_NOT_ATTEMPTED (55) only means that another partition of the request has an error.
         return next((c for c in found if c not in (0, 55)), next((c for c in found if c), 0))
 
     response = repeat(cluster, request, "AddPartitionsToTxn", TRANSACTION, transactional_id, deadline, code_of=code_of)
@@ -121,7 +123,7 @@ def add_partitions(
 def add_offsets(
     cluster: Cluster, transactional_id: str, producer: ProducerIdAndEpoch, group: str, deadline: Deadline
 ) -> None:
-    """Enrol a consumer group's offsets. Needed with transaction version 1."""
+    """Add a consumer group to the transaction. Needed with transaction version 1."""
     request = AddOffsetsToTxnRequest(
         version=cluster.version(AddOffsetsToTxnRequest, min_version=0, max_version=3),
         transactional_id=transactional_id,
@@ -146,7 +148,7 @@ def commit_offsets(
 ) -> None:
     """Add source offsets to the transaction, under an ordinary consumer group (KIP-447).
 
-    Generation -1 and an empty member are accepted: the group has no members, fencing is by epoch.
+    The group has no members, so generation -1 and an empty member id are accepted. The producer epoch does the fencing.
     """
     topic_type = TxnOffsetCommitRequest.TxnOffsetCommitRequestTopic
     implicit = cluster.transaction_version >= 2
@@ -169,11 +171,11 @@ def commit_offsets(
 def end_transaction(
     cluster: Cluster, transactional_id: str, producer: ProducerIdAndEpoch, deadline: Deadline, *, commit: bool
 ) -> tuple[int, ProducerIdAndEpoch]:
-    """EndTxn, repeated until it is answered.
+    """EndTxn, repeated until there is a response.
 
     Returns:
-        The error code, and what the next transaction is written with: of version 2, when there was no error, another
-        epoch.
+        The error code, and the producer id and epoch of the next transaction. They differ from ``producer`` only with
+        transaction version 2, if there was no error.
     """
     moves = cluster.transaction_version >= 2
     request = EndTxnRequest(
@@ -191,7 +193,7 @@ def end_transaction(
 
 
 def describe_transaction(cluster: Cluster, transactional_id: str, deadline: Deadline) -> dict[str, Any]:
-    """State of a transactional id as its coordinator sees it (KIP-664).
+    """State of a transactional id, from its coordinator (KIP-664).
 
     Returns:
         ``state`` (``Empty``, ``Ongoing``, ``PrepareCommit``, ..., ``Dead`` when unknown), ``producer_id``,
@@ -227,5 +229,5 @@ def describe_transaction(cluster: Cluster, transactional_id: str, deadline: Dead
 
 
 def error_of(transactional_id: str, code: int, api: str, detail: str = "") -> Exception:
-    """The error of a code that asking again does not change."""
+    """The error for an error code that is not retriable."""
     return codes.error_for(code, api=api, detail=detail or f"transactional id {transactional_id}")

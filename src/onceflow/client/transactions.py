@@ -1,17 +1,18 @@
-"""The transaction protocol of one transactional id, as the driver speaks it.
+"""The transaction protocol of one transactional id, on the driver.
 
-Transaction version 2 (KIP-890): Produce v12 and TxnOffsetCommit v5 enrol implicitly, EndTxn v5 returns
-the next (producer id, epoch). Version 1: partitions and the group are added explicitly, the epoch does
-not move by itself, so ``begin`` calls InitProducerId before every transaction; otherwise a late write of
-an aborted attempt could enter the next transaction (KAFKA-17754).
+Transaction version 2 (KIP-890): Produce v12 and TxnOffsetCommit v5 add their partitions to the transaction implicitly,
+and EndTxn v5 returns the next producer id and epoch. Version 1: partitions and the group are added explicitly, and the
+epoch stays the same. So ``begin`` calls InitProducerId before every transaction. Otherwise a late write of an aborted
+attempt could become part of the next transaction (KAFKA-17754).
 
-Version 1 answers the owner of a transaction that timed out like somebody who is fenced: the coordinator has aborted it
-under the next epoch. To tell the two apart, no driver sends EndTxn(abort) there. It lets InitProducerId abort, as the
-timeout does. So the state CompleteAbort under the epoch after ours means: our transaction was aborted, and nobody has
-been given that epoch. Its owner may then name it in InitProducerId (KIP-360), which fails if anybody was faster.
+With version 1, an owner whose transaction has timed out gets the same error as an owner that was fenced, because the
+coordinator aborts such a transaction under the next epoch. To distinguish the two, a driver does not send
+EndTxn(abort) with version 1. It aborts with InitProducerId, which works like the timeout. So the state CompleteAbort
+under the epoch after ours means that our transaction was aborted and that no process was given that epoch. The owner
+may then use that epoch in InitProducerId (KIP-360). The request fails if another process has initialised the id before.
 
-What may follow what is the table of ``protocol/transaction.py``. Here are the requests. Each reports to that table
-what it has done, or what its answer says.
+The table of ``protocol/transaction.py`` defines which steps may follow each other. This module sends the requests, and
+reports each step or response to that table as an event.
 """
 
 from __future__ import annotations
@@ -35,33 +36,34 @@ class Outcome(enum.Enum):
     """How a transaction ended."""
 
     COMMITTED = "committed"
-    ABORTED = "aborted"  # not by us: it timed out, or a driver that is starting has aborted it
-    FENCED = "fenced"  # somebody re-initialised the transactional id; progress in Kafka decides
+    ABORTED = "aborted"  # by the caller, by the timeout, or by a driver that is starting
+    FENCED = "fenced"  # another process has initialised the transactional id; progress shows what was committed
 
 
 class _Standing(enum.Enum):
-    """What the coordinator has under the transactional id, as seen by who held it last."""
+    """The state of the transactional id at its coordinator, as seen by its last owner."""
 
-    OWN = "own"  # our epoch, or nothing at all: it was idle for longer than transactional.id.expiration.ms
-    ABORTED = "aborted"  # the coordinator has aborted our transaction, under the next epoch, which nobody was given
-    FENCED = "fenced"  # somebody else has initialised it
-    UNKNOWN = "unknown"  # this broker does not tell
+    OWN = "own"  # our epoch; or the id is forgotten, as it was idle for longer than transactional.id.expiration.ms
+    ABORTED = "aborted"  # the coordinator has aborted our transaction under the next epoch, which no process was given
+    FENCED = "fenced"  # another process has initialised it
+    UNKNOWN = "unknown"  # the broker does not return the state
 
 
 class Transactions:
     """One transactional id. Not thread-safe.
 
     Args:
-        transactional_id: one per flow; whoever initialises it last owns it (zombie fencing, KIP-98).
-        timeout_ms: the broker aborts a transaction open for longer than this.
-        identity: what the driver was given, for a task that writes in the driver's transaction.
-        check: raises ``FencedError`` when somebody else has committed under the transactional id since this owner did.
-            Called when Kafka itself cannot tell: it has forgotten the id (``transactional.id.expiration.ms``), or it
-            has aborted the owner's transaction.
-        batch: whether its transactions are a flow's, with an audit and a progress record; else a tool's.
+        transactional_id: one per flow. The last process that initialises it owns it (zombie fencing, KIP-98).
+        timeout_ms: the broker aborts a transaction that is open for longer than this.
+        identity: the driver's producer id and epoch, for a task that writes in the driver's transaction.
+        check: raises ``FencedError`` if another process has committed under the transactional id since this owner did.
+            It is called when Kafka cannot know that: it has forgotten the id (``transactional.id.expiration.ms``), or
+            it has aborted the owner's transaction.
+        batch: whether the transactions are batches of a flow, with an audit and a progress record; otherwise they are
+            those of a tool.
 
     Attributes:
-        machine: where the transactional id stands.
+        machine: the state of the transactional id.
     """
 
     def __init__(
@@ -83,14 +85,14 @@ class Transactions:
         self.machine = Transaction(Mode.of(2, batch=batch), START if identity is None else GIVEN)
 
     def over(self, cluster: Cluster) -> Transactions:
-        """The same transactional id, as it stands, over another connection."""
+        """The same transactional id in its current state, with other connections."""
         same = Transactions(cluster, self.transactional_id, self.timeout_ms, check=self._check, batch=self._batch)
         same._identity, same.machine = self._identity, self.machine
         return same
 
     @property
     def identity(self) -> ProducerIdAndEpoch:
-        """Producer id and epoch that the next or current transaction is written with."""
+        """Producer id and epoch of the current or next transaction."""
         if self._identity is None:
             raise RuntimeError("Transactions.init has not been called")
         return self._identity
@@ -101,25 +103,25 @@ class Transactions:
         return self._cluster.transaction_version >= 2
 
     def check_supported(self, deadline: Deadline) -> None:
-        """Raises ``BrokerUnsupportedError`` when the broker has no transactions, before anything else is asked."""
+        """Raise ``BrokerUnsupportedError`` if the broker has no transactions. Call it before other requests."""
         requests.check_supported(self._cluster, deadline)
 
     # ---- identity ------------------------------------------------------------------------------------
 
     def init(self, deadline: Deadline) -> ProducerIdAndEpoch:
-        """Take over the transactional id: fences every older owner and aborts what it left open.
+        """Take over the transactional id. This fences every older owner and aborts an open transaction of it.
 
-        Returns only when an open transaction of the id has been decided.
+        Returns only when such a transaction has been decided.
         """
         self._identity = self._init_producer_id(None, deadline)
         self.machine.on(Event.INITIALIZED)
         return self.identity
 
     def renew(self, deadline: Deadline) -> ProducerIdAndEpoch:
-        """A fresh epoch for the same owner. Nothing may be open.
+        """Get a new epoch for the same owner. No transaction may be open.
 
         Raises:
-            FencedError: somebody else has taken over.
+            FencedError: another process has taken over the transactional id.
         """
         mine = self.identity
         self.machine.expect(Event.EPOCH_BUMPED)
@@ -131,17 +133,17 @@ class Transactions:
                 raise
             return self._continue(deadline)
         self._identity = fresh
-        # Another producer id for the same owner: Kafka had forgotten the transactional id, or epochs have run out.
+        # The producer id changes if Kafka had forgotten the transactional id, or if the epochs are used up.
         same = fresh.producer_id == mine.producer_id
         self.machine.on(Event.EPOCH_BUMPED if same else Event.PRODUCER_ID_REPLACED)
         self._verify(deadline)
         return self.identity
 
     def begin(self, deadline: Deadline, event: Event = Event.BEGIN) -> ProducerIdAndEpoch:
-        """An identity nothing has been written under yet (I3).
+        """Begin a transaction. Returns a producer id and epoch with which nothing has been written yet (I3).
 
         Args:
-            event: what begins: a transaction, or one that writes missing markers.
+            event: the kind of transaction: an ordinary one, or one that writes missing markers.
         """
         self._connect(deadline)
         self.machine.expect(event)
@@ -152,10 +154,10 @@ class Transactions:
         return self.identity
 
     def _continue(self, deadline: Deadline) -> ProducerIdAndEpoch:
-        """Version 1: go on after the coordinator has aborted our transaction.
+        """Version 1: continue after the coordinator has aborted our transaction.
 
         Raises:
-            FencedError: somebody else was faster, or has committed meanwhile.
+            FencedError: another process has initialised the transactional id, or has committed meanwhile.
         """
         aborted = ProducerIdAndEpoch(self.identity.producer_id, self.identity.producer_epoch + 1)
         try:
@@ -168,7 +170,7 @@ class Transactions:
         return self.identity
 
     def _verify(self, deadline: Deadline) -> None:
-        """Before anything is written under an epoch that was given without a look at newer drivers."""
+        """Check that no newer driver has committed, if Kafka assigned the epoch without checking that itself."""
         if self.machine.epoch is Epoch.UNVERIFIED:
             self._ask_progress(deadline)
             self.machine.on(Event.OWNERSHIP_VERIFIED)
@@ -200,10 +202,10 @@ class Transactions:
         self._connect(deadline)
         return requests.init_producer_id(self._cluster, self.transactional_id, self.timeout_ms, producer, deadline)
 
-    # ---- enrolment -----------------------------------------------------------------------------------
+    # ---- partitions and offsets of the transaction ---------------------------------------------------
 
     def add_partitions(self, partitions: Mapping[str, Iterable[int]], deadline: Deadline) -> None:
-        """Enrol output partitions. Needed with transaction version 1; harmless with 2."""
+        """Add output partitions to the transaction. Needed with transaction version 1; harmless with 2."""
         requests.add_partitions(self._cluster, self.transactional_id, self.identity, partitions, deadline)
 
     def commit_offsets(
@@ -220,14 +222,15 @@ class Transactions:
     def end(self, deadline: Deadline, *, commit: bool) -> Outcome:
         """End the transaction. The request is repeated until its outcome is known.
 
-        A lost response is not a lost decision: the same request, with the same epoch and before any
-        InitProducerId, answers NONE when the commit was applied, INVALID_TXN_STATE when the transaction
-        had been aborted (timed out), a fencing code when somebody re-initialised the id. Version 1 answers a timeout
-        with a fencing code, too; then a look at the coordinator tells, and a fresh epoch is taken at once.
+        If a response is lost, the outcome can still be found out. The same request is sent again, with the same epoch
+        and before any InitProducerId. Its error code is NONE if the commit was applied, INVALID_TXN_STATE if the
+        transaction had timed out and was aborted, and a fencing code if another process has initialised the id.
+        Version 1 returns a fencing code after a timeout, too. Then the state at the coordinator decides, and after a
+        timeout a new epoch is requested at once.
 
         Raises:
-            DeadlineExceededError: the outcome is unknown. The caller must stop; a restart finds out.
-            FencedError: of an abort, when Kafka has forgotten the transactional id, and ``check`` says so.
+            DeadlineExceededError: the outcome is unknown. The caller must stop; the next start finds it out.
+            FencedError: only for an abort: Kafka has forgotten the transactional id, and ``check`` has raised this.
         """
         if self.machine.is_fenced:
             return Outcome.FENCED
@@ -256,8 +259,9 @@ class Transactions:
         if code in _FENCED_CODES:
             return Outcome.ABORTED if self._was_aborted(deadline) else Outcome.FENCED
         if code == _INVALID_PRODUCER_ID_MAPPING and not commit:
-            # Forgotten, or another's: nothing of ours is open, and ``renew`` tells which. A look before that, too: it
-            # would take the transactional id from a newer driver that Kafka has forgotten as well.
+            # Kafka has forgotten the id, or another process owns it. In both cases nothing of ours is open, and
+            # ``renew`` finds out which it is. Progress must be checked before that: ``renew`` would take the
+            # transactional id from a newer driver that Kafka has forgotten, too.
             self._ask_progress(deadline)
             self.machine.on(Event.TIMED_OUT)
             return Outcome.ABORTED
@@ -266,7 +270,7 @@ class Transactions:
         raise requests.error_of(self.transactional_id, code, "EndTxn")
 
     def _was_aborted(self, deadline: Deadline) -> bool:
-        """Version 1: whether what looks like fencing was a timeout. Then there is a fresh epoch."""
+        """Version 1: whether a fencing code was caused by a timeout. If so, a new epoch has been requested."""
         if self.version_2 or self._standing(deadline) is not _Standing.ABORTED:
             return False
         self.machine.on(Event.TIMED_OUT)
@@ -277,9 +281,10 @@ class Transactions:
         return True
 
     def _abort_as_the_timeout_does(self, deadline: Deadline) -> Outcome | None:
-        """Version 1: abort by InitProducerId, see the top of this module. None: the broker is too old to look at it.
+        """Version 1: abort with InitProducerId, see the docstring of this module. None: the broker does not return
+        the state of the transactional id.
 
-        The look comes first: InitProducerId would abort the transaction of somebody else, too.
+        That state is read first, because InitProducerId would also abort the transaction of another process.
         """
         standing = self._standing(deadline)
         if standing is _Standing.UNKNOWN:
@@ -296,39 +301,39 @@ class Transactions:
         return Outcome.ABORTED
 
     def commit(self, deadline: Deadline, *, flow: str, doing: str) -> None:
-        """Commit a transaction that is not a batch's: one outcome is good, the others are errors.
+        """Commit a transaction that is not a batch. Every outcome except COMMITTED is an error.
 
         Args:
             doing: what the flow was doing, for the error: "while this one was ...".
 
         Raises:
             FencedError: a driver of the flow has started meanwhile.
-            TransactionTimeoutError: the broker ended the transaction before.
+            TransactionTimeoutError: the broker has aborted the transaction before.
         """
         outcome = self.end(deadline, commit=True)
         if outcome is Outcome.FENCED:
             raise fenced(flow, doing)
         if outcome is Outcome.ABORTED:
             raise TransactionTimeoutError(
-                f"The broker ended the transaction while the flow was {doing}", flow=flow, next_step="try again"
+                f"The broker aborted the transaction while the flow was {doing}", flow=flow, next_step="try again"
             )
 
     def abort(self, deadline: Deadline) -> None:
-        """Abort what is open and take a fresh epoch, so that late writes of this attempt are refused.
+        """Abort the transaction and get a new epoch, so that the broker refuses late writes of this attempt.
 
         Raises:
-            FencedError: somebody else owns the transactional id.
+            FencedError: another process has taken over the transactional id.
         """
         if self.end(deadline, commit=False) is Outcome.FENCED:
             raise requests.error_of(self.transactional_id, 90, "EndTxn")
-        if self.machine.epoch is Epoch.USED:  # there was nothing to abort: the epoch has not moved
+        if self.machine.epoch is Epoch.USED:  # there was nothing to abort, so the epoch has not changed
             self.renew(deadline)
 
 
 def fenced(flow: str, doing: str) -> FencedError:
-    """The error of a driver that finds itself fenced. ``doing``: as of `Transactions.commit`."""
+    """The error of a driver that was fenced. ``doing``: as in `Transactions.commit`."""
     return FencedError(
         f"A newer driver of flow {flow!r} has taken over while this one was {doing}",
         flow=flow,
-        next_step="a flow has one driver: stop the other one, or leave it to it",
+        next_step="a flow has one driver: stop the newer one, or let it run instead of this one",
     )

@@ -1,11 +1,10 @@
-"""kafka-python's connections with two faults corrected.
+"""kafka-python's connections, with two defects corrected.
 
-A broker that accepts a connection and then says nothing, because it is stopped or frozen, must not hold up a deadline:
-kafka-python 3.0 bounds the making of a connection, but not its TLS handshake.
-
-A broker that refuses a login answers, and closes the connection. Where both arrive together, kafka-python 3.0 takes the
-end for an error and drops the answer: a wrong password looks like a broken network, and is tried again and again. Here
-what was received is handed on first; the end is met by the next read.
+1. A broker that is stopped or frozen may accept a connection and then send nothing. kafka-python 3.0 limits the time
+   to make a connection, but not the time of its TLS handshake, so a deadline could be exceeded.
+2. A broker that refuses a login sends an error response and closes the connection. If both arrive together,
+   kafka-python 3.0 reports a broken connection and drops the response. Then a wrong password looks like a network
+   failure and is retried again and again. Here the received data is processed first. The next read reports the end.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from kafka.net.transport import KafkaSSLTransport
 
 
 class ConnectionManager(KafkaConnectionManager):  # type: ignore[misc]
-    """Makes connections that read a broker's last words."""
+    """Makes connections that process the data received just before the broker closed the connection."""
 
     async def _build_transport(self, node: Any, timeout_at: float | None = None) -> Any:
         if self.ssl_enabled:
@@ -57,10 +56,10 @@ class ConnectionManager(KafkaConnectionManager):  # type: ignore[misc]
 
 class _TlsTransport(KafkaSSLTransport):  # type: ignore[misc]
     async def handshake_until(self, timeout_at: float | None) -> None:
-        """``handshake``, which may wait for ever.
+        """As ``handshake`` of kafka-python, but with a time limit.
 
         Args:
-            timeout_at: of ``time.monotonic``.
+            timeout_at: end of the time limit, by ``time.monotonic``. None: no limit.
         """
         while True:
             try:

@@ -1,1 +1,1 @@
-"""Logins: JAAS fields, bearer tokens and where they come from."""
+"""Logins: JAAS fields, bearer tokens and their sources."""

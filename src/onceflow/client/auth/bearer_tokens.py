@@ -1,7 +1,7 @@
-"""A valid token for every connection of a process.
+"""Provides a valid bearer token to every connection of a process.
 
-kafka-python asks for one at every login: when a connection is made, and again before the broker's session for it ends
-(KIP-368). A token is kept until most of its lifetime is over.
+kafka-python requests a token for every login: when a connection is made, and again before the broker's session for
+that connection expires (KIP-368). A token is reused until most of its lifetime is over.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from onceflow.client.auth.sources import Source, Token, TokenRefusedError, Token
 
 log = logging.getLogger("onceflow.client")
 
-# A login of the Java client asks for a new token after 80 % of the old one's lifetime, one of kafka-python after 85 %.
+# The Java client requests a new token after 80 % of the lifetime of the old one, kafka-python after 85 %.
 _RENEW_AFTER = 0.75
-_PATIENCE_S = 10.0  # for a first token; well below what a connection may take to be made
+_PATIENCE_S = 10.0  # for a first token; well below the time limit for making a connection
 _ONE_CALL_S = 8.0
 _AGAIN_S = 2.0  # after a failed renewal, while the old token is still valid
 _ONE_REFUSAL_S = 30.0
@@ -28,12 +28,14 @@ _BEARER = re.compile(r"[A-Za-z0-9\-._~+/]+=*")  # RFC 6750, b64token
 
 
 class Tokens(AbstractTokenProvider):  # type: ignore[misc]
-    """A valid token at any time, fetched as seldom as its lifetime allows. Thread-safe.
+    """Keeps a valid token, and fetches a new one as rarely as the lifetime allows. Thread-safe.
 
     Args:
-        source: where it comes from.
-        extensions: SASL extensions that go with it (``extension_`` fields of a JAAS configuration).
-        clock: seconds since the epoch. sleep: how to wait. patience_s: for a token when there is none.
+        source: where tokens come from.
+        extensions: SASL extensions to send with the token (``extension_`` fields of a JAAS configuration).
+        clock: returns seconds since the epoch.
+        sleep: how to wait.
+        patience_s: how long to retry if there is no valid token.
     """
 
     def __init__(
@@ -66,22 +68,23 @@ class Tokens(AbstractTokenProvider):  # type: ignore[misc]
         """A token that has not expired.
 
         Raises:
-            TokenUnavailableError: there is none, in bounded time. TokenRefusedError: there will be none.
+            TokenUnavailableError: no token within ``patience_s``. TokenRefusedError: retrying will not help.
         """
         return self.current().text
 
     def current(self) -> Token:
-        """The same with its expiry."""
+        """As `token`, with the expiry."""
         with self._lock:
             if self._token is None or self._clock() >= self._renew_at:
                 self._token = self._renewed(self._token)
             return self._token
 
     def refused(self, refusal: object) -> bool:
-        """The broker has refused the token, which is dropped. Whether it is worth while to try with a new one.
+        """Report that the broker has refused the token, which is then dropped. Returns whether to try a new one.
 
         Args:
-            refusal: the error. Several requests may wait for one login; all of them get the same answer.
+            refusal: the error. If several requests wait for one login, all of them report the same error, and all of
+                them get the same result.
         """
         with self._lock:
             if refusal is not self._refusal[0]:
@@ -100,7 +103,7 @@ class Tokens(AbstractTokenProvider):  # type: ignore[misc]
             now = self._clock()
             if old is None or old.expires_at <= now:
                 raise
-            log.warning("the token is valid for another %.0f s and was not renewed: %s", old.expires_at - now, error)
+            log.warning("token not renewed, the old one is valid for another %.0f s: %s", old.expires_at - now, error)
             self._renew_at = min(now + _AGAIN_S, old.expires_at)
             return old
         now = self._clock()
@@ -124,14 +127,14 @@ class Tokens(AbstractTokenProvider):  # type: ignore[misc]
     def _checked(self, token: Token) -> Token:
         if not _BEARER.fullmatch(token.text):
             raise TokenRefusedError(
-                f"What {self.source.name} gave is no bearer token: it is empty or has other characters",
+                f"What {self.source.name} returned is no bearer token: it is empty or has invalid characters",
                 "return the token alone, without a prefix such as 'Bearer' and without line breaks",
             )
         age_s = self._clock() - token.expires_at
         if age_s >= 0:
             raise TokenUnavailableError(
                 f"The token of {self.source.name} expired {age_s:.0f} s ago",
-                "see that it is renewed in time, and that the clocks of this machine and of the issuer agree",
+                "make sure that it is renewed in time, and that the clocks of this machine and of the issuer agree",
             )
         return token
 
@@ -141,7 +144,7 @@ _shared_lock = threading.Lock()
 
 
 def shared(source: Source, extensions: Mapping[str, str] | None = None) -> Tokens:
-    """The tokens of a source: one object in a process, however many connections there are."""
+    """The `Tokens` object of a source. All connections of a process share it."""
     key = (source, tuple(sorted((extensions or {}).items())))
     with _shared_lock:
         if key not in _shared:
@@ -150,7 +153,7 @@ def shared(source: Source, extensions: Mapping[str, str] | None = None) -> Token
 
 
 def _bounded(source: Source, timeout_s: float) -> Token:
-    """``source.fetch`` in a thread of its own: neither a function nor a slow server keeps us longer."""
+    """Run ``source.fetch`` in its own thread, so that a slow function or server cannot exceed the time limit."""
     done: list[Token | BaseException] = []
 
     def run() -> None:
@@ -164,7 +167,7 @@ def _bounded(source: Source, timeout_s: float) -> Token:
     thread.join(timeout_s + 0.5)
     if not done:
         raise TokenUnavailableError(
-            f"{capital(source.name)} gave no token within {timeout_s:g} s", "see why it takes so long"
+            f"{capital(source.name)} returned no token within {timeout_s:g} s", "find out why it takes so long"
         )
     if isinstance(done[0], BaseException):
         raise done[0]

@@ -1,4 +1,4 @@
-"""``sasl.jaas.config``: written and read as the Java client does."""
+"""Writes and parses ``sasl.jaas.config`` in the format of the Java client."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 OAUTH_MODULE = "org.apache.kafka.common.security.oauthbearer.OAuthBearerLoginModule"
 
-# Java's tokenizer takes double quotes, single quotes and plain words; a backslash quotes the next character.
+# Java's tokenizer accepts double quotes, single quotes and plain words. A backslash escapes the next character.
 _JAAS_FIELD = re.compile(
     r"""([\w.$-]+)\s*=\s*(?:"(?P<double>(?:[^"\\]|\\.)*)"|'(?P<single>(?:[^'\\]|\\.)*)'|(?P<word>[^\s;"']+))"""
 )
@@ -15,7 +15,7 @@ _JAAS_ESCAPES = {"n": "\n", "r": "\r", "t": "\t"}
 
 
 def jaas(module: str, fields: Mapping[str, str]) -> str:
-    """A ``sasl.jaas.config`` of one login module."""
+    """A ``sasl.jaas.config`` with one login module."""
 
     def quoted(text: str) -> str:
         for plain, escaped in (("\\", r"\\"), ('"', r"\""), ("\n", r"\n"), ("\r", r"\r"), ("\t", r"\t")):

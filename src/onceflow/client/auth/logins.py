@@ -1,4 +1,4 @@
-"""Logins that a broker or a token provider has refused."""
+"""Handles logins that a broker or a token provider has refused."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from onceflow.client.deadline import Deadline
 from onceflow.client.settings import ClientSettings
 from onceflow.errors import AuthenticationFailedError, OnceflowError
 
-_TOKEN_PATIENCE_S = 20.0  # a new task waits out a short outage of whoever gives out tokens
+_TOKEN_PATIENCE_S = 20.0  # so that a new task survives a short outage of the token source
 
 
 def await_token(settings: ClientSettings, deadline: Deadline) -> None:
-    """Without a token no broker has to be asked, and an error here says more than one of a connection.
+    """Get a first token before connecting. If that fails, the error says more than that of a connection would.
 
     Raises:
-        AuthenticationFailedError: there is none.
+        AuthenticationFailedError: no token could be obtained.
     """
     tokens = settings.tokens
     patience = Deadline(deadline.capped(_TOKEN_PATIENCE_S), "a first token")
@@ -30,7 +30,7 @@ def await_token(settings: ClientSettings, deadline: Deadline) -> None:
 
 
 def may_log_in_again(settings: ClientSettings, error: Exception) -> bool:
-    """Whether a broker that refused a login may accept a new token: once, then a refusal is final."""
+    """Whether to log in again, with a new token, after a broker has refused a login. A second refusal is final."""
     tokens = settings.tokens
     refused = isinstance(error, SaslAuthenticationFailedError)
     return tokens is not None and refused and not isinstance(error, TokenRefusedError) and tokens.refused(error)

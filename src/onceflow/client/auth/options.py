@@ -1,4 +1,4 @@
-"""Connection options of OAUTHBEARER and AWS_MSK_IAM, turned into a source of tokens. Nothing is fetched here."""
+"""Turns the connection options of OAUTHBEARER and AWS_MSK_IAM into a source of tokens. It does not fetch tokens."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def msk_iam(options: Mapping[str, str]) -> dict[str, Any]:
         raise OptionError("mechanism AWS_MSK_IAM needs TLS", next_step="set 'security.protocol' to SASL_SSL")
     if jaas_fields(options.get("sasl.jaas.config", "")):
         raise OptionError(
-            "'sasl.jaas.config' of AWS_MSK_IAM has fields, which only the Java client would follow",
+            "'sasl.jaas.config' of AWS_MSK_IAM has fields, which only the Java client would use",
             next_step="leave it out, and choose the credentials in the environment (AWS_PROFILE, or a role of the "
             "machine), which both clients read",
         )
     found = token_source(options)
     if found is not None:
-        # MSK takes OAUTHBEARER with a signed token on the same port. The Java client has a mechanism of its own.
+        # MSK accepts OAUTHBEARER with a signed token on the same port. The Java client uses its own mechanism.
         return {"sasl_mechanism": "OAUTHBEARER", "sasl_oauth_token_provider": bearer_tokens.shared(*found)}
     if importlib.util.find_spec("botocore") is None:
         raise OptionError(
@@ -51,7 +51,7 @@ def msk_iam(options: Mapping[str, str]) -> dict[str, Any]:
 
 
 def token_source(options: Mapping[str, str]) -> tuple[Source, dict[str, str]] | None:
-    """Where tokens come from, and the SASL extensions that go with them; None when no option says so."""
+    """The source of tokens, and the SASL extensions to send with them. None: no option names a source."""
     path = options.get("onceflow.token.provider")
     fields = client_fields(options)
     extensions = {name.removeprefix("extension_"): v for name, v in fields.items() if name.startswith("extension_")}
@@ -96,7 +96,7 @@ def _credentials(options: Mapping[str, str], url: str, fields: Mapping[str, str]
     ca_file = fields.get("ssl.truststore.location")
     if ca_file is not None and fields.get("ssl.truststore.type", "JKS").upper() != "PEM":
         raise OptionError(
-            "ssl.truststore.location in 'sasl.jaas.config' is read by Python too, which knows no Java key stores",
+            "ssl.truststore.location in 'sasl.jaas.config' is read by Python too, which cannot read Java key stores",
             next_step="convert it to a PEM file and set ssl.truststore.type to PEM there",
         )
     return ClientCredentials(
@@ -110,7 +110,7 @@ def _credentials(options: Mapping[str, str], url: str, fields: Mapping[str, str]
 
 
 def client_fields(options: Mapping[str, str]) -> dict[str, str]:
-    """The fields of the JAAS configuration for OAUTHBEARER: as given, or made of the other names."""
+    """The fields of the JAAS configuration for OAUTHBEARER: from ``sasl.jaas.config``, or from the other options."""
     if "sasl.jaas.config" in options:
         return jaas_fields(options["sasl.jaas.config"])
     names = {"client.id": "clientId", "client.secret": "clientSecret", "scope": "scope"}

@@ -1,6 +1,6 @@
-"""Where tokens for SASL OAUTHBEARER come from: a token endpoint, a file, or a function of the user.
+"""Sources of tokens for SASL OAUTHBEARER: a token endpoint, a file, or a function of the user.
 
-No text made here has a token or a client secret in it.
+No error message of this module contains a token or a client secret.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _NOT_SAFE = re.compile(r"[^\x20-\x7e]")
 
 
 class TokenUnavailableError(kafka_errors.KafkaConnectionError):  # type: ignore[misc]
-    """No token could be had now; later perhaps. Its text has no secrets."""
+    """No token could be obtained now; a retry may help. The message contains no secrets."""
 
     def __init__(self, what: str, next_step: str = "") -> None:
         super().__init__(what)
@@ -38,7 +38,7 @@ class TokenUnavailableError(kafka_errors.KafkaConnectionError):  # type: ignore[
 
 
 class TokenRefusedError(kafka_errors.SaslAuthenticationFailedError):  # type: ignore[misc]
-    """There will be no token: wrong credentials, or no such function. Its text has no secrets."""
+    """No token can be obtained: wrong credentials, or no such function. The message contains no secrets."""
 
     def __init__(self, what: str, next_step: str = "") -> None:
         super().__init__(what)
@@ -55,17 +55,17 @@ class Token:
 
 
 class Source(Protocol):
-    """Where tokens come from. Hashable: sources that are equal share one token in a process."""
+    """A source of tokens. Hashable: equal sources share one token in a process."""
 
     @property
     def name(self) -> str:
-        """What it is, for errors."""
+        """A description, for errors."""
 
     def fetch(self, timeout_s: float) -> Token:
-        """A token from its origin.
+        """Fetch a new token.
 
         Raises:
-            TokenUnavailableError: not now. TokenRefusedError: never.
+            TokenUnavailableError: it failed, a retry may help. TokenRefusedError: it failed, a retry will not help.
         """
 
 
@@ -78,7 +78,7 @@ class ClientCredentials:
 
     Args:
         endpoint: URL of the token endpoint.
-        ca_file: PEM file with the authorities of an https endpoint; None: those of the machine.
+        ca_file: PEM file with the certificate authorities for an https endpoint. None: those of the machine.
         urlencode: whether id and secret are URL-encoded in the header (``sasl.oauthbearer.header.urlencode``).
     """
 
@@ -99,12 +99,12 @@ class ClientCredentials:
         text = answer.get("access_token")
         if not isinstance(text, str) or not text:
             raise TokenUnavailableError(
-                f"The answer of {self.name} has no access_token", "check sasl.oauthbearer.token.endpoint.url"
+                f"The response of {self.name} has no access_token", "check sasl.oauthbearer.token.endpoint.url"
             )
         lifetime = answer.get("expires_in")
         if isinstance(lifetime, (int, float)) and not isinstance(lifetime, bool):
-            return Token(text, asked_at + lifetime)  # does not depend on whether clocks agree
-        return Token(text, _expiry(text, self.name, "let the endpoint say expires_in, or give out JWTs"))
+            return Token(text, asked_at + lifetime)  # does not depend on synchronised clocks
+        return Token(text, _expiry(text, self.name, "let the endpoint return expires_in, or issue JWTs"))
 
     def _ask(self, timeout_s: float) -> dict[str, Any]:
         form = {"grant_type": "client_credentials", **({"scope": self.scope} if self.scope else {})}
@@ -138,13 +138,13 @@ class ClientCredentials:
             answer = None
         if not isinstance(answer, dict):
             raise TokenUnavailableError(
-                f"{capital(self.name)} answered something that is no JSON object",
+                f"{capital(self.name)} returned something that is no JSON object",
                 "check sasl.oauthbearer.token.endpoint.url",
             )
         return answer
 
     def _refused(self, error: urllib.error.HTTPError) -> Exception:
-        """The endpoint's error as RFC 6749, 5.2 has it: a code and a description for people."""
+        """The endpoint's error in the format of RFC 6749, 5.2: a code and a readable description."""
         with error:
             try:
                 answer = json.loads(error.read(_RESPONSE_MAX))
@@ -155,9 +155,9 @@ class ClientCredentials:
         if reason:
             text += f" ({self._harmless(reason)})"
         if 300 <= error.code < 400:
-            return TokenRefusedError(f"{text}: a redirect, which is not followed", "give the URL that it leads to")
+            return TokenRefusedError(f"{text}: a redirect, which is not followed", "give the URL that it redirects to")
         if error.code in (408, 425, 429) or error.code >= 500:
-            return TokenUnavailableError(text, "see that the identity provider is up")
+            return TokenUnavailableError(text, "check that the identity provider is up")
         return TokenRefusedError(text, "check client id, client secret and scope, and the URL of the token endpoint")
 
     def _harmless(self, text: str) -> str:
@@ -168,7 +168,7 @@ class ClientCredentials:
 
 @dataclass(frozen=True)
 class TokenFile:
-    """A file with a JWT that something else renews, for example a projected token of Kubernetes."""
+    """A file with a JWT that another program renews, for example a projected token of Kubernetes."""
 
     path: str
 
@@ -192,8 +192,8 @@ class Provider:
     """A function of the user, called without arguments.
 
     Args:
-        path: ``module:function``. It returns a token, or a token and the seconds that it lives from now on. Of a
-            token alone the lifetime is read from its ``exp`` claim.
+        path: ``module:function``. The function returns a token, or a tuple of the token and its remaining lifetime in
+            seconds. Without a lifetime, the ``exp`` claim of the token is used.
     """
 
     path: str
@@ -208,7 +208,7 @@ class Provider:
         try:
             given = function()
         except Exception as error:
-            # Its message is user text that may quote the token or a password.
+            # The message is not shown: it comes from user code and may contain the token or a password.
             last = traceback.extract_tb(error.__traceback__)[-1]
             raise TokenUnavailableError(
                 f"{capital(self.name)} raised {type(error).__name__} at {Path(last.filename).name}:{last.lineno}",
@@ -222,10 +222,10 @@ class Provider:
         ):
             raise TokenRefusedError(
                 f"{capital(self.name)} returned {type(given).__name__}",
-                "return the token as a string, or a tuple of the token and the seconds that it lives",
+                "return the token as a string, or a tuple of the token and its lifetime in seconds",
             )
         if lifetime is None:
-            return Token(text, _expiry(text, self.name, "return a tuple of the token and the seconds that it lives"))
+            return Token(text, _expiry(text, self.name, "return a tuple of the token and its lifetime in seconds"))
         return Token(text, asked_at + lifetime)
 
     def _load(self) -> Callable[[], Any]:
@@ -245,7 +245,7 @@ class Provider:
 
 
 def claims(text: str) -> dict[str, Any] | None:
-    """The claims of a JWT, unverified; None when it is no JWT."""
+    """The claims of a JWT, not verified; None if it is no JWT."""
     parts = text.split(".")
     if len(parts) != 3 or not all(parts):
         return None
@@ -270,7 +270,7 @@ def _expiry(text: str, name: str, next_step: str) -> float:
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """A redirect would carry the client's secret somewhere else."""
+    """Follows no redirects: a redirect would send the client's secret to another server."""
 
     def redirect_request(self, *_: Any, **__: Any) -> None:
         return None
@@ -287,5 +287,5 @@ def _opener(url: str, ca_file: str | None) -> urllib.request.OpenerDirector:
 
 
 def capital(text: str) -> str:
-    """The same text as the beginning of a sentence."""
+    """The text with a capital first letter, to begin a sentence."""
     return text[:1].upper() + text[1:]
