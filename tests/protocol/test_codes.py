@@ -59,7 +59,7 @@ def test_classes(code: int, kind: type[errors.OnceflowError]) -> None:
     error = error_for(code, api="Produce", flow="orders", topic="out-3", batch=7, detail="broker 2")
     assert type(error) is kind
     assert (error.flow, error.topic, error.batch) == ("orders", "out-3", 7)
-    assert error.detail == f"Produce answered {describe(code).name} ({code}); broker 2"
+    assert error.detail == f"Produce returned {describe(code).name} ({code}); broker 2"
     assert "next step: " in str(error)
     assert str(pickle.loads(pickle.dumps(error))) == str(error)
 

@@ -322,7 +322,7 @@ def test_a_length_that_no_batch_has() -> None:
 def test_records_that_break_the_format_under_a_right_checksum(records: bytes, count: int) -> None:
     # Whole batches of them, too: the way by columns must not be led astray by what follows.
     for data in (batch_of(records, count), batch_of(records * 100, count * 100 if count < 1000 else count)):
-        with pytest.raises(ProtocolError, match="not laid out") as caught:
+        with pytest.raises(ProtocolError, match="does not follow the format") as caught:
             list(decode_batches(data))
         assert "base offset 0" in caught.value.detail
 

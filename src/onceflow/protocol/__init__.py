@@ -1,1 +1,1 @@
-"""Pure Kafka formats: no sockets, no Spark. Imports nothing of onceflow but errors."""
+"""Kafka formats as pure functions: no sockets, no Spark. Imports nothing of onceflow except errors."""

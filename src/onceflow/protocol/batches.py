@@ -1,15 +1,15 @@
-"""Kafka record batches (version 2) straight from Arrow columns.
+"""Encodes Arrow columns as Kafka record batches (version 2).
 
 Layout (KIP-98, "Message Format"): a header of 61 bytes, then the records. A record is
 
     length | attributes 0 | timestamp delta | offset delta | key length | key | value length | value | headers
 
-with zigzag varints for every number. Each run of numbers between two payloads becomes a small binary column;
-Arrow joins ``numbers + key + number + value + number + headers`` row by row in C++: the data buffer of the
-joined column *is* the records section: nothing is copied again, the CRC runs over it and the socket sends it.
+with zigzag varints for every number. Adjacent numbers between two payloads are encoded as one small binary column.
+Arrow joins ``numbers + key + number + value + number + headers`` row by row in C++. The data buffer of the joined
+column *is* the records section: the CRC is computed over it and the socket sends it, without another copy.
 
-A batch ends near 1 MB because brokers accept no more by default. Much smaller ones are slow (about 0.1 ms of
-fixed cost for each), much larger ones leave the caches and the memory that Arrow's allocator has at hand.
+A batch is about 1 MB, because brokers accept no more by default. Much smaller batches are slow (each has a fixed
+cost of about 0.1 ms). Much larger ones no longer fit in the CPU caches and in the memory that Arrow's allocator keeps.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ _BATCH_LENGTH_FROM = 12  # batchLength counts what follows itself.
 
 @dataclass(frozen=True, slots=True)
 class ProducerIdAndEpoch:
-    """Who writes a batch.
+    """The producer of a batch.
 
     Args:
-        producer_id: from InitProducerId; -1 makes a plain batch that the broker does not deduplicate.
+        producer_id: from InitProducerId; -1 for a plain batch, which the broker does not deduplicate.
         producer_epoch: from InitProducerId; ignored in a plain batch.
         transactional: whether the batch belongs to a transaction; ignored in a plain batch.
     """
@@ -58,7 +58,7 @@ class ProducerIdAndEpoch:
 
     @property
     def idempotent(self) -> bool:
-        """Whether batches carry an identity and sequence numbers."""
+        """Whether batches have a producer id, an epoch and sequence numbers."""
         return self.producer_id >= 0
 
 
@@ -72,21 +72,21 @@ class EncodedBatch:
 
     @property
     def nbytes(self) -> int:
-        """Bytes on the wire."""
+        """Encoded size in bytes."""
         return len(self.head) + len(self.body)
 
 
 def next_sequence(sequence: int, count: int) -> int:
-    """The sequence that follows ``count`` records from ``sequence``; wraps from 2**31 - 1 to 0 as Kafka's
-    ``DefaultRecordBatch.incrementSequence`` does."""
+    """The next sequence number after ``count`` records that begin at ``sequence``. It wraps from 2**31 - 1 to 0, as
+    in Kafka's ``DefaultRecordBatch.incrementSequence``."""
     return (sequence + count) & 0x7FFF_FFFF
 
 
 def sizes(keys: Any, values: Any, headers: Any) -> npt.NDArray[np.int64]:
-    """Upper bound of the encoded bytes of each record, whatever its timestamp and its place in a batch.
+    """Upper bound of the encoded size of each record, for any timestamp and any position in a batch.
 
     Args:
-        keys, values, headers: as for `encode_batches`; all None gives an empty array.
+        keys, values, headers: as for `encode_batches`; if all are None the result is empty.
     """
     count = _row_count(keys, values, headers)
     if not count:
@@ -109,17 +109,17 @@ def encode_batches(
     default_timestamp_ms: int,
     target_batch_bytes: int = TARGET_BATCH_BYTES,
 ) -> Iterator[EncodedBatch]:
-    """Encode rows of Arrow columns as record batches, in order, each only when it is asked for.
+    """Encode rows of Arrow columns as record batches, in order. Each batch is encoded when the iterator reaches it.
 
-    Arguments are checked at once; nothing is yielded if any record is unusable.
+    All arguments and records are checked before the first batch, so an unusable record means that nothing is yielded.
 
     Args:
         keys, values: binary or string arrays of equal length, nulls allowed; None for all null.
         headers: list array of ``struct<key: string, value: binary>``; a null list, or None, means no headers.
-        timestamps_ms: int64 array of epoch milliseconds; null or None takes ``default_timestamp_ms``.
+        timestamps_ms: int64 array of epoch milliseconds; ``default_timestamp_ms`` is used for null or None.
         identity: the transaction's producer id and epoch.
-        base_sequence: sequence of the first record; the following batches continue it.
-        compression: none, gzip, snappy, lz4 or zstd. A batch that would not shrink is left uncompressed.
+        base_sequence: sequence number of the first record; the following batches continue it.
+        compression: none, gzip, snappy, lz4 or zstd. A batch that would not become smaller is left uncompressed.
         max_batch_bytes: the topic's ``max.message.bytes``; no batch exceeds it, even before compression.
         default_timestamp_ms: epoch milliseconds for rows without timestamp.
         target_batch_bytes: size at which a batch ends, before compression.
@@ -164,7 +164,7 @@ def encode_single(
     identity: ProducerIdAndEpoch,
     base_sequence: int,
 ) -> EncodedBatch:
-    """A batch of one record, without Arrow: for the progress record."""
+    """Encode a batch of one record, without Arrow. Used for the progress record."""
     number = varints.encode
     fields = [b"\x00", number(0), number(0)]
     for payload in (key, value):
@@ -183,7 +183,7 @@ def encode_single(
 def _finish(
     body: Any, attributes: int, identity: ProducerIdAndEpoch, sequence: int, count: int, first_ms: int, max_ms: int
 ) -> EncodedBatch:
-    """Put the 61 header bytes before a records section (``pa.Buffer``)."""
+    """Add the batch header of 61 bytes to a records section (``pa.Buffer``)."""
     producer_id, epoch = (identity.producer_id, identity.producer_epoch) if identity.idempotent else (-1, -1)
     if identity.idempotent and identity.transactional:
         attributes |= _TRANSACTIONAL
@@ -203,7 +203,7 @@ def _finish(
 
 
 def _records(columns: Columns, times: npt.NDArray[np.int64] | int, start: int, stop: int) -> tuple[Any, int, int]:
-    """The records section of rows start..stop, the first timestamp and the highest."""
+    """The records section of the rows ``[start, stop)``, with the first and the highest timestamp."""
     count = stop - start
     stamps: Field = 0
     if isinstance(times, int):
@@ -227,7 +227,7 @@ def _records(columns: Columns, times: npt.NDArray[np.int64] | int, start: int, s
             length += part.lengths[start:stop]
     length_codes = (2 * length).astype(np.uint32)
 
-    # Numbers with no payload between them share a column: every column joined costs a step per row.
+    # Numbers with no payload between them share a column: each joined column costs time for every row.
     joined: list[Any] = []
     fields: list[Field] = []
     before: list[list[Field]] = [[length_codes, 0, stamps, offsets, key], [value], [header_counts]]
@@ -265,7 +265,7 @@ def _timestamps(timestamps_ms: Any, default_ms: int, count: int) -> npt.NDArray[
 
 
 def _number_bytes_max(times: npt.NDArray[np.int64] | int, count: int) -> int:
-    """Bytes of length, attributes, timestamp delta and offset delta that no record of this call exceeds."""
+    """Upper bound of the bytes for length, attributes, timestamp delta and offset delta of any record of this call."""
     spread = 0 if isinstance(times, int) or not count else int(times.max()) - int(times.min())
     return (
         varints.VARINT_BYTES_MAX + 1 + varints.width(varints.zigzag(-spread - 1)) + varints.width(varints.zigzag(count))
@@ -273,7 +273,7 @@ def _number_bytes_max(times: npt.NDArray[np.int64] | int, count: int) -> int:
 
 
 def _check_sizes(columns: Columns, max_batch_bytes: int) -> None:
-    """Refuse a record that does not fit a batch of its own: there both deltas are 0 and take one byte."""
+    """Raise if a record does not even fit in a batch alone, where both deltas are 0 and take one byte each."""
     if not columns.count:
         return
     record = columns.payload_bytes() + 3
@@ -282,7 +282,7 @@ def _check_sizes(columns: Columns, max_batch_bytes: int) -> None:
     size += varints.width(2 * int(record[worst]))
     if size > max_batch_bytes:
         raise BadRecordError(
-            f"a record takes {size} bytes as a batch of its own, more than the limit of {max_batch_bytes}",
+            f"a record takes {size} bytes in a batch of its own, more than the limit of {max_batch_bytes}",
             next_step="make the record smaller, or raise the topic's max.message.bytes.",
             detail=f"record {worst} of the rows given, {size} bytes, limit {max_batch_bytes} bytes",
         )

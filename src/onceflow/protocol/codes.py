@@ -1,9 +1,9 @@
-"""Every Kafka error code a flow can meet: what it means here, and what to do about it.
+"""The Kafka error codes that a flow can receive: what each means, and how to react.
 
-One table decides between sending again, aborting the batch and stopping, so that no caller has an opinion
-of its own. Names and numbers are those of ``org.apache.kafka.common.protocol.Errors``; verdicts are for
-*our* use of the protocol: many tasks under one transactional id (so 19 and 51 are normal), a new epoch for
-every attempt (so 45 and 46 mean that something is wrong with this attempt, never that the data is safe).
+This one table decides whether to retry, to abort the batch or to stop, so that all callers react in the same way.
+Names and numbers are those of ``org.apache.kafka.common.protocol.Errors``. The verdicts apply to onceflow's use of the
+protocol only. Many tasks write under one transactional id, so 19 and 51 are normal. Each attempt has a new epoch, so
+45 and 46 mean that this attempt has a problem, and never that the data has been written already.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ from onceflow.errors import (
 
 
 class Verdict(enum.Enum):
-    """What a caller does on a code."""
+    """How a caller reacts to an error code."""
 
     OK = "ok"
-    """Nothing went wrong."""
+    """No error."""
     RETRY = "retry"
     """Send the identical bytes again, after jittered backoff."""
     RETRY_AFTER_METADATA = "retry_after_metadata"
-    """Ask who leads the partition now, then send the identical bytes there."""
+    """Look up the partition's leader again, then send the identical bytes there."""
     RETRY_AFTER_COORDINATOR = "retry_after_coordinator"
-    """Ask who coordinates now, then send the identical bytes there."""
+    """Look up the coordinator again, then send the identical bytes there."""
     ABORT = "abort"
     """Abort the transaction and run the batch again under a new epoch."""
     FENCED = "fenced"
-    """Another driver owns the transactional id: stop, without another call."""
+    """Another process owns the transactional id: stop, and send no more requests."""
     TIMED_OUT = "timed_out"
-    """The transaction is over; whether it timed out or ended, the progress record tells."""
+    """The transaction has ended, by its timeout or by EndTxn. The progress record shows which of both."""
     UNKNOWN_OUTCOME = "unknown_outcome"
-    """It may or may not have been done: abort a write, go by the progress record after EndTxn."""
+    """The request may or may not have been executed. After a write: abort. After EndTxn: read the progress record."""
     FATAL = "fatal"
-    """Trying again cannot help: stop and tell the user."""
+    """A retry cannot help: stop and report the error."""
 
     @property
     def retriable(self) -> bool:
@@ -62,12 +62,12 @@ class ErrorCode:
     """One row of the table.
 
     Args:
-        code: number on the wire.
-        name: Kafka's name for it.
-        verdict: what a caller does.
-        meaning: what happened, as it reads in an error message.
-        next_step: what the user can do, once it has become an error.
-        error: class of the error it becomes when it cannot be dealt with silently.
+        code: Kafka's number.
+        name: Kafka's name.
+        verdict: how a caller reacts.
+        meaning: what happened, as text of an error message.
+        next_step: what the user can do if the error is raised.
+        error: class of the error to raise.
     """
 
     code: int
@@ -83,7 +83,7 @@ _METADATA, _COORDINATOR = Verdict.RETRY_AFTER_METADATA, Verdict.RETRY_AFTER_COOR
 
 _LEADER = "check that the brokers are up and every partition has a leader."
 _RERUN = "nothing of this attempt is visible and the batch is run again; if it repeats, read the broker's log."
-_BROKER_LOG = "look into the broker's log at this time."
+_BROKER_LOG = "read the broker's log of this time."
 _VERSION = "use a broker of version 2.8 or later."
 _OTHER_GROUP = "stop the consumer that uses this group id, or give the flow another group id prefix."
 _BUG = "report this to onceflow with the broker's version and log."
@@ -95,7 +95,7 @@ _ROWS: tuple[tuple[int, str, Verdict, type[OnceflowError], str, str], ...] = (
     #   meaning
     #   next step
     (-1, "UNKNOWN_SERVER_ERROR", Verdict.UNKNOWN_OUTCOME, ProtocolError,
-     "the broker failed unexpectedly; whether it did what was asked is unknown",
+     "the broker failed unexpectedly; whether it executed the request is unknown",
      _BROKER_LOG),
     (0, "NONE", _OK, ProtocolError,
      "no error",
@@ -105,7 +105,7 @@ _ROWS: tuple[tuple[int, str, Verdict, type[OnceflowError], str, str], ...] = (
      ("find out whether retention deleted unread records; `onceflow reset` moves the flow to offsets that "
       "exist.")),
     (2, "CORRUPT_MESSAGE", _RETRY, ProtocolError,
-     "the broker found the batch damaged (checksum)",
+     "the broker found that the batch is damaged (checksum)",
      "check the network and the broker's disks; " + _BROKER_LOG),
     (3, "UNKNOWN_TOPIC_OR_PARTITION", _METADATA, UnknownTopicError,
      "the topic or partition does not exist, or this principal may not see it",
@@ -132,7 +132,7 @@ _ROWS: tuple[tuple[int, str, Verdict, type[OnceflowError], str, str], ...] = (
      "the text stored with an offset is too large",
      _BUG),
     (13, "NETWORK_EXCEPTION", _METADATA, BrokerUnreachableError,
-     "the connection broke before the answer arrived",
+     "the connection broke before the response arrived",
      _LEADER),
     (14, "COORDINATOR_LOAD_IN_PROGRESS", _RETRY, DeadlineExceededError,
      "the coordinator is still loading its state",
@@ -149,16 +149,16 @@ _ROWS: tuple[tuple[int, str, Verdict, type[OnceflowError], str, str], ...] = (
     (18, "RECORD_LIST_TOO_LARGE", _FATAL, BadRecordError,
      "a batch is larger than a log segment of the topic",
      "raise the topic's segment.bytes, or make records smaller."),
-    # 19 is also how a broker answers when two enrolments of one transactional id collide: normal with many
-    # tasks.
+    # A broker also returns 19 if two requests that add partitions under one transactional id collide. That is normal
+    # with many tasks.
     (19, "NOT_ENOUGH_REPLICAS", _RETRY, DeadlineExceededError,
-     "the partition has fewer in-sync replicas than min.insync.replicas, or enrolments kept colliding",
+     "the partition has fewer in-sync replicas than min.insync.replicas, or tasks kept colliding at the coordinator",
      "check the in-sync replicas of the partition; with many tasks, use fewer write tasks."),
     (20, "NOT_ENOUGH_REPLICAS_AFTER_APPEND", _RETRY, DeadlineExceededError,
      "the batch was appended but not replicated often enough",
      "check the in-sync replicas of the partition."),
     (21, "INVALID_REQUIRED_ACKS", _FATAL, ProtocolError,
-     "the broker refuses the number of acknowledgements asked for",
+     "the broker refuses the requested number of acknowledgements",
      _BUG),
     (22, "ILLEGAL_GENERATION", _FATAL, OptionError,
      "the group id is in use by a running consumer group",
@@ -173,7 +173,7 @@ _ROWS: tuple[tuple[int, str, Verdict, type[OnceflowError], str, str], ...] = (
      "the group id is in use by a consumer group that is rebalancing",
      _OTHER_GROUP),
     (28, "INVALID_COMMIT_OFFSET_SIZE", _FATAL, ProtocolError,
-     "the committed offsets make too large a record",
+     "the record of the committed offsets is too large",
      _BUG),
     (29, "TOPIC_AUTHORIZATION_FAILED", _FATAL, PermissionDeniedError,
      "this principal may not use the topic",
@@ -185,7 +185,7 @@ _ROWS: tuple[tuple[int, str, Verdict, type[OnceflowError], str, str], ...] = (
      "this principal lacks a permission on the cluster",
      "grant IDEMPOTENT_WRITE or the named operation on the cluster."),
     (32, "INVALID_TIMESTAMP", _FATAL, BadRecordError,
-     "a timestamp is outside of what the topic accepts",
+     "a timestamp is outside of the range that the topic accepts",
      "correct the timestamp column or the clock, or raise message.timestamp.before.max.ms / after.max.ms of it."),
     (33, "UNSUPPORTED_SASL_MECHANISM", _FATAL, AuthenticationFailedError,
      "the broker does not offer the SASL mechanism",
@@ -218,22 +218,22 @@ _ROWS: tuple[tuple[int, str, Verdict, type[OnceflowError], str, str], ...] = (
      "the topic's message format is too old for transactions",
      "upgrade the topic's message format to version 2."),
     (44, "POLICY_VIOLATION", _FATAL, OptionError,
-     "a policy of the cluster forbids it",
+     "a policy of the cluster forbids the request",
      "ask the cluster's operator, or create the topic by other means first."),
     (45, "OUT_OF_ORDER_SEQUENCE_NUMBER", _ABORT, BatchAbortedError,
      "a batch before this one is missing in the partition",
      _RERUN),
-    # Acknowledged long ago, or other content under the same numbers: the broker cannot say which, so it
-    # counts as lost.
+    # The batch was acknowledged long ago, or another batch has the same sequence numbers. The broker does not say which
+    # of both, so the batch counts as lost.
     (46, "DUPLICATE_SEQUENCE_NUMBER", _ABORT, BatchAbortedError,
-     "the partition has these sequence numbers already",
+     "the partition already has these sequence numbers",
      _RERUN),
     (47, "INVALID_PRODUCER_EPOCH", Verdict.FENCED, FencedError,
-     ("a newer epoch of this transactional id exists: another driver of the flow has started, or the "
-      "transaction was ended under this one"),
+     ("a newer epoch of this transactional id exists: another driver of the flow has started, or Kafka has "
+      "aborted the transaction of this one"),
      "run one driver per flow; stop this one, or give it another flow name."),
     (48, "INVALID_TXN_STATE", Verdict.TIMED_OUT, TransactionTimeoutError,
-     "the transaction is over: it timed out, or it was ended before",
+     "the transaction has ended already: it timed out, or was ended before",
      "make batches smaller or raise transaction_timeout; the batch is run again."),
     (49, "INVALID_PRODUCER_ID_MAPPING", _ABORT, BatchAbortedError,
      "the broker has forgotten the producer id of this transactional id (it expires after 7 idle days)",
@@ -253,13 +253,13 @@ _ROWS: tuple[tuple[int, str, Verdict, type[OnceflowError], str, str], ...] = (
      "grant WRITE and DESCRIBE on the transactional id 'onceflow.<flow>' to driver and tasks."),
     (54, "SECURITY_DISABLED", _FATAL, BrokerUnsupportedError,
      "the broker has no authorizer",
-     "configure one, or leave out the ACL."),
+     "configure one, or do not use ACLs."),
     (55, "OPERATION_NOT_ATTEMPTED", _ABORT, BatchAbortedError,
      "the broker skipped this partition because another one of the request failed",
      _RERUN),
     (56, "KAFKA_STORAGE_ERROR", _METADATA, BrokerUnreachableError,
      "the broker's disk failed",
-     "look into the broker's log; the partition moves when it has other replicas."),
+     "read the broker's log; a partition with other replicas gets another leader."),
     (58, "SASL_AUTHENTICATION_FAILED", _FATAL, AuthenticationFailedError,
      "the broker refused the credentials",
      _CREDENTIALS),
@@ -285,7 +285,7 @@ _ROWS: tuple[tuple[int, str, Verdict, type[OnceflowError], str, str], ...] = (
      "the partition's leader has changed",
      _LEADER),
     (75, "UNKNOWN_LEADER_EPOCH", _METADATA, BrokerUnreachableError,
-     "the broker does not know of the partition's newest leader yet",
+     "the broker does not know the partition's newest leader yet",
      _LEADER),
     (76, "UNSUPPORTED_COMPRESSION_TYPE", _FATAL, OptionError,
      "the broker does not support the compression",
@@ -303,7 +303,7 @@ _ROWS: tuple[tuple[int, str, Verdict, type[OnceflowError], str, str], ...] = (
      "the group is subscribed to the topic",
      _OTHER_GROUP),
     (87, "INVALID_RECORD", _FATAL, BadRecordError,
-     "the broker refuses a record (a compacted topic takes no record without key)",
+     "the broker refuses a record (a compacted topic accepts no record without key)",
      "check that every record for a compacted topic has a key."),
     (88, "UNSTABLE_OFFSET_COMMIT", _RETRY, DeadlineExceededError,
      "a transaction that commits these offsets is still open",
@@ -316,7 +316,7 @@ _ROWS: tuple[tuple[int, str, Verdict, type[OnceflowError], str, str], ...] = (
       "that was open too long"),
      "run one driver per flow; stop this one, or give it another flow name."),
     (91, "RESOURCE_NOT_FOUND", _FATAL, OptionError,
-     "what was asked for does not exist",
+     "the requested resource does not exist",
      "check the name."),
     (100, "UNKNOWN_TOPIC_ID", _METADATA, UnknownTopicError,
      "the topic was deleted, or deleted and created again",
@@ -339,7 +339,7 @@ _ROWS: tuple[tuple[int, str, Verdict, type[OnceflowError], str, str], ...] = (
 )
 # fmt: on
 
-# TOPIC_AUTHORIZATION_FAILED does not say which operation is denied; the request that met it does.
+# TOPIC_AUTHORIZATION_FAILED does not say which operation is denied, but that follows from the request.
 _DENIED = {"Produce": "WRITE", "AddPartitionsToTxn": "WRITE", "Fetch": "READ", "TxnOffsetCommit": "READ"}
 
 ERROR_CODES: dict[int, ErrorCode] = {
@@ -350,7 +350,7 @@ ERROR_CODES: dict[int, ErrorCode] = {
 
 
 def describe(code: int) -> ErrorCode:
-    """The row of a code; a FATAL row called ``UNKNOWN_CODE_<n>`` for one that is not in the table."""
+    """The row of a code. For a code that is not in the table, a FATAL row with the name ``UNKNOWN_CODE_<n>``."""
     known = ERROR_CODES.get(code)
     if known is not None:
         return known
@@ -358,7 +358,7 @@ def describe(code: int) -> ErrorCode:
         code=code,
         name=f"UNKNOWN_CODE_{code}",
         verdict=Verdict.FATAL,
-        meaning="the broker answered with an error code that onceflow does not know",
+        meaning="the broker returned an error code that onceflow does not know",
         next_step="look the code up for the broker's version, and report it to onceflow.",
         error=ProtocolError,
     )
@@ -373,16 +373,16 @@ def error_for(
     batch: int | None = None,
     detail: str = "",
 ) -> OnceflowError:
-    """The error to raise for a code: after the last retry for codes that may be retried.
+    """The error to raise for a code. For a retriable code: the error to raise after the last retry.
 
     Args:
-        code: from the response; 0 is not an error and is answered with `ProtocolError`.
+        code: from the response. 0 is not an error; for it the result is a `ProtocolError`.
         api: name of the request, for example ``Produce``.
         flow, topic, batch: where it happened, as far as known.
-        detail: further facts; the code and its name are put before them.
+        detail: more facts. The request, the code and its name are added in front of them.
     """
     row = describe(code)
-    facts = f"{api} answered {row.name} ({row.code})"
+    facts = f"{api} returned {row.name} ({row.code})"
     denied = _DENIED.get(api) if row.name == "TOPIC_AUTHORIZATION_FAILED" else None
     return row.error(
         row.meaning,

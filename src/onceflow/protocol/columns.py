@@ -1,6 +1,6 @@
-"""Arrow columns of one call of the encoder, with the sizes that the record format needs at hand.
+"""The Arrow columns of one call of the encoder, with the sizes that the record format needs.
 
-Arrow columns come sliced, with nulls, and with 32- or 64-bit offsets; from here on they are all alike.
+Arrow columns may be slices, may have nulls, and have 32- or 64-bit offsets. The classes here hide these differences.
 Nothing in this module copies payload bytes, except for 64-bit columns with nulls.
 """
 
@@ -18,12 +18,12 @@ from onceflow.protocol import varints
 from onceflow.protocol.varints import binary_column
 
 NULL_LENGTH = varints.zigzag(-1)
-"""What stands for the length of a null key or value."""
+"""The encoded length of a null key or value."""
 _NOTHING = pa.scalar(b"", pa.binary())
 
 
 class Payload:
-    """A binary or string column with the length of every row at hand."""
+    """A binary or string column, with the length of every row."""
 
     def __init__(self, array: Any) -> None:
         kind = array.type
@@ -43,11 +43,11 @@ class Payload:
             self.codes[array.is_null().to_numpy(zero_copy_only=False)] = NULL_LENGTH
 
     def slice(self, start: int, stop: int) -> Any:
-        """Rows as a ``pa.BinaryArray`` with 32-bit offsets, sharing the data."""
+        """The rows ``[start, stop)`` as a ``pa.BinaryArray`` with 32-bit offsets that shares the data."""
         part = self.array.slice(start, stop - start)
         if not self.large:
             return part
-        # Casting would refuse rows that lie beyond 2 GiB of the column: shift the offsets instead.
+        # A cast fails for rows beyond the first 2 GiB of the column, so the offsets are shifted instead.
         _validity, raw, data = part.buffers()
         where = np.frombuffer(raw, dtype=np.int64)[part.offset : part.offset + len(part) + 1]
         shifted = (where - where[0]).astype(np.int32)
@@ -58,7 +58,7 @@ class Payload:
 
 
 def _as_binary(array: Any) -> Any:
-    """Fixed-size, view and dictionary columns as binary; anything that is not bytes or text is refused."""
+    """Convert fixed-size, view and dictionary columns to binary. Raise for a column that is neither bytes nor text."""
     try:
         return array.cast(pa.large_binary())
     except pa.ArrowException:
@@ -69,14 +69,14 @@ def _as_binary(array: Any) -> Any:
 
 
 class Headers:
-    """The header column: how many each record has, and all their bytes in one run."""
+    """The header column: the number of headers of each record, and the encoded bytes of all headers."""
 
     def __init__(self, headers: Any, count: int) -> None:
         counts = pc.list_value_length(headers).fill_null(0).to_numpy().astype(np.int64)
         self.counts = (2 * counts).astype(np.uint32)
         self.first = np.zeros(count + 1, dtype=np.int64)  # index of each record's first header
         np.cumsum(counts, out=self.first[1:])
-        flat = headers.flatten()  # leaves out what lies under null lists
+        flat = headers.flatten()  # leaves out the entries of null lists
         names, contents = pc.struct_field(flat, 0), pc.struct_field(flat, 1)
         if flat.null_count or names.null_count:
             bad = pc.index(names.is_null(), True).as_py()
@@ -107,7 +107,7 @@ class Headers:
                 self.contents.slice(low, high),
             ]
         )
-        # Headers of one record lie next to each other already: only the row boundaries change.
+        # The headers of one record are adjacent already, so only the row boundaries change.
         return binary_column(data, offsets[self.first[start : stop + 1] - low])
 
 
@@ -130,7 +130,7 @@ class Columns:
 
 
 def join(columns: list[Any]) -> tuple[Any, npt.NDArray[np.int32]]:
-    """Join binary columns row by row; data and offsets of the result. Nulls join as nothing."""
+    """Join binary columns row by row. Returns data and offsets of the result. A null counts as empty."""
     array = pc.binary_join_element_wise(*columns, _NOTHING, null_handling="replace", null_replacement="")
     _, raw, data = array.buffers()
     offsets = np.frombuffer(raw, dtype=np.int32)[array.offset : array.offset + len(array) + 1]

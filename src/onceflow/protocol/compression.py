@@ -1,10 +1,10 @@
-"""The five compressions of a record batch, in the framing that Kafka's Java clients and brokers read.
+"""The five compression types of a record batch, in the framing that Kafka's Java clients and brokers read.
 
-Snappy and lz4 have framings of their own (KIP-98 keeps those of older message formats): snappy is cut in
-xerial blocks, and lz4 frames must have *independent* blocks, because Kafka's reader refuses linked ones.
-pyarrow's own lz4 frames are linked as soon as the input exceeds one block, so the frame is put together
-here. Reading takes whatever any client writes: snappy without the framing (librdkafka), lz4 frames with
-linked blocks, sizes and checksums, and streams that do not tell their size in advance.
+Kafka has special framings for snappy and lz4 (KIP-98 keeps those of older message formats). Snappy data is split into
+xerial blocks. Lz4 frames must have *independent* blocks, because Kafka's reader refuses linked ones. pyarrow writes
+linked blocks if the input exceeds one block, so the frame is built here. Decompression accepts everything that other
+clients write: snappy without the framing (librdkafka), lz4 frames with linked blocks, sizes and checksums, and streams
+that do not state their size in advance.
 """
 
 from __future__ import annotations
@@ -17,28 +17,31 @@ import pyarrow as pa
 from onceflow.errors import OptionError, ProtocolError
 
 CODES: dict[str, int] = {"none": 0, "gzip": 1, "snappy": 2, "lz4": 3, "zstd": 4}
-"""Compression names and their number in the low three bits of a batch's attributes."""
+"""The compression types by name. The number is that in the low three bits of a batch's attributes."""
 _NAMES = {code: name for name, code in CODES.items()}
 
 # Magic, version 1, compatible with version 1 (org.xerial.snappy.SnappyOutputStream).
 _XERIAL_HEAD = b"\x82SNAPPY\x00" + struct.pack(">ii", 1, 1)
 _XERIAL_MAGIC_BYTES = 8
 _XERIAL_BLOCK_BYTES = 32 * 1024
-# Snappy cannot shrink by more than a factor of 22; a length beyond that is damage, not data.
+# Snappy cannot reduce data by more than a factor of 22; a larger length means that the data is damaged.
 _SNAPPY_FACTOR_MAX = 32
-# Frame magic, FLG 0x60 (version 1, independent blocks, no checksums), BD 0x40 (blocks of 64 KiB), and the
-# header checksum, second byte of xxh32(FLG BD), which is constant because the two bytes are. As the Java
-# client writes.
+# The frame header as the Java client writes it: magic, FLG 0x60 (version 1, independent blocks, no checksums), BD 0x40
+# (blocks of 64 KiB), and the header checksum: the second byte of xxh32(FLG BD), constant because FLG and BD are.
 _LZ4_HEAD = b"\x04\x22\x4d\x18\x60\x40\x82"
 _LZ4_BLOCK_BYTES = 64 * 1024
 _LZ4_STORED = 0x8000_0000
-# Arrow's gzip takes level 9 unless told; 6, the default of zlib and of the Java client, is 3 times as fast.
+# Arrow's default level for gzip is 9. Level 6, the default of zlib and of the Java client, is 3 times as fast.
 _LEVELS = {"gzip": 6}
 _LZ4_END = b"\x00\x00\x00\x00"
 
 
 def compression_code(name: str) -> int:
-    """Number of a compression, or `OptionError` naming the five that exist."""
+    """The number of a compression type.
+
+    Raises:
+        OptionError: there is no such type.
+    """
     try:
         return CODES[name]
     except KeyError:
@@ -46,7 +49,7 @@ def compression_code(name: str) -> int:
 
 
 def compress(name: str, data: Any) -> Any:
-    """Compressed copy of ``data`` (a ``pa.Buffer``) as ``pa.Buffer``; the data itself for ``none``."""
+    """A compressed copy of ``data``, both ``pa.Buffer``. For ``none``, the data itself."""
     if name == "none":
         return data
     if name == "snappy":
@@ -61,11 +64,11 @@ def decompress(code_or_name: int | str, data: Any) -> bytes:
 
     Args:
         code_or_name: a name of `CODES`, or the number from a batch's attributes.
-        data: anything with a buffer.
+        data: any object that supports the buffer protocol.
 
     Raises:
         OptionError: unknown name.
-        ProtocolError: unknown number, or the data is damaged or cut off.
+        ProtocolError: unknown number, or the data is damaged or truncated.
     """
     code = compression_code(code_or_name) if isinstance(code_or_name, str) else code_or_name
     name = _NAMES.get(code)
@@ -81,8 +84,8 @@ def decompress(code_or_name: int | str, data: Any) -> bytes:
         if name == "snappy":
             return _unsnappy(view)
         if not view:
-            raise ValueError("nothing there")
-        # As a stream: gzip and most writers of zstd and lz4 do not tell the size in advance.
+            raise ValueError("it is empty")
+        # As a stream, because gzip data, and most zstd and lz4 data, does not state its size in advance.
         with pa.input_stream(pa.py_buffer(data), compression=name) as stream:
             plain: bytes = stream.read()
             return plain
@@ -95,7 +98,7 @@ def decompress(code_or_name: int | str, data: Any) -> bytes:
 
 
 def _codec(name: str) -> Any:
-    """A codec of its own for every call: Arrow's gzip codec keeps state, and it works outside of the GIL."""
+    """A new codec for each call, because Arrow's gzip codec has state and runs without the GIL."""
     return pa.Codec(name, compression_level=_LEVELS.get(name))
 
 
@@ -116,22 +119,22 @@ def _lz4_frame(data: Any) -> Any:
         block = codec.compress(raw, asbytes=True)
         if len(block) < raw.size:
             parts += (struct.pack("<I", len(block)), block)
-        else:  # A block may not exceed the block size of the frame: what does not shrink is stored.
+        else:  # A block must not exceed the frame's block size: a block that would not become smaller is stored.
             parts += (struct.pack("<I", raw.size | _LZ4_STORED), raw.to_pybytes())
     parts.append(_LZ4_END)
     return pa.py_buffer(b"".join(parts))
 
 
 def _unsnappy(data: memoryview) -> bytes:
-    """Xerial blocks, or plain snappy, which is what librdkafka writes."""
+    """Decompress xerial blocks, or plain snappy data as librdkafka writes it."""
     codec = _codec("snappy")
     if data[:_XERIAL_MAGIC_BYTES] != _XERIAL_HEAD[:_XERIAL_MAGIC_BYTES]:
         return _unsnappy_block(codec, data)
     blocks = []
-    position = len(_XERIAL_HEAD)  # the versions behind the magic are not looked at, as in the Java client
+    position = len(_XERIAL_HEAD)  # the versions after the magic are ignored, as in the Java client
     while position < len(data):
         if data[position : position + _XERIAL_MAGIC_BYTES] == _XERIAL_HEAD[:_XERIAL_MAGIC_BYTES]:
-            position += len(_XERIAL_HEAD)  # streams that were put one after the other
+            position += len(_XERIAL_HEAD)  # several streams were concatenated
             continue
         (size,) = struct.unpack_from(">i", data, position)
         position += 4
@@ -143,7 +146,7 @@ def _unsnappy(data: memoryview) -> bytes:
 
 
 def _unsnappy_block(codec: Any, block: memoryview) -> bytes:
-    """One block; it begins with its size as a varint, which Arrow's codec wants to be told."""
+    """Decompress one block. It begins with the uncompressed size as a varint, which Arrow's codec needs."""
     size = shift = position = 0
     while True:
         byte = block[position]

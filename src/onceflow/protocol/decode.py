@@ -1,11 +1,11 @@
-"""Record batches (version 2) back into keys and values: the reverse of ``batches.py``, as fast as Python allows.
+"""Decodes record batches (version 2) into keys and values: the reverse of ``batches.py``.
 
-The only step of Python per record follows the records' lengths, since nothing else tells where the next record
-begins. All other numbers are read for all records of a batch at once (numpy, a varint at a time), and Arrow
-cuts keys and values out of the records section. Batches of a few records, for which that would be slower, go
-through a plain loop.
+For speed, only one Python loop runs over the records: it follows the lengths, because only they show where the next
+record begins. All other numbers are decoded with numpy, one field of all records at a time, and Arrow copies keys and
+values out of the records section. For batches with few records this would be slower, so these are decoded by a plain
+loop.
 
-Keys and values are copies: nothing keeps the buffer alive that they were read from.
+Keys and values are copies, so they do not keep the buffer alive that they were read from.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Payloads = list[bytes | None]
 HeaderList = list[tuple[str, bytes | None]]
 
 COMMIT, ABORT = "commit", "abort"
-"""What the marker of a transaction says."""
+"""The outcome that a transaction marker states."""
 
 # baseOffset int64, batchLength int32, partitionLeaderEpoch int32, magic int8, crc uint32, attributes int16,
 # lastOffsetDelta int32, baseTimestamp int64, maxTimestamp int64, producerId int64, producerEpoch int16,
@@ -41,8 +41,8 @@ _LENGTH_AT, _LENGTH_FROM, _MAGIC_AT, _COVERED_FROM = 8, 12, 16, 21
 _COMPRESSION, _APPEND_TIME, _TRANSACTIONAL, _CONTROL = 0x07, 0x08, 0x10, 0x20
 _MARKERS = {0: ABORT, 1: COMMIT}
 _RECORD_BYTES_MIN = 7
-_FEW_RECORDS = 80  # below, the loop is faster than dozens of calls of numpy
-_BROKEN = "a record batch is not laid out as the format says"
+_FEW_RECORDS = 80  # below this number, the loop is faster than dozens of numpy calls
+_BROKEN = "a record batch does not follow the format"
 _REPORT = "read the records with another client; if it can, report this to onceflow with the broker's version."
 
 
@@ -51,18 +51,18 @@ class DecodedBatch:
     """One batch as columns; row ``i`` of each belongs to the same record.
 
     Args:
-        base_offset: offset that the deltas count from; its record may be gone by compaction.
-        last_offset: of the batch as it was written; its record may be gone, too.
+        base_offset: the offset to which offset deltas are added. Compaction may have removed its record.
+        last_offset: last offset of the batch as it was written. Compaction may have removed its record, too.
         producer_id: -1 for a batch of a producer that is neither idempotent nor transactional.
-        producer_epoch: of that producer.
-        transactional: whether a marker decides over these records.
-        control: whether this is a batch of the broker's own: a marker, no data.
-        marker: ``COMMIT`` or ``ABORT``; None when it is not a control batch, or one that says something else.
+        producer_epoch: epoch of that producer.
+        transactional: whether the records are part of a transaction.
+        control: whether this is a control batch, with a transaction marker instead of data.
+        marker: ``COMMIT`` or ``ABORT``; None if it is no control batch, or one of another type.
         offsets: ascending.
-        timestamps_ms: epoch milliseconds; of the broker, when the topic's timestamps are those of appending.
+        timestamps_ms: epoch milliseconds; the broker's time if the topic has ``LogAppendTime``.
         keys, values: payloads; None for null.
-        headers: by row, only of records that have any. Records may share one list: do not change it.
-        nbytes: size of the records, once decompressed.
+        headers: by row, only for records that have headers. Records may share one list, so do not change it.
+        nbytes: size of the records after decompression.
     """
 
     base_offset: int
@@ -82,7 +82,7 @@ class DecodedBatch:
 
 @dataclass(frozen=True, slots=True)
 class RawBatch:
-    """A batch of which the header is read and the checksum verified: what it takes to skip it."""
+    """A batch whose header was read and whose checksum was verified, but whose records were not decoded."""
 
     base_offset: int
     last_offset: int
@@ -93,21 +93,21 @@ class RawBatch:
     max_timestamp_ms: int
     count: int
     data: bytes = field(repr=False)  # the whole buffer
-    start: int  # of the records section in it
+    start: int  # start and end of the records section in ``data``
     end: int
 
     @property
     def transactional(self) -> bool:
-        """Whether a marker decides over these records."""
+        """Whether the records are part of a transaction."""
         return bool(self.attributes & _TRANSACTIONAL)
 
     @property
     def control(self) -> bool:
-        """Whether it holds a marker (or something else of the broker's own) instead of data."""
+        """Whether it is a control batch: a transaction marker or other control record instead of data."""
         return bool(self.attributes & _CONTROL)
 
     def decode(self) -> DecodedBatch:
-        """The records.
+        """Decode the records.
 
         Raises:
             ProtocolError: they do not follow the format, or cannot be decompressed.
@@ -141,23 +141,23 @@ class RawBatch:
 
 
 def decode_batches(buffer: Any) -> Iterator[DecodedBatch]:
-    """The batches in the records of a Fetch response, or in a segment file, decoded one at a time.
+    """Decode the batches of a Fetch response or of a segment file, one at a time.
 
     Args:
-        buffer: anything with a buffer; ``bytes`` are not copied as a whole. Brokers cut the last batch off where the
-            size asked for ends: what is incomplete at the end is left out.
+        buffer: any object that supports the buffer protocol; ``bytes`` are not copied as a whole. Brokers truncate
+            the last batch at the requested size, so an incomplete batch at the end is left out.
 
     Raises:
-        ProtocolError: a batch fails its checksum, does not follow the format, or is of an older one (magic 0 or 1).
+        ProtocolError: a batch fails its checksum, does not follow the format, or has an older one (magic 0 or 1).
     """
     for raw in split_batches(buffer):
         yield raw.decode()
 
 
 def split_batches(buffer: Any) -> Iterator[RawBatch]:
-    """The same batches with their checksums verified, but records not looked at."""
+    """As `decode_batches`, but the records are not decoded. Checksums are verified."""
     data = buffer if isinstance(buffer, bytes) else bytes(buffer)
-    whole = pa.py_buffer(data)  # the checksum takes no memoryview
+    whole = pa.py_buffer(data)  # the checksum function does not accept a memoryview
     position = 0
     while len(data) - position > _MAGIC_AT:
         magic = data[position + _MAGIC_AT]
@@ -165,7 +165,7 @@ def split_batches(buffer: Any) -> Iterator[RawBatch]:
             raise ProtocolError(
                 f"records are in message format {magic}; onceflow reads format 2, that of Kafka 0.11 and later",
                 detail=f"at byte {position} of {len(data)}",
-                next_step="write the topic again with a client and a broker of this decade.",
+                next_step="copy the records to a new topic, with a newer client and broker.",
             )
         (length,) = _LENGTH.unpack_from(data, position + _LENGTH_AT)
         end = position + _LENGTH_FROM + length
@@ -179,9 +179,9 @@ def split_batches(buffer: Any) -> Iterator[RawBatch]:
         found = google_crc32c.value(whole.slice(position + _COVERED_FROM, end - position - _COVERED_FROM))
         if found != crc:
             raise ProtocolError(
-                "a record batch fails its checksum: it was damaged on the way or on the broker's disk",
+                "a record batch fails its checksum: it was damaged in the network or on the broker's disk",
                 detail=f"base offset {base}, {length} bytes, checksum {found:#010x} instead of {crc:#010x}",
-                next_step="read again; if it fails at the same offset, look into the broker's log and at its disk.",
+                next_step="read again; if it fails at the same offset, check the broker's log and disk.",
             )
         yield RawBatch(
             base,
@@ -213,7 +213,7 @@ def _many(
     stops = at + length
     if stops[-1] != end or (stops[:-1] != begins[1:]).any():
         raise ValueError("the lengths of the records do not add up")
-    stamps, at = _varints(view, at + 1)  # behind the attributes, which are not used
+    stamps, at = _varints(view, at + 1)  # skips the attributes, which are not used
     deltas, at = _varints(view, at)
     key_start, key_end, no_key = _spans(view, at)
     value_start, value_end, no_value = _spans(view, key_end)
@@ -232,7 +232,8 @@ def _many(
 
 
 def _follow(data: bytes, position: int, end: int, count: int) -> Int64s:
-    """Where each record begins: the loop over the lengths. It may end up anywhere if the data are broken."""
+    """The position of each record, found by the loop over the lengths. Raises if the last record does not end at
+    ``end``."""
     begins: list[int] = []
     add = begins.append
     for _ in range(count):
@@ -253,7 +254,7 @@ def _follow(data: bytes, position: int, end: int, count: int) -> Int64s:
 
 
 def _varints(view: npt.NDArray[np.uint8], at: Int64s) -> tuple[Int64s, Int64s]:
-    """The signed numbers at these places, and the places behind them."""
+    """The signed numbers at these positions, and the positions after them."""
     byte = view.take(at)
     code = byte.astype(np.uint64)
     after = at + 1
@@ -264,7 +265,7 @@ def _varints(view: npt.NDArray[np.uint8], at: Int64s) -> tuple[Int64s, Int64s]:
         while len(more):
             if shift >= 7 * VARLONG_BYTES_MAX:
                 raise ValueError("a number has too many bytes")
-            # Mostly all records go on or none does: then nothing is picked out.
+            # Usually the number has another byte in all records or in none. Then no rows have to be selected.
             rows: Any = slice(None) if len(more) == len(at) else more
             byte = view.take(after[rows])
             code[rows] |= (byte & 0x7F).astype(np.uint64) << np.uint64(shift)
@@ -280,7 +281,7 @@ def _varints(view: npt.NDArray[np.uint8], at: Int64s) -> tuple[Int64s, Int64s]:
 
 
 def _spans(view: npt.NDArray[np.uint8], at: Int64s) -> tuple[Int64s, Int64s, Any]:
-    """Where the payloads begin and end whose lengths are at these places, and which are null (None: none is)."""
+    """Begin and end of the payloads whose lengths are at these positions, and which of them are null (None: none)."""
     length, start = _varints(view, at)
     nulls = None
     if length.min() < 0:
@@ -292,7 +293,8 @@ def _spans(view: npt.NDArray[np.uint8], at: Int64s) -> tuple[Int64s, Int64s, Any
 
 
 def _cut(buffer: Any, starts: Int64s, ends: Int64s, nulls: Any) -> Payloads:
-    """``buffer[start:end]`` for every row: a binary column of payload, gap, payload, gap, ... without the gaps."""
+    """``buffer[start:end]`` for every row. The buffer becomes a binary column of payload, gap, payload, gap, ..., from
+    which the payloads are taken."""
     bounds = np.empty(2 * len(starts), dtype=np.int32)
     bounds[::2] = starts
     bounds[1::2] = ends
@@ -303,7 +305,7 @@ def _cut(buffer: Any, starts: Int64s, ends: Int64s, nulls: Any) -> Payloads:
 
 
 def _headers(rows: list[int], counts: list[int], raw: Payloads) -> dict[int, HeaderList]:
-    """Headers one by one. Those of a batch are often all the same: equal bytes are parsed once."""
+    """Decode headers. All records of a batch often have the same headers, so equal bytes are decoded only once."""
     known: dict[tuple[int, bytes | None], HeaderList] = {}
     found = {}
     for row, count, section in zip(rows, counts, raw, strict=True):
@@ -324,7 +326,7 @@ def _headers(rows: list[int], counts: list[int], raw: Payloads) -> dict[int, Hea
 def _few(
     data: bytes, position: int, end: int, count: int
 ) -> tuple[Int64s, Int64s, Payloads, Payloads, dict[int, HeaderList]]:
-    """What `_many` does, record by record."""
+    """As `_many`, record by record."""
     deltas, stamps = [], []
     keys: Payloads = []
     values: Payloads = []
@@ -378,7 +380,7 @@ def _payload(data: bytes, position: int, end: int) -> tuple[bytes | None, int]:
 
 
 def _varint(data: bytes, position: int) -> tuple[int, int]:
-    """The signed number at this place, and the place behind it."""
+    """The signed number at this position, and the position after it."""
     byte = data[position]
     if byte < 0x80:
         return (byte >> 1) ^ -(byte & 1), position + 1

@@ -1,8 +1,8 @@
-"""The identifiers a flow has in Kafka, built and parsed in this one file.
+"""Builds and parses the identifiers of a flow in Kafka. No other module does.
 
-A flow called ``orders`` owns the transactional id ``onceflow.orders`` and the group id ``orders`` (which
-people's lag tools read). Both take an optional prefix, so that one prefixed ACL covers them. Parsing needs
-the same prefix: a flow name may itself contain ``onceflow.``.
+A flow called ``orders`` has the transactional id ``onceflow.orders`` and the group id ``orders``, which tools for
+consumer lag read. Both can have a prefix, so that one prefixed ACL covers all flows. Parsing needs the same prefix,
+because a flow name may itself contain ``onceflow.``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TopicPartition: TypeAlias = tuple[str, int]
 
 
 def validate_flow_name(flow: object) -> str:
-    """The name itself, or `OptionError`. Legal are the characters of topic names, at most 200 of them."""
+    """Return the name, or raise `OptionError`. The characters of topic names are legal, at most 200 of them."""
     if not isinstance(flow, str) or not _LEGAL.fullmatch(flow) or flow in (".", ".."):
         raise OptionError(
             f"{flow!r} cannot be the name of a flow",
@@ -38,7 +38,7 @@ def validate_flow_name(flow: object) -> str:
 
 
 def validate_prefix(prefix: object) -> str:
-    """The prefix itself (may be empty), or `OptionError`."""
+    """Return the prefix, which may be empty, or raise `OptionError`."""
     if not isinstance(prefix, str) or (prefix and not _LEGAL.fullmatch(prefix)) or len(prefix) > PREFIX_LENGTH_MAX:
         raise OptionError(
             f"{prefix!r} cannot be a prefix of transactional and group ids",
@@ -53,8 +53,8 @@ class Names:
 
     Args:
         flow: the flow's name.
-        transactional_id_prefix: put before the transactional id, as it is (write the dot yourself).
-        group_id_prefix: put before the group id.
+        transactional_id_prefix: added in front of the transactional id, without a separator.
+        group_id_prefix: added in front of the group id, likewise.
     """
 
     flow: str
@@ -68,27 +68,27 @@ class Names:
 
     @property
     def transactional_id(self) -> str:
-        """What InitProducerId is called with; whoever initialises it last owns the flow."""
+        """The transactional id. The last driver that calls InitProducerId with it owns the flow."""
         return f"{self.transactional_id_prefix}{_MARK}{self.flow}"
 
     @property
     def progress_key(self) -> str:
-        """Key of the progress record: flows that do not fence each other must not share one."""
+        """Key of the progress record. It has the prefix, too: flows that do not fence each other must not share it."""
         return f"{self.transactional_id_prefix}{self.flow}"
 
     @property
     def group_id(self) -> str:
-        """The consumer group that source offsets are committed to, for people's tools only."""
+        """The consumer group to which source offsets are committed. Only tools for consumer lag read them."""
         return f"{self.group_id_prefix}{self.flow}"
 
 
 def flow_of_transactional_id(transactional_id: str, prefix: str = "") -> str | None:
-    """The flow that owns a transactional id, or None when the id is not one of ours with this prefix."""
+    """The flow of a transactional id. None: the id is not one of onceflow with this prefix."""
     return _after(transactional_id, prefix + _MARK)
 
 
 def flow_of_group_id(group_id: str, prefix: str = "") -> str | None:
-    """The flow that a group id would belong to, or None when no flow can have it; any group may look so."""
+    """The flow that would have a group id. None: no flow can have it. The group may still be one of another client."""
     return _after(group_id, prefix)
 
 
@@ -103,21 +103,21 @@ def _after(text: str, start: str) -> str | None:
 
 @dataclass(frozen=True)
 class OwnTopics:
-    """Topics of a flow that its outputs must not go to.
+    """Topics of a flow to which its outputs must not be written.
 
     Args:
-        sources: what it reads: an output there would come back as an input.
-        tables: topics of its tables: rows there would be state that no processor has written.
+        sources: topics that it reads; it would read an output there as an input.
+        tables: topics of its tables; an output there would become state that no processor has written.
     """
 
     sources: frozenset[str] = frozenset()
     tables: frozenset[str] = frozenset()
 
     def refusal(self, topic: str) -> str:
-        """Why nothing may be written to a topic, to go behind "which" or the topic; empty: it may.
+        """Why outputs must not be written to a topic, as the end of a sentence; '' if they may be written.
 
-        Kafka's own topics begin with two underscores, and so does the topic of progress: a record there could pass for
-        the progress of a flow.
+        Names with two underscores at the beginning are those of Kafka's own topics and of the progress topic. An
+        output there could be taken for the progress of a flow.
         """
         if topic.startswith("__"):
             return "is an internal topic"

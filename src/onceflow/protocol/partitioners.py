@@ -1,8 +1,7 @@
-"""Which partition a key belongs to, for whole columns at a time.
+"""Computes the partitions of whole columns of keys.
 
-Rows must land where the Java producer would put them (``BuiltInPartitioner.partitionForKey``): murmur2 of
-the key bytes with the sign bit cleared, modulo the partition count. Consumers that join our topics with
-others rely on it.
+They are the same as those of the Java producer (``BuiltInPartitioner.partitionForKey``): murmur2 of the key bytes with
+the sign bit cleared, modulo the number of partitions. Consumers that join onceflow's topics with others rely on this.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ _SEED = 0x9747B28C
 _M = 0x5BD1E995
 _M32 = np.uint32(_M)
 _MASK = 0xFFFF_FFFF
-# A numpy step over all keys that still have words costs about as much as this many single words in Python, so
-# the few keys that are much longer than the rest are finished one by one.
+# One numpy step over all remaining keys costs about as much as this many single words in Python. So if only a few
+# keys are left, because they are much longer than the others, each of them is finished by itself.
 _FEW_KEYS = 32
 
 
@@ -30,7 +29,7 @@ def murmur2(keys: Any) -> npt.NDArray[np.int32]:
     """Java's ``Utils.murmur2`` of every key.
 
     Args:
-        keys: binary, large_binary, string or large_string array; a null hashes as an empty key.
+        keys: binary, large_binary, string or large_string array; a null has the hash of an empty key.
 
     Returns:
         Signed 32-bit hashes, one per row.
@@ -41,7 +40,7 @@ def murmur2(keys: Any) -> npt.NDArray[np.int32]:
     if not count:
         return hashes.view(np.int32)
     words = lengths >> 2
-    # Longest first: the keys that have a word number j are then a prefix, a view instead of a mask.
+    # Longest first: then the keys that have a word number j are a prefix of the array, and no mask is needed.
     order = None if int(words.min()) == int(words.max()) else np.argsort(-words, kind="stable")
     if order is not None:
         hashes, starts, lengths, words = hashes[order], starts[order], lengths[order], words[order]
@@ -58,7 +57,7 @@ def murmur2(keys: Any) -> npt.NDArray[np.int32]:
 
 
 def key_partitions(keys: Any, partition_count: int) -> npt.NDArray[np.int32]:
-    """Partition of every key as the Java client chooses it; -1 where the key is null.
+    """The partition of every key, as the Java client computes it; -1 for a null key.
 
     Args:
         keys: as for `murmur2`.
@@ -79,10 +78,10 @@ def key_partitions(keys: Any, partition_count: int) -> npt.NDArray[np.int32]:
 def group_by_partition(
     partitions: npt.NDArray[np.integer[Any]], partition_count: int
 ) -> list[tuple[int, npt.NDArray[np.int64]]]:
-    """Row indices of every partition that has rows, by partition; rows keep their order within one.
+    """The row indices of each partition that has rows, sorted by partition. Within a partition, rows keep their order.
 
     Args:
-        partitions: partition of each row, none of them open (-1).
+        partitions: the partition of each row; -1 (not chosen yet) is not allowed.
         partition_count: partitions of the topic.
 
     Raises:
@@ -94,10 +93,10 @@ def group_by_partition(
         bad = int(np.argmax((partitions < 0) | (partitions >= partition_count)))
         raise BadRecordError(
             f"a record names partition {int(partitions[bad])} of a topic with {partition_count} partitions",
-            next_step=f"use 0 to {partition_count - 1} in the partition column, or null to have one chosen.",
+            next_step=f"use 0 to {partition_count - 1} in the partition column, or null to let onceflow choose one.",
             detail=f"record {bad} of the rows given",
         )
-    # numpy sorts 16-bit numbers by radix, several times faster than wider ones.
+    # numpy uses radix sort for 16-bit numbers, which is several times faster than its sort of wider ones.
     narrow = partitions.astype(np.int16) if partition_count <= 0x7FFF else partitions
     order = np.argsort(narrow, kind="stable")
     ordered = narrow[order]
@@ -106,7 +105,7 @@ def group_by_partition(
 
 
 def _bytes_of(keys: Any) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """The column's bytes, and where each key starts and how long it is."""
+    """The bytes of the column, and start and length of each key."""
     kind = keys.type
     large = pa.types.is_large_binary(kind) or pa.types.is_large_string(kind)
     if not large and not (pa.types.is_binary(kind) or pa.types.is_string(kind)):
@@ -128,10 +127,10 @@ def _mix_words(
     starts: npt.NDArray[np.int64],
     words: npt.NDArray[np.int64],
 ) -> None:
-    """Mix the whole 4-byte words of every key, word by word over all keys (sorted longest first)."""
+    """Mix the whole 4-byte words of every key, one word of all keys at a time. Keys are sorted, longest first."""
     if not int(words[0]):
         return
-    # Every position of the data read as a little-endian word: a view with a stride of one byte.
+    # A little-endian word for every position of the data: a view with a stride of one byte.
     every_word: npt.NDArray[np.uint32] = np.ndarray((len(data) - 3,), dtype="<u4", buffer=data, strides=(1,))
     # alive[j] keys have more than j words.
     alive = np.searchsorted(-words, -np.arange(int(words[0])), side="left") if len(words) > 1 else None
@@ -155,7 +154,7 @@ def _mix_long_key(
     words: int,
     done: int,
 ) -> None:
-    """Mix the words ``done .. words`` of one key; only the last, serial part of the mixing is in Python."""
+    """Mix the words ``[done, words)`` of one key. Only the last part of the mixing, which is serial, is in Python."""
     mine = data[start + 4 * done : start + 4 * words].tobytes()
     value = int(hashes[key])
     for word in _scramble(np.frombuffer(mine, dtype="<u4")).tolist():

@@ -1,9 +1,9 @@
-"""The Produce request, versions 9 to 12, as a list of buffers.
+"""Encodes the Produce request, versions 9 to 12, as a list of buffers.
 
-kafka-python can encode this request, but copies every record section twice on the way. Record sections
-are most of what onceflow moves, so the frame is built by hand around them: small byte strings between
-the (untouched) Arrow buffers. Layout: Kafka's ProduceRequest.json; versions 9-12 differ only in
-semantics (12 enrols partitions in the transaction implicitly, KIP-890).
+kafka-python can encode this request, but copies each records section twice. The records are most of the data that
+onceflow sends, so the frame is built here: small byte strings between the Arrow buffers, which are not copied. The
+layout is that of Kafka's ProduceRequest.json. Versions 9 to 12 have the same layout; version 12 also adds partitions to
+the transaction implicitly (KIP-890).
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ def encode_produce(
     correlation_id: int,
     client_id: str,
 ) -> list[Any]:
-    """Encode one framed request.
+    """Encode one request, with its size in front.
 
     Args:
-        topics: per topic its (partition, batch) pairs; one batch for a partition (Kafka allows no more).
+        topics: for each topic its (partition, batch) pairs. Kafka allows one batch for each partition.
         transactional_id: None for a producer without transactions.
-        timeout_ms: how long the broker may wait for its replicas.
+        timeout_ms: how long the broker may wait for replicas to acknowledge.
         version: 9 to 12.
 
     Returns:
-        Buffers to be written one after the other; the first one starts with the frame's size.
+        Buffers to write one after the other. The first one starts with the size of the frame.
     """
     client = client_id.encode()
-    gap = bytearray()  # what stands before the next record section
+    gap = bytearray()  # the bytes before the next records section
     gap += struct.pack(">hhih", API_KEY, version, correlation_id, len(client)) + client + _NO_TAGS
     gap += _compact_string(transactional_id)
     gap += struct.pack(">hi", -1, timeout_ms)  # acks=-1: all in-sync replicas

@@ -1,9 +1,9 @@
-"""The progress record: what a flow has committed, as one compacted record per flow.
+"""The progress record: what a flow has committed, as one record per flow in a compacted topic.
 
-It is written inside the transaction whose outcome it tells, so it is visible exactly when that batch is
-(I1). The key is the flow's name, the value versioned JSON, readable with any consumer. Readers ignore
-fields they do not know and refuse a format number above their own: a newer onceflow may mean something else
-by the same words.
+It is written in the transaction of the batch that it describes, so it becomes visible exactly when the batch does
+(I1). The key is the flow's name. The value is JSON with a format number, which any consumer can read. Readers ignore
+unknown fields. They refuse a format number above their own, because in a newer format the same fields may have another
+meaning.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ Offsets = Mapping[str, Mapping[int, int]]
 
 @dataclass(frozen=True)
 class TableProgress:
-    """What a flow has committed about one of its tables, beside the end offsets.
+    """What a flow has committed about one of its tables, besides the end offsets.
 
     Args:
-        version: of the processor's state.
-        watermark_ms: event-time watermark that the next batch sees, epoch milliseconds.
-        fields: names and types of the fields that the processor declares for its state; None: it declares none.
+        version: version of the processor's state.
+        watermark_ms: event-time watermark for the next batch, epoch milliseconds.
+        fields: names and types of the state fields that the processor declares; None: it declares none.
     """
 
     version: int = 0
@@ -42,14 +42,14 @@ class TableProgress:
 
 @dataclass(frozen=True)
 class CheckpointProgress:
-    """Which batch of a Spark checkpoint a record belongs to.
+    """The batch of a Spark checkpoint that a progress record belongs to.
 
     Args:
         query_id: id of the query, from the checkpoint's ``metadata``.
         batch: Spark's number of the batch.
-        digest: of the end offsets of all its sources, as the checkpoint has them: tells a batch from another one
-            that was planned under the same number.
-        commit: the entry of Spark's commit log for the batch, as Spark was going to write it; None: not known.
+        digest: digest of the end offsets of all sources, as stored in the checkpoint. It distinguishes the batch from
+            another one that was planned with the same number.
+        commit: the entry of Spark's commit log for the batch, in the form in which Spark writes it; None: not known.
     """
 
     query_id: str
@@ -66,15 +66,15 @@ class Progress:
         flow: name of the flow.
         batch_id: number of the committed batch, counted since the flow's first start.
         offsets: source end offsets: topic, partition, next offset to read.
-        topic_ids: source topic to Kafka's topic id; tells a re-created topic from the old one.
-        changelogs: end offsets of the table topics, as ``offsets``.
-        checkpoint: what the batch was in Spark's checkpoint, if the query keeps one.
-        watermark_ms: event-time watermark handed to the next batch, epoch milliseconds.
-        tables: name of the table topic to what else is known of it.
-        outputs: topics that the batch has written to, tables left out.
-        producer_id, producer_epoch: the batch's transaction: tells whether the changes that a store holds back are
-            committed, and records that Kafka has left undecided. -1: unknown.
-        time_ms: when the record was made, epoch milliseconds.
+        topic_ids: source topic -> Kafka's topic id, to detect a topic that was deleted and created again.
+        changelogs: end offsets of the table topics, in the form of ``offsets``.
+        checkpoint: the batch in Spark's checkpoint, if the query has one.
+        watermark_ms: event-time watermark for the next batch, epoch milliseconds.
+        tables: name of the table topic -> other facts about the table.
+        outputs: topics that the batch has written to, without table topics.
+        producer_id, producer_epoch: those of the batch's transaction. With them a start finds out whether pending
+            changes of a local store are committed, and which undecided records belong to the batch. -1: unknown.
+        time_ms: when the record was created, epoch milliseconds.
         format: version of this record's format.
     """
 
@@ -94,7 +94,7 @@ class Progress:
 
 
 def progress_partition(flow: str, partition_count: int) -> int:
-    """Partition of the progress topic that holds a flow: where the Java client would put its key."""
+    """Partition of the progress topic with the record of a flow: the Java client would choose the same for its key."""
     return int(key_partitions(pa.array([flow.encode()], pa.binary()), partition_count)[0])
 
 
@@ -131,7 +131,7 @@ def encode(progress: Progress) -> tuple[bytes, bytes]:
 
 
 def decode(key: bytes | None, value: bytes) -> Progress:
-    """Read a progress record back.
+    """Decode a progress record.
 
     Raises:
         ProtocolError: the bytes are not a progress record.
@@ -183,7 +183,7 @@ def decode(key: bytes | None, value: bytes) -> Progress:
 
 
 def _plain(offsets: Offsets) -> dict[str, dict[int, int]]:
-    """Plain dicts of plain ints, in partition order: numpy's ints are not JSON."""
+    """Plain dicts of Python's int, in order of partitions: numpy's integers cannot be written as JSON."""
     return {
         topic: {int(partition): int(offset) for partition, offset in sorted(partitions.items())}
         for topic, partitions in offsets.items()
@@ -202,7 +202,7 @@ def _flow_of(key: bytes | None) -> str:
 
 def _take(content: dict[str, Any], flow: str, name: str, kind: type) -> Any:
     value = content.get(name)
-    # JSON true is an int to Python.
+    # In Python, bool (JSON true and false) is a subclass of int.
     if not isinstance(value, kind) or isinstance(value, bool):
         _garbage(flow, f"{name} is {_short(value)}, not of type {kind.__name__}")
     return value
@@ -271,7 +271,7 @@ def _short(value: Any) -> str:
 def _garbage(flow: str | None, detail: str) -> NoReturn:
     raise ProtocolError(
         f"a record in {PROGRESS_TOPIC} is not a progress record",
-        next_step=f"find out who else writes to {PROGRESS_TOPIC}; `onceflow reset` starts the flow anew.",
+        next_step=f"find out who else writes to {PROGRESS_TOPIC}; `onceflow reset` lets the flow start anew.",
         flow=flow,
         detail=detail,
     )

@@ -1,17 +1,19 @@
-"""The states of one transactional id as its driver knows them: a table of events, without I/O.
+"""The state machine of one transactional id on its driver: a table of events, without I/O.
 
-``RULES`` is the table. Whoever talks to Kafka reports what it has done or learnt as an ``Event``. An event that is not
-allowed raises `IllegalEventError` and changes nothing. So the rules of a transaction stand in one place: nothing is
-written before progress was read (I6), nothing is written twice under one epoch (I3), nothing is committed before every
-row is acknowledged and progress is in the transaction (I1), a commit whose answer is lost is never aborted (I2), and no
-transaction begins before the last one is decided in every partition.
+``RULES`` is the table. The code that sends requests to Kafka reports each step and each result as an ``Event``. An
+event that is not allowed raises `IllegalEventError` and changes nothing. So all rules are in one place:
 
-Three small machines move together, as the two sides of a connection do in h11: what is open (``Phase``), whether the
-epoch may be written under (``Epoch``), and whether progress is known (``ProgressState``). An event has to be allowed
-by all.
+- Nothing is written before progress was read (I6).
+- Two attempts never write under the same epoch (I3).
+- Nothing is committed before every row is acknowledged and progress is in the transaction (I1).
+- A commit whose response is lost is never followed by an abort (I2).
+- No transaction begins before the last one is decided in every partition.
+
+There are three state machines: ``Phase`` (what is open), ``Epoch`` (whether the epoch may be used for a transaction)
+and ``ProgressState`` (whether progress is known). An event must be allowed by all three, and changes them together.
 
 Transaction version 2 is KIP-890: EndTxn returns the next epoch. With version 1 the epoch stays the same. A transaction
-of version 1 is aborted by InitProducerId, see ``client/transactions.py``.
+of version 1 is aborted with InitProducerId, see ``client/transactions.py``.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from typing import NamedTuple
 
 
 class _Member(enum.Enum):
-    """Hashed by identity: members are looked up millions of times by the model of the protocol (tests/model)."""
+    """Hashed by identity, for speed: the model of the protocol (tests/model) looks members up millions of times."""
 
     __hash__ = object.__hash__
 
@@ -33,29 +35,29 @@ class Phase(_Member):
 
     IDLE = "idle"  # nothing is open, and the last transaction is decided in every partition
     OPEN = "open"  # rows may be written
-    PROGRESS_FIRST = "progress first"  # at most once: progress has moved, rows are written now
+    PROGRESS_FIRST = "progress first"  # at-most-once: progress is written, rows are being written
     AUDITED = "audited"  # every row is acknowledged, and the audit has passed
     SEALED = "sealed"  # progress is in the transaction: only EndTxn may follow
-    COMMITTING = "committing"  # EndTxn(commit) is sent: from now on only its answer decides
-    COMMITTED = "committed"  # known; local state is not settled, markers were not confirmed
-    SETTLED = "settled"  # known, local state may be applied; markers were not confirmed
-    TIMED_OUT = "timed out"  # the coordinator has aborted it; tasks may still write, until the epoch is another one
+    COMMITTING = "committing"  # EndTxn(commit) is sent: from now on only its response shows the outcome
+    COMMITTED = "committed"  # committed; local state is not settled, markers are not confirmed
+    SETTLED = "settled"  # committed, and local state may be applied; markers are not confirmed
+    TIMED_OUT = "timed out"  # the coordinator has aborted it; tasks can still write until there is a new epoch
     ABORTING = "aborting"  # an abort is sent; it may be repeated
-    ABORTED = "aborted"  # known; markers were not confirmed
+    ABORTED = "aborted"  # aborted; markers are not confirmed
     COMPLETING_COMMIT = (
         "completing a commit"  # an empty transaction writes missing markers: an abort would lose records
     )
     COMPLETING_ABORT = "completing an abort"  # an empty transaction writes missing markers
-    FENCED = "fenced"  # somebody else owns the transactional id
+    FENCED = "fenced"  # another process owns the transactional id
 
 
 class Epoch(_Member):
     """The producer epoch."""
 
-    NONE = "none"  # InitProducerId was not called
+    NONE = "none"  # InitProducerId was not called yet
     FRESH = "fresh"  # nothing was written under it
-    USED = "used"  # something may have been written under it
-    UNVERIFIED = "unverified"  # nothing was written under it; a newer driver may have committed before it was given
+    USED = "used"  # records may have been written under it
+    UNVERIFIED = "unverified"  # nothing was written under it, but a newer driver may have committed before
 
 
 class ProgressState(_Member):
@@ -66,36 +68,36 @@ class ProgressState(_Member):
 
 
 class Event(_Member):
-    """What was done, or learnt from an answer."""
+    """What was done, or what a response has shown."""
 
     INITIALIZED = "InitProducerId without an epoch: older drivers are fenced, their transaction is decided"
-    PROGRESS_READ = "committed progress was read, and what it tells of is decided"
-    GIVEN_UP = "a start has failed: what was read may be out of date"
-    EPOCH_BUMPED = "InitProducerId with the own epoch: the next epoch"
-    PRODUCER_ID_REPLACED = "InitProducerId with the own epoch: another producer id, Kafka had forgotten the old one"
+    PROGRESS_READ = "committed progress was read, and the transaction that wrote it is decided"
+    GIVEN_UP = "a start has failed: the progress that was read may be out of date"
+    EPOCH_BUMPED = "InitProducerId with the own epoch returned the next epoch"
+    PRODUCER_ID_REPLACED = "InitProducerId with the own epoch returned another producer id: the old one was forgotten"
     TIMEOUT_CONTINUED = "version 1: InitProducerId with the epoch under which the coordinator has aborted"
-    OWNERSHIP_VERIFIED = "progress is what this driver has left: nobody else has committed"
+    OWNERSHIP_VERIFIED = "progress has not changed since this driver wrote it: no other driver has committed"
     BEGIN = "a transaction begins"
     NOTHING_WRITTEN = "the batch had no effect: nothing was sent"
     ROWS_AUDITED = "every row is acknowledged, and the audit has passed"
     PROGRESS_WRITTEN = "the progress record and the source offsets are acknowledged"
     COMMIT = "EndTxn(commit) is sent"
-    COMMIT_DONE = "EndTxn(commit): done"
-    COMMIT_REFUSED = "EndTxn(commit): an error that says it was not applied"
-    TIMED_OUT = "EndTxn: the coordinator had aborted the transaction, or has forgotten it"
+    COMMIT_DONE = "EndTxn(commit) has succeeded"
+    COMMIT_REFUSED = "EndTxn(commit) has failed, with an error that means that it was not applied"
+    TIMED_OUT = "EndTxn has failed: the coordinator had aborted the transaction, or has forgotten it"
     ABORT = "the abort is sent"
-    ABORT_DONE = "EndTxn(abort): done"
+    ABORT_DONE = "EndTxn(abort) has succeeded"
     SETTLE = "Spark has logged the batch: local state may be applied"
     MARKERS_CONFIRMED = "the last transaction is decided in every partition"
     COMPLETE_COMMIT = "markers of a commit are missing: an empty transaction is to commit"
     COMPLETE_ABORT = "markers of an abort are missing: an empty transaction is to abort"
-    FENCED = "a fencing answer, or progress of somebody else"
+    FENCED = "a response with a fencing error, or progress of another driver"
 
 
 class Mode(_Member):
-    """Whose transaction it is.
+    """The kind of transaction.
 
-    A *batch* has an audit and a progress record. A *plain* transaction has neither: those of tools.
+    A *batch* has an audit and a progress record. A *plain* transaction, as used by tools, has neither.
     """
 
     BATCH_V2 = "batch, version 2"
@@ -114,7 +116,7 @@ class Mode(_Member):
 
 
 class Standing(NamedTuple):
-    """Where a transactional id stands."""
+    """The state of a transactional id."""
 
     phase: Phase
     epoch: Epoch
@@ -124,14 +126,15 @@ class Standing(NamedTuple):
         return f"{self.phase.value}, epoch {self.epoch.value}, progress {self.progress_state.value}"
 
 
-#: Before anything was asked of Kafka.
+#: Before the first request to Kafka.
 START = Standing(Phase.IDLE, Epoch.NONE, ProgressState.UNREAD)
-#: Of a producer id and epoch that somebody else was given, for example the driver for its tasks.
+#: With a producer id and epoch from another process: a task gets them from the driver.
 GIVEN = Standing(Phase.IDLE, Epoch.FRESH, ProgressState.READ)
 
 
 class Rule(NamedTuple):
-    """When an event is allowed, and where it leads. An empty mapping: the event does not look at that machine."""
+    """When an event is allowed, and the states after it. An empty mapping: the event allows every state of that
+    machine, and does not change it."""
 
     event: Event
     phases: Mapping[Phase, Phase]
@@ -168,11 +171,11 @@ def _epoch(target: Epoch, *sources: Epoch) -> dict[Epoch, Epoch]:
 
 
 _READ = {ProgressState.READ: ProgressState.READ}
-# Version 1 aborts by InitProducerId: whatever it returns, the transaction is aborted.
+# Version 1 aborts with InitProducerId: whatever it returns, the transaction is aborted.
 _NEW_EPOCH = _stay(*_NOT_OPEN) | _to(Phase.ABORTED, Phase.ABORTING, Phase.COMPLETING_ABORT)
 _NOW_COMMITTED = {Phase.COMMITTING: Phase.COMMITTED, Phase.COMPLETING_COMMIT: Phase.SETTLED}
 
-#: All events, and when each is allowed. An event may have several rules; the first that fits counts.
+#: All events, and when each is allowed. An event may have several rules; the first that matches is applied.
 RULES: tuple[Rule, ...] = (
     # A start.
     Rule(
@@ -209,7 +212,7 @@ RULES: tuple[Rule, ...] = (
     # Its end.
     Rule(Event.COMMIT, _to(Phase.COMMITTING, Phase.SEALED, Phase.COMMITTING) | _stay(Phase.COMPLETING_COMMIT), {}, {},
          _BATCH),
-    # IDLE and FRESH: somebody else has begun it, who was given the same epoch.
+    # IDLE and FRESH: another process has begun the transaction, with the same epoch.
     Rule(Event.COMMIT, _to(Phase.COMMITTING, Phase.IDLE, Phase.OPEN, Phase.COMMITTING) | _stay(Phase.COMPLETING_COMMIT),
          _epoch(Epoch.USED, Epoch.FRESH, Epoch.USED), {}, _PLAIN),
     Rule(Event.COMMIT, _to(Phase.COMMITTED, Phase.SEALED), {}, {}, _WEAKER),
@@ -244,12 +247,12 @@ RULES: tuple[Rule, ...] = (
     Rule(Event.FENCED, _to(Phase.FENCED, *_ANY_PHASE), {}, {}, _TRANSACTIONAL),
 )  # fmt: skip
 
-#: Where the outcome is not this driver's to change: a commit may have been applied, or somebody else owns the id.
+#: Phases in which the driver must not abort: a commit may have been applied, or another process owns the id.
 NOT_ABORTABLE = frozenset({Phase.COMMITTING, Phase.COMPLETING_COMMIT, Phase.FENCED})
 
 
 class IllegalEventError(RuntimeError):
-    """An event that is not allowed where the transaction stands: a mistake of the code. Nothing has changed."""
+    """An event is not allowed in the current state: a bug in the code. The state has not changed."""
 
 
 @cache
@@ -260,7 +263,7 @@ def rules_of(event: Event, mode: Mode) -> tuple[Rule, ...]:
 
 @cache
 def find(standing: Standing, event: Event, mode: Mode) -> Standing | None:
-    """Where an event leads; None: it is not allowed."""
+    """The state after an event; None: it is not allowed."""
     phase, epoch, progress_state = standing
     for rule in rules_of(event, mode):
         if (
@@ -277,7 +280,7 @@ def find(standing: Standing, event: Event, mode: Mode) -> Standing | None:
 
 
 def after(standing: Standing, event: Event, mode: Mode) -> Standing:
-    """Where an event leads.
+    """The state after an event.
 
     Raises:
         IllegalEventError: it is not allowed.
@@ -289,11 +292,11 @@ def after(standing: Standing, event: Event, mode: Mode) -> Standing:
 
 
 class Transaction:
-    """The standing of one transactional id, moved by events. Not thread-safe.
+    """The state of one transactional id, changed by events. Not thread-safe.
 
     Args:
-        mode: whose transaction; may be set until the first event.
-        standing: where it starts.
+        mode: the kind of transaction; may be set until the first event.
+        standing: the first state.
     """
 
     def __init__(self, mode: Mode, standing: Standing = START) -> None:
@@ -301,18 +304,19 @@ class Transaction:
         self.standing = standing
 
     def on(self, event: Event) -> None:
-        """An event has happened.
+        """Report an event.
 
         Raises:
-            IllegalEventError: it is not allowed; nothing has changed.
+            IllegalEventError: it is not allowed. The state has not changed.
         """
         self.standing = after(self.standing, event, self.mode)
 
     def expect(self, event: Event) -> None:
-        """Before requests that lead to an event: it must be allowed here, once the epoch is what it takes.
+        """Check that an event is allowed in this phase and progress state. Call it before the requests that lead to
+        the event. The epoch is not checked, because these requests may change it.
 
         Raises:
-            IllegalEventError: it will not be.
+            IllegalEventError: the event is not allowed.
         """
         phase, _, progress_state = self.standing
         if not any(
@@ -335,17 +339,17 @@ class Transaction:
 
     @property
     def is_fenced(self) -> bool:
-        """Whether somebody else owns the transactional id."""
+        """Whether another process owns the transactional id."""
         return self.phase is Phase.FENCED
 
     @property
     def may_abort(self) -> bool:
-        """Whether an abort decides nothing that may have been decided already."""
+        """Whether the driver may abort: the outcome cannot have been decided already."""
         return self.phase not in NOT_ABORTABLE
 
 
 def reachable(mode: Mode, start: Standing = START) -> dict[Standing, dict[Event, Standing]]:
-    """Every standing that events can lead to, and what each allows."""
+    """All states that events can lead to, and the events that each allows, with the states after them."""
     found: dict[Standing, dict[Event, Standing]] = {}
     waiting = [start]
     while waiting:
@@ -358,15 +362,15 @@ def reachable(mode: Mode, start: Standing = START) -> dict[Standing, dict[Event,
 
 
 def diagram(mode: Mode = Mode.BATCH_V2) -> str:
-    """The phases of a mode as a Mermaid state diagram, made from ``RULES``.
+    """The phases of a mode as a Mermaid state diagram, generated from ``RULES``.
 
-    Left out are the events that lead to one phase from everywhere: a start, and fencing.
+    A start and fencing are left out: they are allowed in every phase.
     """
     return _diagram(mode, "phases", Phase.IDLE.name)
 
 
 def epochs_diagram(mode: Mode = Mode.BATCH_V2) -> str:
-    """The same for the producer epoch."""
+    """As `diagram`, for the producer epoch."""
     return _diagram(mode, "epochs", Epoch.NONE.name)
 
 

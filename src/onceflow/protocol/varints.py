@@ -1,8 +1,9 @@
-"""Columns of varints: many small numbers at once, written as Kafka's record format wants them.
+"""Encodes whole columns of numbers as varints, as Kafka's record format requires.
 
-A Kafka record is a run of zigzag varints with the payload bytes between them (KIP-98, "Message Format"). This
-module turns whole numpy columns of such numbers into the bytes, without a Python step per record.
-Varints are always minimal: readers accept padded ones, but log compaction re-encodes and would change sizes.
+A Kafka record consists of zigzag varints with the payload bytes between them (KIP-98, "Message Format"). This
+module encodes numpy columns of such numbers without a Python loop over the records.
+Varints are always minimal. Readers accept padded ones, but log compaction encodes records again, which would change
+their sizes.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import pyarrow as pa
 
 Ints: TypeAlias = "npt.NDArray[np.integer[Any]]"
 Field: TypeAlias = "Ints | int"
-"""One varint per record, already zigzag encoded: a column, or one number that all records share."""
+"""One number per record, already zigzag encoded: a column, or a single number for all records."""
 
 VARINT_BYTES_MAX = 5
 VARLONG_BYTES_MAX = 10
@@ -48,7 +49,7 @@ def encode(value: int) -> bytes:
 
 
 def widths(codes: Field) -> Field:
-    """Bytes that each varint takes; one number when all take the same."""
+    """Bytes that each varint takes; a single number if all take the same."""
     if isinstance(codes, int):
         return width(codes)
     if len(codes) == 0:
@@ -58,21 +59,21 @@ def widths(codes: Field) -> Field:
         return widest
     out = np.full(len(codes), narrowest, dtype=np.int64)
     for extra in range(narrowest, widest):
-        # A column of 32-bit codes never compares with 2**35: its widest varint has 5 bytes, the last step is
-        # 2**28.
+        # A column of 32-bit codes is never compared with 2**35, which would overflow: its widest varint has 5 bytes,
+        # so the last step is 2**28.
         out += codes >= codes.dtype.type(1 << (7 * extra))
     return out
 
 
 def interleave(fields: list[Field], count: int) -> Any:
-    """One binary scalar or column of ``count`` rows, each the varints of all ``fields`` in turn.
+    """A binary scalar, or a column of ``count`` rows. Each row has the varints of all ``fields``, in order.
 
     Args:
-        fields: zigzag codes, unsigned columns or shared numbers.
+        fields: zigzag codes: unsigned columns, or single numbers for all rows.
         count: number of rows.
 
     Returns:
-        ``pa.BinaryScalar`` when every row is the same, else ``pa.BinaryArray``.
+        ``pa.BinaryScalar`` if all rows are equal, else ``pa.BinaryArray``.
     """
     if all(isinstance(codes, int) for codes in fields):
         return pa.scalar(b"".join(_shared(codes) for codes in fields if isinstance(codes, int)), pa.binary())
@@ -103,9 +104,9 @@ def _shared(code: int) -> bytes:
 
 
 def _write(matrix: Any, column: int, codes: Ints, wide: Field, span: int, used: Any) -> None:
-    """One field of every row, into columns ``column .. column + span`` of the byte matrix."""
+    """Write one field of every row into the columns ``[column, column + span)`` of the byte matrix."""
     for step in range(span):
-        # Assigning to uint8 keeps the low eight bits, the top one of which is overwritten here or below.
+        # The cast to uint8 keeps the low eight bits. The highest of these is replaced by the continuation bit.
         part = (codes >> codes.dtype.type(7 * step)).astype(np.uint8)
         if isinstance(wide, int):
             matrix[:, column + step] = part & 0x7F if step == span - 1 else part | 0x80
@@ -121,6 +122,6 @@ def fixed_column(data: npt.NDArray[np.uint8], row_bytes: int, count: int) -> Any
 
 
 def binary_column(data: Any, offsets: npt.NDArray[np.int32]) -> Any:
-    """A binary column over existing memory: row i is ``data[offsets[i]:offsets[i + 1]]``. Copies nothing."""
+    """A binary column over existing memory, without a copy: row i is ``data[offsets[i]:offsets[i + 1]]``."""
     body = data if isinstance(data, pa.Buffer) else pa.py_buffer(data)
     return pa.Array.from_buffers(pa.binary(), len(offsets) - 1, [None, pa.py_buffer(offsets), body])
