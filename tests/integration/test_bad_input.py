@@ -59,7 +59,7 @@ def check_nothing_written(pipe: Any) -> None:
         (["value", "1 AS topic"], "column 'topic' is int"),
         (["value", "map('a', 'b') AS headers"], "column 'headers' is map"),
         (["value", "'2024' AS timestamp"], "column 'timestamp' is string"),
-        (["value", "value"], "is there twice"),
+        (["value", "value"], "there are two columns 'value'"),
     ],
 )
 def test_wrong_columns(pipe: Any, columns: list[str], words: str) -> None:

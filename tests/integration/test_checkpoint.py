@@ -716,7 +716,7 @@ def test_an_empty_checkpoint_goes_on_at_committed_offsets_when_asked_to(
     service.send(more)
     query = service.run(checkpoint=fresh, on_checkpoint_conflict="resume")
     assert [batch.batch for batch in query.batches] == [2]
-    assert "goes on at its committed offsets with empty Spark state" in caplog.text
+    assert "continues at its committed offsets with empty Spark state" in caplog.text
     assert service.new() == sums(more)
     # From now on this is the flow's checkpoint, and the old one is another query's.
     service.refused("belongs to another query", on_checkpoint_conflict="resume")
@@ -785,7 +785,7 @@ def test_output_modes_that_are_refused(make_service: Any) -> None:
 )
 def test_processors_keep_their_state_elsewhere(make_state_pipe: Any, write: dict[str, str], words: str) -> None:
     pipe = make_state_pipe(partitions=1)
-    with pytest.raises(onceflow.UnsupportedQueryError, match=f"Flow.process does not go with {words}") as caught:
+    with pytest.raises(onceflow.UnsupportedQueryError, match=f"Flow.process cannot be combined with {words}") as caught:
         pipe.start(**write)
     assert caught.value.flow == pipe.flow
     assert caught.value.next_step

@@ -170,7 +170,7 @@ def test_empty_over_progress(checkpoint: CheckpointState, known: Progress, words
     assert start.drains is None
     assert (
         start.warning
-        == f"checkpoint {PLACE} is empty: the flow goes on at its committed offsets with empty Spark state"
+        == f"checkpoint {PLACE} is empty: the flow continues at its committed offsets with empty Spark state"
     )
 
 

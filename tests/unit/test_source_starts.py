@@ -101,7 +101,7 @@ def test_progress_at_the_edges_of_the_log_is_no_loss(committed: int) -> None:
 def test_new_partition_is_read_from_its_beginning_and_pinned() -> None:
     start = plan(topic({0: 0, 1: 2}, {0: 9, 1: 4}), progress({0: 5}))
     assert (start.offsets, start.must_commit) == ({0: 5, 1: 2}, True)
-    assert start.warnings == ("in-1 is new, it is read from offset 2",)
+    assert start.warnings == ("in-1 is new and is read from offset 2",)
 
 
 def test_expired_records_stop_the_flow() -> None:

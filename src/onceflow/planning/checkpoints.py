@@ -24,7 +24,7 @@ class CheckpointStart:
     Args:
         drains: Spark's number of a batch that is committed in Kafka and not in Spark's commit log. The commit log is
             completed, or the batch is run again for its state only (drained). None: there is no such batch.
-        warning: what a person should know.
+        warning: a text to log.
     """
 
     drains: int | None = None
@@ -44,7 +44,7 @@ def plan_checkpoint(
     """Decide how a query with this checkpoint starts, or refuse.
 
     Args:
-        digest: of the batch that progress names, as it is in the checkpoint; None: the checkpoint has no such batch.
+        digest: of the batch that progress names, as in the checkpoint; None: the checkpoint has no such batch.
         location: of the checkpoint, for errors.
         on_conflict: ``refuse``, or ``resume``: an empty checkpoint may follow existing progress, with empty state.
         other_sources: whether the query has sources whose position is in the checkpoint only.
@@ -76,17 +76,17 @@ def plan_checkpoint(
             "The flow cannot be resumed with an empty checkpoint: it has sources whose position was in the old one",
             flow=flow,
             detail=f"checkpoint {location}; only topics that are read with Flow.read have offsets in Kafka",
-            next_step=f"restore the old checkpoint, or start over on purpose: `onceflow reset {flow}`",
+            next_step=f"restore the old checkpoint, or start over: `onceflow reset {flow}`",
         )
     return CheckpointStart(
-        warning=f"checkpoint {location} is empty: the flow goes on at its committed offsets with empty Spark state"
+        warning=f"checkpoint {location} is empty: the flow continues at its committed offsets with empty Spark state"
     )
 
 
 _CHOICES = (
-    "1. start with the checkpoint that belongs to the flow; 2. go on at the committed offsets with empty Spark state: "
-    'give an empty folder and on_checkpoint_conflict="resume"; 3. read everything again: `onceflow reset {flow}` and '
-    "an empty folder"
+    "1. start with the checkpoint that belongs to the flow; 2. continue at the committed offsets with empty Spark "
+    'state: give an empty folder and on_checkpoint_conflict="resume"; 3. read everything again: `onceflow reset '
+    "{flow}` and an empty folder"
 )
 
 
@@ -124,7 +124,7 @@ def _behind(checkpoint: CheckpointState, batch: int, location: str, flow: str) -
     return _conflict(
         "The checkpoint is older than the flow's progress",
         f"checkpoint {location} knows batches up to {checkpoint.planned}, Kafka has committed batch {batch}; "
-        "was it restored from a backup? What Spark would run again is written already",
+        "was it restored from a backup? Spark would run batches again whose outputs are committed already",
         flow,
     )
 
@@ -133,7 +133,7 @@ def _ahead(checkpoint: CheckpointState, batch: int, location: str, flow: str) ->
     return _conflict(
         "The checkpoint is ahead of the flow's progress",
         f"checkpoint {location} has finished batch {checkpoint.committed}, Kafka has committed batch {batch}; "
-        "was the progress topic restored or tampered with? What is in between would be lost",
+        "was the progress topic restored or tampered with? The records in between would be lost",
         flow,
     )
 
@@ -142,7 +142,7 @@ def _damaged(checkpoint: CheckpointState, location: str, flow: str) -> ProgressC
     return _conflict(
         "The checkpoint is damaged: its commit log ends too early",
         f"checkpoint {location} has planned batch {checkpoint.planned} and finished {checkpoint.committed}; "
-        "Spark leaves at most one unfinished. Were files of it deleted?",
+        "Spark leaves at most one batch unfinished. Were files of the checkpoint deleted?",
         flow,
     )
 

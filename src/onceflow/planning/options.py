@@ -1,4 +1,4 @@
-"""What a sink is told when it is made, and what it tells of each batch."""
+"""The options of a sink, and its summary of each batch."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from dataclasses import dataclass, field
 
 EXACTLY_ONCE, AT_LEAST_ONCE, AT_MOST_ONCE = "exactly_once", "at_least_once", "at_most_once"
 GUARANTEES = (EXACTLY_ONCE, AT_LEAST_ONCE, AT_MOST_ONCE)
-#: What becomes of rows that Spark drops as later than its watermark.
+#: What happens when Spark drops rows as later than its watermark.
 DROP, FAIL = "drop", "fail"
 LATE = (DROP, FAIL)
 
 
 @dataclass(frozen=True)
 class SinkOptions:
-    """Choices of ``Flow.write`` that the sink needs, and what the query's plan says.
+    """Options of ``Flow.write`` that the sink needs, and facts from the query's plan.
 
     Args:
         stateful: whether Spark keeps state for the query: then a batch may have more rows than its source range.
-        late: ``drop`` or ``fail``: what becomes of a batch of which Spark drops rows as late; None: it drops none.
+        late: ``drop`` or ``fail``: what happens when Spark drops rows of a batch as late; None: it drops none.
         trigger_s: how often a batch is to begin; 0: as soon as the last one is done.
-        timers_s: how long batches that only fire timers, one after the other, may hold up the source.
-        reads_little: whether few source records are little work for Spark, see ``queries.reads_little``.
+        timers_s: how long batches that only fire timers may delay the next batch with records.
+        reads_little: whether few source records mean little work for Spark, see ``queries.reads_little``.
     """
 
     topic: str | None
@@ -39,14 +39,15 @@ class SinkOptions:
 
 @dataclass
 class BatchSummary:
-    """What one committed batch was, for people and benchmarks: seconds per step, sizes, attempts.
+    """Summary of one committed batch, for users and benchmarks: seconds per step, sizes, attempts.
 
     Args:
-        records: written to the outputs, without state, dead letters and late records.
-        dead_letters: records that became dead letters. late: that went to the topic of late records.
-        dropped: rows that Spark dropped because they were later than its watermark.
-        nbytes: of all that was written: outputs, state, dead letters and late records.
-        lost: with at_most_once: that rows of the batch were given up.
+        records: how many records were written to the outputs, without state, dead letters and late records.
+        dead_letters: how many records became dead letters.
+        late: how many records went to the topic of late records.
+        dropped: how many rows Spark dropped because they were later than its watermark.
+        nbytes: size of all that was written, including state, dead letters and late records.
+        lost: with at_most_once: whether rows of the batch were lost.
     """
 
     batch: int

@@ -1,7 +1,7 @@
 """Which task writes which partition: every output partition has exactly one writer (I4).
 
-The DataFrame of a batch is brought to the columns that tasks take, and its rows to the tasks that own their
-partitions. Who owns what is a function of (topic, partition) alone, so it cannot disagree with itself.
+`prepare` selects the columns that tasks take, and moves the rows of a batch to the tasks that own their partitions.
+The owner is a function of (topic, partition) alone, so a partition cannot have two owners.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ _EXPECTED = (
     "the sink takes value (string or binary), and optionally key (string or binary), topic (string), partition (int), "
     "headers (array<struct<key: string, value: binary>>), timestamp (timestamp)"
 )
-# Above this number of topics, rows of a topic column are divided by topic only (see _group).
+# With more topics than this, all rows of a topic go to one task when there is a topic column (see _group).
 TOPICS_IN_PLAN_MAX = 200
 
 
 @dataclass(frozen=True)
 class Columns:
-    """Which of the sink's columns a DataFrame has, checked.
+    """Which columns of the sink a DataFrame has. They have been checked.
 
     Args:
-        taken: columns to select, in the order the DataFrame has them.
+        taken: columns to select, in the order of the DataFrame.
         cast: those of them that are strings and must be cast to binary.
-        ignored: columns the sink does not know.
+        ignored: columns that the sink does not know.
         has_topic: whether there is a topic column, taken or not.
-        whole: whether these are all columns there are.
+        whole: whether the sink knows all columns of the DataFrame.
     """
 
     key: bool
@@ -53,8 +53,8 @@ class Outgoing:
     """Rows that write tasks, or the driver, are to write.
 
     Args:
-        topic: for all of them; None: each names its own.
-        in_front: how many tasks process steps in front of them have, in words; empty: there is none.
+        topic: the topic of all rows; None: each row names its own.
+        in_front: how many tasks the process steps before them have, as a text; empty: there is no step.
     """
 
     df: DataFrame
@@ -67,15 +67,15 @@ def check_columns(schema: T.StructType, *, topic: str | None, flow: str) -> Colu
     """Column names and types, as Spark's own Kafka sink takes them, plus ``timestamp``.
 
     Raises:
-        SchemaError: a column is missing, of a wrong type, or there twice.
+        SchemaError: a column is missing, has a wrong type, or there are two of the same name.
     """
     types: dict[str, T.DataType] = {}
     for column in schema.fields:
         if column.name in types:
-            raise _schema(f"column {column.name!r} is there twice", flow)
+            raise _schema(f"there are two columns {column.name!r}", flow)
         types[column.name] = column.dataType
     if "value" not in types:
-        raise _schema(f"column 'value' is missing; there are: {', '.join(types) or 'none'}", flow)
+        raise _schema(f"column 'value' is missing; its columns: {', '.join(types) or 'none'}", flow)
     if topic is None and "topic" not in types:
         raise _schema("there is neither a topic= argument nor a 'topic' column", flow)
     for name, kinds in _TYPES.items():
@@ -158,19 +158,19 @@ def prepare(
     on_driver: bool,
     keep_tasks: bool = False,
 ) -> Prepared:
-    """Select the columns tasks take, and bring every row to the task that owns its partition.
+    """Select the columns that tasks take, and move every row to the task that owns its partition.
 
-    No column is added on the way: every projection copies the values once more. So a task computes the
-    partitions again that the shuffle was done by (``task/row_writer.py``), from the same topic and key.
+    The partition of a row is not added as a column, because every projection copies the values once more. So the
+    tasks compute it again (``task/row_writer.py``), from the same topic and key as the shuffle.
 
     Args:
         partitioner: ``key``, ``source`` or ``round_robin``; a ``partition`` column goes before ``key``.
         targets: output topics with known partition counts.
         source: partition count of every source topic, for ``source``.
-        max_tasks: how many write tasks a batch of this size is worth.
-        on_driver: the driver will write: nothing is moved between tasks.
-        keep_tasks: rows come from tasks that must not be merged with others (a process step knows its partitions
-            by its task): so a shuffle takes the place of a coalesce.
+        max_tasks: how many write tasks suit a batch of this size.
+        on_driver: whether the driver will write: then no rows are moved between tasks.
+        keep_tasks: whether the tasks that make the rows must not be merged (a process step knows its partitions by its
+            task). Then a shuffle replaces a coalesce.
     """
     if columns.partition and partitioner == "round_robin":
         raise OptionError(
@@ -199,7 +199,7 @@ def prepare(
 
 
 def _selected(df: DataFrame, columns: Columns) -> DataFrame:
-    """The sink's columns, in the order they have; the DataFrame itself when it has just these, as they must be."""
+    """The sink's columns, in their order; the DataFrame itself when it has only these, with the right types."""
     if columns.whole and not columns.cast and "timestamp" not in columns.taken:
         return df
     wanted: list[Column] = []
@@ -228,7 +228,7 @@ def _round_robin(df: DataFrame, target: Target, max_tasks: int, keep_tasks: bool
 def _task_partitions(
     df: DataFrame, topic: str | None, targets: Mapping[str, Target], source: Mapping[str, int]
 ) -> list[int]:
-    """Output partition of each task when it is the source's: checks that both have the same partitions."""
+    """Output partition of each task with ``partitioner="source"``. Checks that source and output have equally many."""
     if topic is None:
         raise OptionError(
             'partitioner="source" writes to one topic', next_step="use the topic= argument instead of a topic column"
@@ -255,7 +255,7 @@ def _group(
 ) -> Column:
     """The task that owns a row's (topic, partition); ``row_writer.owner_of`` is the same function in Python."""
     count = _partition_count(topic, targets)
-    # Without a key any partition will do; runs of 1024 rows make for large batches.
+    # Rows without a key may go to any partition. 1024 rows in a row go to the same one, which makes large batches.
     partition = (F.shiftright(F.monotonically_increasing_id(), 10) % count).cast("int")
     if hash_key:
         hashed = expressions.murmur2(df.sparkSession, F.col("key").cast("binary")).bitwiseAND(F.lit(0x7FFFFFFF))
@@ -264,7 +264,7 @@ def _group(
         partition = F.coalesce(F.col("partition"), partition)
     if topic is not None:
         return F.pmod(partition, F.lit(tasks)).cast("int")
-    # Rows of a topic whose count is not known here go to one task as a whole, which finds it out.
+    # If the partition count of a topic is not known here, all its rows go to one task, which finds it out.
     partition = F.when(count.isNull(), F.lit(0)).otherwise(partition)
     return F.pmod(F.crc32("topic") + partition, F.lit(tasks)).cast("int")
 

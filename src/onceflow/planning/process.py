@@ -33,7 +33,7 @@ class Step:
 
 
 def needs_clock(spec: ProcessSpec) -> bool:
-    """Whether a step must be woken up when there are no data: timers fire and rows expire."""
+    """Whether a step also needs batches when there are no data, because timers fire or rows expire."""
     processor = spec.processor
     has_timers = isinstance(processor, Processor) and type(processor).on_timer is not Processor.on_timer
     return has_timers or spec.default_ttl_ms is not None
@@ -61,7 +61,7 @@ class StepOptions:
 def check_options(
     options: StepOptions, processor: object, *, flow: str, sources: Iterable[str], tables: Iterable[str]
 ) -> Processor | ColumnProcessor:
-    """Check what can be told without asking Kafka.
+    """Check what can be checked without Kafka.
 
     Args:
         sources: topics that the flow reads. tables: tables of its other steps.
@@ -84,7 +84,7 @@ def check_options(
         raise OptionError(
             "allowed_lateness of the processor and late_topic= go together",
             flow=flow,
-            next_step="give both (late records go to the topic, they never vanish), or neither (none is late)",
+            next_step="give both (late records go to the topic, they never vanish), or neither (no record is late)",
         )
     own_tables = frozenset(topic for name in (*tables, options.table) for topic in (name, name + INTERNAL_SUFFIX))
     check_side_topics((options.dead_letter_topic, options.late_topic), OwnTopics(frozenset(sources), own_tables), flow)
@@ -101,7 +101,7 @@ def _check_table(table: str, flow: str, sources: Iterable[str], tables: Iterable
         raise OptionError(f"table={table!r} {what}", flow=flow, next_step="give the table a topic name of its own")
     if table in tables:
         raise OptionError(
-            f"table={table!r} has a step already", flow=flow, next_step="one step of one flow owns a table"
+            f"table={table!r} has a step already", flow=flow, next_step="give each step a table of its own"
         )
 
 
@@ -125,7 +125,7 @@ def _check_dead_letters(options: StepOptions, processor: Processor | ColumnProce
     check_limit(options.max_dead_letters, flow)
     if options.max_dead_letters is not None and options.dead_letter_topic is None:
         raise OptionError(
-            "max_dead_letters= is given, and there are no dead letters",
+            "max_dead_letters= is given, but the step has no dead letters",
             flow=flow,
             next_step='give on_error="dead-letter" and dead_letter_topic= as well, or leave it out',
         )
@@ -138,7 +138,7 @@ def _check_numbers(options: StepOptions, flow: str) -> None:
         raise OptionError(
             f"max_timers_per_batch={options.max_timers_per_batch} is too few",
             flow=flow,
-            next_step="give at least 1, or None to fire all that are due in one batch",
+            next_step="give at least 1, or None to fire all due timers in one batch",
         )
 
 
@@ -173,7 +173,7 @@ def check_side_topics(topics: Iterable[str | None], own: OwnTopics, flow: str) -
 
 
 def store_class(store: str | type[Store]) -> type[Store]:
-    """The local store by its name; classes pass."""
+    """The class of a local store by its name; a class is returned unchanged."""
     if not isinstance(store, str):
         return store
     if store == "memory":
@@ -196,7 +196,7 @@ def plan_table(
     ends: Mapping[str, Mapping[int, int]],
     progress: Progress,
 ) -> Progress:
-    """Whether the flow may use the table's topics as they are.
+    """Check that the flow may use the table's topics as they are, and add them to its progress.
 
     Args:
         processor: its state has a version, and maybe declared fields.
@@ -204,11 +204,11 @@ def plan_table(
         progress: the flow's, as committed.
 
     Returns:
-        Progress that knows the table: the same object when it did already, else one to be committed before anything is
-        written to the topics.
+        Progress that knows the table. It is the same object if it knew the table already. Otherwise it must be
+        committed before anything is written to the topics.
 
     Raises:
-        ProgressConflictError: it may not.
+        ProgressConflictError: the flow may not use them.
     """
     table = options.table
     if table in progress.changelogs:
@@ -217,13 +217,13 @@ def plan_table(
         return progress
     if options.partitions is not None and topics.partitions != options.partitions:
         raise ProgressConflictError(
-            f"Table topic {table} has {topics.partitions} partitions, partitions={options.partitions} was asked for",
+            f"Table topic {table} has {topics.partitions} partitions, but partitions={options.partitions} was given",
             topic=table,
             next_step="leave partitions= out, or give the table another name",
         )
     if any(end for by_partition in ends.values() for end in by_partition.values()) and not options.adopt_existing:
         raise ProgressConflictError(
-            f"Table topic {table} holds records already, and the flow has no progress of them",
+            f"Table topic {table} holds records already, but the flow's progress does not know the table",
             topic=table,
             detail="they may be the state of another flow, or of this one before it was reset",
             next_step="delete the topics "
@@ -244,7 +244,7 @@ def check_migration(processor: Processor | ColumnProcessor, known: int, *, table
         known: the version that has written the state.
 
     Raises:
-        ProgressConflictError: it cannot.
+        ProgressConflictError: it has no ``migrate``.
     """
     if processor.version > known and not callable(getattr(processor, "migrate", None)):
         raise ProgressConflictError(
@@ -259,7 +259,7 @@ def check_migration(processor: Processor | ColumnProcessor, known: int, *, table
 def _check_state(table: str, known: TableProgress, processor: Processor | ColumnProcessor) -> None:
     if processor.version < known.version:
         raise ProgressConflictError(
-            f"The state of table {table} was written by version {known.version} of the processor, this is version "
+            f"The state of table {table} was written by version {known.version} of the processor, but this is version "
             f"{processor.version}",
             topic=table,
             next_step="run the newer processor; state is not migrated backwards",
@@ -267,7 +267,7 @@ def _check_state(table: str, known: TableProgress, processor: Processor | Column
     fields = declared_fields(processor)
     if processor.version == known.version and None not in (fields, known.fields) and fields != known.fields:
         raise ProgressConflictError(
-            f"The state of table {table} has the fields {known.fields}, the processor declares {fields}",
+            f"The state of table {table} has the fields {known.fields}, but the processor declares {fields}",
             topic=table,
             next_step="raise the processor's `version` and define migrate(self, payload, from_version), or declare the "
             "fields as they were",
@@ -284,13 +284,13 @@ def make_spec(
     source_topic: str | None,
     local: bool,
 ) -> ProcessSpec:
-    """What the step's tasks are told.
+    """The specification of a step for its tasks.
 
     Args:
-        flow_key: of the flow's progress record.
+        flow_key: key of the flow's progress record.
         source_topic: the topic that all records come from, when there is only one.
         local: whether tasks run on this machine. Then driver and workers share the local stores, and the driver decides
-            where these are. Elsewhere every host goes by its own environment.
+            where these are. On a cluster the environment of each host decides.
     """
     state_dir = default_state_dir() if local else None
     ttl = options.retention if options.retention is not None else processor.ttl
@@ -313,5 +313,5 @@ def make_spec(
 
 
 def side_topics(steps: Mapping[str, Step]) -> dict[str, str]:
-    """Topics that dead letters and late records go to, and which of the two goes there."""
+    """Topics of dead letters and of late records, and which of the two each is for."""
     return {topic: role for step in steps.values() for topic, role in step.spec.side_topics.items()}

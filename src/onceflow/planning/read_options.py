@@ -1,4 +1,4 @@
-"""What ``Flow.read`` is asked for, and what Spark's Kafka source is told."""
+"""The options of ``Flow.read``, and those of Spark's Kafka source that follow from them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ReadOptions:
 
 
 def check_read(given: ReadOptions, flow: str) -> None:
-    """Check what can be told without asking Kafka.
+    """Check what can be checked without Kafka.
 
     Raises:
         OptionError: see its text.

@@ -11,7 +11,7 @@ log = logging.getLogger("onceflow")
 
 
 def check_order(what: str, facts: PlanFacts, flow: str) -> None:
-    """Refuse a query whose tasks share a partition. Warn of one that gives up the order itself.
+    """Refuse a query in which several tasks may read one partition. Warn if the query itself loses the order.
 
     Args:
         what: what needs the order, for the error.

@@ -11,15 +11,15 @@ OUTPUT_MODES = ("append", "update", "complete")
 
 @dataclass(frozen=True)
 class RunOptions:
-    """Choices of ``Flow.write`` about the query as a whole.
+    """Options of ``Flow.write`` for the query as a whole.
 
     Args:
-        trigger: in words that Spark knows; None: as soon as the previous batch is done.
+        trigger: as a text that Spark understands; None: a batch begins as soon as the previous one is done.
         once: process what is in the sources now, then stop (Spark's availableNow).
         checkpoint: a folder that is kept; None: a scratch folder.
         output_mode: one of ``OUTPUT_MODES``.
         on_conflict: one of ``checkpoints.ON_CONFLICT``.
-        facts: what the query's plan says.
+        facts: facts from the query's plan.
     """
 
     trigger: str | None

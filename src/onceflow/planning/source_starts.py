@@ -1,7 +1,7 @@
-"""Where a flow starts: a pure decision from what progress says and what the source topics hold now.
+"""Where a flow starts: a pure decision from its progress and the current offsets of the source topics.
 
-``plan`` decides or refuses; it does no I/O. ``driver/startup.py`` gathers the facts after it has initialised the
-transactional id, so that they cannot change any more, and carries the decision out.
+``plan`` decides or raises; it does no I/O. ``driver/startup.py`` collects the facts after it has initialised the
+transactional id, so that they cannot change any more, and carries out the decision.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Start:
         offsets: where each partition is read from.
         must_commit: whether these offsets differ from those in progress, so that they must be committed before
             anything is read.
-        warnings: what a person should know (lost ranges that were accepted, new partitions).
+        warnings: texts to log (accepted loss of records, new partitions).
     """
 
     offsets: dict[int, int]
@@ -57,11 +57,11 @@ def plan(
     """Decide where ``topic`` is read from.
 
     - Never read before by this flow: at ``starting_offsets``. They are committed at once, so that "latest"
-      means the time of the first start, not that of every start until something was written.
-    - Read before: exactly where progress ends. Partitions that are new are read from their beginning.
-    - Records between progress and the log's start have expired: ``DataLossError``, or with
-      ``fail_on_data_loss=False`` the gap is logged, and the offsets behind it are committed.
-    - The topic was deleted and created again: refused, its offsets mean other records now.
+      means the time of the first start. Otherwise it would mean the time of each start until the first batch.
+    - Read before: exactly where progress ends. New partitions are read from their beginning.
+    - Records between progress and the log's start have expired: ``DataLossError``. With
+      ``fail_on_data_loss=False`` the gap is logged, and the offsets after it are committed.
+    - The topic was deleted and created again: an error, because its offsets now mean other records.
     """
     if isinstance(starting_offsets, str) and starting_offsets not in STARTING:
         raise OptionError(
@@ -90,8 +90,8 @@ def plan(
     must_commit = offsets != {partition: known.get(partition) for partition in offsets}
     if progress.batch_id and starting_offsets not in ("earliest", dict(known)):
         warnings.append(
-            f"starting_offsets={starting_offsets!r} counts for the first start only; {topic.name} is read on where "
-            f"progress ends, at {offsets}. To start over: `onceflow reset {flow} --bootstrap-servers HOST:PORT`"
+            f"starting_offsets={starting_offsets!r} is for the first start only; {topic.name} is read where progress "
+            f"ends, at {offsets}. To start over: `onceflow reset {flow} --bootstrap-servers HOST:PORT`"
         )
     return Start(offsets, must_commit, tuple(warnings))
 
@@ -99,10 +99,10 @@ def plan(
 def _continued(
     topic: SourceTopic, partition: int, committed: int | None, warnings: list[str], fail_on_data_loss: bool, flow: str
 ) -> int:
-    """Where a partition of a topic is read on; what is unusual goes to ``warnings``."""
+    """The offset at which reading a partition continues. Adds unusual cases to ``warnings``."""
     earliest = topic.earliest[partition]
     if committed is None:
-        warnings.append(f"{topic.name}-{partition} is new, it is read from offset {earliest}")
+        warnings.append(f"{topic.name}-{partition} is new and is read from offset {earliest}")
         return earliest
     if committed < earliest:
         lost = f"{topic.name}-{partition}: offsets {committed} to {earliest - 1} have expired before they were read"
@@ -154,12 +154,12 @@ def _check_same_topic(topic: SourceTopic, progress: Progress, flow: str) -> None
 
 def _data_loss(topic: SourceTopic, partition: int, lost: str, flow: str) -> DataLossError:
     return DataLossError(
-        "Source records are gone that this flow had not read yet",
+        "Source records have expired before this flow has read them",
         flow=flow,
         topic=f"{topic.name}-{partition}",
         detail=lost,
-        next_step="if that loss is acceptable, read with fail_on_data_loss=False once: the gap is logged and skipped; "
-        "otherwise raise the topic's retention",
+        next_step="if that loss is acceptable, read with fail_on_data_loss=False once: the gap is logged and skipped. "
+        "To prevent such losses, raise the topic's retention",
     )
 
 

@@ -19,10 +19,10 @@ _OPTIONAL: dict[str, type[T.DataType]] = {
 
 
 def state_columns(df: DataFrame, flow: str, *, one_topic: bool) -> DataFrame:
-    """The columns a process step takes, and no other: every column is copied several times on its way.
+    """Only the columns that a process step takes, because every column is copied several times on its way.
 
     Args:
-        one_topic: all rows come from one topic, which they need not name.
+        one_topic: whether all rows come from one topic: then no topic column is needed.
 
     Raises:
         SchemaError: key or value is missing, or a column has a wrong type.
@@ -39,7 +39,7 @@ def state_columns(df: DataFrame, flow: str, *, one_topic: bool) -> DataFrame:
             raise SchemaError(
                 f"Flow.process needs the column {name!r} as string or binary; it is {there}",
                 flow=flow,
-                next_step="select key and value (and topic, partition, offset, timestamp, headers where there are any)",
+                next_step="select key and value (and topic, partition, offset, timestamp, headers if they exist)",
             )
     wanted: list[Column] = []
     for name in types:
@@ -60,7 +60,7 @@ def _wrong_type(name: str, kind: T.DataType, wanted: str, flow: str) -> SchemaEr
 
 
 def partition_of_key(df: DataFrame, partitions: int) -> Column:
-    """Where Kafka's default partitioner puts a row's key; 0 for rows without one."""
+    """The partition of a row's key, as Kafka's default partitioner chooses it; 0 for rows without a key."""
     hashed = expressions.murmur2(df.sparkSession, F.col("key")).bitwiseAND(F.lit(0x7FFFFFFF))
     return F.coalesce(hashed % F.lit(partitions), F.lit(0)).cast("int")
 
@@ -72,9 +72,10 @@ def ticking(spark: SparkSession, flow: str) -> DataFrame:
 
 
 def with_clock(df: DataFrame, flow: str) -> DataFrame:
-    """The same rows, woken up every second without data, too: timers must fire.
+    """The same rows, with a clock: a batch can run every second even without data, so that timers fire.
 
-    The source has news every second; the filter keeps its rows out, and the optimizer the rest.
+    The clock is a source with a new row every second. A filter removes these rows, and then the optimizer may remove
+    the source from the plan of a batch.
     """
     nothing = (
         ticking(df.sparkSession, flow)
@@ -85,16 +86,16 @@ def with_clock(df: DataFrame, flow: str) -> DataFrame:
 
 
 def with_default_topic(df: DataFrame, topic: str | None) -> DataFrame:
-    """Rows that name no topic go to the default one."""
+    """The rows; those that name no topic get the default one."""
     return df if topic is None else df.withColumn("topic", F.coalesce(F.col("topic"), F.lit(topic)))
 
 
 def sink_columns(df: DataFrame, columns: Columns, topic: str | None) -> DataFrame:
-    """The columns of a query that the sink takes, of the types that a process step's outputs have.
+    """The columns of a query that the sink takes, with the types of a process step's outputs.
 
     Args:
-        columns: of the query, checked.
-        topic: where all rows go; None: each names its own.
+        columns: those of the query, which have been checked.
+        topic: where all rows go; None: each row names its own.
     """
     wanted: list[Column] = []
     for name in columns.taken:

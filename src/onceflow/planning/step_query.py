@@ -1,4 +1,4 @@
-"""A process step in a query: its place in the plan, and where it may stand."""
+"""A process step in a query: its place in the plan, and the queries in which it is allowed."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from onceflow.task.step_outputs import OUTPUT_SPARK_SCHEMA
 
 
 def step_frame(rows: DataFrame, table: str) -> DataFrame:
-    """What ``Flow.process`` returns: the place of its step in the plan, with the columns of its outputs."""
+    """What ``Flow.process`` returns: a placeholder for the step in the plan, with the columns of its outputs."""
     return rows.mapInArrow(StepPlaceholder(table), OUTPUT_SPARK_SCHEMA)
 
 
 def check_goes_with(
     df: DataFrame, steps: Mapping[str, Step], guarantee: str, checkpoint: str | None, *, flow: str
 ) -> None:
-    """Refuse process steps where they could not keep what they promise.
+    """Refuse process steps in queries that cannot give their guarantees.
 
     Raises:
-        UnsupportedQueryError: with a weaker guarantee, or beside Spark's own state.
+        UnsupportedQueryError: the query has a weaker guarantee, or state in Spark.
     """
     if not steps or tree_of(df, steps, flow) is None:
         return
     if guarantee != EXACTLY_ONCE:
         raise UnsupportedQueryError(
-            f"Flow.process does not go with guarantee={guarantee!r}",
+            f"Flow.process cannot be combined with guarantee={guarantee!r}",
             flow=flow,
             detail="its state and its outputs are committed together, or not at all",
-            next_step="leave guarantee out; only queries without Flow.process have a choice",
+            next_step="leave guarantee out; only queries without Flow.process can have another guarantee",
         )
     if checkpoint is not None:
         raise UnsupportedQueryError(
-            "Flow.process does not go with checkpoint=: its state is in Kafka, Spark's in the checkpoint",
+            "Flow.process cannot be combined with checkpoint=: its state is in Kafka, Spark's in the checkpoint",
             flow=flow,
             next_step="divide the query into two flows: one writes a topic that the other one reads",
         )

@@ -1,8 +1,8 @@
-"""Where process steps stand in a query, and what the streaming query has to bring to them.
+"""Where the process steps of a query are in its plan, and which rows the streaming query must supply to them.
 
-A query is a tree: its root is what is written, below are process steps, and below the innermost steps there are
-*branches*, the parts of the plan that Spark's streaming query runs. With one branch the streaming query is that branch;
-with several (a union behind a step, two steps) it is a union of them, and every row says where it belongs.
+The plan is a tree. Its root is what is written, below it are process steps, and below the innermost steps there are
+*branches*, the parts of the plan that Spark's streaming query runs. With one branch the streaming query is that branch.
+With several (a union after a step, two steps) it is a union of them, and every row contains the number of its branch.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class StepNode:
     """A process step in a tree.
 
     Args:
-        table: names the step.
-        path: from the root of the tree that it stands in.
+        table: the table of the step, which identifies it.
+        path: its position, from the root of the tree that contains it.
         narrow: whether all operators above it, up to that root, keep its tasks as they are (`plans.NARROW`).
-        input: what goes into it.
+        input: the tree of its input.
     """
 
     table: str
@@ -40,11 +40,11 @@ class StepNode:
 
 @dataclass(frozen=True)
 class Tree:
-    """The plan of a DataFrame, with what in it cannot be run as it is.
+    """The plan of a DataFrame, and its parts that are replaced in every batch: steps and branches.
 
     Args:
-        steps: those that no other step of this tree stands above.
-        branches: the path and the number of each branch that stands beside them.
+        steps: the steps that have no other step of this tree above them.
+        branches: path and number of each branch that is not below one of these steps.
     """
 
     plan: Any
@@ -53,12 +53,12 @@ class Tree:
 
     @property
     def branch(self) -> int | None:
-        """The number of the branch that this tree is as a whole."""
+        """The number of the branch, if the whole tree is one."""
         return self.branches[0][1] if self.branches and self.branches[0][0] == () else None
 
     @property
     def step(self) -> StepNode | None:
-        """The step that this tree is as a whole."""
+        """The step, if it is the root of the tree."""
         return self.steps[0] if self.steps and self.steps[0].path == () else None
 
     def all_steps(self) -> Iterator[StepNode]:
@@ -70,15 +70,15 @@ class Tree:
 
 @dataclass(frozen=True)
 class StepQuery:
-    """The process steps of one query, as they stand in its plan.
+    """The process steps of one query, and their places in its plan.
 
     Args:
         tree, branches: see `tree_of`.
-        written_as_is: whether the outputs of its only step are what is written.
+        written_as_is: whether the outputs of its only step are written unchanged.
         topic: where outputs go that name no topic.
         topic_has_side_outputs: whether side outputs go there, too.
         columns: of the query's DataFrame.
-        collected: per table, the accumulator for the reports of tasks whose rows go on.
+        collected: per table, the accumulator for the reports of tasks that yield rows.
     """
 
     tree: Tree
@@ -97,7 +97,7 @@ def tree_of(df: DataFrame, tables: Mapping[str, Any], flow: str) -> tuple[Tree, 
         tables: the steps of this run, by table.
 
     Raises:
-        UnsupportedQueryError: a step of another run, or one that is there twice.
+        UnsupportedQueryError: the query has a step of another run, or the same step twice.
     """
     plan = plans.analyzed(df)
     if not _has_step(plan):
@@ -124,14 +124,14 @@ def tree_of(df: DataFrame, tables: Mapping[str, Any], flow: str) -> tuple[Tree, 
     return tree, branches
 
 
-# Operators that hand all rows on as they are. (A projection or a filter may do so, too.)
+# Operators that pass all rows on unchanged. (A projection or a filter may do so, too.)
 _NAMES_ONLY = ("SubqueryAlias", "View")
-# What the sink writes of the columns of a step, whatever else a query has. A step's topic is null in every row.
+# The columns of a step that the sink always writes. A step's topic column is null in every row.
 _WRITTEN = ("key", "value", "headers", "timestamp")
 
 
 def stripped(spark: SparkSession, tree: Tree) -> Tree:
-    """The tree without operators that change nothing, where only such ones stand above its only step."""
+    """The tree without the operators above its only step, if none of them changes anything; otherwise the tree."""
     if len(tree.steps) != 1 or tree.branches:
         return tree
     (node,) = tree.steps
@@ -142,19 +142,19 @@ def stripped(spark: SparkSession, tree: Tree) -> Tree:
 
 
 def changes_nothing(columns: Sequence[tuple[str, int]], above: Sequence[plans.Operator]) -> bool:
-    """Whether the sink would write the same without these operators: they only hand the columns of a step on.
+    """Whether the sink would write the same without these operators: they only pass on the columns of a step.
 
     Args:
         columns: name and id of each column of the step.
-        above: the operators behind the step, the first one first.
+        above: the operators after the step, the first one first.
     """
-    origins = {number: name for name, number in columns}  # of an id, the step's column that it is
+    origins = {number: name for name, number in columns}  # the step's column of each id
     for operator in above:
         if operator.kind == "Project":
             named = zip(operator.columns, operator.taken, strict=True)
             origins = {number: origins[taken] for (_, number), taken in named if taken in origins}
         if any(number not in origins for _, number in operator.columns):
-            return False  # something is computed, even if nobody wants it
+            return False  # something is computed, even if it is not used
         if operator.kind != "Project" and operator.kind not in _NAMES_ONLY and not operator.keeps_all:
             return False
     last = above[-1].columns if above else columns
@@ -189,7 +189,7 @@ def _has_step(plan: Any) -> bool:
 
 
 def source_frame(spark: SparkSession, branches: Sequence[Any]) -> DataFrame:
-    """What the streaming query is: its only branch, or all of them, every row marked with its branch."""
+    """The streaming query: its only branch, or a union of all branches, every row marked with its branch."""
     frames = [plans.frame(spark, plan) for plan in branches]
     if len(frames) == 1:
         return frames[0]
@@ -215,11 +215,11 @@ def branch_frames(df: DataFrame, branches: Sequence[Any], tasks: int) -> list[Da
 
     Args:
         df: of the batch, made from `source_frame`.
-        tasks: that several branches are divided among.
+        tasks: number of tasks that several branches are divided among.
     """
     if len(branches) == 1:
         return [df]
-    shared = plans.exchanged(df, tasks)  # else every branch would run what is in front of all of them
+    shared = plans.exchanged(df, tasks)  # otherwise the rows of all branches would be computed once for each branch
     frames = []
     for i, plan in enumerate(branches):
         mine = shared.where(F.col(_BRANCH) == i).select(F.col(f"{_field(i)}.*"))

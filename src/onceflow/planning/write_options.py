@@ -1,4 +1,4 @@
-"""What ``Flow.write`` is asked for, checked before anything is asked of Kafka."""
+"""The options of ``Flow.write``, and their checks that need no Kafka."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class CheckedWrite:
 
 
 def check_write(df: DataFrame, given: WriteOptions, own: OwnTopics, flow: str) -> CheckedWrite:
-    """Check what can be told without asking Kafka.
+    """Check what can be checked without Kafka.
 
     Args:
         own: topics of the flow that its output must not go to.
@@ -92,7 +92,7 @@ def check_write(df: DataFrame, given: WriteOptions, own: OwnTopics, flow: str) -
         late=given.late if facts.stateful and facts.watermark else None,
     )
     run = RunOptions(
-        # In the words Spark knows: it takes fewer units than we do.
+        # Spark understands fewer units than onceflow.
         trigger=None if trigger_s is None else f"{round(trigger_s * 1000)} milliseconds",
         once=given.once,
         checkpoint=None if given.checkpoint is None else str(given.checkpoint),
@@ -140,7 +140,7 @@ def _check_combinations(given: WriteOptions, flow: str) -> None:
         )
     if given.late == FAIL and given.guarantee != EXACTLY_ONCE:
         raise OptionError(
-            f'late="fail" does not go with guarantee={given.guarantee!r}: without a transaction rows are out already',
+            f'late="fail" cannot be combined with guarantee={given.guarantee!r}: its rows are visible at once',
             flow=flow,
             next_step="leave one of them out",
         )
