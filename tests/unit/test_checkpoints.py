@@ -326,7 +326,7 @@ def test_damaged_metadata(tmp_path: Path, text: str) -> None:
     with pytest.raises(ProgressConflictError, match="cannot be read") as caught:
         look_at(LocalFolder(folder))
     assert f"{folder}/metadata: it holds {text!r}" in caught.value.detail
-    assert "restored first" in caught.value.next_step
+    assert "restore that folder first" in caught.value.next_step
 
 
 def test_files_that_are_no_text(tmp_path: Path) -> None:

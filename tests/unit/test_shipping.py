@@ -159,7 +159,7 @@ def test_too_much_is_not_sent(
     monkeypatch.setattr(shipping, "_ARCHIVE_BYTES_MAX", 10)
     share(context := Context("spark://host:7077"))
     assert not context.files
-    assert "are not sent to the executors: 7 files" in caplog.text
+    assert "too large to be sent to the executors (7 files" in caplog.text
 
 
 def test_a_file_that_cannot_be_read(program: Path, share: Callable[[Context], None]) -> None:

@@ -82,7 +82,7 @@ def test_pyspark_and_its_jvm_are_of_one_version() -> None:
     versions.check_running(installed_spark_version())
     others = [version for version in versions.SUPPORTED if version != versions.current()]
     for major, minor in others:
-        with pytest.raises(EnvironmentUnusableError, match=r"of another version(.|\n)*SPARK_HOME"):
+        with pytest.raises(EnvironmentUnusableError, match=r"which is another version(.|\n)*SPARK_HOME"):
             versions.check_running(f"{major}.{minor}.0")
 
 

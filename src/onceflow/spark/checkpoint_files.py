@@ -1,8 +1,8 @@
-"""The folder of a query's Spark checkpoint, read as Spark writes it; on a local disk or where Hadoop can read.
+"""Reads the folder of a query's Spark checkpoint, on a local disk or on any file system of Hadoop.
 
-Nothing here writes into it (``commit_log.complete`` does). What is read: ``metadata`` (the query's id), ``offsets/N``
-(what batch N was planned for, written before it runs) and ``commits/N`` (written after it); Spark: ``StreamMetadata``,
-``OffsetSeqLog``, ``CommitLog``.
+This module does not write to the folder (``commit_log.complete`` does). It reads ``metadata`` (the query's id),
+``offsets/N`` (the end offsets of batch N, written before it runs) and ``commits/N`` (written after it). Spark's classes
+are ``StreamMetadata``, ``OffsetSeqLog`` and ``CommitLog``.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from onceflow.spark import jvm
 
 
 class Folder(Protocol):
-    """What is asked of a checkpoint's folder. Names are relative to it, divided by ``/``."""
+    """Access to a checkpoint's folder. Names are relative to it, with ``/`` between folders."""
 
     def text(self, name: str) -> str | None:
         """A whole file; None when it does not exist."""
         ...
 
     def names(self, name: str) -> list[str]:
-        """What a sub-folder holds; nothing when it does not exist."""
+        """Names of the files in a sub-folder; an empty list when it does not exist."""
         ...
 
 
 @dataclass(frozen=True)
 class LocalFolder:
-    """On a disk of this host."""
+    """A folder on a disk of this host."""
 
     path: Path
 
@@ -54,7 +54,7 @@ class LocalFolder:
 
 
 class HadoopFolder:
-    """Anywhere Hadoop has a file system for (``hdfs://``, ``s3a://``, ...)."""
+    """A folder on a file system of Hadoop (``hdfs://``, ``s3a://``, ...)."""
 
     def __init__(self, spark: SparkSession, path: Any, files: Any) -> None:
         self._jvm: Any = spark._jvm
@@ -91,7 +91,7 @@ def open_folder(spark: SparkSession, location: str, flow: str) -> tuple[Folder, 
     """The folder of ``checkpoint=``, and its full address for Spark.
 
     Raises:
-        OptionError: no file system for it.
+        OptionError: there is no file system for it.
     """
     java: Any = spark._jvm
     try:
@@ -115,17 +115,18 @@ def unreadable(name: str, why: str) -> ProgressConflictError:
     return ProgressConflictError(
         "Spark's checkpoint of this query cannot be read",
         detail=f"{name}: {why}",
-        next_step="was it deleted or changed while the query ran, or spark.sql.streaming.offsetLog.formatVersion "
-        "set? Start the flow again: progress is in Kafka; a checkpoint= of your own has to be restored first",
+        next_step="check whether it was deleted or changed while the query ran, or whether "
+        "spark.sql.streaming.offsetLog.formatVersion is set. Start the flow again: progress is in Kafka. If you gave "
+        "checkpoint=, restore that folder first",
     )
 
 
 @dataclass(frozen=True)
 class CheckpointState:
-    """How far a checkpoint is.
+    """The last batches in a checkpoint.
 
     Args:
-        query_id: None when nothing was ever started with it.
+        query_id: None when no query was ever started with it.
         planned: the last batch with an offset log; -1: none.
         committed: the last batch with a commit log; -1: none.
     """
@@ -136,10 +137,10 @@ class CheckpointState:
 
 
 def look_at(folder: Folder) -> CheckpointState:
-    """How far the checkpoint in a folder is.
+    """The state of the checkpoint in a folder.
 
     Raises:
-        ProgressConflictError: it is not what Spark writes.
+        ProgressConflictError: the files are not as Spark writes them.
     """
     text = folder.text("metadata")
     query_id = None

@@ -1,9 +1,8 @@
 """Start Spark faster: a class-data archive for its JVM, made once by ``onceflow setup``.
 
-Half of what a Spark session takes to start is the JVM reading and checking some 15,000 classes. The JVM can
-map them from an archive that an earlier run left (``-XX:ArchiveClassesAtExit``). The archive belongs to one
-Java, one Spark and one class path; where any of them differs, the JVM ignores it, and so nothing can go
-wrong but speed.
+The JVM spends half of the start of a Spark session on reading and checking some 15,000 classes. It can map them from
+an archive that an earlier run has written (``-XX:ArchiveClassesAtExit``). The archive belongs to one Java, one Spark
+and one class path. If any of them differs, the JVM ignores the archive, and the start is only slower.
 """
 
 from __future__ import annotations
@@ -24,9 +23,8 @@ log = logging.getLogger(__name__)
 
 TRAINING_TIMEOUT_S = 180
 
-# Spark touches classes as features are used, so the training run uses what a flow uses: SQL, Python tasks,
-# the Kafka connector and a streaming query. It waits for the JVM, which writes the archive after the last
-# Python line.
+# Spark loads classes when features are used, so the training run uses what a flow uses: SQL, Python tasks, the Kafka
+# connector and a streaming query. It waits for the JVM, which writes the archive after the last Python line.
 _TRAINING = """
 import sys, onceflow
 from pyspark import SparkContext
@@ -66,19 +64,19 @@ def archive_path() -> Path:
 def java_flags() -> list[str]:
     """JVM flags that use the archive; none when there is no archive."""
     path = archive_path()
-    # An archive that does not fit is a reason to be slower, not to print warnings among the user's output.
+    # With an archive that does not fit the JVM is only slower. It must not print warnings into the user's output.
     return [f"-XX:SharedArchiveFile={path}", "-Xlog:disable", "-Xlog:all=error:stderr"] if path.exists() else []
 
 
 def with_archive(options: str) -> str:
-    """These JVM options and ours, unless the user chose something about archives or JVM logging."""
+    """These JVM options and `java_flags`, unless they have an option for archives or JVM logging already."""
     if any(word in options for word in ("SharedArchiveFile", "ArchiveClassesAtExit", "-Xshare", "-Xlog")):
         return options
     return with_flags(options, java_flags())
 
 
 def make_archive() -> Path | None:
-    """Make the archive if there is none; None when it cannot be made, which costs nothing but speed."""
+    """Make the archive if there is none. Returns None when it cannot be made; then Spark only starts slower."""
     path = archive_path()
     if path.exists():
         return path

@@ -1,10 +1,10 @@
-"""The rows of a small batch, brought to the driver with as little ado as Spark allows.
+"""Brings the rows of a small batch to the driver, with as little overhead as Spark allows.
 
-Such a batch is over in tens of milliseconds, and most of them are fixed costs. ``DataFrame.toArrow`` asks the JVM some
-twenty-five things around its job (settings, the schema, the answer element by element); here it is five. And every task
-generates Java source for its projections, formats it and looks it up, for Spark's Kafka reader alone twice: at a
-hundred rows a task that is half of the task's CPU time. Spark's interpreted projections do the same at once, and are
-slower only from thousands of rows on.
+Such a batch takes tens of milliseconds, and most of that is fixed cost. ``DataFrame.toArrow`` makes about twenty-five
+calls to the JVM around its job (settings, the schema, the result element by element); this module makes five. Also,
+every task generates Java source for its projections, formats it and looks it up, twice for Spark's Kafka reader alone.
+At a hundred rows per task that is half of the task's CPU time. Spark's interpreted projections need no generated code,
+and are slower only from thousands of rows on.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from pyspark.sql.pandas.serializers import ArrowCollectSerializer
 from onceflow.spark import versions
 
 _PROJECTIONS = "spark.sql.codegen.factoryMode"
-# Every Arrow batch becomes record batches and a request of its own; below this size joining them costs less.
+# Every Arrow batch becomes record batches and a request of its own. Below this size it is cheaper to join them.
 _JOINED_BYTES_MAX = 1_000_000
 
 
 def collect(df: DataFrame, *, interpreted: bool) -> list[pa.RecordBatch]:
-    """Run a batch and return its rows in their order. It is run once, and its failure raised as ``toArrow`` does.
+    """Run a batch once and return its rows in their order. Raises the same errors as ``toArrow``.
 
     Args:
-        interpreted: whether tasks may do without generated projections, see ``queries.reads_little``.
+        interpreted: whether tasks use interpreted instead of generated projections, see ``queries.reads_little``.
     """
     context = df.sparkSession.sparkContext
     if not interpreted:
         return _joined(_collected(df))
-    # Tasks take settings from the job's properties. A value that the user has set for the session wins: Spark sets
-    # the session's own ones over it.
+    # Tasks take settings from the job's properties. A value that the user has set for the session has precedence:
+    # Spark overwrites the property with it.
     context.setLocalProperty(_PROJECTIONS, "NO_CODEGEN")
     try:
         return _joined(_collected(df))
@@ -45,16 +45,16 @@ def collect(df: DataFrame, *, interpreted: bool) -> list[pa.RecordBatch]:
 
 
 def _collected(df: DataFrame) -> list[pa.RecordBatch]:
-    answer: Any = df._jdf.collectAsArrowToPython()  # where to connect, the secret for it, the server
+    answer: Any = df._jdf.collectAsArrowToPython()  # the address to connect to, its secret, the server
     address = answer[0]
     secret = None if isinstance(address, str) else answer[1]  # a Unix socket needs none
     serializer: Any = ArrowCollectSerializer()  # type: ignore[no-untyped-call]
     received: list[Any] = []
     try:
         with _connected(address, secret) as stream:
-            received = list(serializer.load_stream(stream))  # batches in the order tasks were done, and that order
+            received = list(serializer.load_stream(stream))  # batches in the order in which tasks ended; that order
     finally:
-        # Always asked: when the job fails the stream may just end.
+        # This call is always needed: when the job fails, the stream may simply end.
         with unwrap_spark_exception():
             answer[2].getResult()
     *batches, order = received
@@ -63,7 +63,7 @@ def _collected(df: DataFrame) -> list[pa.RecordBatch]:
 
 @contextlib.contextmanager
 def _connected(address: Any, secret: str | None) -> Iterator[Any]:
-    """The stream of a job's rows. Closed at the end: before 4.2 PySpark leaves that to the garbage collector."""
+    """The stream of a job's rows. It is closed at the end: PySpark before 4.2 leaves that to the garbage collector."""
     home = "pyspark.util" if versions.has("socket in util") else "pyspark.java_gateway"
     connect: Any = importlib.import_module(home).local_connect_and_auth
     stream, connection = connect(address, secret)

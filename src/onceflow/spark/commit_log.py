@@ -1,14 +1,14 @@
-"""Spark's commit log: what it will say of a batch, known before Kafka commits it, and put there after a crash.
+"""Spark's commit log: the entry of a batch is made before Kafka commits the batch, and can be added after a crash.
 
-A batch can be committed in Kafka and missing in Spark's commit log, when the driver dies in between. Running it
-again for its state (draining) gives the state of the *second* run, which differs from the one whose output is
-committed when user code is not deterministic. So the progress record holds the entry that Spark was going to write:
-next watermark, and with state format 2 the ids of the state files of this very run. With it the next start completes
-the log, and goes on with the state that the committed batch has left. The state files are there: Spark's tasks upload
+When the driver dies at the wrong moment, a batch is committed in Kafka but missing in Spark's commit log. The batch
+could run again for its state (draining). That gives the state of the *second* run, which differs from the state of the
+committed run when user code is not deterministic. So the progress record contains the entry that Spark is going to
+write: the next watermark, and with state format 2 the ids of the state files of this run. The next start completes the
+log with this entry, and continues with the state of the committed batch. The state files exist: Spark's tasks upload
 them before the job ends, and the transaction is committed after that.
 
-The entry is made by Spark's own code and objects (MicroBatchExecution.markMicroBatchEnd does the same a moment later);
-where these are not as expected, there is no entry, and the batch is drained.
+The entry is made by Spark's own code and objects (MicroBatchExecution.markMicroBatchEnd does the same shortly after).
+If these are not as expected, there is no entry, and the batch is drained.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ log = logging.getLogger("onceflow.sink")
 
 
 class CommitLog:
-    """Of a running query. Every entry is compared with what Spark wrote in the end; one that differs is the last.
+    """The commit log of a running query.
+
+    Every entry is compared with the one that Spark writes later. If one differs, no further entries are made.
 
     Args:
         spark: the session that the query was started in. folder: of its checkpoint.
@@ -42,7 +44,7 @@ class CommitLog:
         self._trusted = True
 
     def entry(self, query_id: str, batch: int) -> str | None:
-        """What Spark will write for the batch under way, all of whose tasks are done; None: not known."""
+        """What Spark will write for the current batch, all of whose tasks are done; None: not known."""
         self._check(batch)
         if not self._trusted:
             return None
@@ -60,7 +62,7 @@ class CommitLog:
         execution = jvm.last_execution(query)
         plan = execution.executedPlan()
         tracker = query.watermarkTracker()
-        tracker.updateWatermark(plan)  # only ever rises; the same again when Spark does it
+        tracker.updateWatermark(plan)  # the watermark only rises, so nothing changes when Spark calls this again
         ids = java.scala.Option.empty()
         if self._state_format is None:  # as it was when the query started
             self._state_format = str(execution.sparkSession().conf().get(jvm.STATE_FORMAT, "1"))
@@ -80,7 +82,7 @@ class CommitLog:
         return made(watermark, ids) if versions.has("state ids") else made(watermark)
 
     def _state_ids(self, query: Any, plan: Any) -> Any:
-        """Ids of the state files of the batch under way; Spark learns them only when it ends, and once."""
+        """Ids of the state files of the current batch. Spark collects them once, when the batch ends."""
         same_type = getattr(getattr(self._java.scala, "$less$colon$less$"), "MODULE$").refl()
         current = _call(query, "currentStateStoreCkptId")
         before = current.toMap(same_type)
@@ -96,7 +98,7 @@ class CommitLog:
             return
         found = self._folder.text(f"commits/{batch - 1}")
         if found != self._made[1]:
-            self._trust_no_more(f"Spark wrote {found!r}, expected was {self._made[1]!r}")
+            self._trust_no_more(f"Spark wrote {found!r} instead of {self._made[1]!r}")
 
     def _trust_no_more(self, why: str) -> None:
         if self._trusted:
@@ -105,15 +107,15 @@ class CommitLog:
 
 
 def complete(spark: SparkSession, address: str, batch: int, entry: str) -> bool:
-    """Write the entry of a batch that Kafka has committed into a checkpoint that no query runs with.
+    """Write the entry of a batch that Kafka has committed into a checkpoint that no running query uses.
 
     Returns:
-        Whether it is there; False: the batch has to be drained.
+        Whether the entry was written. If not, the batch has to be drained.
     """
     java: Any = spark._jvm
     try:
         made = versions.java_class(spark, versions.streaming_class("CommitLog"))
-        # Whether the log may only be read, a question of newer versions.
+        # The constructor of newer versions has one more parameter: whether the log is read-only.
         rest = [False] if versions.has("commit metadata factory") else []
         written = made(spark._jsparkSession, f"{address}/commits", *rest)
         stream = java.java.io.ByteArrayInputStream(bytearray(entry.encode()))
@@ -124,7 +126,7 @@ def complete(spark: SparkSession, address: str, batch: int, entry: str) -> bool:
 
 
 def _call(target: Any, method: str, *arguments: Any) -> Any:
-    """Call a method of Spark's that is not public."""
+    """Call a method of Spark that is not public."""
     for found in target.getClass().getDeclaredMethods():
         if str(found.getName()) == method and int(found.getParameterCount()) == len(arguments):
             found.setAccessible(True)

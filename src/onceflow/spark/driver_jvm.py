@@ -1,4 +1,4 @@
-"""The JVM of this process: whether it runs, what it was started with, what it can load. Without a SparkSession."""
+"""The JVM of this process: whether it runs, its settings, its classes. None of this needs a SparkSession."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def has_context() -> bool:
 
 
 def is_started() -> bool:
-    """Whether the JVM runs, or ``spark-submit`` has started it before this process."""
+    """Whether the JVM runs. It may be ``spark-submit`` that has started it, before this process."""
     return SparkContext._gateway is not None or "PYSPARK_GATEWAY_PORT" in os.environ
 
 
@@ -27,13 +27,13 @@ def started() -> None:
 
 
 def settings() -> dict[str, str]:
-    """What a new ``SparkConf`` of the JVM holds: system properties, arguments of ``spark-submit``."""
+    """The settings in a new ``SparkConf`` of the JVM: system properties, arguments of ``spark-submit``."""
     java: Any = SparkContext._jvm
     return {pair._1(): pair._2() for pair in java.org.apache.spark.SparkConf().getAll()}
 
 
 def process_id() -> int:
-    """Of the JVM that this process has started."""
+    """Process id of the JVM that this process has started."""
     gateway: Any = SparkContext._gateway
     return int(gateway.proc.pid)
 
@@ -44,7 +44,7 @@ def can_load(name: str) -> bool:
 
 
 def spark_home() -> Path:
-    """Spark's folder: ``$SPARK_HOME``, else that of the installed pyspark."""
+    """Spark's folder: ``$SPARK_HOME``, or that of the installed pyspark."""
     from pyspark.find_spark_home import _find_spark_home
 
     return Path(_find_spark_home())

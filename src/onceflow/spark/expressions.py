@@ -1,8 +1,7 @@
 """Expressions of Spark that PySpark has no function for.
 
-Catalyst can call a public Java method in generated code (``StaticInvoke``, one of the expressions Spark's encoders
-use). So the partition of a key is computed by Kafka's own ``Utils.murmur2`` at JVM speed, without a round trip through
-Python.
+Catalyst can call a public Java method in generated code (``StaticInvoke``, one of the expressions that Spark's encoders
+use). So Kafka's own ``Utils.murmur2`` computes the partition of a key in the JVM, and no data go through Python.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What tasks cannot import, told from their errors."""
+"""Finds out from the errors of tasks what they cannot import."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MODULE = re.compile(r"No module named '([^']+)'|cannot import name '[^']+' from
 
 
 def cannot_import(problem: BaseException) -> EnvironmentUnusableError | None:
-    """The error to raise when tasks have failed at an import; None: they have failed at something else."""
+    """The error to raise when tasks have failed at an import; None when they have failed for another reason."""
     return import_error(jvm.first_line(problem))
 
 

@@ -1,7 +1,7 @@
-"""Whether tasks can load what a query sends them: looked at in a worker, before a batch depends on it.
+"""Checks that tasks can load what a query sends them, before a batch depends on it.
 
-A small batch runs in the driver's own process, which has all modules of the program; a large one runs in workers. A
-module that only the driver finds would let small batches pass and stop the flow at the first backlog.
+A small batch runs in the driver's own process, which has all modules of the program. A large one runs in Python
+workers. If only the driver could find a module, small batches would succeed, and the first large one would fail.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from onceflow.state.spec import ProcessSpec
 log = logging.getLogger("onceflow")
 
 _SECONDS = 30.0
-# A worker reads a broadcast from a file that comes with the function that has it.
+# A worker reads a broadcast variable from a file that is sent together with the function. So this is not checked.
 _BROADCAST = b"pyspark.core.broadcast"
 _FIND = "import importlib.util, sys; sys.exit(any(importlib.util.find_spec(name) is None for name in sys.argv[1:]))"
 
@@ -47,7 +47,7 @@ _passed: weakref.WeakKeyDictionary[SparkContext, set[bytes]] = weakref.WeakKeyDi
 
 
 class ImportCheck:
-    """Of what one query sends to tasks. What has passed once in a Spark application is not looked at again."""
+    """Checks what one query sends to tasks. What has passed once in a Spark application is not checked again."""
 
     def __init__(self, spark: SparkSession, sent: Iterable[Pickled], *, flow: str) -> None:
         self._spark = spark
@@ -63,20 +63,20 @@ class ImportCheck:
         ]
 
     def at_start(self) -> None:
-        """Look, unless the first executor is still to come: a start does not wait for it.
+        """Check now, unless there is no executor yet: a start does not wait for one.
 
         Raises:
-            EnvironmentUnusableError: a module is missing; with its name, and who needs it.
+            EnvironmentUnusableError: a module is missing. The text has its name, and what needs it.
         """
         context: Any = self._spark.sparkContext._jsc
         if self._local or context.sc().getExecutorMemoryStatus().size() > 1:
             self.finish()
 
     def finish(self) -> None:
-        """Look, where `at_start` has not.
+        """Check now, if `at_start` has not.
 
         Raises:
-            EnvironmentUnusableError: see there.
+            EnvironmentUnusableError: see `at_start`.
         """
         waiting, self._waiting = self._waiting, []
         if not waiting:
@@ -89,11 +89,11 @@ class ImportCheck:
             refusal = cannot_import(error) or EnvironmentUnusableError(
                 "Tasks cannot run Python code of the driver",
                 detail=jvm.first_line(error),
-                next_step="see that the Python that runs tasks (spark.pyspark.python) has what the driver's has",
+                next_step="make sure that the Python that runs tasks (spark.pyspark.python) has the driver's packages",
             )
             raise refusal.locate(flow=self._flow) from error
         if found is None:
-            log.warning("flow %s: not checked whether tasks find its modules: none has run in time", self._flow)
+            log.warning("flow %s: not checked whether tasks find its modules: no task has run in time", self._flow)
             return
         for each, failure in zip(waiting, found, strict=True):
             if failure is not None:
@@ -102,7 +102,7 @@ class ImportCheck:
 
 
 def sent_to_tasks(df: DataFrame, specs: Sequence[ProcessSpec], flow: str) -> list[Pickled]:
-    """What a query makes tasks load: processors, stores of the user's own, functions.
+    """What tasks have to load for a query: processors, the user's own stores, functions.
 
     Args:
         specs: of the process steps.
@@ -132,7 +132,7 @@ def _refusal(sent: Pickled, failure: LoadFailure) -> EnvironmentUnusableError:
     return import_error(line, sent.what) or EnvironmentUnusableError(
         f"Tasks cannot load {sent.what}",
         detail=line,
-        next_step="see that the modules where tasks run are those of the driver, in the same versions",
+        next_step="make sure that tasks have the same modules as the driver, in the same versions",
     )
 
 
@@ -141,7 +141,7 @@ def _digest(sent: Pickled) -> bytes:
 
 
 def _load_in_task(context: SparkContext, pickles: Sequence[bytes]) -> list[LoadFailure | None] | None:
-    """For each, what has failed. None: no task has run in time."""
+    """For each pickle, why it cannot be loaded, or None. Returns None as a whole when no task has run in time."""
     group = f"onceflow-imports-{uuid.uuid4()}"
     found: list[list[LoadFailure | None]] = []
     problems: list[BaseException] = []
@@ -165,8 +165,8 @@ def _load_in_task(context: SparkContext, pickles: Sequence[bytes]) -> list[LoadF
 
 
 def are_found(context: SparkContext, names: Iterable[str]) -> bool:
-    """Whether workers on this machine will find modules, as far as it can be told without one: by where the driver has
-    them from, or by asking a Python like theirs, which takes 30 ms."""
+    """Whether workers on this machine will find modules, found out without a worker: from the folders in which the
+    driver has found them, or by starting the Python that workers use, which takes 30 ms."""
     known = set(shipping.program_folders())
     known |= {os.path.abspath(sysconfig.get_path(name)) for name in ("purelib", "platlib")}
     same = context.pythonExec == sys.executable

@@ -1,4 +1,4 @@
-"""What is asked of Spark's JVM beyond PySpark's own API: about plans, tasks, running queries and failures."""
+"""Calls to Spark's JVM beyond PySpark's API: about plans, tasks, running queries and failures."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from onceflow.errors import BatchAbortedError, OptionError
 from onceflow.host.jars import spark_connector_coordinates
 from onceflow.spark import versions
 
-#: How PySpark tells that Spark has failed.
+#: The errors by which PySpark reports a failure of Spark.
 SPARK_ERRORS: tuple[type[Exception], ...] = (PySparkException, Py4JError)
 #: Version of the state store's checkpoints; from 2 on, state files have unique ids that Spark's commit log names.
 STATE_FORMAT = "spark.sql.streaming.stateStore.checkpointFormatVersion"
@@ -29,15 +29,15 @@ _INTERRUPTIONS = frozenset(
         "org.apache.kafka.common.errors.InterruptException",
     }
 )
-# Before Spark 4 a cancelled job has no condition, but this text. No text of user code begins so, as Spark puts its own
-# in front of it.
+# Before Spark 4 a cancelled job has no error condition, but this text. No text of user code begins like this, because
+# Spark puts its own text in front of it.
 _CANCELLED_TEXT = re.compile(r"Job \d+ cancelled\b")
 _SPARK_EXCEPTION = "org.apache.spark.SparkException"
 _WAITED = "Exception thrown in awaitResult"
 _KAFKA_TIMEOUT = "org.apache.kafka.common.errors.TimeoutException"
 _MAX_CAUSES = 20
 _QUERY_ID = "sql.streaming.queryId"  # local property of the thread that runs a query's batches
-# One class of each jar that the Kafka connector needs. Spark finds it without them, and fails later.
+# One class of each jar that the Kafka connector needs. Without these jars Spark finds the connector, and fails later.
 _CONNECTOR_NEEDS = (
     "org.apache.kafka.clients.consumer.KafkaConsumer",
     "org.apache.spark.kafka010.KafkaConfigUpdater",
@@ -46,15 +46,15 @@ _CONNECTOR_NEEDS = (
 
 
 def why_no_connector(spark: SparkSession) -> str:
-    """Why Spark could not read topics, in a line; empty when it can."""
+    """Why Spark cannot read topics, in one line; empty when it can."""
     sources: Any = spark._jvm.org.apache.spark.sql.execution.datasources.DataSource  # type: ignore[union-attr]
     try:
-        # What load() does, by the class loader of this thread: it finds jars however they were given.
+        # As in load(), with the class loader of this thread: it finds jars whichever way they were given.
         sources.lookupDataSource("kafka", spark._jsparkSession.sessionState().conf())
     except (Py4JError, PySparkException) as error:
         return str(error).splitlines()[0]
     missing = [name for name in _CONNECTOR_NEEDS if not has_class(spark._jvm, name)]
-    return f"the connector is there without jars that it needs: no class {missing[0]}" if missing else ""
+    return f"the connector lacks jars that it needs: there is no class {missing[0]}" if missing else ""
 
 
 def connector_package(spark: SparkSession) -> str:
@@ -75,7 +75,7 @@ def has_class(java: Any, name: str) -> bool:
 
 
 def kind(node: Any) -> str:
-    """Class of a plan's node, without its package, by its newest name."""
+    """Class of a plan's node, without its package. If Spark has renamed it, the newest name."""
     name = str(node.getClass().getSimpleName())
     return versions.RENAMED_OPERATORS.get(name, name)
 
@@ -84,7 +84,7 @@ def nodes(tree: Any, mark: Any = None) -> Iterator[Any]:
     """Every node of a plan, logical or physical, or of an expression.
 
     Args:
-        mark: one of Catalyst's tree patterns; only nodes that it is in, or below, are looked at.
+        mark: one of Catalyst's tree patterns. Only nodes that have it, themselves or below them, are returned.
     """
     waiting = [tree]
     while waiting:
@@ -97,7 +97,7 @@ def nodes(tree: Any, mark: Any = None) -> Iterator[Any]:
 
 
 def has_shuffle(df: DataFrame) -> bool:
-    """Whether tasks of a batch read shuffle files: only then can Spark attempt a whole stage again."""
+    """Whether tasks of a batch read shuffle files: only then can Spark run a whole stage again."""
     waiting = [df._jdf.queryExecution().toRdd()]
     seen: set[int] = set()
     while waiting:
@@ -115,13 +115,13 @@ def has_shuffle(df: DataFrame) -> bool:
 
 
 def stage_attempts(spark: SparkSession, stages: Iterable[int], timeout_s: float = 20.0) -> dict[int, int]:
-    """Attempt number each stage has reached, after Spark has told its listeners everything.
+    """Number of the last attempt of each stage.
 
-    Python's TaskContext does not know the attempt of its stage, and attempt numbers of tasks start at 0 again
-    in it. Spark's status store does, a little later: hence the wait for the listener bus.
+    Python's TaskContext does not know the attempt of its stage, and attempt numbers of tasks start at 0 again in each
+    attempt of a stage. Spark's status store knows it, a little later. So this waits until the listener bus is empty.
 
     Raises:
-        BatchAbortedError: it cannot be found out.
+        BatchAbortedError: Spark does not say.
     """
     tracker: Any = spark.sparkContext._jsc.statusTracker()
     found: dict[int, int] = {}
@@ -134,18 +134,18 @@ def stage_attempts(spark: SparkSession, stages: Iterable[int], timeout_s: float 
             found[stage] = int(info.currentAttemptId())
     except (Py4JError, LookupError) as error:
         raise BatchAbortedError(
-            "It cannot be told whether Spark attempted a stage twice",
+            "It is not known whether Spark ran a stage twice",
             detail=first_line(error),
-            next_step="none: the batch is run again under a new epoch; if it repeats, see what listeners the "
-            "session has (they must keep up within 20 s) and spark.ui.retainedStages",
+            next_step="none: the batch is run again under a new epoch; if it repeats, check the listeners of the "
+            "session (they must process all events within 20 s) and spark.ui.retainedStages",
         ) from error
     return found
 
 
 def running_query(spark: SparkSession, query_id: str) -> Any:
-    """The ``StreamExecution`` of a query that runs in this Spark, in whatever session; None when it does not run.
+    """The ``StreamExecution`` of a query that runs in this Spark, in any session; None when it does not run.
 
-    A batch has a session of its own, whose ``streams()`` knows no query: what all sessions share knows them.
+    A batch has a session of its own, whose ``streams()`` knows no query. The shared state of all sessions knows them.
     """
     java: Any = spark._jvm
     running = spark._jsparkSession.sharedState().activeStreamingQueries()
@@ -153,7 +153,7 @@ def running_query(spark: SparkSession, query_id: str) -> Any:
 
 
 def last_execution(query: Any) -> Any:
-    """The ``IncrementalExecution`` of the batch under way, or the last one, of what `running_query` has found."""
+    """The ``IncrementalExecution`` of the current or last batch of a query that `running_query` has returned."""
     if versions.has("execution context"):
         return query.getLatestExecutionContext().executionPlan()
     return query.lastExecution()
@@ -169,16 +169,16 @@ def state_rows(spark: SparkSession, query_id: str) -> float:
 
 
 def rows_dropped(spark: SparkSession, query_id: str) -> int:
-    """How many rows operators with state have dropped as late, in the batch under way of a query.
+    """How many rows operators with state have dropped as late, in the current batch of a query.
 
-    All its attempts together: the plan keeps its metrics.
+    The number is for all its attempts together, because the plan keeps its metrics.
     """
     metrics = [node.metrics().get("numRowsDroppedByWatermark") for node in _state_store_writers(spark, query_id)]
     return sum(int(metric.get().value()) for metric in metrics if metric.isDefined())
 
 
 def _state_store_writers(spark: SparkSession, query_id: str) -> Iterator[Any]:
-    """The operators that keep state, in the batch under way of a query."""
+    """The operators that keep state, in the current batch of a query."""
     java: Any = spark._jvm
     loader = java.org.apache.spark.util.Utils.getContextOrSparkClassLoader()
     writer = java.java.lang.Class.forName(versions.streaming_class("StateStoreWriter"), False, loader)
@@ -188,18 +188,18 @@ def _state_store_writers(spark: SparkSession, query_id: str) -> Iterator[Any]:
 
 
 def forget_state_ids(spark: SparkSession, query_id: str) -> None:
-    """Make a batch that is run again name the state of its last attempt, not of its first.
+    """To be called before a batch is run again: Spark must use the state of the last attempt, not of the first.
 
     With ``stateStore.checkpointFormatVersion`` 2 every attempt of a task writes state files under an id of its own,
-    and Spark's commit log names the first that was reported (``StateStoreWriter.getStateStoreCheckpointInfo``): that
-    of the aborted attempt, whose state may be another where user code is not deterministic.
+    and Spark's commit log names the first id that was reported (``StateStoreWriter.getStateStoreCheckpointInfo``).
+    That is the id of the aborted attempt, whose state may be different if user code is not deterministic.
 
-    Before Spark 4.2 the state of the first batch cannot be forgotten: a store that begins again with version 0 writes
-    the id of the aborted attempt into its changelog, and a later start may take that attempt's snapshot
-    (``RocksDB.loadWithCheckpointId``: ``currVersionLineage``). The stores of another start are new ones.
+    Before Spark 4.2 this is not possible for the first batch: a store that begins again with version 0 writes the id
+    of the aborted attempt into its changelog, and a later start may load that attempt's snapshot
+    (``RocksDB.loadWithCheckpointId``: ``currVersionLineage``). After another start of the flow the stores are new.
 
     Raises:
-        BatchAbortedError: Spark does not let us; then the batch must not be run again.
+        BatchAbortedError: Spark does not allow it; then the batch must not be run again.
     """
     if not versions.has("state ids"):
         return
@@ -214,14 +214,14 @@ def forget_state_ids(spark: SparkSession, query_id: str) -> None:
             node.checkpointInfoAccumulator().reset()
     except (Py4JError, AttributeError, TypeError) as error:
         raise BatchAbortedError(
-            "The batch cannot be run again: what its first attempt did to Spark's state cannot be forgotten",
+            "The batch cannot be run again: what its first attempt did to Spark's state cannot be undone",
             detail=first_line(error),
             next_step="start the flow again: it continues at this batch",
         ) from error
 
 
 def failed_task_message(spark: SparkSession, stages: Iterable[int]) -> str:
-    """Why a task of these stages failed, as Spark's status store has it; empty when it does not tell."""
+    """Why a task of these stages failed, according to Spark's status store; empty when it does not say."""
     try:
         spark.sparkContext._jsc.sc().listenerBus().waitUntilEmpty(5_000)
         store: Any = spark.sparkContext._jsc.sc().statusStore()
@@ -232,7 +232,7 @@ def failed_task_message(spark: SparkSession, stages: Iterable[int]) -> str:
                 if message.isDefined():
                     return f"the first attempt failed: {blamed_line(str(message.get()))}"
     except Py4JError:
-        pass  # only an explanation: the batch is aborted in any case
+        pass  # only the explanation is missing: the batch is aborted in any case
     return ""
 
 
@@ -251,7 +251,7 @@ def source_partitions(df: DataFrame) -> list[tuple[str, int]]:
         found.append((str(offset_range.topic()), int(offset_range.partition())))
     if len(set(found)) != len(found):
         raise _not_source_partitioned(
-            "a source partition is split over tasks (minPartitions or maxRecordsPerPartition)"
+            "a source partition is divided among tasks (minPartitions or maxRecordsPerPartition)"
         )
     return found
 
@@ -270,18 +270,18 @@ def _input_of(partition: Any) -> Any:
 
 
 def task_total(df: DataFrame) -> int:
-    """How many tasks compute a DataFrame. It runs nothing: adaptive execution is off (``driver/commit.py``)."""
+    """How many tasks compute a DataFrame. No job runs for this, because adaptive execution is off (``batch_sink.py``)."""
     return int(df._jdf.queryExecution().toRdd().getNumPartitions())
 
 
 def coalesced_tasks(df: DataFrame) -> list[list[int]]:
-    """For each task of a DataFrame behind a ``coalesce``, the numbers of the tasks that it has taken together."""
+    """For each task of a DataFrame after a ``coalesce``, the numbers of the tasks that were merged into it."""
     rdd = _followed(df._jdf.queryExecution().toRdd(), "CoalescedRDD")
     return [[int(number) for number in partition.parentsIndices()] for partition in rdd.partitions()]
 
 
 def _followed(rdd: Any, kind: str) -> Any:
-    """The RDD of this class that an RDD is made from one to one."""
+    """The RDD of this class from which an RDD is made, through one-to-one dependencies only."""
     while rdd.getClass().getSimpleName() != kind:
         dependencies = rdd.dependencies()
         if dependencies.size() != 1 or dependencies.head().getClass().getSimpleName() != "OneToOneDependency":
@@ -299,9 +299,9 @@ def _not_source_partitioned(why: str) -> OptionError:
 
 
 def was_cancelled(error: BaseException) -> bool:
-    """Whether Spark has cancelled the job or interrupted the query, as its classes and error conditions say.
+    """Whether Spark has cancelled the job or interrupted the query, according to its classes and error conditions.
 
-    Texts do not count: they may be those of user code.
+    Messages are not used for this, because they may come from user code.
     """
     try:
         return any(
@@ -319,7 +319,7 @@ def _is_cancellation(thrown: Any) -> bool:
 
 
 def kafka_timeout(error: BaseException) -> str:
-    """What a Kafka client of Spark's has waited for in vain, when that is why the query has ended; else empty."""
+    """The message of a timeout in a Kafka client of Spark, if that has ended the query; otherwise empty."""
     try:
         for each in _thrown(error):
             if str(each.getClass().getName()) == _KAFKA_TIMEOUT:
@@ -372,15 +372,15 @@ def _message(error: BaseException) -> str:
     if getattr(error, "java_exception", None) is not None:
         for thrown in _thrown(error):
             message = thrown.getMessage()
-            # A thread that waited for another one says only that. Spark 3.5 does not look at the cause.
+            # The message of a thread that waited for another one does not help. Spark 3.5 ignores the cause.
             if message and not str(message).startswith(_WAITED):
                 return str(message)
     return str(error)
 
 
 def blamed_line(text: str) -> str:
-    """The line that says what happened: of a Python traceback the exception and the line of the user's code that
-    raised it, else the last line that names an error, else the first."""
+    """The line that says what happened. From a Python traceback: the exception and the line of the user's code that
+    raised it. Otherwise the last line that names an error, or the first line."""
     said = user_code.blamed(text)
     if said:
         return said

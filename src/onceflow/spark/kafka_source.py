@@ -1,4 +1,4 @@
-"""Spark's Kafka source, as ``Flow.read`` makes it."""
+"""Spark's Kafka source, as ``Flow.read`` uses it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What Spark's JVM and py4j say when a flow fails: one line on the console, all of it in a file.
+"""The log output of Spark's JVM and of py4j when a flow fails: one line on the console, everything in a file.
 
-The error itself is onceflow's own: raised where the query is awaited, else logged once.
+The error itself comes from onceflow: it is raised where the program waits for the query, or logged once.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def with_settings(options: str, spark_conf: Path, level: str = "WARN") -> str:
 
 
 def log_file() -> Path:
-    """Where the JVM of this process writes its log; those of processes that have ended are removed."""
+    """Where the JVM of this process writes its log. Old logs of processes that have ended are removed."""
     for old in of_ended_processes(_PREFIX, r"\.log(\.1)?"):
         if _is_old(old):
             old.unlink(missing_ok=True)
@@ -46,7 +46,7 @@ def log_file() -> Path:
 
 
 def _is_old(file: Path) -> bool:
-    """Whether nobody looks at it any more: a day after its last line."""
+    """Whether the last line of a log is more than a day old."""
     try:
         return time.time() - file.stat().st_mtime > 86_400
     except OSError:
@@ -54,14 +54,14 @@ def _is_old(file: Path) -> bool:
 
 
 class _NotOfFlows(logging.Filter):
-    """Leaves out what py4j says of errors that onceflow raises: they reach the user another way."""
+    """Drops messages of py4j about errors that onceflow raises, because the user gets these errors in another way."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         return not (record.exc_info and isinstance(record.exc_info[1], OnceflowError))
 
 
 def silence_py4j() -> None:
-    """py4j logs every error of a callback with its traceback, and so those of foreachBatch."""
+    """Drop these messages. py4j logs every error of a callback with its traceback, also those of foreachBatch."""
     logger = logging.getLogger("py4j.clientserver")
     if not any(isinstance(each, _NotOfFlows) for each in logger.filters):
         logger.addFilter(_NotOfFlows())

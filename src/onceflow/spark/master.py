@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from pyspark.sql import SparkSession
 
-# What dynamic allocation may add to the cores that are there: without tasks that wait it would never add any.
+# With dynamic allocation, plan for so many times the current cores. Without waiting tasks Spark would never add any.
 _GROWTH = 4
 
 
@@ -28,9 +28,9 @@ def local_cores(master: str) -> int | None:
 
 
 def current_cores(spark: SparkSession) -> Callable[[], int]:
-    """Asks how many tasks Spark runs at once: at this moment, for executors come and go."""
+    """A function that returns how many tasks Spark can run at once. The number changes, as executors come and go."""
     context = spark.sparkContext
-    # Not by SparkContext.getConf, which copies every setting from the JVM, one by one.
+    # Not with SparkContext.getConf, which copies every setting from the JVM, one by one.
     grows = str(spark.conf.get("spark.dynamicAllocation.enabled", "false")).lower() == "true"
 
     def cores() -> int:

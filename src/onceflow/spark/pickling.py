@@ -1,6 +1,6 @@
-"""A processor as it is sent to tasks: its pickle, the modules that this names, and what cannot be sent at all.
+"""A processor as it is sent to tasks: its pickle, the modules that the pickle needs, and why one cannot be sent.
 
-Tasks import this module: it needs little.
+Tasks import this module, so it imports little itself.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ class Pickled:
 
     Args:
         what: for errors, for example ``the processor Balance``.
-        names: the modules that the pickle names instead of holding what is in them: tasks import these. Empty where
-            they are not known.
+        names: the modules that are pickled by reference: tasks import these. Empty where they are not known.
     """
 
     what: str
@@ -38,17 +37,17 @@ class Pickled:
 
 @dataclass(frozen=True)
 class LoadFailure:
-    """Why a pickle cannot be loaded in a task. The error itself might be of a class that the driver lacks."""
+    """Why a pickle cannot be loaded in a task. The error itself is not sent: the driver may not have its class."""
 
     kind: str
     text: str
 
 
 def pickled(sent: object, *, flow: str) -> Pickled:
-    """The pickle of a processor, or of a class of stores, made as Spark makes it.
+    """The pickle of a processor, or of a store class, made as Spark makes it.
 
     Raises:
-        OptionError: it cannot be pickled; the text names the class and the attribute.
+        OptionError: it cannot be pickled. The text names the class and the attribute.
     """
     name = (sent if isinstance(sent, type) else type(sent)).__qualname__
     with io.BytesIO() as file:
@@ -62,7 +61,7 @@ def pickled(sent: object, *, flow: str) -> Pickled:
 
 
 def load_failure(data: bytes) -> LoadFailure | None:
-    """What a task does: None when it can load a pickle."""
+    """Runs in a task: why it cannot load a pickle; None when it can."""
     try:
         pickle.loads(data)
     except Exception as error:
@@ -71,7 +70,7 @@ def load_failure(data: bytes) -> LoadFailure | None:
 
 
 class _Pickler(cloudpickle.Pickler):
-    """Notes which modules are named."""
+    """Notes which modules are pickled by reference."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)  # type: ignore[no-untyped-call]
@@ -91,16 +90,16 @@ def _refusal(sent: object, name: str, error: Exception, flow: str) -> OptionErro
         f"{what} cannot be sent to tasks",
         flow=flow,
         detail=f"{type(why).__name__}: {why}".splitlines()[0],
-        next_step="a processor is pickled: make connections, locks and the like in open(), which runs in the tasks, "
-        "and put them on self there",
+        next_step="a processor is pickled: create connections, locks and the like in open(), which runs in the tasks, "
+        "and store them on self there",
     )
 
 
 def _culprit(value: Any, name: str, user: str, depth: int) -> tuple[str, Exception] | None:
-    """What it is in a value that cannot be pickled, and why; None: the value can be.
+    """The part of a value that cannot be pickled, and why; None if the value can be pickled.
 
     Args:
-        user: the function that the value belongs to, if it does.
+        user: the function that uses the value; empty if there is none.
     """
     why = _failure(value)
     if why is None:
@@ -123,7 +122,7 @@ def _failure(value: Any) -> Exception | None:
 
 
 def _parts(value: Any, name: str, user: str) -> Iterator[tuple[str, str, Any]]:
-    """What is pickled with a value, as far as it is ours to name: not the inside of a client of somebody else."""
+    """The parts of a value that are pickled with it. Objects of other libraries are not taken apart."""
     if isinstance(value, Processor | ColumnProcessor):
         yield from ((f"{name}.{attribute}", user, part) for attribute, part in vars(value).items())
         yield name, user, type(value)
@@ -144,7 +143,7 @@ def _parts(value: Any, name: str, user: str) -> Iterator[tuple[str, str, Any]]:
 
 
 def _used_by(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    """Variables around a function, which go with it when it is pickled by value."""
+    """Variables from outside of a function. They are pickled with it when it is pickled by value."""
     code = function.__code__
     for variable, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
         try:

@@ -1,9 +1,9 @@
-"""Logical plans of Spark's, taken apart at process steps and put together again for a batch.
+"""Logical plans of Spark: they are divided at process steps, and put together again for each batch.
 
-What stands behind a process step in a query is ordinary Spark: ``select``, ``where``, a join with a static
-DataFrame. The streaming query itself only brings the rows that go into the steps. In a batch the step runs with as many
-tasks as the batch is worth, and the operators behind it are put on top of its rows: the same nodes of the analyzed
-plan, with another child. Nodes are found by their *path*, the numbers of the children from the root.
+The operators after a process step are ordinary Spark: ``select``, ``where``, a join with a static DataFrame. The
+streaming query itself only supplies the rows that go into the steps. In a batch the step runs with a number of tasks
+that suits the batch, and the operators after it are applied to its rows: the same nodes of the analyzed plan, with
+another child. Nodes are found by their *path*, the numbers of the children from the root.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from onceflow.spark.task_shuffle import repartition_by_task
 Path = tuple[int, ...]
 
 #: Operators whose tasks are those of their child, one to one and each run once (Spark: the physical operators that
-#: return ``child.execute().mapPartitions...``). Behind these a process step knows its partitions by its task.
+#: return ``child.execute().mapPartitions...``). Below them a process step can tell its partitions from its task.
 NARROW = frozenset(
     ("EventTimeWatermark", "Filter", "Generate", "MapInArrow", "MapInPandas", "Project", "SubqueryAlias")
 )
@@ -40,7 +40,7 @@ def children(plan: Any) -> list[Any]:
 
 
 def optimized(df: DataFrame) -> Any:
-    """The plan of a DataFrame as the optimizer has left it."""
+    """The optimized plan of a DataFrame."""
     return df._jdf.queryExecution().optimizedPlan()
 
 
@@ -52,16 +52,16 @@ def at(plan: Any, path: Path) -> Any:
 
 
 def frame(spark: SparkSession, plan: Any) -> DataFrame:
-    """A DataFrame of a plan, analyzed again where it is new."""
+    """A DataFrame of a plan. New parts of the plan are analyzed."""
     dataset = versions.sql_class(spark, "Dataset")
     return DataFrame(dataset.ofRows(spark._jsparkSession, plan), spark)
 
 
 def named_as(df: DataFrame, plan: Any) -> Any:
-    """The plan of a DataFrame whose columns take the place of another plan's: the same names and expression ids.
+    """The plan of a DataFrame, with the column names and expression ids of another plan, which it can then replace.
 
     Args:
-        plan: has as many columns, of the same types in the same order.
+        plan: the other plan. It has equally many columns, with the same types in the same order.
     """
     java: Any = df.sparkSession._jvm
     own, wanted = analyzed(df), plan.output()
@@ -79,7 +79,7 @@ def named_as(df: DataFrame, plan: Any) -> Any:
 
 
 def grafted(spark: SparkSession, plan: Any, new: Mapping[Path, Any]) -> Any:
-    """The plan with other nodes at these paths. No path begins with another one."""
+    """The plan with other nodes at these paths. No path may begin with another one."""
     if () in new:
         return new[()]
     by_child: dict[int, dict[Path, Any]] = {}
@@ -90,14 +90,15 @@ def grafted(spark: SparkSession, plan: Any, new: Mapping[Path, Any]) -> Any:
 
 
 def exchanged(df: DataFrame, tasks: int) -> DataFrame:
-    """The same rows behind a shuffle that every reader shares: what is in front of it runs once, whoever reads.
+    """The same rows after a shuffle, so that what is before the shuffle runs only once.
 
-    Each task's rows stay together and in their order. The DataFrame stands on the shuffled RDD itself
-    (as Spark's own ForeachBatchSink does it): the optimizer cannot move anything through it, and Spark computes the
-    stage of a shuffle once, for however many operators and jobs read it.
+    Each task's rows stay together and in their order. The new DataFrame is made from the shuffled RDD itself (as in
+    Spark's own ForeachBatchSink). So the optimizer cannot move anything across the shuffle, and Spark computes the
+    stage before it once, however many operators and jobs read it.
 
     Args:
-        tasks: of the shuffle; each takes the rows of one task of the DataFrame, or of several where these are more.
+        tasks: how many tasks the shuffle has. Each takes the rows of one task of the DataFrame, or of several if the
+            DataFrame has more tasks.
     """
     spark = df.sparkSession
     moved = repartition_by_task(df, tasks, F.pmod(F.spark_partition_id(), F.lit(tasks)))
@@ -107,7 +108,7 @@ def exchanged(df: DataFrame, tasks: int) -> DataFrame:
 
 
 def check_streaming(df: DataFrame, flow: str) -> None:
-    """Refuse what Spark refuses in a stream: it never sees the part of a query that stands behind a process step.
+    """Refuse what Spark refuses in a stream. Spark itself never sees the operators after a process step.
 
     Raises:
         UnsupportedQueryError: with Spark's reason (Spark: ``UnsupportedOperationChecker``).
@@ -128,15 +129,15 @@ def check_streaming(df: DataFrame, flow: str) -> None:
 
 @dataclass(frozen=True)
 class Operator:
-    """One operator of a logical plan, as far as it says whether rows are the same behind it.
+    """One operator of a logical plan: what is needed to decide whether it changes rows.
 
     Args:
         kind: its class.
-        columns: name and expression id of each column that it yields. Spark keeps the id of a column that is handed on
-            as it is.
-        taken: of a projection, the id of the column that each of its own is, maybe by another name; None: it is
-            computed.
-        keeps_all: of a filter, whether its condition is true for every row and in every batch.
+        columns: name and expression id of each column that it yields. Spark keeps the id of a column that is passed on
+            unchanged.
+        taken: for a projection, the id of the input column that each column is, maybe with another name; None: the
+            column is computed.
+        keeps_all: for a filter, whether its condition is true for every row and in every batch.
     """
 
     kind: str
@@ -171,13 +172,13 @@ def _is_always_true(spark: SparkSession, condition: Any) -> bool:
     java: Any = spark._jvm
     time = (
         java.org.apache.spark.sql.catalyst.trees.TreePattern.CURRENT_LIKE()
-    )  # foldable, but another one in each batch
+    )  # foldable, but different in each batch
     if not (condition.foldable() and condition.deterministic()) or condition.containsPattern(time):
         return False
     try:
         return bool(condition.eval(None))
     except jvm.SPARK_ERRORS:
-        return False  # it fails for every row: a batch with rows will say so
+        return False  # it fails for every row: a batch with rows will raise the error
 
 
 def _items(sequence: Any) -> list[Any]:

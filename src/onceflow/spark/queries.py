@@ -1,4 +1,4 @@
-"""What a query and a session must be like before onceflow runs them: checked before anything is written."""
+"""Checks of a query and of a session, made before anything is written."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ _READER_KNOWN = {
     "fetchoffset.numretries",
     "fetchoffset.retryintervalms",
 }
-# By these several tasks may read one partition.
+# With these options several tasks may read one partition.
 _SPLITTING = ("minPartitions", "maxRecordsPerPartition")
 
 
@@ -64,7 +64,7 @@ def reader_options(options: Mapping[str, str], flow: str) -> dict[str, str]:
     """Options for Spark's Kafka source that a user may set.
 
     Raises:
-        OptionError: unknown, or decided by onceflow.
+        OptionError: an option is unknown, or onceflow sets it itself.
     """
     for name in options:
         lower = name.lower()
@@ -86,7 +86,7 @@ def starting_offsets_json(topic: str, offsets: Mapping[int, int]) -> str:
 
 
 def check_session(spark: SparkSession, flow: str) -> None:
-    """Refuse a Spark that is not supported, and what would break a guarantee whatever the query is."""
+    """Refuse a Spark that is not supported, and settings that would break a guarantee for any query."""
     if not hasattr(spark, "_jsparkSession"):
         raise UnsupportedQueryError(
             "Spark Connect is not supported: foreachBatch runs in another process there",
@@ -103,10 +103,10 @@ def check_session(spark: SparkSession, flow: str) -> None:
 
 
 def check_connector(spark: SparkSession, flow: str) -> None:
-    """Refuse a session that cannot read topics, before anything is taken over.
+    """Refuse a session that cannot read topics. Called before the flow is taken over from another driver.
 
     Raises:
-        EnvironmentUnusableError: Spark's Kafka connector is not on its class path, or not whole.
+        EnvironmentUnusableError: Spark's Kafka connector is not on its class path, or incomplete.
     """
     problem = jvm.why_no_connector(spark)
     if problem:
@@ -119,9 +119,9 @@ def check_connector(spark: SparkSession, flow: str) -> None:
         )
 
 
-# What the name of a process step in a query plan begins with.
+# Prefix of the name of a process step in a query plan.
 _STEP_NAME = "onceflow_state_"
-# Likewise of any function of onceflow's own: all of them make a row of a row, or are process steps.
+# Prefix of all of onceflow's own functions. They are process steps, or make one row from each row.
 _OUR_NAMES = "onceflow_"
 # mapInArrow and mapInPandas.
 _FREE = ("MapInArrow", "MapInPandas")
@@ -133,7 +133,7 @@ def step_name(table: str) -> str:
 
 
 def step_table(node: Any) -> str | None:
-    """The table of the process step that a node of a plan is, if it is one."""
+    """The table of a process step; None if the node of a plan is not a process step."""
     if jvm.kind(node) != "MapInArrow":
         return None
     name = str(node.functionExpr().name())
@@ -156,7 +156,7 @@ def topics_read(plan: Any) -> set[str]:
 
 @dataclass(frozen=True)
 class PlanFacts:
-    """What a query's plan says about it.
+    """Facts about a query, from its plan.
 
     Args:
         topics: whether it reads topics with ``Flow.read``.
@@ -164,8 +164,8 @@ class PlanFacts:
         stateful: whether Spark keeps state for it.
         watermark: whether it has one of Spark's watermarks, by which operators with state drop late rows.
         has_step: whether rows come out of a process step.
-        dealt_out: whether rows go to tasks in turn (``repartition(n)`` without columns): equal keys meet in any order.
-        splitting: the option by which several tasks may read one partition, and of which topic; None: there is none.
+        dealt_out: whether rows go to tasks in turn (``repartition(n)`` without columns): the order of a key is lost.
+        splitting: an option by which several tasks may read one partition, and its topic; None: there is none.
     """
 
     topics: bool
@@ -178,10 +178,10 @@ class PlanFacts:
 
 
 def check_plan(df: DataFrame, flow: str, *, checkpoint: bool = False) -> PlanFacts:
-    """Refuse queries that cannot be continued from what is there: progress in Kafka, and maybe a checkpoint.
+    """Refuse queries that cannot continue from progress in Kafka and, if there is one, from a checkpoint.
 
     Raises:
-        UnsupportedQueryError: not a stream, a foreign source, or Spark-native state without a checkpoint.
+        UnsupportedQueryError: it is not a stream, has a foreign source, or has state in Spark without a checkpoint.
     """
     if not isinstance(df, DataFrame):
         raise UnsupportedQueryError(
@@ -217,7 +217,7 @@ def _needs_checkpoint(what: str, df: DataFrame, flow: str) -> UnsupportedQueryEr
     if any(step_table(node) is not None for node in jvm.nodes(df._jdf.queryExecution().analyzed())):
         # A checkpoint would be refused next: see step_query.check_goes_with.
         return UnsupportedQueryError(
-            f"The query keeps state in Spark ({what}) behind Flow.process, whose state is in Kafka",
+            f"The query keeps state in Spark ({what}) after Flow.process, whose state is in Kafka",
             flow=flow,
             next_step="divide it into two flows: one writes what the processor yields to a topic, the other reads it",
         )
@@ -252,7 +252,7 @@ def _check_source(node: Any, kind: str, flow: str, checkpoint: bool) -> bool:
 
 
 def reads_little(df: DataFrame) -> bool:
-    """Whether a batch of few source records is little work for Spark, too: nothing else is read, no state is kept."""
+    """Whether few source records mean little work for Spark: the query reads nothing else and keeps no state."""
     for node in jvm.nodes(df._jdf.queryExecution().analyzed()):
         kind = jvm.kind(node)
         if not node.isStreaming() or kind == "Join" or kind in _STATEFUL:
@@ -261,7 +261,7 @@ def reads_little(df: DataFrame) -> bool:
 
 
 def may_make_many(df: DataFrame) -> bool:
-    """Whether user code turns rows into as many as it likes: a link into the rows of its file, for example."""
+    """Whether user code may make many rows from one, for example the rows of a file from a link to it."""
     for node in jvm.nodes(df._jdf.queryExecution().analyzed()):
         kind = jvm.kind(node)
         if kind in _FREE and not is_ours(str(node.functionExpr().name())):
@@ -270,14 +270,14 @@ def may_make_many(df: DataFrame) -> bool:
 
 
 def has_source_keys(df: DataFrame) -> bool:
-    """Whether the column ``key`` is that of the source, not one that was made from other columns."""
+    """Whether the column ``key`` is that of the source, and not made from other columns."""
     plan = df._jdf.queryExecution().analyzed()
     key = attribute(plan, "key")
     return any(node.children().isEmpty() and attribute(node, "key") == key for node in jvm.nodes(plan))
 
 
 def attribute(plan: Any, name: str) -> int | None:
-    """Number of an output column of a plan; Spark keeps it as long as the column is passed on as it is."""
+    """Expression id of an output column of a plan. Spark keeps it as long as the column is passed on unchanged."""
     output = plan.output()
     found = [int(a.exprId().id()) for a in map(output.apply, range(output.size())) if str(a.name()) == name]
     return found[0] if found else None

@@ -1,5 +1,5 @@
-"""What Spark tells of queries: a warning for one on a DataFrame of ``Flow.read`` that ``Flow.write`` has not started,
-an error for one of a flow that Spark has ended."""
+"""Listens to Spark's query events. A warning is logged for a query on a DataFrame of ``Flow.read`` that ``Flow.write``
+has not started, and an error for a query of a flow that Spark has ended."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _of_flows: weakref.WeakValueDictionary[str, QueryOfFlow] = weakref.WeakValueDict
 
 @contextlib.contextmanager
 def by_flow(flow: str) -> Iterator[None]:
-    """Queries of this flow that start meanwhile are started by ``Flow.write``."""
+    """Queries of this flow that start within this context are started by ``Flow.write``."""
     _starting.append(flow)
     try:
         yield
@@ -49,12 +49,12 @@ def by_flow(flow: str) -> Iterator[None]:
 
 
 def started(query: QueryOfFlow) -> None:
-    """A query of a flow runs: its end is told, unless somebody waits for it."""
+    """A query of a flow runs. Its failure will be logged, unless the program waits for its end."""
     _of_flows[str(query.runId)] = query
 
 
 def watch(spark: SparkSession) -> None:
-    """From now on look at every query that starts in this session. Only the first call does something."""
+    """From now on check every query that starts in this session. Only the first call does something."""
     with _lock:
         if spark in _watched:
             return
@@ -69,9 +69,9 @@ def watch(spark: SparkSession) -> None:
 
 
 class _Listener:
-    """Called by Spark, at the start of a query on the thread that starts it.
+    """Called by Spark; at the start of a query on the thread that starts it.
 
-    Not PySpark's ``StreamingQueryListener``: that one takes every event apart, also the progress of each batch.
+    It is not PySpark's ``StreamingQueryListener``, which converts every event, also the progress of each batch.
     """
 
     def __init__(self, spark: SparkSession) -> None:
@@ -81,12 +81,12 @@ class _Listener:
         try:
             flow = _flow_of(self._spark, event.id())
         except (Py4JError, AttributeError) as error:
-            log.debug("a query that starts could not be looked at: %s", error)
+            log.debug("a query that starts could not be checked: %s", error)
             return
         if flow is not None and flow not in _starting:
             log.warning(
                 "a query reads the topics of flow %s and is not written by Flow.write: it commits no progress, and "
-                "what it writes may be lost or doubled. Write it with flow.write(...).start(), or read the topic "
+                "what it writes may be lost or written twice. Write it with flow.write(...).start(), or read the topic "
                 "with spark.readStream",
                 flow,
             )

@@ -1,8 +1,8 @@
-"""Tasks find the modules that a program has beside its script.
+"""Lets tasks find the modules in the folder of a program's script.
 
-The driver's Python looks into the folder of its script first, and into what the program has put in front of
-``sys.path``. Tasks run in other processes, which were started somewhere else. With a local master they get the same
-folders to look into. To a cluster goes what the driver has loaded from these folders, as one archive.
+The driver's Python searches the folder of its script first, and folders that the program has put at the front of
+``sys.path``. Tasks run in other processes, with another search path. With a local master these folders are added to
+it. On a cluster the modules that the driver has loaded from these folders are sent to the executors, as one archive.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ _sent: weakref.WeakKeyDictionary[SparkContext, set[str]] = weakref.WeakKeyDictio
 def share_modules(spark: SparkSession) -> None:
     """Let tasks import what the driver imports from the folders of its program.
 
-    Functions take along what holds when they are applied to a DataFrame, so this comes before; and again when more
-    modules may have been loaded. It costs nothing when there is nothing new.
+    To be called before functions are applied to a DataFrame, because they keep the search path of that moment. To be
+    called again when more modules may have been loaded. Without new modules it does nothing.
 
     Raises:
-        EnvironmentUnusableError: the modules cannot be read, or Spark does not take the archive.
+        EnvironmentUnusableError: the modules cannot be read, or Spark does not accept the archive.
     """
     if is_local(spark):
         _look_into(spark.sparkContext, program_folders())
@@ -52,8 +52,8 @@ def share_modules(spark: SparkSession) -> None:
 
 
 def program_folders() -> list[str]:
-    """Folders in front of ``sys.path`` that come with this program: of its script, the current one with ``-m``, what
-    it has put there. Those of ``PYTHONPATH`` are left out: whoever sets it does so for workers, too."""
+    """Folders at the front of ``sys.path`` that belong to this program: that of its script, the current folder with
+    ``-m``, and those that it has added. Folders of ``PYTHONPATH`` are left out, because workers get these, too."""
     library = os.path.realpath(sysconfig.get_path("stdlib"))
     variable = {os.path.abspath(entry) for entry in os.environ.get(_VARIABLE, "").split(os.pathsep) if entry}
     found: list[str] = []
@@ -67,7 +67,7 @@ def program_folders() -> list[str]:
 
 
 def _look_into(context: SparkContext, folders: Iterable[str]) -> None:
-    """Workers on this machine look into folders, too. Spark hands ``environment`` to the workers of each function."""
+    """Add folders to the search path of workers on this machine. Spark passes ``environment`` to all workers."""
     known = [entry for entry in context.environment.get(_VARIABLE, "").split(os.pathsep) if entry]
     new = [folder for folder in folders if folder not in known and os.pathsep not in folder]
     if new:
@@ -75,7 +75,7 @@ def _look_into(context: SparkContext, folders: Iterable[str]) -> None:
 
 
 def loaded_files(folders: Iterable[str]) -> dict[str, Path]:
-    """Files of the modules that were loaded from folders, by their paths in an archive: packages as a whole."""
+    """Files of the modules that were loaded from folders, by their paths in an archive. Packages are complete."""
     roots = {folder for folder in folders if os.path.basename(folder) not in _INSTALLED_FOLDERS}
     found: dict[str, Path] = {}
     for name in {_outermost(name) for name in list(sys.modules)}:
@@ -88,13 +88,13 @@ def loaded_files(folders: Iterable[str]) -> dict[str, Path]:
 
 
 def root_of(name: str) -> str | None:
-    """The folder in which the driver has found a loaded module, or the package that it belongs to."""
+    """The folder in which the driver has found a loaded module or its package."""
     place, root = _place(_outermost(name))
     return None if place is None else str(root)
 
 
 def _outermost(name: str) -> str:
-    """The outermost package of a module, or the module itself: what has a file, as namespaces have not."""
+    """The outermost package of a module that has a file, or the module itself. Namespace packages have no file."""
     end = name.find(".")
     while end >= 0 and getattr(sys.modules.get(name[:end]), "__file__", None) is None:
         end = name.find(".", end + 1)
@@ -102,7 +102,7 @@ def _outermost(name: str) -> str:
 
 
 def _place(name: str) -> tuple[Path | None, Path]:
-    """The file of a module or the folder of a package, and the folder in which its name begins."""
+    """The file of a module or the folder of a package, and the search path folder in which it was found."""
     module = sys.modules.get(name)
     file = getattr(module, "__file__", None)
     if not isinstance(file, str):
@@ -115,8 +115,8 @@ def _place(name: str) -> tuple[Path | None, Path]:
 
 
 def _package_files(package: Path) -> list[Path]:
-    """All Python files of a package, and its small data files. None where it has compiled modules: these have to be
-    installed, and an archive without them would hide them."""
+    """All Python files of a package, and its small data files. No files if it has compiled modules: such a package must
+    be installed on the executors, and an archive without these modules would hide it."""
     found: list[Path] = []
     for folder, inner, names in os.walk(package):
         inner[:] = [name for name in inner if name != "__pycache__" and not name.startswith(".")]
@@ -135,7 +135,8 @@ def _send(context: SparkContext, files: dict[str, Path]) -> None:
         size = sum(file.stat().st_size for file in files.values())
         if size > _ARCHIVE_BYTES_MAX:
             log.warning(
-                "the modules beside the script are not sent to the executors: %d files, %d MiB; install them there",
+                "the modules beside the script are too large to be sent to the executors (%d files, %d MiB): "
+                "install them there",
                 len(files),
                 size >> 20,
             )
@@ -169,7 +170,7 @@ def _digest(contents: dict[str, bytes]) -> str:
 
 
 def write_archive(archive: Path, contents: dict[str, bytes]) -> None:
-    """A zip that Python imports from. Folders have entries of their own: namespace packages are not found without."""
+    """Write a zip file that Python can import from. Folders have entries of their own, for namespace packages."""
     folders = {str(parent) + "/" for name in contents for parent in Path(name).parents if str(parent) != "."}
     with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as out:
         for folder in sorted(folders):

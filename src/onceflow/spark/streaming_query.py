@@ -1,4 +1,4 @@
-"""A handle of a running streaming query, and what Spark's calls raise."""
+"""A handle of a running streaming query, and a clear error when Spark's JVM has ended."""
 
 from __future__ import annotations
 
@@ -20,14 +20,16 @@ class SparkQuery(StreamingQuery):
         super().__init__(query._jsq)
 
     def spark_error(self) -> PySparkException | None:
-        """What has ended the query, when it has failed."""
+        """The error that has ended the query; None if it has not failed."""
         thrown = self._jsq.exception()
         return convert_exception(thrown.get()) if thrown.isDefined() else None
 
 
 @contextlib.contextmanager
 def jvm_needed() -> Iterator[None]:
-    """The driver's JVM may be killed (by the kernel, for its memory): py4j would only say that a call failed.
+    """Raise a clear error if the driver's JVM has ended, for example killed by the kernel for its memory.
+
+    py4j would only say that a call failed.
 
     Raises:
         EnvironmentUnusableError: the JVM has ended.
@@ -39,7 +41,7 @@ def jvm_needed() -> Iterator[None]:
             raise EnvironmentUnusableError(
                 "Spark's JVM has ended, and the query with it",
                 detail=str(error),
-                next_step="start the driver again: the flow continues where its progress is; if it repeats, see if "
-                "the kernel killed the JVM (dmesg), and give a spark.driver.memory that fits",
+                next_step="start the driver again: the flow continues where its progress ends. If it repeats, check "
+                "whether the kernel killed the JVM (dmesg), and set spark.driver.memory to a value that fits",
             ) from error
         raise

@@ -1,8 +1,8 @@
-"""A shuffle that sends every row to a task that a column names.
+"""A shuffle that sends every row to the task whose number is in a column.
 
-Spark has ``repartitionById`` for it from 4.1 on. Before, the same is done with hash partitioning: Spark sends a row to
-the task ``pmod(murmur3(column), tasks)``, and its murmur3 of an integer can be inverted. So the column that says 5
-becomes the integer whose hash is 5.
+Spark has ``repartitionById`` for this from 4.1 on. In older versions hash partitioning does the same: Spark sends a row
+to the task ``pmod(murmur3(column), tasks)``, and its murmur3 of an integer can be inverted. So the number 5 is replaced
+by the integer whose hash is 5.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _BITS = 0xFFFFFFFF
 
 
 def repartition_by_task(df: DataFrame, tasks: int, task: Column) -> DataFrame:
-    """The same rows in so many tasks, each row in the one that ``task`` says.
+    """The same rows, divided among ``tasks`` tasks; ``task`` is the number of each row's task.
 
     Args:
         task: an integer from 0 to ``tasks - 1``, never null.
@@ -32,12 +32,12 @@ def repartition_by_task(df: DataFrame, tasks: int, task: Column) -> DataFrame:
 
 @cache
 def key_of_task(number: int) -> int:
-    """The integer that Spark's hash partitioning sends to a task, whatever the number of tasks is."""
+    """The integer that Spark's hash partitioning sends to a task, for any number of tasks."""
     return _signed(_murmur3_inverse(number))
 
 
 def _murmur3_inverse(hashed: int) -> int:
-    """The integer whose murmur3 this is (Spark: ``Murmur3_x86_32.hashInt``), each of its steps undone in turn."""
+    """The integer whose murmur3 this is (Spark: ``Murmur3_x86_32.hashInt``). It undoes the steps one by one."""
     h1 = hashed
     h1 ^= h1 >> 16
     h1 = h1 * pow(0xC2B2AE35, -1, 1 << 32) & _BITS

@@ -1,9 +1,9 @@
-"""Tokens of a function or a file for Spark's Kafka reader, which is a Java client and can call neither.
+"""Gives tokens from a Python function or a file to Spark's Kafka reader, which is a Java client.
 
-The Java client can ask a token endpoint. So the driver is one: a small HTTP server that gives out the token that our
-own connections use. Executors reach the driver anyway. With a local master it listens on 127.0.0.1; otherwise on the
-driver's address, with TLS and a certificate that is made for this run and that the reader's options pin. Who asks has
-to know a secret that is made for this run, too.
+The Java client can ask a token endpoint. So the driver runs one: a small HTTP server that returns the token of
+onceflow's own connections. Executors reach the driver anyway. With a local master the server listens on 127.0.0.1.
+Otherwise it listens on the driver's address, with TLS; the certificate is made for this run, and the options of the
+reader trust only that one. A client must also know a secret that is made for this run.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("onceflow")
 
-# The first is in every version that Spark 4.2 comes with, the second in older ones.
+# The first one is in the Kafka client that comes with Spark 4.2, the second one in older clients.
 _HANDLERS = (
     "org.apache.kafka.common.security.oauthbearer.OAuthBearerLoginCallbackHandler",
     "org.apache.kafka.common.security.oauthbearer.secured.OAuthBearerLoginCallbackHandler",
@@ -55,10 +55,10 @@ _KEYTOOL_TIMEOUT_S = 60
 
 
 def reader_options(spark: SparkSession, settings: ClientSettings) -> dict[str, str]:
-    """What Spark's reader needs beyond ``ClientSettings.spark_reader`` to get tokens; nothing for other mechanisms.
+    """Options that Spark's reader needs besides ``ClientSettings.spark_reader`` to get tokens; else none.
 
     Raises:
-        AuthenticationFailedError: there is no token, or none that the Java client takes.
+        AuthenticationFailedError: there is no token, or the Java client does not accept it.
     """
     options = settings.options
     if options.get("sasl.mechanism") != "OAUTHBEARER" or settings.tokens is None:
@@ -75,10 +75,10 @@ def reader_options(spark: SparkSession, settings: ClientSettings) -> dict[str, s
 
 
 def check_for_java(tokens: Tokens) -> None:
-    """The Java client parses a token before it uses it, and takes only a JWT that has an expiry and a subject.
+    """Check a token: the Java client parses it, and accepts only a JWT that has an expiry and a subject.
 
     Raises:
-        AuthenticationFailedError: it would not take this one, or there is none.
+        AuthenticationFailedError: it would not accept this token, or there is none.
     """
     try:
         found = claims(tokens.token())
@@ -88,17 +88,17 @@ def check_for_java(tokens: Tokens) -> None:
     if missing:
         what = "is no JWT" if found is None else f"is a JWT without {' and '.join(missing)}"
         raise AuthenticationFailedError(
-            f"The token of {tokens.source.name} {what}, and Spark's Kafka reader does not take that",
-            next_step="return a JWT; for other tokens give a Java class that gets them for the reader, as "
-            "'sasl.login.callback.handler.class' (on Amazon MSK: mechanism AWS_MSK_IAM)",
+            f"The token of {tokens.source.name} {what}, and Spark's Kafka reader does not accept that",
+            next_step="return a JWT; for other tokens set 'sasl.login.callback.handler.class' to a Java class that "
+            "gets them for the reader (on Amazon MSK: mechanism AWS_MSK_IAM)",
         )
 
 
 class TokenEndpoint:
-    """A token endpoint on this machine; it runs until the process ends, or ``close``.
+    """A token endpoint on this machine. It runs until the process ends, or until ``close``.
 
     Args:
-        tokens: what it gives out. address: where it listens. host: by which name it is reached.
+        tokens: the tokens that it returns. address: where it listens. host: the name under which it is reached.
         tls: certificate chain and key as PEM; None for plain HTTP, on a loopback address only.
     """
 
@@ -111,7 +111,7 @@ class TokenEndpoint:
         handler = type("Handler", (_Handler,), {"endpoint": self})
         self._server = (_Server6 if ":" in address else _Server)((address, 0), handler)
         if tls:
-            # The handshake belongs to the thread of the connection: it must not keep the others waiting.
+            # The thread of a connection makes the handshake, so that no other connection has to wait for it.
             context = _server_context(*tls)
             self._server.socket = context.wrap_socket(
                 self._server.socket, server_side=True, do_handshake_on_connect=False
@@ -131,7 +131,7 @@ class TokenEndpoint:
 
     @property
     def jaas(self) -> str:
-        """``sasl.jaas.config`` of a Java client that asks here."""
+        """``sasl.jaas.config`` of a Java client that uses this endpoint."""
         fields = {"clientId": _CLIENT_ID, "clientSecret": self._secret}
         if self._certificate:
             fields |= {"ssl.truststore.type": "PEM", "ssl.truststore.certificates": self._certificate}
@@ -162,7 +162,7 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = _HANDLER_TIMEOUT_S
 
     def do_POST(self) -> None:
-        # The body is a form that says client_credentials and nothing that matters here.
+        # The body is a form with client_credentials, which is not needed here.
         self.rfile.read(min(int(self.headers.get("Content-Length") or 0), 65536))
         status, body = self.endpoint.answer(self.path, self.headers.get("Authorization") or "")
         data = json.dumps(body).encode()
@@ -174,7 +174,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def log_message(self, *_: Any) -> None:
-        """Nothing: standard error belongs to the user's program."""
+        """Write nothing: standard error belongs to the user's program."""
 
 
 class _Server(ThreadingHTTPServer):
@@ -193,7 +193,7 @@ _lock = threading.Lock()
 
 
 def endpoint_for(spark: SparkSession, tokens: Tokens) -> TokenEndpoint:
-    """The endpoint of these tokens in this process; executors of this session reach it."""
+    """The endpoint of these tokens in this process, which executors of this session can reach."""
 
     conf = spark.sparkContext.getConf()
     is_local = local_cores(conf.get("spark.master") or "local") is not None
@@ -207,7 +207,7 @@ def endpoint_for(spark: SparkSession, tokens: Tokens) -> TokenEndpoint:
                 address = conf.get("spark.driver.bindAddress") or host
                 tls = certificate_for(host, spark.sparkContext._gateway)
                 found = TokenEndpoint(tokens, address=address, host=host, tls=tls)
-            _endpoints[id(tokens), host] = found  # `shared` keeps the tokens, so the id stays theirs
+            _endpoints[id(tokens), host] = found  # `shared` keeps the tokens, so their id is not used again
         return found
 
 
@@ -242,14 +242,14 @@ def _keytool(store: Path, password: str, *arguments: str) -> str:
         raise EnvironmentUnusableError(
             "No certificate could be made for the token endpoint of the driver",
             detail=f"keytool: {type(error).__name__}",
-            next_step="see that keytool is beside java on the driver, or use a token endpoint of your own "
-            "(sasl.oauthbearer.token.endpoint.url)",
+            next_step="make sure that keytool is in the folder of java on the driver, or use a token endpoint of your "
+            "own (sasl.oauthbearer.token.endpoint.url)",
         ) from error
     return done.stdout
 
 
 def _private_key(store: Path, password: str, gateway: Any) -> str:
-    """The key as PEM. keytool does not hand out keys, and Python's ssl reads no PKCS12: the driver's JVM does."""
+    """The key as PEM. keytool does not export keys, and Python's ssl reads no PKCS12, so the driver's JVM reads it."""
     java = gateway.jvm.java
     letters = gateway.new_array(gateway.jvm.char, len(password))
     for position, letter in enumerate(password):
@@ -260,7 +260,7 @@ def _private_key(store: Path, password: str, gateway: Any) -> str:
         keys.load(stream, letters)
     finally:
         stream.close()
-    # The key's own class is hidden in its module: its methods cannot be called from outside.
+    # The class of the key is hidden in its Java module, so its methods cannot be called from outside.
     encoded = java.lang.Class.forName("java.security.spec.PKCS8EncodedKeySpec")
     key = java.security.KeyFactory.getInstance("EC").getKeySpec(keys.getKey(_ALIAS, letters), encoded)
     text = base64.b64encode(bytes(key.getEncoded())).decode()
@@ -291,5 +291,5 @@ def _is_address(host: str) -> bool:
 
 
 def _handler(spark: SparkSession) -> str:
-    """Which class of the Kafka client that Spark runs with asks a token endpoint."""
+    """The class that asks a token endpoint, in the Kafka client of this Spark."""
     return next((name for name in _HANDLERS if jvm.has_class(spark.sparkContext._jvm, name)), _HANDLERS[0])

@@ -1,6 +1,6 @@
-"""What differs between the versions of Spark that onceflow runs on. All of it is here, or behind a name from here.
+"""The differences between the versions of Spark that onceflow runs on.
 
-Code elsewhere asks for a feature or a class by a name of this module, never for a version number.
+Other modules ask for a feature or a class by a name of this module, never for a version number.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Version = tuple[int, int]
 #: The minor versions of Spark that onceflow runs on; ``make test-spark SPARK=3.5`` tests one of them.
 SUPPORTED: tuple[Version, ...] = ((3, 5), (4, 0), (4, 1), (4, 2))
 
-# The first version that has a feature. A version that is older has what the feature's user falls back to.
+# The first version that has a feature. For older versions, the code that asks for the feature has a fallback.
 _SINCE: dict[str, Version] = {
     # org.apache.spark.sql.classic and pyspark.sql.classic: Spark 4 has a common API above classic and Connect.
     "classic": (4, 0),
@@ -38,17 +38,17 @@ _SINCE: dict[str, Version] = {
     "execution context": (4, 0),
     # DataFrame.repartitionById.
     "repartitionById": (4, 1),
-    # Streaming classes lie in packages by their purpose (runtime, checkpointing, operators.stateful).
+    # Streaming classes are in packages by their purpose (runtime, checkpointing, operators.stateful).
     "streaming packages": (4, 1),
     # DataSourceRDDPartition has one optional input partition; before, a sequence.
     "one input partition": (4, 2),
-    # A state store with ids that begins again with nothing forgets the attempt that it held.
+    # A state store with ids that starts again at version 0 forgets the attempt before.
     "clean lineage": (4, 2),
     # CommitLog.createMetadata makes the entry, and the log knows a sink's metadata.
     "commit metadata factory": (4, 2),
 }
 _STREAMING = "org.apache.spark.sql.execution.streaming"
-# Where a class of Spark's streaming engine lies from 4.1 on, below `_STREAMING`.
+# The package of a class of Spark's streaming engine from 4.1 on, below `_STREAMING`.
 _PACKAGES = {
     "CommitLog": "checkpointing",
     "CommitMetadata": "checkpointing",
@@ -75,13 +75,13 @@ def check(version: str | None = None) -> None:
         version: of a running Spark; None: of the installed pyspark.
 
     Raises:
-        EnvironmentUnusableError: with the versions that work.
+        EnvironmentUnusableError: it names the versions that work.
     """
     found = installed_spark_version() if version is None else version
     minor = parsed(found)
     if minor == (3, 5) and importlib.util.find_spec("distutils") is None:
         raise EnvironmentUnusableError(
-            f"Spark {found} needs the module distutils, which Python has no longer since 3.12",
+            f"Spark {found} needs the module distutils, which Python no longer has since 3.12",
             next_step="use Python 3.10 or 3.11, or pip install setuptools, or use Spark 4",
         )
     if minor not in SUPPORTED:
@@ -93,24 +93,24 @@ def check(version: str | None = None) -> None:
 
 
 def check_running(version: str) -> None:
-    """Refuse a Spark that is not supported, or not the one that PySpark belongs to.
+    """Refuse a Spark that is not supported, or whose version differs from that of PySpark.
 
     Args:
-        version: of the running Spark, as its JVM says.
+        version: of the running Spark, from its JVM.
 
     Raises:
-        EnvironmentUnusableError: with what to do.
+        EnvironmentUnusableError: the version does not fit.
     """
     check(version)
     if parsed(version) != current():
         raise EnvironmentUnusableError(
-            f"Spark {version} runs with pyspark {installed_spark_version()}, of another version",
+            f"Spark {version} runs with pyspark {installed_spark_version()}, which is another version",
             next_step="install the pyspark of the same version, or correct SPARK_HOME",
         )
 
 
 def names(versions: tuple[Version, ...]) -> str:
-    """For people: ``3.5, 4.0 and 4.1``."""
+    """Versions as a text for users: ``3.5, 4.0 and 4.1``."""
     texts = [f"{major}.{minor}" for major, minor in versions]
     return " and ".join(filter(None, [", ".join(texts[:-1]), texts[-1]]))
 
