@@ -172,7 +172,7 @@ def _is_always_true(spark: SparkSession, condition: Any) -> bool:
     java: Any = spark._jvm
     time = (
         java.org.apache.spark.sql.catalyst.trees.TreePattern.CURRENT_LIKE()
-    )  # foldable, but different in each batch
+    )  # foldable, but not the same in each batch
     if not (condition.foldable() and condition.deterministic()) or condition.containsPattern(time):
         return False
     try:
