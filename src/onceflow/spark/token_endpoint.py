@@ -194,7 +194,6 @@ _lock = threading.Lock()
 
 def endpoint_for(spark: SparkSession, tokens: Tokens) -> TokenEndpoint:
     """The endpoint of these tokens in this process, which executors of this session can reach."""
-
     conf = spark.sparkContext.getConf()
     is_local = local_cores(conf.get("spark.master") or "local") is not None
     host = "127.0.0.1" if is_local else conf.get("spark.driver.host") or "127.0.0.1"
