@@ -133,7 +133,7 @@ def test_what_may_have_been_written_is_told(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(FakeWriter, "failure", DeadlineExceededError("Gave up", detail="no leader"))
     answer, _ = produce(b"a\nb\n")
     assert isinstance(answer.exception, DeadlineExceededError)
-    assert answer.exception.detail == "no leader; 0 records written before; of the next 2 some may be, too"
+    assert answer.exception.detail == "no leader; 0 records written before; some of the next 2 may be written, too"
 
 
 @pytest.mark.parametrize("arguments", [["--json", "--key-separator", ":"], ["--key-separator", ""], ["--option", "x"]])

@@ -163,7 +163,7 @@ def overhead(rounds: int, seconds: float, records_per_second: int, only: str | N
 
 
 def _run(run: Callable[[Any, Callable[[str], None]], Iterator[dict[str, Any]]], choices: Any, output: Path) -> None:
-    """Run, show, and note the results; exit code 1 when outputs of a run were found wrong."""
+    """Run a benchmark, print the results and add them to a file. The exit code is 1 if outputs of a run were wrong."""
     from rich.console import Console
 
     errors = Console(stderr=True)

@@ -1,4 +1,4 @@
-"""``onceflow chaos``: inject faults around running flows, and judge what they wrote."""
+"""``onceflow chaos``: inject faults around running flows, and check what they wrote."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def pair(text: str, option: str) -> tuple[str, str]:
     """Name and value of ``NAME=VALUE``.
 
     Args:
-        option: that it was given for.
+        option: the name of the command's option, for the error.
     """
     name, separator, value = text.partition("=")
     if not separator:

@@ -25,7 +25,7 @@ def demo(context: click.Context) -> None:
     independent audit found every record exactly once and with the right content.
     """
     if context.invoked_subcommand is None:
-        for name, command in demo.commands.items():  # the one to begin with first
+        for name, command in demo.commands.items():  # in the order of this module: the best one to begin with is first
             click.echo(f"{name:15} {command.get_short_help_str(100)}")
 
 

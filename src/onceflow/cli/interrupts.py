@@ -1,4 +1,4 @@
-"""Ctrl-C for commands that run until somebody presses it."""
+"""Ctrl-C for commands that run until the user stops them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[Callable[[], None]]:
-    """Ctrl-C raises KeyboardInterrupt here as everywhere; and it is not forgotten.
+    """Ctrl-C raises KeyboardInterrupt as usual, and does not get lost.
 
-    kafka-python's loop swallows what is raised while a task of its own runs. So call what this yields now and then: it
-    raises KeyboardInterrupt when Ctrl-C was pressed.
+    kafka-python's event loop drops exceptions that are raised while one of its own tasks runs. So this yields a
+    function that the command must call regularly: it raises KeyboardInterrupt if Ctrl-C was pressed.
     """
     pressed = threading.Event()
 

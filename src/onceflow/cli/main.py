@@ -1,6 +1,6 @@
-"""The command ``onceflow``: finds the group that was asked for, and turns errors into text and exit codes.
+"""The command ``onceflow``: runs the subcommand, and turns errors into text and exit codes.
 
-Exit codes: 0 the thing asked for holds; 1 it does not, or an error; 2 wrong usage; 130 interrupted.
+Exit codes: 0 success; 1 a failed check or an error; 2 wrong usage; 130 interrupted.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import click
 from onceflow._version import __version__
 from onceflow.errors import OnceflowError
 
-# Imported when asked for: importing all of them would cost every call the imports of Spark and Kafka clients.
+# Each command is imported when it is called. Otherwise every call would import Spark and the Kafka clients.
 COMMANDS = {
     "bench": "onceflow.cli.bench:bench",
     "broker": "onceflow.cli.broker:broker",
@@ -86,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         error.show()
         sys.exit(error.exit_code)
     except (KeyboardInterrupt, click.Abort) as error:
-        if isinstance(error, click.Abort) and error.__context__ is None:  # else click has made it of a Ctrl-C
+        if isinstance(error, click.Abort) and error.__context__ is None:  # with a context it comes from a Ctrl-C
             click.echo("onceflow: not confirmed, nothing was done", err=True)
             sys.exit(1)
         click.echo("onceflow: interrupted", err=True)

@@ -1,4 +1,4 @@
-"""``onceflow new``: a small project that works and is tested, to begin with."""
+"""``onceflow new``: creates a small project that works and has tests, to start from."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import click
 from onceflow._version import __version__
 from onceflow.errors import OptionError
 
-# Lines of the templates have room for it, so that what is generated is formatted whatever the name.
+# Lines of the templates have room for such a name, so that generated files are always formatted.
 NAME_LENGTH_MAX = 40
 _TEMPLATES = Path(__file__).parents[1] / "templates" / "project"
 _SUFFIX = ".tmpl"  # keeps formatters and pytest away from files with placeholders
@@ -53,14 +53,14 @@ def write_project(name: str, folder: Path) -> list[Path]:
     """Write the project.
 
     Args:
-        name: of the project; the module is called so, too, with ``_`` for ``-`` and in lower case.
-        folder: to write it to.
+        name: of the project. Its module has the same name in lower case, with ``_`` for ``-``.
+        folder: where to write it.
 
     Returns:
-        the files, relative to the folder.
+        The files, relative to the folder.
 
     Raises:
-        OptionError: a name that cannot be one, or a folder that has something in it or cannot be written.
+        OptionError: the name is not allowed, or the folder is not empty or cannot be written.
     """
     module = module_name(name)
     _check_empty(folder)
@@ -85,7 +85,7 @@ def write_project(name: str, folder: Path) -> list[Path]:
         raise OptionError(
             f"The project cannot be written to {folder}",
             detail=f"{type(error).__name__}: {error}",
-            next_step="remove what is there of it, and give --directory a folder that you may write to",
+            next_step="remove the files that were written, and give --directory a folder that you may write to",
         ) from error
     return written
 
@@ -94,7 +94,7 @@ def module_name(name: str) -> str:
     """The name of the project's module.
 
     Raises:
-        OptionError: it is no name, or that of a module that is there already.
+        OptionError: the name is not allowed, or there is such a module already.
     """
     if re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]*", name) is None or len(name) > NAME_LENGTH_MAX or name.endswith("-"):
         raise OptionError(
@@ -117,7 +117,7 @@ def module_name(name: str) -> str:
 
 
 def requirement(version: str) -> str:
-    """The versions of onceflow that may take the place of this one."""
+    """A requirement for the versions of onceflow that are compatible with this one."""
     major, minor = (int(part) for part in version.split(".")[:2])
     # Before 1.0 a new minor version may change what is public.
     end = f"{major + 1}" if major else f"0.{minor + 1}"
@@ -129,9 +129,9 @@ class Source:
     """Where a project gets onceflow from.
 
     Args:
-        install: what pip is given: a requirement or a path.
+        install: the argument for pip: a requirement or a path.
         comment: for the Makefile, in one line.
-        gone: where this onceflow was installed from, when nothing is there any more.
+        gone: where this onceflow was installed from, if that place no longer exists.
     """
 
     install: str
@@ -140,7 +140,7 @@ class Source:
 
 
 def source() -> Source:
-    """The same place as this onceflow: a checkout, a wheel or a repository, or the package index when it names none."""
+    """Where this onceflow was installed from: a checkout, a wheel or a repository, otherwise the package index."""
     package = Path(__file__).parents[1]
     return source_of(package, _direct_url(package))
 
@@ -150,7 +150,7 @@ def source_of(package: Path, direct_url: str | None) -> Source:
 
     Args:
         package: the folder of the package ``onceflow``.
-        direct_url: what pip has written about where it was installed from (PEP 610); None: from a package index.
+        direct_url: pip's record of where it was installed from (PEP 610); None: from a package index.
     """
     published = requirement(__version__)
     index = Source(published, "ONCEFLOW says where onceflow comes from, when not from the package index")
@@ -187,7 +187,7 @@ def _is_checkout(folder: Path) -> bool:
 
 
 def _direct_url(package: Path) -> str | None:
-    """Of the distribution that this package belongs to."""
+    """pip's ``direct_url.json`` for the distribution of this package; None if there is none."""
     try:
         found = importlib.metadata.distribution("onceflow")
     except importlib.metadata.PackageNotFoundError:
@@ -198,7 +198,7 @@ def _direct_url(package: Path) -> str | None:
 
 
 def _in_makefile(text: str) -> str:
-    """As the value of a variable that a recipe uses in double quotes."""
+    """Quote a text as the value of a variable that a recipe of a Makefile uses in double quotes."""
     quoted = re.sub(r'([\\"`$])', r"\\\1", text)  # for the shell
     return quoted.replace("$", "$$").replace("#", r"\#")
 

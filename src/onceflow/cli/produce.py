@@ -45,14 +45,14 @@ def produce(topic: str, settings: ClientSettings, key_separator: str | None, as_
     built on librdkafka (kcat, confluent-kafka) put keys elsewhere by default; with partitioner=murmur2_random they do
     the same. Records without a key go to all partitions in turn.
 
-    A line that cannot be written ends the command: the lines before it are written, it and those behind it are not.
+    A line that cannot be written ends the command: the lines before it are written, it and those after it are not.
     There is no transaction.
     """
     from onceflow.admin.topic_records import TopicWriter
     from onceflow.client.cluster import Cluster
 
     parser = _parser(key_separator, as_json)
-    source = cast(BufferedIOBase, sys.stdin.buffer)  # BinaryIO knows no read1
+    source = cast(BufferedIOBase, sys.stdin.buffer)  # the type BinaryIO has no read1
     with contextlib.closing(Cluster(settings)) as cluster, interruptible() as check:
         writer = TopicWriter(cluster, topic)
         if source.isatty():
@@ -80,7 +80,7 @@ def _parser(key_separator: str | None, as_json: bool) -> Parser:
 
 
 def _lines(source: BufferedIOBase) -> Iterator[list[tuple[int, bytes]]]:
-    """The lines that are there, with their numbers from 1, whenever there are more: nobody waits for a full buffer."""
+    """Yields complete lines with their numbers, from 1, as soon as they arrive. It does not wait for a full buffer."""
     number, rest = 0, b""
     while data := source.read1(_READ_BYTES):
         *lines, rest = (rest + data).split(b"\n")
@@ -91,7 +91,7 @@ def _lines(source: BufferedIOBase) -> Iterator[list[tuple[int, bytes]]]:
 
 
 def _write(writer: TopicWriter, topic: str, lines: list[tuple[int, bytes]], parser: Parser) -> None:
-    """Write a lot of lines, up to one that cannot be written."""
+    """Write lines, up to the first one that cannot be written."""
     from onceflow.errors import BadRecordError, OnceflowError
 
     records: list[Record] = []
@@ -108,7 +108,7 @@ def _write(writer: TopicWriter, topic: str, lines: list[tuple[int, bytes]], pars
     try:
         writer.write(records)
     except OnceflowError as error:
-        already = f"{counted(writer.written)} written before; of the next {len(records):,} some may be, too"
+        already = f"{counted(writer.written)} written before; some of the next {len(records):,} may be written, too"
         detail = "; ".join(filter(None, [error.detail, already]))
         raise type(error)(error.what, **{**error.fields(), "detail": detail}) from error
     if problem is not None:
@@ -118,5 +118,5 @@ def _write(writer: TopicWriter, topic: str, lines: list[tuple[int, bytes]], pars
             topic=topic,
             detail=f"the line is {line[:_SNIPPET_BYTES]!r}{'...' if len(line) > _SNIPPET_BYTES else ''}; "
             f"{counted(writer.written)} of the lines before it {'is' if writer.written == 1 else 'are'} written",
-            next_step="correct the line, then give it and all lines after it again",
+            next_step="correct the line, then pass it and all lines after it again",
         ) from reason

@@ -1,4 +1,4 @@
-"""``onceflow setup``: everything that needs the network, once, so that nothing later does."""
+"""``onceflow setup``: downloads everything once, so that nothing needs the network later."""
 
 from __future__ import annotations
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 
 def shown(text: str, *, lines: bool = False) -> str:
-    """Fit for a terminal: whoever writes a record must not write to the screen of who looks at it.
+    """A text of a record, safe for a terminal: control characters are replaced.
 
     Args:
-        lines: whether line feeds and tabs may stay.
+        lines: keep line feeds and tabs.
     """
     return "".join(c if c.isprintable() or (lines and c in "\n\t") else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def in_words(content: bytes | None, *, lines: bool = False) -> str:
-    """A key, a value or a header; ``null`` where there is none, Python's notation of bytes where it is no UTF-8."""
+    """A key, a value or a header as text: ``null`` if there is none, Python's notation of bytes if it is not UTF-8."""
     if content is None:
         return "null"
     try:

@@ -73,7 +73,8 @@ def create(
                 deadline=deadline,
             )
             count = await_topic(cluster, name, deadline).partitions
-            # It was not there before: with as many partitions it is ours, and Kafka's first answer was lost.
+            # The topic did not exist before. If the partition count fits, this call created it, and the first response
+            # of Kafka was lost.
             created = created or (name not in there and partitions in (None, count))
             if not created and not if_not_exists:
                 raise _exists(name, count)
@@ -161,9 +162,9 @@ def delete(names: tuple[str, ...], yes: bool, settings: ClientSettings) -> None:
         find_topics(cluster, dict.fromkeys(names, ""), deadline)
         if not yes:
             click.confirm(f"Delete {', '.join(names)} at {settings.bootstrap_servers} for good?", abort=True, err=True)
-    with _connected(settings, "deleting topics") as (cluster, deadline):  # somebody may have taken time to answer
+    with _connected(settings, "deleting topics") as (cluster, deadline):  # a new deadline: the user may answer late
         for name in dict.fromkeys(names):
-            with contextlib.suppress(UnknownTopicError):  # it was there: Kafka's first answer was lost
+            with contextlib.suppress(UnknownTopicError):  # it existed: Kafka's first response was lost
                 delete_topic(cluster, name, deadline)
             click.echo(f"Topic {name} deleted.")
 
@@ -184,7 +185,7 @@ def _check_not_internal(names: Sequence[str]) -> None:
     for name in names:
         refusal = OwnTopics().refusal(name)
         if refusal:
-            raise OptionError(f"{name} {refusal}", topic=name, next_step="Kafka and onceflow take care of these")
+            raise OptionError(f"{name} {refusal}", topic=name, next_step="Kafka and onceflow manage these themselves")
 
 
 def _exists(name: str, partitions: int) -> Exception:
@@ -198,7 +199,7 @@ def _exists(name: str, partitions: int) -> Exception:
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-    """The first column to the left, numbers to the right."""
+    """Print a table: the first column is aligned to the left, the others to the right."""
     cells = [[str(cell) for cell in row] for row in rows]
     widths = [max(len(row[n]) for row in [[*columns], *cells]) for n in range(len(columns))]
     for row in [[*columns], *cells]:
