@@ -159,7 +159,7 @@ def test_a_flow_that_runs_is_unknown(make_pipe: Any, tmp_path: Path, monkeypatch
         monkeypatch.setattr(final._Reader, "records", slow)
         verdict = verdict_on(pipe, path)
     assert verdict.verdict == UNKNOWN
-    assert "the flow runs" in verdict.why
+    assert "the flow is running" in verdict.why
 
 
 def make_doubling(flow: str) -> Any:

@@ -18,18 +18,18 @@ TOPIC_TIMEOUT_S = 30
 
 @contextlib.contextmanager
 def running_broker(data_dir: Path) -> Iterator[str]:
-    """Bootstrap servers of a broker: ``$ONCEFLOW_TEST_BOOTSTRAP`` when set, else a new one in this folder."""
+    """Bootstrap servers of a broker: ``$ONCEFLOW_TEST_BOOTSTRAP`` if set, otherwise a new broker in this folder."""
     given = os.environ.get("ONCEFLOW_TEST_BOOTSTRAP")
     if given:
         yield given
         return
-    # The broker looks for timed-out transactions every 10 s; a test that waits for one should not.
+    # By default the broker looks for timed-out transactions every 10 s, which is too long for tests.
     properties = {"transaction.abort.timed.out.transaction.cleanup.interval.ms": "500"}
     with LocalBroker(data_dir, properties=properties) as broker:
         try:
             yield broker.bootstrap_servers
         finally:
-            broker.kill()  # to close thousands of logs in order takes seconds, and nobody opens them again
+            broker.kill()  # a clean stop would close thousands of logs, which takes seconds and is not needed
 
 
 def create_topic(
@@ -58,6 +58,6 @@ def create_topic(
 
 @lru_cache(maxsize=1)
 def _admin(bootstrap_servers: str) -> Any:
-    """Kept for the next topic: a new client needs longer to connect than the broker to create it."""
+    """The client is kept for the next topic: connecting takes longer than creating a topic."""
     with admin_client(bootstrap_servers, {}) as admin:
         return admin

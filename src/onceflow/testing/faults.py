@@ -60,7 +60,7 @@ def trip(text: str, *, step: str, where: str, flow: str, batch: int | None, task
     """Called by ``onceflow.hooks`` at every step while the variable is set.
 
     Args:
-        text: what the variable holds behind the name of this module.
+        text: the value of the variable after the name of this module.
     """
     for rule in _rules(text):
         _check(rule)
@@ -111,7 +111,7 @@ def _act(rule: Mapping[str, Any], place: str) -> None:
     elif action == "orphan":
         daemon = os.getppid()
         executor = _parent_of(daemon)
-        os.kill(daemon, signal.SIGKILL)  # it would take its workers along when its executor dies
+        os.kill(daemon, signal.SIGKILL)  # otherwise it would end its workers when its executor dies
         os.kill(executor, signal.SIGKILL)
         time.sleep(float(rule.get("seconds", 10)))
     elif action == "lose-shuffle":

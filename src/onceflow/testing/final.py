@@ -1,4 +1,4 @@
-"""What the topics of a flow hold when its drivers are done: the end of a history, see ``onceflow.testing.recorder``."""
+"""Reads the topics of a flow when its drivers have ended: the last part of a history, see ``testing/recorder.py``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from onceflow.testing.history import Final, Reads
 from onceflow.testing.observed import HEADER, TopicOffsets
 
 Replay = Callable[[Iterable[independent.Seen]], Mapping[Any, Any]]
-"""From source records to the state they make."""
+"""Computes from source records the state that they lead to."""
 
 
 def read_final(
@@ -41,12 +41,12 @@ def read_final(
     """Read everything with librdkafka at read_committed. The drivers must have ended.
 
     Args:
-        options: librdkafka's, for the connection.
+        options: options of librdkafka for the connection.
         seconds: limit for the whole read. It waits for the end of transactions that a killed driver left open.
-        start: offsets from which on source records are read; by default where the flow started, and then no output
-            since that start may have been deleted.
+        start: offsets from which on source records are read. By default this is where the flow started; then no output
+            may have been deleted since that start.
         progress_key: key of the flow's progress record, when the flow has a prefix.
-        table: topic of a table of the flow, its state. replay: the state that must be there, or a function that makes
+        table: topic of a table of the flow. replay: the state that this table must have, or a function that computes
             it from the source records. state_value: decodes a value of the table.
     """
     reader = _Reader(bootstrap_servers, options, seconds)
@@ -67,7 +67,7 @@ def read_final(
         if table is not None:
             state = _last_values(reader.records(table), state_value)
         moved = progress != reader.progress(progress_key or flow)
-        why = "the flow runs: its progress moved meanwhile" if moved else ""
+        why = "the flow is running: its progress moved during the read" if moved else ""
     except (TimeoutError, RuntimeError, KafkaException, OnceflowError) as error:
         why = str(error)
     finally:
@@ -91,7 +91,7 @@ def _last_values(messages: Iterable[Any], decode: Callable[[bytes], Any]) -> dic
 
 
 class _Sources:
-    """Offsets of the source records, and the records themselves when somebody needs them."""
+    """Offsets of the source records, and the records themselves if they are needed."""
 
     def __init__(self, *, keep: bool) -> None:
         self._keep = keep
@@ -113,11 +113,11 @@ class _Sources:
 
 
 class _Reader:
-    """Committed records of topics up to where they end as of now. To be closed."""
+    """Reads committed records of topics up to their current ends. To be closed."""
 
     def __init__(self, bootstrap_servers: str, options: Mapping[str, str] | None, seconds: float) -> None:
         self._connection = bootstrap_servers, options
-        self._asking = self._consumer("read_uncommitted")  # whose end offsets count open transactions, too
+        self._asking = self._consumer("read_uncommitted")  # its end offsets include open transactions
         self._end = time.monotonic() + seconds
 
     def close(self) -> None:
@@ -144,13 +144,13 @@ class _Reader:
     def records(
         self, topic: str, partitions: Iterable[int] | None = None, *, begins: Mapping[int, int] | None = None
     ) -> Iterator[Any]:
-        """Committed records; open transactions before the end are waited for, a commit may be decided and not visible.
+        """Committed records. Waits for open transactions before the end: a decided commit may not be visible yet.
 
         Args:
             begins: offsets from which on nothing may have been deleted.
 
         Raises:
-            TimeoutError: the end was not reached. RuntimeError: something is gone, or cannot be read.
+            TimeoutError: the end was not reached. RuntimeError: something was deleted, or cannot be read.
         """
         there = self.partitions(topic)
         lows, ends = dict[int, int](), dict[int, int]()
@@ -162,7 +162,7 @@ class _Reader:
             if low < high:
                 lows[partition], ends[partition] = low, high
         waiting = set(ends)
-        # One for each topic: the positions of a consumer that is assigned again may be those of before.
+        # A new consumer for each topic: after another assign() a consumer may return positions of before.
         consumer = self._consumer("read_committed")
         try:
             consumer.assign([ClientPartition(topic, partition, low) for partition, low in lows.items()])

@@ -2,7 +2,7 @@
 
 Drivers record each attempt and its outcome (``Op``). Every output names the attempt that wrote it and the source record
 that it was made from (``Tag``). In the end an independent reader reads everything (``Final``). ``check`` compares the
-three. It knows nothing of how the sink works, so it finds what the sink's own checks overlook. It does no I/O:
+three. It does not depend on how the sink works, so it finds what the sink's own checks overlook. It does no I/O:
 ``onceflow.testing.recorder`` records and reads. The rules are those of ``exactly_once``; see docs/verification.md.
 """
 
@@ -156,19 +156,19 @@ class _Findings:
 
 
 class _Progress:
-    """The progress records, walked through: which batches are committed, and from where to where."""
+    """Which batches are committed, and their ranges, from the progress records."""
 
     def __init__(self, final: Final, attempts: Mapping[tuple[int, str], Attempt], found: _Findings) -> None:
         self.commits: dict[int, tuple[dict[TopicPartition, int], dict[TopicPartition, int]]] = {}
         self.first: dict[TopicPartition, int] = {}
-        self.base = -1  # batches up to this one are committed, how is not known any more
+        self.base = -1  # batches up to this one are committed, but their ranges are not known any more
         now: dict[TopicPartition, int] = {}
         last = -1
         for index, (batch, offsets) in enumerate(final.progress):
             before, now = now, flat(offsets)
             known = [a for (b, _), a in attempts.items() if b == batch and a.status != FAIL]
             if index == 0:
-                # The first record pins where the flow starts, unless compaction has taken it away.
+                # The first record says where the flow starts, unless compaction has removed it.
                 self.base, last, self.first = batch, batch, dict(now)
                 whole = [a for a in known if a.end == now and batch > 0]
                 if whole:
@@ -188,7 +188,7 @@ class _Progress:
                     found.add(GAP, f"progress of batch {batch} follows that of batch {last}", batch=batch)
                 self.commits[batch] = {**before, **begun}, now
                 self.first |= begun
-            else:  # what a start has decided: it adds topics, and moves none
+            else:  # written by a start: it may add topics, but must not move any
                 self.first |= {place: now[place] for place in begun}
                 if any(now[place] > offset for place, offset in before.items() if place in now):
                     found.add(GAP, f"progress of batch {batch} was moved twice", batch=batch)
@@ -197,7 +197,7 @@ class _Progress:
 
 
 def _check_attempts(attempts: Mapping[tuple[int, str], Attempt], progress: _Progress, found: _Findings) -> None:
-    """What was acknowledged is in progress; progress was moved by an attempt that may have, over its own range."""
+    """Acknowledged batches are in progress; each progress record is that of a possible attempt, with its range."""
     by_batch: dict[int, dict[str, Attempt]] = {}
     for (batch, name), attempt in attempts.items():
         by_batch.setdefault(batch, {})[name] = attempt
@@ -224,7 +224,7 @@ def _check_attempts(attempts: Mapping[tuple[int, str], Attempt], progress: _Prog
 
 
 def _same_range(attempt: Attempt, start: Mapping[TopicPartition, int], end: Mapping[TopicPartition, int]) -> bool:
-    """Topics that are not read any more keep their place in progress."""
+    """Whether progress moved over the range of an attempt. Topics that are not read any more keep their offsets."""
     if not attempt.end:
         return True  # not recorded
     whole = {**start, **attempt.end}
@@ -234,7 +234,7 @@ def _same_range(attempt: Attempt, start: Mapping[TopicPartition, int], end: Mapp
 def _ranges(
     start: Mapping[TopicPartition, int], end: Mapping[TopicPartition, int]
 ) -> dict[TopicPartition | None, tuple[int, int]]:
-    """From where to where."""
+    """First and end offset of each partition."""
     return {place: (start.get(place, 0), offset) for place, offset in end.items()}
 
 
@@ -254,7 +254,7 @@ class _Rows:
         self.source, self.offset, self.n, self.writer = source[order], offset[order], n[order], writer[self.index]
 
     def example(self, chosen: Any, *, count: int | None = None) -> dict[str, Any]:
-        """Where the first of the chosen rows is and who wrote it; and how many there are."""
+        """Position and writer of the first of the chosen rows, and how many rows are chosen."""
         row = int(self.index[np.flatnonzero(chosen)[0] if chosen.dtype == bool else chosen[0]])
         _, batch, attempt = self.writers[int(self.reads.column("writer")[row])]
         size = int(chosen.sum()) if chosen.dtype == bool else len(chosen)
@@ -269,7 +269,7 @@ def _place(reads: Reads, row: int) -> dict[str, Any]:
 def _check_writers(
     rows: _Rows, attempts: Mapping[tuple[int, str], Attempt], progress: _Progress, found: _Findings
 ) -> None:
-    """Only committed batches are visible, each by the one attempt that committed it."""
+    """Only outputs of committed batches are visible, and only those of the attempt that was committed."""
     if len(rows.others):
         where = _place(rows.reads, int(rows.others[0]))
         found.add(FOREIGN, "outputs without a tag, or of another flow", count=len(rows.others), **where)
@@ -294,7 +294,7 @@ def _check_writers(
 
 
 class _OutputCheck:
-    """Whether every source record that progress covers has its outputs, once, from the batch that covers it."""
+    """Checks that every source record before the end of progress has its outputs once, from the batch that read it."""
 
     def __init__(
         self,
@@ -309,14 +309,14 @@ class _OutputCheck:
         self._rows, self._final, self._progress = rows, final, progress
         self._first, self._outputs_of, self._found = first, outputs_of, found
         self._batches = np.array(list(progress.commits), np.int64)
-        # By batch: outputs that are not there, and those that there should be.
+        # By batch: how many outputs are missing, and how many are expected.
         self._missing, self._wanted = np.zeros(len(self._batches), np.int64), np.zeros(len(self._batches), np.int64)
         self._writers = [attempts.get(name[1:]) for name in rows.writers]
         same = (np.diff(rows.source) == 0) & (np.diff(rows.offset) == 0) & (np.diff(rows.n) == 0)
         self._again = np.concatenate(([False], same)) if len(rows.index) else np.zeros(0, bool)
 
     def run(self) -> int:
-        """Check all partitions. How many outputs there should be."""
+        """Check all partitions. Returns how many outputs are expected."""
         if self._again.any():
             self._found.add(DUPLICATE, "outputs that are there before", **self._rows.example(self._again))
         for place in sorted({*self._final.sources, *self._rows.reads.sources}):

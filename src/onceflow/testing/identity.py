@@ -1,7 +1,7 @@
 """An identity provider for tests: a token endpoint on 127.0.0.1 that signs JWTs, and a broker's settings to check them.
 
-Real signatures (RS256) with a key made at the start, without a package for it. For tests only: the arithmetic takes no
-care of side channels.
+The signatures are real (RS256), with a key that is made at the start. No package is needed. For tests only: the
+arithmetic is not protected against side channels.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ class SigningKey:
 
 
 class IdentityProvider:
-    """Gives out tokens that live for ``lifetime_s``. As a context manager its HTTP server runs.
+    """Issues tokens that are valid for ``lifetime_s``. Its HTTP server runs while it is used as a context manager.
 
     Args:
-        folder: where the public keys are put for the broker.
+        folder: where the public keys for the broker are written.
         clients: client id -> secret, for the client credentials grant.
 
-    ``issued`` has every token ever given out; ``is_down`` makes it answer 503; ``lifetime_s`` may be changed.
+    ``issued`` contains all tokens so far; ``is_down`` makes it answer 503; ``lifetime_s`` may be changed.
     """
 
     def __init__(self, folder: Path, *, lifetime_s: float = 30.0, clients: Mapping[str, str] | None = None) -> None:
@@ -91,7 +91,7 @@ class IdentityProvider:
         return self.url.rpartition("/")[0]
 
     def token(self, subject: str, **claims: Any) -> str:
-        """A signed token. Claims win over those it makes; None leaves one out."""
+        """A signed token. ``claims`` replace the default ones; None leaves a claim out."""
         now = time.time()
         body = {
             "iss": self.issuer,
@@ -109,7 +109,7 @@ class IdentityProvider:
         return token
 
     def broker_properties(self, listener: str = "SASL_PLAINTEXT") -> dict[str, str]:
-        """What lets the clients of a listener log in with these tokens, for as long as a token lives."""
+        """Broker settings with which clients of a listener log in with these tokens, until a token expires."""
         prefix = f"listener.name.{listener.lower()}.oauthbearer"
         return {
             "sasl.enabled.mechanisms": "OAUTHBEARER",
@@ -124,7 +124,7 @@ class IdentityProvider:
 
     @property
     def broker_environment(self) -> dict[str, str]:
-        """Kafka 4 reads no keys from an URL that is not allowed to it."""
+        """Environment variables of the broker. Kafka 4 only reads keys from URLs that are allowed."""
         allowed = self._jwks_file.as_uri()
         return {"JAVA_TOOL_OPTIONS": f"-Dorg.apache.kafka.sasl.oauthbearer.allowed.urls={allowed}"}
 

@@ -26,7 +26,7 @@ _NEW_LEADER = (
     KafkaError._TRANSPORT,
     KafkaError._TIMED_OUT,
 )
-# A new client asks for its second connection after a part of the default, and so needs 40 ms more.
+# A new client waits for a part of the default before its second connection, which costs 40 ms.
 _SOON = {"reconnect.backoff.ms": 10, "reconnect.backoff.max.ms": 200}
 
 
@@ -101,7 +101,7 @@ def _consumer(bootstrap_servers: str, isolation: str, options: Mapping[str, str]
             "enable.partition.eof": False,
             "log_level": 0,
             "auto.offset.reset": "error",
-            # A first request that asks for an empty partition only would hold up the others.
+            # A first request for an empty partition only would delay the others.
             "fetch.wait.max.ms": 20,
             **_SOON,
             **(options or {}),
@@ -157,7 +157,7 @@ def fill(
 
 
 def _producer_for(bootstrap_servers: str, topic: str, options: tuple[tuple[str, str], ...]) -> Producer:
-    """A producer that knows how many partitions the topic has now: asking makes it see more, but never fewer."""
+    """A producer that knows the topic's partition count. A query updates it if the count grows, but not if it falls."""
     while True:
         producer, known = _producer(bootstrap_servers, options)
         count = len(producer.list_topics(topic, timeout=60).topics[topic].partitions)
@@ -169,9 +169,9 @@ def _producer_for(bootstrap_servers: str, topic: str, options: tuple[tuple[str, 
 
 @lru_cache(maxsize=4)
 def _producer(bootstrap_servers: str, options: tuple[tuple[str, str], ...]) -> tuple[Producer, dict[str, int]]:
-    """One for all calls: an idempotent producer of librdkafka waits half a second before it asks for its id.
+    """A producer for all calls, because an idempotent producer of librdkafka waits half a second for its id.
 
-    With it: how many partitions topics had when it was asked.
+    Also returns how many partitions the topics had when it was last asked.
     """
     producer = Producer(
         {
@@ -181,7 +181,7 @@ def _producer(bootstrap_servers: str, options: tuple[tuple[str, str], ...]) -> t
             "linger.ms": 20,
             "queue.buffering.max.messages": 1_000_000,
             "delivery.report.only.error": True,
-            # It outlives brokers that tests stop, and finds those that come back.
+            # Tests stop brokers: reconnect soon when they are back.
             "reconnect.backoff.ms": 20,
             "reconnect.backoff.max.ms": 200,
             **dict(options),
@@ -218,7 +218,7 @@ def end_offsets(
 
 
 def watermarks(consumer: Consumer, topic: str, partition: int, seconds: float) -> tuple[int, int]:
-    """First and end offset of a partition. A leader that is new does not know the end at once, so it is asked again.
+    """First and end offset of a partition. Retries, because a new leader does not know the end at once.
 
     Raises:
         KafkaException: there was no answer in time.

@@ -67,8 +67,8 @@ class _Exchange:
     correlation_id: int
     api_key: int
     version: int
-    sent: int | None = None  # its place in the order in which the broker got them; None while it is held back
-    answer: bytearray | None = None  # it waits for answers to earlier requests
+    sent: int | None = None  # its number in the order in which the broker got them; None while it is held back
+    answer: bytearray | None = None  # kept until earlier requests are answered
     copy: bytearray | None = None  # to be sent once more
     again_s: float | None = None
     cut: bool = False
@@ -87,7 +87,7 @@ class Link:
         self._lock = threading.Lock()
         self._exchanges: collections.deque[_Exchange] = collections.deque()  # unanswered, as the client asked
         self._places = itertools.count()
-        self._held: list[tuple[float, _Exchange, bytearray]] = []  # until when; only the thread of requests uses it
+        self._held: list[tuple[float, _Exchange, bytearray]] = []  # with its end; only the request thread uses it
         self.threads = [
             threading.Thread(target=self._run, args=(work,), daemon=True, name=f"proxy-{proxy.port}-{name}")
             for work, name in ((self._requests, "requests"), (self._answers, "answers"))
@@ -99,7 +99,7 @@ class Link:
             thread.start()
 
     def shut(self) -> None:
-        """Both threads end soon; the last one closes the sockets (a number in use must not be given away again)."""
+        """End both threads soon. The last one closes the sockets, so that their numbers are not reused before."""
         self._closed.set()
         for sock in (self._client, self._broker):
             with contextlib.suppress(OSError):
@@ -128,7 +128,7 @@ class Link:
         buffer = memoryview(bytearray(_PIECE_BYTES))
         while (head := self._next_request()) is not None:
             self._request(head, buffer)
-        self._release(math.inf)  # the client has gone, its requests are still on their way
+        self._release(math.inf)  # the client has closed the connection, but its requests were sent
 
     def _next_request(self) -> bytes | None:
         while self._held:
@@ -196,7 +196,7 @@ class Link:
             fault = None if exchange.cut else self._proxy.decide(exchange.api_key, ANSWER)
             action = fault.action if fault else None
             if exchange.cut or action == CUT:
-                raise ConnectionAbortedError("cut at an answer")  # the broker has acted, and nobody hears of it
+                raise ConnectionAbortedError("cut at an answer")  # the broker has acted, but the client gets no answer
             if fault is not None and action == DELAY:
                 self._closed.wait(fault.rule.seconds)
             if action == DROP:
@@ -220,7 +220,7 @@ class Link:
         if found is None or found.sent is None:
             raise ConnectionAbortedError(f"an answer to no request: correlation id {correlation_id}")
         for other in waiting:
-            # Brokers answer in order: what they got before has no answer (Produce with acks=0).
+            # Brokers answer in order, so earlier requests get no answer (Produce with acks=0).
             if other.sent is not None and other.sent < found.sent:
                 self._send_copies(other)
                 self._forget(other)
@@ -276,10 +276,10 @@ class Copies:
             return list(self._done)
 
     def wait(self, count: int, seconds: float = 30.0) -> list[Copy]:
-        """Everything that has been sent, as soon as there is so much.
+        """Everything that has been sent, as soon as there are ``count`` copies.
 
         Raises:
-            TimeoutError: there is less, even now.
+            TimeoutError: there are still fewer.
         """
         with self._changed:
             if not self._changed.wait_for(lambda: len(self._done) >= count, seconds):
@@ -353,14 +353,14 @@ class Copies:
 
 
 def _left(size: int, head: struct.Struct) -> int:
-    """Bytes of a frame behind its head; its size does not count the size itself."""
+    """Bytes of a frame after its head. The size of a frame does not include the size field."""
     if not head.size - 4 <= size <= _MAX_FRAME_BYTES:
         raise ConnectionAbortedError(f"a frame of {size} bytes: this is not Kafka's protocol, or not in plaintext")
     return size + 4 - head.size
 
 
 def _receive(sock: socket.socket, room: memoryview) -> int:
-    """At least one byte into the room; how many."""
+    """Receive at least one byte into ``room``. Returns how many."""
     got = sock.recv_into(room)
     if not got:
         raise ConnectionAbortedError("the connection ends inside a frame")
@@ -368,7 +368,7 @@ def _receive(sock: socket.socket, room: memoryview) -> int:
 
 
 def _whole(sock: socket.socket, head: bytes, left: int) -> bytearray:
-    """A frame that is kept."""
+    """Read a whole frame into memory."""
     frame = bytearray(len(head) + left)
     frame[: len(head)] = head
     room = memoryview(frame)[len(head) :]
@@ -383,7 +383,7 @@ def _skip(sock: socket.socket, left: int, buffer: memoryview) -> None:
 
 
 def _read(sock: socket.socket, count: int) -> bytes | None:
-    """So many bytes; None when the connection ends before."""
+    """Read ``count`` bytes; None if the connection ends before."""
     data = bytearray()
     while len(data) < count:
         piece = sock.recv(count - len(data))

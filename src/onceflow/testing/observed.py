@@ -86,7 +86,7 @@ class Op:
 
     @staticmethod
     def of(found: Mapping[str, Any]) -> Op:
-        """From the JSON object of a line; ``ValueError`` when it is none of ours."""
+        """From the JSON object of a line. Raises ``ValueError`` when it is not a line of a history."""
         try:
             op = Op(**{**found, "start": _ints(found["start"]), "end": _ints(found["end"])})
         except (TypeError, KeyError, AttributeError) as error:
@@ -135,7 +135,7 @@ class History:
             if not isinstance(found, dict):
                 raise ValueError(f"not a line of a history: {line[:100]!r}")
             ops.append(Op.of(found))
-        # One whose very first line was cut off left no name.
+        # A driver whose very first line was cut off is not among these names.
         if torn > len({op.driver for op in ops}) + 1:
             raise ValueError(f"not a history: {torn} lines are no JSON")
         return History(ops, torn)
@@ -147,7 +147,7 @@ class History:
             if op.flow != flow:
                 continue
             before = found.get((op.batch, op.attempt), Attempt(INFO, {}, {}))
-            # Begun again under the same identity: what the first time became of it does not hold any more.
+            # It was begun again under the same producer id and epoch: its earlier outcome does not count any more.
             status = INFO if op.kind == INVOKE else op.kind
             start, end = (flat(op.start), flat(op.end)) if op.end else (before.start, before.end)
             found[op.batch, op.attempt] = Attempt(OK if before.status == OK else status, start, end)
@@ -234,5 +234,5 @@ def flat(offsets: TopicOffsets) -> dict[TopicPartition, int]:
 
 
 def _ints(offsets: Mapping[str, Mapping[Any, Any]]) -> TopicOffsets:
-    """JSON has no numbers for names."""
+    """Offsets with partitions as numbers again: in JSON, names are strings."""
     return {topic: {int(p): int(offset) for p, offset in found.items()} for topic, found in offsets.items()}

@@ -31,10 +31,10 @@ from onceflow.state.stores.overlay import Overlay
 
 _INPUT = pa.schema([*SCHEMA, ("partition", pa.int32()), ("offset", pa.int64())])
 _LATE, _DEAD = "late", "dead-letters"
-# As many batches in a row without input are no accident.
+# After so many batches without input, timers are certainly registered in an endless loop.
 _SETTLE_BATCHES = 1000
 
-# In the class, list is a method.
+# The class has a method named list, so its annotations need these names.
 _Records = list[Record]
 _Timers = list[tuple[Any, Timer]]
 
@@ -160,7 +160,7 @@ class ProcessorDriver:
             f"timers are due again after {_SETTLE_BATCHES} batches", next_step="register timers for a later time."
         )
 
-    # ---- what came of it -----------------------------------------------------------------------------
+    # ---- results -------------------------------------------------------------------------------------
 
     def take(self) -> _Records:
         """Return the outputs so far, and remove them from ``outputs``."""
@@ -198,7 +198,7 @@ class ProcessorDriver:
     # ---- inside --------------------------------------------------------------------------------------
 
     def _batch(self) -> tuple[_Records, bool, bool]:
-        """Run one batch; what it yielded, whether something is due after it, and whether that was due in it already."""
+        """Run one batch. Returns what it yielded, whether timers are due after it, and whether it left due timers."""
         queued, self._queue = self._queue, []
         number = next(self._batches)
         kind: Any = ColumnEngine if isinstance(self.processor, ColumnProcessor) else Engine
@@ -306,7 +306,7 @@ def _batch_of(records: list[Record]) -> pa.RecordBatch:
 
 
 def _decoded(raw: bytes | None, decode: Any) -> Any:
-    """Decoded, or bytes as they are: a processor may yield bytes that its serde does not know."""
+    """Decoded, or the bytes unchanged: a processor may yield bytes that its serde cannot decode."""
     try:
         return None if raw is None else decode(raw)
     except Exception:

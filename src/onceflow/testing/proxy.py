@@ -45,10 +45,10 @@ class Proxy:
         self._links: set[Link] = set()
         self.gate = threading.Event()  # frames pass while it is set
         self.gate.set()
-        #: What ``duplicate`` has sent once more, and what the broker answered.
+        #: Requests that ``duplicate`` has sent again, and the broker's answers.
         self.copies = Copies(upstream_port, self.gate)
         self._server = socket.create_server((HOST, port))
-        self.port = int(self._server.getsockname()[1])  # a free one, when 0 was asked for
+        self.port = int(self._server.getsockname()[1])  # with port 0, a free one is chosen
         self._accepting = threading.Thread(target=self._accept, daemon=True, name=f"proxy-{self.port}")
         self._accepting.start()
 
@@ -62,7 +62,7 @@ class Proxy:
             self.cuts = 0
 
     def faults(self, network: Network | None) -> None:
-        """Ask ``network`` about every frame from now on. None ends that. Frames that are held back already stay so."""
+        """Ask ``network`` about every frame from now on. None ends that. Frames that are already held back stay so."""
         self._network = network
 
     def pause(self) -> None:

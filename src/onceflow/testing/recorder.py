@@ -29,7 +29,7 @@ from onceflow.testing.final import read_final
 from onceflow.testing.history import History, Op, OutputsOf, Tag, Verdict, check
 from onceflow.testing.observed import FAIL, HEADER, INVOKE, OK, TopicOffsets
 
-#: Where the driver tells the tasks of a batch what attempt they belong to (driver/commit.py).
+#: The local property from which the tasks of a batch know their attempt (driver/commit.py).
 PROPERTY = "onceflow.transaction"
 _SCHEMA = "key binary, value binary, headers array<struct<key: string, value: binary>>"
 
@@ -51,7 +51,7 @@ class Recorder:
     def __init__(self, path: str | Path, *, driver: str | None = None) -> None:
         self.path = Path(path)
         self.driver = driver or f"{os.getpid()}-{uuid.uuid4().hex[:6]}"
-        # All of an attempt happens in one thread, even when two drivers of a flow share a process.
+        # An attempt runs in one thread, even when two drivers of a flow share a process.
         self._open: dict[tuple[str, int], tuple[int, str]] = {}
         self._file = -1
         self._detach: Callable[[], None] | None = None
@@ -65,7 +65,7 @@ class Recorder:
         return self
 
     def close(self) -> None:
-        """Record no more."""
+        """Stop recording."""
         if self._detach is not None:
             self._detach()
             self._detach = None
@@ -78,7 +78,7 @@ class Recorder:
         self.close()
 
     def _end_torn_line(self) -> None:
-        """A killed driver may have left half a line; ours shall not continue it."""
+        """End the last line if a killed driver has left it incomplete."""
         size = os.fstat(self._file).st_size
         if size and os.pread(self._file, 1, size - 1) != b"\n":
             os.write(self._file, b"\n")
@@ -90,7 +90,7 @@ class Recorder:
             self._open[here] = _begun[here] = begun
             self._write(INVOKE, flow, begun, facts.get("source"))
         elif step in ("end", hooks.ABORTED) and here in self._open and self._open[here][0] == batch:
-            # An attempt that failed before it had an identity is none.
+            # An attempt that failed before it had a producer id and epoch does not count.
             self._write(OK if step == "end" else FAIL, flow, self._open.pop(here))
 
     def _write(self, kind: str, flow: str, begun: tuple[int, str], source: Any = None) -> None:
@@ -140,7 +140,7 @@ class _Tagging:
 
     def __init__(self, flow: str) -> None:
         self.flow = flow
-        # Its name in the query's plan: one that makes a row of a row (``queries.may_make_many``).
+        # Its name in the query's plan. The prefix says that it makes one row from each row (``queries.may_make_many``).
         self.__name__ = "onceflow_tags"
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -153,7 +153,7 @@ class _Tagging:
 
 def _tags(rows: pa.RecordBatch, begun: tuple[str, int, str] | None) -> Any:
     """``Tag.encode`` of every row."""
-    if begun is None:  # nothing is being written: a batch that was committed before is run for its state only
+    if begun is None:  # nothing is being written: a committed batch is drained
         return pa.repeat(pa.scalar(b"", pa.binary()), rows.num_rows)
     before = json.dumps(begun, separators=(",", ":"))[:-1] + ',"'
     partition, offset, n = (rows.column(name).cast(pa.string()) for name in ("partition", "offset", "n"))

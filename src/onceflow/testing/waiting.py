@@ -28,8 +28,8 @@ def wait_until(
     Args:
         deadline_s: how long to wait, in seconds. The condition is asked a last time when they are over.
         what: what is waited for, for the error; a function is called when there is an error.
-        useless: asked whenever the condition does not hold. A true answer says why it never will (a process has
-            ended, a query has failed): waiting ends at once.
+        useless: called whenever the condition does not hold. A true result says why it never will (a process has
+            ended, a query has failed); then waiting ends at once.
         poll_s: seconds between two questions; more for conditions that cost something, such as reading a topic.
 
     Raises:
@@ -38,7 +38,7 @@ def wait_until(
     end = time.monotonic() + deadline_s
     while True:
         last = time.monotonic() >= end
-        # Asked before the condition: what ends on its own may have made it true right before.
+        # Called before the condition: a process may make the condition true and end right after that.
         reason = useless() if useless is not None else None
         if answer := condition():
             return answer
