@@ -1,4 +1,4 @@
-"""Spark's Python daemon on a host that seems to reboot: the boot id that its workers see is in a file.
+"""Spark's Python daemon on a host with simulated reboots: its workers take the boot id from a file.
 
 ``spark.python.daemon.module`` names this module. Everything else is PySpark's own daemon.
 """
@@ -16,7 +16,7 @@ VARIABLE = "ONCEFLOW_CHAOS_BOOT"
 
 
 def main() -> None:
-    """The daemon, until Spark ends it."""
+    """Run the daemon until Spark ends it."""
     file = Path(os.environ[VARIABLE])
     identity.boot_id = file.read_text  # type: ignore[assignment]
     daemon.manager()

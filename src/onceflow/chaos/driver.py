@@ -1,7 +1,7 @@
 """A driver to be killed: some flows in one SparkSession, until SIGTERM. ``python -m onceflow.chaos.driver JSON``.
 
-Every committed batch is a JSON line on stdout, and so is the error that ends it. Everything a checker has to know is
-written to the history files before (see ``onceflow.testing.recorder``).
+It writes a JSON line to stdout for every committed batch, and for the error that ends it. All that the checker needs
+is written to the history files before (see ``onceflow.testing.recorder``).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from onceflow.testing.recorder import Recorder
 
 
 def main() -> None:
-    """Its argument is JSON: what ``driver_process.Driver`` has chosen."""
+    """Run the driver. Its argument is JSON, from ``driver_process.Driver``."""
     given = json.loads(sys.argv[1])
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     names = flows.Names(given["prefix"], Path(given["folder"]))
@@ -50,7 +50,7 @@ def main() -> None:
         _report(error=type(error).__name__, text=str(error)[:1000])
         sys.exit(1)
     except Exception as error:
-        # An exception that was injected is raised by Spark, as one of user code is; any other is a finding.
+        # Spark raises an injected exception like one of user code. Any other exception is a finding.
         planned = InjectedFaultError.__name__ in str(error) or isinstance(error, InjectedFaultError)
         name = InjectedFaultError.__name__ if planned else f"{type(error).__module__}.{type(error).__name__}"
         _report(error=name, text=str(error)[:2000], ours=planned)

@@ -1,6 +1,6 @@
 """Driver processes of a run: they are started, watched, killed and started again.
 
-One driver should run at a time. A second one may be started by mistake (``intrude``): it fences the first, which has to
+Normally one driver runs at a time. ``intrude`` starts a second one, as if by mistake: it fences the first, which must
 notice that.
 """
 
@@ -28,7 +28,7 @@ from onceflow.testing.processes import descendants
 STOP_S = 90.0
 _SPARK = {
     "spark.driver.memory": "1g",
-    # A driver that lives for seconds is best compiled fast.
+    # A driver that runs for seconds only needs fast compilation more than fast code.
     "spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1",
     "spark.sql.shuffle.partitions": "4",
 }
@@ -88,7 +88,7 @@ class DriverProcess:
         return self._child.poll()
 
     def send(self, signal_number: int, *, whole: bool = False) -> None:
-        """A signal to the Python process, or to all that it has started as well."""
+        """Send a signal to the Python process, or, with ``whole``, also to all processes that it has started."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             if whole:
                 os.killpg(self.pid, signal_number)
@@ -96,11 +96,11 @@ class DriverProcess:
                 os.kill(self.pid, signal_number)
 
     def below(self, *words: str) -> list[int]:
-        """Processes that it has started and whose command line has one of the words."""
+        """Pids of the processes that it has started and whose command line contains one of the words."""
         return [pid for pid, line in descendants(self.pid).items() if any(word in line for word in words)]
 
     def destroy(self) -> None:
-        """SIGKILL for all that is left of it."""
+        """Send SIGKILL to all of its processes that are left."""
         self.send(signal.SIGKILL, whole=True)
         self._child.wait()
         self._reader.join(2.0)
@@ -141,7 +141,7 @@ class Driver:
         self._bootstrap_servers = bootstrap_servers
         self._master = master
         self._spark = {**_SPARK, **spark}
-        # Drivers that others have taken over from, or what is left of dead ones; they end with ``close``.
+        # Fenced drivers, and what is left of killed ones; ``close`` ends them.
         self._leftovers: list[DriverProcess] = []
         self.process: DriverProcess | None = None
         self.choices = Choices()
@@ -153,16 +153,16 @@ class Driver:
         return self.process
 
     def start(self, rule: str | None = None) -> None:
-        """A new process. ``rule``: what happens to it, see ``onceflow.testing.faults``."""
+        """Start a new process. ``rule``: a fault for it, see ``onceflow.testing.faults``."""
         self.process = self._new(rule)
 
     def intrude(self) -> None:
-        """A second driver beside the first, which becomes the one that should run."""
+        """Start a second driver beside the first. From then on the second one is the right one."""
         self._leftovers.append(self.running)
         self.start()
 
     def kill(self, *, jvm_only: bool = False, leave_rest: bool = False) -> None:
-        """SIGKILL, and what is left of it is ended, too, unless it shall be left to itself."""
+        """Kill the driver with SIGKILL, and also its other processes, unless ``leave_rest`` is true."""
         process = self.running
         if jvm_only:
             for pid in process.below("org.apache.spark.deploy.SparkSubmit"):
@@ -178,7 +178,7 @@ class Driver:
             process.destroy()
 
     def revive(self) -> bool:
-        """Start again what has ended, as a service manager would. Whether it had ended."""
+        """Start the driver again if it has ended, as a service manager would. Returns whether it had ended."""
         process = self.process
         if process is not None and process.exit_code is None:
             return False
@@ -189,10 +189,10 @@ class Driver:
         return True
 
     def await_commits(self, since: float, *, timeout_s: float) -> float:
-        """Return how long after ``since`` every flow had committed; revives the driver meanwhile.
+        """Return how long after ``since`` every flow had committed. Restarts the driver if it ends while waiting.
 
         Raises:
-            DeadlineExceededError: a flow did not go on; the detail has the end of the log.
+            DeadlineExceededError: a flow did not commit; the detail has the end of the log.
         """
         begun = dict(self.commits.batches)
         end = time.monotonic() + timeout_s
@@ -210,10 +210,10 @@ class Driver:
         return max(self.commits.at[flow] for flow in flows) - since
 
     def end(self) -> None:
-        """A clean stop.
+        """Stop the driver cleanly.
 
         Raises:
-            DeadlineExceededError: it did not stop; it is killed.
+            DeadlineExceededError: it did not stop, and was killed.
         """
         process = self.running
         process.send(signal.SIGTERM)

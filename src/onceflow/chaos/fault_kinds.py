@@ -1,7 +1,7 @@
-"""The kinds of faults that can be injected. Each undoes what has to be undone, and returns what it did.
+"""The kinds of faults that can be injected. Each function repairs what must be repaired, and returns what it did.
 
 ``FAULT_KINDS`` maps the name of a kind to its function and to the setups in which it makes sense. ``run.py`` checks
-that all flows go on afterwards.
+that all flows continue afterwards.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from onceflow.hooks import STEPS
 from onceflow.testing.faults import fault, python_workers
 from onceflow.testing.network import CUT, DELAY, DIRECTIONS, DROP, DUPLICATE, REORDER, REQUEST, Network, Rule
 
-# Brokers refuse records from more than an hour ahead (KIP-937); the clock may go back as far as it likes.
+# Brokers reject records that are more than an hour ahead (KIP-937). There is no limit for a clock that is behind.
 AHEAD_MS, BEHIND_MS = 3_000_000, 7_200_000
 _APIS = ("Produce", "EndTxn", "InitProducerId", "AddPartitionsToTxn", "TxnOffsetCommit", "FindCoordinator", "Metadata")
 _STEP_WAIT_S = 60.0
@@ -62,7 +62,7 @@ def jvm_kill(bed: TestBed, rng: random.Random) -> str:
 
 
 def step_kill(bed: TestBed, rng: random.Random) -> str:
-    """A driver that dies right after a step, and one that raises there."""
+    """A driver that is killed right after a step, or raises there."""
     step, action = rng.choice(STEPS), rng.choice(("kill", "kill", "raise"))
     bed.driver.kill()
     flow = bed.names.flow(rng.choice(bed.driver.kinds))
@@ -93,7 +93,7 @@ def workers_kill(bed: TestBed, rng: random.Random) -> str:
 
 
 def second_driver(bed: TestBed, rng: random.Random) -> str:
-    # A stopped application would keep the cores of a Spark cluster from the second one.
+    # On a Spark cluster, a stopped application would keep its cores, and the second driver would get none.
     stopped = rng.random() < 0.5 and bed.spark_cluster is None
     first = bed.driver.running
     if stopped:
@@ -145,7 +145,7 @@ def shuffle_lost(bed: TestBed, rng: random.Random) -> str:
 
 
 def worker_replaced(bed: TestBed, rng: random.Random) -> str:
-    """A machine is lost for good, and another one comes a little later."""
+    """A worker is lost, and another one replaces it a little later."""
     cluster = _spark_cluster(bed)
     name = rng.choice(cluster.workers)
     cluster.kill_worker(name)
@@ -154,7 +154,7 @@ def worker_replaced(bed: TestBed, rng: random.Random) -> str:
 
 
 def worker_added(bed: TestBed, rng: random.Random) -> str:
-    """A third worker comes, and goes again."""
+    """A third worker is added, and killed later."""
     cluster = _spark_cluster(bed)
     name = cluster.add_worker()
     time.sleep(rng.uniform(5, 15))
@@ -163,7 +163,7 @@ def worker_added(bed: TestBed, rng: random.Random) -> str:
 
 
 def host_rebooted(bed: TestBed, rng: random.Random) -> str:
-    """The executors' machine goes down under a living driver: LMDB, which is not synced, has lost some of its pages."""
+    """The executors' host reboots while the driver runs. LMDB is not synced, so it has lost some of its pages."""
 
     def torn() -> None:
         for file in sorted(bed.names.state.rglob("data.mdb")):
@@ -176,7 +176,7 @@ def host_rebooted(bed: TestBed, rng: random.Random) -> str:
 
 
 def _tear(file: Path, rng: random.Random) -> None:
-    """Some pages are as if they had never been written."""
+    """Overwrite some pages of a file with random bytes, as if they had not been written."""
     with file.open("r+b") as pages:
         size = os.fstat(pages.fileno()).st_size
         for _ in range(4):
@@ -190,7 +190,7 @@ def _tear(file: Path, rng: random.Random) -> None:
 def broker_kill(bed: TestBed, rng: random.Random) -> str:
     node = rng.choice(bed.node_ids)
     bed.broker.kill(node)
-    time.sleep(rng.uniform(0, 6))  # missed or not: its session ends after 3 s
+    time.sleep(rng.uniform(0, 6))  # shorter or longer than its session, which ends after 3 s
     bed.broker.start_node(node)
     return f"SIGKILL to broker {node}"
 
@@ -204,7 +204,7 @@ def broker_pause(bed: TestBed, rng: random.Random) -> str:
 
 
 def idle(bed: TestBed, rng: random.Random) -> str:
-    """No records for so long that the brokers forget the flows' transactional ids."""
+    """Pause the source for so long that the brokers forget the flows' transactional ids."""
     seconds = rng.uniform(10, 14)
     bed.feeder.pause(seconds)
     return f"no records for {seconds:.1f} s"
@@ -224,7 +224,7 @@ def rolling_restart(bed: TestBed, rng: random.Random) -> str:
 
 
 def network(action: str) -> Callable[[TestBed, random.Random], str]:
-    """Frames of some APIs are tampered with for a while."""
+    """A fault that applies an action to frames of some APIs for a while."""
 
     def inject(bed: TestBed, rng: random.Random) -> str:
         apis = tuple(rng.sample(_APIS, 3))
@@ -256,7 +256,7 @@ def _kill(pids: list[int]) -> None:
 
 
 def _choose(bed: TestBed, rng: random.Random) -> None:
-    """Drivers of a run are not all alike."""
+    """Vary the options of the next drivers."""
     rows = rng.choice((None, 0))
     bed.driver.choices = replace(
         bed.driver.choices,

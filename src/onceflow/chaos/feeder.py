@@ -1,4 +1,4 @@
-"""Fills the source topic at a steady rate, past every fault: an idempotent producer of librdkafka."""
+"""Fills the source topic at a steady rate, unaffected by faults: an idempotent producer of librdkafka."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ KEYS = 200
 
 
 class Feeder:
-    """Values are ``{"n": number}``, unique; as a context manager it stops feeding at the end.
+    """Produces values ``{"n": number}``, each number once. As a context manager it stops at the end.
 
     Args:
         rate: records per second.
@@ -27,7 +27,7 @@ class Feeder:
                 "enable.idempotence": True,
                 "partitioner": "murmur2_random",
                 "linger.ms": 10,
-                "message.timeout.ms": 0,  # for ever: a broker that is down comes back
+                "message.timeout.ms": 0,  # no timeout: a broker that is down comes back
                 "queue.buffering.max.messages": 1_000_000,
                 "reconnect.backoff.max.ms": 500,
                 "log_level": 0,
@@ -50,12 +50,12 @@ class Feeder:
         self._thread.join(10)
 
     def pause(self, seconds: float) -> None:
-        """Send nothing for so long."""
+        """Send nothing for some seconds."""
         self._paused_s = seconds
         time.sleep(seconds)
 
     def stop(self, timeout_s: float = 60.0) -> None:
-        """Send what is waiting, and no more.
+        """Send the records in the queue, and stop.
 
         Raises:
             RuntimeError: records could not be delivered.

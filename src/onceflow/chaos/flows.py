@@ -1,9 +1,9 @@
-"""The flows that are tormented, and the names of what they read and write.
+"""The flows under test, and the names of their topics and folders.
 
-- ``copy``: every record once, as it is. Tagged, so that the history checker can judge it.
+- ``copy``: every record once, unchanged. Tagged, so that the history checker can check it.
 - ``ledger``: a processor with state per key, and processing-time timers. Tagged, too.
-- ``totals``: an aggregation whose state is Spark's, in a checkpoint that is kept.
-- ``sorter``: a processor with dead letters and late records, and other operators behind it, others from start to start.
+- ``totals``: an aggregation with state in Spark, in a checkpoint that is kept.
+- ``sorter``: a processor with dead letters and late records, followed by operators that change from start to start.
 
 Values are JSON ``{"n": number}``; ``n`` is unique in the source.
 """
@@ -25,16 +25,16 @@ COPY, LEDGER, TOTALS, SORTER = "copy", "ledger", "totals", "sorter"
 FLOWS = (COPY, LEDGER, TOTALS, SORTER)
 ALARM_EVERY = 10
 ALARM_AFTER_MS = 500
-# Of the sorter: numbers that are bad, and numbers that are late as soon as event time is known.
+# Numbers that are bad for the sorter, and numbers that are late for it as soon as there is a watermark.
 BAD_EVERY, BAD = 100, 13
 LATE_EVERY, LATE = 200, 50
-#: What may stand behind the sorter's step; none of it changes a key or a value.
+#: The operators that may follow the sorter's step. None of them changes a key or a value.
 OPERATORS = ("as it is", "select", "where", "repartition", "coalesce", "static join")
 
 
 @dataclass(frozen=True)
 class Names:
-    """Topics, flows and folders of one run. ``prefix`` sets runs on one cluster apart."""
+    """Topics, flows and folders of one run. ``prefix`` makes the names of a run unique on a cluster."""
 
     prefix: str
     folder: Path
@@ -66,7 +66,7 @@ class Names:
 
     @property
     def boot(self) -> Path:
-        """The boot id of the machine that the executors believe to be on."""
+        """The file with the boot id that executors see."""
         return self.folder / "boot"
 
     @property
@@ -79,7 +79,7 @@ class Names:
 
     @property
     def clock(self) -> Path:
-        """Milliseconds that the drivers' clock is ahead."""
+        """The file that says how many milliseconds the drivers' clock is ahead."""
         return self.folder / "clock"
 
     def flow(self, kind: str) -> str:
@@ -90,11 +90,11 @@ class Names:
 
     @property
     def history(self) -> Path:
-        """What all drivers of all flows have recorded."""
+        """The file in which all drivers of all flows record."""
         return self.folder / "history.jsonl"
 
     def outputs(self, kinds: Iterable[str]) -> list[str]:
-        """Every topic that the flows of these kinds write to, tables left out."""
+        """All topics that the flows of these kinds write to, without tables."""
         outputs = [self.output(kind) for kind in kinds]
         return (
             outputs + ([self.alarms] if LEDGER in kinds else []) + ([self.dead, self.late] if SORTER in kinds else [])
@@ -102,7 +102,7 @@ class Names:
 
 
 class Ledger(onceflow.Processor):
-    """Count and sum per key, written with every record; every tenth number sets a timer that writes it once more."""
+    """Writes count and sum of a key with every record. Every tenth number sets a timer that writes it once more."""
 
     value = onceflow.serdes.JSON
     state = onceflow.serdes.JSON
@@ -127,7 +127,7 @@ class Ledger(onceflow.Processor):
 
 
 class Sorter(onceflow.Processor):
-    """Sums the numbers of a key. Some are bad, some are late: every one has to be in one of three topics."""
+    """Sums the numbers of a key. Some are bad, some are late: every number must end up in one of three topics."""
 
     value = onceflow.serdes.JSON
     state = onceflow.serdes.JSON
@@ -151,11 +151,11 @@ class Sorter(onceflow.Processor):
 
 @dataclass(frozen=True)
 class Choices:
-    """What a driver does differently from start to start.
+    """Options that change from one start of the driver to the next.
 
     Args:
-        small_batch_rows: up to how many rows the driver writes itself; 0: tasks always do.
-        records_per_batch: at most.
+        small_batch_rows: the driver itself writes batches of at most so many rows; 0: tasks write all batches.
+        records_per_batch: most records in a batch.
         operator: one of `OPERATORS`.
     """
 
@@ -174,8 +174,8 @@ class Choices:
 
 
 def start(kind: str, spark: SparkSession, bootstrap_servers: str, names: Names, choices: Choices) -> Any:
-    """The running query of one flow."""
-    # Drivers are started while brokers are down, too.
+    """Start the query of one flow."""
+    # Drivers are also started while brokers are down.
     flow = onceflow.Flow(names.flow(kind), spark, bootstrap_servers=bootstrap_servers, connect_timeout="60 seconds")
     source = flow.read(names.source, max_records_per_batch=choices.records_per_batch)
     if kind == COPY:

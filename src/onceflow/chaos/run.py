@@ -1,4 +1,4 @@
-"""A chaos run: setup after setup, fault after fault, and the verdict on all of it."""
+"""A chaos run: for each setup it injects faults one by one, and then checks everything that was written."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from onceflow.errors import DeadlineExceededError
 from onceflow.testing import independent
 
 FIRST_COMMIT_S = 120.0
-# A broker may have to come back, a transaction to time out, and a Spark to be started.
+# A broker may have to come back, a transaction may have to time out, and Spark may have to start.
 RECOVERY_S = 180.0
 DRAIN_S = 240.0
-# Of each setup, however long it took to start.
+# For each setup, even if its start took long.
 MIN_FAULTS = 3
 
 
@@ -35,7 +35,7 @@ class Injected:
     """A fault that happened.
 
     Args:
-        back_s: from the fault until every flow had committed after it; None: another fault came at once.
+        back_s: seconds from the fault until every flow had committed again; None: another fault came at once.
     """
 
     setup: str
@@ -47,7 +47,7 @@ class Injected:
 
 @dataclass
 class Report:
-    """Of a whole run."""
+    """The report of a whole run."""
 
     seed: int
     injected: list[Injected] = field(default_factory=list)
@@ -99,14 +99,14 @@ class Report:
 def run(
     *, seconds: float, seed: int, setups: Sequence[str], kinds: Sequence[str] = (), keep: Path | None = None
 ) -> dict[str, Any]:
-    """Break things for about this long, divided evenly over the setups; each gets ``MIN_FAULTS`` faults at least.
+    """Inject faults for about this long, divided evenly among the setups. Each setup gets at least ``MIN_FAULTS``.
 
     Args:
-        kinds: of faults, keys of ``FAULT_KINDS``; when empty, all that make sense in a setup.
-        keep: folder in which logs and histories stay; None: they go.
+        kinds: kinds of faults, keys of ``FAULT_KINDS``. When empty, all that make sense in a setup.
+        keep: folder in which logs and histories are kept; None: they are deleted.
 
     Returns:
-        the report; ``verdict`` is ``passed`` only when nothing was wrong.
+        The report. Its ``verdict`` is ``passed`` only when nothing was wrong.
     """
     report = Report(seed)
     started = time.monotonic()
@@ -143,10 +143,10 @@ def _run_setup(
             what = possible[kind].inject(bed, rng)
             fault = Injected(setup.name, kind, what, at - started)
             report.injected.append(fault)
-            if rng.random() < 0.8:  # else the next one hits while this one is still being recovered from
+            if rng.random() < 0.8:  # otherwise the next fault comes before the flows have recovered
                 healed = time.monotonic()
                 fault.back_s = healed - at + bed.driver.await_commits(healed, timeout_s=RECOVERY_S)
-                display.say(f"{setup.name}: {what}; all flows went on after {fault.back_s:.1f} s")
+                display.say(f"{setup.name}: {what}; all flows had committed again after {fault.back_s:.1f} s")
                 time.sleep(rng.uniform(0.0, 2.0))
             else:
                 display.say(f"{setup.name}: {what}; the next fault follows at once")
@@ -162,7 +162,7 @@ def _run_setup(
 
 
 def _drain(bed: TestBed, display: Display) -> None:
-    """Everything is healed, and the flows catch up with the source; all timers become due."""
+    """End all faults, make all timers due, and wait until the flows have processed the whole source."""
     names, servers = bed.names, bed.bootstrap_servers
     bed.feeder.stop()
     bed.proxies.faults(None)

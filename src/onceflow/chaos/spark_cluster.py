@@ -23,12 +23,12 @@ _EXECUTOR = "CoarseGrainedExecutorBackend"
 
 
 class SparkCluster:
-    """As a context manager it is started and, at the end, killed with all its executors.
+    """A context manager: it starts the cluster, and at the end kills it with all its executors.
 
     Args:
-        folder: of logs, jars and shuffle files. workers: at the start, each with one core. memory_mb: of each.
+        folder: for logs, jars and shuffle files. workers: how many at the start, of one core each. memory_mb: of each.
         own_hosts: give every worker a loopback address of its own (Linux has them all). When a worker leaves, Spark
-            forgets what the executors of its host have shuffled: with one address for all that would be everything.
+            forgets the shuffle files of all executors on its host. With one address for all these would be all files.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class SparkCluster:
 
     @property
     def settings(self) -> dict[str, str]:
-        """What a session needs for it."""
+        """Settings of a session that uses this cluster."""
         return {
             "spark.executor.memory": f"{self._memory_mb - 300}m",
             "spark.executor.cores": "1",
@@ -83,7 +83,7 @@ class SparkCluster:
 
     @property
     def workers(self) -> list[str]:
-        """Names of those that run."""
+        """Names of the workers that run."""
         return [name for name, process in self._processes.items() if name != "master" and process.poll() is None]
 
     def kill_worker(self, name: str) -> None:
@@ -91,13 +91,13 @@ class SparkCluster:
         _kill_all(self._processes.pop(name))
 
     def kill_executors(self, *, meanwhile: Callable[[], None]) -> int:
-        """SIGKILL to all executors with their Python workers; how many there were.
+        """Send SIGKILL to all executors and their Python workers. Returns how many executors there were.
 
         Args:
-            meanwhile: called when all are gone, before new ones are started.
+            meanwhile: called when all have ended, before new ones are started.
         """
         for name in self.workers:
-            os.kill(self.pid(name), signal.SIGSTOP)  # it would start others at once
+            os.kill(self.pid(name), signal.SIGSTOP)  # otherwise the worker would start new executors at once
         try:
             killed = self.executors()
             for executor in killed:
@@ -111,27 +111,27 @@ class SparkCluster:
         return len(killed)
 
     def add_worker(self) -> str:
-        """Start one more worker; its name, when the master knows it."""
+        """Start one more worker. Returns its name, as soon as the master knows it."""
         name = self._start_worker()
         self._await_workers([name])
         return name
 
     def executors(self, worker: str | None = None) -> list[int]:
-        """Their pids: of one worker, or of all."""
+        """Pids of the executors of one worker, or of all."""
         chosen = self._processes.values() if worker is None else [self._processes[worker]]
         found = (descendants(process.pid) for process in chosen)
         return [pid for below in found for pid, line in below.items() if _EXECUTOR in line]
 
     def pid(self, worker: str) -> int:
-        """Of a worker itself."""
+        """Pid of a worker itself."""
         return self._processes[worker].pid
 
     def environment(self, name: str) -> dict[str, str]:
-        """Of the master or of a worker, and of the executors that the worker starts."""
+        """Environment of the master or of a worker, and of the executors that the worker starts."""
         return {**os.environ, "SPARK_LOCAL_DIRS": str(self.local)}
 
     def lose_shuffle_files(self) -> int:
-        """Delete what map tasks have written; how many files there were."""
+        """Delete the shuffle files of map tasks. Returns how many files there were."""
         files = list(self.local.rglob("shuffle_*.data"))
         for file in files:
             file.unlink(missing_ok=True)
@@ -155,7 +155,7 @@ class SparkCluster:
 
         home = Path(pyspark.__file__).parent
         command = [str(find_java()), "-Xmx256m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1"]
-        # Executors die often here; that is no reason to give up on an application.
+        # Executors are killed often here. Spark must not give up on an application because of that.
         command += ["-Dspark.deploy.maxExecutorRetries=-1", *self._java_options]
         command += ["-cp", f"{home}/jars/*", main_class]
         command += ["--host", host, "--webui-port", "0", *arguments]
@@ -211,7 +211,7 @@ class SparkCluster:
 
 
 def _kill_all(process: subprocess.Popen[bytes]) -> None:
-    """A process and all below it; one that was ended before is fine."""
+    """Kill a process and all processes below it. It may have ended already."""
     if process.poll() is not None:
         return
     for pid in [process.pid, *descendants(process.pid)]:

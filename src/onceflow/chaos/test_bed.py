@@ -1,6 +1,6 @@
 """The test bed of a run: a Kafka cluster behind a fault proxy, a Spark cluster if the setup has one, and topics.
 
-A ``Setup`` names one of the combinations that are worth breaking.
+A ``Setup`` is one of the combinations that are tested.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from onceflow.testing.proxy import Proxies, proxied_node_properties
 OLDER_KAFKA = "3.9.2"
 _BROKER = {
     "transaction.abort.timed.out.transaction.cleanup.interval.ms": "1000",
-    # A killed node comes back only when the session of its predecessor has run out.
+    # A killed node can only come back when its old session has timed out.
     "broker.session.timeout.ms": "3000",
     "broker.heartbeat.interval.ms": "500",
     "controller.quorum.election.timeout.ms": "500",
@@ -38,9 +38,9 @@ class Setup:
     """A combination.
 
     Args:
-        nodes: of Kafka. copies: of each partition, Kafka's own topics left out; None: three, where there are as many
-            nodes. version: of Kafka; None: the newest.
-        features: of the cluster, to have another transaction version.
+        nodes: how many nodes of Kafka. copies: replicas of each partition, except in Kafka's own topics; None: three,
+            if there are as many nodes. version: of Kafka; None: the newest.
+        features: of the cluster, to set another transaction version.
         workers: of a Spark standalone cluster; 0: Spark runs in the driver.
         flows: kinds, see ``flows.py``.
         rate: records per second.
@@ -59,7 +59,7 @@ class Setup:
     properties: Mapping[str, str] = field(default_factory=dict)
 
 
-# A flow that is idle for some seconds is forgotten: Kafka's own defaults are a week, and a look every hour.
+# Kafka forgets a flow that is idle for some seconds. Its defaults are a week, and a check every hour.
 _FORGETS = {
     "transactional.id.expiration.ms": "8000",
     "transaction.remove.expired.transaction.cleanup.interval.ms": "1000",
@@ -87,8 +87,8 @@ class TestBed:
     """Everything that a fault may touch.
 
     Args:
-        broker: reached directly by the feeder and the checks, through ``proxies`` by the drivers.
-        frames: that the proxies tampered with, by action.
+        broker: the feeder and the checks connect to it directly, the drivers through ``proxies``.
+        frames: how many frames the proxies have disturbed, by action.
     """
 
     setup: Setup
@@ -102,7 +102,7 @@ class TestBed:
 
     @property
     def bootstrap_servers(self) -> str:
-        """Past the proxies."""
+        """The direct address, without the proxies."""
         return self.broker.bootstrap_servers
 
     @property
@@ -120,7 +120,7 @@ def rebooting_hosts(names: Names) -> dict[str, str]:
 
 @contextlib.contextmanager
 def open_test_bed(setup: Setup, folder: Path) -> Iterator[TestBed]:
-    """The test bed of a setup, with everything started. All of it is ended afterwards."""
+    """Start the test bed of a setup. Everything is ended afterwards."""
     with contextlib.ExitStack() as stack:
         properties, ports = proxied_node_properties(range(1, setup.nodes + 1))
         copies = {"default.replication.factor": str(setup.copies), "min.insync.replicas": "1"} if setup.copies else {}
@@ -139,7 +139,7 @@ def open_test_bed(setup: Setup, folder: Path) -> Iterator[TestBed]:
         names = Names("chaos", folder)
         for topic in [names.source, *names.outputs(setup.flows)]:
             create_topic(broker.bootstrap_servers, topic, setup.partitions)
-        if setup.copies is not None:  # a flow that makes it asks for more copies
+        if setup.copies is not None:  # otherwise a flow would create it with more copies
             create_topic(broker.bootstrap_servers, PROGRESS_TOPIC, PROGRESS_PARTITIONS, {"cleanup.policy": "compact"})
         names.boot.write_text("first")
         spark_cluster = stack.enter_context(SparkCluster(folder / "spark", setup.workers)) if setup.workers else None

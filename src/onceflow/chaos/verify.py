@@ -1,7 +1,7 @@
-"""What is on the topics when all is over, against what must be there. Reads with confluent-kafka only.
+"""Compares the records on the topics at the end of a run with the expected ones. Reads with confluent-kafka only.
 
-The tagged flows are judged by the history checker; and what every flow must have written follows from the source
-alone: copies, running totals per key, alarms, and the totals of each batch in the progress records.
+The history checker checks the tagged flows. The expected outputs of every flow follow from the source alone: copies,
+running totals per key, alarms, and the totals of each batch in the progress records.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ READ_S = 180.0
 
 @dataclass
 class Findings:
-    """Of one setup.
+    """The findings for one setup.
 
     Args:
-        records: of the source, once per flow.
+        records: number of source records, counted once for each flow.
         lost, duplicated, torn: anomalies of these kinds. others: all others, by name.
-        examples: a few, in words. unknown: why there is no verdict, if there is none.
+        examples: texts of some anomalies. unknown: why there is no verdict, if there is none.
     """
 
     records: int = 0
@@ -58,7 +58,7 @@ class Findings:
             self.examples.append(f"{kind}: {detail}")
 
     def compare(self, what: str, found: Counter[Any], expected: Counter[Any]) -> None:
-        """Two multisets that must be equal."""
+        """Compare two multisets, which must be equal."""
         lost, more = expected - found, found - expected
         if lost:
             self.see(history.LOST, f"{what}: {list(lost)[:3]}", lost.total())
@@ -71,7 +71,7 @@ class Findings:
 
 
 def verify(bootstrap_servers: str, names: Names, kinds: Iterable[str]) -> Findings:
-    """Read everything and judge it. Nothing may be running any more."""
+    """Read and check everything. No driver may be running any more."""
     kinds = list(kinds)
     found = Findings()
     source = independent.read_topic(bootstrap_servers, names.source, decided=True, seconds=READ_S)
@@ -138,8 +138,8 @@ def _ledger(bootstrap_servers: str, names: Names, source: list[independent.Seen]
 
 
 def _sorter(bootstrap_servers: str, names: Names, source: list[independent.Seen], found: Findings) -> None:
-    """Every number is in one topic: where it has to be, and late ones that came before event time was known anywhere
-    but among the dead letters. The table has the sums of what was put out."""
+    """Every number must be in exactly one topic: bad ones in the dead letters, others in the output. Late ones may be
+    in the late topic or, if they came before there was a watermark, in the output. The table has the output's sums."""
     out = Counter((record.key, _number(record)) for record in _read(bootstrap_servers, names.output(SORTER)))
     late = Counter((record.key, _number(record)) for record in _read(bootstrap_servers, names.late))
     dead = Counter((record.key, _number(record)) for record in _read(bootstrap_servers, names.dead))
