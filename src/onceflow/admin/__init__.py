@@ -1,1 +1,1 @@
-"""Commands on stopped flows and on topics: reset, repartition, parked records."""
+"""Commands for flows and topics: reset, repartition, parked records, reading and writing records."""

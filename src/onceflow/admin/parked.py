@@ -1,12 +1,14 @@
-"""Parked records: what ``Retry`` has given up. Read them, retry them, drop them.
+"""Parked records are dead letters that ``Retry`` has given up. This module reads, retries and drops them.
 
-A topic of parked records is a table: the key is where the record was read first (``topic/partition/offset``), and a
-tombstone takes it out. An ordinary topic of dead letters is none: its keys are those of the records, many dead
-letters may share one, and nothing can be taken out. It is read, too; but what is in it is neither retried nor dropped.
+A topic of parked records works like a table: the key is the origin of the record (``topic/partition/offset``), and a
+tombstone removes it. An ordinary topic of dead letters does not: its keys are those of the records, so several dead
+letters may have the same key, and none can be removed. Such a topic can be read here, but its records can neither be
+retried nor dropped.
 
-Retrying is one transaction: the record to the retry topic and the tombstone, so it is never in
-both places, nor in neither. All commands of one topic share a transactional id: whoever comes second fences the first,
-and reads the topic only when what the first has done is decided. So nothing is retried twice.
+A retry is one transaction. It writes the record to the retry topic and its tombstone to the topic of parked records, so
+the record is never in both topics, and never in neither. All commands for a topic use the same transactional id. A
+second command fences the first one, and reads the topic only when the transaction of the first one is decided. So no
+record is retried twice.
 """
 
 from __future__ import annotations
@@ -47,13 +49,13 @@ class Parked:
     """One parked record, or one dead letter of an ordinary topic.
 
     Args:
-        origin: where it was read first, ``topic/partition/offset``: its key in the topic, if it is parked there.
-        partition: of the topic of parked records.
-        stored: its value there.
-        headers: as they are there.
-        timestamp_ms: of the record; negative: it has none.
-        dead_letter: whether it is one, that nobody has parked.
-        stored_key: of a dead letter: its key there.
+        origin: where it was first read, ``topic/partition/offset``. The key of a parked record.
+        partition: its partition in the topic that was read here.
+        stored: its value in that topic.
+        headers: its headers in that topic.
+        timestamp_ms: timestamp of the record; negative: it has none.
+        dead_letter: whether it is an ordinary dead letter, not a parked record.
+        stored_key: for a dead letter: its key in that topic.
     """
 
     origin: str
@@ -81,7 +83,7 @@ class Parked:
 
     @property
     def attempt(self) -> int:
-        """How often it has failed; 0: its headers do not tell."""
+        """How often it has failed; 0: not known from its headers."""
         count = self.header(dead_letters.ATTEMPT)
         return int(count) if count.isascii() and count.isdigit() and len(count) < 10 else 0
 
@@ -97,31 +99,31 @@ class Parked:
 
     @property
     def retry_topic(self) -> str:
-        """Where its retries went; empty: its headers do not tell."""
+        """The topic of its retries; empty: not known from its headers."""
         return self.header(RETRY_TOPIC)
 
     def header(self, name: str) -> str:
-        """The last header of this name as text; empty: there is none."""
+        """The last header with this name, as text; empty if there is none."""
         return (dict(self.headers).get(name) or b"").decode(errors="replace")
 
     def again(self) -> Row:
-        """The record as it is retried: its attempts are counted from the beginning, its origin stays."""
+        """The record for the retry topic: attempts are counted from the beginning again, the origin stays."""
         left_out = (KEY, NULL_VALUE, RETRY_TOPIC, dead_letters.ATTEMPT)
         headers = [(name, content) for name, content in self.headers if name not in left_out]
         return Row(self.value, self.timestamp_ms, headers)
 
 
 def read(settings: ClientSettings, topic: str, origins: Collection[str] | None = None) -> list[Parked]:
-    """What is parked in a topic now, in the order of the origins; of an ordinary topic every dead letter.
+    """The records that are parked in a topic now, sorted by origin. For an ordinary topic: every dead letter.
 
-    Dead letters of one record that was processed several times share an origin. Transactions that are open are waited
-    for: what an earlier command has done is seen.
+    If a record was processed several times, its dead letters have the same origin. Open transactions are waited for,
+    so the effects of earlier commands are visible.
 
     Args:
-        origins: of the records that are wanted; None: all, and without their values.
+        origins: the records to return; None: all, but without their values.
 
     Raises:
-        OptionError: one of them is not there.
+        OptionError: one of the origins is not there.
         OnceflowError: the topic cannot be read.
     """
     deadline = Deadline(_PREPARE_S, f"reading parked records of {topic}")
@@ -135,34 +137,34 @@ def read(settings: ClientSettings, topic: str, origins: Collection[str] | None =
 def retry(
     settings: ClientSettings, topic: str, origins: Collection[str] | None, *, to: str | None = None
 ) -> dict[str, int]:
-    """Write parked records to the retry topic and take them out of the topic, in one transaction.
+    """Write parked records to the retry topic and remove them from their topic, in one transaction.
 
     Args:
-        topic: of the parked records.
-        origins: which ones; None: all that are there.
-        to: the retry topic; None: the one that each record's headers tell.
+        topic: the topic of parked records.
+        origins: the records to retry; None: all.
+        to: the retry topic; None: the one that the headers of each record name.
 
     Returns:
-        how many went to which topic.
+        The number of records written, by retry topic.
 
     Raises:
-        OptionError: one of the origins is not there (any more), nothing tells the retry topic, or the topic holds
+        OptionError: one of the origins is not there (any more), the retry topic is not known, or the topic has
             ordinary dead letters.
         FencedError: another command for this topic has started meanwhile.
         DeadlineExceededError: the outcome of the commit is not known.
-        OnceflowError: Kafka refused something. After any error but an unknown outcome, nothing has changed.
+        OnceflowError: Kafka refused a request. After every error except an unknown outcome, nothing has changed.
     """
     with _connected(settings, topic) as cluster:
         return _Change(cluster, topic).run(origins, lambda record: _target(topic, record, to))
 
 
 def drop(settings: ClientSettings, topic: str, origins: Collection[str] | None) -> int:
-    """Take parked records out of the topic for good, in one transaction.
+    """Remove parked records from the topic without retrying them, in one transaction.
 
-    Args, Raises: as of `retry`.
+    Args, Raises: as for `retry`.
 
     Returns:
-        how many.
+        The number of records removed.
     """
     with _connected(settings, topic) as cluster:
         return sum(_Change(cluster, topic).run(origins, lambda record: "").values())
@@ -177,24 +179,24 @@ class _Change:
         self._transactions = Transactions(cluster, f"onceflow.admin.parked.{topic}", _TIMEOUT_MS)
 
     def run(self, origins: Collection[str] | None, target_of: Callable[[Parked], str]) -> dict[str, int]:
-        """Take out what is wanted.
+        """Remove the records with these origins, and write them to other topics.
 
         Args:
-            target_of: the topic that a record goes to; empty: none.
+            target_of: returns the topic to write a record to; empty: write it nowhere.
 
         Returns:
-            how many records went to which topic.
+            The number of records, by that topic.
         """
         deadline = Deadline(_PREPARE_S, f"preparing to change topic {self._topic}")
         try:
             self._transactions.check_supported(deadline)
-            find_topics(self._cluster, {self._topic: ""}, deadline)  # before anybody is fenced
+            find_topics(self._cluster, {self._topic: ""}, deadline)  # before another command is fenced
             self._transactions.init(deadline)
             self._at("init")
-            # Looked at only now: what an older command has done is decided, and it can do no more.
+            # Read after init: now the transaction of an older command is decided, and that command is fenced.
             parts: Iterable[list[Parked]] = _parts(self._cluster, self._topic, origins, deadline)
             if origins is not None:
-                parts = list(parts)  # all must be there before anything is written
+                parts = list(parts)  # all must exist before anything is written
                 _check_found(self._topic, origins, parts)
                 for records in parts:
                     _refuse_dead_letters(self._topic, records)
@@ -209,11 +211,12 @@ class _Change:
                 topic=self._topic,
                 detail=f"{error.what} (the broker also says so when a transaction took longer than "
                 f"{_TIMEOUT_MS / 1000:g} s)",
-                next_step="look at what is left with onceflow parked list; then run this one again, if need be",
+                next_step="see what is left with onceflow parked list; run this command again if necessary",
             ) from error
 
     def _write(self, parts: Iterable[list[Parked]], target_of: Callable[[Parked], str]) -> dict[str, int]:
-        """Records and tombstones. What is not given by origin is read meanwhile, a partition at a time."""
+        """Write records and tombstones, one partition after the other. Without origins, ``parts`` reads each partition
+        only when its turn has come."""
         deadline = Deadline(_TIMEOUT_MS / 1000, f"changing topic {self._topic}")
         self._transactions.begin(deadline)
         counts: dict[str, int] = {}
@@ -245,7 +248,7 @@ class _Change:
         count = find_topics(self._cluster, {target: "retry"}, deadline)[target].partitions
         keys = pa.array([record.key for record in found], pa.large_binary())
         places = key_partitions(keys, count)
-        # Records without a key may be anywhere.
+        # Records without a key may go to any partition.
         spread = key_partitions(pa.array([record.raw_origin for record in found], pa.large_binary()), count)
         places[places < 0] = spread[places < 0]
         for partition, rows in group_by_partition(places, count):
@@ -260,13 +263,13 @@ class _Change:
                 "The outcome of the commit is not known: the coordinator does not answer",
                 topic=self._topic,
                 detail=f"{error.what}; {error.detail}",
-                next_step="look with onceflow parked list when the brokers are back: all has happened, or nothing",
+                next_step="see with onceflow parked list when the brokers are up: all records were changed, or none",
             ) from error
         if outcome is Outcome.FENCED:
             raise FencedError("the commit was refused")
         if outcome is Outcome.ABORTED:
             raise TransactionTimeoutError(
-                f"The broker ended the transaction: it took longer than {_TIMEOUT_MS / 1000:g} s; nothing has changed",
+                f"The transaction was aborted: it took longer than {_TIMEOUT_MS / 1000:g} s; nothing has changed",
                 topic=self._topic,
                 next_step="try again, or choose fewer records",
             )
@@ -288,14 +291,15 @@ def _connected(settings: ClientSettings, topic: str) -> Iterator[Cluster]:
 def _parts(
     cluster: Cluster, topic: str, origins: Collection[str] | None, deadline: Deadline, *, values: bool = True
 ) -> Iterator[list[Parked]]:
-    """What is parked, partition by partition.
+    """The parked records and dead letters of each partition.
 
-    Up to where the logs end now, not only to the last stable offsets: an open transaction of the flow that parks would
-    else hide what was decided behind its beginning, and a record that was retried would seem to be there still.
+    Partitions are read up to their current end, not only to the last stable offset. Otherwise an open transaction of
+    the flow that parks records would hide everything that was decided after it began, and a record that was already
+    retried would still seem to be parked.
 
     Args:
-        origins: which ones; None: all.
-        values: whether they are needed.
+        origins: the records to return; None: all.
+        values: whether the values are needed.
     """
     cluster.connect(deadline)
     wanted = None if origins is None else {*origins}
@@ -326,16 +330,16 @@ def _parts(
 
 
 def _is_parked(key: bytes, headers: Sequence[Header]) -> bool:
-    """Whether a record was parked under this key, or is the tombstone of one that was.
+    """Whether this is a parked record, or the tombstone of one.
 
-    A key of somebody's own may look like an origin; but then its headers tell another.
+    The key of an ordinary dead letter may look like an origin. But then the origin in its headers is another one.
     """
     text = _text(key)
     return IDENTITY.fullmatch(text) is not None and _origin_in_headers(headers) in ("", text)
 
 
 def _origin_in_headers(headers: Sequence[Header]) -> str:
-    """The origin that the headers of a dead letter tell; empty: none."""
+    """The origin in the headers of a dead letter; empty if there is none."""
     found = dict(headers)
     parts = [
         found.get(name) or b""
@@ -352,7 +356,7 @@ def _refuse_dead_letters(topic: str, records: Iterable[Parked]) -> None:
             f"{dead_letter.origin} is an ordinary dead letter in {topic}, not a parked record: it can be neither "
             "retried nor dropped here",
             topic=topic,
-            detail="parked records are those that onceflow.Retry has given up; their keys are their origins",
+            detail="parked records are those that onceflow.Retry has given up; their keys are topic/partition/offset",
             next_step="to retry dead letters, run a flow with onceflow.Retry over this topic, and use its parked_topic "
             "here; nothing has changed",
         )
@@ -374,7 +378,7 @@ def _target(topic: str, record: Parked, to: str | None) -> str:
     target = to or record.retry_topic
     if not target or target == topic:
         raise OptionError(
-            f"Record {record.origin} does not tell where retries go"
+            f"The headers of record {record.origin} do not name a retry topic"
             if not target
             else "A record cannot be retried into the topic that it is parked in",
             topic=topic,

@@ -1,6 +1,6 @@
-"""Records as lines of text: what ``onceflow produce`` reads, and the JSON that ``onceflow consume`` writes.
+"""Records as lines of text: the formats that ``onceflow produce`` reads, and the JSON that ``onceflow consume`` writes.
 
-A line of JSON that was written here can be read here: the record is the same, byte for byte.
+JSON that ``to_json`` has written can be read back: key, value, headers and timestamp are the same, byte for byte.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from typing import Any
 from onceflow.state.api.record import Header, Record
 
 _BASE64 = "_base64"
-# Where a record was read from. A record that is written goes where its key belongs.
+# Where a record was read from. These are ignored when a record is written: its key decides its partition.
 _PLACE = frozenset({"topic", "partition", "offset"})
 _KNOWN = frozenset({"key", "key_base64", "value", "value_base64", "headers", "timestamp_ms"}) | _PLACE
 _MAX_TIMESTAMP_MS = 2**63 - 1
 
 Parser = Callable[[bytes], "Record | None"]
-"""Makes a record of a line without its end; None for a line that is none. Raises ValueError: what is wrong."""
+"""Parses a line, without its line end, into a record; None for a line without a record. Raises ValueError."""
 
 
 def value_only(line: bytes) -> Record:
-    """The line is the value; there is no key."""
+    """A record with the line as its value, and without a key."""
     return Record(None, line)
 
 
 def key_and_value(separator: str) -> Parser:
-    """The key goes to the first separator, the value is all behind it."""
+    """A parser for lines of key, separator and value. The first separator of a line counts."""
     mark = separator.encode()
 
     def parse(line: bytes) -> Record:
@@ -42,11 +42,11 @@ def key_and_value(separator: str) -> Parser:
 
 
 def json_object(line: bytes) -> Record | None:
-    """An object with ``value``, and optionally ``key``, ``headers`` and ``timestamp_ms``. Empty lines are none.
+    """Parse an object with ``value``, and optionally ``key``, ``headers``, ``timestamp_ms``. Empty lines are skipped.
 
-    Text is written as UTF-8, null as null (a tombstone, as a value), everything else as JSON. ``key_base64`` and
-    ``value_base64`` are bytes. Headers are an object, or a list of objects with ``name`` and ``value`` or
-    ``value_base64``.
+    In a record, text becomes UTF-8, null becomes null (as a value: a tombstone), everything else becomes JSON.
+    ``key_base64`` and ``value_base64`` are bytes. ``headers`` is an object, or a list of objects with ``name`` and
+    ``value`` or ``value_base64``.
     """
     if not line.strip():
         return None
@@ -54,7 +54,7 @@ def json_object(line: bytes) -> Record | None:
         found = json.loads(line, parse_constant=_no_number)
     except RecursionError:
         raise ValueError("it is not JSON that can be read: it is nested too deeply") from None
-    except ValueError as error:  # also what is no UTF-8
+    except ValueError as error:  # also raised for invalid UTF-8
         raise ValueError(f"it is not JSON: {error}") from None
     if not isinstance(found, dict):
         raise ValueError('it is JSON, but not an object such as {"key": "k", "value": "v"}')
@@ -72,22 +72,22 @@ def json_object(line: bytes) -> Record | None:
 
 
 def to_json(record: Record) -> str:
-    """A line with all of a record, with bytes as keys and values. Control characters are escaped."""
+    """A record, with keys and values as bytes, as one line of JSON. Control characters are escaped."""
     found = {
         "topic": record.topic,
         "partition": record.partition,
         "offset": record.offset,
-        # Old producers gave none.
+        # Very old producers set no timestamp.
         "timestamp_ms": None if record.timestamp_ms is None or record.timestamp_ms < 0 else record.timestamp_ms,
         **field("key", record.key),
         **field("value", record.value),
         "headers": headers_as_json(record.headers),
     }
-    return json.dumps(found).replace("\x7f", "\\u007f")  # JSON may have it, a terminal acts on it
+    return json.dumps(found).replace("\x7f", "\\u007f")  # legal in JSON, but a terminal would interpret it
 
 
 def field(name: str, content: bytes | None) -> dict[str, Any]:
-    """A field with the text; where the bytes are no UTF-8, a field ``<name>_base64``."""
+    """A field with the bytes as text. If they are not valid UTF-8: a field ``<name>_base64``."""
     if content is None:
         return {name: None}
     try:
@@ -97,7 +97,7 @@ def field(name: str, content: bytes | None) -> dict[str, Any]:
 
 
 def headers_as_json(headers: Iterable[Header]) -> list[dict[str, Any]]:
-    """An object for each header, with ``name``, and its value as of `field`."""
+    """An object for each header, with ``name`` and its value as in `field`."""
     return [{"name": name, **field("value", content)} for name, content in headers]
 
 
@@ -119,14 +119,14 @@ def _bytes(content: Any) -> bytes | None:
         text = content if isinstance(content, str) else _as_json(content)
         return text.encode()
     except UnicodeEncodeError:
-        raise ValueError("it holds half of a surrogate pair, which is no text") from None
+        raise ValueError("it has half of a surrogate pair, which is no text") from None
 
 
 def _as_json(content: Any) -> str:
     try:
         return json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     except ValueError:
-        raise ValueError("it holds a number that is too large for a double") from None
+        raise ValueError("it has a number that is too large for a double") from None
 
 
 def _headers(found: Any) -> list[Header]:
@@ -148,7 +148,7 @@ def _header(found: Any) -> Header:
 
 
 def _timestamp(found: Any) -> int | None:
-    # Not isinstance: to Python, True is an int.
+    # Not isinstance: in Python, True is an int, too.
     if found is not None and (type(found) is not int or not 0 <= found <= _MAX_TIMESTAMP_MS):
         raise ValueError('"timestamp_ms" is not a number of milliseconds since 1970')
     at_ms: int | None = found

@@ -1,16 +1,16 @@
-"""Give a table more partitions: its topics grow, and every row moves to where Kafka's default partitioner looks for it.
+"""Gives a table more partitions, and moves every row to the partition that Kafka's default partitioner now chooses.
 
-Offline and exactly-once. InitProducerId of the flow's transactional id fences a running driver. Then one
-transaction holds everything: rows that move are written to their new partition and deleted in the old one, and
-progress says that the rows are placed for the new count. Partitions are made before that, and outside of it, since
-Kafka knows no other way; so after a crash there may be more of them than progress says, which ``Flow.process`` refuses
-and the same command, run again, mends.
+No driver of the flow runs meanwhile, and rows move exactly once. InitProducerId with the flow's transactional id fences
+a running driver. Everything else is in one transaction: rows that move are written to their new partition and deleted
+in the old one, and the progress record states the new number of partitions. Partitions are added before that,
+outside of the transaction, because Kafka has no other way. So after a crash there may be more partitions than the
+progress record states. Then ``Flow.process`` refuses to start; the same command, run again, completes the change.
 
-Local stores are not touched. The next start finds those of old partitions behind progress and reads what is new, the
-deletes; those of new partitions are restored. What is pending in a store is of an older transaction than the one
-progress names now, so it is read from Kafka, too, if it was committed.
+Local stores are not touched. At the next start, those of old partitions lag behind progress and catch up, which applies
+the deletes. Those of new partitions are restored. Pending changes in a local store belong to an older transaction
+than the one in progress. If they were committed, they are read from Kafka, too.
 
-Memory is bounded by the rows of one partition, see `repartitioner`.
+Memory is limited by the rows of one partition, see `repartitioner`.
 """
 
 from __future__ import annotations
@@ -51,21 +51,21 @@ from onceflow.state.topics import TableTopics, check_known, committed_ends
 
 log = logging.getLogger("onceflow.state")
 
-TIMEOUT_MS = 900_000  # what brokers allow by default (transaction.max.timeout.ms)
+TIMEOUT_MS = 900_000  # the brokers' default limit (transaction.max.timeout.ms)
 _MIN_TIMEOUT_MS = 50_000
 _PREPARE_S, _COMMIT_S = 60.0, 60.0
 
 
 @dataclass(frozen=True)
 class Repartitioned:
-    """What was done.
+    """The result of `repartition`.
 
     Args:
-        before: partitions that the rows were placed for; equal to ``partitions``: there was nothing to do.
-        rows, internal_rows: that moved, of the table topic and of its companion.
-        records: that were read to find them.
-        snapshots: whether the table is one of snapshots (``snapshot_per_partition``); then rows of all kinds count
-            as ``rows``.
+        before: number of partitions before. If it equals ``partitions``, there was nothing to do.
+        rows, internal_rows: numbers of rows that moved, in the table topic and in the companion topic.
+        records: number of records that were read to find these rows.
+        snapshots: whether the table has snapshots (``snapshot_per_partition``). Then ``rows`` counts all kinds of
+            rows.
     """
 
     flow: str
@@ -88,19 +88,20 @@ def repartition(
     timeout_ms: int | None = None,
     tell: Callable[[RepartitionProgress], None] | None = None,
 ) -> Repartitioned:
-    """Bring a table of a flow to ``partitions`` partitions; a running driver of the flow is fenced.
+    """Increase the partitions of a flow's table to ``partitions``. A running driver of the flow is fenced.
 
     Args:
-        timeout_ms: of the transaction; by default 15 minutes, or half of it and so on where the broker allows less.
-        tell: called with the progress now and then.
+        timeout_ms: timeout of the transaction. By default 15 minutes; if the brokers allow less, it is halved until
+            they accept it.
+        tell: called with the progress from time to time.
 
     Raises:
-        OptionError: there are more partitions already; nobody has been fenced. Or the timeout is too long.
-        ProgressConflictError: the flow has no such table, or its topics are not what progress speaks of.
+        OptionError: the table already has more partitions (then no driver was fenced), or the timeout is too long.
+        ProgressConflictError: the flow has no such table, or its topics are not those in the progress record.
         FencedError: a driver of the flow has started meanwhile.
         TransactionTimeoutError: it took too long.
         DeadlineExceededError: the outcome is not known, or Kafka does not answer.
-        OnceflowError: Kafka refused something. After any error but an unknown outcome, no row has moved.
+        OnceflowError: Kafka refused a request. After every error except an unknown outcome, no row has moved.
     """
     cluster = Cluster(settings)
     try:
@@ -136,7 +137,7 @@ class _Repartition:
         deadline = Deadline(_PREPARE_S, f"preparing table {self._table} of flow {self._names.flow}")
         self._transactions.check_supported(deadline)
         infos = find_topics(self._cluster, {self._table: "table", self._internal: "table"}, deadline)
-        self._check_enough(infos)  # before anybody is fenced
+        self._check_enough(infos)  # before a driver is fenced
         self._take_over(deadline)
         progress = self._progress(infos, deadline)
         before = len(progress.changelogs[self._table])
@@ -177,19 +178,19 @@ class _Repartition:
                     f"Topic {name} has {info.partitions} partitions already: Kafka cannot remove any, so "
                     f"{self._partitions} are too few",
                     topic=name,
-                    next_step=f"give --partitions {info.partitions} or more. For fewer, process into a table of "
-                    "another name: from the start of the source, or with a flow that copies this table",
+                    next_step=f"give --partitions {info.partitions} or more. For fewer, use a table with another "
+                    "name: process from the start of the source, or copy this table with a flow",
                 )
 
     def _take_over(self, deadline: Deadline) -> None:
-        """Step ``init``, with as much time for the transaction as the broker grants."""
+        """Step ``init``, with the longest transaction timeout that the broker accepts."""
         self._transactions.timeout_ms = self._timeout_ms or TIMEOUT_MS
         while True:
             try:
                 self._session.init(deadline)
                 break
             except OptionError:
-                # To ask for the limit takes a privilege that flows do not need.
+                # The limit itself cannot be read: that needs a privilege that flows do not have.
                 self._transactions.timeout_ms //= 2
                 if self._timeout_ms is not None or self._transactions.timeout_ms < _MIN_TIMEOUT_MS:
                     raise
@@ -224,7 +225,7 @@ class _Repartition:
     def _await_partitions(self, name: str, deadline: Deadline) -> None:
         attempt = 0
         while (known := self._cluster.topic(name, deadline, fresh=True).partitions) < self._partitions:
-            deadline.pause(attempt, f"{name} has {known} partitions, as far as brokers know")
+            deadline.pause(attempt, f"{name} still has {known} partitions in the brokers' metadata")
             attempt += 1
 
     def _grow(self, name: str, deadline: Deadline) -> None:
@@ -235,20 +236,21 @@ class _Repartition:
                 f"This principal may not add partitions to {name}",
                 topic=name,
                 detail=error.detail,
-                next_step=f"grant ALTER on it, or let somebody else run kafka-topics.sh --alter --topic {name} "
+                next_step=f"grant ALTER on it, or let an operator run kafka-topics.sh --alter --topic {name} "
                 f"--partitions {self._partitions}; then run this command again",
             ) from error
         except OptionError:
-            # Somebody has just added them, and the broker that was asked for the count did not know yet.
+            # Another process has just added them, and the broker that was asked for their number did not know it yet.
             self._await_partitions(name, deadline)
             self._check_enough({name: self._cluster.topic(name, deadline)})
-        log.info("topic %s grows to %d partitions", name, self._partitions)
+        log.info("topic %s gets %d partitions", name, self._partitions)
         self._await_partitions(name, deadline)
 
     def _ends(
         self, infos: Mapping[str, TopicInfo], progress: Progress, deadline: Deadline
     ) -> dict[str, dict[int, int]]:
-        """Up to where each partition is read: what progress says, or beyond, if somebody has written there."""
+        """The offset up to which each partition is read: the one in progress, or the current end if that is later
+        because another process has written there."""
         found = committed_ends(self._cluster, self._topics(infos, self._partitions), deadline)
         return {
             name: {p: max(end, progress.changelogs[name].get(p, 0)) for p, end in ends.items()}
@@ -256,7 +258,7 @@ class _Repartition:
         }
 
     def _offsets(self, progress: Progress, deadline: Deadline) -> dict[str, dict[int, int]]:
-        """What is committed to the group: of sources that are still there."""
+        """The source offsets to commit to the consumer group, without topics that no longer exist."""
         found: dict[str, dict[int, int]] = {}
         for topic, offsets in progress.offsets.items():
             try:
@@ -301,15 +303,15 @@ class _Repartition:
             raise
         try:
             transactions.commit(
-                Deadline(_COMMIT_S, "committing"), flow=names.flow, doing="bringing rows to new partitions"
+                Deadline(_COMMIT_S, "committing"), flow=names.flow, doing="moving rows to new partitions"
             )
         except DeadlineExceededError as error:
             raise DeadlineExceededError(
                 "The outcome of the commit is not known: the coordinator does not answer",
                 detail=f"{error.what}; {error.detail}",
-                next_step="run the command again when the brokers are back: it finds out, and finishes",
+                next_step="run the command again when the brokers are up: it finds out, and completes the change",
             ) from error
-        except FencedError as error:  # also what becomes of a transaction that timed out
+        except FencedError as error:  # also raised if the transaction has timed out
             raise (self._timed_out(error) if deadline.expired else error) from error
         hooks.at("end", where="driver", flow=names.flow)
 

@@ -1,7 +1,8 @@
-"""Brings the rows of a table to where Kafka's default partitioner looks for them among more partitions.
+"""Moves the rows of a table to the partitions that Kafka's default partitioner chooses among more partitions.
 
-Old partitions are read one after the other, and the rows that leave one are kept in memory until they are written:
-memory is bounded by the rows of one partition. (Tables of snapshots are small by definition: all of it is kept.)
+Old partitions are read one after the other. The rows that leave a partition are kept in memory until they are written,
+so memory is limited by the rows of one partition. Tables with snapshots are small by definition, and are kept in memory
+as a whole.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ _SLICE_ROWS, _SLICE_BYTES = 20_000, 16_000_000
 _SNAPSHOT_START = b'{"format":'
 
 Ends = Mapping[int, int]
-"""Partition, then offset up to which it is read."""
+"""Partition -> offset up to which it is read."""
 
 
 @dataclass(frozen=True)
 class RepartitionProgress:
-    """How far it is: offsets of the old partitions that are read, of how many, and rows that have moved."""
+    """How far it is: the number of offsets read from the old partitions, their total, and the rows that have moved."""
 
     done: int
     total: int
@@ -46,9 +47,9 @@ class Repartitioner:
     """Finds the rows of a table that have to move, and moves them.
 
     Args:
-        before, after: partition counts; rows are placed for the first one.
-        ends: of all partitions, by topic.
-        tell: called with the progress now and then.
+        before, after: numbers of partitions. The rows are where the partitioner puts them with the first number.
+        ends: the ends of all partitions, by topic.
+        tell: called with the progress from time to time.
     """
 
     def __init__(
@@ -72,10 +73,11 @@ class Repartitioner:
         self.records = self.ignored = 0
 
     def check_empty(self) -> None:
-        """What lies in new partitions would become state. (Aborted rows of an attempt before this one may be there.)
+        """Check that the new partitions are empty: rows there would become state. Aborted rows of an earlier attempt
+        are allowed.
 
         Raises:
-            ProgressConflictError: somebody else has written there.
+            ProgressConflictError: another process has written there.
         """
         for topic, ends in self._ends.items():
             for partition in range(self._before, self._after):
@@ -85,7 +87,7 @@ class Repartitioner:
                 self._refuse(topic, partition, [key for key, value in last.items() if key and value is not None])
 
     def holds_snapshots(self) -> bool:
-        """Whether a record of the table is a snapshot of a partition: the first record tells."""
+        """Whether the table has snapshots of whole partitions. The first record decides."""
         for partition in range(self._before):
             for chunk in self._reader.read(self._table, partition, 0, self._ends[self._table][partition]):
                 for key, value in zip(chunk.keys, chunk.values, strict=True):
@@ -97,10 +99,10 @@ class Repartitioner:
         """Write every row that moves to its new partition, and a tombstone to the old one.
 
         Args:
-            snapshots: of whole partitions: every partition gets a new one.
+            snapshots: whether the table has snapshots of whole partitions. Then every partition gets a new snapshot.
 
         Raises:
-            ProgressConflictError: the table holds what no processor can have written.
+            ProgressConflictError: the table has records that no processor can have written.
             DeadlineExceededError: the deadline has passed.
         """
         if snapshots:
@@ -114,15 +116,16 @@ class Repartitioner:
                         writer.write(topic, target, part)
                         writer.delete(topic, partition, [key for key, _ in part])
                         self.moved[topic] += len(part)
-                writer.finish()  # nothing is under way while the next partition is read
+                writer.finish()  # no batch is in flight while the next partition is read
                 self._advanced(0)
 
     # ---- rows ------------------------------------------------------------------------------------------
 
     def _leaving(self, topic: str, partition: int, end: int, deadline: Deadline) -> dict[int, dict[bytes, Row]]:
-        """Last rows of the keys that leave a partition, by where they go; some may be deleted ones."""
+        """The last rows of the keys that leave a partition, by their new partition. Some may be tombstones."""
         leaving: dict[int, dict[bytes, Row]] = {}
-        # What belongs elsewhere already: an earlier growth has left deleted rows, which may not be compacted yet.
+        # Keys that belong to another partition already. After an earlier repartitioning these are deleted rows that
+        # are not compacted yet.
         strays: dict[bytes, bytes | None] = {}
         for chunk in self._chunks(topic, partition, end, deadline):
             if SNAPSHOT_KEY in chunk.keys:
@@ -137,7 +140,7 @@ class Repartitioner:
                     (keys[n], Row(values[n], stamps[n], headers.get(n))) for n in leaves[found].tolist()
                 )
             for n in np.flatnonzero((homes >= 0) & (homes != partition)).tolist():
-                strays[cast(bytes, keys[n])] = values[n]  # a key that has a home is not null
+                strays[cast(bytes, keys[n])] = values[n]  # a key with a partition is not null
         self._refuse(topic, partition, [key for key, value in strays.items() if value is not None])
         return leaving
 
@@ -159,7 +162,7 @@ class Repartitioner:
             writer.write(self._table, partition, [(SNAPSHOT_KEY, Row(snapshot(sorted(kept)), now_ms()))])
 
     def _places(self, users: Sequence[bytes | None]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-        """Where Kafka's default partitioner has put keys, and where it puts them from now on; -1 for none."""
+        """The old and the new partition of each key, by Kafka's default partitioner; the old one is -1 for a null."""
         column = pa.array(users, pa.large_binary())
         hashes = murmur2(column) & np.int32(0x7FFF_FFFF)
         homes, targets = hashes % np.int32(self._before), hashes % np.int32(self._after)
@@ -181,7 +184,7 @@ class Repartitioner:
         self._done += offsets
         self._tell(RepartitionProgress(self._done, self._total, sum(self.moved.values())))
 
-    # ---- what must not be there --------------------------------------------------------------------------
+    # ---- checks ------------------------------------------------------------------------------------------
 
     def _check_none(self, chunk: Chunk, topic: str, wrong: Callable[[bytes, bytes], bool]) -> None:
         pairs = zip(chunk.keys, chunk.values, strict=True)
@@ -191,8 +194,8 @@ class Repartitioner:
             raise ProgressConflictError(
                 f"Table topic {topic} holds both rows and snapshots of whole partitions",
                 topic=topic,
-                detail="a table has one of them: snapshot_per_partition of Flow.process, or not",
-                next_step="process into a table of another name, from the start of the source",
+                detail="a table has only one of both, depending on snapshot_per_partition of Flow.process",
+                next_step="process into a table with another name, from the start of the source",
             )
 
     def _refuse(self, topic: str, partition: int, strays: Sequence[bytes | None]) -> None:
@@ -201,14 +204,14 @@ class Repartitioner:
                 f"Partition {partition} of {topic} holds rows whose keys belong to other partitions",
                 topic=f"{topic}-{partition}",
                 detail=f"{len(strays)} rows, for example {(strays[0] or b'')[:100]!r}; they were not placed by Kafka's "
-                f"default partitioner over {self._before} partitions, and the flow does not find them",
+                f"default partitioner over {self._before} partitions, so the flow does not find them",
                 next_step="find out who else writes to this topic, and delete those rows in that partition (a record "
                 "with their key and no value)",
             )
 
 
 def _users(keys: Sequence[bytes | None], *, internal: bool) -> Sequence[bytes | None]:
-    """The user's key of each record; None for records that no processor wrote, which a restore ignores, too."""
+    """The user's key of each record. None for records that no processor has written; a restore ignores these, too."""
     if internal:
         return [None if key is None or not _is_internal(key) else rows.split(key[1:])[0] for key in keys]
     return [None if key is None or len(key) >= rows.ROW_KEY_BYTES_MAX else key for key in keys]
@@ -227,7 +230,7 @@ def _is_snapshot(key: bytes, value: bytes) -> bool:
 
 
 def _slices(by_key: Mapping[bytes, Row]) -> Iterator[list[tuple[bytes, Row]]]:
-    """Rows that are not deleted, some thousands at a time."""
+    """The rows without tombstones, in lists of limited size."""
     part: list[tuple[bytes, Row]] = []
     size = 0
     for key, row in by_key.items():

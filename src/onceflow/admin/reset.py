@@ -1,4 +1,5 @@
-"""Make a flow start over: its progress record becomes a tombstone, its consumer group is deleted."""
+"""Resets a flow, so that it starts without progress: writes a tombstone of its progress record, and deletes its
+consumer group."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ _GROUP_ID_NOT_FOUND = 69
 def is_known(settings: ClientSettings, names: Names) -> bool:
     """Whether Kafka knows anything of the flow: its transactional id, offsets of its group, or progress.
 
-    Changes nothing, and fences nobody. Where this may not be read, the answer is yes.
+    Changes nothing, and fences no driver. If this principal may not read these, the result is True.
 
     Raises:
         BrokerUnreachableError: no broker answers.
@@ -56,13 +57,13 @@ def is_known(settings: ClientSettings, names: Names) -> bool:
 
 
 def reset(settings: ClientSettings, names: Names, source_topics: list[str]) -> Progress | None:
-    """Forget what the flow has committed; a running driver of it is fenced.
+    """Delete the progress of a flow. A running driver of the flow is fenced.
 
     Args:
         source_topics: topics it reads, to find its progress faster; may be empty.
 
     Returns:
-        The progress that was, or None when there was none.
+        The progress before, or None if there was none.
 
     Raises:
         PermissionDeniedError, BrokerUnreachableError, UnknownTopicError: nothing has changed.
@@ -100,7 +101,7 @@ def _write_tombstone(cluster: Cluster, transactions: Transactions, names: Names,
 
 
 def _delete_group(cluster: Cluster, group: str, deadline: Deadline) -> None:
-    """Its offsets point to the old record; without one they would look like lost progress."""
+    """Delete the consumer group. Offsets of the group without a progress record would look like lost progress."""
     request = DeleteGroupsRequest(
         version=cluster.version(DeleteGroupsRequest, min_version=0, max_version=2), groups_names=[group]
     )

@@ -1,4 +1,4 @@
-"""Records to and from a topic without a flow: for the commands ``onceflow produce`` and ``onceflow consume``."""
+"""Writes and reads records of a topic without a flow: for ``onceflow produce`` and ``onceflow consume``."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from onceflow.state.api.record import Record
 _CALL_S = 60.0
 _LOOK_S = 0.1
 _FETCH_BYTES = 1_000_000
-_RECORD_OVERHEAD_BYTES, _HEADER_OVERHEAD_BYTES = 200, 10  # more than the format takes
+_RECORD_OVERHEAD_BYTES, _HEADER_OVERHEAD_BYTES = 200, 10  # upper bounds of what the format needs
 
 
 class TopicWriter:
-    """Writes records to one topic, each in the partition that the Java client gives its key.
+    """Writes records to one topic, each to the partition that the Java client would choose for its key.
 
-    That is murmur2 of the key; records without a key go to all partitions in turn. The producer is idempotent: its
-    own retries neither double nor reorder anything. There is no transaction: what is written is visible at once.
+    That is murmur2 of the key; records without a key go to the partitions in turn. The producer is idempotent: its
+    own retries neither duplicate nor reorder records. There is no transaction: records are visible at once.
 
     Raises:
         UnknownTopicError: there is no such topic.
-        OptionError: it is an internal one.
+        OptionError: it is an internal topic.
     """
 
     def __init__(self, cluster: Cluster, topic: str) -> None:
@@ -57,7 +57,7 @@ class TopicWriter:
         self._turn = 0
 
     def check(self, record: Record) -> None:
-        """Whether the topic takes a record of this size.
+        """Check that the topic accepts a record of this size.
 
         Raises:
             BadRecordError: it is larger than ``max.message.bytes``.
@@ -65,7 +65,7 @@ class TopicWriter:
         sizes = [len(record.key or b"") + len(record.value or b"") + _RECORD_OVERHEAD_BYTES]
         sizes += [len(name.encode()) + len(value or b"") + _HEADER_OVERHEAD_BYTES for name, value in record.headers]
         limit = self._limits[self._topic]
-        if sum(sizes) > limit:  # or nearly
+        if sum(sizes) > limit:  # the sum is an upper bound, so encode the record to be sure
             encoded = encode_single(
                 record.key, record.value, record.headers, timestamp_ms=0, identity=self._identity, base_sequence=0
             )
@@ -76,10 +76,10 @@ class TopicWriter:
                 )
 
     def write(self, records: Sequence[Record]) -> None:
-        """Write records with key, value, headers and timestamp; returns when all are acknowledged.
+        """Write records with key, value, headers and timestamp. Returns when all are acknowledged.
 
         Raises:
-            OnceflowError: none, some or all of these are written. `written` does not count them.
+            OnceflowError: none, some or all of these records are written. `written` does not count any of them.
         """
         if not records:
             return
@@ -105,17 +105,18 @@ def read(
     follow: bool = False,
     check: Callable[[], None] = lambda: None,
 ) -> Iterator[list[Record]]:
-    """Committed records, up to the last stable offsets as of now, or for ever. A partition at a time, in order.
+    """Committed records up to the current last stable offsets, or without end. Each list is from one partition, in
+    order.
 
     Args:
-        start: ``EARLIEST``, ``LATEST``, or an offset, from which on each partition is read.
-        partition: this one only; None: all, with ``follow`` also those that are added meanwhile.
-        follow: whether to wait for more.
-        check: called again and again; what it raises ends the reading.
+        start: where to begin in each partition: ``EARLIEST``, ``LATEST``, or an offset.
+        partition: read only this one. None: all; with ``follow`` also partitions that are added later.
+        follow: whether to wait for more records.
+        check: called repeatedly; an exception that it raises ends the reading.
 
     Raises:
         UnknownTopicError: there is no such topic. OptionError: it has no such partition.
-        OnceflowError: brokers do not answer, or refuse.
+        OnceflowError: the brokers do not answer, or refuse a request.
     """
     reader = CommittedReader(cluster, fetch_bytes=_FETCH_BYTES)
     positions: dict[int, int] = {}
@@ -143,7 +144,7 @@ def stable_offsets(cluster: Cluster, topic: str, partition: int | None, deadline
     """Last stable offsets, by partition.
 
     Args:
-        partition: this one only; None: all.
+        partition: only this one; None: all.
 
     Raises:
         UnknownTopicError: there is no such topic. OptionError: it has no such partition.
@@ -160,12 +161,12 @@ def stable_offsets(cluster: Cluster, topic: str, partition: int | None, deadline
 
 
 def held_back(cluster: Cluster, topic: str, stable: Mapping[int, int]) -> dict[int, int]:
-    """How many offsets of each partition are in front of its end, but behind an open transaction. Zeros are left out.
+    """How many offsets of each partition are held back by an open transaction. Partitions with none are left out.
 
     Args:
-        stable: up to where readers of committed records get.
+        stable: the last stable offsets.
     """
-    deadline = Deadline(_CALL_S, f"looking at the ends of {topic}")
+    deadline = Deadline(_CALL_S, f"reading the end offsets of {topic}")
     ends = list_offsets(cluster, {topic: sorted(stable)}, LATEST, deadline, committed=False)[topic]
     return {number: ends[number] - offset for number, offset in stable.items() if ends[number] > offset}
 
@@ -187,5 +188,5 @@ def _records(chunk: Chunk, topic: str, partition: int) -> list[Record]:
 
 
 def _row(record: Record) -> Row:
-    # A negative timestamp: that of writing.
+    # A negative timestamp stands for the time of writing.
     return Row(record.value, -1 if record.timestamp_ms is None else record.timestamp_ms, list(record.headers) or None)

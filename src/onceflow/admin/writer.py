@@ -1,4 +1,4 @@
-"""Writes rows of commands: to partitions that are given, in one transaction or without any."""
+"""Writes records for commands, to given partitions, in one transaction or without one."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _HEADERS = pa.list_(pa.struct([("key", pa.string()), ("value", pa.binary())]))
 
 
 class Row(NamedTuple):
-    """A record without its key; no value: deleted."""
+    """A record without its key. Without a value it is a tombstone."""
 
     value: bytes | None
     timestamp_ms: int
@@ -32,13 +32,13 @@ class Row(NamedTuple):
 
 
 class Writer:
-    """Rows to partitions, in one transaction, or without any.
+    """Writes records to partitions, in one transaction or without one.
 
     Args:
-        transactions: with one that has begun; or an idempotent identity.
+        transactions: with a transaction that has begun; or the producer id of an idempotent producer.
         limits: ``max.message.bytes`` of the topics.
-        deadline: bounds everything.
-        sequences: where those of an idempotent identity go on, by partition; changed by what is written.
+        deadline: applies to everything this writer does.
+        sequences: for an idempotent producer: the next sequence number of each partition. Updated by writes.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Writer:
         self._sequences: dict[tuple[str, int], int] = {} if sequences is None else sequences
 
     def write(self, topic: str, partition: int, found: Iterable[tuple[bytes | None, Row]]) -> None:
-        """Write rows under these keys (those of a table are never null), with their headers and timestamps."""
+        """Write rows with these keys, with their headers and timestamps. Keys of a table are never null."""
         keys, values, stamps, headers = [], [], [], []
         for key, row in found:
             keys.append(key)
@@ -77,7 +77,7 @@ class Writer:
             keys,
             pa.array(values, pa.large_binary()),
             pa.array(headers, _HEADERS) if any(headers) else None,
-            pa.array(times, mask=times < 0),  # old producers gave none
+            pa.array(times, mask=times < 0),  # very old producers set no timestamp
         )
 
     def delete(self, topic: str, partition: int, keys: Iterable[bytes]) -> None:
@@ -85,7 +85,7 @@ class Writer:
         self._send(topic, partition, list(keys), None, None, None)
 
     def finish(self) -> Mapping[tuple[str, int], Acknowledged]:
-        """Wait for every acknowledgement; what is where."""
+        """Wait until everything is acknowledged. Returns what was written to each partition."""
         return self._producer.flush()
 
     def _send(
@@ -110,9 +110,9 @@ class Writer:
 
 
 def abort_anew(cluster: Cluster, transactions: Transactions) -> None:
-    """Abort right away, and on a connection of its own: the one in use was left in the middle of something.
+    """Abort at once, on a new connection: the current one may be in the middle of a request.
 
-    When it fails, the next InitProducerId aborts it, or the transaction's timeout does.
+    If that fails, the next InitProducerId or the transaction's timeout aborts the transaction.
     """
     another = Cluster(cluster.settings, refused_s=None)
     try:
