@@ -1,4 +1,4 @@
-"""A real Apache Kafka on this machine: for the demo, for tests, for trying things out."""
+"""Runs a real Apache Kafka on this machine, for the demo, for tests and for experiments."""
 
 from onceflow.broker.local import LocalBroker, default_data_dir
 

@@ -1,4 +1,4 @@
-"""What a local Kafka cluster consists of, and the server.properties of each node. Pure: no I/O."""
+"""The nodes of a local Kafka cluster, and the server.properties of each node. Without I/O."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ HOST = "127.0.0.1"
 CONTROLLER_LISTENER = "CONTROLLER"
 CLIENT_LISTENER = "PLAINTEXT"
 SECURITY_PROTOCOLS = ("PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL")
-# Internal topics have 50 partitions by default. Each costs files and time at start; a few show the same
-# behaviour.
+# Kafka's default for its internal topics is 50 partitions. Each needs files, and time at a start. A few behave the
+# same.
 INTERNAL_PARTITIONS = 4
 COPIES = 3
 
 
 @dataclass(frozen=True)
 class Node:
-    """One Kafka process: broker and controller in one."""
+    """One Kafka process, which is both broker and controller."""
 
     node_id: int
     data_dir: Path
@@ -47,7 +47,7 @@ class Node:
 
     @property
     def clean_shutdown_file(self) -> Path:
-        """Kafka writes it when all logs are closed, and removes it when it opens them."""
+        """Kafka writes this file when it has closed all logs, and removes it when it opens them."""
         return self.kafka_data_dir / ".kafka_cleanshutdown"
 
 
@@ -58,13 +58,13 @@ class Cluster:
     Args:
         cluster_id: Kafka's own id, 22 characters; see ``new_cluster_id``.
         version: version of Apache Kafka.
-        nodes: all of them; each is a voter of the controller quorum.
-        properties: broker properties that win over the defaults here. ``{port}``, ``{controller_port}``,
+        nodes: all nodes; each is a voter of the controller quorum.
+        properties: broker properties, which override the defaults of this module. ``{port}``, ``{controller_port}``,
             ``{node_id}`` and ``{data_dir}`` in a value are replaced by those of the node.
-        node_properties: node id -> properties of that node alone; they win over ``properties``.
-        client_listener: name of the listener that clients use; the first listener by default.
-        features: feature levels to lay the storage out with, for example ``{"transaction.version": 1}``; the
-            newest by default. They matter once, when the data folder is made.
+        node_properties: node id -> properties of that node only; they override ``properties``.
+        client_listener: name of the listener that clients use; by default the first one.
+        features: feature levels for formatting the storage, for example ``{"transaction.version": 1}``; by default
+            the newest. They are used only once, when the data folder is created.
     """
 
     cluster_id: str
@@ -86,14 +86,14 @@ class Cluster:
 
     @property
     def majority(self) -> int:
-        """How many nodes have to run for the controllers to decide anything."""
+        """How many nodes must run, so that the controllers have a quorum."""
         return len(self.nodes) // 2 + 1
 
     def node(self, node_id: int) -> Node:
         """The node with this id.
 
         Raises:
-            OptionError: there is none.
+            OptionError: there is no such node.
         """
         for node in self.nodes:
             if node.node_id == node_id:
@@ -122,16 +122,16 @@ class Cluster:
 
 
 def new_cluster_id() -> str:
-    """A cluster id as Kafka makes them: a random UUID, base64 for URLs, without padding."""
+    """A new cluster id in Kafka's format: a random UUID as URL-safe base64, without padding."""
     while True:
         text = base64.urlsafe_b64encode(uuid.uuid4().bytes).rstrip(b"=").decode()
-        # Kafka's tool takes an argument that begins with a dash for an option.
+        # Kafka's tool would treat an argument that begins with a dash as an option.
         if not text.startswith("-"):
             return text
 
 
 def server_properties(cluster: Cluster, node: Node) -> dict[str, str]:
-    """The whole server.properties of one node: defaults, and over them what the caller gave."""
+    """All entries of server.properties of one node: the defaults, overridden by the properties of the caller."""
     own = cluster.node_properties.get(node.node_id, {})
     given = {key: _fill(value, node) for key, value in {**cluster.properties, **own}.items()}
     controllers = _names(given.get("controller.listener.names", CONTROLLER_LISTENER))
@@ -155,7 +155,7 @@ def server_properties(cluster: Cluster, node: Node) -> dict[str, str]:
         "listener.security.protocol.map": _protocol_map(names, controllers),
         "inter.broker.listener.name": client_names[0],
         "log.dirs": str(node.kafka_data_dir),
-        # A mistyped topic name has to fail; a topic made on the fly would have the wrong partition count.
+        # A misspelled topic name must be an error; an auto-created topic would have the wrong number of partitions.
         "auto.create.topics.enable": "false",
         "default.replication.factor": str(copies),
         "min.insync.replicas": str(in_sync_min),
@@ -164,19 +164,19 @@ def server_properties(cluster: Cluster, node: Node) -> dict[str, str]:
         "transaction.state.log.replication.factor": str(copies),
         "transaction.state.log.min.isr": str(in_sync_min),
         "transaction.state.log.num.partitions": str(INTERNAL_PARTITIONS),
-        # Tests and demos have one consumer per group; waiting 3 s for a second one is lost time.
+        # Tests and demos have one consumer per group, so waiting 3 s for a second one would be useless.
         "group.initial.rebalance.delay.ms": "0",
-        # A killed broker comes back only when the session of its predecessor has run out; by default that is
-        # 9 s.
+        # A killed broker can register again only after the session of its previous process has expired: by default
+        # after 9 s.
         "broker.session.timeout.ms": "4000",
         "broker.heartbeat.interval.ms": "800",
-        # Sized for a laptop beside a Spark driver.
+        # Small enough for a laptop that also runs a Spark driver.
         "num.network.threads": "2",
         "num.io.threads": "4",
         "background.threads": "4",
         "log.cleaner.dedupe.buffer.size": str(16 * 1024 * 1024),
     }
-    if "security.inter.broker.protocol" in given:  # Kafka refuses to be given both
+    if "security.inter.broker.protocol" in given:  # Kafka does not accept both
         del properties["inter.broker.listener.name"]
     return {**properties, **given, "listeners": listeners}
 
@@ -209,9 +209,9 @@ def _names(text: str) -> list[str]:
 
 
 def _protocol_map(names: list[str], controllers: list[str]) -> str:
-    # A listener named like a protocol speaks it. For any other name Kafka asks for the caller's own map: a
-    # guess of PLAINTEXT would quietly open a listener that was meant to be secure. The controller is on
-    # 127.0.0.1 only.
+    # A listener with the name of a protocol uses that protocol. For every other name Kafka requires an entry in the
+    # caller's own map: a default of PLAINTEXT could open a listener without security that was meant to be secure. The
+    # controllers listen on 127.0.0.1 only.
     pairs = {name: name for name in names if name in SECURITY_PROTOCOLS}
     for name in controllers:
         pairs.setdefault(name, "PLAINTEXT")
@@ -219,7 +219,7 @@ def _protocol_map(names: list[str], controllers: list[str]) -> str:
 
 
 def _fill(value: str, node: Node) -> str:
-    # Not str.format: JAAS configurations and regular expressions may have braces of their own.
+    # Not str.format: JAAS configurations and regular expressions may contain other braces.
     for name in ("port", "controller_port", "node_id", "data_dir"):
         value = value.replace("{" + name + "}", str(getattr(node, name)))
     return value

@@ -1,4 +1,4 @@
-"""The data folder of a local Kafka: what it remembers from one start to the next, and who may change it now."""
+"""The data folder of a local Kafka: the settings that are kept between starts, and a lock for changes."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def default_data_dir() -> Path:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports on 127.0.0.1 that nobody listens on now, all different, and none that was given out before.
+    """Different ports on 127.0.0.1 on which no process listens now. No port is returned twice in a process.
 
-    They lie below the range from which systems take the ports of outgoing connections: a broker that is
-    stopped must find its port free when it comes back.
+    They are below the range that operating systems use for outgoing connections, so that the port of a stopped broker
+    is still free when the broker starts again.
     """
     with contextlib.ExitStack() as stack:
         found: list[int] = []
@@ -37,7 +37,7 @@ def free_ports(count: int) -> list[int]:
             if len(found) == count:
                 _given.update(found)
                 return found
-            if port in _given:  # whoever asked for it may not listen yet
+            if port in _given:  # the broker that gets it may not listen yet
                 continue
             candidate = stack.enter_context(socket.socket())
             candidate.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -54,8 +54,8 @@ def free_ports(count: int) -> list[int]:
 class Folder:
     """``broker.json`` and the lock of one data folder.
 
-    The file holds what must not change from one start to the next: cluster id, version, nodes with their
-    ports, and the feature levels that were asked for when the storage was laid out.
+    The file has everything that must not change between starts: cluster id, version, nodes with their ports, and the
+    feature levels with which the storage was formatted.
     """
 
     def __init__(self, path: Path) -> None:
@@ -63,14 +63,14 @@ class Folder:
         self._file = path / "broker.json"
 
     def exists(self) -> bool:
-        """Whether a broker was started in it."""
+        """Whether a broker was ever started with this folder."""
         return self._file.exists()
 
     def read(self) -> Cluster | None:
-        """The cluster, without options of the caller; None before the first start.
+        """The cluster in ``broker.json``, without options of the caller. None before the first start.
 
         Raises:
-            OptionError: the file is there and cannot be read.
+            OptionError: the file exists and cannot be read.
         """
         try:
             fields = json.loads(self._file.read_text())
@@ -83,11 +83,11 @@ class Folder:
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise OptionError(
                 f"{self._file} cannot be read: {type(error).__name__}.",
-                next_step="Remove the folder to begin anew, or give another one.",
+                next_step="Remove the folder to start with an empty one, or give another folder.",
             ) from error
 
     def write(self, cluster: Cluster) -> None:
-        """Remember this cluster; under the lock."""
+        """Write the cluster to ``broker.json``. The caller must hold the lock."""
         fields = {
             "cluster_id": cluster.cluster_id,
             "version": cluster.version,
@@ -108,12 +108,12 @@ class Folder:
 
     @contextlib.contextmanager
     def exclusive(self, timeout_s: float) -> Iterator[None]:
-        """One start or stop at a time per folder, over all processes."""
+        """Hold the lock of the folder: only one process at a time may start or stop brokers in it."""
         self.path.mkdir(parents=True, exist_ok=True)
         with locked(
             self.path / "lock",
             timeout_s,
-            busy=f"Another process has been at {self.path} for {timeout_s:g} s.",
-            next_step="See what that process waits for, then try again.",
+            busy=f"Another process has held the lock of {self.path} for {timeout_s:g} s.",
+            next_step="Find out what that process waits for, then try again.",
         ):
             yield

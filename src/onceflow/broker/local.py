@@ -1,7 +1,7 @@
-"""A local Apache Kafka that is there when you need it: start, stop, status, and what its folder remembers.
+"""A local Apache Kafka: start, stop, status.
 
-The data folder remembers what must not change from one start to the next (see ``broker.folder``). Options of
-the caller (heap, properties, client options) are not kept; pass them at every start.
+The data folder keeps the settings that must not change between starts (see ``broker.folder``). Options of the caller
+(heap, properties, client options) are not stored; pass them at every start.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ HEAP_OF_SEVERAL = "512m"
 
 @dataclass(frozen=True)
 class NodeStatus:
-    """One node; ``pid`` is None when it does not run."""
+    """One node; ``pid`` is None if it does not run."""
 
     node_id: int
     port: int
@@ -41,7 +41,7 @@ class NodeStatus:
 
 @dataclass(frozen=True)
 class Status:
-    """What is known about a local broker without starting anything; it runs when all its nodes run."""
+    """The state of a local broker. ``running``: all its nodes run."""
 
     running: bool
     ready: bool
@@ -53,7 +53,7 @@ class Status:
     nodes: tuple[NodeStatus, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
-        """The same, in types that JSON has."""
+        """The status in types that JSON supports."""
         return {
             "running": self.running,
             "ready": self.ready,
@@ -67,26 +67,26 @@ class Status:
 
 
 class LocalBroker:
-    """A Kafka cluster on 127.0.0.1: one node, or several, each broker and controller in one process.
+    """A Kafka cluster on 127.0.0.1 with one or several nodes. Each is broker and controller in one process.
 
     Args:
-        data_dir: everything it keeps; ``default_data_dir()`` by default.
-        port: where clients connect; the one remembered in the folder, else a free one. Of the first node; the
-            others take the ports after it.
-        controller_port: where the controller listens; likewise.
-        version: of Apache Kafka; the one remembered in the folder, else 4.3.1.
-        heap: of the JVM of each node, as ``-Xmx`` takes it; 1g, or 512m with several nodes, by default.
-        properties: broker properties; they win over the defaults. See ``broker.config.Cluster`` for what may
-            stand in their values.
-        nodes: how many; the number remembered in the folder, else 1. With three, every topic has three copies,
-            and one node may fail. Their ids are 1, 2, 3.
-        node_properties: node id -> properties of that node alone; they win over ``properties``.
-        client_options: librdkafka options for the health check, when listeners need TLS or SASL.
-        client_listener: name of the listener ``bootstrap_servers`` points to; the first one by default.
-        environment: environment variables added for the processes, for example JAVA_TOOL_OPTIONS.
+        data_dir: folder for all files; by default ``default_data_dir()``.
+        port: port for clients, of the first node; the other nodes have the ports after it. By default the port stored
+            in the folder, else a free one.
+        controller_port: port of the controller listener; likewise.
+        version: version of Apache Kafka; by default the one stored in the folder, else 4.3.1.
+        heap: heap of the JVM of each node, in the format of ``-Xmx``; by default 1g, or 512m with several nodes.
+        properties: broker properties, which override the defaults. ``broker.config.Cluster`` describes the
+            placeholders in their values.
+        nodes: number of nodes; by default the number stored in the folder, else 1. With three, every topic has three
+            replicas, and one node may fail. Their ids are 1, 2, 3.
+        node_properties: node id -> properties of that node only; they override ``properties``.
+        client_options: librdkafka options for the health check, for listeners that need TLS or SASL.
+        client_listener: name of the listener for ``bootstrap_servers``; by default the first one.
+        environment: additional environment variables for the processes, for example JAVA_TOOL_OPTIONS.
         features: feature levels of a new cluster, see ``broker.config.Cluster``.
 
-    As a context manager it is started and, at the end, stopped. Without, it runs on until ``stop``.
+    As a context manager it starts at the beginning and stops at the end. Otherwise it runs until ``stop``.
     """
 
     def __init__(
@@ -123,15 +123,15 @@ class LocalBroker:
 
     @property
     def bootstrap_servers(self) -> str:
-        """host:port of the client listener of every node; known once the broker has been started."""
+        """host:port of the client listener of every node. Known after the first start."""
         return self.cluster.bootstrap_servers
 
     @property
     def cluster(self) -> Cluster:
-        """What the folder remembers, with the options of this object.
+        """The cluster stored in the folder, with the options of this object.
 
         Raises:
-            OptionError: nothing was started in this folder yet.
+            OptionError: no broker was started with this folder yet.
         """
         cluster = self._remembered()
         if cluster is None:
@@ -143,16 +143,15 @@ class LocalBroker:
     # ---- the whole cluster ---------------------------------------------------------------------------
 
     def start(self, timeout_s: float = START_TIMEOUT_S) -> bool:
-        """Start the nodes that do not run and wait until all answer. False when all were running already.
+        """Start the nodes that do not run, and wait until all respond. Returns False if all were running already.
 
         Raises:
-            OptionError: it is running, or was formatted, with another port, version, number of nodes or feature
-                level than asked for.
+            OptionError: it runs, or was formatted, with another port, version, number of nodes or feature level.
             EnvironmentUnusableError: a port is in use, or Kafka or Java cannot be started; the detail has the end of
-                the log. Nothing that was started is left, and ports that were given are not remembered.
-            BrokerUnreachableError: it did not answer in time.
+                the log. All processes that were started are stopped again, and the given ports are not stored.
+            BrokerUnreachableError: it did not respond in time.
         """
-        if not self._folder.path.exists():  # a refused first start leaves no folder
+        if not self._folder.path.exists():  # checked before the folder is created, so that a failed start leaves none
             cluster = self._with_wanted_ports(self._invented())
             ports.refuse_taken(cluster, cluster.nodes)
         with self._folder.exclusive(timeout_s):
@@ -171,28 +170,28 @@ class LocalBroker:
                 self._spawn(cluster, down)
                 self._wait_until_ready(cluster, cluster.nodes, timeout_s)
             except EnvironmentUnusableError:
-                # A node ended; the others would wait for it, and nobody would stop them.
+                # A node has ended. The others would wait for it without end, so they are stopped, too.
                 process.kill(down)
                 if down:
                     self._folder.write(before)
-                ports.refuse_taken(cluster, down)  # somebody may have come between
+                ports.refuse_taken(cluster, down)  # another process may have taken a port meanwhile
                 raise
             return bool(down)
 
     def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> bool:
-        """Stop all nodes: SIGTERM, then SIGKILL after this time. False when none was running."""
+        """Stop all nodes: SIGTERM, then SIGKILL after this time. Returns False if none was running."""
         if self._remembered() is None:
             return False
         with self._folder.exclusive(timeout_s + START_TIMEOUT_S):
             return process.stop(self.cluster.nodes, timeout_s=timeout_s)
 
     def restart(self, timeout_s: float = START_TIMEOUT_S) -> None:
-        """Stop and start: same data, same ports."""
+        """Stop and start, with the same data and ports."""
         self.stop()
         self.start(timeout_s)
 
     def status(self, timeout_s: float = 5.0) -> Status:
-        """Whether it runs, whether it answers, and where."""
+        """Whether it runs and responds, and at which addresses."""
         cluster = self._remembered()
         if cluster is None:
             return Status(False, False, self.data_dir, None, None, (), ())
@@ -216,7 +215,7 @@ class LocalBroker:
         try:
             self.start()
         except BaseException:
-            self.stop()  # a process that started but never answered must not be left behind
+            self.stop()  # processes that started but did not respond must not keep running
             raise
         return self
 
@@ -228,24 +227,24 @@ class LocalBroker:
     # ---- single nodes --------------------------------------------------------------------------------
 
     def kill(self, node_id: int | None = None) -> bool:
-        """Kill a node, or all, with SIGKILL, as a crash would. False when there was nothing to kill."""
+        """Kill a node, or all, with SIGKILL, to simulate a crash. Returns False if none was running."""
         return process.kill(self.cluster.nodes if node_id is None else [self.cluster.node(node_id)])
 
     def pause(self, node_id: int) -> bool:
-        """Halt a node (SIGSTOP): it keeps its connections and says nothing. False when it does not run."""
+        """Pause a node (SIGSTOP): it keeps its connections but does not respond. Returns False if it does not run."""
         return process.signal_node(self.cluster.node(node_id), signal.SIGSTOP)
 
     def resume(self, node_id: int) -> bool:
-        """Let a paused node go on. False when it does not run."""
+        """Let a paused node continue. Returns False if it does not run."""
         return process.signal_node(self.cluster.node(node_id), signal.SIGCONT)
 
     def start_node(self, node_id: int, timeout_s: float = START_TIMEOUT_S) -> bool:
-        """Start one node of a running cluster and wait until it is a part of it. False when it was running.
+        """Start one node of a running cluster, and wait until it is in the cluster. Returns False if it was running.
 
         Raises:
-            OptionError: with it, less than a majority of the nodes runs, so it could not become ready.
-            EnvironmentUnusableError: a port of it is in use, or it ended while it started.
-            BrokerUnreachableError: the cluster did not take it in time.
+            OptionError: even with this node there would be no majority of running nodes, so it could not become ready.
+            EnvironmentUnusableError: one of its ports is in use, or the process ended while it started.
+            BrokerUnreachableError: it was not in the cluster in time.
         """
         with self._folder.exclusive(timeout_s):
             cluster = self.cluster
@@ -264,46 +263,49 @@ class LocalBroker:
             return not was_running
 
     def stop_node(self, node_id: int, timeout_s: float = STOP_TIMEOUT_S) -> bool:
-        """Stop one node cleanly: it hands its leaderships over first. False when it was not running."""
+        """Stop one node cleanly: it first gives up the leadership of its partitions. Returns False if it was not
+        running."""
         with self._folder.exclusive(timeout_s + START_TIMEOUT_S):
             return process.stop([self.cluster.node(node_id)], timeout_s=timeout_s)
 
     def rolling_restart(self, timeout_s: float = START_TIMEOUT_S) -> None:
-        """Stop and start every node, the next one when all replicas are in sync again; per node in this time."""
+        """Stop and start every node, each one after all replicas are in sync again. The timeout applies to each
+        node."""
         self.wait_in_sync(timeout_s)
         for node in self.cluster.nodes:
             self.stop_node(node.node_id)
             self.start_node(node.node_id, timeout_s)
             self.wait_in_sync(timeout_s)
 
-    # ---- what the nodes agree on ---------------------------------------------------------------------
+    # ---- metadata of the cluster ---------------------------------------------------------------------
 
     def wait_in_sync(self, timeout_s: float = START_TIMEOUT_S) -> None:
-        """Return when every partition has all its replicas in sync; see ``broker.nodes``."""
+        """Wait until all replicas of every partition are in sync; see ``broker.nodes``."""
         agreed.wait_in_sync(self.cluster, self._client_options, timeout_s)
 
     def leader_of(self, topic: str, partition: int, timeout_s: float = START_TIMEOUT_S) -> int:
-        """Node id of the leader in the metadata that clients get; right after a crash that is the dead one still."""
+        """Node id of the leader in the metadata that clients get. Just after a crash this is still the crashed node."""
         return agreed.leader_of(self.cluster, self._client_options, topic, partition, timeout_s)
 
     def move_leaders(self, topics: Collection[str] | None = None, timeout_s: float = START_TIMEOUT_S) -> int:
-        """Let another node lead each partition (of all topics, internal ones too, by default); how many moved."""
+        """Elect another node as leader of each partition, by default of all topics, including internal ones. Returns
+        how many leaders have changed."""
         return agreed.move_leaders(self.cluster, self._client_options, topics, timeout_s)
 
     def downgrade_transaction_version(self, level: int = 1, timeout_s: float = START_TIMEOUT_S) -> None:
-        """Finalize another ``transaction.version`` while the cluster runs; the folder remembers it.
+        """Finalize another ``transaction.version`` while the cluster runs. It is stored in the folder.
 
         Raises:
-            BrokerUnsupportedError: this version of Kafka does not take that level.
+            BrokerUnsupportedError: this version of Kafka does not support that level.
         """
         self._finalize_transaction_version(level, timeout_s)
 
     def upgrade_transaction_version(self, level: int = 2, timeout_s: float = START_TIMEOUT_S) -> None:
-        """The same, upwards."""
+        """As `downgrade_transaction_version`, to a higher level."""
         self._finalize_transaction_version(level, timeout_s)
 
     def transaction_versions(self, timeout_s: float = START_TIMEOUT_S) -> dict[int, int]:
-        """Node id -> ``transaction.version`` as this node knows it; only nodes in the cluster."""
+        """Node id -> ``transaction.version`` as this node knows it. Only for nodes in the cluster."""
         return agreed.feature_levels(self.cluster, self._client_options, agreed.TRANSACTION_VERSION, timeout_s)
 
     # ---- inside --------------------------------------------------------------------------------------
@@ -323,7 +325,7 @@ class LocalBroker:
             process.format_storage(cluster, node)
             process.spawn(cluster, node, heap=heap, environment=self._environment)
 
-        if nodes:  # at the same time: formatting takes a JVM for each
+        if nodes:  # in parallel, because each needs a JVM for formatting
             with ThreadPoolExecutor(len(nodes)) as pool:
                 list(pool.map(spawn, nodes))
 
@@ -342,7 +344,7 @@ class LocalBroker:
         nodes = tuple(
             Node(number, self.data_dir / f"node-{number}", free.pop(), free.pop()) for number in range(1, count + 1)
         )
-        # Data whose broker.json was removed keep the id they were laid out with.
+        # If there is data but broker.json was removed, the cluster keeps the id with which the data was formatted.
         cluster_id = next((found for node in nodes if (found := process.laid_out_id(node))), None) or new_cluster_id()
         cluster = Cluster(cluster_id, self._version or BROKER_VERSION, nodes, features=self._features)
         return self._with_options(cluster)
@@ -360,7 +362,7 @@ class LocalBroker:
         )
 
     def _with_wanted_ports(self, cluster: Cluster) -> Cluster:
-        """Given ports win over remembered ones; a stopped broker may move."""
+        """The cluster with the ports of the caller instead of the stored ones. Only for a stopped broker."""
         nodes = tuple(
             Node(
                 node.node_id,
@@ -373,7 +375,7 @@ class LocalBroker:
         return replace(cluster, nodes=nodes)
 
     def _refuse_other_layout(self, cluster: Cluster) -> None:
-        """A folder stays with what it was laid out with at its first start."""
+        """Raise if version, nodes or features differ from those of the first start in this folder."""
         if self._version not in (None, cluster.version):
             raise self._other_layout(f"is Kafka {cluster.version}, not {self._version}")
         if self._nodes not in (None, len(cluster.nodes)):
@@ -381,12 +383,12 @@ class LocalBroker:
         for name, level in self._features.items():
             if cluster.features.get(name) != level:
                 has = cluster.features.get(name, "as this version of Kafka has it")
-                raise self._other_layout(f"was laid out with {name} {has}, not {level}")
+                raise self._other_layout(f"was formatted with {name} {has}, not {level}")
 
     def _other_layout(self, problem: str) -> OptionError:
         return OptionError(
             f"The broker in {self.data_dir} {problem}.",
-            next_step="Leave the option out, or give another data folder: a folder stays as it was laid out.",
+            next_step="Leave the option out, or give another data folder: it cannot be changed in this one.",
         )
 
     def _refuse_other_port(self, cluster: Cluster) -> None:

@@ -1,4 +1,4 @@
-"""What the nodes of a running cluster agree on, leaders, in-sync replicas and features, and how to change it."""
+"""Reads and changes the metadata of a running cluster: leaders, in-sync replicas and feature levels."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from onceflow.client.deadline import Deadline
 
 TRANSACTION_VERSION = "transaction.version"
-# One question; a node that is paused takes it and does not answer, then another node is asked.
+# Timeout of one request. A paused node accepts a request but does not respond; then another node is asked.
 _ANSWER_S = 3.0
 _SHOWN = 5
 _UPGRADE, _SAFE_DOWNGRADE = 1, 2  # update types of UpdateFeatures (KIP-778)
@@ -27,7 +27,7 @@ _ELECTION_NOT_NEEDED = 84
 
 @dataclass(frozen=True)
 class Partition:
-    """One partition as a client sees it; ``leader`` is -1 while there is none."""
+    """The metadata of one partition; ``leader`` is -1 while there is none."""
 
     topic: str
     number: int
@@ -39,7 +39,8 @@ class Partition:
         return f"{self.topic}-{self.number}"
 
     def next_order(self) -> tuple[int, ...] | None:
-        """The replicas, in the same circle, from the in-sync one after the leader on; None when there is no other."""
+        """The replicas in the same cyclic order, beginning with the next in-sync replica after the leader. None: no
+        other replica is in sync."""
         if self.leader not in self.replicas:
             return None
         after = self.replicas.index(self.leader) + 1
@@ -54,7 +55,7 @@ def partitions(admin: Any, timeout_s: float = _ANSWER_S) -> tuple[set[int], list
     """Ids of the nodes in the cluster, and every partition of every topic, internal topics included.
 
     Raises:
-        KafkaException: no answer in time.
+        KafkaException: no response in time.
     """
     answer = admin.list_topics(timeout=timeout_s)
     found = [
@@ -66,15 +67,15 @@ def partitions(admin: Any, timeout_s: float = _ANSWER_S) -> tuple[set[int], list
 
 
 def wait_in_sync(cluster: Cluster, client_options: Mapping[str, Any], timeout_s: float) -> None:
-    """Return when all nodes run, are in the cluster, and every partition has all its replicas in sync.
+    """Wait until all nodes run and are in the cluster, and all replicas of every partition are in sync.
 
     Raises:
-        DeadlineExceededError: not in time; the detail names partitions that lag.
+        DeadlineExceededError: not in time. The detail names the partitions that are not in sync.
     """
     wanted = {node.node_id for node in cluster.nodes}
 
     def lagging(admin: Any) -> str:
-        # Until its session has run out, a node that was killed is in the cluster and in sync for all others.
+        # Until its session expires, the other nodes consider a killed node as in the cluster and in sync.
         if down := [str(node.node_id) for node in cluster.nodes if not running(node)]:
             return f"not running: node {', '.join(down)}"
         nodes, found = partitions(admin)
@@ -90,10 +91,10 @@ def wait_in_sync(cluster: Cluster, client_options: Mapping[str, Any], timeout_s:
 
 
 def leader_of(cluster: Cluster, client_options: Mapping[str, Any], topic: str, partition: int, timeout_s: float) -> int:
-    """Node id of a partition's leader; waits while there is none.
+    """Node id of a partition's leader. Waits until there is one.
 
     Raises:
-        DeadlineExceededError: there was none in time, or there is no such partition.
+        DeadlineExceededError: no leader in time, or no such partition.
     """
     seen: dict[tuple[str, int], int] = {}
 
@@ -110,14 +111,14 @@ def leader_of(cluster: Cluster, client_options: Mapping[str, Any], topic: str, p
 def move_leaders(
     cluster: Cluster, client_options: Mapping[str, Any], topics: Collection[str] | None, timeout_s: float
 ) -> int:
-    """Let another in-sync replica lead every partition that has one; how many have moved.
+    """Elect another in-sync replica as leader of every partition that has one. Returns how many leaders have changed.
 
-    The order of the replicas changes, so that another one is the preferred leader, and that one is elected.
-    No data moves.
+    The order of the replicas is changed, which makes another one the preferred leader. Then that one is elected. No
+    data is copied.
 
     Raises:
-        BrokerUnreachableError: the controllers did not take the request.
-        DeadlineExceededError: a leader stayed although the controllers said it had moved.
+        BrokerUnreachableError: the controllers refused the request.
+        DeadlineExceededError: the metadata still has an old leader, although the controllers elected a new one.
     """
     with admin_client(cluster.bootstrap_servers, client_options) as admin:
         before: dict[tuple[str, int], Partition] = {}
@@ -146,17 +147,17 @@ def move_leaders(
 
 
 def feature_levels(cluster: Cluster, client_options: Mapping[str, Any], name: str, timeout_s: float) -> dict[int, int]:
-    """Node id -> finalized level of a feature as this node knows it, 0 for none; only nodes in the cluster."""
+    """Node id -> finalized level of a feature as this node knows it, or 0. Only for nodes in the cluster."""
     with _client(cluster, client_options, timeout_s, f"the level of {name}") as (client, deadline):
         return _levels(client, name, deadline)
 
 
 def set_feature(cluster: Cluster, client_options: Mapping[str, Any], name: str, level: int, timeout_s: float) -> None:
-    """Finalize another level of a feature while the cluster runs, and wait until every node knows.
+    """Finalize another level of a feature while the cluster runs, and wait until every node knows it.
 
     Raises:
         BrokerUnsupportedError: the controllers refuse this level; the detail has their reason.
-        DeadlineExceededError: not every node knew in time.
+        DeadlineExceededError: some nodes did not know it in time.
     """
     from kafka.protocol.admin import UpdateFeaturesRequest
 
@@ -173,9 +174,9 @@ def set_feature(cluster: Cluster, client_options: Mapping[str, Any], name: str, 
             for result in [answer, *(answer.results if version < 2 else [])]:
                 if result.error_code:
                     raise BrokerUnsupportedError(
-                        f"The cluster does not take {name} {level}.",
+                        f"The cluster does not accept {name} {level}.",
                         detail=result.error_message or f"error code {result.error_code}",
-                        next_step="See the detail; `features` lays out a new cluster with another level.",
+                        next_step="See the detail; with `features` you can create a new cluster with another level.",
                     )
         attempt = 0
         while (levels := _levels(client, name, deadline)) != dict.fromkeys(levels, level):
@@ -226,7 +227,8 @@ def _reassign(client: Client, orders: Mapping[tuple[str, int], tuple[int, ...]],
 
 
 def _elect(client: Client, keys: Collection[tuple[str, int]], deadline: Deadline) -> list[tuple[str, int]]:
-    """Those whose preferred replica leads now. It does not when that replica has just fallen out of sync."""
+    """Elect the preferred leaders. Returns the partitions where that has succeeded. It fails if the preferred replica
+    is no longer in sync."""
     from kafka.protocol.admin import ElectLeadersRequest as Request
 
     topics = [
@@ -251,7 +253,7 @@ def _refuse(rows: list[Any]) -> None:
         raise BrokerUnreachableError(
             f"The controllers did not move leaders ({len(refused)} refusals).",
             detail="; ".join(sorted(set(refused))[:_SHOWN]),
-            next_step="See that a majority of the nodes runs, and try again.",
+            next_step="Check that a majority of the nodes runs, and try again.",
         )
 
 
@@ -259,7 +261,7 @@ def _refuse(rows: list[Any]) -> None:
 def _client(
     cluster: Cluster, client_options: Mapping[str, Any], timeout_s: float, what: str
 ) -> Iterator[tuple[Client, Deadline]]:
-    # Imported here: most commands need no client, and its codec is slow to import.
+    # Imported here, because most commands need no client, and its codec is slow to import.
     from onceflow.client.cluster import Cluster as Client
     from onceflow.client.deadline import Deadline
     from onceflow.client.settings import ClientSettings
@@ -274,7 +276,7 @@ def _client(
 
 
 def _poll(problem: Callable[[], str], timeout_s: float, what: str) -> None:
-    """Return when there is no problem any more."""
+    """Call ``problem`` repeatedly until it returns ''."""
     from confluent_kafka import KafkaException
 
     deadline = time.monotonic() + timeout_s

@@ -1,4 +1,4 @@
-"""Whether the ports of a node are free, and who holds one that is not."""
+"""Checks whether the ports of a node are free, and finds the process that uses one."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _LISTENING = "0A"  # state of a socket in /proc/net/tcp
 
 @dataclass(frozen=True)
 class Holder:
-    """A process that holds a port.
+    """A process that listens on a port.
 
     Args:
-        folder: the data folder, of a broker of onceflow.
+        folder: its data folder, if it is a local broker of onceflow.
     """
 
     pid: int
@@ -34,10 +34,10 @@ class Holder:
 
 
 def refuse_taken(cluster: Cluster, nodes: Iterable[Node]) -> None:
-    """Check that these nodes, which do not run, can listen where they are to.
+    """Check that these nodes, which do not run, will be able to listen on their ports.
 
     Raises:
-        EnvironmentUnusableError: somebody else listens there, or the port needs a permission.
+        EnvironmentUnusableError: another process listens on a port, or this user may not use it.
     """
     for node in nodes:
         for host, port in _listened_to(cluster, node):
@@ -51,12 +51,12 @@ def refuse_taken(cluster: Cluster, nodes: Iterable[Node]) -> None:
 
 
 def holder_of(port: int) -> Holder | None:
-    """Who listens on this port; None when that cannot be found out: on Linux only, and among processes of this user."""
+    """The process that listens on this port. None: not found. It is found only on Linux, if it belongs to this user."""
     sockets = {f"socket:[{inode}]" for inode in _inodes(port)}
     if not sockets:
         return None
     for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it has ended, or is somebody else's
+        with contextlib.suppress(OSError):  # it has ended, or belongs to another user
             if any(_target(link) in sockets for link in (folder / "fd").iterdir()):
                 words = (folder / "cmdline").read_bytes().decode(errors="replace").split("\0")
                 return Holder(int(folder.name), Path(words[0]).name, _data_folder(words))
@@ -66,19 +66,19 @@ def holder_of(port: int) -> Holder | None:
 def _listened_to(cluster: Cluster, node: Node) -> Iterator[tuple[str, int]]:
     for _, address in parse_listeners(server_properties(cluster, node)["listeners"]):
         host, _, port = address.rpartition(":")
-        if port.isdigit() and int(port):  # 0 is any free one
+        if port.isdigit() and int(port):  # 0 means any free port
             yield host.strip("[]"), int(port)
 
 
 def _problem(host: str, port: int) -> int | None:
-    """Why nobody can listen there now, as an errno; what else is wrong with the address Kafka itself says better."""
+    """Why a process cannot listen there now, as an errno: EADDRINUSE or EACCES. Kafka itself reports other problems."""
     try:
         found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError:
         return None
     for family, kind, protocol, _, address in found:
         with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as candidate:
-            # As Kafka does it: connections of a broker that has just stopped do not count (TIME_WAIT).
+            # As Kafka does, so that connections of a broker that has just stopped (TIME_WAIT) do not matter.
             candidate.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 candidate.bind(address)
@@ -105,8 +105,8 @@ def _taken(port: int, address: str) -> EnvironmentUnusableError:
             next_step=f"Use that one, at {address}, or give another port.",
         )
     return EnvironmentUnusableError(
-        f"Port {port}: address in use{by}. What holds it does not answer as a Kafka broker.",
-        next_step="Give another port, or end what holds this one.",
+        f"Port {port}: address in use{by}. What listens there does not answer as a Kafka broker.",
+        next_step="Give another port, or end the process that uses this one.",
     )
 
 
@@ -121,7 +121,7 @@ def _cluster_id(address: str) -> str | None:
 
 
 def _inodes(port: int) -> set[str]:
-    """Of the sockets that listen on this port."""
+    """The inodes of the sockets that listen on this port."""
     found = set()
     for name in ("tcp", "tcp6"):
         with contextlib.suppress(OSError):
@@ -139,7 +139,8 @@ def _target(link: Path) -> str:
 
 
 def _data_folder(words: list[str]) -> Path | None:
-    """Of a local broker, from its command line: its last argument is ``<data folder>/node-1/server.properties``."""
+    """The data folder of a local broker, from its command line. The last argument is
+    ``<data folder>/node-1/server.properties``."""
     if BROKER_CLASS not in words:
         return None
     folder = Path(words[words.index(BROKER_CLASS) + 1]).parent.parent

@@ -1,7 +1,7 @@
-"""Kafka as a process: format its storage, start it, find it again, wait until it answers, stop it.
+"""Kafka processes: formats their storage, starts them, finds them again, waits until they respond, stops them.
 
-A node is found again through its pid file, which holds the pid *and* when that process started: after a
-reboot or a crash the pid may belong to something else, and that must never be killed.
+The pid file of a node has the pid *and* the start time of the process: after a reboot or a crash the pid may belong to
+another process, which must never be killed.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from onceflow.errors import BrokerUnreachableError, EnvironmentUnusableError
 from onceflow.host.jars import kafka_broker_classpath
 from onceflow.host.java import find_java
 
-#: What is run in a broker's process; its argument is a server.properties.
+#: The main class of a broker's process; its argument is the path of server.properties.
 BROKER_CLASS = "kafka.Kafka"
 POLL_S = 0.05
 FORMAT_TIMEOUT_S = 60
 LOG_TAIL_LINES = 15
 
-# Popen warns when it is collected while its process runs. A broker is meant to outlive whoever started it,
-# and must be reaped here if it ends while we still run.
+# These references keep Popen objects alive: Popen warns if it is garbage-collected while its process runs. A broker may
+# outlive the process that started it. If it ends before, that process must reap it.
 _children: dict[int, subprocess.Popen[bytes]] = {}
 
 
 @dataclass(frozen=True)
 class ProcessIdentity:
-    """A process that cannot be confused with a later one of the same pid."""
+    """A process, identified so that it cannot be confused with a later one with the same pid."""
 
     pid: int
     started: str
 
     def is_alive(self) -> bool:
-        """Whether this very process still runs; a zombie does not."""
+        """Whether this process still runs. A zombie does not count as running."""
         alive = _start_time(self.pid) == self.started
         child = _children.get(self.pid)
         if child is not None and child.poll() is not None:
@@ -51,13 +51,13 @@ class ProcessIdentity:
         return alive
 
     def send(self, signal_number: int) -> None:
-        """Send a signal to this very process; nothing when it is gone."""
+        """Send a signal to this process, if it still runs."""
         if self.is_alive():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal_number)
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether the process ended within this time."""
+        """Wait until the process has ended. Returns False if it has not within this time."""
         deadline = time.monotonic() + timeout_s
         while self.is_alive():
             if time.monotonic() > deadline:
@@ -67,7 +67,7 @@ class ProcessIdentity:
 
 
 def running(node: Node) -> ProcessIdentity | None:
-    """The process of this node, or None when it does not run."""
+    """The process of this node, or None if it does not run."""
     try:
         fields = json.loads(node.pid_file.read_text())
         identity = ProcessIdentity(int(fields["pid"]), str(fields["started"]))
@@ -77,11 +77,11 @@ def running(node: Node) -> ProcessIdentity | None:
 
 
 def format_storage(cluster: Cluster, node: Node) -> None:
-    """Let Kafka's own tool lay out the data folder; nothing when it is laid out already."""
+    """Format the data folder with Kafka's storage tool. Does nothing if it is formatted already."""
     if (node.kafka_data_dir / "meta.properties").exists():
         return
     node.kafka_data_dir.mkdir(parents=True, exist_ok=True)
-    # This JVM lives for a second: compile fast rather than well. The broker's own JVM must not do this.
+    # This JVM runs for about a second, so fast compilation matters more than fast code. Not for the broker's own JVM.
     command = _java(cluster, heap="256m", flags=["-XX:TieredStopAtLevel=1", "-XX:+UseSerialGC"])
     command += ["kafka.tools.StorageTool", "format", "--ignore-formatted", "-t", cluster.cluster_id]
     command += ["-c", str(node.properties_file)]
@@ -100,19 +100,19 @@ def format_storage(cluster: Cluster, node: Node) -> None:
     except subprocess.TimeoutExpired:
         raise EnvironmentUnusableError(
             f"Kafka's storage tool did not end within {FORMAT_TIMEOUT_S} s.",
-            next_step=f"See whether {node.data_dir} is on a disk that works, and try again.",
+            next_step=f"Check the disk of {node.data_dir}, and try again.",
         ) from None
     if answer.returncode != 0:
         lines = [line for line in (answer.stdout + answer.stderr).splitlines() if line.strip()]
         raise EnvironmentUnusableError(
-            f"Kafka's storage tool could not lay out {node.kafka_data_dir}.",
+            f"Kafka's storage tool could not format {node.kafka_data_dir}.",
             detail="\n".join(lines[-LOG_TAIL_LINES:]),
             next_step="See the detail; if the folder holds another cluster's data, choose another one.",
         )
 
 
 def laid_out_id(node: Node) -> str | None:
-    """The id of the cluster that the node's data belongs to; None before they are laid out."""
+    """The id of the cluster to which the node's data belongs; None if it is not formatted yet."""
     try:
         lines = (node.kafka_data_dir / "meta.properties").read_text().splitlines()
     except OSError:
@@ -121,7 +121,7 @@ def laid_out_id(node: Node) -> str | None:
 
 
 def write_properties(cluster: Cluster, node: Node) -> None:
-    """Write the node's server.properties; only the owner may read it, it may hold passwords."""
+    """Write the node's server.properties. Only the owner may read it, because it may contain passwords."""
     node.data_dir.mkdir(parents=True, exist_ok=True)
     text = render_properties(server_properties(cluster, node))
     with open(os.open(node.properties_file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as handle:
@@ -129,7 +129,7 @@ def write_properties(cluster: Cluster, node: Node) -> None:
 
 
 def spawn(cluster: Cluster, node: Node, *, heap: str, environment: Mapping[str, str]) -> ProcessIdentity:
-    """Start the node's process and remember it in the pid file. It may not be ready yet."""
+    """Start the node's process and write its pid file. Returns before the node is ready."""
     if node.log_file.exists():
         node.log_file.replace(node.log_file.with_suffix(".log.1"))
     command = [*_java(cluster, heap=heap, flags=["-XX:+UseG1GC", "-Djava.awt.headless=true"])]
@@ -142,7 +142,7 @@ def spawn(cluster: Cluster, node: Node, *, heap: str, environment: Mapping[str, 
             stderr=subprocess.STDOUT,
             cwd=node.data_dir,
             env={**os.environ, **environment},
-            # Its own session: Ctrl-C in the terminal that started it is not meant for the broker.
+            # In its own session, so that Ctrl-C in the terminal does not end the broker.
             start_new_session=True,
         )
     _children[child.pid] = child
@@ -154,11 +154,11 @@ def spawn(cluster: Cluster, node: Node, *, heap: str, environment: Mapping[str, 
 
 
 def stop(nodes: Sequence[Node], *, timeout_s: float) -> bool:
-    """SIGTERM to all at once, and SIGKILL to those it does not end in time. Whether there was anything to stop."""
+    """Send SIGTERM to all nodes, and SIGKILL to those that have not ended in time. Returns whether any was running."""
     found = {node: identity for node in nodes if (identity := running(node))}
     for identity in found.values():
         identity.send(signal.SIGTERM)
-        identity.send(signal.SIGCONT)  # a paused process gets no signal before
+        identity.send(signal.SIGCONT)  # a paused process handles SIGTERM only after SIGCONT
     deadline = time.monotonic() + timeout_s
     waiting = dict(found)
     while waiting:
@@ -167,19 +167,21 @@ def stop(nodes: Sequence[Node], *, timeout_s: float) -> bool:
             kill(list(waiting))
             break
         if len(waiting) <= len(nodes) // 2:
-            # Its broker has ended; its controller waits 5 s more for a successor that nobody is left to elect.
+            # Without a majority no other controller can be elected. A node whose broker has closed its logs would only
+            # wait 5 s more for that, so it is killed.
             kill([node for node in waiting if node.clean_shutdown_file.exists()])
         time.sleep(POLL_S)
     for node in nodes:
         node.pid_file.unlink(missing_ok=True)
-    for pid, child in list(_children.items()):  # those that another process has stopped
+    for pid, child in list(_children.items()):  # also reap nodes that another process has stopped
         if child.poll() is not None:
             _children.pop(pid, None)
     return bool(found)
 
 
 def kill(nodes: Sequence[Node]) -> bool:
-    """SIGKILL, as a crash does it: nothing is flushed or handed over. Whether there was anything to kill."""
+    """Send SIGKILL, to simulate a crash: nothing is flushed, no leadership is given up. Returns whether any was
+    running."""
     found = [identity for node in nodes if (identity := running(node))]
     for identity in found:
         identity.send(signal.SIGKILL)
@@ -191,7 +193,7 @@ def kill(nodes: Sequence[Node]) -> bool:
 
 
 def signal_node(node: Node, signal_number: int) -> bool:
-    """Send a signal to the node's process. Whether it runs."""
+    """Send a signal to the node's process. Returns whether it runs."""
     identity = running(node)
     if identity is not None:
         identity.send(signal_number)
@@ -206,15 +208,15 @@ def wait_until_ready(
     still_running: Callable[[], bool],
     nodes: Sequence[Node] = (),
 ) -> None:
-    """Return when every node is in the cluster's metadata, as a client sees it.
+    """Wait until every node is in the metadata that a client gets.
 
     Args:
-        nodes: those to ask and to wait for, when some of the others do not run; all by default.
+        nodes: the nodes to ask and to wait for, if some of the others do not run; by default all.
 
     Raises:
-        EnvironmentUnusableError: a process ended while we waited, the detail has the end of its log; or brokers of
-            another cluster answer.
-        BrokerUnreachableError: no (complete) answer in time.
+        EnvironmentUnusableError: a process ended meanwhile, and the detail has the end of its log; or brokers of
+            another cluster respond.
+        BrokerUnreachableError: no response in time, or not all nodes were in it.
     """
     deadline = time.monotonic() + timeout_s
     problem = "nothing listens"
@@ -229,7 +231,7 @@ def wait_until_ready(
                     detail=log_tail(cluster),
                     next_step="See the log: " + ", ".join(str(node.log_file) for node in cluster.nodes),
                 )
-            # A plain connection first: it fails at once, where a Kafka client backs off and writes log lines.
+            # A TCP connection first: it fails at once, while a Kafka client would wait between attempts, and log them.
             if admin is None and not all(map(_accepts, addresses)):
                 time.sleep(POLL_S)
                 continue
@@ -240,7 +242,7 @@ def wait_until_ready(
                 raise EnvironmentUnusableError(
                     f"Brokers of another Kafka cluster, {stranger}, answer at {','.join(addresses)}.",
                     detail=log_tail(cluster),
-                    next_step="Give another port, or stop what runs there.",
+                    next_step="Give another port, or stop those brokers.",
                 )
             if not problem:
                 return
@@ -254,7 +256,7 @@ def wait_until_ready(
 
 
 def answers(cluster: Cluster, *, client_options: Mapping[str, Any], timeout_s: float) -> bool:
-    """Whether the cluster answers a metadata request with all its nodes, now."""
+    """Whether the cluster responds to a metadata request now, with all its nodes."""
     if not all(map(_accepts, cluster.bootstrap_servers.split(","))):
         return False
     with admin_client(cluster.bootstrap_servers, client_options) as admin:
@@ -263,7 +265,7 @@ def answers(cluster: Cluster, *, client_options: Mapping[str, Any], timeout_s: f
 
 @contextlib.contextmanager
 def admin_client(bootstrap_servers: str, client_options: Mapping[str, Any]) -> Iterator[Any]:
-    """A librdkafka admin client that says nothing on stderr."""
+    """A librdkafka admin client that writes nothing to stderr."""
     import logging
 
     from confluent_kafka.admin import AdminClient  # slow to import, and most commands do not need it
@@ -293,7 +295,7 @@ def log_tail(cluster: Cluster) -> str:
 def _metadata_problem(
     admin: Any, cluster: Cluster, nodes: Sequence[Node], *, timeout_s: float
 ) -> tuple[str, str | None]:
-    """What keeps the nodes from being ready, and the id of the cluster that answers in their place."""
+    """Why the nodes are not ready, or ''; and the id of the cluster if another one responds."""
     from confluent_kafka import KafkaException
 
     try:
@@ -301,7 +303,7 @@ def _metadata_problem(
     except KafkaException as error:
         return str(error.args[0]), None
     if answer.cluster_id is None:
-        return "it has not said to which cluster it belongs", None
+        return "the response has no cluster id", None
     if answer.cluster_id != cluster.cluster_id:
         return "another cluster answers", str(answer.cluster_id)
     missing = [str(node.node_id) for node in nodes if node.node_id not in answer.brokers]
@@ -331,18 +333,19 @@ def _java(cluster: Cluster, *, heap: str, flags: list[str]) -> list[str]:
 
 
 def _start_time(pid: int) -> str | None:
-    """When a process started, in a form that is the same at every call; None when it does not run."""
+    """The start time of a process, as a text that is the same at every call. None: it does not run."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except FileNotFoundError:
         return None if Path("/proc/self/stat").exists() else _start_time_by_ps(pid)
-    except OSError:  # it ended while we read
+    except OSError:  # it ended meanwhile
         return None
     # The name in parentheses may itself have spaces and parentheses. After it: state (field 3) ... starttime
     # (22).
     fields = stat.rpartition(")")[2].split()
     state, threads = fields[0], int(fields[17])
-    # The first thread of a JVM that is killed is a zombie before the others have ended, and these hold its ports.
+    # If a JVM is killed, its first thread is a zombie before the other threads have ended, and these still hold the
+    # ports.
     return None if state == "X" or (state == "Z" and threads <= 1) else fields[19]
 
 

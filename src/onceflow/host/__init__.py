@@ -1,1 +1,1 @@
-"""What belongs to this machine: its Java, its jars, its identity, files of ended processes."""
+"""Things of this machine: Java, jars, file locks, the identity of the host, files of ended processes."""

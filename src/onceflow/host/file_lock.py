@@ -1,4 +1,4 @@
-"""A lock that processes of one machine hold in turn, on a file: ``filelock`` with an error of ours."""
+"""An exclusive lock on a file between processes of one machine: ``filelock``, with an onceflow error."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from onceflow.errors import DeadlineExceededError
 
 @contextlib.contextmanager
 def locked(path: Path, timeout_s: float, *, busy: str, next_step: str) -> Iterator[None]:
-    """Hold an exclusive lock on a file, which is made when it is missing.
+    """Hold an exclusive lock on a file. The file is created if it does not exist.
 
     Args:
-        busy: what the error says.
+        busy: text of the error.
 
     Raises:
-        DeadlineExceededError: another process has held it all the time.
+        DeadlineExceededError: another process has held the lock for the whole time.
     """
-    from filelock import FileLock, Timeout  # not before it is needed: it loads asyncio, which most starts do without
+    from filelock import FileLock, Timeout  # imported here: it imports asyncio, which most starts do not need
 
     lock = FileLock(path)
     try:

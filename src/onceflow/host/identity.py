@@ -1,9 +1,10 @@
-"""Which machine, container and boot this process runs in. What was verified of a local file holds while these stay.
+"""Identifies the machine, the container and the boot of this process. While these are the same, a local file that was
+verified once need not be verified again.
 
-Local stores are not synced to disk. What a process has written is in the kernel's memory until the disk has it, and the
-kernel shows it to every process. So a process that is killed loses nothing of what it had committed: LMDB writes the
-page that makes a commit valid last. A machine that goes down does: the disk may have some of the pages, in any order.
-And another container or machine of the same name may have other files under the same path.
+Local stores are not synced to disk (fsync). Written data is in the kernel's page cache until it is on the disk, and all
+processes read it from there. So a process that is killed loses nothing that it has committed: LMDB writes the page that
+makes a commit valid last. If the machine crashes, committed data may be lost: any subset of the pages may be on the
+disk. Another container or machine with the same name may have other files under the same path.
 """
 
 from __future__ import annotations
@@ -22,19 +23,20 @@ _MOUNTS = Path("/proc/self/ns/mnt")
 
 
 def host_identity() -> str:
-    """Which host this is, as it is now: a copy that was verified here need not be verified again while this stays.
+    """The identity of this host. A local copy that was verified with the same identity need not be verified again.
 
-    The host's name tells machines apart that are clones of each other, the boot a machine before and after a crash, the
-    mount namespace two containers of one machine that have the same name.
+    It has three parts. The host name distinguishes machines that are clones of each other. The boot id distinguishes a
+    machine before and after a crash. The mount namespace distinguishes two containers of one machine that have the same
+    name.
     """
     return f"{socket.gethostname()}/{boot_id()}/{_mounts()}"
 
 
 @cache
 def boot_id() -> str:
-    """Another one after every start of the machine's kernel.
+    """An id that changes with every boot of the machine.
 
-    Where the system does not tell, it is one of this process: then every process verifies for itself.
+    If the system has none, the id is a random one of this process. Then every process verifies its files itself.
     """
     try:
         found = _BOOT_ID.read_text().strip()
@@ -44,7 +46,7 @@ def boot_id() -> str:
 
 
 def _mounts() -> int:
-    """Number of the mount namespace; 0 where there are none."""
+    """Number of the mount namespace; 0 if the system has none."""
     try:
         return os.stat(_MOUNTS).st_ino
     except OSError:
@@ -52,7 +54,7 @@ def _mounts() -> int:
 
 
 def _of_macos() -> str:
-    """``kern.bootsessionuuid``; the time of the boot would move when the clock is set."""
+    """``kern.bootsessionuuid``. Not the time of the boot, which changes when the clock is set."""
     try:
         library = ctypes.CDLL(ctypes.util.find_library("c"))
         buffer = ctypes.create_string_buffer(64)

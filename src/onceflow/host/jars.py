@@ -1,12 +1,12 @@
-"""Jars for Spark's Kafka connector and for the local broker, resolved once and then used from a cache.
+"""Jars for Spark's Kafka connector and for the local broker. They are downloaded once and then used from a cache.
 
-The resolver is the Ivy that ships inside pyspark, so nothing has to be installed for it. The cache is
-``$ONCEFLOW_CACHE`` or ``~/.cache/onceflow``: ``jars/<key>/`` holds one complete set of jars and the file
-``classpath`` that lists them in order; the key is made of the coordinates asked for. A set appears under
-its name by an atomic rename, so a set that is there is whole, and needs no network.
+They are resolved with Ivy, which is part of pyspark, so nothing else has to be installed. The cache is
+``$ONCEFLOW_CACHE`` or ``~/.cache/onceflow``. The folder ``jars/<key>/`` has one complete set of jars, and the file
+``classpath`` that lists them in order. The key is computed from the requested coordinates. A set gets its name by an
+atomic rename, so a set that exists is complete, and needs no network.
 
-Where jars come from, first match wins: ``$ONCEFLOW_MAVEN_REPO`` (root URL of a Maven repository), a mirror
-of everything or of ``central`` in ``~/.m2/settings.xml``, Ivy's own default (the public Maven repository).
+Jars come from the first of these: ``$ONCEFLOW_MAVEN_REPO`` (root URL of a Maven repository), a mirror of everything or
+of ``central`` in ``~/.m2/settings.xml``, Ivy's default (the public Maven repository).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from onceflow.host.java import find_java
 log = logging.getLogger(__name__)
 
 BROKER_VERSION = "4.3.1"
-#: For pip. 4.3 has a package but no Kafka connector yet.
+#: A requirement for pip. pyspark 4.3 exists, but has no Kafka connector yet.
 SPARK_REQUIREMENT = "pyspark>=3.5,<4.3"
 RESOLVE_TIMEOUT_S = 600
 LOCAL_FS_MODULE = "hadoop-bare-naked-local-fs"
@@ -43,7 +43,7 @@ LOCAL_FS_MODULE = "hadoop-bare-naked-local-fs"
 
 @dataclass(frozen=True)
 class Coordinate:
-    """One Maven module, with revisions to try when the first one cannot be found."""
+    """One Maven module, with other revisions to try if the first one does not exist."""
 
     organisation: str
     module: str
@@ -60,17 +60,17 @@ def cache_dir() -> Path:
     return Path(given).expanduser() if given else Path.home() / ".cache" / "onceflow"
 
 
-# The release of each minor version of Spark whose Kafka connector is known to work with the others of that version: a
-# patch release may come out without its own.
+# For each minor version of Spark, a release whose Kafka connector is known to work with all patch releases of it. It is
+# used if a patch release has no connector of its own.
 _CONNECTORS = {"3.5": "3.5.7", "4.0": "4.0.1", "4.1": "4.1.3", "4.2": "4.2.0"}
-# Connectors before 4.1.3 end a query after a batch that it runs again from its checkpoint (SPARK-57438).
+# With connectors before 4.1.3, a query ends after a batch that it has run again from its checkpoint (SPARK-57438).
 _INSTEAD = dict.fromkeys(("4.1.0", "4.1.1", "4.1.2"), "4.1.3")
-# The token provider is not published under every version. That of 4.0.0 works with every connector of Spark 4.
+# The token provider does not exist in every version. Version 4.0.0 works with every connector of Spark 4.
 _TOKEN_PROVIDERS = {"3.5": ("3.5.7",), "4.0": ("4.0.0",), "4.1": ("4.1.1", "4.0.0"), "4.2": ("4.2.0", "4.0.0")}
 
 
 def spark_connector_coordinates(spark_version: str, scala: str = "2.13") -> list[Coordinate]:
-    """What Spark needs beyond its own jars to read Kafka, and to write checkpoints without forking.
+    """The jars that Spark needs in addition to its own, to read Kafka, and to write checkpoints without subprocesses.
 
     Args:
         scala: the version of Scala that Spark was built with, ``2.12`` or ``2.13``.
@@ -90,29 +90,29 @@ def spark_connector_coordinates(spark_version: str, scala: str = "2.13") -> list
             spark_version,
             _TOKEN_PROVIDERS.get(minor, ()),
         ),
-        # One client for every Spark: the one of 4.2, which works with older connectors, too.
+        # The same client for every version of Spark: that of Spark 4.2, which also works with older connectors.
         Coordinate("org.apache.kafka", "kafka-clients", "3.9.2"),
         Coordinate("org.apache.commons", "commons-pool2", "2.13.1"),
-        # A local file system that sets permissions in the JVM. Hadoop's own starts a `chmod` for every file.
+        # A local file system that sets permissions in the JVM. Hadoop's own starts a `chmod` process for every file.
         Coordinate("com.globalmentor", LOCAL_FS_MODULE, "0.1.0"),
     ]
-    if scala != "2.12":  # part of Scala itself until then
+    if scala != "2.12":  # in Scala 2.12 it is part of the standard library
         coordinates.insert(4, Coordinate("org.scala-lang.modules", f"scala-parallel-collections_{scala}", "1.2.0"))
     return [replace(c, fallbacks=tuple(f for f in c.fallbacks if f != c.revision)) for c in coordinates]
 
 
 def spark_connector_jars() -> list[Path]:
-    """The jars of the Kafka connector for the installed pyspark, without any that Spark has itself."""
+    """The jars of the Kafka connector for the installed pyspark, without the jars that are part of Spark."""
     return resolve(spark_connector_coordinates(installed_spark_version(), scala_version()), transitive=False)
 
 
 def cluster_jars() -> list[Path]:
-    """Those of `spark_connector_jars` that a cluster needs: the local file system is for local masters."""
+    """As `spark_connector_jars`, but for a cluster: without the local file system, which is for local masters."""
     return [jar for jar in spark_connector_jars() if not jar.name.startswith(LOCAL_FS_MODULE)]
 
 
 def spark_has_connector() -> bool:
-    """Whether the Kafka connector lies among Spark's own jars, as in an image made for it."""
+    """Whether Spark's own jars include the Kafka connector, as in an image that was built with it."""
     return any(_spark_jars_folder().glob("spark-sql-kafka-*.jar"))
 
 
@@ -121,7 +121,7 @@ def kafka_broker_classpath(version: str = BROKER_VERSION) -> list[Path]:
     return resolve(
         [
             Coordinate("org.apache.kafka", "kafka_2.13", version),
-            # Kafka's POM has no logging backend, and without one the broker says nothing. This is the
+            # Kafka's POM has no logging backend, and without one the broker logs nothing. This one is the
             # smallest.
             Coordinate("org.slf4j", "slf4j-simple", "1.7.36"),
         ],
@@ -130,10 +130,10 @@ def kafka_broker_classpath(version: str = BROKER_VERSION) -> list[Path]:
 
 
 def installed_spark_version() -> str:
-    """The version of the installed pyspark, found without importing it.
+    """The version of the installed pyspark, which is not imported for this.
 
     Raises:
-        EnvironmentUnusableError: there is none.
+        EnvironmentUnusableError: pyspark is not installed.
     """
     try:
         return importlib.metadata.version("pyspark")
@@ -153,7 +153,7 @@ def scala_version() -> str:
 
 
 def resolve(coordinates: Sequence[Coordinate], *, transitive: bool) -> list[Path]:
-    """Paths of the jars for these coordinates, from the cache or else from a Maven repository.
+    """The jars for these coordinates, from the cache. They are downloaded from a Maven repository if necessary.
 
     Raises:
         EnvironmentUnusableError: a module cannot be found or downloaded.
@@ -165,25 +165,25 @@ def resolve(coordinates: Sequence[Coordinate], *, transitive: bool) -> list[Path
         return cached
     home.mkdir(parents=True, exist_ok=True)
     with _locked(home / f"{key}.lock"):
-        cached = _read_set(home / key)  # another process may have made it while this one waited
+        cached = _read_set(home / key)  # another process may have downloaded it meanwhile
         if cached is not None:
             return cached
         names = ", ".join(f"{c.module} {c.revision}" for c in coordinates)
-        log.warning("downloading %s and what they need, once", names)
+        log.warning("downloading %s and their dependencies, once", names)
         started = time.monotonic()
         _make_set(home / key, coordinates, transitive=transitive)
         jars = _read_set(home / key)
         if jars is None:
             raise EnvironmentUnusableError(
                 f"The jars of {names} disappeared from {home} right after they were put there.",
-                next_step="See whether something cleans that folder, or set ONCEFLOW_CACHE to another one.",
+                next_step="Check whether a program cleans that folder, or set ONCEFLOW_CACHE to another one.",
             )
         log.info("%d jars in %.1f s", len(jars), time.monotonic() - started)
         return jars
 
 
 def cache_key(coordinates: Sequence[Coordinate], *, transitive: bool) -> str:
-    """Name of the folder for these coordinates: readable, and different for different coordinates."""
+    """Name of the folder for these coordinates. It is readable, and unique because of a digest."""
     text = "\n".join([*map(str, coordinates), f"transitive={transitive}"])
     digest = hashlib.sha256(text.encode()).hexdigest()[:12]
     return f"{coordinates[0].module}-{coordinates[0].revision}-{digest}"
@@ -194,7 +194,7 @@ def _no_pyspark() -> EnvironmentUnusableError:
 
 
 def _read_set(folder: Path) -> list[Path] | None:
-    """The jars of a cached set, or None when there is no set or somebody removed some of its jars."""
+    """The jars of a cached set. None: there is no such set, or some of its jars were removed."""
     try:
         names = (folder / "classpath").read_text().splitlines()
     except OSError:
@@ -210,7 +210,7 @@ def _make_set(folder: Path, coordinates: Sequence[Coordinate], *, transitive: bo
         _retrieve(jars_dir, scratch, coordinates, transitive=transitive)
         names = sorted(path.name for path in jars_dir.glob("*.jar"))
         (jars_dir / "classpath").write_text("".join(f"{name}\n" for name in names))
-        if folder.exists():  # incomplete: _read_set said so, under the same lock
+        if folder.exists():  # it is incomplete: _read_set returned None, under the same lock
             shutil.rmtree(folder)
         jars_dir.rename(folder)
     finally:
@@ -218,7 +218,7 @@ def _make_set(folder: Path, coordinates: Sequence[Coordinate], *, transitive: bo
 
 
 def _retrieve(jars_dir: Path, scratch: Path, coordinates: Sequence[Coordinate], *, transitive: bool) -> None:
-    """Run Ivy until it finds every module, each time with fallback revisions for those it did not find."""
+    """Run Ivy, again and again with fallback revisions for the modules that it did not find, until it finds all."""
     wanted = list(coordinates)
     while True:
         answer = _run_ivy(jars_dir, scratch, wanted, transitive=transitive)
@@ -250,7 +250,7 @@ def _run_ivy(
         settings = scratch / "ivysettings.xml"
         settings.write_text(ivy_settings(root))
         command += ["-settings", str(settings)]
-    # Ivy takes an exclusive look at its cache files; one cache per set keeps sets independent of each other.
+    # Ivy locks the files of its own cache, so each set gets its own Ivy cache. Then sets do not block each other.
     command += ["-cache", str(scratch / "cache"), "-ivy", str(ivy_file), "-confs", "default"]
     command += ["-retrieve", f"{jars_dir}/[artifact](-[classifier])-[revision].[ext]"]
     try:
@@ -271,7 +271,7 @@ def _run_ivy(
 
 
 def ivy_module(coordinates: Sequence[Coordinate], *, transitive: bool) -> str:
-    """The ivy.xml that asks for these; ``default`` of a POM is its jar and what that needs at run time."""
+    """An ivy.xml with these dependencies. ``default`` of a POM is its jar and the runtime dependencies."""
     flag = str(transitive).lower()
     dependencies = "".join(
         f"<dependency org={quoteattr(c.organisation)} name={quoteattr(c.module)} rev={quoteattr(c.revision)} "
@@ -295,7 +295,7 @@ def ivy_settings(root: str) -> str:
 
 
 def repository_root() -> str | None:
-    """The Maven repository the user asks for, or None for Ivy's default."""
+    """The Maven repository that the user has configured, or None for Ivy's default."""
     given = os.environ.get("ONCEFLOW_MAVEN_REPO", "").strip()
     if given:
         return given.rstrip("/") + "/"
@@ -343,7 +343,7 @@ def _ivy_jar() -> Path:
 
 
 _NEXT_STEP = (
-    "See whether this machine reaches a Maven repository. Behind a mirror, set ONCEFLOW_MAVEN_REPO to its "
+    "Check whether this machine reaches a Maven repository. To use a mirror, set ONCEFLOW_MAVEN_REPO to its "
     "URL (or use ~/.m2/settings.xml); behind a proxy, set JAVA_TOOL_OPTIONS=-Dhttps.proxyHost=...; then "
     "run `onceflow setup`."
 )
@@ -357,7 +357,7 @@ def _unresolved(
     errors = [
         line for line in lines if re.search(r"error at|exception|failed|refused|unknown host", line, re.IGNORECASE)
     ]
-    # Addresses are cut: a repository URL may carry a password.
+    # URLs are removed: the URL of a repository may contain a password.
     detail = re.sub(r"\w+://\S+", "<url>", "; ".join(dict.fromkeys(errors or lines[-3:])))[:600]
     return EnvironmentUnusableError(
         f"These jars could not be resolved: {', '.join(names)}.", detail=detail, next_step=_NEXT_STEP
@@ -366,11 +366,11 @@ def _unresolved(
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock on a file; processes that want the same jars wait for one download."""
+    """Hold an exclusive lock on a file, so that processes that need the same jars wait for one download."""
     with locked(
         path,
         RESOLVE_TIMEOUT_S,
         busy=f"Another process has held {path} for {RESOLVE_TIMEOUT_S} s.",
-        next_step="See which process downloads jars, and stop it if it hangs.",
+        next_step="Find the process that downloads jars, and stop it if it hangs.",
     ):
         yield

@@ -1,4 +1,4 @@
-"""Which Java to run, found the way Spark finds it: JAVA_HOME first, then PATH."""
+"""Finds Java in the same way as Spark: JAVA_HOME first, then PATH."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ VERSION_TIMEOUT_S = 30
 
 
 def find_java() -> Path:
-    """The java executable to use, at least version 17.
+    """The java executable to use, of version 17 or later.
 
     Raises:
-        EnvironmentUnusableError: there is none, or it is too old.
+        EnvironmentUnusableError: Java was not found, or is too old.
     """
     home = os.environ.get("JAVA_HOME")
     if home:
@@ -48,13 +48,13 @@ def find_java() -> Path:
 
 
 def major_version(version: str) -> int | None:
-    """17 of ``17.0.15``, 8 of ``1.8.0_392``, 22 of ``22-ea``; None when it is no version."""
+    """The major version: 17 for ``17.0.15``, 8 for ``1.8.0_392``, 22 for ``22-ea``; None if the text is no version."""
     match = re.match(r"(?:1\.)?(\d+)", version)
     return int(match[1]) if match else None
 
 
 def _version(java: Path) -> str:
-    # Every JDK and JRE since 9 has this file beside bin/; asking java itself costs a JVM start.
+    # Every JDK and JRE since Java 9 has this file next to bin/. Running java instead would start a JVM.
     release = java.resolve().parent.parent / "release"
     try:
         match = re.search(r'^JAVA_VERSION="([^"]+)"', release.read_text(errors="replace"), re.MULTILINE)
@@ -78,5 +78,5 @@ def _version(java: Path) -> str:
 
 
 def with_flags(options: str, flags: Sequence[str]) -> str:
-    """JVM options as Spark takes them in one text, with more flags behind them."""
+    """JVM options as one text, in Spark's format, with more flags added at the end."""
     return " ".join(filter(None, [options, *(f'"{flag}"' if " " in flag else flag for flag in flags)]))

@@ -1,4 +1,4 @@
-"""Temporary files and folders of processes that have ended; their names have the process id."""
+"""Finds temporary files and folders of processes that have ended. The process id is part of their names."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from pathlib import Path
 
 
 def of_ended_processes(prefix: str, ending: str) -> Iterator[Path]:
-    """Those named ``<prefix><process id><ending>`` whose process has ended. Nothing where there is no ``/proc``.
+    """Temporary files and folders named ``<prefix><process id><ending>`` whose process has ended. None of them if the
+    system has no ``/proc``.
 
     Args:
-        prefix: as it is. ending: a regular expression.
+        prefix: plain text.
+        ending: a regular expression.
     """
     if not Path("/proc").exists():
         return
