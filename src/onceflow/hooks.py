@@ -21,8 +21,8 @@ STEPS = ("init", "plan", "begin", "write", "audit", "progress", "end", "settle")
 #: Also announced: an attempt was aborted, and nothing of it can become visible any more. Faults are not injected here.
 ABORTED = "aborted"
 
-#: Called with the step, and with the keyword arguments ``flow``, ``batch`` and more facts: at ``begin`` the producer's
-#: ``identity`` and the ``source`` range.
+#: Called with the step, and with the keyword arguments ``flow``, ``batch`` and more facts: at ``begin`` the producer id
+#: and epoch as ``producer``, and the ``source`` range.
 Observer = Callable[..., None]
 _observers: list[Observer] = []
 

@@ -78,7 +78,7 @@ class WriteOrder:
     batch: int
     settings: ClientSettings
     transactional_id: str | None
-    identity: ProducerIdAndEpoch
+    producer: ProducerIdAndEpoch
     compression: str
     topic: str | None
     targets: Mapping[str, Target]
@@ -134,7 +134,7 @@ class PrepareOrder:
 
     Args:
         moment: the moment of the next batch, as far as it is known.
-        transactional_id, identity: transactional id, producer id and epoch of the flow. They change when a newer driver
+        transactional_id, producer: transactional id, producer id and epoch of the flow. They change when a newer driver
             fences this one.
     """
 
@@ -142,7 +142,7 @@ class PrepareOrder:
     moment: Moment
     settings: ClientSettings
     transactional_id: str
-    identity: ProducerIdAndEpoch
+    producer: ProducerIdAndEpoch
 
 
 # ---- reports ---------------------------------------------------------------------------------------------

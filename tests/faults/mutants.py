@@ -270,7 +270,7 @@ def two_transactions(patch: Patch) -> None:
             self._delivery.written([])
             self._delivery.machine.on(Event.PROGRESS_WRITTEN)
             self._delivery.end(Deadline(30, "mutant"))
-            order = replace(order, identity=self._delivery.begin(Deadline(30, "mutant")))
+            order = replace(order, producer=self._delivery.begin(Deadline(30, "mutant")))
             second = write_rows(order, place, table[half:].to_batches(), cluster).written
             counts = {(r.topic, r.partition): r.count for r in first}
             whole = (replace(r, count=r.count + counts[r.topic, r.partition], rows=table.num_rows) for r in second)

@@ -100,7 +100,7 @@ def test_without_faults_everything_is_there_once_and_in_order(make_pipe: Any, gu
     assert len(query.batches) >= 3
     pipe.check()
     delivery = query._sink._commit._delivery
-    assert delivery._identity.producer_id >= 0
+    assert delivery._producer.producer_id >= 0
     assert sum(delivery.sequences.values()) == len(pipe.sent)  # they went on from batch to batch
     cluster = Cluster(ClientSettings(pipe.bootstrap, {}))
     try:

@@ -719,7 +719,7 @@ def test_unreadable_tags_are_foreign(data: bytes) -> None:
 
 def begin(batch: int, epoch: int, flow: str = FLOW) -> None:
     source = SourceRange({"in": {0: 7 * batch}}, {"in": {0: 7 * batch + 7}})
-    hooks.at("begin", where="driver", flow=flow, batch=batch, identity=ProducerIdAndEpoch(4711, epoch), source=source)
+    hooks.at("begin", where="driver", flow=flow, batch=batch, producer=ProducerIdAndEpoch(4711, epoch), source=source)
 
 
 def test_a_driver_is_recorded(tmp_path: Path) -> None:
@@ -736,7 +736,7 @@ def test_a_driver_is_recorded(tmp_path: Path) -> None:
         hooks.at("settle", where="driver", flow=FLOW, batch=1)
         begin(2, 6)
         hooks.at(hooks.ABORTED, where="driver", flow=FLOW, batch=2)
-        hooks.at(hooks.ABORTED, where="driver", flow=FLOW, batch=2)  # before the next attempt had an identity
+        hooks.at(hooks.ABORTED, where="driver", flow=FLOW, batch=2)  # before the next attempt had a producer id
         begin(2, 7)
     hooks.at("end", where="driver", flow=FLOW, batch=2)  # nobody records any more
     history = load(path)

@@ -26,7 +26,7 @@ from onceflow.task import row_writer
 from onceflow.task.row_writer import RowWriter, WriteTask, owner_of
 from onceflow.testing import faults
 
-IDENTITY = ProducerIdAndEpoch(producer_id=4711, producer_epoch=3)
+PRODUCER = ProducerIdAndEpoch(producer_id=4711, producer_epoch=3)
 HEADERS = pa.list_(pa.struct([("key", pa.string()), ("value", pa.binary())]))
 
 
@@ -117,7 +117,7 @@ ORDER = WriteOrder(
     batch=8,
     settings=ClientSettings("h:9092"),
     transactional_id="onceflow.orders",
-    identity=IDENTITY,
+    producer=PRODUCER,
     compression="none",
     topic="out",
     targets={"out": Target(4, 1_000_000)},
@@ -464,7 +464,7 @@ def test_version_1_enrols_a_partition_before_it_is_written(monkeypatch: pytest.M
         partitions: dict[str, list[int]],
         deadline: Any,
     ) -> None:
-        assert (transactional_id, producer) == ("onceflow.orders", IDENTITY)
+        assert (transactional_id, producer) == ("onceflow.orders", PRODUCER)
         places = [(t, p) for t, ps in partitions.items() for p in ps]
         assert not set(places) & set(recorder.rows())
         enrolled.extend(places)

@@ -140,7 +140,7 @@ class BatchCommit:
         flow, batch, source, summary = self._names.flow, attempt.batch, attempt.source, attempt.summary
         with timed(summary, "begin"):
             attempt.producer = self._begin(df, attempt)
-        hooks.at("begin", where="driver", flow=flow, batch=batch, identity=attempt.producer, source=source)
+        hooks.at("begin", where="driver", flow=flow, batch=batch, producer=attempt.producer, source=source)
         if self._late_rows is not None:
             self._late_rows.begin(again=summary.attempts > 1)
         attempt.begun_at = time.monotonic()

@@ -98,9 +98,9 @@ class ExactlyOnce:
 
     def begin(self, deadline: Deadline) -> ProducerIdAndEpoch:
         self._markers.confirm(deadline)
-        identity = self._transactions.begin(deadline)
+        producer = self._transactions.begin(deadline)
         self._topic_partitions = {}
-        return identity
+        return producer
 
     def written(self, reports: Iterable[Report]) -> None:
         """All rows are acknowledged. The first offset in each partition is kept, to check for missing markers later."""
@@ -167,7 +167,7 @@ class WithoutTransactions:
         self._cluster = cluster
         self._names = names
         self.machine = Transaction(Mode.AT_MOST_ONCE if progress_first else Mode.AT_LEAST_ONCE, GIVEN)
-        self._identity: ProducerIdAndEpoch | None = None
+        self._producer: ProducerIdAndEpoch | None = None
         self._sequences: dict[tuple[str, int], int] = {}
 
     @property
@@ -175,11 +175,11 @@ class WithoutTransactions:
         return self._sequences
 
     def begin(self, deadline: Deadline) -> ProducerIdAndEpoch:
-        if self._identity is None:
-            self._identity = idempotent_producer(self._cluster, deadline)
+        if self._producer is None:
+            self._producer = idempotent_producer(self._cluster, deadline)
             self._sequences = {}
         self.machine.on(Event.BEGIN)
-        return self._identity
+        return self._producer
 
     def written(self, reports: Iterable[Report]) -> None:
         for report in reports:
@@ -199,7 +199,7 @@ class WithoutTransactions:
 
     def abort(self, deadline: Deadline) -> None:
         """It is unknown how far the failed attempt got. So the next one gets a new producer id, with new sequences."""
-        self._identity = None
+        self._producer = None
         self.machine.on(Event.ABORT)
 
 

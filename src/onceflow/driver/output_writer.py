@@ -189,7 +189,7 @@ class OutputWriter:
             batch=attempt.batch,
             settings=self._settings,
             transactional_id=self._delivery.transactional_id,
-            identity=attempt.producer,
+            producer=attempt.producer,
             sequences=self._delivery.sequences,
             compression=self._options.compression,
             topic=topic,

@@ -62,7 +62,7 @@ class StateStep:
         self.tables = list(tables.values())
         self._cores = cores
         self.learnt = Learnt()
-        # Of the attempt under way:
+        # Of the current attempt:
         self._batch = BatchFacts(0)
         self._moments: dict[str, Moment] = {}
         self._due: dict[str, frozenset[int]] = {}
@@ -120,9 +120,9 @@ class StateStep:
                 table, PrepareOrder(table.spec, moment, settings, *owner), df.sparkSession.sparkContext, again=again
             )
 
-    def begin(self, batch: int, identity: ProducerIdAndEpoch, now_ms: int) -> None:
+    def begin(self, batch: int, producer: ProducerIdAndEpoch, now_ms: int) -> None:
         """An attempt begins, under this producer id and epoch."""
-        commit = Commit(batch, identity.producer_id, identity.producer_epoch)
+        commit = Commit(batch, producer.producer_id, producer.producer_epoch)
         self._stages, self._done = None, {}
         for name, table in self._by_name.items():
             moment = table.moment(batch, commit, now_ms)
@@ -148,7 +148,7 @@ class StateStep:
     def write(
         self, df: DataFrame, place: Placement, order: WriteOrder, cluster: Cluster, *, empty: bool, reads_little: bool
     ) -> tuple[str, list[Part]]:
-        """Process the batch and write what comes out, by the driver or fused. Returns how, in words, and the reports.
+        """Process the batch and write what comes out, by the driver or fused. Returns how, as a text, and the reports.
 
         Args:
             empty: whether the batch is known to have no rows.

@@ -27,7 +27,7 @@ class PrepareTask:
 
         def still_owner() -> bool:
             deadline = Deadline(_OWNER_SECONDS, f"looking up the owner of flow {order.spec.flow}")
-            return is_owner(cluster, order.transactional_id, order.identity, deadline)
+            return is_owner(cluster, order.transactional_id, order.producer, deadline)
 
         source = CommittedReader(cluster)
         try:
@@ -36,7 +36,7 @@ class PrepareTask:
             return problem
 
 
-def is_owner(cluster: Cluster, transactional_id: str, identity: ProducerIdAndEpoch, deadline: Deadline) -> bool:
+def is_owner(cluster: Cluster, transactional_id: str, producer: ProducerIdAndEpoch, deadline: Deadline) -> bool:
     """Whether a transactional id still has this producer id and epoch. If not, a newer driver has fenced this one."""
     state = describe_transaction(cluster, transactional_id, deadline)
-    return (state["producer_id"], state["producer_epoch"]) == (identity.producer_id, identity.producer_epoch)
+    return (state["producer_id"], state["producer_epoch"]) == (producer.producer_id, producer.producer_epoch)

@@ -305,7 +305,7 @@ class RowWriter:
         transactional_id = self._order.transactional_id
         if (topic, partition) not in self._sequences and self._order.transaction_version < 2 and transactional_id:
             # With transaction version 1, a partition must be added to the transaction before it is written to.
-            add_partitions(self._cluster, transactional_id, self._order.identity, {topic: [partition]}, self._deadline)
+            add_partitions(self._cluster, transactional_id, self._order.producer, {topic: [partition]}, self._deadline)
         names = rows.schema.names
         sequence = self._sequences.get((topic, partition), self._order.sequences.get((topic, partition), 0))
         with located(flow=self._order.flow, topic=f"{topic}-{partition}", batch=self._order.batch):
@@ -314,7 +314,7 @@ class RowWriter:
                 rows.column("value") if "value" in names else None,
                 rows.column("headers") if "headers" in names else None,
                 rows.column("timestamp") if "timestamp" in names else None,
-                identity=self._order.identity,
+                identity=self._order.producer,
                 base_sequence=sequence,
                 compression=self._order.compression,
                 max_batch_bytes=target.max_message_bytes,

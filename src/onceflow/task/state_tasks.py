@@ -180,7 +180,7 @@ class StateWork:
         if write.transactional_id is None:
             raise RuntimeError("a process step runs in transactions only")
         deadline = Deadline(write.deadline_s, f"looking up the owner of flow {write.flow}")
-        return is_owner(self._cluster, write.transactional_id, write.identity, deadline)
+        return is_owner(self._cluster, write.transactional_id, write.producer, deadline)
 
     def _opened(self, partition: int) -> None:
         write = self._order.write

@@ -84,9 +84,9 @@ class Recorder:
             os.write(self._file, b"\n")
 
     def _observed(self, step: str, *, flow: str, batch: int | None = None, **facts: Any) -> None:
-        identity, here = facts.get("identity"), (flow, threading.get_ident())
-        if step == "begin" and batch is not None and identity is not None:
-            begun = batch, _attempt(identity.producer_id, identity.producer_epoch)
+        producer, here = facts.get("producer"), (flow, threading.get_ident())
+        if step == "begin" and batch is not None and producer is not None:
+            begun = batch, _attempt(producer.producer_id, producer.producer_epoch)
             self._open[here] = _begun[here] = begun
             self._write(INVOKE, flow, begun, facts.get("source"))
         elif step in ("end", hooks.ABORTED) and here in self._open and self._open[here][0] == batch:
