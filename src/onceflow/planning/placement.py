@@ -87,7 +87,8 @@ class Learnt:
         outputs_elsewhere: outputs belonged to partitions of other tasks (`NotColocatedError`).
         keys_elsewhere: keys were not where Kafka's default partitioner puts them (`NotCopartitionedError`).
         partitions_mixed: the plan mixes source partitions: a shuffle, or a union.
-        partitions_kept: the plan of a batch gave every source partition to one task. Never set with the clock's source.
+        partitions_kept: the plan of a batch gave every source partition to one task. A batch whose plan has the clock's
+            source does not set it.
         step_seen: the optimizer has kept the step in the plan of a batch.
         step_left_out: the optimizer has removed the step, because the query needs none of its rows. Its state and its
             side outputs are needed.
