@@ -1,8 +1,7 @@
-"""Side outputs through kills: every letter, late record and output once, whatever operator stands behind the step."""
+"""Side outputs through kills: every dead letter, late record and output once, with every operator after the step."""
 
 from __future__ import annotations
 
-import json
 import signal
 from collections.abc import Callable
 from dataclasses import asdict
@@ -11,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from onceflow.testing import independent
+from onceflow.testing import faults, independent
 
 pytestmark = [pytest.mark.integration, pytest.mark.faults, pytest.mark.long, pytest.mark.timeout(1500)]
 
@@ -53,7 +52,7 @@ def test_killed_six_times(
     }
     script = Path(__file__).with_name("side_outputs_driver.py")
     for _ in range(len(KILLS) + 1):
-        process = driver_process(script, json.dumps(rules), arguments)
+        process = driver_process(script, faults.value_of(*rules), arguments)
         output = process.communicate(timeout=600)[0]
         if process.returncode == 0:
             break
