@@ -233,7 +233,7 @@ class Downloads:
                 file = unless_complete.enter_context(tempfile.TemporaryFile(dir=self.folder))
             with self._local(found) if isinstance(found, Path) else self._http(found, end) as source:
                 if (source.length or 0) > self.limits.max_bytes:
-                    raise TooLargeError(f"{source.length} bytes, {self.limits.max_bytes} are the most")
+                    raise TooLargeError(f"{source.length} bytes, at most {self.limits.max_bytes} are allowed")
                 body = _Body(source, end, leave)
                 stream: Any = gzip.GzipFile(fileobj=io.BufferedReader(body, CHUNK)) if source.zipped else body
                 size = 0

@@ -396,6 +396,7 @@ def test_versions(make_state_pipe: Any) -> None:
         ({"retention": "soon"}, "is not a duration"),
         ({"retention": "0 s"}, "must be positive"),
         ({"idle_timeout": "x"}, "is not a duration"),
+        ({"idle_timeout": None}, "cannot be left out"),
         ({"max_timers_per_batch": 0}, "too few"),
     ],
 )

@@ -120,7 +120,7 @@ def test_keys_that_state_cannot_have() -> None:
     driver.send_many([(longer, "1"), (None, "2"), ("k", "3"), (longest, "4"), ("", "5"), ("\0" * 300, "6")])
     assert sorted(record.value for record in driver.outputs) == ["3", "4", "5"]
     assert [causes(each)["message"].partition(":")[0].partition(";")[0] for each in driver.dead_letters] == [
-        "the key has 471 bytes, 470 are the most",
+        "the key has 471 bytes, at most 470 are allowed",
         "the record has no key",
         "key, name and entry key have 607 bytes together",
     ]

@@ -51,6 +51,12 @@ def test_similar_names_whatever_their_case_and_separators() -> None:
     assert error.next_step.startswith("did you mean Orders_eu? If not, create it: ")
 
 
+def test_tables_are_no_outputs() -> None:
+    there = ["orders-t", "orders-t-internal", "orders-a"]
+    assert missing("orders", "output", there).detail == "topics of a similar name: orders-a"
+    assert "orders-t" in missing("orders", "source", there).detail
+
+
 def test_the_topics_of_a_table_are_made_by_its_flow() -> None:
     assert "topic create" not in missing("balances", "table", THERE).next_step
 

@@ -43,10 +43,9 @@ from onceflow.errors import (
     UnknownTopicError,
     located,
 )
-from onceflow.protocol.names import Names
+from onceflow.protocol.names import INTERNAL_SUFFIX, Names
 from onceflow.protocol.progress import Offsets, Progress
 from onceflow.protocol.transaction import Event
-from onceflow.state.local.format import INTERNAL_SUFFIX
 from onceflow.state.topics import TableTopics, check_known, committed_ends
 
 log = logging.getLogger("onceflow.state")

@@ -20,9 +20,10 @@ from onceflow.admin.writer import Row, Writer, now_ms
 from onceflow.client.committed import Chunk, CommittedReader
 from onceflow.client.deadline import Deadline
 from onceflow.errors import ProgressConflictError
+from onceflow.protocol.names import INTERNAL_SUFFIX
 from onceflow.protocol.partitioners import group_by_partition, murmur2
 from onceflow.state import rows
-from onceflow.state.local.format import INTERNAL_SUFFIX, rows_of_snapshot, snapshot
+from onceflow.state.local.format import rows_of_snapshot, snapshot
 from onceflow.state.run import SNAPSHOT_KEY
 
 log = logging.getLogger("onceflow.state")

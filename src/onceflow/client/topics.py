@@ -20,6 +20,7 @@ from onceflow.client.cluster import Cluster, TopicInfo
 from onceflow.client.deadline import Deadline
 from onceflow.errors import OnceflowError, PermissionDeniedError, UnknownTopicError
 from onceflow.protocol import codes
+from onceflow.protocol.names import INTERNAL_SUFFIX
 
 log = logging.getLogger("onceflow")
 
@@ -73,7 +74,7 @@ def missing(
     fields = error.fields()
     if role == "table":
         fields["next_step"] = "check the name: a flow makes the topics of its table when it first starts with it"
-    alike = _alike(cluster, name, deadline)
+    alike = _alike(cluster, name, deadline, tables=role in ("source", "table"))
     if alike:
         fields["detail"] = f"topics of a similar name: {', '.join(alike)}"
         fields["next_step"] = f"did you mean {alike[0]}? If not, {fields['next_step']}"
@@ -82,14 +83,21 @@ def missing(
     )
 
 
-def _alike(cluster: Cluster, name: str, deadline: Deadline) -> list[str]:
-    """Topics with a similar name, the most similar first."""
+def _alike(cluster: Cluster, name: str, deadline: Deadline, *, tables: bool) -> list[str]:
+    """Topics with a similar name, the most similar first.
+
+    Args:
+        tables: also those that hold state. They are known by their companion topics.
+    """
     try:
         there = cluster.topics(None, deadline)
     except OnceflowError:
         return []  # the error about the missing topic is more important
     # The commonest mistakes are wrong case and wrong separators.
     plain = {other: _plain(other) for other in sorted(there) if other != name and not other.startswith("__")}
+    if not tables:
+        state = {other for other in there if other + INTERNAL_SUFFIX in there or other.endswith(INTERNAL_SUFFIX)}
+        plain = {other: text for other, text in plain.items() if other not in state}
     close = difflib.get_close_matches(_plain(name), set(plain.values()), _MAX_ALIKE, _ALIKE_SHARE)
     return [other for each in close for other in plain if plain[other] == each][:_MAX_ALIKE]
 

@@ -65,7 +65,7 @@ KINDS: Mapping[str, Kind] = {
     "damaged": Kind(1, ".csv.gz", error="BadGzipFile", message="CRC check failed .*", attempts=ATTEMPTS),
     "half a gzip": Kind(1, ".csv.gz", error="EOFError", message="Compressed file ended .*", attempts=ATTEMPTS),
     "slow": Kind(0, error="TooSlowError", message=r"not complete after \d+ s"),
-    "endless": Kind(error="TooLargeError", message=r"\d+ bytes, \d+ are the most"),
+    "endless": Kind(error="TooLargeError", message=r"\d+ bytes, at most \d+ are allowed"),
     "no length": Kind(error="NoLengthError", message="no Content-Length.*"),
     "led astray": Kind(error="RefusedError", message="this host is not allowed"),
     "in circles": Kind(error="FinalError", message="more than 5 redirects"),
@@ -80,7 +80,7 @@ KINDS: Mapping[str, Kind] = {
     "number": Kind(where="record", error="LinkError", message="not like .*"),
     "no link": Kind(where="record", error="LinkError", message="not like .*"),
     "huge": Kind(0, where="record", error="LinkError", message="more than 10000 bytes"),
-    "too long": Kind(where="record", error="ValueError", message="the key has .* bytes, 470 are the most"),
+    "too long": Kind(where="record", error="ValueError", message="the key has .* bytes, at most 470 are allowed"),
     "copy": Kind(8, where="copy"),
     "again": Kind(1, where="copy", error="StatusError", message="HTTP status 404"),
 }

@@ -8,13 +8,13 @@ from pathlib import Path
 
 from onceflow.durations import duration_ms
 from onceflow.errors import OptionError, ProgressConflictError
-from onceflow.protocol.names import OwnTopics
+from onceflow.protocol.names import INTERNAL_SUFFIX, OwnTopics
 from onceflow.protocol.progress import Progress, TableProgress
 from onceflow.state.api.processor import ColumnProcessor, Processor
 from onceflow.state.dead_letter_limit import check_limit
 from onceflow.state.engine.base import TIMERS_PER_BATCH
 from onceflow.state.engine.shapes import declared_fields
-from onceflow.state.local.format import INTERNAL_SUFFIX, default_state_dir
+from onceflow.state.local.format import default_state_dir
 from onceflow.state.spec import ProcessSpec
 from onceflow.state.stores.base import Store
 from onceflow.state.topics import TableTopics, check_known
@@ -91,7 +91,7 @@ def check_options(
     _check_numbers(options, flow)
     _check_durations(options, processor, flow)
     if isinstance(options.store, str) and options.store not in STORES:
-        raise OptionError(f"store={options.store!r} is unknown", flow=flow, next_step=f"use one of {STORES}")
+        raise OptionError(f"store={options.store!r} is unknown", flow=flow, next_step=f"use one of {', '.join(STORES)}")
     return processor
 
 
@@ -150,6 +150,8 @@ def _check_durations(options: StepOptions, processor: Processor | ColumnProcesso
         ("allowed_lateness", processor.allowed_lateness),
     ):
         try:
+            if duration is None and name == "idle_timeout":  # the type says so, but not every caller checks types
+                raise ValueError("it cannot be left out")
             if duration is not None and duration_ms(duration) <= 0 and name != "allowed_lateness":
                 raise ValueError("it must be positive")
         except ValueError as error:

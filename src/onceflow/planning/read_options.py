@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from onceflow.errors import OptionError
 from onceflow.planning.source_starts import StartingOffsets
@@ -30,9 +31,12 @@ def check_read(given: ReadOptions, flow: str) -> None:
     """
     if not given.topic or not str(given.topic).strip():
         raise OptionError(f"{given.topic!r} is not the name of a topic", flow=flow, next_step="give one topic name")
-    if given.max_records_per_batch is not None and given.max_records_per_batch < 1:
+    most: Any = given.max_records_per_batch
+    if most is not None and (isinstance(most, bool) or not isinstance(most, int) or most < 1):
         raise OptionError(
-            "max_records_per_batch must be at least 1, or None", flow=flow, next_step="leave it at its default"
+            f"max_records_per_batch={most!r} is not a whole number of at least 1",
+            flow=flow,
+            next_step="give such a number, None for no limit, or leave it out",
         )
     queries.reader_options(given.options, flow)
 

@@ -36,10 +36,12 @@ def state_columns(df: DataFrame, flow: str, *, one_topic: bool) -> DataFrame:
     for name in ("key", "value"):
         if not isinstance(types.get(name), (T.StringType, T.BinaryType)):
             there = types[name].simpleString() if name in types else "missing"
+            select = "select key and value (and topic, partition, offset, timestamp, headers if they exist)"
+            cast = f"for example .withColumn({name!r}, col({name!r}).cast('string'))"
             raise SchemaError(
                 f"Flow.process needs the column {name!r} as string or binary; it is {there}",
                 flow=flow,
-                next_step="select key and value (and topic, partition, offset, timestamp, headers if they exist)",
+                next_step=f"convert it, {cast}" if name in types else select,
             )
     wanted: list[Column] = []
     for name in types:

@@ -15,6 +15,8 @@ from onceflow.errors import OptionError
 
 FLOW_NAME_LENGTH_MAX = 200
 PREFIX_LENGTH_MAX = 100
+#: A table named T has the companion topic T-internal.
+INTERNAL_SUFFIX = "-internal"
 _LEGAL = re.compile(r"[a-zA-Z0-9._-]+")
 _MARK = "onceflow."
 

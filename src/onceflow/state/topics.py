@@ -16,7 +16,7 @@ from onceflow.client.deadline import Deadline
 from onceflow.client.log_reader import read_log
 from onceflow.client.topics import create_own_topic, max_message_bytes, topic_config
 from onceflow.errors import PermissionDeniedError, ProgressConflictError, UnknownTopicError
-from onceflow.state.local.format import INTERNAL_SUFFIX
+from onceflow.protocol.names import INTERNAL_SUFFIX
 
 log = logging.getLogger("onceflow.state")
 

@@ -98,7 +98,7 @@ def key_problem(key: bytes | None) -> str:
     """What is wrong with an unusable key."""
     if key is None:
         return "the record has no key: state is kept by key"
-    return f"the key has {len(key)} bytes, {rows.KEY_BYTES_MAX} are the most"
+    return f"the key has {len(key)} bytes, at most {rows.KEY_BYTES_MAX} are allowed"
 
 
 class Metadata(NamedTuple):

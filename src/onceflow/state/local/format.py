@@ -17,10 +17,10 @@ from urllib.parse import quote
 import orjson
 
 from onceflow.errors import ProtocolError
+from onceflow.protocol.names import INTERNAL_SUFFIX
 from onceflow.state import rows
 from onceflow.state.stores.base import StoreCorruptError
 
-INTERNAL_SUFFIX = "-internal"
 #: Names of blobs. The commit record was called marker earlier, and its blob still has that name.
 COMMIT_RECORD, PENDING = "marker", "pending"
 #: Kinds of rows that come from Kafka. Rows of the other kinds (indexes) are computed from them.
