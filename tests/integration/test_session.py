@@ -217,7 +217,7 @@ def test_an_archive_that_does_not_fit_is_ignored_in_silence(tmp_path: Path) -> N
     answer = run_python(
         "from pathlib import Path\n"
         "import onceflow\n"
-        "from onceflow import class_archive\n"
+        "from onceflow.spark import class_archive\n"
         "class_archive.archive_path = lambda: Path(ARCHIVE)\n"
         "print(onceflow.session(master='local[1]').range(3).count())".replace("ARCHIVE", repr(str(archive)))
     )
