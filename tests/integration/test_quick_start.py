@@ -97,7 +97,7 @@ def test_the_quick_start_as_written(run: Run, wheel: Path) -> None:
     own = port()
     commands = [line for block in blocks("sh") for line in block.replace(PORT, own).splitlines()]
     (program,), (shown,) = blocks("python"), blocks("text")
-    (file,) = re.findall(r"in a file\s`(\w+\.py)`", README)
+    (file,) = re.findall(r"in a\sfile\s`(\w+\.py)`", README)
     assert (commands[0], commands[4]) == ("pip install .", f"python {file}")
     assert len(commands) == 6
     folder = Path(run("pwd").strip())
