@@ -37,7 +37,7 @@ def test_a_transaction_that_stays_open_on_a_source(
     query = flow.write(flow.read(pipe.source).select("key", "value"), topic=pipe.target).start()
     try:
         wait_until(lambda: "a transaction is open" in caplog.text, 30, "the transaction is told of")
-        assert f"of {pipe.source}-1 can be read" in caplog.text
+        assert f"of {pipe.source}-1 on could be read" in caplog.text
         assert repr(name) in caplog.text
         other.abort_transaction(30)
         query.processAllAvailable()
