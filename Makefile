@@ -8,8 +8,9 @@ BIN := $(VENV)/bin
 PYTEST_FLAGS ?= $(if $(CI),--color=no -q,)
 PYTEST := $(BIN)/python -m pytest $(PYTEST_FLAGS)
 # TEST_JOBS processes share the tests, file by file, each with a broker and a Spark of its own: one works while another
-# one waits. Two processes, if nothing is said (make test TEST_JOBS=1).
-parallel = $(if $(filter-out 1,$(1)),-n $(1) --dist loadfile --no-loadscope-reorder,)
+# one waits. There are two, unless you choose another number (make test TEST_JOBS=1).
+JOBS := $(or $(TEST_JOBS),2)
+PARALLEL := $(if $(filter-out 1,$(JOBS)),-n $(JOBS) --dist loadfile --no-loadscope-reorder)
 
 # `make test-spark` runs tests with another version of Spark, `make test` the short form with an old one.
 SPARK ?= 3.5
@@ -43,17 +44,17 @@ demo: setup ## run the main example: deposits, exactly once
 	$(BIN)/onceflow demo deposits
 
 test: setup ## all tests but the longest, and a short form of them with an older Spark
-	$(PYTEST) $(call parallel,$(or $(TEST_JOBS),2)) -m "not long"
+	$(PYTEST) $(PARALLEL) -m "not long"
 	$(MAKE) --no-print-directory test-spark SPARK=$(OLD_SPARK) MARKS="short_form and not long"
 
 test-long: setup ## the longest tests: more of the same, and what takes its time
-	$(PYTEST) $(call parallel,$(or $(TEST_JOBS),2)) -m long
+	$(PYTEST) $(PARALLEL) -m long
 
 test-spark: $(SPARK_VENV)/.jars ## tests of what Spark does, with another version: make test-spark SPARK=3.5
-	$(SPARK_VENV)/bin/python -m pytest $(PYTEST_FLAGS) $(call parallel,$(or $(TEST_JOBS),2)) -m "$(MARKS)" $(SPARK_TESTS)
+	$(SPARK_VENV)/bin/python -m pytest $(PYTEST_FLAGS) $(PARALLEL) -m "$(MARKS)" $(SPARK_TESTS)
 
 fast: setup ## the tests that need neither broker nor Spark, but those of the demos
-	$(PYTEST) $(call parallel,$(or $(TEST_JOBS),2)) -m "not long" tests/unit tests/protocol $(wildcard tests/model)
+	$(PYTEST) $(PARALLEL) -m "not long" tests/unit tests/protocol $(wildcard tests/model)
 
 check: lint test ## what has to hold before a change is merged: format, lint, types, tests
 

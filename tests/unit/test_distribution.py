@@ -15,10 +15,9 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted(file for file in ROOT.glob("examples/*/*.py") if not file.name.startswith("test_"))
-# What git ignores, and git's own.
+# What git ignores, and git's own. Virtual environments (``.venv*``) are left out as well.
 NOT_OURS = {
     ".git",
-    ".venv",
     ".mypy_cache",
     ".ruff_cache",
     ".pytest_cache",

@@ -93,11 +93,11 @@ def _alike(cluster: Cluster, name: str, deadline: Deadline, *, tables: bool) -> 
         there = cluster.topics(None, deadline)
     except OnceflowError:
         return []  # the error about the missing topic is more important
-    # The commonest mistakes are wrong case and wrong separators.
-    plain = {other: _plain(other) for other in sorted(there) if other != name and not other.startswith("__")}
+    named = [other for other in sorted(there) if other != name and not other.startswith("__")]
     if not tables:
-        state = {other for other in there if other + INTERNAL_SUFFIX in there or other.endswith(INTERNAL_SUFFIX)}
-        plain = {other: text for other, text in plain.items() if other not in state}
+        named = [each for each in named if each + INTERNAL_SUFFIX not in there and not each.endswith(INTERNAL_SUFFIX)]
+    # The commonest mistakes are wrong case and wrong separators.
+    plain = {other: _plain(other) for other in named}
     close = difflib.get_close_matches(_plain(name), set(plain.values()), _MAX_ALIKE, _ALIKE_SHARE)
     return [other for each in close for other in plain if plain[other] == each][:_MAX_ALIKE]
 

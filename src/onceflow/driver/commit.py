@@ -348,7 +348,7 @@ class BatchCommit:
         )
         if self._numbering is not None:
             # Spark's next batch needs the state of this one, which the failure may have left incomplete.
-            self._numbering.forget_attempt(df)
+            self.forget_attempt(df)
             self.drain(df)
         return True
 
