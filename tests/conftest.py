@@ -251,13 +251,13 @@ class StatePipe:
         ends = independent.end_offsets(self.bootstrap, self.source)
         assert independent.committed_offsets(self.bootstrap, self.flow) == ends
         if local:
-            from onceflow import LocalTable
+            from onceflow import Table
 
-            stored = {key: json.loads(value) for key, value in LocalTable(self.folder).range()}
+            stored = {key: json.loads(value) for key, value in Table.of_flow(self.folder).range()}
             assert stored == sums
             maps = {
                 (key, entry.decode()): json.loads(value)
-                for key, entry, value in LocalTable(self.folder).map_entries("digits")
+                for key, entry, value in Table.of_flow(self.folder).map_entries("digits")
             }
             assert maps == digits
 

@@ -44,8 +44,8 @@ if TYPE_CHECKING:
     from onceflow.state.api.processor import BadRows, ColumnProcessor, Processor
     from onceflow.state.api.record import Record
     from onceflow.state.api.timers import Timer
-    from onceflow.state.local.table import LocalTable
     from onceflow.state.retry import Retry
+    from onceflow.tables.table import Change, Table
 
 __all__ = [
     "AuthenticationFailedError",
@@ -54,6 +54,7 @@ __all__ = [
     "BatchAbortedError",
     "BrokerUnreachableError",
     "BrokerUnsupportedError",
+    "Change",
     "ColumnProcessor",
     "DataLossError",
     "DeadLetterLimitError",
@@ -63,7 +64,6 @@ __all__ = [
     "Flow",
     "FlowQuery",
     "LateRowsError",
-    "LocalTable",
     "OnceflowError",
     "OptionError",
     "PermissionDeniedError",
@@ -75,6 +75,7 @@ __all__ = [
     "Retry",
     "SchemaError",
     "State",
+    "Table",
     "Timer",
     "TransactionTimeoutError",
     "UnknownTopicError",
@@ -88,15 +89,16 @@ __all__ = [
 # Every other public name is an error.
 _HOMES = {
     "BadRows": "onceflow.state.api.processor",
+    "Change": "onceflow.tables.table",
     "ColumnProcessor": "onceflow.state.api.processor",
     "Flow": "onceflow.flow",
     "FlowQuery": "onceflow.query",
-    "LocalTable": "onceflow.state.local.table",
     "Processor": "onceflow.state.api.processor",
     "Record": "onceflow.state.api.record",
     "Retry": "onceflow.state.retry",
     "State": "onceflow.state.api.handle",
     "Timer": "onceflow.state.api.timers",
+    "Table": "onceflow.tables.table",
     "serve": "onceflow.serving",
     "session": "onceflow.session",
 }

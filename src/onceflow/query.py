@@ -13,6 +13,8 @@ from pyspark.sql.streaming.query import StreamingQuery
 from onceflow.driver.batch_sink import BatchSink
 from onceflow.errors import BrokerUnreachableError, EnvironmentUnusableError, OnceflowError
 from onceflow.planning.options import BatchSummary
+from onceflow.protocol.names import INTERNAL_SUFFIX
+from onceflow.protocol.position import Position
 from onceflow.spark import jvm
 from onceflow.spark.streaming_query import SparkQuery, jvm_needed
 
@@ -188,6 +190,14 @@ class FlowQuery(SparkQuery):
     def failure(self) -> BaseException | None:
         """The error with which onceflow has stopped the query, or None."""
         return self._sink.failure
+
+    @property
+    def position(self) -> str:
+        """How far the flow's tables are committed, as a short text: `Table.wait_until_current` waits for it in any
+        process. It is empty if the flow has no tables."""
+        changelogs = self._sink.progress.changelogs
+        companions = {name + INTERNAL_SUFFIX for name in changelogs}
+        return str(Position({name: ends for name, ends in changelogs.items() if name not in companions}))
 
     @property
     def batches(self) -> list[BatchSummary]:

@@ -133,7 +133,7 @@ def test_readable_while_the_flow_writes(pipe: Any) -> None:
     """Another process reads whole committed states only: every sum it sees was a sum after some batch."""
     script = (
         "import json, sys, time, onceflow\n"
-        "table = onceflow.LocalTable(sys.argv[1])\n"
+        "table = onceflow.Table.of_flow(sys.argv[1])\n"
         "is_there = False\n"
         "while not is_there:\n"
         "    try:\n"
@@ -158,7 +158,7 @@ def test_readable_while_the_flow_writes(pipe: Any) -> None:
     for line in lines:
         for value in json.loads(line).values():
             assert (value["sum"], value["count"]) in known
-    assert onceflow.LocalTable(pipe.folder).get(b"no such key") is None
+    assert onceflow.Table.of_flow(pipe.folder).get(b"no such key") is None
 
 
 def test_pages_lost_when_the_machine_went_down_under_a_living_driver(
@@ -253,7 +253,7 @@ def test_five_million_rows_are_restored(make_state_pipe: Any, monkeypatch: pytes
     seen = [json.loads(record.value or b"") for record in independent.read_topic(pipe.bootstrap, pipe.target)]
     assert sorted(value["n"] for value in seen) == [*range(len(keys))]
     assert {(value["sum"] - value["n"], value["count"]) for value in seen} == {(1000, 2)}
-    assert sum(1 for _ in onceflow.LocalTable(pipe.folder).range()) == ROWS + len(keys)
+    assert sum(1 for _ in onceflow.Table.of_flow(pipe.folder).range()) == ROWS + len(keys)
 
 
 def keys_of_partition(partition: int, partitions: int) -> Iterator[bytes]:

@@ -159,9 +159,9 @@ def test_aborted_state_is_not_visible(make_state_pipe: Any, inject: Any) -> None
     with pytest.raises(StreamingQueryException, match="injected at"):
         pipe.run()
     assert pipe.table_rows() == before
-    from onceflow import LocalTable
+    from onceflow import Table
 
-    assert {key for key, _ in LocalTable(pipe.folder).range()} == set(before)
+    assert {key for key, _ in Table.of_flow(pipe.folder).range()} == set(before)
     everything = independent.read_topic(pipe.bootstrap, pipe.table, isolation="read_uncommitted")
     assert len(everything) > len(independent.read_topic(pipe.bootstrap, pipe.table))
     pipe.run()

@@ -174,7 +174,7 @@ def test_the_example_with_state(
         seen = independent.read_topic(onceflow_broker, topic, decided=True)
         assert len(seen) == 4
         assert {record.key: json.loads(record.value or b"") for record in seen} == last
-    reading = only(blocks(STATE, "python", "LocalTable"))
+    reading = only(blocks(STATE, "python", "Table.of_flow"))
     folder = 'Path.home() / ".local/state/onceflow/balances/balances"'
     assert folder in reading
     capsys.readouterr()

@@ -278,7 +278,7 @@ def test_snapshot_per_partition(make_state_pipe: Any) -> None:
     assert {(record.partition, record.key) for record in records} == {(p, b"onceflow.state") for p in range(4)}
     assert independent.read_topic(pipe.bootstrap, f"{pipe.table}-internal") == []
     _, sums, _ = pipe.ledger.expected(pipe.sent)
-    stored = {key: json.loads(value) for key, value in onceflow.LocalTable(pipe.folder).range()}
+    stored = {key: json.loads(value) for key, value in onceflow.Table.of_flow(pipe.folder).range()}
     assert stored == sums
 
 
@@ -592,5 +592,5 @@ def test_column_processor(make_state_pipe: Any, by_tasks: Any, small_batch_rows:
     wanted: dict[bytes, int] = {}
     for key, value in sent:
         wanted[key] = wanted.get(key, 0) + int(value)
-    rows = {key: int.from_bytes(value[-8:], "little") for key, value in onceflow.LocalTable(pipe.folder).range()}
+    rows = {key: int.from_bytes(value[-8:], "little") for key, value in onceflow.Table.of_flow(pipe.folder).range()}
     assert rows == wanted

@@ -592,6 +592,6 @@ def test_a_flow_of_snapshots_goes_on(make_state_pipe: Any) -> None:
     pipe.fill(300)
     pipe.run(process={"snapshot_per_partition": True})
     _, sums, digits = pipe.ledger.expected(pipe.sent)
-    local = onceflow.LocalTable(pipe.folder)
+    local = onceflow.Table.of_flow(pipe.folder)
     assert {key: json.loads(value) for key, value in local.range()} == sums
     assert {(key, entry.decode()): json.loads(value) for key, entry, value in local.map_entries("digits")} == digits

@@ -26,6 +26,7 @@ ALLOWED = {
     "client": {"errors", "protocol"},
     "messages": {"client", "errors", "protocol", "state", "user_code"},
     "task": {"client", "errors", "hooks", "messages", "protocol", "spark", "state"},
+    "tables": {"client", "durations", "errors", "protocol", "state"},
     "planning": {"durations", "errors", "messages", "protocol", "spark", "state", "task"},
 }
 

@@ -39,12 +39,12 @@ from onceflow.state.local.format import (
     snapshot,
 )
 from onceflow.state.local.opening import Opened, open_partition, set_pending, settle
-from onceflow.state.local.table import LocalTable
 from onceflow.state.stores.base import Store
 from onceflow.state.stores.lmdb_environment import forget
 from onceflow.state.stores.lmdb_store import LmdbStore
 from onceflow.state.stores.memory_store import MemoryStore
 from onceflow.state.stores.rocksdb_store import RocksdbStore
+from onceflow.tables.table import Table
 
 HOUR = 3_600_000
 NOW = 1_700_000_000_000
@@ -646,7 +646,7 @@ def test_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_local_table_shows_values_of_all_partitions(opener: type[Store], tmp_path: Path) -> None:
     now = [NOW]
-    table = LocalTable(tmp_path / "flow" / "table", clock_ms=lambda: now[0])
+    table = Table.of_flow(tmp_path / "flow" / "table", clock_ms=lambda: now[0])
     for partition in (0, 1, 10):
         goal = Goal("flow", "table", partition, "id-t", "id-i", 0, 0)
         folder = partition_folder(tmp_path, "flow", "table", partition)
@@ -706,24 +706,24 @@ def test_a_local_table_that_is_not_there_is_refused(path: str, what: str, there:
     open_partition(folder, LmdbStore, goal, Topics(), verify=False, now_ms=NOW).store.close()
     for number in range(12):
         (tmp_path / f"one-{number}").mkdir()
-    table = LocalTable(tmp_path / path)
+    table = Table.of_flow(tmp_path / path)
     for read in (lambda: table.get(b"k"), lambda: list(table.range()), lambda: list(table.map_entries("m"))):
         with pytest.raises(OptionError) as raised:
             read()
         assert raised.value.what == what.format(tmp_path / path)
         assert raised.value.detail.startswith(there.format(state=tmp_path))
         assert raised.value.detail.endswith(" and 3 more") == (path == "nothing/like/it")
-    assert LocalTable(tmp_path / "flow" / "table").get(b"k") is None
+    assert Table.of_flow(tmp_path / "flow" / "table").get(b"k") is None
 
 
 def test_a_local_table_says_what_its_keys_are(tmp_path: Path) -> None:
-    table: Any = LocalTable(tmp_path)
+    table: Any = Table.of_flow(tmp_path)
     for what, read in {
-        "The key for get() of a LocalTable is bytes, got str: 'ada'": lambda: table.get("ada"),
-        "The start for range() of a LocalTable is bytes, got int: 7": lambda: table.range(7),
-        "The end for range() of a LocalTable is bytes, got str: 'z'": lambda: table.range(b"a", "z"),
-        "The prefix of a LocalTable is bytes, got str: 'a'": lambda: table.prefix("a"),
-        "The name for map_entries() of a LocalTable is str, got bytes: b'm'": lambda: list(table.map_entries(b"m")),
+        "The key for get() of a Table is bytes, got str: 'ada'": lambda: table.get("ada"),
+        "The start for range() of a Table is bytes, got int: 7": lambda: table.range(7),
+        "The end for range() of a Table is bytes, got str: 'z'": lambda: table.range(b"a", "z"),
+        "The prefix of a Table is bytes, got str: 'a'": lambda: table.prefix("a"),
+        "The name for map_entries() of a Table is str, got bytes: b'm'": lambda: list(table.map_entries(b"m")),
     }.items():
         with pytest.raises(OptionError) as raised:
             read()
@@ -733,8 +733,8 @@ def test_a_local_table_says_what_its_keys_are(tmp_path: Path) -> None:
 READER = """
 import sys
 from onceflow.errors import OptionError
-from onceflow.state.local.table import LocalTable
-table = LocalTable(sys.argv[1])
+from onceflow.tables.table import Table
+table = Table.of_flow(sys.argv[1])
 for line in sys.stdin:
     try:
         print(table.get(b"a"), [key for key, _ in table.range()], flush=True)

@@ -87,9 +87,9 @@ def table_rows(bench: Bench, table: str) -> dict[bytes, tuple[int, int]]:
 
 def local_rows(bench: Bench, name: str) -> dict[bytes, tuple[int, int]]:
     """What the local stores of a flow's table hold."""
-    from onceflow import LocalTable
+    from onceflow import Table
 
-    return {key: row_of(raw) for key, raw in LocalTable(bench.folder / name / f"{name}-table").range()}
+    return {key: row_of(raw) for key, raw in Table.of_flow(bench.folder / name / f"{name}-table").range()}
 
 
 def state_mib(bench: Bench, name: str) -> float:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from onceflow import LocalTable
+from onceflow import Table
 from onceflow.chaos.flows import ALARM_EVERY, BAD, BAD_EVERY, COPY, LATE, LATE_EVERY, LEDGER, SORTER, TOTALS, Names
 from onceflow.testing import history, independent, recorder
 from onceflow.testing.final import read_final
@@ -131,7 +131,7 @@ def _ledger(bootstrap_servers: str, names: Names, source: list[independent.Seen]
     if table != replayed:
         found.see(history.STATE, f"{names.table}: {_difference(table, replayed)}")
     local = {
-        key: json.loads(value) for key, value in LocalTable(names.state / names.flow(LEDGER) / names.table).range()
+        key: json.loads(value) for key, value in Table.of_flow(names.state / names.flow(LEDGER) / names.table).range()
     }
     if local != table:
         found.see(history.STATE, f"local copy of {names.table}: {_difference(local, table)}")

@@ -97,6 +97,10 @@ class Cluster(Connections):
             self.topics([name], deadline, patient=patient)
         return self._topics[name]
 
+    def known_topic(self, name: str) -> TopicInfo | None:
+        """Metadata of a topic as they were last read; None: not yet. Nothing is asked."""
+        return self._topics.get(name)
+
     def leader(self, topic: str, partition: int, deadline: Deadline, *, fresh: bool = False) -> int:
         """Node id of the partition's leader. Waits until there is one.
 

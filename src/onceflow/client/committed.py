@@ -135,25 +135,7 @@ class _CommittedRead(PartitionFetch[Chunk]):
         self.deadline = _deadline(self._seconds, self.name, self.position)
 
     def _items(self, batches: Iterator[RawBatch], answer: Any) -> Iterator[Chunk]:
-        """The committed records of one response, in chunks of limited size."""
-        aborted = Aborted((int(a.first_offset), int(a.producer_id)) for a in answer.aborted_transactions or ())
-        chunk = Chunk(next_offset=self.position)
-        size = 0
-        for raw in batches:
-            if raw.base_offset >= self.end:
-                chunk.next_offset = self.end
-                break
-            if aborted.keeps(raw):
-                batch = raw.decode()
-                chunk.add(batch, self.position, self.end)
-                size += batch.nbytes
-            # Compaction may have removed the last records of a batch; the batch still extends to its last offset.
-            chunk.next_offset = max(chunk.next_offset, min(raw.last_offset + 1, self.end))
-            if size >= _CHUNK_BYTES:
-                self.position = chunk.next_offset
-                yield chunk
-                chunk, size = Chunk(next_offset=self.position), 0
-        if chunk.next_offset > self.position:
+        for chunk in chunks_of(batches, answer.aborted_transactions, self.position, self.end):
             self.position = chunk.next_offset
             yield chunk
 
@@ -203,6 +185,34 @@ class _CommittedRead(PartitionFetch[Chunk]):
             next_step="find out whether the topic was deleted and created again, or whether records were lost in an "
             "unclean leader election",
         )
+
+
+def chunks_of(batches: Iterator[RawBatch], aborted_transactions: Any, start: int, end: int) -> Iterator[Chunk]:
+    """The committed records of one Fetch response with offsets in ``[start, end)``, in chunks of limited size.
+
+    Args:
+        batches: the record batches of the response.
+        aborted_transactions: as in the response; None: there are none.
+    """
+    aborted = Aborted((int(each.first_offset), int(each.producer_id)) for each in aborted_transactions or ())
+    chunk = Chunk(next_offset=start)
+    size = 0
+    for raw in batches:
+        if raw.base_offset >= end:
+            chunk.next_offset = end
+            break
+        if aborted.keeps(raw):
+            batch = raw.decode()
+            chunk.add(batch, start, end)
+            size += batch.nbytes
+        # Compaction may have removed the last records of a batch; the batch still extends to its last offset.
+        chunk.next_offset = max(chunk.next_offset, min(raw.last_offset + 1, end))
+        if size >= _CHUNK_BYTES:
+            start = chunk.next_offset
+            yield chunk
+            chunk, size = Chunk(next_offset=start), 0
+    if chunk.next_offset > start:
+        yield chunk
 
 
 def _deadline(seconds: float, name: str, position: int) -> Deadline:

@@ -164,8 +164,8 @@ class Deposits(Chain):
         in_topic = ledger.audit_table(
             self.table, expected, self.lines, records, partitions=self.partitions["validated"]
         )
-        balances = onceflow.LocalTable(self.state_dir / f"book{self.suffix}" / self.table)
-        accounts = onceflow.LocalTable(self.state_dir / f"validate{self.suffix}" / f"accounts{self.suffix}")
+        balances = onceflow.Table.of_flow(self.state_dir / f"book{self.suffix}" / self.table)
+        accounts = onceflow.Table.of_flow(self.state_dir / f"validate{self.suffix}" / f"accounts{self.suffix}")
         in_accounts = ledger.audit_rows("store of accounts", data.final_accounts(self.operations), accounts.range())
         missing = set(data.ids(self.operations)) ^ {(key, entry) for key, entry, _ in accounts.map_entries("ids")}
         for key, entry in sorted(missing):

@@ -17,10 +17,10 @@ from onceflow.state.engine.shapes import declared_fields
 from onceflow.state.local.format import default_state_dir
 from onceflow.state.spec import ProcessSpec
 from onceflow.state.stores.base import Store
+from onceflow.state.stores.choice import STORES, store_class
 from onceflow.state.topics import TableTopics, check_known
 
 ON_ERROR = ("fail", "dead-letter")
-STORES = ("lmdb", "memory", "rocksdb")
 
 
 @dataclass(frozen=True)
@@ -172,23 +172,6 @@ def check_side_topics(topics: Iterable[str | None], own: OwnTopics, flow: str) -
                 flow=flow,
                 next_step="give them a topic of their own",
             )
-
-
-def store_class(store: str | type[Store]) -> type[Store]:
-    """The class of a local store by its name; a class is returned unchanged."""
-    if not isinstance(store, str):
-        return store
-    if store == "memory":
-        from onceflow.state.stores.memory_store import MemoryStore
-
-        return MemoryStore
-    if store == "rocksdb":
-        from onceflow.state.stores.rocksdb_store import RocksdbStore
-
-        return RocksdbStore
-    from onceflow.state.stores.lmdb_store import LmdbStore
-
-    return LmdbStore
 
 
 def plan_table(

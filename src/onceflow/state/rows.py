@@ -119,6 +119,14 @@ def expiry_of(row: bytes) -> int | None:
     return time_of(row[1:9]) if row[0] & _HAS_EXPIRY else None
 
 
+def live_payload(row: bytes, now_ms: int) -> bytes | None:
+    """The payload of a row, or None if the row has expired."""
+    if not row[0]:  # neither expiry nor version: most rows
+        return row[1:]
+    payload, expires_ms, _ = unpack(row)
+    return payload if expires_ms is None or expires_ms > now_ms else None
+
+
 def time_bytes(ms: int) -> bytes:
     """A signed time in eight bytes. The order of the bytes is the order of the times."""
     return _TIME.pack((ms + _SIGN) & 0xFFFF_FFFF_FFFF_FFFF)

@@ -52,6 +52,16 @@ class _MovedError(Exception):
     """Another process has written a newer commit record in the meantime."""
 
 
+def snapshot_changes(chunk: Chunk, store: Store) -> Changes:
+    """What the last snapshot in a chunk changes in a store: all of its rows, and deletes of rows that it lacks."""
+    values = [value for key, value in zip(chunk.keys, chunk.values, strict=True) if key is not None]
+    if not values:
+        return {}
+    changes: Changes = {key: None for kind in KINDS for key, _ in store.scan(kind, rows.after(kind))}
+    changes.update(rows_of_snapshot(values[-1]) if values[-1] is not None else ())
+    return changes
+
+
 class CatchUp:
     """One call of `open_partition`, with the same arguments.
 
@@ -216,18 +226,11 @@ class CatchUp:
 
     def _replaced(self, store: Store, commit_record: CommitRecord) -> dict[bytes, bytes | None]:
         """All rows of the last snapshot, and deletes of the stored rows that are not in it."""
-        last: tuple[bytes | None] | None = None
+        last: Chunk | None = None
         for chunk in self._chunks(self.goal.table, commit_record.table_end, self.goal.table_end):
-            values = [value for key, value in zip(chunk.keys, chunk.values, strict=True) if key is not None]
-            self.ignored += len(chunk.keys) - len(values)
-            last = (values[-1],) if values else last
-        if last is None:
-            return {}
-        changes: dict[bytes, bytes | None] = {
-            key: None for kind in KINDS for key, _ in store.scan(kind, rows.after(kind))
-        }
-        changes.update(rows_of_snapshot(last[0]) if last[0] is not None else ())
-        return changes
+            self.ignored += sum(key is None for key in chunk.keys)
+            last = chunk if any(key is not None for key in chunk.keys) else last
+        return {} if last is None else snapshot_changes(last, store)
 
     def _write(
         self,

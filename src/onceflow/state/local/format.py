@@ -280,9 +280,10 @@ def default_state_dir() -> Path:
 
 def partition_folder(state_dir: Path, flow: str, table: str, partition: int) -> Path:
     """``<state_dir>/<flow>/<table>/<partition>``. Names are escaped, so that each is the name of one folder."""
-    return state_dir / _folder_name(flow) / _folder_name(table) / str(partition)
+    return state_dir / folder_name(flow) / folder_name(table) / str(partition)
 
 
-def _folder_name(name: str) -> str:
+def folder_name(name: str) -> str:
+    """A name as the name of one folder."""
     quoted = quote(name, safe="")
     return quoted.replace(".", "%2E") if quoted.strip(".") == "" else quoted

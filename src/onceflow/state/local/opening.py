@@ -82,8 +82,7 @@ def open_partition(
         store, how = _brought_up(folder, opener, run, verify=verify)
     except StoreCorruptError as problem:
         why = problem.what
-        opener.remove(folder)
-        (folder / VERIFYING).unlink(missing_ok=True)
+        remove_store(folder, opener)
         store, how = _brought_up(folder, opener, run, verify=False)
     opened = Opened(store, how, run.records, time.monotonic() - began, why)
     if run.records or why:
@@ -109,6 +108,24 @@ def open_partition(
 
 
 def _brought_up(folder: Path, opener: type[Store], run: CatchUp, *, verify: bool) -> tuple[Store, str]:
+    store = open_store(folder, opener, verify=verify)
+    try:
+        return store, run.bring_up(store)
+    except BaseException:
+        store.close()
+        raise
+
+
+def open_store(folder: Path, opener: type[Store], *, verify: bool) -> Store:
+    """Open the store in a folder as it is on disk, or create it.
+
+    Args:
+        verify: read the whole store first and compare checksums.
+
+    Raises:
+        StoreCorruptError: the data are damaged. `remove_store` removes them.
+        EnvironmentUnusableError: the folder cannot be used.
+    """
     died, there = found_in(folder, opener)
     if died:
         raise StoreCorruptError("the process that was verifying it died")
@@ -120,11 +137,13 @@ def _brought_up(folder: Path, opener: type[Store], run: CatchUp, *, verify: bool
         except BaseException:
             store.close()
             raise
-    try:
-        return store, run.bring_up(store)
-    except BaseException:
-        store.close()
-        raise
+    return store
+
+
+def remove_store(folder: Path, opener: type[Store]) -> None:
+    """Delete the data of a store, even if they are damaged."""
+    opener.remove(folder)
+    (folder / VERIFYING).unlink(missing_ok=True)
 
 
 def found_in(folder: Path, opener: type[Store]) -> tuple[bool, bool]:

@@ -1,0 +1,24 @@
+"""The local stores that can be chosen by name. Each is imported when it is chosen."""
+
+from __future__ import annotations
+
+from onceflow.state.stores.base import Store
+
+STORES = ("lmdb", "memory", "rocksdb")
+
+
+def store_class(store: str | type[Store]) -> type[Store]:
+    """The class of a local store by its name; a class is returned unchanged."""
+    if not isinstance(store, str):
+        return store
+    if store == "memory":
+        from onceflow.state.stores.memory_store import MemoryStore
+
+        return MemoryStore
+    if store == "rocksdb":
+        from onceflow.state.stores.rocksdb_store import RocksdbStore
+
+        return RocksdbStore
+    from onceflow.state.stores.lmdb_store import LmdbStore
+
+    return LmdbStore

@@ -1,0 +1,1 @@
+"""Views of compacted topics, for lookups from any process."""

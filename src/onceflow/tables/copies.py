@@ -1,0 +1,248 @@
+"""The local copy of one partition of a topic that a `Table` follows.
+
+A copy is a store as that of a flow (see ``state.local``), with the same commit record and checksum, but it belongs to
+no flow: its owner is the process that follows the topic. It is opened as it is on disk, restored up to an end offset,
+and then changed chunk by chunk.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+from onceflow.client.committed import Chunk
+from onceflow.errors import OnceflowError
+from onceflow.state import rows
+from onceflow.state.local.catch_up import CatchUp, Source, snapshot_changes
+from onceflow.state.local.format import COMMIT_RECORD, Changes, CommitRecord, Goal, table_changes
+from onceflow.state.local.opening import open_store, remove_store
+from onceflow.state.stores.base import Store, StoreCorruptError
+
+log = logging.getLogger("onceflow.tables")
+
+#: A commit record counts as the copy of a table of no flow.
+NO_FLOW = ""
+#: Blob with the time when the copy last contained everything that was committed.
+_CURRENT = "current"
+_PERSISTED_S = 10.0  # how often a position is written that moves without rows
+
+
+class RawChange(NamedTuple):
+    """One committed record: how it has changed the value of its key.
+
+    Args:
+        value, before: payloads after and before the record; None: there is no value.
+        timestamp_ms: of the record, epoch milliseconds.
+    """
+
+    key: bytes
+    value: bytes | None
+    before: bytes | None
+    partition: int
+    offset: int
+    timestamp_ms: int
+
+
+@dataclass(frozen=True)
+class Followed:
+    """The topic that is followed, and how it is kept on this machine.
+
+    Args:
+        topic_id: a topic that was deleted and created again has a new id.
+        folder: the folder of all copies; each has a folder with the number of its partition.
+        snapshots: whether each record of the topic is a snapshot of its partition (``snapshot_per_partition``).
+        tombstone_ms: how long compaction keeps a tombstone.
+    """
+
+    topic: str
+    topic_id: str
+    partitions: int
+    folder: Path
+    opener: type[Store]
+    snapshots: bool
+    tombstone_ms: int
+
+    def goal(self, partition: int, end: int) -> Goal:
+        return Goal(NO_FLOW, self.topic, partition, self.topic_id, "", table_end=end, internal_end=0)
+
+
+class Copy:
+    """A copy that is open. One thread writes; any thread may read `store`.
+
+    Attributes:
+        store: replaced by another object if the copy was damaged and has to be restored.
+        position: all committed records below this offset are in the store.
+        current_ms: when the copy last contained everything that was committed, epoch milliseconds; None: never.
+        ignored: how many records could not be kept: they have no key, or too long a key.
+    """
+
+    def __init__(self, followed: Followed, partition: int) -> None:
+        self._followed = followed
+        self.partition = partition
+        self._folder = followed.folder / str(partition)
+        self._record: CommitRecord
+        self._raw: bytes | None = None
+        self.current_ms: int | None = None
+        self.ignored = 0
+        self.store = self._open()
+
+    @property
+    def name(self) -> str:
+        return f"{self._followed.topic}-{self.partition}"
+
+    @property
+    def position(self) -> int:
+        return self._record.table_end
+
+    def restore(self, source: Source, end: int, progress: Callable[[int], None]) -> None:
+        """Read up to an end offset. What was read stays, also if an error is raised.
+
+        Raises:
+            OnceflowError: Kafka could not be read, or the folder cannot be used.
+        """
+        since = time.monotonic()
+        run = self._catch_up(source, end, progress)
+        try:
+            run.bring_up(self.store)
+        except StoreCorruptError as problem:
+            self.replace(problem.what)
+            run = self._catch_up(source, end, progress)
+            run.bring_up(self.store)
+        self._load()
+        self.current_ms = int(time.time() * 1000)
+        self.ignored += run.ignored
+        if run.records:
+            seconds = time.monotonic() - since
+            log.info("table %s: %d records read in %.2f s", self.name, run.records, seconds)
+
+    def apply(self, chunk: Chunk, *, stable: int, wanted: bool) -> list[RawChange]:
+        """Apply the records that follow the position.
+
+        Args:
+            stable: the last stable offset. When the position reaches it, the copy is current.
+            wanted: whether to return the changes.
+
+        Raises:
+            StoreCorruptError: the copy is damaged. `replace` makes a new one.
+        """
+        now_ms = int(time.time() * 1000)
+        if chunk.next_offset >= stable:
+            self.current_ms = now_ms
+        found = self._changes(chunk) if wanted and chunk.keys else []
+        changes: Changes = {}
+        if self._followed.snapshots:
+            changes = snapshot_changes(chunk, self.store)
+        elif chunk.keys:
+            self.ignored += table_changes(chunk, changes)
+        time_ms = self._record.time_ms if self.current_ms is None else self.current_ms
+        self._record = replace(self._record, table_end=chunk.next_offset, time_ms=time_ms)
+        if changes or time.monotonic() - self._written_at > _PERSISTED_S:
+            self._write(changes)
+        return found
+
+    def still_current(self) -> None:
+        """Note that there is nothing to read up to the last stable offset."""
+        self.current_ms = int(time.time() * 1000)
+        if time.monotonic() - self._written_at > _PERSISTED_S:
+            self._record = replace(self._record, time_ms=self.current_ms)
+            self._write({})
+
+    def replace(self, why: str) -> None:
+        """Remove the copy, and begin with an empty one."""
+        log.warning("table %s: the local copy is removed and read again from Kafka: %s", self.name, why)
+        with suppress(StoreCorruptError):
+            self.store.close()
+        remove_store(self._folder, self._followed.opener)
+        self.current_ms = None
+        self.store = self._open()
+
+    def refresh(self) -> None:
+        """Look how far a restore, which runs in the same thread, has written."""
+        record = CommitRecord.decode(self.store.blob(COMMIT_RECORD) or b"")
+        if record is not None:
+            self._record = record
+
+    def close(self) -> None:
+        with suppress(OnceflowError):
+            self._write({})
+        self.store.close()
+
+    # ---- inside --------------------------------------------------------------------------------------
+
+    def _open(self) -> Store:
+        opener = self._followed.opener
+        try:
+            store = open_store(self._folder, opener, verify=True)
+            self.store = store
+            self._load()
+        except StoreCorruptError as problem:
+            log.warning("table %s: the local copy is removed and read again from Kafka: %s", self.name, problem.what)
+            remove_store(self._folder, opener)
+            self.store = store = open_store(self._folder, opener, verify=False)
+            self._load()
+        return store
+
+    def _load(self) -> None:
+        """Read the commit record; a new store gets one.
+
+        Raises:
+            StoreCorruptError: it is unreadable, belongs to an earlier topic, or is too old.
+        """
+        now_ms = int(time.time() * 1000)
+        raw = self.store.blob(COMMIT_RECORD)
+        self._written_at = time.monotonic()
+        if raw is None:
+            self._record = replace(CommitRecord.of(self._followed.goal(self.partition, 0), now_ms), table_end=0)
+            self._raw = None
+            self._write({})
+            return
+        record = CommitRecord.decode(raw)
+        if record is None:
+            raise StoreCorruptError("its commit record cannot be read")
+        if (when := self.store.blob(_CURRENT)) is not None:
+            self.current_ms = int(when)
+        if problem := record.misfit(self._followed.goal(self.partition, record.table_end)):
+            raise StoreCorruptError(problem)
+        if now_ms - record.time_ms > self._followed.tombstone_ms // 2:
+            raise StoreCorruptError("it is so old that Kafka may have removed tombstones that it has not read")
+        self._record, self._raw = record, raw
+
+    def _catch_up(self, source: Source, end: int, progress: Callable[[int], None]) -> CatchUp:
+        followed = self._followed
+        return CatchUp(
+            self._folder,
+            followed.goal(self.partition, end),
+            source,
+            followed.snapshots,
+            followed.tombstone_ms // 2,
+            int(time.time() * 1000),
+            progress,
+            None,
+        )
+
+    def _write(self, changes: Changes) -> None:
+        raw = self._record.encode()
+        when = None if self.current_ms is None else b"%d" % self.current_ms
+        if not self.store.write(changes, {COMMIT_RECORD: raw, _CURRENT: when}, (COMMIT_RECORD, self._raw), index=True):
+            raise StoreCorruptError("another process has changed it")
+        self._raw = raw
+        self._written_at = time.monotonic()
+
+    def _changes(self, chunk: Chunk) -> list[RawChange]:
+        now_ms = int(time.time() * 1000)
+        keys = [key for key in chunk.keys if key is not None and len(key) < rows.ROW_KEY_BYTES_MAX]
+        known: dict[bytes, bytes | None] = {}
+        for key, row in zip(keys, self.store.get_many([rows.value_key(key) for key in keys]), strict=True):
+            known[key] = rows.live_payload(row, now_ms) if row else None
+        found = []
+        columns: Sequence[list[int]] = (chunk.offsets.tolist(), chunk.timestamps_ms.tolist())
+        for key, value, offset, timestamp_ms in zip(chunk.keys, chunk.values, *columns, strict=True):
+            if key in known:
+                found.append(RawChange(key, value, known[key], self.partition, offset, timestamp_ms))
+                known[key] = value
+        return found

@@ -1,0 +1,161 @@
+"""Lookups in a table: by key, by range and by prefix, with keys and values decoded."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pyarrow as pa
+
+from onceflow.errors import BadRecordError, OptionError
+from onceflow.state import rows
+from onceflow.tables.columns import column
+from onceflow.tables.stored_rows import StoredRows
+
+_BYTES = (bytes, bytearray, memoryview)
+
+
+class Lookups(abc.ABC):
+    """What can be read from a table. Subclasses say where its rows are.
+
+    Args:
+        key, value: serdes of keys and values.
+    """
+
+    def __init__(self, key: Any, value: Any) -> None:
+        check_serde("key", key)
+        check_serde("value", value)
+        self._key, self._value = key, value
+
+    @property
+    @abc.abstractmethod
+    def topic(self) -> str:
+        """The name of the topic."""
+
+    @abc.abstractmethod
+    def _readable(self) -> StoredRows:
+        """The rows. Raises an error if they cannot be read now."""
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        """The value of a key, or the default."""
+        raw = self._readable().get(self._encoded(key, "key for get()"))
+        return default if raw is None else self._decoded(raw, key)
+
+    def multi_get(self, keys: Sequence[Any]) -> dict[Any, Any]:
+        """The values of those of these keys that exist, in the order of the keys."""
+        raws = self._readable().get_many([self._encoded(key, "key for multi_get()") for key in keys])
+        return {key: self._decoded(raw, key) for key, raw in zip(keys, raws, strict=True) if raw is not None}
+
+    def range(self, start: Any = None, end: Any = None, *, reverse: bool = False) -> Iterator[tuple[Any, Any]]:
+        """Keys with ``start <= key < end`` and their values, in the order of the keys' bytes over all partitions.
+
+        Args:
+            start, end: None: from the first key, or to the last one.
+            reverse: the last key first.
+        """
+        low = b"" if start is None else self._encoded(start, "start for range()")
+        high = None if end is None else self._encoded(end, "end for range()")
+        return self._pairs(low, high, reverse)
+
+    def prefix(self, prefix: Any, *, reverse: bool = False) -> Iterator[tuple[Any, Any]]:
+        """Keys that begin with a prefix, and their values, in the order of the keys' bytes.
+
+        Args:
+            prefix: bytes; or text, if the keys are text.
+        """
+        if not isinstance(prefix, _BYTES):
+            prefix = self._encoded(prefix, "prefix")
+        return self._pairs(bytes(prefix), rows.after(bytes(prefix)), reverse)
+
+    def items(self) -> Iterator[tuple[Any, Any]]:
+        """All keys and values, in the order of the keys' bytes."""
+        return self.range()
+
+    def __iter__(self) -> Iterator[Any]:
+        return (key for key, _ in self.items())
+
+    def __contains__(self, key: Any) -> bool:
+        return self._readable().get(self._encoded(key, "key")) is not None
+
+    def __getitem__(self, key: Any) -> Any:
+        raw = self._readable().get(self._encoded(key, "key"))
+        if raw is None:
+            raise KeyError(key)
+        return self._decoded(raw, key)
+
+    def count(self) -> int:
+        """How many keys there are. Fast, unless rows have a time to live: then all of them are read."""
+        return self._readable().count()
+
+    def map_entries(self, name: str) -> Iterator[tuple[Any, bytes, bytes]]:
+        """All entries of the maps of this name: the key that the map belongs to, the entry's key, the entry's value.
+
+        Maps are in the companion topic of a flow's table. So this works for `Table.of_flow` only, and for tables with
+        ``snapshot_per_partition``.
+        """
+        if not isinstance(name, str):
+            raise _wrong("name for map_entries()", name, "str")
+        found = self._readable().map_entries(name)
+        return ((self._decoded_key(key), entry, value) for key, entry, value in found)
+
+    def to_arrow(self) -> pa.Table:
+        """All rows as an Arrow table with the columns ``key`` and ``value``, in the order of the keys' bytes.
+
+        Raises:
+            BadRecordError: the values have no common type.
+        """
+        found = list(self.items())
+        keys = column([key for key, _ in found], self._key, "key", self.topic)
+        return pa.table({"key": keys, "value": column([value for _, value in found], self._value, "value", self.topic)})
+
+    def to_pandas(self) -> Any:
+        """All rows as a pandas DataFrame with the columns ``key`` and ``value``."""
+        return self.to_arrow().to_pandas()
+
+    # ---- inside --------------------------------------------------------------------------------------
+
+    def _pairs(self, low: bytes, high: bytes | None, reverse: bool) -> Iterator[tuple[Any, Any]]:
+        for raw_key, raw in self._readable().range(low, high, reverse=reverse):
+            key = self._decoded_key(raw_key)
+            yield key, self._decoded(raw, key)
+
+    def _encoded(self, key: Any, what: str) -> bytes:
+        try:
+            return bytes(self._key.encode(key))
+        except Exception as refused:
+            raise _wrong(what, key, _name(self._key), refused) from refused
+
+    def _decoded_key(self, raw: bytes) -> Any:
+        return self._read(self._key, raw, "key", raw)
+
+    def _decoded(self, raw: bytes, key: Any) -> Any:
+        return self._read(self._value, raw, "value", key)
+
+    def _read(self, serde: Any, raw: bytes, what: str, key: Any) -> Any:
+        try:
+            return serde.decode(raw)
+        except Exception as unreadable:
+            raise BadRecordError(
+                f"A {what} of table {self.topic} is not {_name(serde)}",
+                topic=self.topic,
+                detail=f"key {key!r:.100}: {type(unreadable).__name__}: {unreadable}; it begins with {raw[:40]!r}",
+                next_step=f"give the table the serde that its writer uses: Table(..., {what}=...)",
+            ) from unreadable
+
+
+def check_serde(what: str, serde: Any) -> None:
+    if isinstance(serde, type) or not all(callable(getattr(serde, name, None)) for name in ("encode", "decode")):
+        raise OptionError(f"{what}={serde!r} is not a serde", next_step="give serdes.STRING, serdes.JSON, ...")
+
+
+def _name(serde: Any) -> str:
+    return getattr(serde, "name", type(serde).__name__)
+
+
+def _wrong(what: str, given: object, expected: str, cause: Exception | None = None) -> OptionError:
+    return OptionError(
+        f"The {what} of a Table is {expected}, got {type(given).__name__}: {given!r:.100}",
+        detail="" if cause is None else f"{type(cause).__name__}: {cause}",
+        next_step="keys are encoded by the table's key serde: Table(..., key=serdes.STRING) takes text",
+    )

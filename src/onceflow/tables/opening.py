@@ -1,0 +1,204 @@
+"""Opens a table: finds its topic, takes a folder for the local copies, and opens these."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from onceflow.client.cluster import Cluster, TopicInfo
+from onceflow.client.committed import CommittedReader
+from onceflow.client.deadline import Deadline
+from onceflow.client.offsets import EARLIEST, LATEST, list_offsets
+from onceflow.client.settings import ClientSettings
+from onceflow.client.topics import find_topics, topic_configs
+from onceflow.durations import option_seconds
+from onceflow.errors import OptionError, UnknownTopicError
+from onceflow.protocol.names import INTERNAL_SUFFIX
+from onceflow.state.local.format import default_state_dir, folder_name
+from onceflow.state.run import SNAPSHOT_KEY
+from onceflow.state.stores.base import Store, unusable
+from onceflow.state.stores.choice import STORES, store_class
+from onceflow.tables.copies import Copy, Followed
+from onceflow.tables.following import Follower
+
+log = logging.getLogger("onceflow.tables")
+
+#: Not a legal name of a flow, so that no flow has its copies in the same folder.
+TABLES_FOLDER = "@tables"
+_TOMBSTONE_MS = 86_400_000  # Kafka's default of delete.retention.ms
+_MAX_SLOTS = 100
+_LOOK_S = 30.0
+
+
+class OpenedTable:
+    """The arguments of a `Table`, checked, and the folder that it holds while it is open."""
+
+    def __init__(
+        self,
+        topic: str,
+        bootstrap_servers: str,
+        options: Mapping[str, str] | None,
+        partitions: Sequence[int] | None,
+        store: str | type[Store],
+        state_dir: str | Path | None,
+        connect_timeout: str,
+    ) -> None:
+        if not (topic and isinstance(topic, str)):
+            raise OptionError(
+                f"{topic!r} is not the name of a topic", next_step="give its name, for example 'balances'"
+            )
+        self.topic = topic
+        self.settings = ClientSettings(bootstrap_servers, options or {})
+        self.partitions = _checked_partitions(partitions, topic)
+        if isinstance(store, str) and store not in STORES:
+            raise OptionError(f"store={store!r} is unknown", next_step=f"use one of {', '.join(STORES)}")
+        self.opener = store_class(store)
+        self.state_dir = default_state_dir() if state_dir is None else Path(state_dir)
+        self.refused_s = option_seconds(connect_timeout, "connect_timeout", topic)
+        self._held = ExitStack()
+
+    def take_folder(self) -> Path:
+        """A folder that no other table of this machine uses: the first free one, so that it is found again."""
+        base = self.state_dir / TABLES_FOLDER / folder_name(self.topic)
+        if not self.opener.on_disk:
+            return base / uuid4().hex
+        from filelock import FileLock, Timeout  # imported here: it imports asyncio
+
+        try:
+            base.mkdir(parents=True, exist_ok=True)
+            for slot in range(_MAX_SLOTS):
+                lock = FileLock(base / f"{slot}.lock")
+                with suppress(Timeout):
+                    lock.acquire(timeout=0)
+                    self._held.callback(lock.release)
+                    return base / str(slot)
+        except OSError as refused:
+            raise unusable(base, "The local copy of a table cannot be opened", refused) from refused
+        raise OptionError(
+            f"{_MAX_SLOTS} tables of topic {self.topic} are open on this machine", next_step="close some of them"
+        )
+
+    def release(self) -> None:
+        """Let others use the folder."""
+        self._held.close()
+
+    def ends_now(self) -> dict[int, int]:
+        """The last stable offsets of the partitions to follow."""
+        cluster = Cluster(self.settings, refused_s=self.refused_s)
+        try:
+            deadline = Deadline(_LOOK_S, f"looking for the end of topic {self.topic}")
+            info = cluster.topic(self.topic, deadline)
+            return _ends(cluster, info, self.listed(info), deadline)
+        finally:
+            cluster.close()
+
+    def listed(self, info: TopicInfo) -> list[int]:
+        """The partitions to follow."""
+        if self.partitions is None:
+            return sorted(info.leaders)
+        unknown = [each for each in self.partitions if each not in info.leaders]
+        if unknown:
+            raise OptionError(
+                f"Topic {self.topic} has no partition {unknown[0]}",
+                topic=self.topic,
+                next_step=f"it has the partitions 0 to {info.partitions - 1}",
+            )
+        return sorted(self.partitions)
+
+
+def open_table(table: OpenedTable) -> Follower:
+    """Find the topic, open and verify the copies, and begin to follow.
+
+    Raises:
+        UnknownTopicError, PermissionDeniedError, BrokerUnreachableError: the topic cannot be read.
+        OptionError: the topic is not compacted, or lacks a partition that was asked for.
+        EnvironmentUnusableError: the folder of the copies cannot be used.
+    """
+    cluster = Cluster(table.settings, refused_s=table.refused_s)
+    copies: dict[int, Copy] = {}
+    try:
+        deadline = Deadline(_LOOK_S, f"opening table {table.topic}")
+        cluster.connect(deadline)
+        info = find_topics(cluster, {table.topic: "table"}, deadline)[table.topic]
+        listed = table.listed(info)
+        tombstone_ms = _check_compacted(cluster, table.topic, deadline)
+        ends = _ends(cluster, info, listed, deadline)
+        followed = Followed(
+            topic=info.name,
+            topic_id=info.topic_id,
+            partitions=info.partitions,
+            folder=table.take_folder(),
+            opener=table.opener,
+            snapshots=_has_snapshots(cluster, info, ends, deadline),
+            tombstone_ms=tombstone_ms,
+        )
+        copies.update((partition, Copy(followed, partition)) for partition in listed)
+        follower = Follower(table.settings, info, copies, all_partitions=table.partitions is None)
+        follower.start(ends)
+        return follower
+    except BaseException:
+        for copy in copies.values():
+            copy.close()
+        table.release()
+        raise
+    finally:
+        cluster.close()
+
+
+def _ends(cluster: Cluster, info: TopicInfo, listed: Sequence[int], deadline: Deadline) -> dict[int, int]:
+    return dict(list_offsets(cluster, {info.name: listed}, LATEST, deadline)[info.name])
+
+
+def _check_compacted(cluster: Cluster, topic: str, deadline: Deadline) -> int:
+    """Refuse a topic that is not compacted. Returns ``delete.retention.ms``."""
+    settings = topic_configs(cluster, [topic], ["cleanup.policy", "delete.retention.ms"], deadline)[topic]
+    policy, retention = settings["cleanup.policy"], settings["delete.retention.ms"]
+    if policy is None:
+        log.warning("no permission to read the settings of %s: make sure that its cleanup.policy is compact", topic)
+    elif "compact" not in policy:
+        raise OptionError(
+            f"Topic {topic} is not compacted (cleanup.policy={policy}), so Kafka deletes rows of it",
+            topic=topic,
+            next_step="a table is a compacted topic: kafka-configs.sh --alter --entity-type topics "
+            f"--entity-name {topic} --add-config cleanup.policy=compact",
+        )
+    elif "delete" in policy:
+        log.warning(
+            "topic %s has cleanup.policy=%s: rows that retention deletes stay in a table that has read them",
+            topic,
+            policy,
+        )
+    return _TOMBSTONE_MS if retention is None else int(retention)
+
+
+def _has_snapshots(cluster: Cluster, info: TopicInfo, ends: Mapping[int, int], deadline: Deadline) -> bool:
+    """Whether the topic is the table of a flow with ``snapshot_per_partition``: then all keys are the same."""
+    try:
+        cluster.topics([info.name + INTERNAL_SUFFIX], deadline, once=True)
+    except UnknownTopicError:
+        return False
+    starts = list_offsets(cluster, {info.name: list(ends)}, EARLIEST, deadline)[info.name]
+    reader = CommittedReader(cluster, deadline.remaining, fetch_bytes=100_000)
+    for partition, end in ends.items():
+        for chunk in reader.read(info.name, partition, starts[partition], end):
+            if chunk.keys:
+                return chunk.keys[0] == SNAPSHOT_KEY
+    return False
+
+
+def _checked_partitions(partitions: Any, topic: str) -> list[int] | None:
+    if partitions is None:
+        return None
+    listed = [partitions] if isinstance(partitions, int) else partitions
+    if isinstance(listed, str) or not isinstance(listed, Sequence) or not listed:
+        listed = [None]
+    if any(not isinstance(each, int) or isinstance(each, bool) or each < 0 for each in listed):
+        raise OptionError(
+            f"partitions={partitions!r} of table {topic}",
+            next_step="give a list of partition numbers, for example [0, 1]",
+        )
+    return sorted(set(listed))

@@ -1,0 +1,141 @@
+"""Reads the rows of one table from the local stores of its partitions, in bytes."""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+
+import pyarrow as pa
+
+from onceflow.protocol.partitioners import key_partitions
+from onceflow.state import rows
+from onceflow.state.stores.base import Store
+
+Stores = Mapping[int, Store]
+"""The open store of each partition."""
+
+# Up to this many partitions, to look into each of them takes less time than to compute the partition of one key.
+_FEW_PARTITIONS = 8
+
+
+def clock_ms() -> int:
+    """The time in epoch milliseconds."""
+    return time.time_ns() // 1_000_000
+
+
+class StoredRows:
+    """The keys and values of a table. Expired rows are hidden.
+
+    Args:
+        stores: returns the stores of the partitions that are here; they are used while its block runs.
+        partitions: how many partitions the topic has; None: unknown, then every store is searched for a key.
+        clock_ms: returns the time in epoch milliseconds.
+    """
+
+    def __init__(
+        self,
+        stores: Callable[[], AbstractContextManager[Stores]],
+        *,
+        partitions: int | None = None,
+        clock_ms: Callable[[], int] = clock_ms,
+    ) -> None:
+        self._stores = stores
+        self._partitions = partitions
+        self._clock_ms = clock_ms
+
+    def get(self, key: bytes) -> bytes | None:
+        """The value of a key, or None."""
+        row_key = rows.value_key(key)
+        if len(row_key) > rows.ROW_KEY_BYTES_MAX:
+            return None
+        now_ms = self._clock_ms()
+        with self._stores() as stores:
+            for store in self._in_order(stores, key):
+                row = store.get(row_key)
+                if row and (found := rows.live_payload(row, now_ms)) is not None:
+                    return found
+        return None
+
+    def get_many(self, keys: Sequence[bytes]) -> list[bytes | None]:
+        """The value of each key, or None, in the order of the keys."""
+        now_ms = self._clock_ms()
+        found: list[bytes | None] = [None] * len(keys)
+        missing = [at for at, key in enumerate(keys) if len(key) < rows.ROW_KEY_BYTES_MAX]
+        with self._stores() as stores:
+            for store, wanted in self._spread(stores, keys, missing):
+                wanted = sorted((at for at in wanted if found[at] is None), key=keys.__getitem__)
+                for at, row in zip(wanted, store.get_many([rows.value_key(keys[at]) for at in wanted]), strict=True):
+                    if row:
+                        found[at] = rows.live_payload(row, now_ms)
+        return found
+
+    def range(self, start: bytes, end: bytes | None, *, reverse: bool = False) -> Iterator[tuple[bytes, bytes]]:
+        """Keys with ``start <= key < end`` and their values, in order of keys over all partitions."""
+        now_ms = self._clock_ms()
+        first, last = rows.value_key(start), rows.after(rows.VALUE) if end is None else rows.value_key(end)
+        with self._stores() as stores:
+            scans = [store.scan(first, last, reverse=reverse) for store in stores.values()]
+            # One partition, or one that is sorted already, needs no merge.
+            merged = scans[0] if len(scans) == 1 else heapq.merge(*scans, key=_first, reverse=reverse)
+            for row_key, row in merged:
+                value = rows.live_payload(row, now_ms)
+                if value is not None:
+                    yield row_key[1:], value
+
+    def count(self) -> int:
+        """How many keys there are. Fast if no row has a time to live; otherwise all rows are read."""
+        total = 0
+        now_ms = self._clock_ms()
+        with self._stores() as stores:
+            for store in stores.values():
+                others = (rows.MAP, rows.TIMER, rows.TIMER_INDEX, rows.EXPIRY_INDEX)
+                if all(next(store.scan(kind, rows.after(kind)), None) is None for kind in others):
+                    total += store.row_count()
+                else:
+                    scan = store.scan(rows.VALUE, rows.after(rows.VALUE))
+                    total += sum(rows.live_payload(row, now_ms) is not None for _, row in scan)
+        return total
+
+    def map_entries(self, name: str) -> Iterator[tuple[bytes, bytes, bytes]]:
+        """All entries of the maps of this name: the key that the map belongs to, the entry's key, the entry's value."""
+        now_ms = self._clock_ms()
+        with self._stores() as stores:
+            for store in stores.values():
+                for row_key, row in store.scan(rows.MAP, rows.after(rows.MAP)):
+                    key, found, entry = rows.map_parts(row_key)
+                    value = rows.live_payload(row, now_ms)
+                    if found == name.encode() and value is not None:
+                        yield key, entry, value
+
+    # ---- partitions of keys --------------------------------------------------------------------------
+
+    def _in_order(self, stores: Stores, key: bytes) -> list[Store]:
+        """The stores, that of the key's partition first.
+
+        The producer may have used another partitioner than Kafka's default, so the others are searched, too.
+        """
+        if self._partitions is None or len(stores) <= _FEW_PARTITIONS:
+            return list(stores.values())
+        own = int(key_partitions(pa.array([key], pa.binary()), self._partitions)[0])
+        return (
+            [stores[own], *(store for at, store in stores.items() if at != own)]
+            if own in stores
+            else [*stores.values()]
+        )
+
+    def _spread(
+        self, stores: Stores, keys: Sequence[bytes], wanted: Sequence[int]
+    ) -> Iterator[tuple[Store, Sequence[int]]]:
+        """The stores to look into, each with the positions of keys: first that of each key's partition, then all."""
+        if self._partitions is not None and len(stores) > 1:
+            placed = key_partitions(pa.array(keys, pa.binary()), self._partitions)
+            for at, store in stores.items():
+                yield store, [each for each in wanted if placed[each] == at]
+        for store in stores.values():
+            yield store, wanted
+
+
+def _first(item: tuple[bytes, bytes]) -> bytes:
+    return item[0]

@@ -1,0 +1,40 @@
+"""The text of a position."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from onceflow.errors import OptionError
+from onceflow.protocol.position import Position
+
+TOPICS = st.from_regex(r"[a-zA-Z0-9._-]{1,249}", fullmatch=True)
+ENDS = st.dictionaries(st.integers(0, 40), st.integers(0, 2**63 - 1), min_size=1)
+
+
+@given(st.dictionaries(TOPICS, ENDS))
+def test_a_position_survives_as_text(offsets: dict[str, dict[int, int]]) -> None:
+    text = str(Position(offsets))
+    assert Position.parse(text).offsets == offsets
+    assert all(character.isalnum() or character in "._-:," for character in text)
+
+
+def test_the_text() -> None:
+    position = Position({"rates": {0: 9}, "balances": {2: 17, 0: 52}, "empty": {}})
+    assert str(position) == "balances:52..17,rates:9"
+    assert position.reached({"balances": {0: 52, 2: 18}, "rates": {0: 9}})
+    assert not position.reached({"balances": {0: 52, 2: 16}, "rates": {0: 9}})
+    assert not position.reached({"balances": {0: 52, 2: 17}})
+    assert Position().reached({})
+
+
+@pytest.mark.parametrize("text", ["t", "t:1,", ",", "t:-1", "t:1,t:2", "t:1 ", "t:a", ":1", 7, None])
+def test_other_texts_are_refused(text: str) -> None:
+    with pytest.raises(OptionError, match="is not a position"):
+        Position.parse(text)
+
+
+def test_long_texts_are_refused() -> None:
+    with pytest.raises(OptionError):
+        Position.parse("t:" + "." * 200_000)
