@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from onceflow.state.api.processor import BadRows, ColumnProcessor, Processor
     from onceflow.state.api.record import Record
     from onceflow.state.api.timers import Timer
+    from onceflow.state.joins.spec import JoinTable
     from onceflow.state.retry import Retry
     from onceflow.tables.table import Change, Table
 
@@ -63,6 +64,7 @@ __all__ = [
     "FencedError",
     "Flow",
     "FlowQuery",
+    "JoinTable",
     "LateRowsError",
     "OnceflowError",
     "OptionError",
@@ -93,6 +95,7 @@ _HOMES = {
     "ColumnProcessor": "onceflow.state.api.processor",
     "Flow": "onceflow.flow",
     "FlowQuery": "onceflow.query",
+    "JoinTable": "onceflow.state.joins.spec",
     "Processor": "onceflow.state.api.processor",
     "Record": "onceflow.state.api.record",
     "Retry": "onceflow.state.retry",

@@ -10,11 +10,13 @@ from pyspark.sql import DataFrame, SparkSession
 
 from onceflow import interactive
 from onceflow.client.settings import ClientSettings
+from onceflow.driver.joins import join_frame
 from onceflow.driver.run import prepare_run
 from onceflow.driver.startup import Startup
 from onceflow.durations import option_seconds
 from onceflow.errors import OptionError
-from onceflow.planning import process, step_query
+from onceflow.flow_writer import FlowWriter
+from onceflow.planning import joins, process, step_query
 from onceflow.planning.process import StepOptions
 from onceflow.planning.read_options import ReadOptions, check_read, source_options
 from onceflow.planning.record_order import check_order
@@ -28,6 +30,7 @@ from onceflow.spark.kafka_source import load_source
 from onceflow.spark.master import is_local
 from onceflow.spark.pickling import pickled
 from onceflow.state.api.processor import ColumnProcessor, Processor
+from onceflow.state.joins.spec import JoinTable
 from onceflow.state.stores.base import Store
 
 # Limits the first batch after downtime. At only 10,000 records a second, a batch takes a third of the default
@@ -50,8 +53,7 @@ class Flow:
         transactional_id_prefix, group_id_prefix: put before the transactional id and the consumer group, so that one
             prefixed ACL covers many flows.
         connect_timeout: how long a start waits while all ``bootstrap_servers`` refuse connections or do not resolve.
-            Raise it for a flow that is started before its brokers. It does not apply to a running flow, whose brokers
-            may be unreachable for longer.
+            Raise it for a flow that is started before its brokers.
 
     Raises:
         OptionError: a name, address or option is invalid.
@@ -156,6 +158,7 @@ class Flow:
         idle_timeout: str = "30 seconds",
         max_timers_per_batch: int | None = 1_000,
         max_dead_letters: int | float | None = None,
+        tables: Mapping[str, str | JoinTable] | None = None,
     ) -> DataFrame:
         """Run user code with state per key over a stream. The state is kept in the compacted topic ``table``.
 
@@ -192,6 +195,8 @@ class Flow:
             max_dead_letters: stop the flow when one run has more dead letters than this: a count (``100``), or a share
                 of the records that the step has read (``0.01``), checked from 100 records on. The batch that exceeds it
                 is not committed. None: no limit.
+            tables: tables that the processor looks up rows in, by name: topics, or `JoinTable`s. It gets them as
+                ``state.table(name)``. All records of a batch see them at the same offsets.
 
         Returns:
             A streaming DataFrame of what the processor yields: key, value, topic, headers, timestamp.
@@ -215,13 +220,50 @@ class Flow:
             # at the start: by then the processor may have changed, and names that it uses may have been defined.
             pickled(checked, flow=self.name)
             startup.known_progress()
+            joined = joins.checked_tables(tables, own={table, *startup.steps}, flow=self.name)
             facts = queries.check_plan(df, self.name)
             check_order("Flow.process", facts, self.name)
             # The output rows of another step do not come from a topic.
             one_topic = next(iter(startup.sources)) if len(startup.sources) == 1 and not facts.has_step else None
             rows = state_columns(df, self.name, one_topic=one_topic is not None)
-            startup.add_step(options, checked, source_topic=one_topic, local=is_local(self._spark))
+            local = is_local(self._spark)
+            specs = [startup.add_join(each, found, local=local) for each, found in joined.items()]
+            startup.add_step(options, checked, source_topic=one_topic, local=local, joins=specs)
             return step_query.step_frame(rows, table)
+
+    def join_table(
+        self,
+        df: DataFrame,
+        table: str | JoinTable,
+        *,
+        on: str,
+        columns: str | Mapping[str, str],
+        how: str = "inner",
+    ) -> DataFrame:
+        """Add columns of a table to the rows of a stream. All rows of a batch see the table at the same offsets.
+
+        Args:
+            df: a streaming DataFrame of this flow.
+            table: a compacted topic, but no table of this flow; or a `JoinTable`, which also names its serdes.
+            on: the column with the table's key: string or binary, or what the table's key serde takes.
+            columns: fields of the table's values and their types, for example ``{"name": "string", "tier": "int"}``
+                (with ``value=serdes.JSON`` or a struct); or the name of one new column for the whole value.
+            how: ``inner``: rows whose key is not in the table are left out. ``left``: their new columns are null.
+
+        Returns:
+            The columns of ``df`` and the new ones. Rows keep their order.
+
+        Raises:
+            OptionError, SchemaError: wrong arguments or columns.
+            UnknownTopicError, PermissionDeniedError: the topic does not exist, or may not be read.
+        """
+        with self._lock:
+            startup = self._startup
+            startup.known_progress()
+            checked = joins.checked_table(table, own=startup.steps, flow=self.name)
+            queries.check_plan(df, self.name)
+            spec = startup.add_join(checked.topic, checked, local=is_local(self._spark))
+            return join_frame(df, spec, self._settings, on=on, how=how, columns=columns, flow=self.name)
 
     def write(
         self,
@@ -283,7 +325,7 @@ class Flow:
             topic, trigger, guarantee, partitioner, checkpoint, output_mode, on_checkpoint_conflict,
             transaction_timeout, compression, small_batch_rows, late, once,
         )  # fmt: skip
-        return FlowWriter(self, check_write(df, given, self._startup.own_topics, self.name))
+        return FlowWriter(self._start, check_write(df, given, self._startup.own_topics, self.name))
 
     def close(self) -> None:
         """Stop the running query, if there is one, and close the connections. Then you can call `read` again."""
@@ -347,21 +389,3 @@ class Flow:
         if interactive.is_interactive():
             self._startup.check_source(topic)
             interactive.stop_earlier(self._settings.bootstrap_servers, self._names.transactional_id)
-
-
-class FlowWriter:
-    """A write that is checked, but not started yet."""
-
-    def __init__(self, flow: Flow, write: CheckedWrite) -> None:
-        self._flow = flow
-        self._write = write
-
-    def start(self) -> FlowQuery:
-        """Start the query.
-
-        Raises:
-            OnceflowError: the flow is running already, the output topic is missing, a newer driver has fenced this one,
-                the checkpoint and the flow's progress do not belong together, Spark refuses the query, or tasks cannot
-                import what the processors or functions of the query need.
-        """
-        return self._flow._start(self._write)

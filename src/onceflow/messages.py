@@ -28,8 +28,12 @@ from onceflow.protocol.names import OwnTopics, TopicPartition
 from onceflow.user_code import cut
 
 if TYPE_CHECKING:  # so that tasks that only write do not load ``state``
+    from onceflow.state.joins.spec import JoinSpec
     from onceflow.state.local.prepare import Prepared
     from onceflow.state.spec import Moment, ProcessSpec, StateReport
+
+#: A local property of Spark: at which offsets the batch sees the tables that the flow joins with. It has no secrets.
+JOINED_PROPERTY = "onceflow.joined"
 
 # ---- orders ----------------------------------------------------------------------------------------------
 
@@ -143,6 +147,27 @@ class PrepareOrder:
     settings: ClientSettings
     transactional_id: str
     producer: ProducerIdAndEpoch
+
+
+@dataclass(frozen=True)
+class JoinOrder:
+    """All that a task of ``Flow.join_table`` needs. It is a part of the query, so it is the same for all batches. The
+    offsets of a batch are in the local property ``JOINED_PROPERTY``.
+
+    Args:
+        on: the column with the keys.
+        inner: whether rows without a match are left out.
+        fields: the columns to add.
+        raw: whether there is one column, with the whole value.
+    """
+
+    spec: JoinSpec
+    settings: ClientSettings
+    on: str
+    inner: bool
+    fields: pa.Schema
+    raw: bool
+    flow: str
 
 
 # ---- reports ---------------------------------------------------------------------------------------------

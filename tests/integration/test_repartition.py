@@ -32,9 +32,8 @@ from onceflow.driver import progress_log
 from onceflow.protocol.names import Names
 from onceflow.protocol.progress import Progress, TableProgress
 from onceflow.state import rows, topics
-from onceflow.state.local.format import Commit, Goal, partition_folder, snapshot
+from onceflow.state.local.format import SNAPSHOT_KEY, Commit, Goal, partition_folder, snapshot
 from onceflow.state.local.opening import Opened, open_partition
-from onceflow.state.run import SNAPSHOT_KEY
 from onceflow.state.stores.lmdb_store import LmdbStore
 from onceflow.testing import faults, independent
 from onceflow.testing.broker import create_topic

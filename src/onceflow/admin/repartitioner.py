@@ -23,8 +23,7 @@ from onceflow.errors import ProgressConflictError
 from onceflow.protocol.names import INTERNAL_SUFFIX
 from onceflow.protocol.partitioners import group_by_partition, murmur2
 from onceflow.state import rows
-from onceflow.state.local.format import rows_of_snapshot, snapshot
-from onceflow.state.run import SNAPSHOT_KEY
+from onceflow.state.local.format import SNAPSHOT_KEY, rows_of_snapshot, snapshot
 
 log = logging.getLogger("onceflow.state")
 

@@ -37,6 +37,8 @@ class Chunk:
         headers: by row, only for records that have headers. Records may share one list, so do not change it.
         next_offset: where reading continues. All committed records below it have been returned.
         stamps, places: `timestamps_ms` and `offsets`, in one array for each record batch.
+        whole: whether the log still has every batch and record from the end of the last chunk to ``next_offset``, with
+            those of aborted transactions. False: compaction has removed some.
     """
 
     keys: Payloads = field(default_factory=list)
@@ -45,6 +47,7 @@ class Chunk:
     next_offset: int = 0
     stamps: list[Int64s] = field(default_factory=list, repr=False)
     places: list[Int64s] = field(default_factory=list, repr=False)
+    whole: bool = True
 
     @property
     def timestamps_ms(self) -> Int64s:
@@ -106,6 +109,11 @@ class CommittedReader:
         """
         return _CommittedRead(self._cluster, topic, partition, start, end, self._seconds, self._fetch_bytes).chunks()
 
+    def end(self, topic: str, partition: int) -> int:
+        """The last stable offset of a partition now."""
+        deadline = Deadline(self._seconds, f"looking for the end of {topic}-{partition}")
+        return list_offsets(self._cluster, {topic: [partition]}, LATEST, deadline)[topic][partition]
+
 
 class _CommittedRead(PartitionFetch[Chunk]):
     """One call of ``read``."""
@@ -129,7 +137,7 @@ class _CommittedRead(PartitionFetch[Chunk]):
                     handed_out = chunk.next_offset
                     yield chunk
         if handed_out < self.end:
-            yield Chunk(next_offset=self.end)
+            yield Chunk(next_offset=self.end, whole=False)
 
     def _progressed(self) -> None:
         self.deadline = _deadline(self._seconds, self.name, self.position)
@@ -198,6 +206,8 @@ def chunks_of(batches: Iterator[RawBatch], aborted_transactions: Any, start: int
     chunk = Chunk(next_offset=start)
     size = 0
     for raw in batches:
+        if raw.base_offset > chunk.next_offset or raw.count != raw.last_offset - raw.base_offset + 1:
+            chunk.whole = False
         if raw.base_offset >= end:
             chunk.next_offset = end
             break

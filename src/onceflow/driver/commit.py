@@ -29,6 +29,7 @@ from onceflow.driver import batch_errors, progress_log
 from onceflow.driver.audit import Audit, Part, audit, combined
 from onceflow.driver.batch_errors import in_short
 from onceflow.driver.delivery import Delivery
+from onceflow.driver.joins import Joins
 from onceflow.driver.late_rows import LateRows
 from onceflow.driver.numbering import Numbering
 from onceflow.driver.offset_log import SourceRange, check_contiguous, read_range
@@ -69,6 +70,7 @@ class BatchCommit:
         numbering: relates Spark's batch numbers to progress when the checkpoint is kept; None for a scratch checkpoint.
         source_starts: where partitions that progress does not know may start.
         state: the process steps of the query, if it has any.
+        joins: the tables that it joins with.
     """
 
     def __init__(
@@ -87,8 +89,10 @@ class BatchCommit:
         source_starts: dict[str, dict[int, int]],
         source_partitions: dict[str, int],
         state: StateStep | None = None,
+        joins: Joins,
     ) -> None:
         self._names = names
+        self._joins = joins
         self._state = state
         self._settings = settings
         self._delivery = delivery
@@ -189,6 +193,7 @@ class BatchCommit:
         if self._numbering is not None:
             self._numbering.planned(spark_batch_id, source)
         self._writer.refresh_targets()
+        self._joins.pin()
         hooks.at("plan", where="driver", flow=self._names.flow, batch=batch)
         if self._state is not None:
             self._state.planned(source)
@@ -196,6 +201,7 @@ class BatchCommit:
 
     def plan_without_records(self, batch: int) -> None:
         """As `plan`, for a batch that only fires timers: its range is empty."""
+        self._joins.pin()
         hooks.at("plan", where="driver", flow=self._names.flow, batch=batch)
         self._writer.refresh_targets()
 
@@ -205,6 +211,7 @@ class BatchCommit:
         It must run: Spark's next batch needs the state that this batch makes, and takes its watermark from the plan
         that was executed (Spark: MicroBatchExecution, WatermarkTracker).
         """
+        self._joins.publish(df, self.progress.time_ms)
         df.write.format("noop").mode("append").save()
 
     def _begin(self, df: DataFrame, attempt: Attempt) -> ProducerIdAndEpoch:
@@ -216,10 +223,12 @@ class BatchCommit:
             "producer_epoch": producer.producer_epoch,
         }
         df.sparkSession.sparkContext.setLocalProperty("onceflow.transaction", json.dumps(described))
+        now_ms = progress_log.now_ms()
+        self._joins.publish(df, now_ms)
         if self._state is not None:
             owner = str(self._delivery.transactional_id), producer
             self._state.prepare(df, self._settings, owner, again=attempt.summary.attempts > 1)
-            self._state.begin(attempt.batch, producer, progress_log.now_ms())
+            self._state.begin(attempt.batch, producer, now_ms, self._joins.ends)
         return producer
 
     def _write(self, df: DataFrame, attempt: Attempt) -> list[Part]:
@@ -273,6 +282,7 @@ class BatchCommit:
             producer_epoch=attempt.producer.producer_epoch,
             time_ms=progress_log.now_ms(),
         )
+        progress = self._joins.progress(progress)
         if self._state is not None:
             progress = self._state.progress(progress)
         self._delivery.write_progress(progress, end, deadline)
@@ -325,6 +335,7 @@ class BatchCommit:
 
     def learn(self, problem: BaseException) -> bool:
         """Learn from the failure for the next attempt. Returns whether the failed attempt has restored local copies."""
+        self._joins.failed(problem)
         return self._state is not None and self._state.failed(problem)
 
     def forget_attempt(self, df: DataFrame) -> None:

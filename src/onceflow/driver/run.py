@@ -14,6 +14,7 @@ from onceflow.driver.batch_sink import BatchSink
 from onceflow.driver.checkpoint_location import CheckpointLocation, kept_location, scratch_location
 from onceflow.driver.commit import BatchCommit
 from onceflow.driver.delivery import delivery
+from onceflow.driver.joins import Joins
 from onceflow.driver.startup import Startup
 from onceflow.driver.state_step import StateStep
 from onceflow.driver.streamed_query import StreamedQuery, divide
@@ -165,6 +166,7 @@ def _sink(
         numbering=location.numbering,
         source_starts={name: dict(source.earliest) for name, source in startup.sources.items()},
         source_partitions={name: len(source.earliest) for name, source in startup.sources.items()},
+        joins=Joins(startup.joins, session.cluster, progress, flow=startup.flow),
     )
     return BatchSink(commit, query.options, before_first=imports.finish)
 

@@ -7,8 +7,9 @@ change, unless this driver changes them (I6).
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from uuid import uuid4
 
 from onceflow import hooks, interactive
 from onceflow.client import offsets as kafka_offsets
@@ -26,6 +27,7 @@ from onceflow.driver.targets import load_targets
 from onceflow.durations import duration_ms
 from onceflow.errors import BatchAbortedError, OnceflowError, OptionError, located
 from onceflow.planning import process, source_starts
+from onceflow.planning.joins import check_co_partitioned, join_spec
 from onceflow.planning.options import SinkOptions
 from onceflow.planning.process import Step, StepOptions
 from onceflow.planning.read_options import ReadOptions
@@ -33,6 +35,8 @@ from onceflow.planning.source_starts import SourceTopic
 from onceflow.protocol.names import Names, OwnTopics
 from onceflow.protocol.progress import PROGRESS_TOPIC, Progress
 from onceflow.state.api.processor import ColumnProcessor, Processor
+from onceflow.state.compacted_topic import find_compacted
+from onceflow.state.joins.spec import JoinSpec, JoinTable
 
 log = logging.getLogger("onceflow")
 
@@ -52,6 +56,8 @@ class Startup:
         self.settings = settings
         self.sources: dict[str, SourceTopic] = {}
         self.steps: dict[str, Step] = {}
+        self.joins: list[JoinSpec] = []
+        self._run = uuid4().hex
         self._refused_s = refused_s
         self._session: DriverSession | None = None
         self._progress: Progress | None = None
@@ -219,14 +225,38 @@ class Startup:
             raise OptionError("Nothing was read yet", flow=self.flow, next_step="call Flow.read first")
         return self._progress
 
+    def add_join(self, name: str, table: JoinTable, *, local: bool) -> JoinSpec:
+        """Look up a table that the flow joins with.
+
+        Args:
+            name: by which user code asks for it.
+            local: whether tasks run on this machine.
+
+        Raises:
+            UnknownTopicError, PermissionDeniedError: the topic does not exist, or may not be read.
+            OptionError: it is not compacted.
+        """
+        with located(flow=self.flow, topic=table.topic):
+            found = find_compacted(self.session.cluster, table.topic, self.deadline())
+        spec = join_spec(name, table, found, flow_key=self.names.progress_key, run=self._run, local=local)
+        self.joins.append(spec)
+        return spec
+
     def add_step(
-        self, options: StepOptions, processor: Processor | ColumnProcessor, *, source_topic: str | None, local: bool
+        self,
+        options: StepOptions,
+        processor: Processor | ColumnProcessor,
+        *,
+        source_topic: str | None,
+        local: bool,
+        joins: Sequence[JoinSpec] = (),
     ) -> None:
         """Prepare the table of a process step. Progress knows its topics before anything is written to them.
 
         Args:
             source_topic: the topic that all records come from, when there is only one.
             local: whether tasks run on this machine.
+            joins: tables that the processor looks up rows in.
 
         Raises:
             ProgressConflictError, PermissionDeniedError: see `ensure_table`.
@@ -238,6 +268,7 @@ class Startup:
             topics, progress = ensure_table(
                 self.session.cluster, options, processor, before, counts, deadline, flow=self.flow
             )
+            check_co_partitioned(joins, options.table, topics.partitions, self.flow)
             if progress is not before:
                 self._commit(progress, deadline)
         spec = process.make_spec(
@@ -248,6 +279,7 @@ class Startup:
             flow_key=self.names.progress_key,
             source_topic=source_topic,
             local=local,
+            joins=tuple(joins),
         )
         lateness = processor.allowed_lateness
         self.steps[options.table] = Step(

@@ -36,6 +36,7 @@ from onceflow.planning.step_tree import StepQuery
 from onceflow.protocol.batches import ProducerIdAndEpoch
 from onceflow.protocol.progress import Progress
 from onceflow.state.dead_letter_limit import counted
+from onceflow.state.joins.spec import Ends
 from onceflow.state.local.format import Commit
 from onceflow.state.spec import Moment, StateReport
 from onceflow.state.table_state import TableState
@@ -120,12 +121,16 @@ class StateStep:
                 table, PrepareOrder(table.spec, moment, settings, *owner), df.sparkSession.sparkContext, again=again
             )
 
-    def begin(self, batch: int, producer: ProducerIdAndEpoch, now_ms: int) -> None:
-        """An attempt begins, under this producer id and epoch."""
+    def begin(self, batch: int, producer: ProducerIdAndEpoch, now_ms: int, joined: Ends) -> None:
+        """An attempt begins, under this producer id and epoch.
+
+        Args:
+            joined: at which offsets it sees the tables that the flow joins with.
+        """
         commit = Commit(batch, producer.producer_id, producer.producer_epoch)
         self._stages, self._done = None, {}
         for name, table in self._by_name.items():
-            moment = table.moment(batch, commit, now_ms)
+            moment = replace(table.moment(batch, commit, now_ms), joined=joined)
             self._moments[name] = moment
             self._due[name] = frozenset(table.due(moment.now_ms))
 

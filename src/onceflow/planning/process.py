@@ -14,6 +14,7 @@ from onceflow.state.api.processor import ColumnProcessor, Processor
 from onceflow.state.dead_letter_limit import check_limit
 from onceflow.state.engine.base import TIMERS_PER_BATCH
 from onceflow.state.engine.shapes import declared_fields
+from onceflow.state.joins.spec import JoinSpec
 from onceflow.state.local.format import default_state_dir
 from onceflow.state.spec import ProcessSpec
 from onceflow.state.stores.base import Store
@@ -268,6 +269,7 @@ def make_spec(
     flow_key: str,
     source_topic: str | None,
     local: bool,
+    joins: tuple[JoinSpec, ...] = (),
 ) -> ProcessSpec:
     """The specification of a step for its tasks.
 
@@ -276,6 +278,7 @@ def make_spec(
         source_topic: the topic that all records come from, when there is only one.
         local: whether tasks run on this machine. Then driver and workers share the local stores, and the driver decides
             where these are. On a cluster the environment of each host decides.
+        joins: tables that the processor looks up rows in.
     """
     state_dir = default_state_dir() if local else None
     ttl = options.retention if options.retention is not None else processor.ttl
@@ -294,6 +297,7 @@ def make_spec(
         source_topic=source_topic,
         max_timers_per_batch=options.max_timers_per_batch,
         max_dead_letters=options.max_dead_letters,
+        joins=joins,
     )
 
 

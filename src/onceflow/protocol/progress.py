@@ -71,6 +71,7 @@ class Progress:
         checkpoint: the batch in Spark's checkpoint, if the query has one.
         watermark_ms: event-time watermark for the next batch, epoch milliseconds.
         tables: name of the table topic -> other facts about the table.
+        joined: at which offsets the batch has seen the topics that the flow joins with, in the form of ``offsets``.
         outputs: topics that the batch has written to, without table topics.
         producer_id, producer_epoch: those of the batch's transaction. With them a start finds out whether pending
             changes of a local store are committed, and which undecided records belong to the batch. -1: unknown.
@@ -87,6 +88,7 @@ class Progress:
     checkpoint: CheckpointProgress | None = None
     watermark_ms: int | None = None
     tables: Mapping[str, TableProgress] = field(default_factory=dict)
+    joined: Offsets = field(default_factory=dict)
     outputs: tuple[str, ...] = ()
     producer_id: int = -1
     producer_epoch: int = -1
@@ -118,6 +120,8 @@ def encode(progress: Progress) -> tuple[bytes, bytes]:
         content["checkpoint"] = kept
     if progress.producer_id >= 0:
         content |= {"producer_id": int(progress.producer_id), "producer_epoch": int(progress.producer_epoch)}
+    if progress.joined:
+        content["joined"] = _plain(progress.joined)
     if progress.outputs:
         content["outputs"] = list(progress.outputs)
     if progress.tables:
@@ -174,6 +178,7 @@ def decode(key: bytes | None, value: bytes) -> Progress:
         checkpoint=_checkpoint(content, name),
         watermark_ms=None if watermark_ms is None else _take(content, name, "watermark_ms", int),
         tables=_tables(content, name) if "tables" in content else {},
+        joined=_offsets(content, name, "joined") if "joined" in content else {},
         outputs=_topics(content, name) if "outputs" in content else (),
         producer_id=_take(content, name, "producer_id", int) if "producer_id" in content else -1,
         producer_epoch=_take(content, name, "producer_epoch", int) if "producer_epoch" in content else -1,

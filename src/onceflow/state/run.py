@@ -19,16 +19,17 @@ from onceflow.errors import located
 from onceflow.protocol.names import OwnTopics
 from onceflow.protocol.partitioners import group_by_partition, key_partitions
 from onceflow.state import rows
+from onceflow.state.api.joined_table import JoinedTable
 from onceflow.state.api.processor import ColumnProcessor
 from onceflow.state.engine.column_engine import ColumnEngine
 from onceflow.state.engine.record_engine import Engine
+from onceflow.state.joins.copies import JoinedCopies, JoinSource
 from onceflow.state.local.catch_up import Source
-from onceflow.state.local.format import snapshot
+from onceflow.state.local.format import SNAPSHOT_KEY, snapshot
 from onceflow.state.local.opening import Opened, set_pending
 from onceflow.state.local.prepare import Prepared, open_local
 from onceflow.state.spec import Moment, ProcessSpec, StateReport
 
-SNAPSHOT_KEY = b"onceflow.state"
 _HEADERS = pa.list_(pa.struct([("key", pa.string()), ("value", pa.binary())]))
 
 
@@ -49,7 +50,7 @@ class StateRun:
     """The partitions of one table that one task works on in one attempt of a batch.
 
     Args:
-        source: reads the changelog.
+        source: reads the changelog. join_source: reads the tables that the flow joins with.
         changelog: writes the changelog.
         emit: called with the records that user code yielded, and with their table partition.
         still_owner: returns False if a newer driver has fenced this one. It is called only when that is in doubt.
@@ -68,6 +69,7 @@ class StateRun:
         opened: Callable[[int], None] | None = None,
         still_owner: Callable[[], bool] | None = None,
         own_topics: OwnTopics | None = None,
+        join_source: JoinSource | None = None,
     ) -> None:
         self._own_topics = own_topics
         self._spec = spec
@@ -78,6 +80,10 @@ class StateRun:
         self._opened = opened
         self._still_owner = still_owner
         self._open: dict[int, _Open] = {}
+        self._joined: JoinedCopies | None = None
+        if spec.joins and join_source is not None:
+            by_name = {join.name: join for join in spec.joins}
+            self._joined = JoinedCopies(by_name, moment.joined, join_source, still_owner=still_owner)
         self._place = spec.place()
         #: Copies on disk that this run has brought up to date. They stay so, even if this attempt fails.
         self.brought_up: list[Prepared] = []
@@ -128,6 +134,8 @@ class StateRun:
         for run in self._open.values():
             run.opened.store.close()
         self._open = {}
+        if self._joined is not None:
+            self._joined.close()
 
     # ---- inside --------------------------------------------------------------------------------------
 
@@ -156,6 +164,7 @@ class StateRun:
             source_topic=spec.source_topic,
             own_topics=self._own_topics,
             max_timers_per_batch=spec.max_timers_per_batch,
+            tables=self._tables(partition),
         )
         self._open[partition] = _Open(opened, engine, [])
         if self._opened is not None:
@@ -163,6 +172,14 @@ class StateRun:
         engine.start()
         self._drain(partition, engine)
         return engine
+
+    def _tables(self, partition: int) -> dict[str, JoinedTable]:
+        """The tables that user code may look up rows in, for one partition. Their copies are opened before user code
+        runs, so that a problem with them is not taken for an error of a record."""
+        if self._joined is None:
+            return {}
+        self._joined.open([partition])
+        return {name: self._joined.handle(name, self._moment.now_ms, partition) for name in self._joined.specs}
 
     def _feed(self, partition: int, batch: pa.RecordBatch) -> None:
         engine = self._engine(partition)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from onceflow.host.identity import host_identity
 from onceflow.state.api.processor import ColumnProcessor, Processor
+from onceflow.state.joins.spec import Ends, JoinSpec
 from onceflow.state.local.format import Commit, Goal, default_state_dir, partition_folder
 from onceflow.state.stores.base import Store
 from onceflow.state.topics import TableTopics
@@ -30,6 +31,7 @@ class ProcessSpec:
         snapshot_per_partition: whether the whole state of a partition is one record of the table topic.
         max_timers_per_batch: how many timers may fire in one partition; None: all that are due.
         max_dead_letters: limit for one run; below 1: a share of its records; None: no limit.
+        joins: tables that the step's user code looks up rows in.
         state_dir: folder of the local stores; None: `default_state_dir` of each host.
     """
 
@@ -47,6 +49,7 @@ class ProcessSpec:
     source_topic: str | None = None
     max_timers_per_batch: int | None = None
     max_dead_letters: int | float | None = None
+    joins: tuple[JoinSpec, ...] = ()
 
     @property
     def table(self) -> str:
@@ -82,6 +85,7 @@ class Moment:
         last: per partition, the transaction that last committed something to it, if it is known.
         verified: place (`ProcessSpec.place`) and partition of the local stores that were verified in this run. After a
             restart, a machine counts as another place.
+        joined: at which offsets the batch sees the topics that the flow joins with, by topic and partition.
     """
 
     batch: int
@@ -92,6 +96,7 @@ class Moment:
     internal_ends: Mapping[int, int]
     last: Mapping[int, Commit]
     verified: frozenset[tuple[str, int]] = frozenset()
+    joined: Ends = field(default_factory=dict)
 
     def goal(self, spec: ProcessSpec, partition: int) -> Goal:
         """What the local store of a partition must contain before anything is read from it."""
@@ -118,6 +123,7 @@ class Moment:
                 "internal_ends": list(self.internal_ends.items()),
                 "last": list(self.last.items()),
                 "verified": sorted(self.verified),
+                "joined": {topic: list(ends.items()) for topic, ends in self.joined.items()},
             }
         )
 
@@ -133,6 +139,7 @@ class Moment:
             internal_ends=dict(fields["internal_ends"]),
             last={partition: Commit(*commit) for partition, commit in fields["last"]},
             verified=frozenset((place, partition) for place, partition in fields["verified"]),
+            joined={topic: dict(ends) for topic, ends in fields["joined"].items()},
         )
 
 

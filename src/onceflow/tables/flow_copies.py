@@ -11,12 +11,12 @@ from typing import NoReturn
 
 from onceflow.errors import OptionError
 from onceflow.state.local.format import COMMIT_RECORD, CommitRecord
+from onceflow.state.local.stored_rows import Stores
 from onceflow.state.stores.base import Store
 from onceflow.state.stores.lmdb_store import LmdbStore
 from onceflow.state.stores.memory_store import MemoryStore
 from onceflow.state.stores.rocksdb_store import RocksdbStore
 from onceflow.tables.following import Lag
-from onceflow.tables.stored_rows import Stores
 
 _MAX_NAMES = 10  # in an error
 _OPENERS: tuple[type[Store], ...] = (LmdbStore, RocksdbStore, MemoryStore)

@@ -21,9 +21,9 @@ from onceflow.errors import (
     OnceflowError,
     UnknownTopicError,
 )
+from onceflow.state.local.stored_rows import Stores
 from onceflow.state.stores.base import StoreCorruptError
 from onceflow.tables.copies import Copy, RawChange
-from onceflow.tables.stored_rows import Stores
 
 log = logging.getLogger("onceflow.tables")
 

@@ -10,8 +10,8 @@ import pyarrow as pa
 
 from onceflow.errors import BadRecordError, OptionError
 from onceflow.state import rows
+from onceflow.state.local.stored_rows import StoredRows
 from onceflow.tables.columns import column
-from onceflow.tables.stored_rows import StoredRows
 
 _BYTES = (bytes, bytearray, memoryview)
 

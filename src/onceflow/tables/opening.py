@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -10,26 +9,20 @@ from typing import Any
 from uuid import uuid4
 
 from onceflow.client.cluster import Cluster, TopicInfo
-from onceflow.client.committed import CommittedReader
 from onceflow.client.deadline import Deadline
-from onceflow.client.offsets import EARLIEST, LATEST, list_offsets
+from onceflow.client.offsets import LATEST, list_offsets
 from onceflow.client.settings import ClientSettings
-from onceflow.client.topics import find_topics, topic_configs
 from onceflow.durations import option_seconds
-from onceflow.errors import OptionError, UnknownTopicError
-from onceflow.protocol.names import INTERNAL_SUFFIX
+from onceflow.errors import OptionError
+from onceflow.state.compacted_topic import find_compacted
 from onceflow.state.local.format import default_state_dir, folder_name
-from onceflow.state.run import SNAPSHOT_KEY
 from onceflow.state.stores.base import Store, unusable
 from onceflow.state.stores.choice import STORES, store_class
 from onceflow.tables.copies import Copy, Followed
 from onceflow.tables.following import Follower
 
-log = logging.getLogger("onceflow.tables")
-
 #: Not a legal name of a flow, so that no flow has its copies in the same folder.
 TABLES_FOLDER = "@tables"
-_TOMBSTONE_MS = 86_400_000  # Kafka's default of delete.retention.ms
 _MAX_SLOTS = 100
 _LOOK_S = 30.0
 
@@ -123,9 +116,9 @@ def open_table(table: OpenedTable) -> Follower:
     try:
         deadline = Deadline(_LOOK_S, f"opening table {table.topic}")
         cluster.connect(deadline)
-        info = find_topics(cluster, {table.topic: "table"}, deadline)[table.topic]
+        found = find_compacted(cluster, table.topic, deadline)
+        info = found.info
         listed = table.listed(info)
-        tombstone_ms = _check_compacted(cluster, table.topic, deadline)
         ends = _ends(cluster, info, listed, deadline)
         followed = Followed(
             topic=info.name,
@@ -133,8 +126,8 @@ def open_table(table: OpenedTable) -> Follower:
             partitions=info.partitions,
             folder=table.take_folder(),
             opener=table.opener,
-            snapshots=_has_snapshots(cluster, info, ends, deadline),
-            tombstone_ms=tombstone_ms,
+            snapshots=found.snapshots,
+            tombstone_ms=found.tombstone_ms,
         )
         copies.update((partition, Copy(followed, partition)) for partition in listed)
         follower = Follower(table.settings, info, copies, all_partitions=table.partitions is None)
@@ -151,43 +144,6 @@ def open_table(table: OpenedTable) -> Follower:
 
 def _ends(cluster: Cluster, info: TopicInfo, listed: Sequence[int], deadline: Deadline) -> dict[int, int]:
     return dict(list_offsets(cluster, {info.name: listed}, LATEST, deadline)[info.name])
-
-
-def _check_compacted(cluster: Cluster, topic: str, deadline: Deadline) -> int:
-    """Refuse a topic that is not compacted. Returns ``delete.retention.ms``."""
-    settings = topic_configs(cluster, [topic], ["cleanup.policy", "delete.retention.ms"], deadline)[topic]
-    policy, retention = settings["cleanup.policy"], settings["delete.retention.ms"]
-    if policy is None:
-        log.warning("no permission to read the settings of %s: make sure that its cleanup.policy is compact", topic)
-    elif "compact" not in policy:
-        raise OptionError(
-            f"Topic {topic} is not compacted (cleanup.policy={policy}), so Kafka deletes rows of it",
-            topic=topic,
-            next_step="a table is a compacted topic: kafka-configs.sh --alter --entity-type topics "
-            f"--entity-name {topic} --add-config cleanup.policy=compact",
-        )
-    elif "delete" in policy:
-        log.warning(
-            "topic %s has cleanup.policy=%s: rows that retention deletes stay in a table that has read them",
-            topic,
-            policy,
-        )
-    return _TOMBSTONE_MS if retention is None else int(retention)
-
-
-def _has_snapshots(cluster: Cluster, info: TopicInfo, ends: Mapping[int, int], deadline: Deadline) -> bool:
-    """Whether the topic is the table of a flow with ``snapshot_per_partition``: then all keys are the same."""
-    try:
-        cluster.topics([info.name + INTERNAL_SUFFIX], deadline, once=True)
-    except UnknownTopicError:
-        return False
-    starts = list_offsets(cluster, {info.name: list(ends)}, EARLIEST, deadline)[info.name]
-    reader = CommittedReader(cluster, deadline.remaining, fetch_bytes=100_000)
-    for partition, end in ends.items():
-        for chunk in reader.read(info.name, partition, starts[partition], end):
-            if chunk.keys:
-                return chunk.keys[0] == SNAPSHOT_KEY
-    return False
 
 
 def _checked_partitions(partitions: Any, topic: str) -> list[int] | None:

@@ -11,13 +11,13 @@ from onceflow.durations import duration_ms
 from onceflow.errors import DeadlineExceededError, OptionError
 from onceflow.protocol.position import Position
 from onceflow.state.api import serdes
+from onceflow.state.local.stored_rows import StoredRows, clock_ms
 from onceflow.state.stores.base import Store
 from onceflow.tables.copies import RawChange
 from onceflow.tables.flow_copies import FlowCopies
 from onceflow.tables.following import Follower, Lag, Restore
 from onceflow.tables.lookups import Lookups
 from onceflow.tables.opening import OpenedTable, open_table
-from onceflow.tables.stored_rows import StoredRows, clock_ms
 
 _BYTES = (bytes, bytearray, memoryview)
 

@@ -127,10 +127,12 @@ class StateWork:
         everything = self._outputs is not None and order.writes == "everything"
         emit: Callable[[pa.RecordBatch, int], None]
         emit = self._outputs.emit if everything and self._outputs is not None else self._emit_rows
+        reader = CommittedReader(self._cluster)
         run = StateRun(
             order.spec,
             order.moment,
-            source=CommittedReader(self._cluster),
+            source=reader,
+            join_source=reader,
             changelog=self._writer,
             emit=emit,
             opened=self._opened,

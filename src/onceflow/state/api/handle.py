@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from onceflow.state import rows
+from onceflow.state.api.joined_table import JoinedTable
 from onceflow.state.api.maps import ListState, MapState
 from onceflow.state.api.scope import ABSENT, Scope
 from onceflow.state.api.timers import Timers
@@ -106,6 +107,21 @@ class State:
         found = lists.get(name)
         if found is None or value is not None:
             found = lists[name] = ListState(self._scope, self._key, name, value)
+        return found
+
+    def table(self, name: str) -> JoinedTable:
+        """A table that the flow joins with, as it was at the offsets of this batch.
+
+        Args:
+            name: a name in ``tables=`` of `Flow.process`.
+
+        Raises:
+            KeyError: there is no such name.
+        """
+        found = self._scope.tables.get(name)
+        if found is None:
+            known = ", ".join(map(repr, self._scope.tables)) or "none"
+            raise KeyError(f"table {name!r} is not in tables= of Flow.process; it has {known}")
         return found
 
     def range(self, start: Any = None, end: Any = None, *, reverse: bool = False) -> Iterator[tuple[Any, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from onceflow.state.api.record import Record
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from onceflow.state.api.handle import State
+    from onceflow.state.api.joined_table import JoinedTable
     from onceflow.state.api.timers import Timer
 
 
@@ -128,11 +130,13 @@ class ColumnContext(NamedTuple):
         partition: the partition of the table.
         now_ms: processing time of the batch in epoch milliseconds, the same in every task.
         watermark_ms: the watermark in epoch milliseconds; older records are late. None: it is not known yet.
+        tables: the tables that the flow joins with, by their names in ``tables=`` of `Flow.process`.
     """
 
     partition: int
     now_ms: int
     watermark_ms: int | None
+    tables: Mapping[str, JoinedTable] = MappingProxyType({})
 
 
 class ColumnProcessor:
@@ -185,7 +189,7 @@ class ColumnProcessor:
                 the order of arrival, which for each key is the order of offsets.
             states: one row for every key in ``records``: ``key``, ``exists``, and the fields, which are null if the
                 key has no state.
-            context: ``partition``, ``now_ms``, ``watermark_ms``.
+            context: ``partition``, ``now_ms``, ``watermark_ms``, ``tables``.
 
         Returns:
             Outputs (``key``, ``value``, optionally ``topic``, ``headers``, ``timestamp_ms``) and new states (``key``,

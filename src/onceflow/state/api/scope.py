@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from onceflow.durations import duration_ms
 from onceflow.errors import ProcessorError
 from onceflow.state import rows
+from onceflow.state.api.joined_table import JoinedTable
 from onceflow.state.api.serdes import BYTES
 from onceflow.state.stores.overlay import Overlay
 
@@ -49,6 +50,7 @@ class Scope:
         self.decode: Callable[[bytes], Any] = self.value_serde.decode
         self.header = rows.pack(b"", None if ttl_ms is None else _later(now_ms, ttl_ms), self.version)
         self._migrate = _migration(processor)
+        self.tables: Mapping[str, JoinedTable] = {}
         self.fatal: ProcessorError | None = None
         """An error that no record has caused: the batch fails, even if user code has caught the error."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import numpy as np
@@ -14,6 +14,7 @@ from onceflow.durations import duration_ms
 from onceflow.errors import BadRecordError, EnvironmentUnusableError, OnceflowError, OptionError, ProcessorError
 from onceflow.protocol.names import OwnTopics
 from onceflow.state import dead_letters
+from onceflow.state.api.joined_table import JoinedTable
 from onceflow.state.api.record import Record
 from onceflow.state.api.scope import Scope
 from onceflow.state.api.user_errors import full_text_of, line_of, shown
@@ -57,6 +58,7 @@ class BaseEngine:
         own_topics: topics that outputs must not be written to.
         max_timers_per_batch: how many timers may fire, those with the earliest times first. The others wait for the
             next batch. None: all that are due.
+        tables: tables that the flow joins with, by name.
 
     Attributes:
         timers_left: whether more timers were due than one batch may fire.
@@ -87,6 +89,7 @@ class BaseEngine:
         source_topic: str | None = None,
         own_topics: OwnTopics | None = None,
         max_timers_per_batch: int | None = TIMERS_PER_BATCH,
+        tables: Mapping[str, JoinedTable] | None = None,
     ) -> None:
         self.processor = copy.copy(processor)
         self.flow, self.table, self.partition, self.batch = flow, table, partition, batch
@@ -109,6 +112,7 @@ class BaseEngine:
             watermark_ms=watermark_ms,
             ttl_ms=default_ttl_ms,
         )
+        self._scope.tables = tables or {}
         self._own_topics = own_topics or OwnTopics()
         self._collector = OutputCollector(own_topics=self._own_topics)
         self.max_event_ms: dict[tuple[str | None, int], int] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -42,7 +43,9 @@ class ColumnEngine(BaseEngine):
             if reserved:
                 raise ValueError(f"state_fields cannot be named {', '.join(sorted(reserved))}")
         self._fields = pa.schema([("value", pa.binary())]) if self._struct is None else self._struct.schema
-        self._context = ColumnContext(self.partition, self.now_ms, self.watermark_ms)
+        self._context = ColumnContext(
+            self.partition, self.now_ms, self.watermark_ms, MappingProxyType(dict(self._scope.tables))
+        )
         self._asked: Any = self.processor.process  # the method that was called last
 
     def _feed(self, batch: pa.RecordBatch) -> None:

@@ -26,6 +26,9 @@ COMMIT_RECORD, PENDING = "marker", "pending"
 #: Kinds of rows that come from Kafka. Rows of the other kinds (indexes) are computed from them.
 KINDS = (rows.VALUE, rows.MAP, rows.TIMER)
 
+#: The key of all records of a table with ``snapshot_per_partition``.
+SNAPSHOT_KEY = b"onceflow.state"
+
 _FORMAT = 1
 _DELETED = 0xFFFF_FFFF
 # The smallest size of a row by its flags (see `rows.pack`).
@@ -194,6 +197,7 @@ class Chunk(Protocol):
     values: list[bytes | None]
     headers: dict[int, list[tuple[str, bytes | None]]]
     next_offset: int
+    whole: bool
 
 
 Changes = dict[bytes, bytes | None]

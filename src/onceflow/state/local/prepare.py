@@ -63,7 +63,7 @@ def open_local(
         snapshot_per_partition=spec.snapshot_per_partition,
         tombstone_age_ms=spec.topics.tombstone_ms // 2,
         now_ms=int(time.time() * 1000),
-        progress=_Progress(f"{spec.table}-{partition}"),
+        progress=RestoreLog(f"{spec.table}-{partition}"),
         still_owner=still_owner,
     )
 
@@ -137,7 +137,7 @@ def missing_records(folder: Path, opener: type[Store], goal: Goal, *, verified: 
     return everything - commit_record.table_end - commit_record.internal_end
 
 
-class _Progress:
+class RestoreLog:
     """Logs a long restore every few seconds."""
 
     def __init__(self, what: str) -> None:

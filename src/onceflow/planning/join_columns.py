@@ -1,0 +1,114 @@
+"""The columns of the DataFrame that ``Flow.join_table`` returns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pyarrow as pa
+from pyspark.sql import DataFrame
+from pyspark.sql import types as T
+
+from onceflow.errors import OptionError, SchemaError
+from onceflow.state.api import serdes
+from onceflow.state.joins.spec import JoinSpec
+
+HOW = ("inner", "left")
+
+# Names of types, as Spark and as Arrow write them.
+_TYPES: dict[str, tuple[T.DataType, pa.DataType]] = {
+    "boolean": (T.BooleanType(), pa.bool_()),
+    "tinyint": (T.ByteType(), pa.int8()),
+    "smallint": (T.ShortType(), pa.int16()),
+    "int": (T.IntegerType(), pa.int32()),
+    "bigint": (T.LongType(), pa.int64()),
+    "float": (T.FloatType(), pa.float32()),
+    "double": (T.DoubleType(), pa.float64()),
+    "string": (T.StringType(), pa.string()),
+    "binary": (T.BinaryType(), pa.binary()),
+}
+_ALIASES = {
+    "bool": "boolean",
+    "int8": "tinyint",
+    "int16": "smallint",
+    "int32": "int",
+    "integer": "int",
+    "int64": "bigint",
+    "long": "bigint",
+    "float32": "float",
+    "float64": "double",
+    "str": "string",
+    "bytes": "binary",
+}
+_RAW: dict[Any, str] = {serdes.STRING: "string", serdes.LONG: "bigint", serdes.DOUBLE: "double"}
+
+
+def columns_of_join(
+    df: DataFrame, spec: JoinSpec, *, on: str, how: str, columns: str | Mapping[str, str], flow: str
+) -> tuple[T.StructType, pa.Schema]:
+    """All columns of the joined rows for Spark, and those that are added for Arrow.
+
+    Raises:
+        OptionError, SchemaError: the arguments or columns do not fit.
+    """
+    if how not in HOW:
+        raise OptionError(f"how={how!r} is unknown", flow=flow, next_step=f"use one of {', '.join(HOW)}")
+    fields = {field.name: field.dataType for field in df.schema.fields}
+    _check_key(on, fields, spec, flow)
+    added, schema = _added(columns, spec, flow)
+    for name in added.fieldNames():
+        if name in fields:
+            raise OptionError(
+                f"The DataFrame has a column {name!r} already",
+                flow=flow,
+                next_step="give the column of the table another name, or drop or rename the other one",
+            )
+    return T.StructType([*df.schema.fields, *added.fields]), schema
+
+
+def _check_key(on: str, fields: Mapping[str, T.DataType], spec: JoinSpec, flow: str) -> None:
+    if on not in fields:
+        raise SchemaError(
+            f"The DataFrame has no column {on!r}", flow=flow, next_step=f"on= is one of {', '.join(sorted(fields))}"
+        )
+    if spec.key is None and not isinstance(fields[on], (T.StringType, T.BinaryType)):
+        raise SchemaError(
+            f"Keys of table {spec.topic} are bytes or text; column {on!r} is {fields[on].simpleString()}",
+            flow=flow,
+            next_step=f"cast it, .withColumn({on!r}, col({on!r}).cast('string')), or give the table a key serde: "
+            "JoinTable(topic, key=serdes.LONG)",
+        )
+
+
+def _added(columns: Any, spec: JoinSpec, flow: str) -> tuple[T.StructType, pa.Schema]:
+    """The columns to add, for Spark and for Arrow."""
+    if isinstance(columns, str) and columns:
+        kind = _RAW.get(spec.value, "binary") if isinstance(spec.value, serdes.Serde) else "binary"
+        listed = {columns: kind}
+    elif isinstance(columns, Mapping) and columns and all(isinstance(name, str) for name in columns):
+        listed = dict(columns)
+        if not (spec.value == serdes.JSON or isinstance(spec.value, serdes.Struct)):
+            raise OptionError(
+                f"Fields of table {spec.topic} are asked for, but its values are no documents with fields",
+                flow=flow,
+                next_step="give JoinTable(topic, value=serdes.JSON) or a struct, or columns='name' for the whole value",
+            )
+    else:
+        raise OptionError(
+            f"columns={columns!r:.100} names no columns",
+            flow=flow,
+            next_step='give names and types of fields, columns={"name": "string", "tier": "int"}, or one name for the '
+            "whole value",
+        )
+    spark, arrow = [], []
+    for name, given in listed.items():
+        known = _TYPES.get(_ALIASES.get(str(given).lower(), str(given).lower()))
+        if known is None:
+            raise OptionError(
+                f"columns= gives {name!r} the type {given!r}, which is not supported",
+                flow=flow,
+                next_step=f"use one of {', '.join(_TYPES)}",
+            )
+        spark.append(T.StructField(name, known[0]))
+        arrow.append(pa.field(name, known[1]))
+    return T.StructType(spark), pa.schema(arrow)

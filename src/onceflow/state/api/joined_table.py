@@ -1,0 +1,140 @@
+"""``JoinedTable``: the handle through which user code looks up rows of a table that the flow joins with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import pyarrow as pa
+
+from onceflow.protocol.partitioners import key_partitions
+from onceflow.state import rows
+from onceflow.state.api.user_errors import not_encoded
+from onceflow.state.local.stored_rows import StoredRows, Stores
+
+
+class JoinedTable:
+    """A table that the flow joins with, as it was at the offsets of this batch. It can only be read.
+
+    All tasks and all attempts of a batch see the same rows. Get it as ``state.table(name)``, or in a
+    `ColumnProcessor` as ``context.tables[name]``.
+
+    Attributes:
+        position: the offsets, as a short text.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        stores: Callable[[], AbstractContextManager[Stores]],
+        *,
+        partitions: int,
+        key: Any,
+        value: Any,
+        now_ms: int,
+        position: str,
+        own_partition: int | None,
+    ) -> None:
+        self._name = name
+        self._rows = StoredRows(stores, partitions=partitions, clock_ms=lambda: now_ms)
+        self._partitions = partitions
+        self._key, self._value = key, value
+        self._own_partition = own_partition
+        self.position = position
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        """The value of a key, or the default.
+
+        Args:
+            key: bytes or text; or what the key serde of the table takes, if it has one.
+
+        Raises:
+            ValueError: the table is co-partitioned, and the key belongs to another partition than this one.
+        """
+        raw = self._rows.get(self._encoded(key))
+        return default if raw is None else self._decoded(raw, key)
+
+    def multi_get(self, keys: Sequence[Any]) -> dict[Any, Any]:
+        """The values of those of these keys that exist."""
+        raws = self._rows.get_many([self._encoded(key) for key in keys])
+        return {key: self._decoded(raw, key) for key, raw in zip(keys, raws, strict=True) if raw is not None}
+
+    def __contains__(self, key: Any) -> bool:
+        return self._rows.get(self._encoded(key)) is not None
+
+    def values_of(self, keys: Any) -> pa.Array:
+        """The values of a whole column of keys.
+
+        Args:
+            keys: an Arrow array of binary or string keys; each distinct key is looked up once.
+
+        Returns:
+            Values in bytes (a binary array); null where the key is null or does not exist.
+        """
+        if isinstance(keys, pa.ChunkedArray):
+            keys = keys.combine_chunks()
+        encoded = keys.cast(pa.binary()).dictionary_encode()
+        distinct = encoded.dictionary
+        self._check_partitions(distinct)
+        found = pa.array(self._rows.get_many(distinct.to_pylist()), pa.binary())
+        return found.take(encoded.indices)
+
+    def range(self, start: Any = None, end: Any = None, *, reverse: bool = False) -> Iterator[tuple[Any, Any]]:
+        """Keys and values with ``start <= key < end``, in the order of the keys' bytes.
+
+        A co-partitioned table shows only the partition of this task.
+        """
+        low = b"" if start is None else self._bytes(start)
+        return self._pairs(low, None if end is None else self._bytes(end), reverse)
+
+    def prefix(self, prefix: bytes | str, *, reverse: bool = False) -> Iterator[tuple[Any, Any]]:
+        """Keys and values whose keys begin with these bytes, in the order of the keys' bytes."""
+        low = prefix.encode() if isinstance(prefix, str) else prefix
+        return self._pairs(low, rows.after(low), reverse)
+
+    def _pairs(self, low: bytes, high: bytes | None, reverse: bool) -> Iterator[tuple[Any, Any]]:
+        for raw_key, raw in self._rows.range(low, high, reverse=reverse):
+            key = raw_key if self._key is None else self._key.decode(raw_key)
+            yield key, self._decoded(raw, key)
+
+    def _encoded(self, key: Any) -> bytes:
+        raw = self._bytes(key)
+        if self._own_partition is not None:
+            self._check_partitions(pa.array([raw], pa.binary()))
+        return raw
+
+    def _bytes(self, key: Any) -> bytes:
+        if self._key is not None:
+            try:
+                return bytes(self._key.encode(key))
+            except Exception as error:
+                not_encoded(error, f"a key of table {self._name!r}", key, self._key, "its")
+                raise
+        if isinstance(key, str):
+            return key.encode()
+        if isinstance(key, bytes):
+            return key
+        raise TypeError(f"keys of table {self._name!r} are bytes or str, got {type(key).__name__}: give it a key serde")
+
+    def _check_partitions(self, keys: Any) -> None:
+        """Refuse keys that this task cannot find: it has only one partition of a co-partitioned table."""
+        if self._own_partition is None or not len(keys):
+            return
+        places = key_partitions(keys, self._partitions)
+        elsewhere = (places != self._own_partition) & (places >= 0)
+        if elsewhere.any():
+            at = int(elsewhere.argmax())
+            raise ValueError(
+                f"key {keys[at].as_py()!r:.100} of table {self._name!r} is in partition {places[at]}, but this task "
+                f"has partition {self._own_partition}: look up the record's own key, or leave co_partitioned out"
+            )
+
+    def _decoded(self, raw: bytes, key: Any) -> Any:
+        try:
+            return self._value.decode(raw)
+        except Exception as error:
+            raise ValueError(
+                f"the value of key {key!r:.100} of table {self._name!r} cannot be decoded: "
+                f"{type(error).__name__}: {error}"
+            ) from error

@@ -1,0 +1,84 @@
+"""A compacted topic of any program, as it is read for lookups: by a ``Table``, or by a flow that joins with it."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from onceflow.client.cluster import Cluster, TopicInfo
+from onceflow.client.committed import CommittedReader
+from onceflow.client.deadline import Deadline
+from onceflow.client.offsets import EARLIEST, LATEST, list_offsets
+from onceflow.client.topics import find_topics, topic_configs
+from onceflow.errors import OptionError, UnknownTopicError
+from onceflow.protocol.names import INTERNAL_SUFFIX
+from onceflow.state.local.format import SNAPSHOT_KEY
+
+log = logging.getLogger("onceflow.tables")
+
+_TOMBSTONE_MS = 86_400_000  # Kafka's default of delete.retention.ms
+
+
+@dataclass(frozen=True)
+class CompactedTopic:
+    """A compacted topic.
+
+    Args:
+        tombstone_ms: how long compaction keeps a tombstone (``delete.retention.ms``).
+        snapshots: whether each record is a snapshot of its partition (``snapshot_per_partition`` of `Flow.process`).
+    """
+
+    info: TopicInfo
+    tombstone_ms: int
+    snapshots: bool
+
+
+def find_compacted(cluster: Cluster, topic: str, deadline: Deadline) -> CompactedTopic:
+    """Look up a topic, and check that it is compacted.
+
+    Raises:
+        UnknownTopicError, PermissionDeniedError: it does not exist, or may not be read.
+        OptionError: it is not compacted.
+    """
+    info = find_topics(cluster, {topic: "table"}, deadline)[topic]
+    tombstone_ms = _check_compacted(cluster, topic, deadline)
+    return CompactedTopic(info, tombstone_ms, _has_snapshots(cluster, info, deadline))
+
+
+def _check_compacted(cluster: Cluster, topic: str, deadline: Deadline) -> int:
+    """Refuse a topic that is not compacted. Returns ``delete.retention.ms``."""
+    settings = topic_configs(cluster, [topic], ["cleanup.policy", "delete.retention.ms"], deadline)[topic]
+    policy, retention = settings["cleanup.policy"], settings["delete.retention.ms"]
+    if policy is None:
+        log.warning("no permission to read the settings of %s: make sure that its cleanup.policy is compact", topic)
+    elif "compact" not in policy:
+        raise OptionError(
+            f"Topic {topic} is not compacted (cleanup.policy={policy}), so Kafka deletes rows of it",
+            topic=topic,
+            next_step="a table is a compacted topic: kafka-configs.sh --alter --entity-type topics "
+            f"--entity-name {topic} --add-config cleanup.policy=compact",
+        )
+    elif "delete" in policy:
+        log.warning(
+            "topic %s has cleanup.policy=%s: rows that retention deletes stay in a table that has read them",
+            topic,
+            policy,
+        )
+    return _TOMBSTONE_MS if retention is None else int(retention)
+
+
+def _has_snapshots(cluster: Cluster, info: TopicInfo, deadline: Deadline) -> bool:
+    """Whether the topic is the table of a flow with ``snapshot_per_partition``: then all keys are the same."""
+    try:
+        cluster.topics([info.name + INTERNAL_SUFFIX], deadline, once=True)
+    except UnknownTopicError:
+        return False
+    span = {info.name: sorted(info.leaders)}
+    ends = list_offsets(cluster, span, LATEST, deadline)[info.name]
+    starts = list_offsets(cluster, span, EARLIEST, deadline)[info.name]
+    reader = CommittedReader(cluster, deadline.remaining, fetch_bytes=100_000)
+    for partition, end in ends.items():
+        for chunk in reader.read(info.name, partition, starts[partition], end):
+            if chunk.keys:
+                return chunk.keys[0] == SNAPSHOT_KEY
+    return False

@@ -1,0 +1,246 @@
+"""Brings the local copies of joined tables to the offsets of a batch, and keeps them open for a task.
+
+All tasks of a host share the copies. The first one that needs a copy verifies it (once in each run of the driver) and
+reads what is missing; the others wait for it.
+
+**A copy must be exact**: it must show the topic as it was at the offset of the batch. That is not so after reading
+records that compaction has thinned out: if a key has a newer record beyond the offset, the older one may be gone. So a
+copy that was read from thinned-out records is exact only from the offset on where the log ended after the reading. It
+says so in a blob. A batch that is below that offset is run again, at newer offsets.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Protocol
+
+from onceflow.errors import BatchAbortedError
+from onceflow.host.file_lock import locked
+from onceflow.host.identity import host_identity
+from onceflow.protocol.position import Position
+from onceflow.state.api.joined_table import JoinedTable
+from onceflow.state.joins.spec import Ends, JoinSpec
+from onceflow.state.local.catch_up import CatchUp, Source
+from onceflow.state.local.format import COMMIT_RECORD, Chunk, CommitRecord
+from onceflow.state.local.opening import open_store, remove_store
+from onceflow.state.local.prepare import RestoreLog
+from onceflow.state.stores.base import Store, StoreCorruptError
+
+_EXACT_FROM = "exact from"
+_UNKNOWN = b"?"  # written before records are read; it stays if the process is killed meanwhile
+_VERIFIED, _LOCK = "verified", "lock"
+_WAIT_S = 600.0
+
+#: A part of the text of `InexactCopyError`, by which the driver recognises it in an error of Spark.
+INEXACT = "A joined table was compacted while it was read"
+
+
+class InexactCopyError(BatchAbortedError):
+    """Internal: a copy is not exact at the offset of the batch. The batch runs again, at newer offsets."""
+
+
+class JoinSource(Source, Protocol):
+    """Reads committed records, and says where the log ends."""
+
+    def end(self, topic: str, partition: int) -> int:
+        """The last stable offset now."""
+
+
+class JoinedCopies:
+    """The copies of joined tables that a task has open, at the offsets of one batch.
+
+    Args:
+        ends: the offsets, by topic and partition.
+        source: reads the topics.
+        still_owner: called if a copy is ahead of the batch. False: a newer driver has fenced this one.
+    """
+
+    def __init__(
+        self,
+        specs: Mapping[str, JoinSpec],
+        ends: Ends,
+        source: JoinSource,
+        *,
+        still_owner: Callable[[], bool] | None = None,
+    ) -> None:
+        self.specs = dict(specs)
+        self.ends = ends
+        self._source = source
+        self._still_owner = still_owner
+        self._stores: dict[str, dict[int, Store]] = {name: {} for name in specs}
+
+    def open(self, partitions: Iterable[int]) -> None:
+        """Bring the copies that a task needs up to the offsets of the batch.
+
+        Args:
+            partitions: those of its keys. Co-partitioned tables need only these; of other tables, all are opened.
+
+        Raises:
+            InexactCopyError: a copy cannot be exact at its offset.
+            FencedError: a newer driver has fenced this one.
+            OnceflowError: Kafka could not be read, or the folder cannot be used.
+        """
+        for name, spec in self.specs.items():
+            for partition in partitions if spec.co_partitioned else range(spec.partitions):
+                if partition not in self._stores[name]:
+                    end = self.ends[spec.topic][partition]
+                    self._stores[name][partition] = open_copy(
+                        spec, partition, end, self._source, still_owner=self._still_owner
+                    )
+
+    def handle(self, name: str, now_ms: int, own_partition: int | None) -> JoinedTable:
+        """What user code gets. The copies are open.
+
+        Args:
+            now_ms: rows that have expired then are hidden.
+            own_partition: the only partition of a co-partitioned table that user code sees; None: all that are open.
+        """
+        spec = self.specs[name]
+        own = own_partition if spec.co_partitioned else None
+        return JoinedTable(
+            name,
+            lambda: self.stores(name, own),
+            partitions=spec.partitions,
+            key=spec.key,
+            value=spec.value,
+            now_ms=now_ms,
+            position=str(Position({spec.topic: self.ends[spec.topic]})),
+            own_partition=own,
+        )
+
+    @contextlib.contextmanager
+    def stores(self, name: str, own: int | None) -> Iterator[Mapping[int, Store]]:
+        """The open stores of a table, or only that of one partition."""
+        opened = self._stores[name]
+        yield opened if own is None else {own: opened[own]}
+
+    def close(self) -> None:
+        for stores in self._stores.values():
+            for store in stores.values():
+                store.close()
+            stores.clear()
+
+
+def open_copy(
+    spec: JoinSpec,
+    partition: int,
+    end: int,
+    source: JoinSource,
+    *,
+    still_owner: Callable[[], bool] | None = None,
+) -> Store:
+    """The copy of a partition on this host, exactly as the topic was at an offset. See `JoinedCopies.open`."""
+    folder = spec.folder(partition)
+    if _is_verified(folder, spec):
+        with contextlib.suppress(StoreCorruptError):
+            store = open_store(folder, spec.store, verify=False)
+            if _is_ready(store, spec, partition, end):
+                return store
+            store.close()
+    name = f"{spec.topic}-{partition}"
+    folder.mkdir(parents=True, exist_ok=True)
+    with locked(
+        folder / _LOCK,
+        _WAIT_S,
+        busy=f"Another task has been restoring the local copy of {name} for {_WAIT_S:g} s",
+        next_step="nothing is lost: the batch runs again, and what was restored is kept",
+    ):
+        bring_up = _BringUp(spec, partition, end, source, still_owner)
+        try:
+            return bring_up.run(verify=not _is_verified(folder, spec))
+        except StoreCorruptError:
+            remove_store(folder, spec.store)
+            return bring_up.run(verify=False)
+
+
+class _BringUp:
+    """One call of `open_copy` that has to do something, under the lock of the folder."""
+
+    def __init__(
+        self, spec: JoinSpec, partition: int, end: int, source: JoinSource, still_owner: Callable[[], bool] | None
+    ) -> None:
+        self._spec = spec
+        self._partition = partition
+        self._end = end
+        self._source = source
+        self._still_owner = still_owner
+        self._folder = spec.folder(partition)
+
+    def run(self, *, verify: bool) -> Store:
+        spec = self._spec
+        store = open_store(self._folder, spec.store, verify=verify)
+        try:
+            (self._folder / _VERIFIED).write_bytes(_mark(spec))
+            if not _is_ready(store, spec, self._partition, self._end):
+                self._read(store)
+            exact_from = int(store.blob(_EXACT_FROM) or 0)
+        except BaseException:
+            store.close()
+            raise
+        if exact_from > self._end:
+            store.close()
+            raise InexactCopyError(
+                INEXACT,
+                topic=f"{spec.topic}-{self._partition}",
+                detail=f"the batch sees it at offset {self._end}, rows are complete from offset {exact_from} on",
+                next_step="none: the batch runs again, at newer offsets",
+            )
+        return store
+
+    def _read(self, store: Store) -> None:
+        before = store.blob(_EXACT_FROM) or b"0"
+        store.write((), {_EXACT_FROM: _UNKNOWN})
+        noting = _Noting(self._source)
+        CatchUp(
+            self._folder,
+            self._spec.goal(self._partition, self._end),
+            noting,
+            self._spec.snapshots,
+            self._spec.tombstone_ms // 2,
+            int(time.time() * 1000),
+            RestoreLog(f"{self._spec.topic}-{self._partition}"),
+            self._still_owner,
+        ).bring_up(store)
+        if before == _UNKNOWN or not noting.whole:
+            exact_from = self._source.end(self._spec.topic, self._partition)
+        else:
+            exact_from = int(before)  # not reached yet, or it does not matter any more
+        store.write((), {_EXACT_FROM: b"%d" % exact_from})
+
+
+class _Noting:
+    """Reads committed records, and notes whether compaction has removed any."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self.whole = True
+
+    def read(self, topic: str, partition: int, start: int, end: int) -> Iterator[Chunk]:
+        for chunk in self._source.read(topic, partition, start, end):
+            self.whole = self.whole and chunk.whole
+            yield chunk
+
+
+def _is_ready(store: Store, spec: JoinSpec, partition: int, end: int) -> bool:
+    """Whether a copy is at the offset, and exact."""
+    record = CommitRecord.decode(store.blob(COMMIT_RECORD) or b"")
+    goal = spec.goal(partition, end)
+    if record is None or record.misfit(goal) or not record.at(goal):
+        return False
+    exact_from = store.blob(_EXACT_FROM)
+    return exact_from is not None and exact_from != _UNKNOWN and int(exact_from) <= end
+
+
+def _mark(spec: JoinSpec) -> bytes:
+    return f"{spec.run} {spec.topic_id} {host_identity()}".encode()
+
+
+def _is_verified(folder: Path, spec: JoinSpec) -> bool:
+    """Whether the copy was verified in this run of the driver, since the host was started."""
+    try:
+        return (folder / _VERIFIED).read_bytes() == _mark(spec)
+    except OSError:
+        return False

@@ -1,0 +1,202 @@
+"""Streams joined with tables of other programs: each batch sees a table at fixed, recorded offsets."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+import onceflow
+from onceflow import ColumnProcessor, JoinTable, OptionError, Processor, Record, SchemaError, serdes
+from onceflow.protocol import progress as progress_format
+from onceflow.testing import independent
+
+pytestmark = pytest.mark.integration
+
+Run = Callable[..., Any]
+
+
+class Priced(Processor):
+    """Writes each record with the rate of its currency, and the position at which the table was seen."""
+
+    key = serdes.STRING
+    value = output = state = serdes.JSON
+
+    def process(self, key: str, records: Any, state: Any) -> Iterator[Record]:
+        rates = state.table("rates")
+        state.put(state.get(0) + len(records))
+        for record in records:
+            rate = rates.get(record.value["currency"])
+            yield Record(key, {"n": record.value["n"], "rate": rate, "at": rates.position})
+
+
+class PricedColumns(ColumnProcessor):
+    def process(self, records: pa.Table, states: pa.Table, context: Any) -> tuple[Any, Any]:
+        parsed = onceflow_json(records["value"])
+        rates = context.tables["rates"].values_of(parsed["currency"])
+        values = [
+            json.dumps({"n": n, "rate": None if rate is None else json.loads(rate)}).encode()
+            for n, rate in zip(parsed["n"].to_pylist(), rates.to_pylist(), strict=True)
+        ]
+        return pa.table({"key": records["key"], "value": pa.array(values)}), None
+
+
+def onceflow_json(values: Any) -> pa.Table:
+    from onceflow.state.api.json_columns import parse_json
+
+    return parse_json(values, pa.schema([("n", pa.int64()), ("currency", pa.string())]))
+
+
+class Joined:
+    """A flow that joins orders with rates, and what it should write."""
+
+    def __init__(self, bootstrap: str, spark: Any, make_topic: Callable[..., str], folder: Path) -> None:
+        self.bootstrap, self.spark, self.folder = bootstrap, spark, folder
+        self.orders, self.out = make_topic("orders", 3), make_topic("priced", 3)
+        self.rates = make_topic("rates", 2, cleanup_policy="compact")
+        self.flow = f"flow-{self.orders}"
+        self.sent = 0
+
+    def put(self, **rates: Any) -> None:
+        rows = [(name.encode(), None if rate is None else json.dumps(rate).encode()) for name, rate in rates.items()]
+        independent.fill(self.bootstrap, self.rates, rows)
+
+    def order(self, *currencies: str) -> list[int]:
+        numbers = list(range(self.sent, self.sent + len(currencies)))
+        self.sent += len(currencies)
+        rows = [
+            (b"key-%d" % (n % 5), json.dumps({"n": n, "currency": c}).encode())
+            for n, c in zip(numbers, currencies, strict=True)
+        ]
+        independent.fill(self.bootstrap, self.orders, rows)
+        return numbers
+
+    def run(self, processor: Any = None, join: Any = None, **write: Any) -> None:
+        flow = onceflow.Flow(self.flow, self.spark, bootstrap_servers=self.bootstrap)
+        df = flow.read(self.orders)
+        if join is not None:
+            df = join(flow, df)
+        else:
+            rates = JoinTable(self.rates, key=serdes.STRING, value=serdes.JSON, state_dir=self.folder / "copies")
+            df = flow.process(
+                df, processor or Priced(), table=f"table-{self.orders}", tables={"rates": rates}, state_dir=self.folder
+            )
+        query = flow.write(df, topic=self.out, once=True, **write).start()
+        query.awaitTermination()
+        query.stop()
+
+    def written(self) -> dict[int, dict[str, Any]]:
+        found: dict[int, dict[str, Any]] = {}
+        for record in independent.read_topic(self.bootstrap, self.out, decided=True):
+            value = json.loads(record.value or b"")
+            assert value["n"] not in found, "doubled"
+            found[value["n"]] = value
+        return found
+
+    def ends(self) -> dict[str, dict[int, int]]:
+        found = independent.end_offsets(self.bootstrap, self.rates)
+        return {self.rates: {partition: end for (_, partition), end in found.items()}}
+
+    def pinned(self) -> Any:
+        """The offsets in the progress record."""
+        records = independent.read_topic(self.bootstrap, progress_format.PROGRESS_TOPIC, decided=True)
+        mine = [record for record in records if record.key == self.flow.encode()]
+        return progress_format.decode(mine[-1].key, mine[-1].value or b"").joined
+
+
+@pytest.fixture
+def joined(onceflow_broker: str, onceflow_spark: Any, make_topic: Callable[..., str], tmp_path: Path) -> Joined:
+    return Joined(onceflow_broker, onceflow_spark, make_topic, tmp_path)
+
+
+@pytest.mark.parametrize("small_batch_rows", [None, 0], ids=["driver", "tasks"])
+def test_each_batch_sees_the_table_at_one_offset(joined: Joined, small_batch_rows: int | None) -> None:
+    joined.put(EUR=1.0, USD=1.1, GBP=0.8)
+    first = joined.order("EUR", "USD", "XXX", "GBP", "EUR")
+    joined.run(small_batch_rows=small_batch_rows)
+    ends = joined.pinned()
+    assert ends == joined.ends()
+    joined.put(EUR=2.0, GBP=None, XXX=9)
+    second = joined.order("EUR", "USD", "XXX", "GBP")
+    joined.run(small_batch_rows=small_batch_rows)
+    written = joined.written()
+    assert [written[n]["rate"] for n in first] == [1.0, 1.1, None, 0.8, 1.0]
+    assert [written[n]["rate"] for n in second] == [2.0, 1.1, 9, None]
+    listed = ".".join(str(end) for _, end in sorted(ends[joined.rates].items()))
+    assert {written[n]["at"] for n in first} == {f"{joined.rates}:{listed}"}
+    assert len({written[n]["at"] for n in second}) == 1
+
+
+def test_a_column_processor_joins(joined: Joined) -> None:
+    joined.put(EUR=1.0, USD=1.1)
+    numbers = joined.order("EUR", "USD", "XXX")
+    joined.run(PricedColumns())
+    written = joined.written()
+    assert [written[n]["rate"] for n in numbers] == [1.0, 1.1, None]
+
+
+@pytest.mark.parametrize("how", ["left", "inner"])
+def test_join_table(joined: Joined, how: str) -> None:
+    joined.put(EUR={"rate": 1.5, "name": "euro"}, USD={"rate": 2, "name": None})
+    numbers = joined.order("EUR", "USD", "XXX", "EUR")
+
+    def join(flow: Any, df: Any) -> Any:
+        from pyspark.sql import functions as F
+
+        parsed = df.withColumn("currency", F.get_json_object(F.col("value").cast("string"), "$.currency"))
+        rates = JoinTable(joined.rates, value=serdes.JSON, state_dir=joined.folder)
+        found = flow.join_table(parsed, rates, on="currency", columns={"rate": "double", "name": "string"}, how=how)
+        n = F.get_json_object(F.col("value").cast("string"), "$.n").cast("int").alias("n")
+        return found.select("key", F.to_json(F.struct(n, "rate", "name")).alias("value"))
+
+    joined.run(join=join)
+    written = joined.written()
+    assert written[numbers[0]] == {"n": 0, "rate": 1.5, "name": "euro"}
+    assert written[numbers[1]] == {"n": 1, "rate": 2.0}
+    assert (numbers[2] in written) == (how == "left")
+    assert len(written) == (4 if how == "left" else 3)
+    assert joined.pinned() == joined.ends()
+
+
+def test_wrong_arguments(joined: Joined, make_topic: Callable[..., str]) -> None:
+    plain = make_topic("plain", 1)
+    flow = onceflow.Flow(joined.flow, joined.spark, bootstrap_servers=joined.bootstrap)
+    df = flow.read(joined.orders)
+    table = f"table-{joined.orders}"
+
+    def process(tables: Any) -> Any:
+        return flow.process(df, Priced(), table=table, tables=tables, state_dir=joined.folder)
+
+    def join(table: Any = joined.rates, on: str = "key", columns: Any = "rate", **more: Any) -> Any:
+        return flow.join_table(df, table, on=on, columns=columns, **more)
+
+    for call, what in [
+        (lambda: process("rates"), "tables='rates' is not a dict"),
+        (lambda: process({"rates": 7}), "7 is not a table to join with"),
+        (lambda: process({"rates": table}), f"{table} is a table of this flow"),
+        (lambda: process({"rates": plain}), f"Topic {plain} is not compacted"),
+        (lambda: process({"rates": "nothing-like-it"}), "Table topic 'nothing-like-it' does not exist"),
+        (
+            lambda: process({"rates": JoinTable(joined.rates, co_partitioned=True)}),
+            f"{joined.rates} has 2 partitions and",
+        ),
+        (lambda: join(how="outer"), "how='outer' is unknown"),
+        (lambda: join(on="currency"), "The DataFrame has no column 'currency'"),
+        (lambda: join(on="offset"), f"Keys of table {joined.rates} are bytes or text"),
+        (lambda: join(columns="value"), "The DataFrame has a column 'value' already"),
+        (lambda: join(columns={"rate": "double"}), f"Fields of table {joined.rates} are asked for"),
+        (
+            lambda: join(JoinTable(joined.rates, value=serdes.JSON), columns={"rate": "decimal"}),
+            "columns= gives 'rate'",
+        ),
+        (lambda: join(columns={}), "columns={} names no columns"),
+        (lambda: join(JoinTable(joined.rates, key="text")), "key='text' of the table"),  # type: ignore[arg-type]
+    ]:
+        with pytest.raises((OptionError, SchemaError, onceflow.UnknownTopicError)) as raised:
+            call()
+        assert raised.value.what.startswith(what)
+        assert raised.value.next_step
