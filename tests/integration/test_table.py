@@ -16,9 +16,11 @@ from confluent_kafka.admin import AdminClient, NewPartitions
 import onceflow
 from onceflow import BadRecordError, Change, DeadlineExceededError, OptionError, Table, UnknownTopicError, serdes
 from onceflow.client import cluster
+from onceflow.client.committed import Chunk, CommittedReader
 from onceflow.state.local.format import COMMIT_RECORD
 from onceflow.state.stores.lmdb_store import LmdbStore
 from onceflow.tables import following
+from onceflow.tables.following import Restore
 from onceflow.tables.opening import TABLES_FOLDER
 from onceflow.testing import independent
 from onceflow.testing.waiting import wait_until
@@ -111,6 +113,32 @@ def test_a_table_follows_what_is_committed(onceflow_broker: str, topic: str, ope
     lag = table.lag
     assert lag.ms is not None
     table.wait_until_current()
+
+
+def test_a_restore_tells_how_far_it_has_read(
+    make_topic: Callable[..., str], onceflow_broker: str, opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before it writes, which it does in large parts; and it is over only when all is written."""
+    topic = make_topic("restored", 1, cleanup_policy="compact")
+    for n in range(2):
+        independent.fill(onceflow_broker, topic, [(b"k%d" % n, b"1")])
+    go_on = threading.Event()
+
+    class Halting(CommittedReader):
+        def read(self, topic: str, partition: int, start: int, end: int) -> Iterator[Chunk]:
+            for chunk in super().read(topic, partition, start, end):
+                yield chunk
+                assert go_on.wait(60)
+
+    monkeypatch.setattr(following, "CommittedReader", lambda *given: Halting(*given, fetch_bytes=1))
+    table = opened(topic, wait=False)
+    try:
+        wait_until(lambda: table.restore.done == 1, 60, "the first record is read")
+        assert (table.restore, table.restore.running) == (Restore(1, 2), True)
+    finally:
+        go_on.set()
+    table.wait_until_current()
+    assert (table.restore.running, table.count()) == (False, 2)
 
 
 def test_a_table_continues_from_its_copy(

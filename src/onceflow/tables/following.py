@@ -88,6 +88,7 @@ class Follower:
         self._ends: dict[int, int] = {}  # last stable offsets, as last heard of
         self._targets: dict[int, int] = {}  # last stable offsets at the start
         self._begins = {partition: copy.position for partition, copy in copies.items()}
+        self._read: dict[int, int] = {}  # up to where a restore has read; it writes much later
         self._followed = False
         self._stopping = threading.Event()
         self._moved = threading.Condition()
@@ -169,8 +170,13 @@ class Follower:
 
     def restored(self) -> Restore:
         total = sum(max(0, end - self._begins[partition]) for partition, end in self._targets.items())
-        left = sum(max(0, end - self._copies[partition].position) for partition, end in self._targets.items())
-        return Restore(total - left, total)
+        unwritten = unread = 0
+        for partition, end in self._targets.items():
+            position = self._copies[partition].position
+            unwritten += max(0, end - position)
+            unread += max(0, end - max(position, self._read.get(partition, 0)))
+        # It runs until all is written, not only read.
+        return Restore(total - max(unread, 1 if unwritten else 0), total)
 
     def listen(self, listener: Callable[[RawChange], None]) -> Callable[[], None]:
         """Call a function with every change from now on, in this object's thread. Returns a function that ends it."""
@@ -223,10 +229,11 @@ class Follower:
         What was committed after the start is followed, so that listeners hear of it.
         """
         self._check_topic(cluster, Deadline(_ATTEMPT_S, f"looking up topic {self.topic}"))
-        source = _Source(CommittedReader(cluster, _ATTEMPT_S), self._stopping, self._answered)
+        source = _Source(CommittedReader(cluster, _ATTEMPT_S), self._stopping, self._has_read)
         for partition, end in sorted(self._targets.items()):
             copy = self._copies[partition]
             # A copy that is ahead when it is opened is one of records that Kafka has lost: it is restored, too.
+            self._read.pop(partition, None)
             if copy.position < end or (copy.position > end and not self._followed):
                 copy.restore(source, end, lambda _, copy=copy: self._tell(copy))  # type: ignore[misc]
             self._notify()
@@ -307,6 +314,10 @@ class Follower:
             restore = self.restored()
             log.info("table %s: restored %d of %d offsets", self.topic, restore.done, restore.total)
 
+    def _has_read(self, partition: int, offset: int) -> None:
+        self._read[partition] = offset
+        self._answered()
+
     def _warn(self, problem: OnceflowError) -> None:
         now = time.monotonic()
         if self._stopping.is_set() or (self._warned_at is not None and now - self._warned_at < _WARN_EVERY_S):
@@ -328,14 +339,14 @@ class Follower:
 class _Source:
     """Reads committed records until the thread is to end."""
 
-    def __init__(self, reader: CommittedReader, stopping: threading.Event, answered: Callable[[], None]) -> None:
+    def __init__(self, reader: CommittedReader, stopping: threading.Event, tell: Callable[[int, int], None]) -> None:
         self._reader = reader
         self._stopping = stopping
-        self._answered = answered
+        self._tell = tell  # partition, and up to which offset it is read
 
     def read(self, topic: str, partition: int, start: int, end: int) -> Iterator[Chunk]:
         for chunk in self._reader.read(topic, partition, start, end):
             if self._stopping.is_set():
                 raise _StoppingError("the table is being closed")
-            self._answered()
+            self._tell(partition, chunk.next_offset)
             yield chunk
