@@ -78,6 +78,25 @@ def end_driver(process: subprocess.Popen[str]) -> None:
         process.stdout.close()
 
 
+@contextlib.contextmanager
+def _command(*arguments: str) -> Iterator[subprocess.Popen[str]]:
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-m", "onceflow.cli.main", *arguments], text=True, **pipes) as running:
+        given_up = threading.Timer(60, running.kill)
+        given_up.start()
+        try:
+            yield running
+        finally:
+            given_up.cancel()
+            running.kill()
+
+
+@pytest.fixture
+def command() -> Callable[..., contextlib.AbstractContextManager[subprocess.Popen[str]]]:
+    """``with command("topic", "list") as process``: a command as a process of its own, given up after a minute."""
+    return _command
+
+
 @dataclass
 class Pipe:
     """One flow from a filled topic to an output topic, and what must come out."""

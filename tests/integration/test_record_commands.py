@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
-import threading
 import uuid
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from subprocess import Popen
 from typing import Any
 
 import pytest
@@ -23,6 +21,7 @@ from onceflow.testing import independent
 pytestmark = pytest.mark.integration
 
 Call = Callable[..., Result]
+Command = Callable[..., AbstractContextManager[Popen[str]]]
 
 
 @pytest.fixture
@@ -36,20 +35,6 @@ def call(onceflow_broker: str, monkeypatch: pytest.MonkeyPatch) -> Call:
         return answer
 
     return run
-
-
-@contextmanager
-def process(*arguments: str) -> Iterator[subprocess.Popen[str]]:
-    """A command as a process of its own. It is given up after a minute."""
-    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen([sys.executable, "-m", "onceflow.cli.main", *arguments], text=True, **pipes) as running:
-        given_up = threading.Timer(60, running.kill)
-        given_up.start()
-        try:
-            yield running
-        finally:
-            given_up.cancel()
-            running.kill()
 
 
 # ---- topics ----------------------------------------------------------------------------------------------
@@ -138,11 +123,11 @@ def test_lines_before_a_bad_one_are_written(call: Call, onceflow_broker: str, ma
     call("produce", topic, lines=b"y" * 930)  # as large as it may be, nearly
 
 
-def test_input_is_written_as_it_comes(onceflow_broker: str, make_topic: Callable[..., str]) -> None:
+def test_input_is_written_as_it_comes(command: Command, onceflow_broker: str, make_topic: Callable[..., str]) -> None:
     """A producer that waits for the next line has written the last one; Ctrl-C tells how many there are."""
     topic = make_topic("slow", 1)
     where = ["--bootstrap-servers", onceflow_broker]
-    with process("consume", topic, "--follow", *where) as reader, process("produce", topic, *where) as writer:
+    with command("consume", topic, "--follow", *where) as reader, command("produce", topic, *where) as writer:
         assert writer.stdin
         assert reader.stdout
         for line in ("first\n", "second\n"):
@@ -159,7 +144,9 @@ def test_input_is_written_as_it_comes(onceflow_broker: str, make_topic: Callable
 # ---- consume ---------------------------------------------------------------------------------------------
 
 
-def test_only_what_is_committed(call: Call, onceflow_broker: str, make_topic: Callable[..., str]) -> None:
+def test_only_what_is_committed(
+    command: Command, call: Call, onceflow_broker: str, make_topic: Callable[..., str]
+) -> None:
     topic = make_topic("committed", 1)
     options: dict[str, Any] = {"bootstrap.servers": onceflow_broker, "transactional.id": topic, "log_level": 0}
     producer = Producer(options)
@@ -180,7 +167,7 @@ def test_only_what_is_committed(call: Call, onceflow_broker: str, make_topic: Ca
             break
     assert answer.stdout == "null\tcommitted\n"
     assert answer.stderr == f"{topic}-0: 2 offsets not shown, behind an open transaction\n"
-    with process("consume", topic, "--follow", "--max", "3", "--bootstrap-servers", onceflow_broker) as reader:
+    with command("consume", topic, "--follow", "--max", "3", "--bootstrap-servers", onceflow_broker) as reader:
         assert reader.stdout
         assert reader.stdout.readline() == "null\tcommitted\n"
         producer.commit_transaction(30)
@@ -226,12 +213,14 @@ def test_from_topic_to_topic(call: Call, onceflow_broker: str, make_topic: Calla
     assert {(key, value) for key, value, *_ in contents(first)} == set(sent)
 
 
-def test_a_reader_that_goes_away(call: Call, onceflow_broker: str, make_topic: Callable[..., str]) -> None:
+def test_a_reader_that_goes_away(
+    command: Command, call: Call, onceflow_broker: str, make_topic: Callable[..., str]
+) -> None:
     """`| head -1`: no error, and no trace of one."""
     topic = make_topic("long", 1)
     call("produce", topic, lines="x" * 100 + "\n")
     call("produce", topic, lines=("x" * 100 + "\n") * 50_000)
-    with process("consume", topic, "--bootstrap-servers", onceflow_broker) as reader:
+    with command("consume", topic, "--bootstrap-servers", onceflow_broker) as reader:
         assert reader.stdout
         assert reader.stdout.readline() == "null\t" + "x" * 100 + "\n"
         reader.stdout.close()
