@@ -50,12 +50,7 @@ def json_object(line: bytes) -> Record | None:
     """
     if not line.strip():
         return None
-    try:
-        found = json.loads(line, parse_constant=_no_number)
-    except RecursionError:
-        raise ValueError("it is not JSON that can be read: it is nested too deeply") from None
-    except ValueError as error:  # also raised for invalid UTF-8
-        raise ValueError(f"it is not JSON: {error}") from None
+    found = load_json(line)
     if not isinstance(found, dict):
         raise ValueError('it is JSON, but not an object such as {"key": "k", "value": "v"}')
     unknown = found.keys() - _KNOWN
@@ -83,7 +78,38 @@ def to_json(record: Record) -> str:
         **field("value", record.value),
         "headers": headers_as_json(record.headers),
     }
+    return as_line(found)
+
+
+def as_line(found: Any) -> str:
+    """A document as one line of JSON in ASCII. Control characters are escaped."""
     return json.dumps(found).replace("\x7f", "\\u007f")  # legal in JSON, but a terminal would interpret it
+
+
+def load_json(text: str | bytes) -> Any:
+    """The document in a text.
+
+    Raises:
+        ValueError: the text is not JSON in UTF-8, or is nested too deeply.
+    """
+    try:
+        return json.loads(text, parse_constant=_no_number)
+    except RecursionError:
+        raise ValueError("it is not JSON that can be read: it is nested too deeply") from None
+    except ValueError as error:  # also raised for invalid UTF-8
+        raise ValueError(f"it is not JSON: {error}") from None
+
+
+def compact_json(content: Any) -> str:
+    """A document as JSON without spaces.
+
+    Raises:
+        ValueError: it has a number that JSON does not know.
+    """
+    try:
+        return json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    except ValueError:
+        raise ValueError("it has a number that is too large for a double") from None
 
 
 def field(name: str, content: bytes | None) -> dict[str, Any]:
@@ -116,17 +142,10 @@ def _bytes(content: Any) -> bytes | None:
     if content is None:
         return None
     try:
-        text = content if isinstance(content, str) else _as_json(content)
+        text = content if isinstance(content, str) else compact_json(content)
         return text.encode()
     except UnicodeEncodeError:
         raise ValueError("it has half of a surrogate pair, which is no text") from None
-
-
-def _as_json(content: Any) -> str:
-    try:
-        return json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    except ValueError:
-        raise ValueError("it has a number that is too large for a double") from None
 
 
 def _headers(found: Any) -> list[Header]:

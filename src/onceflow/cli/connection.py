@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import click
 
+if TYPE_CHECKING:
+    from onceflow.client.cluster import Cluster
+    from onceflow.client.deadline import Deadline
+    from onceflow.client.settings import ClientSettings
+
 VARIABLE = "ONCEFLOW_BOOTSTRAP_SERVERS"
 LAST_RESORT = "localhost:9092"
+_CALL_S = 60.0
 
 
 def connection(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -37,6 +44,20 @@ def connection(command: Callable[..., Any]) -> Callable[..., Any]:
         return command(*arguments, settings=settings, **named)
 
     return with_settings
+
+
+@contextlib.contextmanager
+def connected(settings: ClientSettings, what: str) -> Iterator[tuple[Cluster, Deadline]]:
+    """Connections for one command, and its deadline of a minute.
+
+    Args:
+        what: what the command does, for the error when the deadline is over.
+    """
+    from onceflow.client.cluster import Cluster
+    from onceflow.client.deadline import Deadline
+
+    with contextlib.closing(Cluster(settings)) as cluster:
+        yield cluster, Deadline(_CALL_S, what)
 
 
 def default_servers() -> str:

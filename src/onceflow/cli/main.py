@@ -42,7 +42,7 @@ SUMMARIES = {
     "produce": "Write the lines of standard input to a topic.",
     "reset": "Delete a flow's progress, so that it starts over.",
     "setup": "Download the jars for Spark and for the local broker.",
-    "table": "Maintain tables of flows: give one more partitions.",
+    "table": "Look into tables; give those of flows more partitions.",
     "topic": "Create, list, describe and delete topics.",
 }
 

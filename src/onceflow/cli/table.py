@@ -1,4 +1,4 @@
-"""``onceflow table``: maintenance of the tables of flows."""
+"""``onceflow table``: what is in tables; maintenance of the tables of flows."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from typing import TYPE_CHECKING
 
 import click
 
+from onceflow.cli import table_list, table_lookup
 from onceflow.cli.connection import connection
+from onceflow.cli.progress import progress_bar
+from onceflow.cli.text import timeout_ms as timeout_ms_of
 
 if TYPE_CHECKING:
     from onceflow.admin.repartition import Repartitioned
@@ -17,7 +20,23 @@ if TYPE_CHECKING:
 
 @click.group()
 def table() -> None:
-    """Maintain the tables of flows."""
+    """Look into tables, and maintain those of flows.
+
+    A table is a compacted topic: the last record of each key is its row. A flow writes its own tables; any other
+    compacted topic can be looked into, too.
+    """
+
+
+for each in (
+    table_list.list_,
+    table_list.describe,
+    table_lookup.get,
+    table_lookup.range_,
+    table_lookup.prefix,
+    table_lookup.count,
+    table_lookup.tail,
+):
+    table.add_command(each)
 
 
 @table.command()
@@ -49,29 +68,16 @@ def repartition(
     A running driver of the flow is fenced. All rows move in one transaction with the flow's progress: whatever
     happens, they have moved or they have not. Run it again if it was interrupted. Then start the flow.
     """
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
-
     from onceflow.admin import repartition as repartitioning
     from onceflow.admin.repartitioner import RepartitionProgress
     from onceflow.protocol.names import Names
 
     names = Names(flow, transactional_id_prefix, group_id_prefix)
-    timeout_ms = None if transaction_timeout is None else _timeout_ms(transaction_timeout)
-    console = Console(stderr=True, highlight=False)
-    with Progress(
-        TextColumn("reading {task.fields[rows]:>12,} rows moved"),
-        BarColumn(),
-        TaskProgressColumn(),
-        TimeElapsedColumn(),
-        console=console,
-        disable=not console.is_terminal,
-        transient=True,
-    ) as bars:
-        bar = bars.add_task("", total=None, rows=0)
+    timeout_ms = None if transaction_timeout is None else timeout_ms_of(transaction_timeout, "--transaction-timeout")
+    with progress_bar() as bar:
 
         def show(progress: RepartitionProgress) -> None:
-            bars.update(bar, completed=progress.done, total=progress.total, rows=progress.rows)
+            bar(f"reading {progress.rows:>12,} rows moved", progress.done, progress.total)
 
         done = repartitioning.repartition(settings, names, table, partitions, timeout_ms=timeout_ms, tell=show)
     click.echo(json.dumps(asdict(done)) if as_json else _in_words(done))
@@ -85,15 +91,3 @@ def _in_words(done: Repartitioned) -> str:
         f"Table {done.table} went from {done.before} to {done.partitions} partitions: "
         f"{done.rows:,} rows{more} moved in {done.seconds:.1f} s."
     )
-
-
-def _timeout_ms(text: str) -> int:
-    from onceflow.durations import duration_ms
-
-    try:
-        found = duration_ms(float(text) if text.replace(".", "", 1).isdigit() else text)
-    except ValueError as error:
-        raise click.UsageError(f"--transaction-timeout: {error}") from error
-    if found < 1000:
-        raise click.UsageError("--transaction-timeout is shorter than a second")
-    return found

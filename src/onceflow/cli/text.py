@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
+import click
+
 
 def shown(text: str, *, lines: bool = False) -> str:
     """A text of a record, safe for a terminal: control characters are replaced.
@@ -26,3 +31,32 @@ def in_words(content: bytes | None, *, lines: bool = False) -> str:
 def counted(count: int, noun: str = "record") -> str:
     """``1 record``, ``2,000 records``."""
     return f"{count} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def print_columns(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+    """Print rows under the names of columns: the first column is aligned to the left, the others to the right."""
+    cells = [[str(cell) for cell in row] for row in rows]
+    widths = [max(len(row[n]) for row in [[*columns], *cells]) for n in range(len(columns))]
+    for row in [[*columns], *cells]:
+        first, *others = (
+            cell.ljust(width) if n == 0 else cell.rjust(width)
+            for n, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        click.echo("  ".join([first, *others]).rstrip())
+
+
+def timeout_ms(text: str, option: str) -> int:
+    """Milliseconds of a duration of at least a second; a number means seconds.
+
+    Args:
+        option: the name of the command's option, for the error.
+    """
+    from onceflow.durations import duration_ms
+
+    try:
+        found = duration_ms(float(text) if text.replace(".", "", 1).isdigit() else text)
+    except ValueError as error:
+        raise click.UsageError(f"{option}: {error}") from error
+    if found < 1000:
+        raise click.UsageError(f"{option} is shorter than a second")
+    return found

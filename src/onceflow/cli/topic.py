@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from onceflow.cli.connection import connection, pair
-from onceflow.cli.text import counted
+from onceflow.cli.connection import connected, connection, pair
+from onceflow.cli.text import counted, print_columns
 
 if TYPE_CHECKING:
-    from onceflow.client.cluster import Cluster
-    from onceflow.client.deadline import Deadline
     from onceflow.client.settings import ClientSettings
-
-_CALL_S = 60.0
 
 
 @click.group()
@@ -56,7 +52,7 @@ def create(
     from onceflow.client.topics import await_topic, create_topic
 
     given = dict(pair(config, "--config") for config in configs)
-    with _connected(settings, "creating topics") as (cluster, deadline):
+    with connected(settings, "creating topics") as (cluster, deadline):
         _check_not_internal(names)
         there = cluster.topics(None, deadline)
         if not if_not_exists:
@@ -88,7 +84,7 @@ def create(
 @connection
 def list_(everything: bool, as_json: bool, settings: ClientSettings) -> None:
     """List the topics with their numbers of partitions."""
-    with _connected(settings, "listing topics") as (cluster, deadline):
+    with connected(settings, "listing topics") as (cluster, deadline):
         found = {
             name: info.partitions
             for name, info in sorted(cluster.topics(None, deadline).items())
@@ -98,7 +94,7 @@ def list_(everything: bool, as_json: bool, settings: ClientSettings) -> None:
         for name, count in found.items():
             click.echo(json.dumps({"topic": name, "partitions": count}))
     elif found:
-        _table(["TOPIC", "PARTITIONS"], [[name, count] for name, count in found.items()])
+        print_columns(["TOPIC", "PARTITIONS"], [[name, count] for name, count in found.items()])
     else:
         click.echo(f"There are no topics at {settings.bootstrap_servers}.", err=True)
 
@@ -116,7 +112,7 @@ def describe(name: str, as_json: bool, settings: ClientSettings) -> None:
     from onceflow.client.offsets import EARLIEST, LATEST, list_offsets
     from onceflow.client.topics import copies, find_topics, own_settings
 
-    with _connected(settings, f"describing topic {name}") as (cluster, deadline):
+    with connected(settings, f"describing topic {name}") as (cluster, deadline):
         span = {name: sorted(find_topics(cluster, {name: ""}, deadline)[name].leaders)}
         places = copies(cluster, name, deadline)
         given = own_settings(cluster, name, deadline)
@@ -145,7 +141,7 @@ def describe(name: str, as_json: bool, settings: ClientSettings) -> None:
     if given is None:
         click.echo("its settings are not shown: that needs the permission DESCRIBE_CONFIGS", err=True)
     columns = ["PARTITION", "LEADER", "REPLICAS", "IN SYNC", "FIRST", "STABLE", "END"]
-    _table(columns, [[_joined(value) for value in each.values()] for each in partitions])
+    print_columns(columns, [[_joined(value) for value in each.values()] for each in partitions])
 
 
 @topic.command()
@@ -157,25 +153,16 @@ def delete(names: tuple[str, ...], yes: bool, settings: ClientSettings) -> None:
     from onceflow.client.topics import delete_topic, find_topics
     from onceflow.errors import UnknownTopicError
 
-    with _connected(settings, "looking for topics") as (cluster, deadline):
+    with connected(settings, "looking for topics") as (cluster, deadline):
         _check_not_internal(names)
         find_topics(cluster, dict.fromkeys(names, ""), deadline)
         if not yes:
             click.confirm(f"Delete {', '.join(names)} at {settings.bootstrap_servers} for good?", abort=True, err=True)
-    with _connected(settings, "deleting topics") as (cluster, deadline):  # a new deadline: the user may answer late
+    with connected(settings, "deleting topics") as (cluster, deadline):  # a new deadline: the user may answer late
         for name in dict.fromkeys(names):
             with contextlib.suppress(UnknownTopicError):  # it existed: Kafka's first response was lost
                 delete_topic(cluster, name, deadline)
             click.echo(f"Topic {name} deleted.")
-
-
-@contextlib.contextmanager
-def _connected(settings: ClientSettings, what: str) -> Iterator[tuple[Cluster, Deadline]]:
-    from onceflow.client.cluster import Cluster
-    from onceflow.client.deadline import Deadline
-
-    with contextlib.closing(Cluster(settings)) as cluster:
-        yield cluster, Deadline(_CALL_S, what)
 
 
 def _check_not_internal(names: Sequence[str]) -> None:
@@ -196,18 +183,6 @@ def _exists(name: str, partitions: int) -> Exception:
         topic=name,
         next_step="take another name, or leave topics that exist as they are: --if-not-exists",
     )
-
-
-def _table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-    """Print a table: the first column is aligned to the left, the others to the right."""
-    cells = [[str(cell) for cell in row] for row in rows]
-    widths = [max(len(row[n]) for row in [[*columns], *cells]) for n in range(len(columns))]
-    for row in [[*columns], *cells]:
-        first, *others = (
-            cell.ljust(width) if n == 0 else cell.rjust(width)
-            for n, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        click.echo("  ".join([first, *others]).rstrip())
 
 
 def _joined(value: Any) -> str:

@@ -48,7 +48,20 @@ def find_compacted(cluster: Cluster, topic: str, deadline: Deadline) -> Compacte
 def _check_compacted(cluster: Cluster, topic: str, deadline: Deadline) -> int:
     """Refuse a topic that is not compacted. Returns ``delete.retention.ms``."""
     settings = topic_configs(cluster, [topic], ["cleanup.policy", "delete.retention.ms"], deadline)[topic]
-    policy, retention = settings["cleanup.policy"], settings["delete.retention.ms"]
+    check_policy(topic, settings["cleanup.policy"])
+    retention = settings["delete.retention.ms"]
+    return _TOMBSTONE_MS if retention is None else int(retention)
+
+
+def check_policy(topic: str, policy: str | None) -> None:
+    """Refuse a topic that is not compacted, and log a warning if it may lose rows.
+
+    Args:
+        policy: its ``cleanup.policy``; None: it may not be read.
+
+    Raises:
+        OptionError: the topic is not compacted.
+    """
     if policy is None:
         log.warning("no permission to read the settings of %s: make sure that its cleanup.policy is compact", topic)
     elif "compact" not in policy:
@@ -64,7 +77,6 @@ def _check_compacted(cluster: Cluster, topic: str, deadline: Deadline) -> int:
             topic,
             policy,
         )
-    return _TOMBSTONE_MS if retention is None else int(retention)
 
 
 def _has_snapshots(cluster: Cluster, info: TopicInfo, deadline: Deadline) -> bool:

@@ -1,0 +1,174 @@
+"""Tables as Kafka knows them: which topics can be tables, how large they are, and which flow writes each of them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from onceflow.client.cluster import Cluster, TopicInfo
+from onceflow.client.committed import CommittedReader
+from onceflow.client.deadline import Deadline
+from onceflow.client.offsets import EARLIEST, LATEST, list_offsets
+from onceflow.client.topics import find_topics, topic_configs
+from onceflow.errors import OnceflowError, PermissionDeniedError, UnknownTopicError
+from onceflow.protocol import progress as records
+from onceflow.protocol.names import INTERNAL_SUFFIX
+from onceflow.protocol.progress import PROGRESS_TOPIC, Progress
+from onceflow.state.compacted_topic import check_policy
+
+log = logging.getLogger("onceflow.tables")
+
+SETTINGS = ("cleanup.policy", "delete.retention.ms", "min.compaction.lag.ms")
+
+
+@dataclass(frozen=True)
+class Owner:
+    """The flow that writes a table, as its progress says.
+
+    Args:
+        flow: its name, after its prefix of transactional ids if it has one.
+        batch: the number of the committed batch.
+        offsets: end offsets of the table's partitions in this batch.
+    """
+
+    flow: str
+    batch: int
+    offsets: Mapping[int, int]
+
+
+@dataclass(frozen=True)
+class PartitionOffsets:
+    """Where a partition of a table begins and ends.
+
+    Args:
+        leader: node id of the leader; -1 while there is none.
+        first, stable, end: the first offset, the last stable offset, and the end offset.
+    """
+
+    partition: int
+    leader: int
+    first: int
+    stable: int
+    end: int
+
+
+@dataclass(frozen=True)
+class TableTopic:
+    """A compacted topic.
+
+    Args:
+        companion: the companion topic, if it has one; then it is the table of a flow.
+        owner: the flow; None: no progress record that can be read mentions the table.
+    """
+
+    name: str
+    partitions: list[PartitionOffsets]
+    companion: str | None
+    owner: Owner | None
+
+    @property
+    def records_at_most(self) -> int:
+        """An upper bound of the number of records. Compaction, aborted records and markers make it smaller."""
+        return sum(each.end - each.first for each in self.partitions)
+
+
+def find_tables(cluster: Cluster, deadline: Deadline) -> list[TableTopic]:
+    """All topics that can be tables, in order of names: compacted ones, without internal and companion topics.
+
+    Where the settings may not be read, a topic that has a companion topic is taken for a table.
+    """
+    there = cluster.topics(None, deadline)
+    named = {
+        name: info
+        for name, info in sorted(there.items())
+        if not (info.internal or name.startswith("__"))
+        and not (name.endswith(INTERNAL_SUFFIX) and name.removesuffix(INTERNAL_SUFFIX) in there)
+    }
+    found = {}
+    unreadable = 0
+    policies = topic_configs(cluster, named, ["cleanup.policy"], deadline) if named else {}
+    for name, info in named.items():
+        policy = policies[name]["cleanup.policy"]
+        unreadable += policy is None
+        if (name + INTERNAL_SUFFIX in there) if policy is None else ("compact" in policy):
+            found[name] = info
+    if unreadable:
+        log.warning("no permission to read the settings of %d topics: compacted ones may be missing here", unreadable)
+    return _completed(cluster, found, there, deadline)
+
+
+def describe_table(cluster: Cluster, name: str, deadline: Deadline) -> tuple[TableTopic, dict[str, str | None]]:
+    """One table, and its `SETTINGS`, which are None if this principal may not read them.
+
+    Raises:
+        UnknownTopicError: there is no such topic.
+        OptionError: it is not compacted.
+    """
+    info = find_topics(cluster, {name: "table"}, deadline)[name]
+    settings = topic_configs(cluster, [name], SETTINGS, deadline)[name]
+    check_policy(name, settings["cleanup.policy"])
+    (table,) = _completed(cluster, {name: info}, cluster.topics(None, deadline), deadline)
+    return table, settings
+
+
+def _completed(
+    cluster: Cluster, tables: Mapping[str, TopicInfo], there: Mapping[str, TopicInfo], deadline: Deadline
+) -> list[TableTopic]:
+    """Tables with their offsets and owners."""
+    if not tables:
+        return []
+    spans = {name: sorted(info.leaders) for name, info in tables.items()}
+    first = list_offsets(cluster, spans, EARLIEST, deadline)
+    stable = list_offsets(cluster, spans, LATEST, deadline)
+    end = list_offsets(cluster, spans, LATEST, deadline, committed=False)
+    progress = list(_progress(cluster, deadline))
+    return [
+        TableTopic(
+            name,
+            [
+                PartitionOffsets(each, info.leaders[each], first[name][each], stable[name][each], end[name][each])
+                for each in spans[name]
+            ],
+            name + INTERNAL_SUFFIX if name + INTERNAL_SUFFIX in there else None,
+            _owner(info, progress),
+        )
+        for name, info in tables.items()
+    ]
+
+
+def _owner(info: TopicInfo, progress: list[Progress]) -> Owner | None:
+    """The flow whose progress has the table; the latest one, if the table has gone from one flow to another."""
+    known = [
+        each
+        for each in progress
+        if info.name in each.changelogs and each.topic_ids.get(info.name) in (None, info.topic_id)
+    ]
+    last = max(known, key=lambda each: each.time_ms, default=None)
+    return None if last is None else Owner(last.flow, last.batch_id, last.changelogs[info.name])
+
+
+def _progress(cluster: Cluster, deadline: Deadline) -> Iterator[Progress]:
+    """The committed progress of each flow. Open transactions of others may hide the newest ones.
+
+    Records that this version cannot read are left out: it is not their flow that is asked for.
+    """
+    last: dict[bytes, bytes | None] = {}
+    try:
+        info = cluster.topics([PROGRESS_TOPIC], deadline, once=True)[PROGRESS_TOPIC]
+        ends = list_offsets(cluster, {PROGRESS_TOPIC: sorted(info.leaders)}, LATEST, deadline)[PROGRESS_TOPIC]
+        reader = CommittedReader(cluster, deadline.remaining)
+        for partition, end in ends.items():
+            for chunk in reader.read(PROGRESS_TOPIC, partition, 0, end):
+                last.update((key, value) for key, value in zip(chunk.keys, chunk.values, strict=True) if key)
+    except UnknownTopicError:
+        return  # no flow has run here
+    except PermissionDeniedError as refused:
+        log.warning("no permission to read %s, so flows are not known (%s)", PROGRESS_TOPIC, refused.detail)
+        return
+    for key, value in last.items():
+        if value is not None:
+            try:
+                yield records.decode(key, value)
+            except OnceflowError as unreadable:
+                log.debug("a record of %s cannot be read: %s", PROGRESS_TOPIC, unreadable)
