@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 import shutil
 import subprocess
-import uuid
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 from confluent_kafka import Producer
 from confluent_kafka.admin import (
     AclBinding,
@@ -32,12 +28,11 @@ from confluent_kafka.admin import (
 
 import onceflow
 from onceflow.broker.local import LocalBroker, free_ports
-from onceflow.cli.main import cli
 from onceflow.client.brokers import Safety, StableOffsets, held_back, read_safety, warn_of_settings
 from onceflow.client.cluster import Cluster
 from onceflow.client.deadline import Deadline
 from onceflow.client.settings import ClientSettings
-from onceflow.driver.progress_log import ensure_topic, partition_of
+from onceflow.driver.progress_log import partition_of
 from onceflow.host import java
 from onceflow.protocol.progress import PROGRESS_TOPIC
 from onceflow.testing import independent
@@ -332,39 +327,6 @@ def test_settings_that_may_not_be_read_are_no_reason_to_stop(
     finally:
         cluster.close()
     assert not [record for record in caplog.records if record.name == "onceflow"]
-
-
-def test_looking_into_a_table_needs_little(
-    secure: Secure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """READ on its topics. Settings and the flow are not shown then, and a warning says so."""
-    table = f"balances-{uuid.uuid4().hex[:8]}"
-    for name in (table, f"{table}-internal"):
-        create_topic(secure.internal, name, 1, {"cleanup.policy": "compact"})
-    independent.fill(secure.internal, table, [(b"ada", b"5")])
-    with closing(Cluster(ClientSettings(secure.internal))) as cluster:
-        ensure_topic(cluster, Deadline(30, "a test"))
-    grant(secure, [(ResourceType.TOPIC, name, AclOperation.READ) for name in (table, f"{table}-internal")])
-    connected(secure, secure.options()).close()
-    monkeypatch.setenv("ONCEFLOW_STATE_DIR", str(tmp_path))
-    given = [word for pair in secure.options().items() for word in ("--option", "=".join(pair))]
-
-    def call(*words: str) -> str:
-        answer = CliRunner().invoke(cli, ["table", *words, "--bootstrap-servers", secure.servers, *given])
-        assert answer.exit_code == 0, answer.output + repr(answer.exception)
-        return answer.stdout
-
-    assert call("get", table, "ada") == "ada\t5\n"
-    assert json.loads(call("list", "--json")) == {
-        "table": table,
-        "partitions": 1,
-        "companion": f"{table}-internal",
-        "flow": None,
-        "records_at_most": 1,
-    }
-    assert "no permission to read the settings of 1 topic: " in caplog.text
-    assert f"no permission to read {PROGRESS_TOPIC}, so flows are not known" in caplog.text
-    assert "\ncleanup.policy=(no permission to read it)\n" in call("describe", table)
 
 
 @pytest.mark.parametrize("may_describe", [False, True])

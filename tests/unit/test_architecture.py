@@ -27,6 +27,7 @@ ALLOWED = {
     "messages": {"client", "errors", "protocol", "state", "user_code"},
     "task": {"client", "errors", "hooks", "messages", "protocol", "spark", "state"},
     "tables": {"client", "durations", "errors", "protocol", "state"},
+    "server": {"_version", "client", "durations", "errors", "protocol", "state", "tables"},
     "planning": {"durations", "errors", "messages", "protocol", "spark", "state", "task"},
 }
 

@@ -94,8 +94,7 @@ def find_tables(cluster: Cluster, deadline: Deadline) -> list[TableTopic]:
         if (name + INTERNAL_SUFFIX in there) if policy is None else ("compact" in policy):
             found[name] = info
     if unreadable:
-        topics = "1 topic" if unreadable == 1 else f"{unreadable} topics"
-        log.warning("no permission to read the settings of %s: compacted ones may be missing here", topics)
+        log.warning("no permission to read the settings of %d topics: compacted ones may be missing here", unreadable)
     return _completed(cluster, found, there, deadline)
 
 

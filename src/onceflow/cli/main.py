@@ -42,7 +42,7 @@ SUMMARIES = {
     "produce": "Write the lines of standard input to a topic.",
     "reset": "Delete a flow's progress, so that it starts over.",
     "setup": "Download the jars for Spark and for the local broker.",
-    "table": "Look into tables; give those of flows more partitions.",
+    "table": "Look into tables, serve them over HTTP, maintain those of flows.",
     "topic": "Create, list, describe and delete topics.",
 }
 

@@ -1,4 +1,4 @@
-"""``onceflow table``: what is in tables; maintenance of the tables of flows."""
+"""``onceflow table``: what is in tables; serving them; maintenance of the tables of flows."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import click
 from onceflow.cli import table_list, table_lookup
 from onceflow.cli.connection import connection
 from onceflow.cli.progress import progress_bar
+from onceflow.cli.table_serve import serve
 from onceflow.cli.text import timeout_ms as timeout_ms_of
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 @click.group()
 def table() -> None:
-    """Look into tables, and maintain those of flows.
+    """Look into tables, serve them over HTTP, and maintain those of flows.
 
     A table is a compacted topic: the last record of each key is its row. A flow writes its own tables; any other
     compacted topic can be looked into, too.
@@ -35,6 +36,7 @@ for each in (
     table_lookup.prefix,
     table_lookup.count,
     table_lookup.tail,
+    serve,
 ):
     table.add_command(each)
 

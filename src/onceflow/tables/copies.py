@@ -12,11 +12,15 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
+import pyarrow as pa
+
 from onceflow.client.committed import Chunk
 from onceflow.errors import OnceflowError
+from onceflow.protocol.partitioners import key_partitions
 from onceflow.state import rows
 from onceflow.state.local.catch_up import CatchUp, Source, snapshot_changes
 from onceflow.state.local.format import COMMIT_RECORD, Changes, CommitRecord, Goal, table_changes
@@ -29,6 +33,9 @@ log = logging.getLogger("onceflow.tables")
 NO_FLOW = ""
 #: Blob with the time when the copy last contained everything that was committed.
 _CURRENT = "current"
+#: Blob that says for how many partitions, and up to which offset, all keys are where the default partitioner puts them.
+_PLACED = "placed"
+_CHECKED_ROWS = 10_000  # keys at once, of a copy whose blob is out of date
 _PERSISTED_S = 10.0  # how often a position is written that moves without rows
 
 
@@ -79,6 +86,7 @@ class Copy:
         position: all committed records below this offset are in the store.
         current_ms: when the copy last contained everything that was committed, epoch milliseconds; None: never.
         ignored: how many records could not be kept: they have no key, or too long a key.
+        placed: whether every key of the partition, as far as it was read, is where Kafka's default partitioner puts it.
     """
 
     def __init__(self, followed: Followed, partition: int) -> None:
@@ -89,6 +97,7 @@ class Copy:
         self._raw: bytes | None = None
         self.current_ms: int | None = None
         self.ignored = 0
+        self.placed = True
         self.store = self._open()
 
     @property
@@ -120,6 +129,15 @@ class Copy:
             seconds = time.monotonic() - since
             log.info("table %s: %d records read in %.2f s", self.name, run.records, seconds)
 
+    def check_placement(self, keys: Sequence[bytes | None]) -> None:
+        """Note whether these keys of the partition are where the default partitioner puts them."""
+        if not self.placed or self._followed.partitions == 1 or not keys:
+            return
+        found = key_partitions(pa.array(keys, pa.binary()), self._followed.partitions)
+        if ((found != self.partition) & (found >= 0)).any():
+            self.placed = False
+            log.info("table %s: its writer does not use Kafka's default partitioner", self.name)
+
     def apply(self, chunk: Chunk, *, stable: int, wanted: bool) -> list[RawChange]:
         """Apply the records that follow the position.
 
@@ -134,6 +152,7 @@ class Copy:
         if chunk.next_offset >= stable:
             self.current_ms = now_ms
         found = self._changes(chunk) if wanted and chunk.keys else []
+        self.check_placement(chunk.keys)
         changes: Changes = {}
         if self._followed.snapshots:
             changes = snapshot_changes(chunk, self.store)
@@ -157,9 +176,13 @@ class Copy:
         log.warning("table %s: the local copy is removed and read again from Kafka: %s", self.name, why)
         with suppress(StoreCorruptError):
             self.store.close()
-        remove_store(self._folder, self._followed.opener)
+        self.remove()
         self.current_ms = None
         self.store = self._open()
+
+    def remove(self) -> None:
+        """Delete what is on disk. The copy must be closed."""
+        remove_store(self._folder, self._followed.opener)
 
     def refresh(self) -> None:
         """Look how far a restore, which runs in the same thread, has written."""
@@ -211,6 +234,19 @@ class Copy:
         if now_ms - record.time_ms > self._followed.tombstone_ms // 2:
             raise StoreCorruptError("it is so old that Kafka may have removed tombstones that it has not read")
         self._record, self._raw = record, raw
+        if self._followed.snapshots:
+            self.placed = False  # all records have the same key
+        elif self.store.blob(_PLACED) != self._placement():
+            self._check_rows()
+
+    def _placement(self) -> bytes:
+        return b"%d %d" % (self._followed.partitions, self._record.table_end)
+
+    def _check_rows(self) -> None:
+        """Read all keys, because the copy does not say whether they are where the default partitioner puts them."""
+        scan = self.store.scan(rows.VALUE, rows.after(rows.VALUE))
+        while self.placed and (keys := [key[1:] for key, _ in islice(scan, _CHECKED_ROWS)]):
+            self.check_placement(keys)
 
     def _catch_up(self, source: Source, end: int, progress: Callable[[int], None]) -> CatchUp:
         followed = self._followed
@@ -228,7 +264,8 @@ class Copy:
     def _write(self, changes: Changes) -> None:
         raw = self._record.encode()
         when = None if self.current_ms is None else b"%d" % self.current_ms
-        if not self.store.write(changes, {COMMIT_RECORD: raw, _CURRENT: when}, (COMMIT_RECORD, self._raw), index=True):
+        blobs = {COMMIT_RECORD: raw, _CURRENT: when, _PLACED: self._placement() if self.placed else None}
+        if not self.store.write(changes, blobs, (COMMIT_RECORD, self._raw), index=True):
             raise StoreCorruptError("another process has changed it")
         self._raw = raw
         self._written_at = time.monotonic()

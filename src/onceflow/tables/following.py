@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -65,6 +65,21 @@ class Lag:
     ms: int | None
 
 
+@dataclass(frozen=True)
+class Progress:
+    """How far one partition of a table is.
+
+    Args:
+        position: all committed records below this offset are here.
+        lag: as `Lag`, of this partition.
+        restored: whether everything is here that was committed when the partition was opened.
+    """
+
+    position: int
+    lag: Lag
+    restored: bool
+
+
 class _StoppingError(OnceflowError):
     """The thread is to end. A restore keeps what it has read so far, as for every error of onceflow."""
 
@@ -107,6 +122,16 @@ class Follower:
         return self._info.partitions
 
     @property
+    def partitions_here(self) -> Collection[int]:
+        """The partitions that are followed."""
+        return self._copies.keys()
+
+    @property
+    def targets(self) -> Mapping[int, int]:
+        """The last stable offsets at the start, by partition."""
+        return self._targets
+
+    @property
     def ignored(self) -> int:
         return sum(copy.ignored for copy in self._copies.values())
 
@@ -122,16 +147,20 @@ class Follower:
 
     def stop(self) -> None:
         """End the thread, and close the copies. What they contain stays."""
-        self._stopping.set()
-        with self._moved:
-            self._moved.notify_all()
-        if self._thread.ident is not None:
-            self._thread.join(_STOP_S)
-        if self._thread.is_alive():
+        if not self.halt(_STOP_S):
             log.warning("table %s: a request is still waiting for a broker; the copy is closed without it", self.topic)
             return
         for copy in self._copies.values():
             copy.close()
+
+    def halt(self, timeout_s: float) -> bool:
+        """End the thread, but leave the copies open. Returns whether it has ended within these seconds."""
+        self._stopping.set()
+        with self._moved:
+            self._moved.notify_all()
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
+        return not self._thread.is_alive()
 
     @contextmanager
     def stores(self) -> Iterator[Stores]:
@@ -167,6 +196,15 @@ class Follower:
         now_ms = int(time.time() * 1000)
         oldest = None if None in times else min(times, default=now_ms)  # type: ignore[type-var]
         return Lag(behind, None if oldest is None else max(0, now_ms - oldest))
+
+    def progress(self, partition: int) -> Progress:
+        """How far one partition is. The position is never more than what lookups see from now on."""
+        copy = self._copies[partition]
+        position, current_ms = copy.position, copy.current_ms
+        end = self._ends.get(partition)
+        age_ms = None if current_ms is None else max(0, int(time.time() * 1000) - current_ms)
+        lag = Lag(None if end is None else max(0, end - position), age_ms)
+        return Progress(position, lag, position >= self._targets.get(partition, 0) and current_ms is not None)
 
     def restored(self) -> Restore:
         total = sum(max(0, end - self._begins[partition]) for partition, end in self._targets.items())
@@ -314,8 +352,9 @@ class Follower:
             restore = self.restored()
             log.info("table %s: restored %d of %d offsets", self.topic, restore.done, restore.total)
 
-    def _has_read(self, partition: int, offset: int) -> None:
-        self._read[partition] = offset
+    def _has_read(self, partition: int, chunk: Chunk) -> None:
+        self._read[partition] = chunk.next_offset
+        self._copies[partition].check_placement(chunk.keys)
         self._answered()
 
     def _warn(self, problem: OnceflowError) -> None:
@@ -339,14 +378,14 @@ class Follower:
 class _Source:
     """Reads committed records until the thread is to end."""
 
-    def __init__(self, reader: CommittedReader, stopping: threading.Event, tell: Callable[[int, int], None]) -> None:
+    def __init__(self, reader: CommittedReader, stopping: threading.Event, tell: Callable[[int, Chunk], None]) -> None:
         self._reader = reader
         self._stopping = stopping
-        self._tell = tell  # partition, and up to which offset it is read
+        self._tell = tell
 
     def read(self, topic: str, partition: int, start: int, end: int) -> Iterator[Chunk]:
         for chunk in self._reader.read(topic, partition, start, end):
             if self._stopping.is_set():
                 raise _StoppingError("the table is being closed")
-            self._tell(partition, chunk.next_offset)
+            self._tell(partition, chunk)
             yield chunk

@@ -85,7 +85,7 @@ class OpenedTable:
         try:
             deadline = Deadline(_LOOK_S, f"looking for the end of topic {self.topic}")
             info = cluster.topic(self.topic, deadline)
-            return _ends(cluster, info, self.listed(info), deadline)
+            return stable_ends(cluster, info, self.listed(info), deadline)
         finally:
             cluster.close()
 
@@ -102,6 +102,26 @@ class OpenedTable:
             )
         return sorted(self.partitions)
 
+    def followed(self, cluster: Cluster, deadline: Deadline) -> tuple[TopicInfo, Followed]:
+        """The topic, and how it is kept on this machine. It takes a folder, which `release` gives back.
+
+        Raises:
+            UnknownTopicError, PermissionDeniedError, BrokerUnreachableError: the topic cannot be read.
+            OptionError: the topic is not compacted, or lacks a partition that was asked for.
+        """
+        found = find_compacted(cluster, self.topic, deadline)
+        self.listed(found.info)
+        followed = Followed(
+            topic=found.info.name,
+            topic_id=found.info.topic_id,
+            partitions=found.info.partitions,
+            folder=self.take_folder(),
+            opener=self.opener,
+            snapshots=found.snapshots,
+            tombstone_ms=found.tombstone_ms,
+        )
+        return found.info, followed
+
 
 def open_table(table: OpenedTable) -> Follower:
     """Find the topic, open and verify the copies, and begin to follow.
@@ -116,20 +136,9 @@ def open_table(table: OpenedTable) -> Follower:
     try:
         deadline = Deadline(_LOOK_S, f"opening table {table.topic}")
         cluster.connect(deadline)
-        found = find_compacted(cluster, table.topic, deadline)
-        info = found.info
-        listed = table.listed(info)
-        ends = _ends(cluster, info, listed, deadline)
-        followed = Followed(
-            topic=info.name,
-            topic_id=info.topic_id,
-            partitions=info.partitions,
-            folder=table.take_folder(),
-            opener=table.opener,
-            snapshots=found.snapshots,
-            tombstone_ms=found.tombstone_ms,
-        )
-        copies.update((partition, Copy(followed, partition)) for partition in listed)
+        info, followed = table.followed(cluster, deadline)
+        ends = stable_ends(cluster, info, table.listed(info), deadline)
+        copies.update((partition, Copy(followed, partition)) for partition in ends)
         follower = Follower(table.settings, info, copies, all_partitions=table.partitions is None)
         follower.start(ends)
         return follower
@@ -142,7 +151,8 @@ def open_table(table: OpenedTable) -> Follower:
         cluster.close()
 
 
-def _ends(cluster: Cluster, info: TopicInfo, listed: Sequence[int], deadline: Deadline) -> dict[int, int]:
+def stable_ends(cluster: Cluster, info: TopicInfo, listed: Sequence[int], deadline: Deadline) -> dict[int, int]:
+    """The last stable offsets of partitions: everything below them is decided."""
     return dict(list_offsets(cluster, {info.name: listed}, LATEST, deadline)[info.name])
 
 

@@ -1,0 +1,127 @@
+"""``onceflow table serve``: the query server."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from onceflow.cli.connection import connection
+from onceflow.cli.text import timeout_ms
+from onceflow.errors import EnvironmentUnusableError
+
+if TYPE_CHECKING:
+    from onceflow.client.settings import ClientSettings
+
+_TOKENS_VARIABLE = "ONCEFLOW_SERVER_TOKENS"
+
+
+@click.command()
+@click.argument("tables", nargs=-1, required=True, metavar="TABLE...")
+@connection
+@click.option("--key", default="text", show_default=True, help="How clients write keys: text, long or base64.")
+@click.option("--value", default="json", show_default=True, help="How clients get values: json, text or base64.")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Where to listen.")
+@click.option("--port", type=click.IntRange(0, 65535), default=8790, show_default=True, help="0: any free port.")
+@click.option(
+    "--token-file",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help=f"Requests must carry one of these bearer tokens, one in each line.  [default: ${_TOKENS_VARIABLE}, "
+    "separated by spaces; without any, everybody may ask]",
+)
+@click.option("--tls-certificate", type=click.Path(exists=True, path_type=Path), help="PEM file with the certificate.")
+@click.option("--tls-key", type=click.Path(exists=True, path_type=Path), help="PEM file with its key.")
+@click.option("--store", default="lmdb", show_default=True, help="Where copies are: lmdb, memory or rocksdb.")
+@click.option("--state-dir", type=click.Path(path_type=Path), help="Folder for local copies.  [default: that of Table]")
+@click.option("--max-requests", type=click.IntRange(min=1), help="Requests at the same time.  [default: 1000]")
+@click.option("--max-streams", type=click.IntRange(min=0), help="Streams at the same time.  [default: 64]")
+@click.option("--request-timeout", metavar="DURATION", help="Until an answer begins.  [default: 30 seconds]")
+@click.option("--access-log/--no-access-log", default=True, show_default=True, help="Log each request.")
+def serve(tables: tuple[str, ...], settings: ClientSettings, **given: Any) -> None:
+    """Answer lookups in each TABLE, a compacted topic, over HTTP. The OpenAPI page is at /docs.
+
+    TABLE may have formats of its own: TOPIC,key=long,value=text. The server answers while it restores its copies; every
+    answer says how old it is. SIGTERM or Ctrl-C ends it when running requests are answered.
+    """
+    _check_packages()
+    from onceflow.server.process import QueryServer, more_files
+
+    options = _options(tables, settings, given)
+    _log()
+    if options.public and not options.tokens:
+        click.echo("onceflow: everybody who reaches this address may ask; --token-file limits that", err=True)
+    more_files(options.limits.connections + 1_000)
+    server = QueryServer(options)
+    server.open()
+    click.echo(f"Serving {', '.join(options.tables)} at {server.url} (OpenAPI page: {server.url}/docs)")
+    server.run()
+
+
+def _options(tables: tuple[str, ...], settings: ClientSettings, given: dict[str, Any]) -> Any:
+    from onceflow.server.options import Limits, ServeOptions
+
+    named = {name: given[f"max_{name}"] for name in ("requests", "streams") if given[f"max_{name}"] is not None}
+    if given["request_timeout"] is not None:
+        named["request_s"] = timeout_ms(given["request_timeout"], "--request-timeout") / 1000
+    if (given["tls_certificate"] is None) != (given["tls_key"] is None):
+        raise click.UsageError("--tls-certificate and --tls-key belong together")
+    return ServeOptions(
+        tables=dict(_table(text, given["key"], given["value"]) for text in tables),
+        settings=settings,
+        host=given["host"],
+        port=given["port"],
+        tokens=_tokens(given["token_file"]),
+        certificate=given["tls_certificate"],
+        certificate_key=given["tls_key"],
+        store=given["store"],
+        state_dir=given["state_dir"],
+        access_log=given["access_log"],
+        limits=Limits(**named),
+    )
+
+
+def _table(text: str, key: str, value: str) -> tuple[str, Any]:
+    from onceflow.server.formats import Format
+
+    topic, *formats = text.split(",")
+    named = {"key": key, "value": value}
+    for each in formats:
+        name, separator, wanted = each.partition("=")
+        if name not in named or not separator:
+            raise click.UsageError(f"{text!r} is not TOPIC or TOPIC,key=FORMAT,value=FORMAT")
+        named[name] = wanted
+    return topic, Format.of(**named)
+
+
+def _tokens(file: Path | None) -> list[str]:
+    text = os.environ.get(_TOKENS_VARIABLE, "") if file is None else file.read_text()
+    tokens = text.split()
+    if file is not None and not tokens:
+        raise click.UsageError(f"--token-file {file} has no token")
+    return tokens
+
+
+def _check_packages() -> None:
+    try:
+        import fastapi  # noqa: F401
+        import httptools  # noqa: F401
+        import httpx  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError as missing:
+        raise EnvironmentUnusableError(
+            f"The query server needs the package {missing.name}", next_step="pip install 'onceflow[serve]'"
+        ) from missing
+
+
+def _log() -> None:
+    """Plain lines on standard error."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    for name, level in (("onceflow", logging.INFO), ("uvicorn.error", logging.WARNING)):
+        logger = logging.getLogger(name)
+        logger.addHandler(handler)
+        logger.setLevel(level)
+        logger.propagate = False

@@ -1,0 +1,1 @@
+"""The query server: tables over HTTP, shared by several instances."""

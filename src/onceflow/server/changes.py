@@ -1,0 +1,144 @@
+"""Changes of a table as server-sent events, read from its topic.
+
+They do not come from the local copies: so every instance can tell of all partitions, and a client can continue after
+any position with any instance.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import orjson
+from starlette.responses import Response, StreamingResponse
+
+from onceflow.client.cluster import Cluster
+from onceflow.client.committed import Chunk
+from onceflow.client.deadline import Deadline
+from onceflow.client.long_poll import LongPoll, created_again
+from onceflow.client.offsets import LATEST, list_offsets
+from onceflow.client.settings import ClientSettings
+from onceflow.errors import OnceflowError
+from onceflow.protocol.position import Position
+from onceflow.server.formats import Format
+from onceflow.server.problems import Problem, unavailable
+from onceflow.server.requests import position_of
+from onceflow.server.service import Served, Service
+
+_LOOK_S = 10.0
+_POLL_S = 0.5
+_ALIVE_S = 10.0
+
+
+class Tail:
+    """What is committed to a topic, from a position on. Each tail has connections of its own.
+
+    Args:
+        since: offsets by partition; partitions that are not in it begin with what is committed from now on.
+    """
+
+    def __init__(self, settings: ClientSettings, topic: str, topic_id: str, since: Mapping[int, int]) -> None:
+        self._cluster = Cluster(settings)
+        self._topic = topic
+        try:
+            deadline = Deadline(_LOOK_S, f"looking for the end of topic {topic}")
+            self._cluster.connect(deadline)
+            info = self._cluster.topic(topic, deadline)
+            if info.topic_id != topic_id:
+                raise created_again(topic)
+            ends = list_offsets(self._cluster, {topic: sorted(info.leaders)}, LATEST, deadline)[topic]
+            ahead = [partition for partition, offset in since.items() if offset > ends.get(partition, -1)]
+            if ahead:
+                raise Problem(
+                    400,
+                    f"The position is beyond the end of partition {ahead[0]}",
+                    next_step="give a position of this topic; it may have been deleted and created again",
+                )
+            self.offsets = {partition: since.get(partition, end) for partition, end in ends.items()}
+            self._poll = LongPoll(self._cluster, [info], {(topic, at): offset for at, offset in self.offsets.items()})
+        except BaseException:
+            self._cluster.close()
+            raise
+
+    def read(self) -> list[tuple[int, Chunk]]:
+        """What has been committed; waits a little if that is nothing."""
+        return [(partition, chunk) for (_, partition), chunk in self._poll.poll(_POLL_S)]
+
+    def close(self) -> None:
+        self._cluster.close()
+
+
+async def changes_of(service: Service, served: Served, since: str | None, prefix: bytes, written: Format) -> Response:
+    """A stream of events.
+
+    Each change is an event ``change`` whose id is the position after it. An event ``position`` comes first, and from
+    time to time, so that a client can continue even if nothing has changed.
+
+    Args:
+        since: where to begin, a position; None: with what is committed from now on.
+        prefix: only keys that begin with it.
+    """
+    service.check_stream()
+    if served.share.snapshots:
+        raise Problem(
+            400,
+            f"Each record of table {served.topic} is a snapshot of a partition, so there are no changes of keys",
+            next_step="ask for keys or ranges again from time to time",
+        )
+    offsets = {} if since is None else position_of("since", since, served.topic)
+    # A thread of its own: one of the shared ones would be taken from others for as long as the stream lasts.
+    thread = ThreadPoolExecutor(1, f"onceflow-changes-{served.topic}")
+    loop = asyncio.get_running_loop()
+    settings = service.settings
+    try:
+        tail = await loop.run_in_executor(thread, Tail, settings, served.topic, served.share.topic_id, offsets)
+    except OnceflowError as error:
+        thread.shutdown(wait=False)
+        raise unavailable(error) from error
+    except BaseException:
+        thread.shutdown(wait=False)
+        raise
+
+    async def events() -> AsyncIterator[bytes]:
+        until = time.monotonic() + service.limits.stream_s
+        try:
+            with service.stream():
+                yield _event("position", tail.offsets, served.topic, {})
+                told_at = time.monotonic()
+                while not service.stopping and time.monotonic() < until:
+                    found = await loop.run_in_executor(thread, tail.read)
+                    text = b"".join(_of_chunks(found, tail.offsets, served.topic, prefix, written))
+                    if not text and time.monotonic() - told_at > _ALIVE_S:
+                        text = _event("position", tail.offsets, served.topic, {})
+                    if text:
+                        told_at = time.monotonic()
+                        yield text
+        except OnceflowError as error:
+            yield _event("problem", tail.offsets, served.topic, unavailable(error).document())
+        finally:
+            thread.submit(tail.close)
+            thread.shutdown(wait=False)
+
+    headers = {"Cache-Control": "no-store", "Onceflow-Position": str(Position({served.topic: tail.offsets}))}
+    return StreamingResponse(events(), 200, headers, "text/event-stream")
+
+
+def _of_chunks(
+    found: list[tuple[int, Chunk]], offsets: dict[int, int], topic: str, prefix: bytes, written: Format
+) -> Iterator[bytes]:
+    for partition, chunk in found:
+        columns = chunk.keys, chunk.values, chunk.offsets.tolist(), chunk.timestamps_ms.tolist()
+        for key, value, offset, timestamp_ms in zip(*columns, strict=True):
+            offsets[partition] = offset + 1
+            if key is not None and key.startswith(prefix):
+                more = {"partition": partition, "offset": offset, "timestamp_ms": timestamp_ms}
+                yield _event("change", offsets, topic, {**written.item(key, value), **more})
+        offsets[partition] = chunk.next_offset
+
+
+def _event(kind: str, offsets: Mapping[int, int], topic: str, document: dict[str, Any]) -> bytes:
+    position = str(Position({topic: offsets}))
+    return b"event: %s\nid: %s\ndata: %s\n\n" % (kind.encode(), position.encode(), orjson.dumps(document))

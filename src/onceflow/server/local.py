@@ -1,0 +1,187 @@
+"""Reads the partitions of a table that this instance has."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import islice
+from operator import itemgetter
+from typing import TypeVar
+
+from onceflow.errors import OnceflowError
+from onceflow.server.problems import Problem, unavailable
+from onceflow.server.seen import Seen, Wish
+from onceflow.state import rows
+from onceflow.state.local.stored_rows import StoredRows, Stores, clock_ms
+from onceflow.state.stores.base import Store, StoreCorruptError
+from onceflow.tables.share import Share
+
+T = TypeVar("T")
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.005, 0.05
+PAGE_BYTES = 4 << 20  # a page of a range ends when its rows have this many bytes
+
+Rows = list[tuple[bytes, bytes]]
+
+
+class NotHereError(Exception):
+    """This instance does not have these partitions (any more)."""
+
+    def __init__(self, partitions: Collection[int]) -> None:
+        super().__init__(f"partitions {sorted(partitions)} are not here")
+        self.partitions = list(partitions)
+
+
+class LocalTable:
+    """The partitions of one table that this instance has. Used by the thread of the event loop."""
+
+    def __init__(self, share: Share) -> None:
+        self._share = share
+
+    def has(self, partition: int, *, restored: bool = False) -> bool:
+        """Whether a partition can be read here; restored: and is not being restored."""
+        progress = self._share.progress(partition)
+        return progress is not None and (progress.restored or not restored)
+
+    @property
+    def placed(self) -> bool:
+        """Whether all keys that are here are where Kafka's default partitioner puts them."""
+        return self._share.placed
+
+    def seen(self, partitions: Collection[int]) -> Seen:
+        """How far these partitions are.
+
+        Raises:
+            NotHereError: they are not all here.
+        """
+        offsets: dict[int, int] = {}
+        records: int | None = 0
+        ms: int | None = 0
+        for partition in partitions:
+            progress = self._share.progress(partition)
+            if progress is None:
+                raise NotHereError([each for each in partitions if not self.has(each)])
+            offsets[partition] = progress.position
+            lag = progress.lag
+            records = None if records is None or lag.records is None else records + lag.records
+            ms = None if ms is None or lag.ms is None else max(ms, lag.ms)
+        return Seen(offsets, records, ms)
+
+    async def wait(self, partitions: Collection[int], wish: Wish) -> Seen:
+        """Wait until these partitions are as far as is wished.
+
+        Raises:
+            NotHereError: they are not all here.
+            Problem: 503, they were not as far in time.
+        """
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            if (failure := self._share.failure) is not None:
+                raise unavailable(failure)
+            seen = self.seen(partitions)
+            behind = _behind(seen, wish)
+            if not behind:
+                return seen
+            left_s = wish.left_s
+            if not left_s:
+                topic = self._share.topic
+                raise Problem(
+                    503,
+                    f"Table {topic} is not as far as was asked for: {behind}",
+                    next_step="ask again later, or accept an older answer",
+                    headers=seen.headers(topic),
+                    more=seen.members(topic),
+                )
+            await asyncio.sleep(min(pause_s, left_s))
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    def get(self, partition: int, key: bytes) -> bytes | None:
+        """The value of a key in one partition."""
+        with reading():
+            row = self._store(partition).get(rows.value_key(key))
+        return None if not row else rows.live_payload(row, clock_ms())
+
+    def get_many(self, partition: int, keys: Sequence[bytes]) -> list[bytes | None]:
+        """The values of keys in one partition."""
+        now_ms = clock_ms()
+        order = sorted(range(len(keys)), key=keys.__getitem__)
+        found: list[bytes | None] = [None] * len(keys)
+        with reading():
+            store = self._store(partition)
+            for at, row in zip(order, store.get_many([rows.value_key(keys[at]) for at in order]), strict=True):
+                if row:
+                    found[at] = rows.live_payload(row, now_ms)
+        return found
+
+    async def page(
+        self, partitions: Collection[int], low: bytes, high: bytes | None, *, reverse: bool, limit: int
+    ) -> tuple[Rows, bool]:
+        """The first rows of a range, in the order of keys, and whether these are all."""
+
+        def read() -> tuple[Rows, bool]:
+            scans = [self._scan(partition, low, high, reverse) for partition in partitions]
+            merged = scans[0] if len(scans) == 1 else heapq.merge(*scans, key=itemgetter(0), reverse=reverse)
+            found: Rows = []
+            size = 0
+            for row in islice(merged, limit):
+                found.append(row)
+                size += len(row[0]) + len(row[1])
+                if size > PAGE_BYTES:
+                    return found, False
+            return found, len(found) < limit
+
+        return await self._in_thread(read)
+
+    async def count(self, partitions: Collection[int]) -> int:
+        """How many keys these partitions have."""
+        stores = {partition: self._store(partition) for partition in partitions}
+        return await self._in_thread(StoredRows(lambda: _given(stores)).count)
+
+    # ---- inside --------------------------------------------------------------------------------------
+
+    def _store(self, partition: int) -> Store:
+        try:
+            store = self._share.store(partition)
+        except OnceflowError as error:
+            raise unavailable(error) from error
+        if store is None:
+            raise NotHereError([partition])
+        return store
+
+    def _scan(self, partition: int, low: bytes, high: bytes | None, reverse: bool) -> Iterator[tuple[bytes, bytes]]:
+        now_ms = clock_ms()
+        first, last = rows.value_key(low), rows.after(rows.VALUE) if high is None else rows.value_key(high)
+        for row_key, row in self._store(partition).scan(first, last, reverse=reverse):
+            value = rows.live_payload(row, now_ms)
+            if value is not None:
+                yield row_key[1:], value
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        with reading():
+            return await asyncio.to_thread(work)
+
+
+@contextmanager
+def reading() -> Iterator[None]:
+    """Turns what a store raises while it is closed or replaced into an answer that the client may ask for again."""
+    try:
+        yield
+    except (StoreCorruptError, OnceflowError) as error:
+        raise Problem(503, f"A partition is being replaced: {error}", next_step="ask again") from error
+
+
+@contextmanager
+def _given(stores: Stores) -> Iterator[Stores]:
+    yield stores
+
+
+def _behind(seen: Seen, wish: Wish) -> str:
+    """What is missing; an empty text: nothing."""
+    if wish.least and any(seen.offsets.get(at, offset) < offset for at, offset in wish.least.items()):
+        return "it has not read up to min_position"
+    if wish.staleness_ms is not None and (seen.lag_ms is None or seen.lag_ms > wish.staleness_ms):
+        age = "it has never been current" if seen.lag_ms is None else f"it is {seen.lag_ms:,} ms old"
+        return f"{age}, max_staleness is {wish.staleness_ms:,} ms"
+    return ""

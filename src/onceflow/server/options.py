@@ -1,0 +1,116 @@
+"""What a query server is started with."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from onceflow.client.settings import ClientSettings
+from onceflow.errors import OptionError
+from onceflow.server.formats import Format
+
+_TOKEN_MIN = 16
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one server accepts.
+
+    Args:
+        body_bytes: size of a request's body.
+        keys: of one multi-get.
+        rows: of one range that is not streamed.
+        requests: that are answered at the same time; more get 503.
+        streams: streamed ranges and changes at the same time; more get 503.
+        connections: open at the same time; more get 503.
+        request_s: time until an answer begins, also the longest time that a request may wait for a position.
+        wait_s: how long a request waits for a position or for freshness if it does not say so.
+        stream_s: length of a streamed range or of changes; then it ends with a cursor.
+        stall_s: how long a client may take to read what is sent to it, or to send the head of a request.
+        stop_s: how long running requests may take when the server is stopped.
+    """
+
+    body_bytes: int = 1 << 20
+    keys: int = 1_000
+    rows: int = 10_000
+    requests: int = 1_000
+    streams: int = 64
+    connections: int = 4_096
+    request_s: float = 30.0
+    wait_s: float = 5.0
+    stream_s: float = 600.0
+    stall_s: float = 30.0
+    stop_s: float = 10.0
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """The arguments of ``onceflow table serve``.
+
+    Args:
+        tables: topics and how their keys and values are written.
+        host, port: where to listen; port 0: any free one.
+        tokens: requests must carry one of them; empty: anybody may ask.
+        certificate, certificate_key: PEM files; None: no TLS.
+        instances: the consumer group that shares the tables; None: this is the only instance.
+        advertise: the URL under which other instances reach this one; "": made of host and port.
+        authority: PEM file of authorities that signed the certificates of other instances; None: those of the system.
+        copies: how many instances have each partition.
+        session_s: after how long without a sign of life an instance is replaced.
+        store, state_dir: as for `Table`.
+    """
+
+    tables: dict[str, Format]
+    settings: ClientSettings
+    host: str = "127.0.0.1"
+    port: int = 8790
+    tokens: Sequence[str] = ()
+    certificate: Path | None = None
+    certificate_key: Path | None = None
+    instances: str | None = None
+    advertise: str = ""
+    authority: Path | None = None
+    copies: int = 1
+    session_s: float = 10.0
+    store: str = "lmdb"
+    state_dir: Path | None = None
+    access_log: bool = True
+    limits: Limits = field(default_factory=Limits)
+
+    def __post_init__(self) -> None:
+        if not self.tables:
+            raise OptionError("No table was given", next_step="give the names of compacted topics")
+        for token in self.tokens:
+            if len(token) < _TOKEN_MIN or not token.isascii() or not token.isprintable() or " " in token:
+                raise OptionError(
+                    f"A token is shorter than {_TOKEN_MIN} characters, or has characters that headers cannot have",
+                    next_step="make one, for example: python -c 'import secrets; print(secrets.token_urlsafe(32))'",
+                )
+        if self.instances is not None and not self.advertise and self.host in ("0.0.0.0", "::", ""):
+            raise OptionError(
+                f"Other instances cannot reach {self.host or 'every address'}",
+                next_step="say under which URL they reach this one: --advertise http://HOST:PORT",
+            )
+        if self.copies < 1:
+            raise OptionError(f"--copies {self.copies}", next_step="give 1 or more")
+
+    @property
+    def scheme(self) -> str:
+        return "http" if self.certificate is None else "https"
+
+    @property
+    def public(self) -> bool:
+        """Whether other machines can reach it."""
+        try:
+            return not ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return self.host != "localhost"
+
+    def url(self, port: int) -> str:
+        """Under which URL others reach this instance, which listens on this port."""
+        if self.advertise:
+            return self.advertise.rstrip("/")
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{self.scheme}://{host}:{port}"

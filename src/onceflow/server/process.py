@@ -1,0 +1,191 @@
+"""Starts, runs and stops a query server."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+
+import uvicorn
+
+from onceflow.errors import EnvironmentUnusableError
+from onceflow.server.app import ShortWay, make_app
+from onceflow.server.connection import Connection
+from onceflow.server.gate import Gate
+from onceflow.server.holding import Alone
+from onceflow.server.local import LocalTable
+from onceflow.server.options import ServeOptions
+from onceflow.server.routed import RoutedTable
+from onceflow.server.routes import Routes
+from onceflow.server.service import Served, Service
+from onceflow.tables.share import Share
+
+log = logging.getLogger("onceflow.server")
+
+_BACKLOG = 4_096
+
+
+class QueryServer:
+    """A query server of this process.
+
+    Attributes:
+        url: where it answers; known after `open`.
+    """
+
+    def __init__(self, options: ServeOptions) -> None:
+        self._options = options
+        self._shares: dict[str, Share] = {}
+        self._socket: socket.socket | None = None
+        self._members: Alone | None = None
+        self._server: _Server | None = None
+        self.url = ""
+
+    def open(self) -> None:
+        """Find the topics, and listen. Nothing is answered before `run`.
+
+        Raises:
+            UnknownTopicError, PermissionDeniedError, BrokerUnreachableError: a topic cannot be read.
+            OptionError: a topic is not compacted.
+            EnvironmentUnusableError: the address is in use, or the folder of the copies cannot be used.
+        """
+        options = self._options
+        self._socket = _listening(options.host, options.port)
+        port = self._socket.getsockname()[1]
+        self.url = options.url(port)
+        try:
+            for topic in options.tables:
+                share = Share(
+                    topic,
+                    bootstrap_servers=options.settings.bootstrap_servers,
+                    options=options.settings.options,
+                    store=options.store,
+                    state_dir=options.state_dir,
+                    connect_timeout="15 seconds",
+                )
+                self._shares[topic] = share
+                share.open()
+        except BaseException:
+            self.close()
+            raise
+
+    def run(self) -> None:
+        """Answer until SIGTERM, SIGINT or `stop`. Running requests are answered before it returns."""
+        options = self._options
+        routes = Routes(self.url)
+        members = self._members = Alone(self._shares, routes)
+        tables = {}
+        for topic, share in self._shares.items():
+            local = LocalTable(share)
+            tables[topic] = Served(topic, share, local, RoutedTable(topic, local, routes, None), options.tables[topic])
+        service = Service(tables, routes, options.limits, options.settings, problems=members.problems)
+        app = Gate(ShortWay(make_app(service), service), options.limits, options.tokens, access_log=options.access_log)
+        self._server = _Server(_config(options, app), lambda: self._stopping(service))
+        assert self._socket is not None
+        try:
+            with _handlers_kept():
+                members.start()
+                self._server.run([self._socket])
+        finally:
+            members.close()
+
+    def stop(self) -> None:
+        """End `run` soon. May be called by any thread."""
+        if self._server is not None:
+            self._server.end()
+
+    def close(self) -> None:
+        """Release what `open` took, if `run` was not called."""
+        if self._socket is not None:
+            self._socket.close()
+        for share in self._shares.values():
+            share.close()
+
+    def _stopping(self, service: Service) -> None:
+        if not service.stopping:
+            service.stopping = True
+            if self._members is not None:
+                self._members.leave()
+
+
+class _Server(uvicorn.Server):
+    """Tells when it begins to end."""
+
+    def __init__(self, config: uvicorn.Config, ending: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._ending = ending
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self._ending()
+        super().handle_exit(sig, frame)
+
+    def end(self) -> None:
+        """End soon, as after a signal."""
+        self._ending()
+        self.should_exit = True
+
+
+def _config(options: ServeOptions, app: Gate) -> uvicorn.Config:
+    limits = options.limits
+    return uvicorn.Config(
+        app,
+        http=Connection.limited(limits.stall_s),
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        limit_concurrency=limits.connections,
+        backlog=_BACKLOG,
+        timeout_keep_alive=max(5, int(limits.stall_s)),
+        timeout_graceful_shutdown=max(1, int(limits.stop_s)),
+        ssl_certfile=options.certificate,
+        ssl_keyfile=options.certificate_key,
+    )
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        found = socket.socket(family, kind, protocol)
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            found.bind(address)
+        except OSError:
+            found.close()
+            raise
+    except OSError as refused:
+        raise EnvironmentUnusableError(
+            f"The query server cannot listen on {host}:{port}",
+            detail=str(refused),
+            next_step="choose another --port (0: any free one) or --host",
+        ) from refused
+    return found
+
+
+@contextmanager
+def _handlers_kept() -> Iterator[None]:
+    """uvicorn raises the signals that have ended it again when it has ended; here they have done their work."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {each: signal.signal(each, lambda *_: None) for each in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+
+
+def more_files(wanted: int) -> None:
+    """Let this process have more open files, if the system allows it: each connection is one."""
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < wanted:
+        with suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (min(wanted, hard), hard))

@@ -1,0 +1,243 @@
+"""Answers for a whole table: from the partitions that are here, and from other instances."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from dataclasses import replace
+from typing import Protocol, TypeVar
+
+import pyarrow as pa
+from kafka.partitioner.default import murmur2
+
+from onceflow.protocol.partitioners import key_partitions
+from onceflow.server.local import LocalTable, NotHereError, Rows
+from onceflow.server.merging import Part, merged
+from onceflow.server.problems import Problem
+from onceflow.server.routes import HERE, Routes
+from onceflow.server.seen import Seen, Wish
+
+T = TypeVar("T")
+
+_FEW_KEYS = 16
+_MAP_PAUSE_S = 0.1  # until routes are looked at again, after an instance did not have a partition
+_MAP_WAIT_S = 2.0
+
+
+class UnreachableError(Exception):
+    """Another instance did not answer."""
+
+
+class Peers(Protocol):
+    """Other instances (`onceflow.server.peers.HttpPeers`). Each method may raise NotHereError, UnreachableError and
+    Problem."""
+
+    async def get_many(
+        self, address: str, topic: str, wanted: dict[int, list[bytes]], wish: Wish
+    ) -> tuple[dict[int, list[bytes | None]], Seen]: ...
+
+    async def page(
+        self, address: str, topic: str, part: Part, wish: Wish, *, reverse: bool, limit: int
+    ) -> tuple[Rows, bool, Seen]: ...
+
+    async def count(self, address: str, topic: str, partitions: Collection[int], wish: Wish) -> tuple[int, Seen]: ...
+
+
+class RoutedTable:
+    """One table, wherever its partitions are.
+
+    Args:
+        local: the partitions that are here.
+        routes: which instance has which partition.
+        peers: None: there are no other instances.
+    """
+
+    def __init__(self, topic: str, local: LocalTable, routes: Routes, peers: Peers | None) -> None:
+        self.topic = topic
+        self._local = local
+        self._routes = routes
+        self._peers = peers
+
+    async def get(self, key: bytes, wish: Wish) -> tuple[bytes | None, Seen]:
+        """The value of a key, or None."""
+        if self.placed:
+            partition = (murmur2(key) & 0x7FFFFFFF) % self.partitions
+            if self._local.has(partition, restored=True):
+                seen = await self._local.wait((partition,), wish)
+                return self._local.get(partition, key), seen
+        values, seen = await self.get_many([key], wish)
+        return values[0], seen
+
+    async def get_many(self, keys: Sequence[bytes], wish: Wish) -> tuple[list[bytes | None], Seen]:
+        """The values of keys, in their order; None where there is none."""
+        own = self._partitions_of(keys)
+        places: dict[int, list[int]] = {}
+        if self.placed:
+            for at, partition in enumerate(own):
+                places.setdefault(partition, []).append(at)
+        else:
+            everywhere = list(range(len(keys)))
+            places = dict.fromkeys(range(self.partitions), everywhere)
+        wanted = {partition: [keys[at] for at in ats] for partition, ats in places.items()}
+
+        async def ask(
+            address: str, partitions: Collection[int], wish: Wish
+        ) -> tuple[dict[int, list[bytes | None]], Seen]:
+            if address != HERE:
+                part = {partition: wanted[partition] for partition in partitions}
+                return await self._others().get_many(address, self.topic, part, wish)
+            seen = await self._local.wait(partitions, wish)
+            return {each: self._local.get_many(each, wanted[each]) for each in partitions}, seen
+
+        found: list[bytes | None] = [None] * len(keys)
+        answers = await self._spread(wanted, ask, wish)
+        for values, _ in answers:
+            for partition, of_partition in values.items():
+                for at, value in zip(places[partition], of_partition, strict=True):
+                    # A key that several partitions have counts where the default partitioner puts it.
+                    if value is not None and (found[at] is None or own[at] == partition):
+                        found[at] = value
+        return found, Seen.all_of(seen for _, seen in answers)
+
+    async def count(self, wish: Wish) -> tuple[int, Seen]:
+        """How many keys there are."""
+
+        async def ask(address: str, partitions: Collection[int], wish: Wish) -> tuple[int, Seen]:
+            if address != HERE:
+                return await self._others().count(address, self.topic, partitions, wish)
+            seen = await self._local.wait(partitions, wish)
+            return await self._local.count(partitions), seen
+
+        answers = await self._spread(range(self.partitions), ask, wish)
+        return sum(count for count, _ in answers), Seen.all_of(seen for _, seen in answers)
+
+    async def range(
+        self, low: bytes, high: bytes | None, wish: Wish, *, reverse: bool, page_rows: int
+    ) -> tuple[AsyncIterator[Rows], Seen]:
+        """The rows of a range in the order of keys, page by page, and how old the first of them are at most.
+
+        Later pages are as new as the first ones, or newer.
+        """
+        seen: dict[int, int] = {}
+
+        async def read(parts: Sequence[Part], wish: Wish) -> list[tuple[list[Part], Seen]]:
+            async def ask(address: str, partitions: Collection[int], wish: Wish) -> tuple[list[Part], Seen]:
+                part = Part(tuple(partitions), parts[0].low, parts[0].high)
+                if address != HERE:
+                    rows, done, how_old = await self._others().page(
+                        address, self.topic, part, wish, reverse=reverse, limit=page_rows
+                    )
+                else:
+                    how_old = await self._local.wait(partitions, wish)
+                    rows, done = await self._local.page(
+                        partitions, part.low, part.high, reverse=reverse, limit=page_rows
+                    )
+                return [part.filled(rows, done, reverse=reverse)], how_old
+
+            return await self._spread([each for part in parts for each in part.partitions], ask, wish)
+
+        first = await read([Part(tuple(range(self.partitions)), low, high)], wish)
+        how_old = Seen.all_of(each for _, each in first)
+        seen.update(how_old.offsets)
+
+        async def refill(part: Part) -> list[Part]:
+            again = replace(wish, least=dict(seen), until=max(wish.until, _soon()))
+            return [found for parts, _ in await read([part], again) for found in parts]
+
+        return merged([part for parts, _ in first for part in parts], refill, reverse=reverse), how_old
+
+    # ---- inside --------------------------------------------------------------------------------------
+
+    @property
+    def partitions(self) -> int:
+        """How many partitions the topic has."""
+        return self._routes.partitions(self.topic)
+
+    @property
+    def placed(self) -> bool:
+        """Whether a key can only be in the partition where Kafka's default partitioner puts it."""
+        return self._routes.placed(self.topic) and self._local.placed
+
+    def _partitions_of(self, keys: Sequence[bytes]) -> list[int]:
+        if len(keys) <= _FEW_KEYS:
+            return [(murmur2(key) & 0x7FFFFFFF) % self.partitions for key in keys]
+        found: list[int] = key_partitions(pa.array(keys, pa.binary()), self.partitions).tolist()
+        return found
+
+    def _others(self) -> Peers:
+        if self._peers is None:
+            raise UnreachableError("there are no other instances")
+        return self._peers
+
+    async def _spread(
+        self,
+        partitions: Collection[int],
+        ask: Callable[[str, Collection[int], Wish], Awaitable[T]],
+        wish: Wish,
+    ) -> list[T]:
+        """Ask those who have these partitions, as few as possible, and others if they do not answer.
+
+        Raises:
+            Problem: 503, nobody who has a partition answers.
+        """
+        answers: list[T] = []
+        left = set(partitions)
+        tried: dict[int, set[str]] = {partition: set() for partition in left}
+        moved_until = min(wish.until, _soon())
+        while left:
+            groups: dict[str, list[int]] = {}
+            for partition in sorted(left):
+                groups.setdefault(self._choose(partition, tried[partition]), []).append(partition)
+            nobody = groups.pop("", None)
+            if nobody is not None:
+                if time.monotonic() >= moved_until:
+                    raise Problem(
+                        503,
+                        f"No instance that answers has partition {nobody[0]} of table {self.topic}",
+                        next_step="ask again: another instance takes it over",
+                    )
+                await asyncio.sleep(_MAP_PAUSE_S)
+                for partition in nobody:
+                    tried[partition].clear()
+                continue
+            for (address, asked), answer in await self._ask_all(groups, ask, wish):
+                if isinstance(answer, (NotHereError, UnreachableError)):
+                    for partition in asked:
+                        tried[partition].add(address)
+                else:
+                    answers.append(answer)
+                    left.difference_update(asked)
+        return answers
+
+    async def _ask_all(
+        self,
+        groups: dict[str, list[int]],
+        ask: Callable[[str, Collection[int], Wish], Awaitable[T]],
+        wish: Wish,
+    ) -> list[tuple[tuple[str, list[int]], T | NotHereError | UnreachableError]]:
+        async def one(address: str, asked: list[int]) -> T | NotHereError | UnreachableError:
+            least = {each: wish.least[each] for each in asked if each in wish.least}
+            try:
+                return await ask(address, asked, replace(wish, least=least))
+            except (NotHereError, UnreachableError) as other:
+                return other
+
+        if len(groups) == 1:
+            group = next(iter(groups.items()))
+            return [(group, await one(*group))]
+        answers = await asyncio.gather(*(one(*group) for group in groups.items()))
+        return list(zip(groups.items(), answers, strict=True))
+
+    def _choose(self, partition: int, tried: Collection[str]) -> str:
+        """Whom to ask: this instance if it is up to date, otherwise the owner, then other copies; "": nobody."""
+        if HERE not in tried and self._local.has(partition, restored=True):
+            return HERE
+        for address in self._routes.addresses(self.topic, partition):
+            if address not in tried:
+                return address
+        return HERE if HERE not in tried and self._local.has(partition) else ""
+
+
+def _soon() -> float:
+    return time.monotonic() + _MAP_WAIT_S

@@ -1,0 +1,92 @@
+"""What a request demands of the age of its answer, and how old an answer is."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from onceflow.protocol.position import Position
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What a request demands.
+
+    Args:
+        least: by partition, the offset up to which the answer must contain everything.
+        staleness_ms: the table must have contained everything at most this long ago; None: whenever.
+        until: when waiting for this ends, on the monotonic clock.
+    """
+
+    least: Mapping[int, int] = field(default_factory=dict)
+    staleness_ms: int | None = None
+    until: float = 0.0
+
+    @property
+    def left_s(self) -> float:
+        """For how many seconds the answer may be waited for."""
+        return max(0.0, self.until - time.monotonic())
+
+    def document(self) -> dict[str, Any]:
+        """For another instance. Clocks differ, so the time that is left is sent."""
+        least = [[partition, offset] for partition, offset in self.least.items()]
+        return {"least": least, "staleness_ms": self.staleness_ms, "wait_s": self.left_s}
+
+    @classmethod
+    def read(cls, document: Mapping[str, Any], longest_s: float) -> Wish:
+        """The wish in a document of another instance."""
+        wait_s = min(float(document["wait_s"]), longest_s)
+        least = {int(partition): int(offset) for partition, offset in document["least"]}
+        return cls(least, document["staleness_ms"], time.monotonic() + wait_s)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """How old an answer is.
+
+    Args:
+        offsets: of the partitions that the answer is from: it contains everything below these offsets.
+        lag_records: at most how many committed records are missing; None: not known yet.
+        lag_ms: at most how long ago it was everything that is committed; None: it has never been everything.
+    """
+
+    offsets: Mapping[int, int]
+    lag_records: int | None
+    lag_ms: int | None
+
+    @classmethod
+    def all_of(cls, parts: Iterable[Seen]) -> Seen:
+        """Of an answer that has several parts."""
+        offsets: dict[int, int] = {}
+        records: int | None = 0
+        ms: int | None = 0
+        for part in parts:
+            offsets.update(part.offsets)
+            records = None if records is None or part.lag_records is None else records + part.lag_records
+            ms = None if ms is None or part.lag_ms is None else max(ms, part.lag_ms)
+        return cls(offsets, records, ms)
+
+    def headers(self, topic: str) -> dict[str, str]:
+        """The headers of a response."""
+        found = {"Onceflow-Position": str(Position({topic: self.offsets}))}
+        if self.lag_records is not None:
+            found["Onceflow-Lag-Records"] = str(self.lag_records)
+        if self.lag_ms is not None:
+            found["Onceflow-Lag-Ms"] = str(self.lag_ms)
+        return found
+
+    def members(self, topic: str) -> dict[str, Any]:
+        """The members of a JSON document."""
+        lag = {"records": self.lag_records, "ms": self.lag_ms}
+        return {"position": str(Position({topic: self.offsets})), "lag": lag}
+
+    def document(self) -> list[Any]:
+        """For another instance."""
+        return [[[partition, offset] for partition, offset in self.offsets.items()], self.lag_records, self.lag_ms]
+
+    @classmethod
+    def read(cls, document: Any) -> Seen:
+        offsets, records, ms = document
+        return cls({int(partition): int(offset) for partition, offset in offsets}, records, ms)

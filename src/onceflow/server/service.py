@@ -1,0 +1,115 @@
+"""What the routes of a server share: its tables, and whether it is being stopped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from onceflow.client.settings import ClientSettings
+from onceflow.server.formats import Format
+from onceflow.server.local import LocalTable
+from onceflow.server.options import Limits
+from onceflow.server.problems import Problem
+from onceflow.server.routed import RoutedTable
+from onceflow.server.routes import Routes
+from onceflow.tables.share import Share
+
+
+@dataclass
+class Served:
+    """One table."""
+
+    topic: str
+    share: Share
+    local: LocalTable
+    routed: RoutedTable
+    format: Format
+
+    def document(self, routes: Routes) -> dict[str, Any]:
+        """What ``/tables`` says about it."""
+        known = routes.tables.get(self.topic)
+        partitions = []
+        for partition in range(self.share.partitions if known is None else len(known.holders)):
+            found: dict[str, Any] = {"partition": partition}
+            found["instances"] = [] if known is None else list(known.holders[partition])
+            progress = self.share.progress(partition)
+            found["position"] = None if progress is None else progress.position
+            found["lag"] = None if progress is None else {"records": progress.lag.records, "ms": progress.lag.ms}
+            found["restoring"] = progress is not None and not progress.restored
+            partitions.append(found)
+        placement = "unknown" if known is None else "default" if self.routed.placed else "other"
+        failure = self.share.failure
+        return {
+            "table": self.topic,
+            "key": self.format.keys.name,
+            "value": self.format.values.name,
+            "partitions": partitions,
+            "placement": placement,
+            "ignored": self.share.ignored,
+            "failure": None if failure is None else failure.what,
+        }
+
+    def waits_for(self, routes: Routes) -> list[str]:
+        """Why the instance is not ready to answer from this table; empty: it is."""
+        if (failure := self.share.failure) is not None:
+            return [f"table {self.topic}: {failure.what}"]
+        known = routes.tables.get(self.topic)
+        if known is None:
+            return [f"table {self.topic}: its partitions are not known yet"]
+        found = []
+        for partition, holders in enumerate(known.holders):
+            if routes.address in holders and not self.local.has(partition, restored=True):
+                progress = self.share.progress(partition)
+                what = "is opened" if progress is None else f"is restored, now at offset {progress.position}"
+                found.append(f"table {self.topic}: partition {partition} {what}")
+        return found
+
+
+@dataclass
+class Service:
+    """Everything that is served."""
+
+    tables: dict[str, Served]
+    routes: Routes
+    limits: Limits
+    settings: ClientSettings
+    stopping: bool = False
+    streams: int = 0
+    problems: list[str] = field(default_factory=list)
+
+    def table(self, name: str) -> Served:
+        """A table that can be read.
+
+        Raises:
+            Problem: 404, it is not served here; 503, it is not known yet where its partitions are.
+        """
+        found = self.tables.get(name)
+        if found is None:
+            raise Problem(404, f"There is no table {name[:249]!r}", next_step="GET /tables lists them")
+        if name not in self.routes.tables:
+            raise Problem(503, f"It is not known yet where the partitions of table {name} are", next_step="ask again")
+        return found
+
+    @contextmanager
+    def stream(self) -> Iterator[None]:
+        """Counts a stream while it lasts."""
+        self.streams += 1
+        try:
+            yield
+        finally:
+            self.streams -= 1
+
+    def check_stream(self) -> None:
+        """Refuse one more stream if there are too many."""
+        if self.streams >= self.limits.streams:
+            raise Problem(503, f"There are {self.streams} streams already", next_step="ask again later")
+        if self.stopping:
+            raise Problem(503, "The server is being stopped", next_step="ask again")
+
+    def waits_for(self) -> list[str]:
+        """What is missing until the server is ready."""
+        if self.stopping:
+            return ["the server is being stopped"]
+        return [*self.problems, *(each for table in self.tables.values() for each in table.waits_for(self.routes))]

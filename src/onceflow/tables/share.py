@@ -1,0 +1,190 @@
+"""The partitions of a topic that one process follows: they may come and go, for example with a consumer group."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from onceflow.client.cluster import Cluster, TopicInfo
+from onceflow.client.deadline import Deadline
+from onceflow.errors import DeadlineExceededError, OnceflowError
+from onceflow.state.stores.base import Store
+from onceflow.tables.copies import Copy, Followed
+from onceflow.tables.following import Follower, Progress
+from onceflow.tables.opening import OpenedTable, stable_ends
+
+log = logging.getLogger("onceflow.tables")
+
+_LOOK_S = 30.0
+_HALT_S = 30.0  # a thread looks at least this often whether it is to end
+
+
+class Share:
+    """The open copies of some partitions of a topic.
+
+    One follower has all partitions that are up to date. Partitions that are added get one of their own, so that they
+    are restored while the others are followed; the next change joins them.
+
+    `change` and `close` are called by one thread at a time; all else may be called by any thread.
+
+    Args:
+        topic: the name of the topic.
+        table: further arguments of `OpenedTable`.
+    """
+
+    def __init__(self, topic: str, **table: Any) -> None:
+        self._table = OpenedTable(topic, partitions=None, **table)
+        self._info: TopicInfo
+        self._followed: Followed
+        self._followers: list[Follower] = []
+        self._copies: dict[int, Copy] = {}
+        self._by_partition: dict[int, Follower] = {}
+
+    @property
+    def topic(self) -> str:
+        return self._table.topic
+
+    @property
+    def topic_id(self) -> str:
+        return self._info.topic_id
+
+    @property
+    def partitions(self) -> int:
+        """How many partitions the topic has."""
+        return self._info.partitions
+
+    @property
+    def snapshots(self) -> bool:
+        """Whether each record of the topic is a snapshot of its partition."""
+        return self._followed.snapshots
+
+    @property
+    def placed(self) -> bool:
+        """Whether all keys that are here are where Kafka's default partitioner puts them."""
+        return all(copy.placed for copy in list(self._copies.values()))
+
+    @property
+    def ignored(self) -> int:
+        """How many records could not be kept, because they have no key or too long a key."""
+        return sum(copy.ignored for copy in list(self._copies.values()))
+
+    @property
+    def held(self) -> Collection[int]:
+        """The partitions that can be read."""
+        return self._by_partition.keys()
+
+    def open(self) -> None:
+        """Find the topic, and take a folder. No partition is followed yet. Errors are those of `Table.start`."""
+        cluster = Cluster(self._table.settings, refused_s=self._table.refused_s)
+        try:
+            deadline = Deadline(_LOOK_S, f"opening table {self.topic}")
+            cluster.connect(deadline)
+            self._info, self._followed = self._table.followed(cluster, deadline)
+        finally:
+            cluster.close()
+
+    def on_disk(self) -> list[int]:
+        """The partitions that have a copy in the folder, whether it is open or not."""
+        folder, opener = self._followed.folder, self._followed.opener
+        if not opener.on_disk or not folder.is_dir():
+            return []
+        names = (int(path.name) for path in folder.iterdir() if path.name.isdecimal())
+        return sorted(partition for partition in names if opener.exists(folder / str(partition)))
+
+    def change(self, wanted: Collection[int]) -> None:
+        """Follow exactly these partitions. Copies of others are closed and removed from disk.
+
+        A partition can be read as soon as its copy is open and verified.
+
+        Raises:
+            OnceflowError: Kafka could not be read, or the folder cannot be used. What was followed before still is.
+        """
+        dropped = [partition for partition in self._by_partition if partition not in wanted]
+        added = [partition for partition in wanted if partition not in self._by_partition]
+        if not dropped and not added:
+            return
+        ends = self._ends(added)
+        for partition in dropped:  # from now on nobody begins to read them
+            self._by_partition.pop(partition)
+        self._join(set(dropped))
+        for partition in dropped:
+            copy = self._copies.pop(partition)
+            copy.close()
+            copy.remove()
+        if added:
+            copies = {partition: Copy(self._followed, partition) for partition in added}
+            self._copies.update(copies)
+            self._follow(copies, ends)
+
+    def store(self, partition: int) -> Store | None:
+        """The store of a partition; None: it is not here.
+
+        Raises:
+            OnceflowError: the error that has stopped the thread behind it.
+        """
+        follower = self._by_partition.get(partition)
+        copy = self._copies.get(partition)
+        if follower is None or copy is None:
+            return None
+        follower.check()
+        return copy.store
+
+    def progress(self, partition: int) -> Progress | None:
+        """How far a partition is; None: it is not here."""
+        follower = self._by_partition.get(partition)
+        return None if follower is None else follower.progress(partition)
+
+    @property
+    def failure(self) -> OnceflowError | None:
+        """The error that has stopped a thread."""
+        return next((each.failure for each in list(self._followers) if each.failure is not None), None)
+
+    def close(self) -> None:
+        """End the threads and close the copies, which stay on disk."""
+        self._by_partition.clear()
+        for follower in self._followers:
+            follower.stop()
+        self._followers.clear()
+        self._copies.clear()
+        self._table.release()
+
+    # ---- inside --------------------------------------------------------------------------------------
+
+    def _ends(self, partitions: Collection[int]) -> dict[int, int]:
+        if not partitions:
+            return {}
+        cluster = Cluster(self._table.settings, refused_s=None)
+        try:
+            deadline = Deadline(_LOOK_S, f"looking for the end of topic {self.topic}")
+            cluster.connect(deadline)
+            return stable_ends(cluster, self._info, sorted(partitions), deadline)
+        finally:
+            cluster.close()
+
+    def _join(self, dropped: set[int]) -> None:
+        """Replace all followers that are up to date by one, without the dropped partitions."""
+        copies: dict[int, Copy] = {}
+        targets: dict[int, int] = {}
+        for follower in list(self._followers):
+            if follower.restored().running and dropped.isdisjoint(follower.partitions_here):
+                continue
+            if not follower.halt(_HALT_S):
+                raise DeadlineExceededError(
+                    f"The thread of table {self.topic} did not end within {_HALT_S:g} s",
+                    topic=self.topic,
+                    next_step="look at the log: a broker may not answer, or the disk may be slow",
+                )
+            self._followers.remove(follower)
+            for partition in set(follower.partitions_here) - dropped:
+                copy = copies[partition] = self._copies[partition]
+                # Not the end of now: what was read already would count as lost if that end were lower.
+                targets[partition] = max(follower.targets[partition], copy.position)
+        if copies:
+            self._follow(copies, targets)
+
+    def _follow(self, copies: Mapping[int, Copy], ends: Mapping[int, int]) -> None:
+        follower = Follower(self._table.settings, self._info, copies, all_partitions=False)
+        follower.start(ends)
+        self._followers.append(follower)
+        self._by_partition.update(dict.fromkeys(copies, follower))
