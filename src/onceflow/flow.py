@@ -227,7 +227,7 @@ class Flow:
             one_topic = next(iter(startup.sources)) if len(startup.sources) == 1 and not facts.has_step else None
             rows = state_columns(df, self.name, one_topic=one_topic is not None)
             local = is_local(self._spark)
-            specs = [startup.add_join(each, found, local=local) for each, found in joined.items()]
+            specs = [startup.add_join(*each, local=local, state_dir=state_dir) for each in joined.items()]
             startup.add_step(options, checked, source_topic=one_topic, local=local, joins=specs)
             return step_query.step_frame(rows, table)
 

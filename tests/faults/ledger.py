@@ -42,6 +42,22 @@ class Ledger(onceflow.Processor):
             yield onceflow.Record(key, {"n": n, **known})
 
 
+class Priced(onceflow.Processor):
+    """Every record with the rate of its currency, and the position at which the table of rates was seen."""
+
+    value = onceflow.serdes.JSON
+    state = onceflow.serdes.JSON
+    output = onceflow.serdes.JSON
+
+    def process(self, key: bytes, records: Sequence[onceflow.Record], state: Any) -> Iterator[onceflow.Record]:
+        rates = state.table("rates")
+        state.put(state.get(0) + len(records))
+        for record in records:
+            rate = rates.get(record.value["currency"])
+            found = {"rate": None if rate is None else json.loads(rate), "at": rates.position}
+            yield onceflow.Record(key, {**record.value, **found})
+
+
 class Alarms(onceflow.Processor):
     """Every record sets a timer five seconds of event time later; every third cancels the one of the record before."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from uuid import uuid4
 
 from onceflow import hooks, interactive
@@ -225,12 +226,13 @@ class Startup:
             raise OptionError("Nothing was read yet", flow=self.flow, next_step="call Flow.read first")
         return self._progress
 
-    def add_join(self, name: str, table: JoinTable, *, local: bool) -> JoinSpec:
+    def add_join(self, name: str, table: JoinTable, *, local: bool, state_dir: str | Path | None = None) -> JoinSpec:
         """Look up a table that the flow joins with.
 
         Args:
             name: by which user code asks for it.
             local: whether tasks run on this machine.
+            state_dir: folder of its local copies, if the table itself names none.
 
         Raises:
             UnknownTopicError, PermissionDeniedError: the topic does not exist, or may not be read.
@@ -238,7 +240,8 @@ class Startup:
         """
         with located(flow=self.flow, topic=table.topic):
             found = find_compacted(self.session.cluster, table.topic, self.deadline())
-        spec = join_spec(name, table, found, flow_key=self.names.progress_key, run=self._run, local=local)
+        key = self.names.progress_key
+        spec = join_spec(name, table, found, flow_key=key, run=self._run, local=local, state_dir=state_dir)
         self.joins.append(spec)
         return spec
 

@@ -67,14 +67,25 @@ def checked_table(table: Any, *, own: Container[str], flow: str) -> JoinTable:
     return found
 
 
-def join_spec(name: str, table: JoinTable, found: CompactedTopic, *, flow_key: str, run: str, local: bool) -> JoinSpec:
+def join_spec(
+    name: str,
+    table: JoinTable,
+    found: CompactedTopic,
+    *,
+    flow_key: str,
+    run: str,
+    local: bool,
+    state_dir: str | Path | None = None,
+) -> JoinSpec:
     """A table for the tasks.
 
     Args:
         run: identifies the run of the driver.
+        state_dir: folder of the copies, if the table itself names none.
         local: whether tasks run on this machine; then the driver decides where the copies are.
     """
-    state_dir = default_state_dir() if local else None
+    given = state_dir if table.state_dir is None else table.state_dir
+    default = default_state_dir() if local else None
     return JoinSpec(
         name=name,
         topic=table.topic,
@@ -86,7 +97,7 @@ def join_spec(name: str, table: JoinTable, found: CompactedTopic, *, flow_key: s
         store=store_class(table.store),
         flow_key=flow_key,
         run=run,
-        state_dir=state_dir if table.state_dir is None else Path(table.state_dir),
+        state_dir=default if given is None else Path(given),
         tombstone_ms=found.tombstone_ms,
         snapshots=found.snapshots,
     )

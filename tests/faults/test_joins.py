@@ -1,0 +1,207 @@
+"""Joins under kills: every output has the row that was valid at the offset that its batch has recorded."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import signal
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import confluent_kafka
+import pytest
+from pyspark.errors import StreamingQueryException
+
+from onceflow import hooks
+from onceflow.planning import placement
+from onceflow.protocol.position import Position
+from onceflow.testing import faults, independent
+
+pytestmark = [pytest.mark.integration, pytest.mark.faults]
+
+CURRENCIES = [f"cur-{n:02d}" for n in range(30)]
+
+
+class Updates:
+    """Writes rates all the time, from its creation to ``stop``: now and then a tombstone, or an aborted transaction."""
+
+    def __init__(self, bootstrap: str, topic: str, pause_s: float = 0.005) -> None:
+        self._producer = confluent_kafka.Producer(
+            {"bootstrap.servers": bootstrap, "transactional.id": f"rates-{topic}", "partitioner": "murmur2_random"}
+        )
+        self._producer.init_transactions(30)
+        self._topic, self._pause_s = topic, pause_s
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        chance = random.Random(7)
+        for n in itertools.count():
+            self._producer.begin_transaction()
+            for _ in range(chance.randint(1, 4)):
+                value = None if chance.random() < 0.1 else str(n).encode()
+                self._producer.produce(self._topic, value, chance.choice(CURRENCIES))
+            if chance.random() < 0.2:
+                self._producer.abort_transaction(30)
+            else:
+                self._producer.commit_transaction(30)
+            if self._over.wait(self._pause_s):
+                return
+
+    def stop(self) -> None:
+        self._over.set()
+        self._thread.join(60)
+
+
+class JoinPipe:
+    """A flow that joins orders with rates; made of the same parts as the flows of the other tests of state."""
+
+    def __init__(self, pipe: Any, rates: str) -> None:
+        self.pipe, self.rates = pipe, rates
+        self.options = {"processor": "Priced", "process": {"tables": {"rates": rates}}}
+        self.sent = 0
+
+    def order(self, count: int) -> None:
+        numbers = range(self.sent, self.sent + count)
+        self.sent += count
+        rows = [
+            (b"key-%d" % (n % 17), json.dumps({"n": n, "currency": CURRENCIES[n % len(CURRENCIES)]}).encode())
+            for n in numbers
+        ]
+        independent.fill(self.pipe.bootstrap, self.pipe.source, rows)
+
+    def run(self, **options: Any) -> Any:
+        process = {"processor": self.pipe.ledger.Priced(), "tables": {"rates": self.rates}}
+        return self.pipe.run(process=process, **options)
+
+    def driver(self, rule: str | None = None, **options: Any) -> Any:
+        return self.pipe.driver(rule, **self.options, **options)
+
+    def check(self) -> None:
+        """By an independent consumer: all orders once, each with the rate at its offset; each batch at one position."""
+        history: dict[int, list[Any]] = {}
+        for record in independent.read_topic(self.pipe.bootstrap, self.rates, decided=True):
+            history.setdefault(record.partition, []).append(record)
+        seen = independent.read_topic(self.pipe.bootstrap, self.pipe.target, decided=True)
+        outputs = [json.loads(record.value or b"") for record in seen]
+        assert Counter(output["n"] for output in outputs) == Counter(range(self.sent))
+        recorded = {str(Position(progress.joined)) for progress in self.pipe.committed_progress()}
+        folds: dict[str, dict[str, Any]] = {}
+        for output in outputs:
+            assert output["at"] in recorded, "a position that no progress record has"
+            if output["at"] not in folds:
+                ends = Position.parse(output["at"]).offsets[self.rates]
+                rates: dict[str, Any] = {}
+                for partition, records in history.items():
+                    for record in records:
+                        if record.offset < ends[partition]:
+                            rates[record.key.decode()] = None if record.value is None else json.loads(record.value)
+                folds[output["at"]] = rates
+            assert output["rate"] == folds[output["at"]].get(output["currency"]), output
+        assert len(folds) > 1
+
+
+@pytest.fixture
+def make_join_pipe(
+    make_state_pipe: Any, make_topic: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., JoinPipe]]:
+    monkeypatch.setattr(placement, "TASK_ROWS", 400)
+    updates: list[Updates] = []
+
+    def make(**options: Any) -> JoinPipe:
+        pipe = make_state_pipe(**options)
+        rates = make_topic("rates", 3, cleanup_policy="compact")
+        updates.append(Updates(pipe.bootstrap, rates))
+        return JoinPipe(pipe, rates)
+
+    yield make
+    for each in updates:
+        each.stop()
+
+
+def kill_at(pipe: JoinPipe, step: str, **options: Any) -> None:
+    rule = faults.fault(step, "kill", **({} if step == "init" else {"batch": 2}))
+    process = pipe.driver(rule, records_per_batch=500, **options)
+    try:
+        output = process.communicate(timeout=120)[0]
+        assert process.returncode == -signal.SIGKILL, output
+    finally:
+        pipe.pipe.end_driver(process)
+
+
+def test_driver_killed(make_join_pipe: Any) -> None:
+    pipe = make_join_pipe()
+    pipe.order(1500)
+    kill_at(pipe, "progress", write={"small_batch_rows": 0})
+    pipe.order(500)
+    pipe.run(small_batch_rows=0)
+    pipe.check()
+
+
+def test_exception(make_join_pipe: Any, inject: Any) -> None:
+    """What a failed attempt has read into the copies does not show in the next one."""
+    pipe = make_join_pipe()
+    for step, options in (("write", {}), ("audit", {"small_batch_rows": 0}), ("end", {"small_batch_rows": 0})):
+        history = pipe.pipe.committed_progress()
+        done = history[-1].batch_id if history else 0
+        pipe.order(1000)
+        inject(step, "raise", batch=done + 2)
+        with pytest.raises((StreamingQueryException, faults.InjectedFaultError), match="injected at"):
+            pipe.run(read={"max_records_per_batch": 500}, **options)
+    pipe.run()
+    pipe.check()
+
+
+@pytest.mark.parametrize("action", ["raise", "kill"])
+def test_task_dies(make_join_pipe: Any, inject: Any, action: str) -> None:
+    """All attempts of a batch see the tables at the same offsets."""
+    pipe = make_join_pipe()
+    pipe.order(1500)
+    once = pipe.pipe.tmp_path / "fired"
+    inject("write", action, where="task", batch=2, task=0, once_file=str(once))
+    query = pipe.run(read={"max_records_per_batch": 500}, small_batch_rows=0)
+    assert once.exists()
+    assert {batch.batch: batch.attempts for batch in query.batches}[2] == 2
+    pipe.check()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("step", hooks.STEPS)
+def test_driver_killed_at_every_step(make_join_pipe: Any, step: str) -> None:
+    pipe = make_join_pipe()
+    for turn in range(2):
+        pipe.order(1500)
+        kill_at(pipe, step, write={"small_batch_rows": 0 if turn else 4000})
+    pipe.order(500)
+    pipe.run()
+    pipe.check()
+
+
+@pytest.mark.long
+def test_workers_killed(make_join_pipe: Any, inject_at_every_step: Any) -> None:
+    pipe = make_join_pipe()
+    pipe.order(3000)
+    inject_at_every_step("kill-workers")
+    query = pipe.run(read={"max_records_per_batch": 300}, small_batch_rows=0)
+    assert len(query.batches) > len(hooks.STEPS)
+    pipe.check()
+
+
+@pytest.mark.long
+def test_copies_lost(make_join_pipe: Any) -> None:
+    """The copies are deleted between runs: they are read again, up to the offset of the next batch."""
+    import shutil
+
+    pipe = make_join_pipe()
+    for _ in range(3):
+        pipe.order(600)
+        pipe.run(read={"max_records_per_batch": 300})
+        folder = Path(pipe.pipe.state_dir) / pipe.pipe.flow / pipe.rates
+        assert folder.is_dir()
+        shutil.rmtree(folder)
+    pipe.check()

@@ -1,0 +1,193 @@
+"""Copies of joined tables: exactly the rows at an offset, however the log is compacted meanwhile."""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from onceflow.client.committed import Chunk
+from onceflow.errors import OnceflowError
+from onceflow.state import rows
+from onceflow.state.joins import copies
+from onceflow.state.joins.copies import InexactCopyError, JoinedCopies, open_copy
+from onceflow.state.joins.spec import JoinSpec
+from onceflow.state.stores.base import Store
+from onceflow.state.stores.lmdb_store import LmdbStore
+from onceflow.state.stores.memory_store import MemoryStore
+
+
+class InjectedError(OnceflowError):
+    """The process ends while it reads."""
+
+
+class Log:
+    """One partition of a topic. Records stay at their offsets when others are compacted away."""
+
+    def __init__(self) -> None:
+        self.records: dict[int, tuple[bytes, bytes | None]] = {}
+        self.stable = 0
+        self.reads = 0
+        self.dies_after: int | None = None
+        self.between: Callable[[], None] = lambda: None
+
+    def put(self, key: bytes, value: bytes | None) -> None:
+        self.records[self.stable] = key, value
+        self.stable += 1
+
+    def compact(self, upto: int) -> None:
+        """Keep the last record of each key below an offset, unless there is a later one (beyond it, too)."""
+        last = {key: offset for offset, (key, _) in sorted(self.records.items())}
+        self.records = {
+            offset: record for offset, record in self.records.items() if offset >= upto or last[record[0]] == offset
+        }
+
+    def at(self, end: int, full: list[tuple[bytes, bytes | None]]) -> dict[bytes, bytes]:
+        found: dict[bytes, bytes] = {}
+        for key, value in full[:end]:
+            found.pop(key, None)
+            if value is not None:
+                found[key] = value
+        return found
+
+    def read(self, topic: str, partition: int, start: int, end: int) -> Iterator[Chunk]:
+        self.reads += 1
+        position = start
+        while position < end:
+            stop = min(position + 3, end)
+            held = [(offset, *self.records[offset]) for offset in range(position, stop) if offset in self.records]
+            yield Chunk(
+                [key for _, key, _ in held],
+                [value for _, _, value in held],
+                next_offset=stop,
+                places=[np.array([offset for offset, _, _ in held], dtype=np.int64)],
+                whole=len(held) == stop - position,
+            )
+            position = stop
+            self.between()
+            if self.dies_after is not None and position >= self.dies_after:
+                self.dies_after = None
+                raise InjectedError("injected")
+
+    def end(self, topic: str, partition: int) -> int:
+        return self.stable
+
+
+def spec_in(folder: Path, store: type[Store] = MemoryStore, run: str = "run") -> JoinSpec:
+    return JoinSpec("rates", "fx", "id", 1, None, None, False, store, "flow", run, folder, tombstone_ms=86_400_000)
+
+
+def content(store: Store) -> dict[bytes, bytes]:
+    return {key[1:]: row[1:] for key, row in store.scan(rows.VALUE, rows.after(rows.VALUE))}
+
+
+KEYS = st.sampled_from([b"a", b"b", b"c", b"d"])
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("put"), KEYS, st.one_of(st.none(), st.binary(min_size=1, max_size=2))),
+        st.tuples(st.just("compact"), st.integers(0, 40)),
+        st.tuples(st.just("open"), st.integers(0, 8), st.booleans()),
+    ),
+    max_size=40,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(STEPS)
+def test_a_copy_is_exact_or_refused(steps: list[tuple[object, ...]]) -> None:
+    """The offset of a batch is the end of the log as it was before more was written and compacted."""
+    log, full, pinned = Log(), [], 0
+    with tempfile.TemporaryDirectory() as folder:
+        spec = spec_in(Path(folder))
+        for step in steps:
+            if step[0] == "put":
+                log.put(step[1], step[2])  # type: ignore[arg-type]
+                full.append((step[1], step[2]))
+            elif step[0] == "compact":
+                log.compact(min(int(step[1]), log.stable))  # type: ignore[call-overload]
+            else:
+                pinned = max(pinned, log.stable - int(step[1]))  # type: ignore[call-overload]
+                log.dies_after = pinned - 1 if step[2] else None
+                try:
+                    store = open_copy(spec, 0, pinned, log)
+                except InexactCopyError:
+                    # At the end of the log it is exact, unless compaction runs during that reading, too.
+                    pinned = log.stable
+                    store = open_copy(spec, 0, pinned, log)
+                except InjectedError:
+                    continue
+                assert content(store) == log.at(pinned, full)  # type: ignore[arg-type]
+                store.close()
+
+
+def test_a_record_that_was_compacted_away_is_not_missed(tmp_path: Path) -> None:
+    log = Log()
+    log.put(b"EUR", b"1")
+    log.put(b"USD", b"1")
+    log.put(b"EUR", b"2")
+    log.compact(2)
+    with pytest.raises(InexactCopyError, match="compacted while it was read") as raised:
+        open_copy(spec_in(tmp_path, LmdbStore), 0, 2, log)
+    assert copies.INEXACT in str(raised.value)
+    store = open_copy(spec_in(tmp_path, LmdbStore), 0, 3, log)
+    assert content(store) == {b"EUR": b"2", b"USD": b"1"}
+    store.close()
+
+
+def test_a_copy_is_read_and_verified_once_in_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = Log()
+    for n in range(50):
+        log.put(b"key-%d" % n, b"v")
+    verified = []
+    holds = LmdbStore.checksum_holds
+    monkeypatch.setattr(LmdbStore, "checksum_holds", lambda self: verified.append(1) or holds(self))
+    opened: list[Store] = []
+    threads = [
+        threading.Thread(target=lambda: opened.append(open_copy(spec_in(tmp_path, LmdbStore), 0, 50, log)))
+        for _ in range(6)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(opened) == 6
+    assert log.reads == 1
+    assert all(len(content(store)) == 50 for store in opened)
+    for store in opened:
+        store.close()
+    verified.clear()  # the first one, of an empty store
+    for run in ("next", "next"):
+        open_copy(spec_in(tmp_path, LmdbStore, run), 0, 50, log).close()
+    assert len(verified) == 1
+    assert log.reads == 1
+
+
+def test_a_copy_of_another_topic_or_beyond_the_batch_is_replaced(tmp_path: Path) -> None:
+    log = Log()
+    for n in range(5):
+        log.put(b"key-%d" % n, b"v")
+    spec = spec_in(tmp_path, LmdbStore)
+    open_copy(spec, 0, 5, log).close()
+    store = open_copy(spec, 0, 3, log)
+    assert len(content(store)) == 3
+    store.close()
+    store = open_copy(replace(spec, topic_id="another"), 0, 4, log)
+    assert len(content(store)) == 4
+    store.close()
+
+
+def test_co_partitioned_tables_open_only_what_is_asked_for(tmp_path: Path) -> None:
+    log = Log()
+    log.put(b"k", b"v")
+    spec = replace(spec_in(tmp_path, LmdbStore), partitions=3, co_partitioned=True)
+    joined = JoinedCopies({"rates": spec}, {"fx": {0: 0, 1: 1, 2: 0}}, log)
+    joined.open([1])
+    assert log.reads == 1
+    joined.close()
