@@ -17,8 +17,10 @@ import pytest
 from pyspark.errors import StreamingQueryException
 
 from onceflow import hooks
+from onceflow.driver.joins import Joins
 from onceflow.planning import placement
 from onceflow.protocol.position import Position
+from onceflow.state.joins import copies
 from onceflow.testing import faults, independent
 
 pytestmark = [pytest.mark.integration, pytest.mark.faults]
@@ -125,7 +127,9 @@ def make_join_pipe(
 
 
 def kill_at(pipe: JoinPipe, step: str, **options: Any) -> None:
-    rule = faults.fault(step, "kill", **({} if step == "init" else {"batch": 2}))
+    history = pipe.pipe.committed_progress()
+    batch = (history[-1].batch_id if history else 0) + 2
+    rule = faults.fault(step, "kill", **({} if step == "init" else {"batch": batch}))
     process = pipe.driver(rule, records_per_batch=500, **options)
     try:
         output = process.communicate(timeout=120)[0]
@@ -168,6 +172,59 @@ def test_task_dies(make_join_pipe: Any, inject: Any, action: str) -> None:
     assert once.exists()
     assert {batch.batch: batch.attempts for batch in query.batches}[2] == 2
     pipe.check()
+
+
+def recorded_later(patch: pytest.MonkeyPatch) -> None:
+    """The offsets are taken again when they are recorded."""
+    progress = Joins.progress
+
+    def wrong(self: Any, of_batch: Any) -> Any:
+        self.pin()
+        return progress(self, of_batch)
+
+    patch.setattr(Joins, "progress", wrong)
+
+
+def read_to_the_end(patch: pytest.MonkeyPatch) -> None:
+    """Copies are brought to the end of the topic, not to the offset of the batch."""
+
+    def wrong(spec: Any, partition: int, end: int, source: Any, **more: Any) -> Any:
+        return open_copy(spec, partition, source.end(spec.topic, partition), source, **more)
+
+    open_copy = copies.open_copy
+    patch.setattr(copies, "open_copy", wrong)
+
+
+def pinned_once(patch: pytest.MonkeyPatch) -> None:
+    """Only the first batch takes offsets, but every batch names those of its time."""
+    pin, handle = Joins.pin, copies.JoinedCopies.handle
+
+    def wrong(self: Any) -> None:
+        if not self.ends:
+            pin(self)
+
+    def named(self: Any, name: str, now_ms: int, own: int | None) -> Any:
+        found = handle(self, name, now_ms, own)
+        topic = self.specs[name].topic
+        now = {partition: self._source.end(topic, partition) for partition in self.ends[topic]}
+        found.position = str(Position({topic: now}))
+        return found
+
+    patch.setattr(Joins, "pin", wrong)
+    patch.setattr(copies.JoinedCopies, "handle", named)
+
+
+@pytest.mark.parametrize("mutant", [recorded_later, read_to_the_end, pinned_once])
+def test_mutants_are_caught(make_join_pipe: Any, monkeypatch: pytest.MonkeyPatch, mutant: Any) -> None:
+    """The check finds builds that leave out what makes a join exact. The driver runs the batches here."""
+    pipe = make_join_pipe()
+    pipe.order(900)
+    mutant(monkeypatch)
+    with pytest.raises(AssertionError):
+        for _ in range(3):
+            pipe.run(read={"max_records_per_batch": 100})
+            pipe.check()
+            pipe.order(300)
 
 
 @pytest.mark.long
