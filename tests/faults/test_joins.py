@@ -220,11 +220,15 @@ def test_mutants_are_caught(make_join_pipe: Any, monkeypatch: pytest.MonkeyPatch
     pipe = make_join_pipe()
     pipe.order(900)
     mutant(monkeypatch)
-    with pytest.raises(AssertionError):
+
+    def run_and_check() -> None:
         for _ in range(3):
             pipe.run(read={"max_records_per_batch": 100})
             pipe.check()
             pipe.order(300)
+
+    with pytest.raises(AssertionError):
+        run_and_check()
 
 
 @pytest.mark.long

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -310,3 +312,63 @@ def test_a_failing_callback_stops_the_table(onceflow_broker: str, topic: str, op
     assert called.wait(30)
     with pytest.raises(onceflow.OnceflowError, match="cannot be followed any more"):
         wait_until(lambda: table.get(b"k") is None, 30, "not reached")
+
+
+READER = """
+import json, sys
+import onceflow
+from onceflow import serdes
+
+bootstrap, topic, folder = sys.argv[1:]
+with onceflow.Table(topic, bootstrap_servers=bootstrap, value=serdes.JSON, state_dir=folder) as table:
+    print("open", flush=True)
+    for line in sys.stdin:
+        position, keys = json.loads(line)
+        table.wait_until_current(position)
+        found = table.multi_get([key.encode() for key in keys])
+        print(json.dumps({key.decode(): value for key, value in found.items()}), flush=True)
+"""
+
+
+@pytest.mark.parametrize("commits", [10, pytest.param(100, marks=pytest.mark.long)])
+def test_another_process_reads_what_was_committed(
+    onceflow_broker: str, onceflow_spark: Any, make_state_pipe: Any, tmp_path: Path, commits: int
+) -> None:
+    """Write, commit, read elsewhere: with the position of the commit, no answer is stale. 100 checks in each commit."""
+    pipe = make_state_pipe()
+    query = pipe.start()
+    assert query.position == f"{pipe.table}:0.0.0.0"
+    command = [sys.executable, "-c", READER, onceflow_broker, pipe.table, str(tmp_path / "copies")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as reader:
+        assert reader.stdin is not None
+        assert reader.stdout is not None
+        assert reader.stdout.readline() == "open\n"
+        stale = 0
+        for _ in range(commits):
+            pipe.fill(200)
+            query.processAllAvailable()
+            _, sums, _ = pipe.ledger.expected(pipe.sent)
+            wanted = {key.decode(): value for key, value in sums.items()}
+            for _ in range(100 // len(wanted) + 1):
+                reader.stdin.write(json.dumps([query.position, list(wanted)]) + "\n")
+                reader.stdin.flush()
+                stale += json.loads(reader.stdout.readline()) != wanted
+        reader.stdin.close()
+    query.stop()
+    assert not stale
+
+
+def test_the_table_of_a_flow_that_keeps_snapshots(make_state_pipe: Any, opened: Open) -> None:
+    pipe = make_state_pipe()
+    for _ in range(2):
+        pipe.fill(400)
+        pipe.run(process={"snapshot_per_partition": True})
+        _, sums, _ = pipe.ledger.expected(pipe.sent)
+        table = opened(pipe.table, value=serdes.JSON)
+        assert dict(table.items()) == sums
+        assert sum(1 for _ in table.map_entries("digits")) > 0
+    pipe.fill(400)
+    query = pipe.run(process={"snapshot_per_partition": True})
+    table.wait_until_current(query.position)
+    _, sums, _ = pipe.ledger.expected(pipe.sent)
+    assert dict(table.items()) == sums
