@@ -37,6 +37,7 @@ README = ROOT / "README.md"
 OPERATIONS = ROOT / "docs" / "operations.md"
 REFERENCE = ROOT / "docs" / "reference.md"
 STATE = ROOT / "docs" / "state.md"
+TABLES = ROOT / "docs" / "tables.md"
 SPARK_STATE = ROOT / "docs" / "spark-state.md"
 TROUBLE = ROOT / "docs" / "troubleshooting.md"
 DEPLOY = ROOT / "docs" / "deploy.md"
@@ -140,9 +141,13 @@ def test_the_quick_start_of_the_readme_and_the_reset_of_the_operations_page(
     assert progress_of(onceflow_broker, flow, deposits) is None
 
 
-def adapted(code: str, bootstrap_servers: str, names: dict[str, str]) -> str:
-    """A broker that other runs use too needs other names; the master leaves a core to the broker."""
-    for name, other in {'"localhost:9092"': bootstrap_servers, **names}.items():
+def adapted(code: str, bootstrap_servers: str, names: dict[str, str], *, servers: bool = True) -> str:
+    """A broker that other runs use too needs other names; the master leaves a core to the broker.
+
+    Args:
+        servers: whether the code names the broker.
+    """
+    for name, other in {**({'"localhost:9092"': bootstrap_servers} if servers else {}), **names}.items():
         assert name in code, name
         code = code.replace(name, re.sub('".*"', repr(other), name))
     return code.replace("onceflow.session(", "onceflow.session(master='local[1]', app_name=")
@@ -181,6 +186,74 @@ def test_the_example_with_state(
     execute(reading.replace(folder, repr(str(tmp_path / flow / table))))
     first, _ = capsys.readouterr().out.splitlines()
     assert json.loads(ast.literal_eval(first)) == last[b"ada"]
+
+
+def test_the_examples_of_tables(
+    onceflow_broker: str,
+    onceflow_spark: Any,
+    make_topic: Callable[..., str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """All joins of the page run in flows, and write what it says; the look-ups print."""
+    monkeypatch.setenv("ONCEFLOW_STATE_DIR", str(tmp_path))
+    rates, customers = (make_topic(name, 2, cleanup_policy="compact") for name in ("fx-rates", "customers"))
+    payments, orders = make_topic("payments", 2), make_topic("orders", 2)
+    independent.fill(onceflow_broker, rates, [(b"EUR", b'{"rate": 2}')])
+    independent.fill(onceflow_broker, customers, [(b"c1", b'{"name": "Ada", "tier": 3}')])
+    paid = b'{"currency": "EUR", "amount": 5}'
+    independent.fill(onceflow_broker, payments, [(b"ada", paid), (b"ada", paid)])
+    independent.fill(onceflow_broker, orders, [(b"o1", b'{"customer": "c1"}'), (b"o2", b'{"customer": "c9"}')])
+
+    def written(make: Callable[[Any], Any]) -> list[Any]:
+        output = make_topic("out", 2)
+        flow = onceflow.Flow(f"flow-{output}", onceflow_spark, bootstrap_servers=onceflow_broker)
+        query = flow.write(make(flow), topic=output, once=True).start()
+        query.awaitTermination()
+        flow.close()
+        return [json.loads(record.value or b"0") for record in independent.read_topic(onceflow_broker, output)]
+
+    code = adapted(
+        only(blocks(TABLES, "python", "def totals")),
+        onceflow_broker,
+        {'"fx-rates"': rates, '"payments"': payments, 'table="totals"': f"totals-{payments}"},
+        servers=False,
+    )
+    (last,) = (value for value in written(execute(code)["totals"]) if value["total"] == 20)
+    assert last["rates"].startswith(f"{rates}:")
+    names = {'"orders"': orders, '"customers"': customers}
+    code = adapted(only(blocks(TABLES, "python", "def enriched")), onceflow_broker, names, servers=False)
+    assert sorted(map(json.dumps, written(execute(code)["enriched"]))) == ['{"name": "Ada", "tier": 3}', "{}"]
+    tiers = execute(only(blocks(TABLES, "python", "class Tiers")))["Tiers"]()
+    found = written(
+        lambda flow: flow.process(
+            flow.read(orders), tiers, table=f"tiers-{orders}", tables={"customers": customers}
+        ).where("value is not null")
+    )
+    assert found == [{"name": "Ada", "tier": 3}]
+    code = adapted(only(blocks(TABLES, "python", "multi_get")), onceflow_broker, {'"balances"': f"totals-{payments}"})
+    capsys.readouterr()
+    execute(code.replace("serdes.JSON", "serdes.JSON, state_dir='" + str(tmp_path) + "'"))
+    assert capsys.readouterr().out.splitlines() == ["20", "{'ada': 20}", "{'ada': 20}", "1"]
+
+
+def test_the_test_of_a_join() -> None:
+    convert = execute(only(blocks(TABLES, "python", "class Convert")))["Convert"]
+    execute(only(blocks(TABLES, "python", "ProcessorDriver")))["test_payments_are_converted"](convert())
+
+
+def test_the_join_by_foreign_key() -> None:
+    """An order yields a joined record, and so does every order of a customer that changes."""
+    from onceflow.testing.processor_driver import ProcessorDriver
+
+    driver = ProcessorDriver(execute(only(blocks(TABLES, "python", "OrdersOfCustomer")))["OrdersOfCustomer"]())
+    driver.send_many(
+        [("c1", {"order": "o1"}), ("c1", {"name": "Ada"}), ("c1", {"order": "o2"}), ("c1", {"name": "A."})]
+    )
+    joined = [(record.key, record.value["customer"]) for record in driver.take()]
+    ada, new = {"name": "Ada"}, {"name": "A."}
+    assert joined == [("o1", None), ("o1", ada), ("o2", ada), ("o1", new), ("o2", new)]
 
 
 def example_with_a_checkpoint(source: tuple[str, str], output: tuple[str, str], broker: str, folder: Path) -> str:
@@ -437,7 +510,7 @@ def test_the_image_that_a_service_is_built_on_is_ours() -> None:
 # ---- options ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("what", ["Flow", "Flow.read", "Flow.process", "Flow.write"])
+@pytest.mark.parametrize("what", ["Flow", "Flow.read", "Flow.process", "Flow.join_table", "Flow.write"])
 def test_options_are_those_of_the_code(what: str) -> None:
     section = re.search(rf"^### {re.escape(what)}\n(.*?)(?=^#|\Z)", REFERENCE.read_text(), re.MULTILINE | re.DOTALL)
     assert section is not None

@@ -6,7 +6,7 @@ import itertools
 import tempfile
 import uuid
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from onceflow.state.engine.output_collector import SCHEMA
 from onceflow.state.engine.record_engine import Engine
 from onceflow.state.stores.memory_store import MemoryStore
 from onceflow.state.stores.overlay import Overlay
+from onceflow.testing.joined_tables import joined_table
 
 _INPUT = pa.schema([*SCHEMA, ("partition", pa.int32()), ("offset", pa.int64())])
 _LATE, _DEAD = "late", "dead-letters"
@@ -57,6 +58,8 @@ class ProcessorDriver:
         processor: a `Processor` or `ColumnProcessor`. To test a migration, assign a newer one to ``driver.processor``.
         partitions: the number of partitions of the table.
         now_ms: processing time at the beginning, in epoch milliseconds. It moves only when the test moves it.
+        tables: what ``state.table(name)`` finds, as dicts: ``{"rates": {"EUR": {"rate": 1.1}}}``. A test may change the
+            dicts; the next batch sees that.
         options: options of the engine: ``on_error="dead-letter"``, ``default_ttl_ms``, ``max_timers_per_batch``, ...
 
     Attributes:
@@ -68,12 +71,19 @@ class ProcessorDriver:
     """
 
     def __init__(
-        self, processor: Processor | ColumnProcessor, partitions: int = 1, *, now_ms: int = 0, **options: Any
+        self,
+        processor: Processor | ColumnProcessor,
+        partitions: int = 1,
+        *,
+        now_ms: int = 0,
+        tables: Mapping[str, Mapping[Any, Any]] | None = None,
+        **options: Any,
     ) -> None:
         self.processor = processor
         self.now_ms = now_ms
         self.watermark_ms: int | None = None
         self.outputs: _Records = []
+        self.tables = dict(tables or {})
         self.late: _Records = []
         self.dead_letters: _Records = []
         self.counts: dict[str, int] = {}
@@ -204,6 +214,7 @@ class ProcessorDriver:
         kind: Any = ColumnEngine if isinstance(self.processor, ColumnProcessor) else Engine
         engines = []
         written = []
+        tables = {name: joined_table(name, content, self.now_ms) for name, content in self.tables.items()}
         for partition, store in enumerate(self._stores):
             engine = kind(
                 self.processor,
@@ -214,6 +225,7 @@ class ProcessorDriver:
                 batch=number,
                 now_ms=self.now_ms,
                 watermark_ms=self.watermark_ms,
+                tables=tables,
                 **self._options,
             )
             engine.start()

@@ -1,0 +1,57 @@
+"""What user code gets of a table that its flow joins with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from onceflow import ColumnProcessor, Processor, Record, serdes
+from onceflow.errors import ProcessorError
+from onceflow.testing.joined_tables import joined_table
+from onceflow.testing.processor_driver import ProcessorDriver
+
+
+def test_lookups() -> None:
+    table = joined_table("t", {"a": 1, b"b": {"x": 2}, "ab": None}, 0)
+    assert (table.get("a"), table.get(b"a"), table.get("no"), table.get("no", 7)) == (1, 1, None, 7)
+    assert table.multi_get(["b", "no", "a"]) == {"b": {"x": 2}, "a": 1}
+    assert "a" in table
+    assert list(table.range("a", "b")) == [(b"a", 1), (b"ab", None)]
+    assert [key for key, _ in table.prefix("a", reverse=True)] == [b"ab", b"a"]
+    with pytest.raises(TypeError, match="keys of table 't' are bytes or str, got int: give it a key serde"):
+        table.get(7)
+    assert joined_table("t", {7: 1}, 0).get(7) == 1
+
+
+def test_a_column_of_keys() -> None:
+    table = joined_table("t", {"a": b"1", "b": b"2"}, 0)
+    for keys in (pa.array(["b", "x", None, "a", "b"]), pa.chunked_array([["b", "x"], [None, "a", "b"]])):
+        assert table.values_of(keys).to_pylist() == [b"2", None, None, b"1", b"2"]
+    assert table.values_of(pa.array([], pa.string())).to_pylist() == []
+
+
+class Converting(Processor):
+    key = serdes.STRING
+    value = output = serdes.JSON
+
+    def process(self, key: str, records: Any, state: Any) -> Any:
+        for record in records:
+            yield Record(key, state.table("rates").get(record.value))
+
+
+class Columns(ColumnProcessor):
+    def process(self, records: pa.Table, states: pa.Table, context: Any) -> Any:
+        return pa.table({"key": records["key"], "value": context.tables["rates"].values_of(records["value"])}), None
+
+
+def test_processors_see_the_tables_of_a_test() -> None:
+    driver = ProcessorDriver(Converting(), tables={"rates": {"EUR": 2}})
+    assert driver.send("k", "EUR")[0].value == 2
+    driver.tables["rates"] = {"EUR": 3}
+    assert driver.send("k", "EUR")[0].value == 3
+    columns = ProcessorDriver(Columns(), tables={"rates": {"EUR": b"2"}})
+    assert columns.send("k", b"EUR")[0].value == b"2"
+    with pytest.raises(ProcessorError, match=r"table 'rates' is not in tables= of Flow.process; it has none"):
+        ProcessorDriver(Converting()).send("k", "EUR")
