@@ -143,6 +143,9 @@ class Follower:
         """
         self._targets = dict(ends)
         self._ends = dict(ends)
+        for partition, copy in self._copies.items():
+            if copy.position == ends[partition]:
+                copy.still_current()
         self._thread.start()
 
     def stop(self) -> None:
