@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,10 @@ import onceflow
 from onceflow import BadRecordError, Change, DeadlineExceededError, OptionError, Table, UnknownTopicError, serdes
 from onceflow.client import cluster
 from onceflow.client.committed import Chunk, CommittedReader
+from onceflow.protocol.position import Position
 from onceflow.state.local.format import COMMIT_RECORD
 from onceflow.state.stores.lmdb_store import LmdbStore
+from onceflow.state.stores.memory_store import MemoryStore
 from onceflow.tables import following
 from onceflow.tables.following import Restore
 from onceflow.tables.opening import TABLES_FOLDER
@@ -178,6 +181,23 @@ def test_a_table_continues_from_its_copy(
     repaired.close()
     shutil.rmtree(folders)
     assert opened(topic).count() == 99
+
+
+class SlowStore(MemoryStore):
+    """Takes its time to write."""
+
+    def write(self, *given: Any, **named: Any) -> bool:
+        time.sleep(0.05)
+        return super().write(*given, **named)
+
+
+def test_a_position_is_not_ahead_of_the_rows(onceflow_broker: str, topic: str, opened: Open) -> None:
+    writer = Writer(onceflow_broker, topic)
+    table = opened(topic, store=SlowStore)
+    for n in range(10):
+        wanted = Position.parse(writer.write({"k": str(n)}))
+        wait_until(lambda wanted=wanted: wanted.reached(Position.parse(table.position).offsets), 10, "not reached")  # type: ignore[misc]
+        assert table.get(b"k") == b"%d" % n
 
 
 def test_only_some_partitions(onceflow_broker: str, topic: str, opened: Open) -> None:

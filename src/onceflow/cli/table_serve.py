@@ -34,6 +34,17 @@ _TOKENS_VARIABLE = "ONCEFLOW_SERVER_TOKENS"
 )
 @click.option("--tls-certificate", type=click.Path(exists=True, path_type=Path), help="PEM file with the certificate.")
 @click.option("--tls-key", type=click.Path(exists=True, path_type=Path), help="PEM file with its key.")
+@click.option("--instances", metavar="GROUP", help="Share the tables with others that name this consumer group.")
+@click.option(
+    "--copies", type=click.IntRange(min=1), default=1, show_default=True, help="Instances with each partition."
+)
+@click.option("--advertise", metavar="URL", default="", help="Where others reach this one.  [default: host and port]")
+@click.option("--session-timeout", metavar="DURATION", help="Until one that died is replaced.  [default: 10 seconds]")
+@click.option(
+    "--tls-authority",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="PEM file of authorities for the certificates of other instances.  [default: those of the system]",
+)
 @click.option("--store", default="lmdb", show_default=True, help="Where copies are: lmdb, memory or rocksdb.")
 @click.option("--state-dir", type=click.Path(path_type=Path), help="Folder for local copies.  [default: that of Table]")
 @click.option("--max-requests", type=click.IntRange(min=1), help="Requests at the same time.  [default: 1000]")
@@ -68,7 +79,9 @@ def _options(tables: tuple[str, ...], settings: ClientSettings, given: dict[str,
         named["request_s"] = timeout_ms(given["request_timeout"], "--request-timeout") / 1000
     if (given["tls_certificate"] is None) != (given["tls_key"] is None):
         raise click.UsageError("--tls-certificate and --tls-key belong together")
+    session = given["session_timeout"]
     return ServeOptions(
+        session_s=ServeOptions.session_s if session is None else timeout_ms(session, "--session-timeout") / 1000,
         tables=dict(_table(text, given["key"], given["value"]) for text in tables),
         settings=settings,
         host=given["host"],
@@ -76,6 +89,10 @@ def _options(tables: tuple[str, ...], settings: ClientSettings, given: dict[str,
         tokens=_tokens(given["token_file"]),
         certificate=given["tls_certificate"],
         certificate_key=given["tls_key"],
+        instances=given["instances"],
+        advertise=given["advertise"],
+        authority=given["tls_authority"],
+        copies=given["copies"],
         store=given["store"],
         state_dir=given["state_dir"],
         access_log=given["access_log"],

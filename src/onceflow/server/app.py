@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import Annotated, Any
 from urllib.parse import unquote_to_bytes
 
@@ -20,6 +22,8 @@ from onceflow.server import documents
 from onceflow.server.changes import changes_of
 from onceflow.server.documents import responses
 from onceflow.server.formats import Format
+from onceflow.server.local import NotHereError
+from onceflow.server.peers import not_here, peer_routes
 from onceflow.server.problems import Problem, unavailable
 from onceflow.server.ranges import Wanted, as_lines, as_page
 from onceflow.server.requests import (
@@ -49,13 +53,25 @@ _LINES = {200: {"content": {"application/x-ndjson": {"schema": {"type": "string"
 _EVENTS = {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
 
 
-def make_app(service: Service) -> FastAPI:
-    """The application with all public routes."""
-    app = FastAPI(title="onceflow tables", version=__version__, redoc_url=None, separate_input_output_schemas=False)
+def make_app(service: Service, at_end: Callable[[], Awaitable[None]]) -> FastAPI:
+    """The application with all routes.
+
+    Args:
+        at_end: called when the server has stopped, in its event loop.
+    """
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        yield
+        await at_end()
+
+    app = FastAPI(title="onceflow tables", version=__version__, redoc_url=None, lifespan=lifespan)
     app.add_exception_handler(Problem, _problem)
     app.add_exception_handler(OnceflowError, _failed)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _http)
+    app.add_exception_handler(NotHereError, not_here)
+    app.include_router(peer_routes(service))
     _add_state(app, service)
     _add_lookups(app, service)
     _add_range(app, service)
@@ -74,7 +90,7 @@ class ShortWay:
         self._service = service
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        parts = scope["raw_path"].split(b"/", 4)
+        parts = scope.get("raw_path", b"").split(b"/", 4)
         topic = parts[2].decode() if len(parts) == 5 and parts[1] == b"tables" and parts[3] == b"keys" else None
         if topic not in self._service.tables or scope["query_string"] or scope["method"] != "GET":
             await self._app(scope, receive, send)

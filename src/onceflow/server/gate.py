@@ -126,8 +126,9 @@ class _Passage:
         if scope["query_string"]:
             path += "?" + scope["query_string"].decode("ascii", "backslashreplace")
         ms = (time.perf_counter() - self._since) * 1000
-        access.info(
-            '%s "%s %s" %d %d bytes %.1f ms', self._client(), scope["method"], path, self.status, self._sent, ms
+        level = logging.DEBUG if path.startswith("/peer/") else logging.INFO
+        access.log(
+            level, '%s "%s %s" %d %d bytes %.1f ms', self._client(), scope["method"], path, self.status, self._sent, ms
         )
 
     def _client(self) -> str:

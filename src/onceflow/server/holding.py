@@ -72,19 +72,30 @@ class Alone:
     """The routes of the only instance: it has all partitions."""
 
     def __init__(self, shares: Mapping[str, Share], routes: Routes) -> None:
-        self._holding = Holding(shares)
+        self._holding = Holding(shares, self._look)
         self._shares = shares
         self._routes = routes
-        self.problems = self._holding.problems
+
+    @property
+    def problems(self) -> list[str]:
+        """What cannot be opened."""
+        return self._holding.problems
 
     def start(self) -> None:
-        everything = {topic: range(share.partitions) for topic, share in self._shares.items()}
+        self._take_all()
+        self._holding.start()
+
+    def _look(self) -> None:
+        if any(len(self._routes.tables[topic].holders) < each.partitions_now for topic, each in self._shares.items()):
+            self._take_all()
+
+    def _take_all(self) -> None:
+        everything = {topic: range(share.partitions_now) for topic, share in self._shares.items()}
         address = self._routes.address
         self._routes.tables = {
             topic: TableRoutes([[address]] * len(partitions)) for topic, partitions in everything.items()
         }
         self._holding.want(everything)
-        self._holding.start()
 
     def leave(self) -> None:
         """Tell other instances that this one ends: there are none."""

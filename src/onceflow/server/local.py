@@ -165,11 +165,13 @@ class LocalTable:
 
 @contextmanager
 def reading() -> Iterator[None]:
-    """Turns what a store raises while it is closed or replaced into an answer that the client may ask for again."""
+    """Turns what a store raises while it is closed or replaced into an error that makes the caller ask others."""
     try:
         yield
-    except (StoreCorruptError, OnceflowError) as error:
-        raise Problem(503, f"A partition is being replaced: {error}", next_step="ask again") from error
+    except StoreCorruptError as error:
+        raise NotHereError([]) from error
+    except OnceflowError as error:
+        raise unavailable(error) from error
 
 
 @contextmanager

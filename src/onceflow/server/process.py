@@ -18,7 +18,9 @@ from onceflow.server.connection import Connection
 from onceflow.server.gate import Gate
 from onceflow.server.holding import Alone
 from onceflow.server.local import LocalTable
+from onceflow.server.members import Members
 from onceflow.server.options import ServeOptions
+from onceflow.server.peers import HttpPeers
 from onceflow.server.routed import RoutedTable
 from onceflow.server.routes import Routes
 from onceflow.server.service import Served, Service
@@ -40,7 +42,7 @@ class QueryServer:
         self._options = options
         self._shares: dict[str, Share] = {}
         self._socket: socket.socket | None = None
-        self._members: Alone | None = None
+        self._members: Alone | Members | None = None
         self._server: _Server | None = None
         self.url = ""
 
@@ -76,13 +78,19 @@ class QueryServer:
         """Answer until SIGTERM, SIGINT or `stop`. Running requests are answered before it returns."""
         options = self._options
         routes = Routes(self.url)
-        members = self._members = Alone(self._shares, routes)
+        members = self._members = self._membership(routes)
+        peers = HttpPeers(next(iter(options.tokens), None), options.authority)
         tables = {}
         for topic, share in self._shares.items():
             local = LocalTable(share)
-            tables[topic] = Served(topic, share, local, RoutedTable(topic, local, routes, None), options.tables[topic])
-        service = Service(tables, routes, options.limits, options.settings, problems=members.problems)
-        app = Gate(ShortWay(make_app(service), service), options.limits, options.tokens, access_log=options.access_log)
+            tables[topic] = Served(topic, share, local, RoutedTable(topic, local, routes, peers), options.tables[topic])
+        service = Service(tables, routes, options.limits, options.settings, lambda: members.problems)
+        app = Gate(
+            ShortWay(make_app(service, peers.close), service),
+            options.limits,
+            options.tokens,
+            access_log=options.access_log,
+        )
         self._server = _Server(_config(options, app), lambda: self._stopping(service))
         assert self._socket is not None
         try:
@@ -103,6 +111,19 @@ class QueryServer:
             self._socket.close()
         for share in self._shares.values():
             share.close()
+
+    def _membership(self, routes: Routes) -> Alone | Members:
+        options = self._options
+        if options.instances is None:
+            return Alone(self._shares, routes)
+        return Members(
+            self._shares,
+            routes,
+            options.settings,
+            group=options.instances,
+            copies=options.copies,
+            session_s=options.session_s,
+        )
 
     def _stopping(self, service: Service) -> None:
         if not service.stopping:
@@ -134,7 +155,7 @@ def _config(options: ServeOptions, app: Gate) -> uvicorn.Config:
         app,
         http=Connection.limited(limits.stall_s),
         ws="none",
-        lifespan="off",
+        lifespan="on",
         log_config=None,
         access_log=False,
         server_header=False,
@@ -155,6 +176,7 @@ def _listening(host: str, port: int) -> socket.socket:
         found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             found.bind(address)
+            found.listen(_BACKLOG)  # who connects before the server answers waits
         except OSError:
             found.close()
             raise

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Protocol, TypeVar
 
@@ -34,7 +35,7 @@ class Peers(Protocol):
     Problem."""
 
     async def get_many(
-        self, address: str, topic: str, wanted: dict[int, list[bytes]], wish: Wish
+        self, address: str, topic: str, keys: Sequence[bytes], places: Mapping[int, Sequence[int]], wish: Wish
     ) -> tuple[dict[int, list[bytes | None]], Seen]: ...
 
     async def page(
@@ -64,8 +65,9 @@ class RoutedTable:
         if self.placed:
             partition = (murmur2(key) & 0x7FFFFFFF) % self.partitions
             if self._local.has(partition, restored=True):
-                seen = await self._local.wait((partition,), wish)
-                return self._local.get(partition, key), seen
+                with suppress(NotHereError):  # it goes away just now
+                    seen = await self._local.wait((partition,), wish)
+                    return self._local.get(partition, key), seen
         values, seen = await self.get_many([key], wish)
         return values[0], seen
 
@@ -79,19 +81,18 @@ class RoutedTable:
         else:
             everywhere = list(range(len(keys)))
             places = dict.fromkeys(range(self.partitions), everywhere)
-        wanted = {partition: [keys[at] for at in ats] for partition, ats in places.items()}
 
         async def ask(
             address: str, partitions: Collection[int], wish: Wish
         ) -> tuple[dict[int, list[bytes | None]], Seen]:
             if address != HERE:
-                part = {partition: wanted[partition] for partition in partitions}
-                return await self._others().get_many(address, self.topic, part, wish)
+                part = {partition: places[partition] for partition in partitions}
+                return await self._others().get_many(address, self.topic, keys, part, wish)
             seen = await self._local.wait(partitions, wish)
-            return {each: self._local.get_many(each, wanted[each]) for each in partitions}, seen
+            return {each: self._local.get_many(each, [keys[at] for at in places[each]]) for each in partitions}, seen
 
         found: list[bytes | None] = [None] * len(keys)
-        answers = await self._spread(wanted, ask, wish)
+        answers = await self._spread(places, ask, wish)
         for values, _ in answers:
             for partition, of_partition in values.items():
                 for at, value in zip(places[partition], of_partition, strict=True):

@@ -16,10 +16,12 @@ class TableRoutes:
     Args:
         holders: by partition, the addresses of those who have it; the first one is its owner.
         placed: whether all keys are where Kafka's default partitioner puts them.
+        usual: how many instances have a partition, unless it is being moved.
     """
 
     holders: Sequence[Sequence[str]]
     placed: bool = True
+    usual: int = 1
 
 
 @dataclass

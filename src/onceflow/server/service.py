@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from onceflow.client.settings import ClientSettings
@@ -69,15 +69,19 @@ class Served:
 
 @dataclass
 class Service:
-    """Everything that is served."""
+    """Everything that is served.
+
+    Args:
+        problems: returns what keeps this instance from having its partitions.
+    """
 
     tables: dict[str, Served]
     routes: Routes
     limits: Limits
     settings: ClientSettings
+    problems: Callable[[], list[str]]
     stopping: bool = False
     streams: int = 0
-    problems: list[str] = field(default_factory=list)
 
     def table(self, name: str) -> Served:
         """A table that can be read.
@@ -112,4 +116,4 @@ class Service:
         """What is missing until the server is ready."""
         if self.stopping:
             return ["the server is being stopped"]
-        return [*self.problems, *(each for table in self.tables.values() for each in table.waits_for(self.routes))]
+        return [*self.problems(), *(each for table in self.tables.values() for each in table.waits_for(self.routes))]

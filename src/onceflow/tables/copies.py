@@ -148,9 +148,7 @@ class Copy:
         Raises:
             StoreCorruptError: the copy is damaged. `replace` makes a new one.
         """
-        now_ms = int(time.time() * 1000)
-        if chunk.next_offset >= stable:
-            self.current_ms = now_ms
+        current_ms = int(time.time() * 1000) if chunk.next_offset >= stable else self.current_ms
         found = self._changes(chunk) if wanted and chunk.keys else []
         self.check_placement(chunk.keys)
         changes: Changes = {}
@@ -158,10 +156,12 @@ class Copy:
             changes = snapshot_changes(chunk, self.store)
         elif chunk.keys:
             self.ignored += table_changes(chunk, changes)
-        time_ms = self._record.time_ms if self.current_ms is None else self.current_ms
-        self._record = replace(self._record, table_end=chunk.next_offset, time_ms=time_ms)
+        time_ms = self._record.time_ms if current_ms is None else current_ms
+        record = replace(self._record, table_end=chunk.next_offset, time_ms=time_ms)
         if changes or time.monotonic() - self._written_at > _PERSISTED_S:
-            self._write(changes)
+            self._write(changes, record, current_ms)
+        # Only now: other threads must not see a position before the rows that belong to it.
+        self._record, self.current_ms = record, current_ms
         return found
 
     def still_current(self) -> None:
@@ -169,15 +169,16 @@ class Copy:
         self.current_ms = int(time.time() * 1000)
         if time.monotonic() - self._written_at > _PERSISTED_S:
             self._record = replace(self._record, time_ms=self.current_ms)
-            self._write({})
+            self._write({}, self._record, self.current_ms)
 
     def replace(self, why: str) -> None:
         """Remove the copy, and begin with an empty one."""
         log.warning("table %s: the local copy is removed and read again from Kafka: %s", self.name, why)
+        self._record = replace(self._record, table_end=0)
+        self.current_ms = None
         with suppress(StoreCorruptError):
             self.store.close()
         self.remove()
-        self.current_ms = None
         self.store = self._open()
 
     def remove(self) -> None:
@@ -192,7 +193,7 @@ class Copy:
 
     def close(self) -> None:
         with suppress(OnceflowError):
-            self._write({})
+            self._write({}, self._record, self.current_ms)
         self.store.close()
 
     # ---- inside --------------------------------------------------------------------------------------
@@ -222,7 +223,7 @@ class Copy:
         if raw is None:
             self._record = replace(CommitRecord.of(self._followed.goal(self.partition, 0), now_ms), table_end=0)
             self._raw = None
-            self._write({})
+            self._write({}, self._record, None)
             return
         record = CommitRecord.decode(raw)
         if record is None:
@@ -236,11 +237,11 @@ class Copy:
         self._record, self._raw = record, raw
         if self._followed.snapshots:
             self.placed = False  # all records have the same key
-        elif self.store.blob(_PLACED) != self._placement():
+        elif self.store.blob(_PLACED) != self._placement(record):
             self._check_rows()
 
-    def _placement(self) -> bytes:
-        return b"%d %d" % (self._followed.partitions, self._record.table_end)
+    def _placement(self, record: CommitRecord) -> bytes:
+        return b"%d %d" % (self._followed.partitions, record.table_end)
 
     def _check_rows(self) -> None:
         """Read all keys, because the copy does not say whether they are where the default partitioner puts them."""
@@ -261,10 +262,10 @@ class Copy:
             None,
         )
 
-    def _write(self, changes: Changes) -> None:
-        raw = self._record.encode()
-        when = None if self.current_ms is None else b"%d" % self.current_ms
-        blobs = {COMMIT_RECORD: raw, _CURRENT: when, _PLACED: self._placement() if self.placed else None}
+    def _write(self, changes: Changes, record: CommitRecord, current_ms: int | None) -> None:
+        raw = record.encode()
+        when = None if current_ms is None else b"%d" % current_ms
+        blobs = {COMMIT_RECORD: raw, _CURRENT: when, _PLACED: self._placement(record) if self.placed else None}
         if not self.store.write(changes, blobs, (COMMIT_RECORD, self._raw), index=True):
             raise StoreCorruptError("another process has changed it")
         self._raw = raw

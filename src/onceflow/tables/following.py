@@ -104,6 +104,7 @@ class Follower:
         self._targets: dict[int, int] = {}  # last stable offsets at the start
         self._begins = {partition: copy.position for partition, copy in copies.items()}
         self._read: dict[int, int] = {}  # up to where a restore has read; it writes much later
+        self.partitions_now = info.partitions  # as last seen
         self._followed = False
         self._stopping = threading.Event()
         self._moved = threading.Condition()
@@ -330,6 +331,7 @@ class Follower:
         now = cluster.topic(self.topic, deadline, fresh=True, patient=True)
         if now.topic_id != self._info.topic_id:
             raise created_again(self.topic)
+        self.partitions_now = now.partitions
         if now.partitions != self._info.partitions and self._all_partitions:
             raise UnknownTopicError(
                 f"Topic {self.topic} has {now.partitions} partitions now, it had {self._info.partitions}",

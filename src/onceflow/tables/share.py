@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
 from onceflow.client.cluster import Cluster, TopicInfo
 from onceflow.client.deadline import Deadline
+from onceflow.client.long_poll import created_again
 from onceflow.errors import DeadlineExceededError, OnceflowError
 from onceflow.state.stores.base import Store
 from onceflow.tables.copies import Copy, Followed
@@ -40,6 +42,7 @@ class Share:
         self._followers: list[Follower] = []
         self._copies: dict[int, Copy] = {}
         self._by_partition: dict[int, Follower] = {}
+        self._grown = False
 
     @property
     def topic(self) -> str:
@@ -55,14 +58,22 @@ class Share:
         return self._info.partitions
 
     @property
+    def partitions_now(self) -> int:
+        """How many partitions the topic has, as last heard while it is followed: it may have got more."""
+        return max([self.partitions, *(each.partitions_now for each in list(self._followers))])
+
+    @property
     def snapshots(self) -> bool:
         """Whether each record of the topic is a snapshot of its partition."""
         return self._followed.snapshots
 
     @property
     def placed(self) -> bool:
-        """Whether all keys that are here are where Kafka's default partitioner puts them."""
-        return all(copy.placed for copy in list(self._copies.values()))
+        """Whether all keys that are here are where Kafka's default partitioner puts them.
+
+        If the topic got more partitions meanwhile, its older keys are not.
+        """
+        return not self._grown and all(copy.placed for copy in list(self._copies.values()))
 
     @property
     def ignored(self) -> int:
@@ -72,7 +83,7 @@ class Share:
     @property
     def held(self) -> Collection[int]:
         """The partitions that can be read."""
-        return self._by_partition.keys()
+        return tuple(self._by_partition)
 
     def open(self) -> None:
         """Find the topic, and take a folder. No partition is followed yet. Errors are those of `Table.start`."""
@@ -104,6 +115,8 @@ class Share:
         added = [partition for partition in wanted if partition not in self._by_partition]
         if not dropped and not added:
             return
+        if max(added, default=0) >= self.partitions:
+            self._grow()
         ends = self._ends(added)
         for partition in dropped:  # from now on nobody begins to read them
             self._by_partition.pop(partition)
@@ -161,6 +174,19 @@ class Share:
             return stable_ends(cluster, self._info, sorted(partitions), deadline)
         finally:
             cluster.close()
+
+    def _grow(self) -> None:
+        """The topic has got more partitions."""
+        cluster = Cluster(self._table.settings, refused_s=None)
+        try:
+            info = cluster.topic(self.topic, Deadline(_LOOK_S, f"looking up topic {self.topic}"), fresh=True)
+        finally:
+            cluster.close()
+        if info.topic_id != self._info.topic_id:
+            raise created_again(self.topic)
+        log.info("table %s: its topic has %d partitions now, it had %d", self.topic, info.partitions, self.partitions)
+        self._info, self._followed = info, replace(self._followed, partitions=info.partitions)
+        self._grown = True
 
     def _join(self, dropped: set[int]) -> None:
         """Replace all followers that are up to date by one, without the dropped partitions."""

@@ -1,0 +1,223 @@
+"""Several instances share the tables: a consumer group says who has which partition.
+
+The group's consumer reads no records. Each member tells the leader its address and what it has; the leader's assignment
+tells every member where all partitions are.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import orjson
+from kafka import KafkaConsumer
+from kafka.coordinator.assignors.abstract import AbstractPartitionAssignor
+from kafka.errors import KafkaError
+from kafka.protocol.consumer.metadata import ConsumerProtocolAssignment, ConsumerProtocolSubscription
+
+from onceflow.client.library_log import filter_loggers, muted
+from onceflow.client.settings import ClientSettings
+from onceflow.server.assignment import Member, assign
+from onceflow.server.holding import Holding
+from onceflow.server.routes import Routes, TableRoutes
+from onceflow.tables.share import Share
+
+log = logging.getLogger("onceflow.server")
+
+_POLL_MS = 200
+_RETRY_S = 2.0
+_REJOIN_S = 1.0  # between two rebalances that this instance asks for
+_REBALANCE_MS = 30_000
+_LEAVE_MS = 3_000
+
+
+class Members:
+    """The routes of an instance that shares its tables with others.
+
+    Args:
+        group: the consumer group.
+        copies: how many instances have each partition.
+        session_s: after how long without a sign of life an instance is replaced.
+    """
+
+    def __init__(
+        self,
+        shares: Mapping[str, Share],
+        routes: Routes,
+        settings: ClientSettings,
+        *,
+        group: str,
+        copies: int,
+        session_s: float,
+    ) -> None:
+        self._shares = shares
+        self._routes = routes
+        self._settings = settings
+        self._group = group
+        self._copies = copies
+        self._session_s = session_s
+        self._holding = Holding(shares, self._look)
+        self._reported: dict[str, frozenset[int]] = {}
+        self._rejoin = threading.Event()
+        self._leaving = threading.Event()
+        self._problem = ""
+        self._thread = threading.Thread(target=self._run, name="onceflow-members", daemon=True)
+
+    @property
+    def problems(self) -> list[str]:
+        """Why it is not a member, and what cannot be opened."""
+        return [*([self._problem] if self._problem else []), *self._holding.problems]
+
+    def start(self) -> None:
+        self._holding.start()
+        self._thread.start()
+
+    def leave(self) -> None:
+        """Tell other instances that this one ends, so that they take its partitions over."""
+        self._leaving.set()
+
+    def close(self) -> None:
+        self.leave()
+        self._thread.join(2 * _LEAVE_MS / 1000)
+        self._holding.close()
+
+    # ---- what the group is told ----------------------------------------------------------------------
+
+    def said(self) -> bytes:
+        """What this instance says about itself."""
+        restored, begun = {}, {}
+        for topic, share in self._shares.items():
+            restored[topic] = frozenset(each for each in share.held if _restored(share, each))
+            begun[topic] = {*share.held, *share.on_disk()} - restored[topic]
+        self._reported = restored
+        document = {
+            "address": self._routes.address,
+            "restored": {topic: sorted(partitions) for topic, partitions in restored.items()},
+            "begun": {topic: sorted(partitions) for topic, partitions in begun.items()},
+            "partitions": {topic: share.partitions_now for topic, share in self._shares.items()},
+            "misplaced": [topic for topic, share in self._shares.items() if not share.placed],
+        }
+        return orjson.dumps(document)
+
+    def decided(self, said: list[dict[str, Any]]) -> bytes:
+        """Where all partitions are to be, decided from what all instances say. Called at the group's leader."""
+        members = {each["address"]: _member(each) for each in said}
+        partitions: dict[str, int] = {}
+        for each in said:
+            for topic, count in each["partitions"].items():
+                partitions[topic] = max(count, partitions.get(topic, 0))
+        misplaced = sorted({topic for each in said for topic in each["misplaced"]})
+        holders = assign(list(members.values()), partitions, self._copies)
+        usual = min(self._copies, len(members))
+        return orjson.dumps({"holders": holders, "misplaced": misplaced, "usual": usual})
+
+    def told(self, decided: bytes) -> None:
+        """Take over what the leader has decided."""
+        document = orjson.loads(decided)
+        misplaced = document["misplaced"]
+        self._routes.tables = {
+            topic: TableRoutes(holders, topic not in misplaced, document["usual"])
+            for topic, holders in document["holders"].items()
+        }
+        here = self._routes.address
+        mine = {
+            topic: [
+                partition for partition, addresses in enumerate(document["holders"].get(topic, ())) if here in addresses
+            ]
+            for topic in self._shares
+        }
+        log.info("partitions of this instance: %s", mine)
+        self._holding.want(mine)
+
+    # ---- threads -------------------------------------------------------------------------------------
+
+    def _look(self) -> None:
+        """Ask for a new assignment if it would be another one. Called by the thread that opens partitions."""
+        for topic, share in self._shares.items():
+            known = self._routes.tables.get(topic)
+            if known is None:
+                continue
+            found_other = known.placed and not share.placed
+            more = share.partitions_now > len(known.holders)
+            here = [each for each in share.held if each < len(known.holders)]
+            new = [each for each in here if each not in self._reported.get(topic, ()) and _restored(share, each)]
+            # Somebody has a partition only until this instance has restored it.
+            replaces = any(len(known.holders[each]) > known.usual for each in new)
+            # It may own some of them now. When all are restored, so that the group is rebalanced once.
+            complete = bool(new) and all(_restored(share, each) for each in here)
+            if found_other or more or replaces or complete:
+                self._rejoin.set()
+
+    def _run(self) -> None:
+        filter_loggers()
+        with muted():
+            while not self._leaving.is_set():
+                try:
+                    self._belong()
+                except (KafkaError, OSError) as error:
+                    self._problem = f"consumer group {self._group}: {type(error).__name__}: {error}"
+                    log.warning("this instance is no member of %s now: %s", self._group, error)
+                    self._leaving.wait(_RETRY_S)
+
+    def _belong(self) -> None:
+        session_ms = int(self._session_s * 1000)
+        consumer = KafkaConsumer(
+            **self._settings.kafka_python(),
+            group_id=self._group,
+            partition_assignment_strategy=[_Assignor(self)],
+            enable_auto_commit=False,
+            session_timeout_ms=session_ms,
+            heartbeat_interval_ms=min(3_000, session_ms // 4),
+            max_poll_interval_ms=max(_REBALANCE_MS, session_ms),
+        )
+        try:
+            consumer.subscribe(sorted(self._shares))
+            asked_at = 0.0
+            while not self._leaving.is_set():
+                if self._rejoin.is_set() and time.monotonic() - asked_at > _REJOIN_S:
+                    self._rejoin.clear()
+                    asked_at = time.monotonic()
+                    consumer._coordinator.request_rejoin()
+                consumer.poll(_POLL_MS)
+        finally:
+            consumer.close(autocommit=False, timeout_ms=_LEAVE_MS)
+
+    def joined(self) -> None:
+        """The group has an assignment."""
+        self._problem = ""
+
+
+class _Assignor(AbstractPartitionAssignor):  # type: ignore[misc]
+    """Carries what members say and what the leader decides. No partitions are assigned, so nothing is read."""
+
+    name = "onceflow-tables"
+    version = 0
+
+    def __init__(self, members: Members) -> None:
+        self._members = members
+
+    def metadata(self, topics: Any) -> ConsumerProtocolSubscription:
+        return ConsumerProtocolSubscription(self.version, sorted(topics), self._members.said())
+
+    def assign(self, cluster: Any, members: Any) -> dict[str, ConsumerProtocolAssignment]:
+        said = [orjson.loads(member.metadata.user_data) for member in members]
+        decided = self._members.decided(said)
+        return {member.member_id: ConsumerProtocolAssignment(self.version, [], decided) for member in members}
+
+    def on_assignment(self, assignment: Any, generation: int) -> None:
+        self._members.told(assignment.user_data)
+        self._members.joined()
+
+
+def _member(said: Mapping[str, Any]) -> Member:
+    restored = {topic: frozenset(partitions) for topic, partitions in said["restored"].items()}
+    begun = {topic: frozenset(partitions) for topic, partitions in said["begun"].items()}
+    return Member(said["address"], frozenset(said["partitions"]), restored, begun)
+
+
+def _restored(share: Share, partition: int) -> bool:
+    progress = share.progress(partition)
+    return progress is not None and progress.restored
