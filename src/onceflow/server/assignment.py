@@ -77,7 +77,7 @@ def _moved(chosen: dict[_Place, list[Member]], able: Mapping[str, list[Member]],
                 difference = load[old.address] - load[new.address]
                 if difference < 2 or new in holders:
                     continue
-                worth = difference, new.rank(*place), -old.rank(*place)
+                worth = new.rank(*place), difference, -old.rank(*place)
                 if best is None or worth > best[0]:
                     best = worth, place, at, new
     if best is None:
