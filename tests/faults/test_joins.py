@@ -25,13 +25,14 @@ from onceflow.testing import faults, independent
 
 pytestmark = [pytest.mark.integration, pytest.mark.faults]
 
-CURRENCIES = [f"cur-{n:02d}" for n in range(30)]
+CURRENCIES = 30
 
 
 class Updates:
     """Writes rates all the time, from its creation to ``stop``: now and then a tombstone, or an aborted transaction."""
 
-    def __init__(self, bootstrap: str, topic: str, pause_s: float = 0.005) -> None:
+    def __init__(self, bootstrap: str, topic: str, currencies: int, pause_s: float = 0.005) -> None:
+        self._currencies = currencies
         self._producer = confluent_kafka.Producer(
             {"bootstrap.servers": bootstrap, "transactional.id": f"rates-{topic}", "partitioner": "murmur2_random"}
         )
@@ -47,7 +48,7 @@ class Updates:
             self._producer.begin_transaction()
             for _ in range(chance.randint(1, 4)):
                 value = None if chance.random() < 0.1 else str(n).encode()
-                self._producer.produce(self._topic, value, chance.choice(CURRENCIES))
+                self._producer.produce(self._topic, value, f"cur-{chance.randrange(self._currencies)}")
             if chance.random() < 0.2:
                 self._producer.abort_transaction(30)
             else:
@@ -63,8 +64,8 @@ class Updates:
 class JoinPipe:
     """A flow that joins orders with rates; made of the same parts as the flows of the other tests of state."""
 
-    def __init__(self, pipe: Any, rates: str) -> None:
-        self.pipe, self.rates = pipe, rates
+    def __init__(self, pipe: Any, rates: str, currencies: int) -> None:
+        self.pipe, self.rates, self.currencies = pipe, rates, currencies
         self.options = {"processor": "Priced", "process": {"tables": {"rates": rates}}}
         self.sent = 0
 
@@ -72,7 +73,7 @@ class JoinPipe:
         numbers = range(self.sent, self.sent + count)
         self.sent += count
         rows = [
-            (b"key-%d" % (n % 17), json.dumps({"n": n, "currency": CURRENCIES[n % len(CURRENCIES)]}).encode())
+            (b"key-%d" % (n % 17), json.dumps({"n": n, "currency": f"cur-{n * 7919 % self.currencies}"}).encode())
             for n in numbers
         ]
         independent.fill(self.pipe.bootstrap, self.pipe.source, rows)
@@ -86,26 +87,31 @@ class JoinPipe:
 
     def check(self) -> None:
         """By an independent consumer: all orders once, each with the rate at its offset; each batch at one position."""
-        history: dict[int, list[Any]] = {}
-        for record in independent.read_topic(self.pipe.bootstrap, self.rates, decided=True):
-            history.setdefault(record.partition, []).append(record)
         seen = independent.read_topic(self.pipe.bootstrap, self.pipe.target, decided=True)
         outputs = [json.loads(record.value or b"") for record in seen]
         assert Counter(output["n"] for output in outputs) == Counter(range(self.sent))
         recorded = {str(Position(progress.joined)) for progress in self.pipe.committed_progress()}
-        folds: dict[str, dict[str, Any]] = {}
+        assert {output["at"] for output in outputs} <= recorded, "a position that no progress record has"
+        by_position: dict[str, list[Any]] = {}
         for output in outputs:
-            assert output["at"] in recorded, "a position that no progress record has"
-            if output["at"] not in folds:
-                ends = Position.parse(output["at"]).offsets[self.rates]
-                rates: dict[str, Any] = {}
-                for partition, records in history.items():
-                    for record in records:
-                        if record.offset < ends[partition]:
-                            rates[record.key.decode()] = None if record.value is None else json.loads(record.value)
-                folds[output["at"]] = rates
-            assert output["rate"] == folds[output["at"]].get(output["currency"]), output
-        assert len(folds) > 1
+            by_position.setdefault(output["at"], []).append(output)
+        assert len(by_position) > 1
+        ahead = independent.read_topic(self.pipe.bootstrap, self.rates, decided=True)
+        rates: dict[str, Any] = {}
+        for ends, at in sorted((self.ends(at), at) for at in by_position):
+            waiting = []
+            for record in ahead:
+                if record.offset < ends[record.partition]:
+                    rates[(record.key or b"").decode()] = None if record.value is None else json.loads(record.value)
+                else:
+                    waiting.append(record)
+            ahead = waiting
+            for output in by_position[at]:
+                assert output["rate"] == rates.get(output["currency"]), output
+
+    def ends(self, at: str) -> list[int]:
+        """The offsets of a position, by partition."""
+        return [end for _, end in sorted(Position.parse(at).offsets[self.rates].items())]
 
 
 @pytest.fixture
@@ -115,11 +121,13 @@ def make_join_pipe(
     monkeypatch.setattr(placement, "TASK_ROWS", 400)
     updates: list[Updates] = []
 
-    def make(**options: Any) -> JoinPipe:
-        pipe = make_state_pipe(**options)
+    def make(currencies: int = CURRENCIES) -> JoinPipe:
+        pipe = make_state_pipe()
         rates = make_topic("rates", 3, cleanup_policy="compact")
-        updates.append(Updates(pipe.bootstrap, rates))
-        return JoinPipe(pipe, rates)
+        if currencies > CURRENCIES:
+            independent.fill(pipe.bootstrap, rates, ((b"cur-%d" % n, b"-1") for n in range(currencies)))
+        updates.append(Updates(pipe.bootstrap, rates, currencies))
+        return JoinPipe(pipe, rates, currencies)
 
     yield make
     for each in updates:
@@ -240,6 +248,18 @@ def test_driver_killed_at_every_step(make_join_pipe: Any, step: str) -> None:
         kill_at(pipe, step, write={"small_batch_rows": 0 if turn else 4000})
     pipe.order(500)
     pipe.run()
+    pipe.check()
+
+
+@pytest.mark.long
+def test_a_million_rows(make_join_pipe: Any) -> None:
+    """Updated some five hundred times a second, while drivers are killed."""
+    pipe = make_join_pipe(1_000_000)
+    for turn, step in enumerate(("write", "end", "progress")):
+        pipe.order(20_000)
+        kill_at(pipe, step, write={"small_batch_rows": 0 if turn else 4000})
+    pipe.order(20_000)
+    pipe.run(small_batch_rows=0)
     pipe.check()
 
 

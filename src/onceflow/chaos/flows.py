@@ -3,6 +3,7 @@
 - ``copy``: every record once, unchanged. Tagged, so that the history checker can check it.
 - ``ledger``: a processor with state per key, and processing-time timers. Tagged, too.
 - ``totals``: an aggregation with state in Spark, in a checkpoint that is kept.
+- ``joiner``: looks up each key in the ledger's table, as it was at the offsets of the batch.
 - ``sorter``: a processor with dead letters and late records, followed by operators that change from start to start.
 
 Values are JSON ``{"n": number}``; ``n`` is unique in the source.
@@ -21,8 +22,8 @@ from pyspark.sql import functions as F
 import onceflow
 from onceflow.testing.recorder import tag_of, tagged
 
-COPY, LEDGER, TOTALS, SORTER = "copy", "ledger", "totals", "sorter"
-FLOWS = (COPY, LEDGER, TOTALS, SORTER)
+COPY, LEDGER, TOTALS, SORTER, JOINER = "copy", "ledger", "totals", "sorter", "joiner"
+FLOWS = (COPY, LEDGER, TOTALS, SORTER, JOINER)
 ALARM_EVERY = 10
 ALARM_AFTER_MS = 500
 # Numbers that are bad for the sorter, and numbers that are late for it as soon as there is a watermark.
@@ -55,6 +56,11 @@ class Names:
     def sums(self) -> str:
         """The sorter's table."""
         return f"{self.prefix}-sums"
+
+    @property
+    def seen(self) -> str:
+        """The joiner's table."""
+        return f"{self.prefix}-seen"
 
     @property
     def dead(self) -> str:
@@ -149,6 +155,20 @@ class Sorter(onceflow.Processor):
         state.put(total)
 
 
+class Joiner(onceflow.Processor):
+    """Writes every number with the account that its key has in the ledger's table, and with the table's position."""
+
+    value = onceflow.serdes.JSON
+    state = onceflow.serdes.JSON
+    output = onceflow.serdes.JSON
+
+    def process(self, key: bytes, records: Any, state: Any) -> Iterator[onceflow.Record]:
+        accounts = state.table("accounts")
+        state.put(state.get(0) + len(records))
+        for record in records:
+            yield onceflow.Record(key, {**record.value, "account": accounts.get(key), "at": accounts.position})
+
+
 @dataclass(frozen=True)
 class Choices:
     """Options that change from one start of the driver to the next.
@@ -194,6 +214,12 @@ def start(kind: str, spark: SparkSession, bootstrap_servers: str, names: Names, 
             late_topic=names.late,
         )
         return flow.write(_behind(rows, choices.operator), topic=names.output(kind), **choices.write()).start()
+    if kind == JOINER:
+        # On half of the starts each task has only its own partition of the ledger's table.
+        own_part = choices.operator in OPERATORS[::2]
+        joined = onceflow.JoinTable(names.table, value=onceflow.serdes.JSON, co_partitioned=own_part)
+        rows = flow.process(source, Joiner(), table=names.seen, tables={"accounts": joined}, state_dir=names.state)
+        return flow.write(rows, topic=names.output(kind), **choices.write()).start()
     options: dict[str, Any] = {**choices.write(), "checkpoint": str(names.checkpoint), "output_mode": "update"}
     return flow.write(_totals(source), topic=names.output(kind), **options).start()
 

@@ -15,7 +15,7 @@ from onceflow.broker.local import LocalBroker
 from onceflow.chaos import daemon
 from onceflow.chaos.driver_process import Driver
 from onceflow.chaos.feeder import Feeder
-from onceflow.chaos.flows import COPY, LEDGER, SORTER, TOTALS, Names
+from onceflow.chaos.flows import COPY, JOINER, LEDGER, SORTER, TOTALS, Names
 from onceflow.chaos.spark_cluster import SparkCluster
 from onceflow.driver.progress_log import PROGRESS_PARTITIONS
 from onceflow.protocol.progress import PROGRESS_TOPIC
@@ -70,10 +70,10 @@ _FORGETS = {
 SETUPS = {
     setup.name: setup
     for setup in (
-        Setup("one-node", flows=(COPY, LEDGER, SORTER)),
+        Setup("one-node", flows=(COPY, LEDGER, SORTER, JOINER)),
         Setup("three-nodes", nodes=3),
         Setup("one-copy", nodes=3, copies=1),
-        Setup("executors", workers=2, flows=(LEDGER, SORTER), rate=1_000),
+        Setup("executors", workers=2, flows=(LEDGER, SORTER, JOINER), rate=1_000),
         Setup("forgetful", properties=_FORGETS),
         Setup("checkpoint", flows=(COPY, TOTALS)),
         Setup("version-1", features={"transaction.version": 1}),

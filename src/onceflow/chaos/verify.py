@@ -13,7 +13,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from onceflow import Table
-from onceflow.chaos.flows import ALARM_EVERY, BAD, BAD_EVERY, COPY, LATE, LATE_EVERY, LEDGER, SORTER, TOTALS, Names
+from onceflow.chaos.flows import (
+    ALARM_EVERY,
+    BAD,
+    BAD_EVERY,
+    COPY,
+    JOINER,
+    LATE,
+    LATE_EVERY,
+    LEDGER,
+    SORTER,
+    TOTALS,
+    Names,
+)
+from onceflow.protocol.position import Position
 from onceflow.testing import history, independent, recorder
 from onceflow.testing.final import read_final
 
@@ -88,6 +101,8 @@ def verify(bootstrap_servers: str, names: Names, kinds: Iterable[str]) -> Findin
         _totals(bootstrap_servers, names, source, found)
     if SORTER in kinds:
         _sorter(bootstrap_servers, names, source, found)
+    if JOINER in kinds:
+        _joiner(bootstrap_servers, names, source, found)
     return found
 
 
@@ -156,6 +171,32 @@ def _sorter(bootstrap_servers: str, names: Names, source: list[independent.Seen]
     table = {record.key: json.loads(record.value or b"null") for record in _read(bootstrap_servers, names.sums)}
     if table != dict(sums):
         found.see(history.STATE, f"{names.sums}: {_difference(table, sums)}")
+
+
+def _joiner(bootstrap_servers: str, names: Names, source: list[independent.Seen], found: Findings) -> None:
+    """Every number must be written once, with the account that its key had at the position that the output names."""
+    records = _read(bootstrap_servers, names.output(JOINER))
+    found.compare(
+        "joined numbers",
+        Counter((record.key, _number(record)) for record in records),
+        Counter((record.key, _number(record)) for record in source),
+    )
+    history_of: dict[tuple[int, bytes | None], list[tuple[int, Any]]] = defaultdict(list)
+    partition_of: dict[bytes | None, int] = {}
+    for row in _read(bootstrap_servers, names.table):
+        account = None if row.value is None else json.loads(row.value)
+        history_of[row.partition, row.key].append((row.offset, account))
+        partition_of[row.key] = row.partition
+    wrong = []
+    for record in records:
+        value = json.loads(record.value or b"")
+        ends = Position.parse(value["at"]).offsets[names.table]
+        partition = partition_of.get(record.key, -1)
+        known = [account for offset, account in history_of[partition, record.key] if offset < ends.get(partition, 0)]
+        if value["account"] != (known[-1] if known else None):
+            wrong.append((record.key, value, known[-1:]))
+    if wrong:
+        found.see("wrong value", f"joined accounts: {wrong[:3]}", len(wrong))
 
 
 def _totals(bootstrap_servers: str, names: Names, source: list[independent.Seen], found: Findings) -> None:
