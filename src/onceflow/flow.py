@@ -23,7 +23,7 @@ from onceflow.planning.record_order import check_order
 from onceflow.planning.source_starts import StartingOffsets
 from onceflow.planning.step_frames import state_columns
 from onceflow.planning.write_options import CheckedWrite, WriteOptions, check_write
-from onceflow.protocol.names import Names
+from onceflow.protocol.names import INTERNAL_SUFFIX, Names
 from onceflow.query import FlowQuery
 from onceflow.spark import queries, query_listener, shipping
 from onceflow.spark.kafka_source import load_source
@@ -220,7 +220,9 @@ class Flow:
             # at the start: by then the processor may have changed, and names that it uses may have been defined.
             pickled(checked, flow=self.name)
             startup.known_progress()
-            joined = joins.checked_tables(tables, own={table, *startup.steps}, flow=self.name)
+            own = startup.own_topics.tables
+            joins.check_not_joined(table, startup.joins, self.name)
+            joined = joins.checked_tables(tables, own=own | {table, table + INTERNAL_SUFFIX}, flow=self.name)
             facts = queries.check_plan(df, self.name)
             check_order("Flow.process", facts, self.name)
             # The output rows of another step do not come from a topic.
@@ -260,7 +262,7 @@ class Flow:
         with self._lock:
             startup = self._startup
             startup.known_progress()
-            checked = joins.checked_table(table, own=startup.steps, flow=self.name)
+            checked = joins.checked_table(table, own=startup.own_topics.tables, flow=self.name)
             queries.check_plan(df, self.name)
             spec = startup.add_join(checked.topic, checked, local=is_local(self._spark))
             return join_frame(df, spec, self._settings, on=on, how=how, columns=columns, flow=self.name)

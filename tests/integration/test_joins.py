@@ -174,7 +174,10 @@ def test_wrong_arguments(joined: Joined, make_topic: Callable[..., str]) -> None
     def join(table: Any = joined.rates, on: str = "key", columns: Any = "rate", **more: Any) -> Any:
         return flow.join_table(df, table, on=on, columns=columns, **more)
 
+    join(columns="rate")
     for call, what in [
+        (lambda: flow.process(df, Priced(), table=joined.rates), f"The flow joins with {joined.rates}"),
+        (lambda: process({"rates": f"{table}-internal"}), f"{table}-internal is a table of this flow"),
         (lambda: process("rates"), "tables='rates' is not a dict"),
         (lambda: process({"rates": 7}), "7 is not a table to join with"),
         (lambda: process({"rates": table}), f"{table} is a table of this flow"),

@@ -67,6 +67,21 @@ def checked_table(table: Any, *, own: Container[str], flow: str) -> JoinTable:
     return found
 
 
+def check_not_joined(table: str, joined: Iterable[JoinSpec], flow: str) -> None:
+    """Refuse a table for a process step that the flow joins with already.
+
+    Raises:
+        OptionError: the flow joins with it.
+    """
+    if table in {spec.topic for spec in joined}:
+        raise OptionError(
+            f"The flow joins with {table}, so it cannot be the table of a step of this flow",
+            flow=flow,
+            topic=table,
+            next_step="give the step a table of its own",
+        )
+
+
 def join_spec(
     name: str,
     table: JoinTable,
