@@ -162,6 +162,81 @@ def test_join_table(joined: Joined, how: str) -> None:
     assert joined.pinned() == joined.ends()
 
 
+def test_join_table_with_other_serdes_and_operators(joined: Joined, make_topic: Callable[..., str]) -> None:
+    """Keys and values of other types, null keys, an empty table, and operators, steps and Spark's state around it."""
+    from pyspark.sql import functions as F
+
+    tiers = serdes.struct(tier="int32", name="string")
+    numbers, names, empty = (make_topic(name, 3, cleanup_policy="compact") for name in ("numbers", "names", "empty"))
+    rows = [
+        (serdes.LONG.encode(n), tiers.encode({"tier": n % 3, "name": None if n == 4 else f"n{n}"})) for n in range(8)
+    ]
+    independent.fill(joined.bootstrap, numbers, rows)
+    independent.fill(joined.bootstrap, names, [(b"key-1", "öne".encode()), (b"key-2", b"two")])
+    sent = joined.order("EUR", "USD", "EUR", "USD", "EUR", "USD", "EUR", "USD", "EUR", "USD")
+    independent.fill(joined.bootstrap, joined.orders, [(None, b'{"n": 10, "currency": "EUR"}')])
+
+    def join(flow: Any, df: Any) -> Any:
+        n = F.get_json_object(F.col("value").cast("string"), "$.n").cast("long")
+        by_number = JoinTable(numbers, key=serdes.LONG, value=tiers)
+        found = flow.join_table(
+            df.withColumn("n", n), by_number, on="n", columns={"tier": "int", "name": "string"}, how="left"
+        ).repartition(3)
+        found = flow.join_table(found, JoinTable(names, value=serdes.STRING), on="key", columns="word", how="left")
+        found = flow.join_table(found, empty, on="key", columns="nothing", how="left")
+        value = F.to_json(F.struct("n", "tier", "name", "word", "nothing"), {"ignoreNullFields": "false"})
+        return found.select("key", value.alias("value"))
+
+    joined.run(join=join)
+    written = joined.written()
+    assert sorted(written) == [*sent, 10]
+    assert written[4] == {"n": 4, "tier": 1, "name": None, "word": None, "nothing": None}
+    assert written[6] == {"n": 6, "tier": 0, "name": "n6", "word": "öne", "nothing": None}
+    assert written[10] == {"n": 10, "tier": None, "name": None, "word": None, "nothing": None}
+
+    joined.flow, joined.out = f"{joined.flow}-step", make_topic("stepped", 3)
+    joined.put(EUR=2.5)
+
+    def behind(flow: Any, df: Any) -> Any:
+        word = JoinTable(names, value=serdes.STRING, state_dir=joined.folder)
+        rows = flow.join_table(df, word, on="key", columns="word", how="inner").drop("word")
+        rates = JoinTable(joined.rates, key=serdes.STRING, value=serdes.JSON)
+        step = flow.process(
+            rows, Priced(), table=f"stepped-{joined.orders}", tables={"rates": rates}, state_dir=joined.folder
+        )
+        return flow.join_table(step.repartition(2), names, on="key", columns="again", how="inner").where(
+            "again <> 'two'"
+        )
+
+    joined.run(join=behind)
+    assert {n: each["rate"] for n, each in joined.written().items()} == {1: None, 6: 2.5}
+    assert set(joined.pinned()) == {names, joined.rates}
+
+
+def test_a_join_before_state_in_spark(joined: Joined, tmp_path: Path) -> None:
+    """Counts by a column of the table, over two runs with one checkpoint."""
+    from pyspark.sql import functions as F
+
+    joined.put(EUR={"zone": "a"}, USD={"zone": "b"}, GBP={"zone": "a"})
+
+    def join(flow: Any, df: Any) -> Any:
+        parsed = df.withColumn("currency", F.get_json_object(F.col("value").cast("string"), "$.currency"))
+        rates = JoinTable(joined.rates, value=serdes.JSON, state_dir=joined.folder)
+        zones = flow.join_table(parsed, rates, on="currency", columns={"zone": "string"})
+        counts = zones.groupBy("zone").count().selectExpr("zone AS key", "count AS n")
+        return counts.select("key", F.to_json(F.struct("n", F.col("key"))).alias("value"))
+
+    options = {"checkpoint": str(tmp_path / "checkpoint"), "output_mode": "update"}
+    joined.order("EUR", "USD", "GBP")
+    joined.run(join=join, **options)
+    joined.put(USD={"zone": "a"})
+    joined.order("EUR", "USD")
+    joined.run(join=join, **options)
+    seen = independent.read_topic(joined.bootstrap, joined.out, decided=True)
+    values = sorted((json.loads(record.value or b"")["key"], json.loads(record.value or b"")["n"]) for record in seen)
+    assert values == [("a", 2), ("a", 4), ("b", 1)]
+
+
 def test_wrong_arguments(joined: Joined, make_topic: Callable[..., str]) -> None:
     plain = make_topic("plain", 1)
     flow = onceflow.Flow(joined.flow, joined.spark, bootstrap_servers=joined.bootstrap)

@@ -26,12 +26,12 @@ from onceflow.planning.options import BatchSummary, SinkOptions
 from onceflow.protocol.progress import Progress
 from onceflow.spark import jvm
 from onceflow.spark.jvm import SPARK_ERRORS
+from onceflow.spark.queries import ADAPTIVE
 
 log = logging.getLogger("onceflow.sink")
 
 _TURN_S = 0.05  # how often a batch that may not begin yet checks whether the query is being stopped
 _ARROW_BYTES = "spark.sql.execution.arrow.maxBytesPerBatch"
-_ADAPTIVE = "spark.sql.adaptive.enabled"
 
 
 class BatchSink:
@@ -105,6 +105,7 @@ class BatchSink:
             self.failure = error
             raise
         finally:
+            self._commit.ended_batch(df)
             self.turn.release()
 
     def ended(self) -> None:
@@ -171,14 +172,15 @@ class BatchSink:
 def _set_session(df: DataFrame) -> None:
     """Change settings in the query's own clone of the session.
 
-    Adaptive execution is switched off. It runs every stage before a shuffle as a job of its own as soon as the RDD of
-    a plan is requested, so rows would be read and shuffled twice. It also drops tasks without rows, but every task has
-    something to report. A batch is one job, whose tasks are known before it runs.
+    Adaptive execution is switched off, as it was when the query was started (`queries.without_adaptive_execution`). It
+    runs every stage before a shuffle as a job of its own as soon as the RDD of a plan is requested, so rows would be
+    read and shuffled twice. It also drops tasks without rows, but every task has something to report. A batch is one
+    job, whose tasks are known before it runs.
 
     Arrow batches are limited to 4 MiB, so that workers need little memory even for large rows. This is not slower. A
     value that the user has set is kept.
     """
     conf = df.sparkSession.conf
-    conf.set(_ADAPTIVE, "false")
+    conf.set(ADAPTIVE, "false")
     if conf.get(_ARROW_BYTES, None) is None:
         conf.set(_ARROW_BYTES, str(4 * 1024 * 1024))

@@ -133,6 +133,10 @@ class BatchCommit:
         if self._late_rows is not None:
             self._late_rows.warn()
 
+    def ended_batch(self, df: DataFrame) -> None:
+        """Spark's call of the sink ends, with or without an error."""
+        self._joins.withdraw(df)
+
     def is_idle(self, source: SourceRange) -> bool:
         """Whether a batch would change nothing: neither outputs nor progress."""
         if self._state is not None:  # woken up by the clock, and nothing is due

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Sequence
@@ -83,6 +84,12 @@ class Joins:
                 {"now_ms": now_ms, "ends": {topic: sorted(ends.items()) for topic, ends in self.ends.items()}}
             )
             df.sparkSession.sparkContext.setLocalProperty(JOINED_PROPERTY, described)
+
+    def withdraw(self, df: DataFrame) -> None:
+        """Remove the offsets from where tasks read them, so that no job outside of a batch takes old ones."""
+        if self._specs:
+            with contextlib.suppress(Exception):  # Spark may have ended; then no task reads them either
+                df.sparkSession.sparkContext.setLocalProperty(JOINED_PROPERTY, None)  # type: ignore[arg-type]
 
     def progress(self, progress: Progress) -> Progress:
         """The progress of the batch, completed with the offsets at which it has seen the tables."""

@@ -40,6 +40,7 @@ class Run:
     """
 
     flow: str
+    spark: SparkSession
     writer: DataStreamWriter
     sink: BatchSink
     state: StateStep | None
@@ -54,7 +55,7 @@ class Run:
         """
         logs.silence_py4j()
         try:
-            with query_listener.by_flow(self.flow):
+            with query_listener.by_flow(self.flow), queries.without_adaptive_execution(self.spark):
                 return self.writer.start()
         except AnalysisException as error:
             raise UnsupportedQueryError(
@@ -113,7 +114,7 @@ def prepare_run(spark: SparkSession, startup: Startup, write: CheckedWrite) -> R
         flow=flow,
         over=lambda: sink.over or sink.failure is not None,
     )
-    return Run(flow, writer, sink, query.state, location, watch)
+    return Run(flow, spark, writer, sink, query.state, location, watch)
 
 
 def _check_query(spark: SparkSession, startup: Startup, write: CheckedWrite) -> ImportCheck:

@@ -45,9 +45,10 @@ class JoinTask:
         found = {} if described is None else json.loads(described)
         if self.order.spec.topic not in found.get("ends", {}):
             raise OptionError(
-                f"The join with table {self.order.spec.topic} does not run outside its flow",
+                f"The join with table {self.order.spec.topic} does not run outside a batch of its flow",
                 flow=self.order.flow,
-                next_step="write the DataFrame with Flow.write(...).start() of the flow that made it",
+                next_step="write the DataFrame with Flow.write(...).start() of the flow that made it. Operators that "
+                "Spark runs before a batch begins (broadcast, repartitionByRange) cannot stand behind join_table",
             )
         return int(found["now_ms"]), dict(found["ends"][self.order.spec.topic])
 
