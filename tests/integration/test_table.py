@@ -17,9 +17,21 @@ import pytest
 from confluent_kafka.admin import AdminClient, NewPartitions
 
 import onceflow
-from onceflow import BadRecordError, Change, DeadlineExceededError, OptionError, Table, UnknownTopicError, serdes
+from onceflow import (
+    BadRecordError,
+    Change,
+    DataLossError,
+    DeadlineExceededError,
+    OptionError,
+    Table,
+    UnknownTopicError,
+    serdes,
+)
 from onceflow.client import cluster
 from onceflow.client.committed import Chunk, CommittedReader
+from onceflow.client.deadline import Deadline
+from onceflow.client.long_poll import LongPoll
+from onceflow.client.settings import ClientSettings
 from onceflow.protocol.position import Position
 from onceflow.state.local.format import COMMIT_RECORD
 from onceflow.state.stores.lmdb_store import LmdbStore
@@ -198,6 +210,25 @@ def test_a_position_is_not_ahead_of_the_rows(onceflow_broker: str, topic: str, o
         wanted = Position.parse(writer.write({"k": str(n)}))
         wait_until(lambda wanted=wanted: wanted.reached(Position.parse(table.position).offsets), 10, "not reached")  # type: ignore[misc]
         assert table.get(b"k") == b"%d" % n
+
+
+def test_a_log_that_ends_below_what_was_read(onceflow_broker: str, topic: str) -> None:
+    """Brokers do not say where a log begins and ends when they refuse an offset."""
+    connections = cluster.Cluster(ClientSettings(onceflow_broker, {}))
+    try:
+        deadline = Deadline(20, "connecting")
+        connections.connect(deadline)
+        info = connections.topic(topic, deadline)
+        poll = LongPoll(connections, [info], {(topic, 0): 100})
+
+        def refused() -> bool:
+            list(poll.poll(0.2))
+            return False
+
+        with pytest.raises(DataLossError, match="The log ends at offset 0"):
+            wait_until(refused, 20, "the log is found to be too short")
+    finally:
+        connections.close()
 
 
 def test_only_some_partitions(onceflow_broker: str, topic: str, opened: Open) -> None:

@@ -22,6 +22,7 @@ from onceflow.client.committed import Chunk, chunks_of
 from onceflow.client.deadline import Deadline
 from onceflow.client.fetching import FETCH_BYTES, READ_COMMITTED
 from onceflow.client.library_log import muted
+from onceflow.client.offsets import EARLIEST, LATEST, list_offsets
 from onceflow.errors import (
     BrokerUnreachableError,
     DataLossError,
@@ -36,6 +37,7 @@ from onceflow.protocol.names import TopicPartition
 MAX_WAIT_MS = 500
 _REQUEST_TIMEOUT_MS = 30_000
 _LOOK_S = 2.0  # the most that one look at the metadata may take
+_REPLICAS_LAG = 5  # attempts: a replica that has just become the leader may lag behind
 _OFFSET_OUT_OF_RANGE, _UNKNOWN_TOPIC, _UNKNOWN_TOPIC_ID = 1, 3, 100
 _BY_ID = 13  # from this version on, Fetch names topics by their ids (KIP-516)
 
@@ -221,7 +223,7 @@ class LongPoll:
 
     def _answered(self, asked: list[Followed], response: Any) -> Iterator[tuple[TopicPartition, Chunk]]:
         if response.error_code:
-            self._refused(asked, int(response.error_code))
+            self._refused(asked, int(response.error_code), whole=True)
             return
         waiting = {(each.topic, each.partition): each for each in asked}
         for topic in response.responses:
@@ -231,7 +233,10 @@ class LongPoll:
                 if each is None:
                     continue
                 if answer.error_code:
-                    self._refused([each], int(answer.error_code), answer)
+                    before = each.position
+                    self._refused([each], int(answer.error_code))
+                    if each.position > before:  # the log begins later
+                        yield (each.topic, each.partition), Chunk(next_offset=each.position, whole=False)
                     continue
                 each.attempt, each.not_before, each.unknown_since = 0, 0.0, None
                 each.last_stable_offset, each.answered_at = int(answer.last_stable_offset), time.monotonic()
@@ -259,10 +264,11 @@ class LongPoll:
             else:
                 self.followed = {place: each, **self.followed}
 
-    def _refused(self, asked: list[Followed], code: int, answer: Any = None) -> None:
+    def _refused(self, asked: list[Followed], code: int, *, whole: bool = False) -> None:
+        """An error of one partition, or (``whole``) of the whole request."""
         row = codes.describe(code)
-        if code == _OFFSET_OUT_OF_RANGE and answer is not None:
-            self._out_of_range(asked[0], answer)
+        if code == _OFFSET_OUT_OF_RANGE and not whole:
+            self._out_of_range(asked[0])
         elif code in (_UNKNOWN_TOPIC, _UNKNOWN_TOPIC_ID):
             self._stale = True
             self._delay(asked, unknown=True)
@@ -272,18 +278,25 @@ class LongPoll:
         else:
             raise codes.error_for(code, api="Fetch", topic=asked[0].name)
 
-    def _out_of_range(self, each: Followed, answer: Any) -> None:
-        """Continue at the log's start if the records below it were deleted."""
-        start, end = int(answer.log_start_offset), int(answer.high_watermark)
-        if 0 <= each.position < start:
-            each.position = start
+    def _out_of_range(self, each: Followed) -> None:
+        """Continue at the log's start if the records below it were deleted. The response itself has no offsets."""
+        place = {each.topic: [each.partition]}
+        deadline = Deadline(_LOOK_S, f"looking for the offsets of {each.name}")
+        try:
+            first = list_offsets(self._cluster, place, EARLIEST, deadline)[each.topic][each.partition]
+            last = list_offsets(self._cluster, place, LATEST, deadline, committed=False)[each.topic][each.partition]
+        except (DeadlineExceededError, BrokerUnreachableError):
+            self._delay([each])
             return
-        if each.attempt < 5 or end < 0:  # a replica that has just become the leader may lag behind
+        if each.position < first:
+            each.position = first
+            return
+        if each.position <= last or each.attempt < _REPLICAS_LAG:
             self._stale = True
             self._delay([each])
             return
         raise DataLossError(
-            f"The log ends at offset {end}, although records after it were read",
+            f"The log ends at offset {last}, although records after it were read",
             topic=each.name,
             detail=f"read up to offset {each.position}",
             next_step="find out whether the topic was deleted and created again, or whether records were lost in an "
