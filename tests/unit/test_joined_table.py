@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -9,6 +11,10 @@ import pytest
 
 from onceflow import ColumnProcessor, Processor, Record, serdes
 from onceflow.errors import ProcessorError
+from onceflow.protocol.partitioners import key_partitions
+from onceflow.state import rows
+from onceflow.state.local.stored_rows import StoredRows
+from onceflow.state.stores.memory_store import MemoryStore
 from onceflow.testing.joined_tables import joined_table
 from onceflow.testing.processor_driver import ProcessorDriver
 
@@ -55,3 +61,16 @@ def test_processors_see_the_tables_of_a_test() -> None:
     assert columns.send("k", b"EUR")[0].value == b"2"
     with pytest.raises(ProcessorError, match=r"table 'rates' is not in tables= of Flow.process; it has none"):
         ProcessorDriver(Converting()).send("k", "EUR")
+
+
+def test_a_key_in_two_partitions_has_one_value(tmp_path: Path) -> None:
+    """As after partitions were added: the old row is where the key was before."""
+    keys = [b"key-%d" % n for n in range(20)]
+    stores = {}
+    for partition in range(3):
+        stores[partition] = MemoryStore.open(tmp_path / str(partition))
+        stores[partition].write({rows.value_key(key): b"\0" + b"%d" % partition for key in keys})
+    found = StoredRows(lambda: contextlib.nullcontext(stores), partitions=3)
+    expected = [b"%d" % partition for partition in key_partitions(pa.array(keys), 3)]
+    assert found.get_many(keys) == expected
+    assert [found.get(key) for key in keys] == expected

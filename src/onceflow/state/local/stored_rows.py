@@ -52,11 +52,16 @@ class StoredRows:
             return None
         now_ms = self._clock_ms()
         with self._stores() as stores:
-            for store in self._in_order(stores, key):
-                row = store.get(row_key)
-                if row and (found := rows.live_payload(row, now_ms)) is not None:
-                    return found
-        return None
+            if self._partitions is None or len(stores) > _FEW_PARTITIONS:
+                found = (store.get(row_key) for store in self._in_order(stores, key))
+                return next((value for row in found if (value := _live(row, now_ms)) is not None), None)
+            everywhere = {
+                at: value for at, each in stores.items() if (value := _live(each.get(row_key), now_ms)) is not None
+            }
+            if len(everywhere) < 2:
+                return next(iter(everywhere.values()), None)
+            # It was moved, because partitions were added or a producer has changed its partitioner.
+            return everywhere.get(self._place(key), next(iter(everywhere.values())))
 
     def get_many(self, keys: Sequence[bytes]) -> list[bytes | None]:
         """The value of each key, or None, in the order of the keys."""
@@ -116,14 +121,17 @@ class StoredRows:
 
         The producer may have used another partitioner than Kafka's default, so the others are searched, too.
         """
-        if self._partitions is None or len(stores) <= _FEW_PARTITIONS:
+        if self._partitions is None:
             return list(stores.values())
-        own = int(key_partitions(pa.array([key], pa.binary()), self._partitions)[0])
+        own = self._place(key)
         return (
             [stores[own], *(store for at, store in stores.items() if at != own)]
             if own in stores
             else [*stores.values()]
         )
+
+    def _place(self, key: bytes) -> int:
+        return int(key_partitions(pa.array([key], pa.binary()), self._partitions or 1)[0])
 
     def _spread(
         self, stores: Stores, keys: Sequence[bytes], wanted: Sequence[int]
@@ -135,6 +143,10 @@ class StoredRows:
                 yield store, [each for each in wanted if placed[each] == at]
         for store in stores.values():
             yield store, wanted
+
+
+def _live(row: bytes | None, now_ms: int) -> bytes | None:
+    return rows.live_payload(row, now_ms) if row else None
 
 
 def _first(item: tuple[bytes, bytes]) -> bytes:
