@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -36,6 +36,7 @@ _CURRENT = "current"
 #: Blob that says for how many partitions, and up to which offset, all keys are where the default partitioner puts them.
 _PLACED = "placed"
 _CHECKED_ROWS = 10_000  # keys at once, of a copy whose blob is out of date
+_OUT_OF_TOUCH_MS = 10_000  # at least; less is usual, even if tombstones are kept for a shorter time
 _PERSISTED_S = 10.0  # how often a position is written that moves without rows
 
 
@@ -96,6 +97,7 @@ class Copy:
         self._record: CommitRecord
         self._raw: bytes | None = None
         self.current_ms: int | None = None
+        self._heard_ms = int(time.time() * 1000)  # on the clock of the wall: the machine may sleep
         self.ignored = 0
         self.placed = True
         self.store = self._open()
@@ -108,8 +110,11 @@ class Copy:
     def position(self) -> int:
         return self._record.table_end
 
-    def restore(self, source: Source, end: int, progress: Callable[[int], None]) -> None:
+    def restore(self, source: Source, end: int, end_ms: int, progress: Callable[[int], None]) -> None:
         """Read up to an end offset. What was read stays, also if an error is raised.
+
+        Args:
+            end_ms: when the end offset was the last stable offset, epoch milliseconds.
 
         Raises:
             OnceflowError: Kafka could not be read, or the folder cannot be used.
@@ -123,7 +128,7 @@ class Copy:
             run = self._catch_up(source, end, progress)
             run.bring_up(self.store)
         self._load()
-        self.current_ms = int(time.time() * 1000)
+        self.current_ms, self._heard_ms = end_ms, int(time.time() * 1000)
         self.ignored += run.ignored
         if run.records:
             seconds = time.monotonic() - since
@@ -148,7 +153,11 @@ class Copy:
         Raises:
             StoreCorruptError: the copy is damaged. `replace` makes a new one.
         """
-        current_ms = int(time.time() * 1000) if chunk.next_offset >= stable else self.current_ms
+        now_ms = int(time.time() * 1000)
+        if now_ms - self._heard_ms > max(self._followed.tombstone_ms // 2, _OUT_OF_TOUCH_MS):
+            raise StoreCorruptError("it was out of touch so long that Kafka may have removed tombstones")
+        self._heard_ms = now_ms
+        current_ms = now_ms if chunk.next_offset >= stable else self.current_ms
         found = self._changes(chunk) if wanted and chunk.keys else []
         self.check_placement(chunk.keys)
         changes: Changes = {}
@@ -166,16 +175,25 @@ class Copy:
 
     def still_current(self) -> None:
         """Note that there is nothing to read up to the last stable offset."""
-        self.current_ms = int(time.time() * 1000)
+        self.current_ms = self._heard_ms = int(time.time() * 1000)
         if time.monotonic() - self._written_at > _PERSISTED_S:
             self._record = replace(self._record, time_ms=self.current_ms)
             self._write({}, self._record, self.current_ms)
+
+    @contextmanager
+    def mended(self) -> Iterator[None]:
+        """If the copy turns out to be damaged, it is emptied. The error goes on: the copy has to be restored."""
+        try:
+            yield
+        except StoreCorruptError as problem:
+            self.replace(problem.what)
+            raise
 
     def replace(self, why: str) -> None:
         """Remove the copy, and begin with an empty one."""
         log.warning("table %s: the local copy is removed and read again from Kafka: %s", self.name, why)
         self._record = replace(self._record, table_end=0)
-        self.current_ms = None
+        self.current_ms, self._heard_ms = None, int(time.time() * 1000)
         with suppress(StoreCorruptError):
             self.store.close()
         self.remove()
@@ -195,6 +213,8 @@ class Copy:
         with suppress(OnceflowError):
             self._write({}, self._record, self.current_ms)
         self.store.close()
+        if not self._followed.opener.on_disk:
+            self.remove()  # nobody can find it again
 
     # ---- inside --------------------------------------------------------------------------------------
 

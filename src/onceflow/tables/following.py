@@ -102,6 +102,7 @@ class Follower:
         self._listeners: list[Callable[[RawChange], None]] = []
         self._ends: dict[int, int] = {}  # last stable offsets, as last heard of
         self._targets: dict[int, int] = {}  # last stable offsets at the start
+        self._targets_ms = 0
         self._begins = {partition: copy.position for partition, copy in copies.items()}
         self._read: dict[int, int] = {}  # up to where a restore has read; it writes much later
         self.partitions_now = info.partitions  # as last seen
@@ -136,15 +137,17 @@ class Follower:
     def ignored(self) -> int:
         return sum(copy.ignored for copy in self._copies.values())
 
-    def start(self, ends: Mapping[int, int]) -> None:
+    def start(self, ends: Mapping[int, int], *, of_now: bool = True) -> None:
         """Begin to follow.
 
         Args:
             ends: the last stable offsets now; the table is restored when it has reached them.
+            of_now: whether they are. Otherwise they were read earlier, and more may be committed.
         """
         self._targets = dict(ends)
-        self._ends = dict(ends)
-        for partition, copy in self._copies.items():
+        self._targets_ms = int(time.time() * 1000)
+        for partition, copy in self._copies.items() if of_now else ():
+            self._ends[partition] = ends[partition]
             if copy.position == ends[partition]:
                 copy.still_current()
         self._thread.start()
@@ -277,7 +280,7 @@ class Follower:
             # A copy that is ahead when it is opened is one of records that Kafka has lost: it is restored, too.
             self._read.pop(partition, None)
             if copy.position < end or (copy.position > end and not self._followed):
-                copy.restore(source, end, lambda _, copy=copy: self._tell(copy))  # type: ignore[misc]
+                copy.restore(source, end, self._targets_ms, lambda _, copy=copy: self._tell(copy))  # type: ignore[misc]
             self._notify()
         self._followed = True
 
@@ -296,11 +299,8 @@ class Follower:
 
     def _apply(self, copy: Copy, chunk: Chunk, stable: int) -> None:
         listeners = self._listeners
-        try:
+        with copy.mended():
             changes = copy.apply(chunk, stable=stable, wanted=bool(listeners))
-        except StoreCorruptError as problem:
-            copy.replace(problem.what)
-            raise
         self._ends[copy.partition] = max(stable, self._ends.get(copy.partition, 0))
         self._notify()
         for change in changes:
@@ -313,10 +313,12 @@ class Follower:
         for (_, partition), each in poll.followed.items():
             copy = self._copies[partition]
             if each.answered_at is not None:
+                self._ends[partition] = max(each.last_stable_offset, self._ends.get(partition, 0))
                 newest = max(newest, each.answered_at)
                 fresh = time.monotonic() - each.answered_at < _POLL_S
                 if fresh and each.last_stable_offset <= copy.position and not each.attempt:
-                    copy.still_current()
+                    with copy.mended():
+                        copy.still_current()
         if time.monotonic() - newest < _ATTEMPT_S:
             self._answered()
         else:

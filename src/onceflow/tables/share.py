@@ -207,10 +207,10 @@ class Share:
                 # Not the end of now: what was read already would count as lost if that end were lower.
                 targets[partition] = max(follower.targets[partition], copy.position)
         if copies:
-            self._follow(copies, targets)
+            self._follow(copies, targets, of_now=False)
 
-    def _follow(self, copies: Mapping[int, Copy], ends: Mapping[int, int]) -> None:
+    def _follow(self, copies: Mapping[int, Copy], ends: Mapping[int, int], *, of_now: bool = True) -> None:
         follower = Follower(self._table.settings, self._info, copies, all_partitions=False)
-        follower.start(ends)
+        follower.start(ends, of_now=of_now)
         self._followers.append(follower)
         self._by_partition.update(dict.fromkeys(copies, follower))

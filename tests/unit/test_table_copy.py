@@ -1,0 +1,60 @@
+"""The local copy behind a table."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from onceflow.client.committed import Chunk
+from onceflow.state.local.format import COMMIT_RECORD
+from onceflow.state.stores.base import StoreCorruptError
+from onceflow.state.stores.memory_store import MemoryStore
+from onceflow.tables import copies
+from onceflow.tables.copies import Copy, Followed
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Copy:
+    return Copy(Followed("rates", "id", 1, tmp_path, MemoryStore, False, tombstone_ms=60_000), 0)
+
+
+def test_a_copy_that_was_out_of_touch_is_restored(copy: Copy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kafka may have removed tombstones meanwhile. It makes no difference that the process was alive."""
+    copy.apply(Chunk([b"a"], [b"1"], next_offset=1), stable=1, wanted=False)
+    now = time.time()
+    monkeypatch.setattr(copies.time, "time", lambda: now + 29)
+    copy.still_current()
+    monkeypatch.setattr(copies.time, "time", lambda: now + 58)
+    copy.apply(Chunk([b"b"], [b"1"], next_offset=2), stable=2, wanted=False)
+    monkeypatch.setattr(copies.time, "time", lambda: now + 89)
+    with pytest.raises(StoreCorruptError, match="out of touch"), copy.mended():
+        copy.apply(Chunk([b"c"], [b"1"], next_offset=3), stable=3, wanted=False)
+    assert copy.position == 0
+    assert not copy.store.row_count()
+
+
+def test_a_damaged_copy_is_emptied_when_nothing_is_written_either(copy: Copy, monkeypatch: pytest.MonkeyPatch) -> None:
+    copy.apply(Chunk([b"a"], [b"1"], next_offset=1), stable=1, wanted=False)
+    copy.store.write((), {COMMIT_RECORD: b"?"})
+    monkeypatch.setattr(copies, "_PERSISTED_S", 0)
+    with pytest.raises(StoreCorruptError), copy.mended():
+        copy.still_current()
+    assert copy.position == 0
+    copy.still_current()
+
+
+def test_a_restore_is_as_old_as_its_end(copy: Copy) -> None:
+    class Log:
+        def read(self, topic: str, partition: int, start: int, end: int) -> Iterator[Chunk]:
+            yield Chunk([b"a"], [b"1"], next_offset=end)
+
+    copy.restore(Log(), 1, 12_345, lambda _: None)
+    assert (copy.position, copy.current_ms) == (1, 12_345)
+
+
+def test_memory_is_given_back(copy: Copy, tmp_path: Path) -> None:
+    copy.close()
+    assert not MemoryStore.exists(tmp_path / "0")
