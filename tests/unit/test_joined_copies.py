@@ -19,9 +19,11 @@ from onceflow.state import rows
 from onceflow.state.joins import copies
 from onceflow.state.joins.copies import InexactCopyError, JoinedCopies, open_copy
 from onceflow.state.joins.spec import JoinSpec
+from onceflow.state.local.format import COMMIT_RECORD, CommitRecord
 from onceflow.state.stores.base import Store
 from onceflow.state.stores.lmdb_store import LmdbStore
 from onceflow.state.stores.memory_store import MemoryStore
+from onceflow.state.stores.rocksdb_store import DATA, RocksdbStore
 
 
 class InjectedError(OnceflowError):
@@ -133,7 +135,7 @@ def test_a_record_that_was_compacted_away_is_not_missed(tmp_path: Path) -> None:
     log.put(b"USD", b"1")
     log.put(b"EUR", b"2")
     log.compact(2)
-    with pytest.raises(InexactCopyError, match="compacted while it was read") as raised:
+    with pytest.raises(InexactCopyError, match="compacted while they were read") as raised:
         open_copy(spec_in(tmp_path, LmdbStore), 0, 2, log)
     assert copies.INEXACT in str(raised.value)
     store = open_copy(spec_in(tmp_path, LmdbStore), 0, 3, log)
@@ -191,3 +193,64 @@ def test_co_partitioned_tables_open_only_what_is_asked_for(tmp_path: Path) -> No
     joined.open([1])
     assert log.reads == 1
     joined.close()
+
+
+def test_one_attempt_makes_all_copies_exact(tmp_path: Path) -> None:
+    log = Log()
+    for value in (b"1", b"2", b"3"):
+        log.put(b"EUR", value)
+    log.compact(3)
+    spec = replace(spec_in(tmp_path, LmdbStore), partitions=6)
+    joined = JoinedCopies({"rates": spec}, {"fx": dict.fromkeys(range(6), 2)}, log)
+    with pytest.raises(InexactCopyError, match=r"fx-0 at offset 2.*fx-1 at offset 2"):
+        joined.open([0])
+    joined.close()
+    log.put(b"EUR", b"4")
+    joined = JoinedCopies({"rates": spec}, {"fx": dict.fromkeys(range(6), 4)}, log)
+    joined.open([0])
+    joined.close()
+
+
+def test_an_open_copy_does_not_keep_others_out(tmp_path: Path) -> None:
+    """RocksDB lets one process write. All tasks of a host have a copy open for as long as they run."""
+    rocksdict = pytest.importorskip("rocksdict")
+    log = Log()
+    log.put(b"k", b"v")
+    spec = spec_in(tmp_path, RocksdbStore)
+    for _ in range(2):
+        store = open_copy(spec, 0, 1, log)
+        rocksdict.Rdict(str(spec.folder(0) / DATA), rocksdict.Options(raw_mode=True)).close()
+        assert content(store) == {b"k": b"v"}
+        store.close()
+
+
+def test_stores_of_two_kinds_are_verified_apart(tmp_path: Path) -> None:
+    log = Log()
+    log.put(b"k", b"v")
+    open_copy(spec_in(tmp_path, LmdbStore), 0, 1, log).close()
+    pages = spec_in(tmp_path).folder(0) / "data.mdb"
+    raw = pages.read_bytes()
+    open_copy(spec_in(tmp_path, MemoryStore, "next"), 0, 1, log).close()
+    at = raw.index(b"vk")
+    pages.write_bytes(raw[:at] + b"vx" + raw[at + 2 :])
+    store = open_copy(spec_in(tmp_path, LmdbStore, "next"), 0, 1, log)
+    assert content(store) == {b"k": b"v"}
+    store.close()
+
+
+def test_a_copy_of_an_idle_topic_does_not_age(tmp_path: Path) -> None:
+    log = Log()
+    log.put(b"k", b"v")
+    spec = spec_in(tmp_path, LmdbStore)
+    open_copy(spec, 0, 1, log).close()
+    store = LmdbStore.open(spec.folder(0))
+    record = CommitRecord.decode(store.blob(COMMIT_RECORD) or b"")
+    assert record is not None
+    store.write((), {COMMIT_RECORD: replace(record, time_ms=record.time_ms - 7_200_000).encode()})
+    store.close()
+    store = open_copy(spec, 0, 1, log)
+    refreshed = CommitRecord.decode(store.blob(COMMIT_RECORD) or b"")
+    store.close()
+    assert refreshed is not None
+    assert refreshed.time_ms >= record.time_ms
+    assert log.reads == 1

@@ -23,7 +23,7 @@ from onceflow.host.identity import host_identity
 from onceflow.protocol.position import Position
 from onceflow.state.api.joined_table import JoinedTable
 from onceflow.state.joins.spec import Ends, JoinSpec
-from onceflow.state.local.catch_up import CatchUp, Source
+from onceflow.state.local.catch_up import REFRESHED_MS, CatchUp, Source
 from onceflow.state.local.format import COMMIT_RECORD, Chunk, CommitRecord
 from onceflow.state.local.opening import open_store, remove_store
 from onceflow.state.local.prepare import RestoreLog
@@ -35,11 +35,19 @@ _VERIFIED, _LOCK = "verified", "lock"
 _WAIT_S = 600.0
 
 #: A part of the text of `InexactCopyError`, by which the driver recognises it in an error of Spark.
-INEXACT = "A joined table was compacted while it was read"
+INEXACT = "Joined tables were compacted while they were read"
 
 
 class InexactCopyError(BatchAbortedError):
     """Internal: a copy is not exact at the offset of the batch. The batch runs again, at newer offsets."""
+
+
+def _inexact(topics: Iterable[str], detail: str) -> InexactCopyError:
+    return InexactCopyError(
+        f"{INEXACT}: {','.join(sorted(set(topics)))}",
+        detail=detail,
+        next_step="none: the batch runs again, at newer offsets",
+    )
 
 
 class JoinSource(Source, Protocol):
@@ -83,13 +91,22 @@ class JoinedCopies:
             FencedError: a newer driver has fenced this one.
             OnceflowError: Kafka could not be read, or the folder cannot be used.
         """
+        refused: list[tuple[str, str]] = []
+        own = list(partitions)
         for name, spec in self.specs.items():
-            for partition in partitions if spec.co_partitioned else range(spec.partitions):
-                if partition not in self._stores[name]:
-                    end = self.ends[spec.topic][partition]
+            for partition in own if spec.co_partitioned else range(spec.partitions):
+                if partition in self._stores[name]:
+                    continue
+                end = self.ends[spec.topic][partition]
+                try:
                     self._stores[name][partition] = open_copy(
                         spec, partition, end, self._source, still_owner=self._still_owner
                     )
+                except InexactCopyError as error:
+                    # The others are read, too. Otherwise every attempt of the batch would bring only one copy further.
+                    refused.append((spec.topic, error.detail))
+        if refused:
+            raise _inexact((topic for topic, _ in refused), "; ".join(detail for _, detail in refused[:5]))
 
     def handle(self, name: str, now_ms: int, own_partition: int | None) -> JoinedTable:
         """What user code gets. The copies are open.
@@ -135,8 +152,9 @@ def open_copy(
     """The copy of a partition on this host, exactly as the topic was at an offset. See `JoinedCopies.open`."""
     folder = spec.folder(partition)
     if _is_verified(folder, spec):
-        with contextlib.suppress(StoreCorruptError):
-            store = open_store(folder, spec.store, verify=False)
+        # Only for reading: RocksDB lets one process of the host write.
+        with contextlib.suppress(StoreCorruptError, FileNotFoundError):
+            store = spec.store.open(folder, read_only=True)
             if _is_ready(store, spec, partition, end):
                 return store
             store.close()
@@ -150,10 +168,11 @@ def open_copy(
     ):
         bring_up = _BringUp(spec, partition, end, source, still_owner)
         try:
-            return bring_up.run(verify=not _is_verified(folder, spec))
+            bring_up.run(verify=not _is_verified(folder, spec))
         except StoreCorruptError:
             remove_store(folder, spec.store)
-            return bring_up.run(verify=False)
+            bring_up.run(verify=False)
+        return spec.store.open(folder, read_only=True)
 
 
 class _BringUp:
@@ -169,26 +188,22 @@ class _BringUp:
         self._still_owner = still_owner
         self._folder = spec.folder(partition)
 
-    def run(self, *, verify: bool) -> Store:
+    def run(self, *, verify: bool) -> None:
         spec = self._spec
         store = open_store(self._folder, spec.store, verify=verify)
         try:
-            (self._folder / _VERIFIED).write_bytes(_mark(spec))
+            _verified(self._folder, spec).write_bytes(_mark(spec))
             if not _is_ready(store, spec, self._partition, self._end):
                 self._read(store)
             exact_from = int(store.blob(_EXACT_FROM) or 0)
-        except BaseException:
+        finally:
             store.close()
-            raise
         if exact_from > self._end:
-            store.close()
-            raise InexactCopyError(
-                INEXACT,
-                topic=f"{spec.topic}-{self._partition}",
-                detail=f"the batch sees it at offset {self._end}, rows are complete from offset {exact_from} on",
-                next_step="none: the batch runs again, at newer offsets",
+            raise _inexact(
+                [spec.topic],
+                f"the batch sees {spec.topic}-{self._partition} at offset {self._end}, rows are complete from offset "
+                f"{exact_from} on",
             )
-        return store
 
     def _read(self, store: Store) -> None:
         before = store.blob(_EXACT_FROM) or b"0"
@@ -230,8 +245,15 @@ def _is_ready(store: Store, spec: JoinSpec, partition: int, end: int) -> bool:
     goal = spec.goal(partition, end)
     if record is None or record.misfit(goal) or not record.at(goal):
         return False
+    if time.time() * 1000 - record.time_ms > REFRESHED_MS:
+        return False  # so that the record says how recent the copy is. An old copy is read again after a change
     exact_from = store.blob(_EXACT_FROM)
     return exact_from is not None and exact_from != _UNKNOWN and int(exact_from) <= end
+
+
+def _verified(folder: Path, spec: JoinSpec) -> Path:
+    """A file that says in which run the copy was verified. Stores of several kinds may be in one folder."""
+    return folder / f"{_VERIFIED}-{spec.store.__name__}"
 
 
 def _mark(spec: JoinSpec) -> bytes:
@@ -241,6 +263,6 @@ def _mark(spec: JoinSpec) -> bytes:
 def _is_verified(folder: Path, spec: JoinSpec) -> bool:
     """Whether the copy was verified in this run of the driver, since the host was started."""
     try:
-        return (folder / _VERIFIED).read_bytes() == _mark(spec)
+        return _verified(folder, spec).read_bytes() == _mark(spec)
     except OSError:
         return False

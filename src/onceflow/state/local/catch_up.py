@@ -32,7 +32,7 @@ from onceflow.state.local.format import (
 from onceflow.state.local.spool import Spool
 from onceflow.state.stores.base import BULK_ROWS_MAX, Store, StoreCorruptError
 
-_REFRESHED_MS = 3_600_000
+REFRESHED_MS = 3_600_000
 # A restore keeps this much in memory before it writes (the more, the fewer pages are written again), and commits from
 # time to time.
 _WRITTEN_ROWS, _WRITTEN_BYTES = 250_000, 32 << 20
@@ -135,7 +135,7 @@ class CatchUp:
                 )
             raise StoreCorruptError(problem)
         if commit_record.at(self.goal):
-            if self._now_ms - commit_record.time_ms > _REFRESHED_MS:
+            if self._now_ms - commit_record.time_ms > REFRESHED_MS:
                 self._write(store, raw, replace(commit_record, time_ms=self._now_ms), {})
             return IN_SYNC
         pending = Pending.decode(store.blob(PENDING))
