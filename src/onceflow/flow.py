@@ -229,8 +229,9 @@ class Flow:
             one_topic = next(iter(startup.sources)) if len(startup.sources) == 1 and not facts.has_step else None
             rows = state_columns(df, self.name, one_topic=one_topic is not None)
             local = is_local(self._spark)
-            specs = [startup.add_join(*each, local=local, state_dir=state_dir) for each in joined.items()]
+            specs = [startup.find_join(*each, local=local, state_dir=state_dir) for each in joined.items()]
             startup.add_step(options, checked, source_topic=one_topic, local=local, joins=specs)
+            startup.joins += specs
             return step_query.step_frame(rows, table)
 
     def join_table(
@@ -264,8 +265,10 @@ class Flow:
             startup.known_progress()
             checked = joins.checked_table(table, own=startup.own_topics.tables, flow=self.name)
             queries.check_plan(df, self.name)
-            spec = startup.add_join(checked.topic, checked, local=is_local(self._spark))
-            return join_frame(df, spec, self._settings, on=on, how=how, columns=columns, flow=self.name)
+            spec = startup.find_join(checked.topic, checked, local=is_local(self._spark))
+            joined = join_frame(df, spec, self._settings, on=on, how=how, columns=columns, flow=self.name)
+            startup.joins.append(spec)
+            return joined
 
     def write(
         self,

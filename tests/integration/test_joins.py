@@ -12,7 +12,10 @@ import pytest
 
 import onceflow
 from onceflow import ColumnProcessor, JoinTable, OptionError, Processor, Record, SchemaError, serdes
+from onceflow.driver.joins import Joins
 from onceflow.protocol import progress as progress_format
+from onceflow.state.local.format import partition_folder
+from onceflow.state.stores.lmdb_store import LmdbStore
 from onceflow.testing import independent
 
 pytestmark = pytest.mark.integration
@@ -129,6 +132,44 @@ def test_each_batch_sees_the_table_at_one_offset(joined: Joined, small_batch_row
     listed = ".".join(str(end) for _, end in sorted(ends[joined.rates].items()))
     assert {written[n]["at"] for n in first} == {f"{joined.rates}:{listed}"}
     assert len({written[n]["at"] for n in second}) == 1
+
+
+def test_rows_that_were_joined_before_a_shuffle(
+    joined: Joined, make_topic: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Spark keeps shuffle files of a failed attempt, whose offsets do not hold any more."""
+    second = make_topic("second", 1, cleanup_policy="compact")
+    copies = joined.folder / "copies"
+
+    def join(flow: Any, df: Any) -> Any:
+        tables = [JoinTable(topic, value=serdes.STRING, state_dir=copies) for topic in (joined.rates, second)]
+        df = flow.join_table(df.selectExpr("key", "value", "'k' AS k"), tables[0], on="k", columns="one")
+        df = flow.join_table(df.repartition(2, "key"), tables[1], on="k", columns="two")
+        columns = "'n', get_json_object(string(value), '$.n'), 'one', one, 'two', two"
+        return df.selectExpr("key", f"to_json(map({columns})) AS value")
+
+    def put(value: bytes) -> None:
+        for topic in (joined.rates, second):
+            independent.fill(joined.bootstrap, topic, [(b"k", value)])
+
+    def failed(self: Joins, problem: BaseException) -> bool:
+        put(b"later")
+        return real(self, problem)
+
+    put(b"first")
+    joined.order("EUR")
+    joined.run(join=join, small_batch_rows=0)
+    store = LmdbStore.open(partition_folder(copies, joined.flow, second, 0))
+    store.write((), {"exact from": b"2"})  # as if it had been read from a log that was compacted meanwhile
+    store.close()
+    real = Joins.failed
+    monkeypatch.setattr(Joins, "failed", failed)
+    joined.order("EUR")
+    joined.run(join=join, small_batch_rows=0)
+    rows = [(row["one"], row["two"]) for _, row in sorted(joined.written().items())]
+    assert rows == [("first", "first"), ("later", "later")]
+    assert sum(joined.pinned()[joined.rates].values()) == 2
+    assert joined.pinned()[second] == {0: 2}
 
 
 def test_a_column_processor_joins(joined: Joined) -> None:

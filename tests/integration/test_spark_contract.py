@@ -63,10 +63,16 @@ _TWICE = "a stage that Spark attempted twice goes unnoticed, so batches are refu
 _SOURCE = 'partitioner="source" and process steps without a shuffle are refused'
 _MOVED = "rows are not sent to the task that owns their partition"
 _STEP = "a process step inside a query cannot be run"
+_OFFSETS = "a batch may have rows that were joined at other offsets than its progress record says"
 _SAME = "operators that change nothing are not told from others"
 
 MEMBERS = [
     Member(f"{_CLASSIC}.Dataset", "ofRows", 2, "plans.py", _STEP),
+    Member("org.apache.spark.SparkContext", "env", 0, "shuffles.py", _OFFSETS),
+    Member("org.apache.spark.SparkEnv", "mapOutputTracker", 0, "shuffles.py", _OFFSETS),
+    Member("org.apache.spark.MapOutputTrackerMaster", "containsShuffle", 1, "shuffles.py", _OFFSETS),
+    Member("org.apache.spark.MapOutputTrackerMaster", "unregisterAllMapAndMergeOutput", 1, "shuffles.py", _OFFSETS),
+    Member("org.apache.spark.ShuffleDependency", "shuffleId", 0, "shuffles.py", _OFFSETS),
     Member(f"{_CLASSIC}.Dataset", "queryExecution", 0, "jvm.py", _LOST),
     Member(f"{_CLASSIC}.Dataset", "collectAsArrowToPython", 0, "collect.py", "the driver cannot write small batches"),
     Member(f"{_CLASSIC}.SparkSession", "internalCreateDataFrame", 3, "plans.py", "two steps in a row cannot be run"),

@@ -43,6 +43,7 @@ from onceflow.errors import (
     DeadlineExceededError,
     FencedError,
     OnceflowError,
+    TransactionTimeoutError,
 )
 from onceflow.planning.options import BatchSummary, SinkOptions
 from onceflow.planning.ownership import Columns
@@ -338,12 +339,15 @@ class BatchCommit:
         hooks.at(hooks.ABORTED, where="driver", flow=self._names.flow, batch=batch)
 
     def learn(self, problem: BaseException) -> bool:
-        """Learn from the failure for the next attempt. Returns whether the failed attempt has restored local copies."""
-        self._joins.failed(problem)
-        return self._state is not None and self._state.failed(problem)
+        """Learn from the failure for the next attempt. Returns whether the failed attempt is not counted: it had to
+        bring local copies up to date, which stay."""
+        read = self._joins.failed(problem)
+        restored = self._state is not None and self._state.failed(problem)
+        return read or (restored and isinstance(problem, TransactionTimeoutError | DeadlineExceededError))
 
     def forget_attempt(self, df: DataFrame) -> None:
         """Undo what the attempt did to Spark's own state."""
+        self._joins.forget_attempt(df)
         if self._numbering is not None:
             self._numbering.forget_attempt(df)
 

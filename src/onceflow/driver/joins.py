@@ -20,12 +20,14 @@ from onceflow.errors import UnknownTopicError
 from onceflow.messages import JOINED_PROPERTY, JoinOrder
 from onceflow.planning.join_columns import columns_of_join
 from onceflow.protocol.progress import Progress
+from onceflow.spark.shuffles import drop_shuffles
 from onceflow.state.joins.copies import INEXACT
 from onceflow.state.joins.spec import Ends, JoinSpec
 from onceflow.task.join_task import JoinTask
 
 _LOOK_EVERY_S = 10.0
 _PIN_S = 30.0
+_MOVES = 30  # attempts that are not counted, because a host has read its copies in them
 
 
 def join_frame(
@@ -54,6 +56,8 @@ class Joins:
         self._cluster = cluster
         self._flow = flow
         self._looked_at: float | None = None
+        self._moves = 0
+        self._has_moved = False
         self.ends: Ends = {topic: ends for topic, ends in progress.joined.items() if topic in self._specs}
 
     def __bool__(self) -> bool:
@@ -67,15 +71,32 @@ class Joins:
         """
         if not self._specs:
             return
+        self._moves = 0
+        self._pin()
+
+    def failed(self, problem: BaseException) -> bool:
+        """Fix newer offsets, if an attempt has failed because a table cannot be seen as it was at the old ones.
+
+        Returns whether the next attempt gets further: the copies that were read are exact from now on.
+        """
+        if not self._specs or INEXACT not in str(problem):
+            return False
+        self._pin()
+        self._moves += 1
+        self._has_moved = True
+        return self._moves <= _MOVES
+
+    def forget_attempt(self, df: DataFrame) -> None:
+        """Let Spark compute rows again that an attempt has joined at offsets which do not hold any more."""
+        if self._has_moved:
+            drop_shuffles(df)
+            self._has_moved = False
+
+    def _pin(self) -> None:
         deadline = Deadline(_PIN_S, f"looking for the ends of the tables that flow {self._flow} joins with")
         self._check_topics(deadline)
         wanted = {topic: list(range(spec.partitions)) for topic, spec in self._specs.items()}
         self.ends = {topic: dict(ends) for topic, ends in list_offsets(self._cluster, wanted, LATEST, deadline).items()}
-
-    def failed(self, problem: BaseException) -> None:
-        """Fix newer offsets, if an attempt has failed because a table cannot be seen as it was at the old ones."""
-        if self._specs and INEXACT in str(problem):
-            self.pin()
 
     def publish(self, df: DataFrame, now_ms: int) -> None:
         """Put the offsets where the tasks of this thread's jobs can read them."""
@@ -95,7 +116,8 @@ class Joins:
         """The progress of the batch, completed with the offsets at which it has seen the tables."""
         if not self._specs:
             return replace(progress, joined={})
-        ids = {topic: spec.topic_id for topic, spec in self._specs.items()}
+        # Of a topic that the flow has read as a source, the id belongs to the offsets in progress.
+        ids = {topic: spec.topic_id for topic, spec in self._specs.items() if topic not in progress.offsets}
         return replace(progress, joined=self.ends, topic_ids={**progress.topic_ids, **ids})
 
     def _check_topics(self, deadline: Deadline) -> None:

@@ -87,7 +87,8 @@ class Steps(Protocol):
         ...
 
     def learn(self, problem: BaseException) -> bool:
-        """Whether the attempt has restored local copies that the next one does not have to restore."""
+        """Whether the attempt is not counted: it failed while it brought local copies up to date. That can happen on
+        every host. The copies stay, so the next attempt has less to read."""
         ...
 
     def is_lost(self, df: DataFrame, summary: BatchSummary, problem: BaseException) -> bool:
@@ -132,7 +133,7 @@ class Retries:
                 cause = cause if attempt.begun_at is None else last
                 if self._steps.is_lost(df, summary, last):
                     return False
-                if self._restored(last):
+                if self._steps.learn(last):
                     self._log_restored(batch, last)
                     continue
                 failed += 1
@@ -170,12 +171,6 @@ class Retries:
         if isinstance(problem, FencedError):  # tasks found a newer epoch, but no other driver owns the id
             return batch_errors.timed_out(attempt.open_s, self._options.transaction_timeout_s)
         return problem
-
-    def _restored(self, problem: BaseException) -> bool:
-        """Whether the attempt is not counted, because it timed out while it restored local copies. That can happen on
-        every host. The restored copies stay, so the next attempt has less to restore."""
-        restored = self._steps.learn(problem)
-        return restored and isinstance(problem, TransactionTimeoutError | DeadlineExceededError)
 
     def _log_restored(self, batch: int, problem: BaseException) -> None:
         log.warning(

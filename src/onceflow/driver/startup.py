@@ -226,7 +226,7 @@ class Startup:
             raise OptionError("Nothing was read yet", flow=self.flow, next_step="call Flow.read first")
         return self._progress
 
-    def add_join(self, name: str, table: JoinTable, *, local: bool, state_dir: str | Path | None = None) -> JoinSpec:
+    def find_join(self, name: str, table: JoinTable, *, local: bool, state_dir: str | Path | None = None) -> JoinSpec:
         """Look up a table that the flow joins with.
 
         Args:
@@ -241,9 +241,7 @@ class Startup:
         with located(flow=self.flow, topic=table.topic):
             found = find_compacted(self.session.cluster, table.topic, self.deadline())
         key = self.names.progress_key
-        spec = join_spec(name, table, found, flow_key=key, run=self._run, local=local, state_dir=state_dir)
-        self.joins.append(spec)
-        return spec
+        return join_spec(name, table, found, flow_key=key, run=self._run, local=local, state_dir=state_dir)
 
     def add_step(
         self,
