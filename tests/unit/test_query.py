@@ -53,6 +53,7 @@ def test_a_batch_under_way_may_end_before_the_query_is_stopped(batch_s: float) -
     """And the next one does not begin."""
     ended: list[str] = []
     commit: Any = SimpleNamespace(flow="deposits", progress=SimpleNamespace(batch_id=6), machine=None)
+    commit.ended_batch = lambda df: None
     sink = BatchSink(commit, SinkOptions("out", "key", "none", 60.0))
     begun = threading.Event()
 
