@@ -6,6 +6,7 @@ import base64
 import contextlib
 import json
 import socket
+import ssl
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,11 +15,14 @@ from typing import Any
 import confluent_kafka
 import httpx
 import pytest
+import trustme
+from confluent_kafka.admin import AdminClient, NewPartitions
 
 from onceflow.client.settings import ClientSettings
 from onceflow.server.formats import Format, to_base64url
 from onceflow.server.options import Limits, ServeOptions
 from onceflow.server.process import QueryServer
+from onceflow.tables import following
 from onceflow.testing.waiting import wait_until
 
 pytestmark = pytest.mark.integration
@@ -39,7 +43,7 @@ def serve(onceflow_broker: str, tmp_path: Path) -> Iterator[Serve]:
         server.open()
         thread = threading.Thread(target=server.run)
         thread.start()
-        client = httpx.Client(base_url=server.url, timeout=30, verify=given.get("certificate") is None)
+        client = httpx.Client(base_url=server.url, timeout=30, verify=False)
         running.append((server, thread, client))
         if ready:
             wait_until(lambda: client.get("/ready").status_code == 200, 30, lambda: client.get("/ready").text)
@@ -356,3 +360,112 @@ def test_slow_clients_and_many_connections(
     for each in many:
         each.sendall(request)
     assert {ends(each)[:15] for each in many} == {b"HTTP/1.1 200 OK"}
+
+
+def test_requests_of_every_kind(onceflow_broker: str, topic: str, serve: Serve) -> None:
+    """Requests made from the OpenAPI document, valid and invalid ones: no 500, and answers are as the document says."""
+    from hypothesis import HealthCheck, given, settings
+    from schemathesis import GenerationMode
+    from schemathesis.checks import not_a_server_error
+    from schemathesis.openapi import from_url
+    from schemathesis.specs.openapi.checks import (
+        content_type_conformance,
+        response_schema_conformance,
+        status_code_conformance,
+    )
+
+    checks = [not_a_server_error, content_type_conformance, response_schema_conformance, status_code_conformance]
+    write(onceflow_broker, topic, {**numbers(50), b"\xff": b"1", "bad": "no json"})
+    client = serve(topic, limits=Limits(stream_s=0.01, wait_s=0.01, request_s=1.0))
+    schema = from_url(str(client.base_url.join("/openapi.json")))
+    tried = []
+    for found in schema.get_all_operations():
+        operation = found.ok()
+        tried.append(operation.label)
+        for mode in (GenerationMode.POSITIVE, *([GenerationMode.NEGATIVE] if "{table}/" in operation.path else [])):
+
+            @settings(
+                max_examples=3 if operation.path.endswith("/changes") else 25,
+                deadline=None,
+                database=None,
+                suppress_health_check=list(HealthCheck),
+            )
+            @given(case=operation.as_strategy(generation_mode=mode))
+            def ask(case: Any) -> None:
+                if "table" in case.path_parameters and len(str(case.body)) % 5:
+                    case.path_parameters["table"] = topic
+                answer = case.call(timeout=20)
+                # 503 says that it is not now, as the document says; it is no error of the server.
+                wanted = checks if answer.status_code != 503 else checks[1:]
+                case.validate_response(answer, checks=wanted)
+
+            ask()
+    assert len(tried) == 9
+    assert client.get("/ready").status_code == 200
+
+
+def test_instances_ask_each_other_with_tls_and_tokens(
+    onceflow_broker: str, make_topic: Callable[..., str], serve: Serve, tmp_path: Path
+) -> None:
+    topic = make_topic("secret", 4, cleanup_policy="compact")
+    write(onceflow_broker, topic, numbers(200), "consistent_random")
+    authority = trustme.CA()
+    authority.cert_pem.write_to_path(str(tmp_path / "ca.pem"))
+    issued = authority.issue_cert("127.0.0.1")
+    issued.private_key_and_cert_chain_pem.write_to_path(str(tmp_path / "server.pem"))
+    given = {
+        "certificate": tmp_path / "server.pem",
+        "certificate_key": tmp_path / "server.pem",
+        "authority": tmp_path / "ca.pem",
+        "tokens": [TOKEN],
+        "instances": f"group-{topic}",
+    }
+    context = ssl.create_default_context(cafile=str(tmp_path / "ca.pem"))
+    both = [serve(topic, **given, ready=False) for _ in range(2)]
+    allowed = {"Authorization": f"Bearer {TOKEN}"}
+    with contextlib.ExitStack() as stack:
+        urls = [str(each.base_url) for each in both]
+        clients = [stack.enter_context(httpx.Client(base_url=url, verify=context, headers=allowed)) for url in urls]
+
+        def shared() -> bool:
+            listed = [client.get(f"/tables/{topic}").json()["partitions"] for client in clients]
+            ready = all(client.get("/ready").status_code == 200 for client in clients)
+            return ready and all(
+                len({each["instances"][0] for each in partitions if each["instances"]}) == 2 for partitions in listed
+            )
+
+        wait_until(shared, 30, lambda: clients[0].get("/tables").text)
+        assert urls[0].startswith("https://")
+        for client in clients:
+            for key, value in list(numbers(200).items())[::10]:
+                assert client.get(f"/tables/{topic}/keys/{key}").json()["value"] == json.loads(value)
+            many = client.post(f"/tables/{topic}/multi-get", json={"keys": [*numbers(200), "no"]}).json()
+            assert {row["key"]: json.dumps(row["value"]) for row in many["rows"]} == numbers(200)
+            assert client.get(f"/tables/{topic}/range", params={"limit": 7}).json()["rows"][6]["key"] == "key-0006"
+            assert client.get(f"/tables/{topic}/count").json()["count"] == 200
+            assert client.get(f"/tables/{topic}").json()["placement"] == "other"
+            for body in (
+                "",
+                "1",
+                '{"keys": 1}',
+                '{"wish": {"least": [], "staleness_ms": null, "wait_s": 1}, "places": [[[], 1]]}',
+            ):
+                assert client.post(f"/peer/{topic}/get", content=body).status_code == 400
+            assert client.post(f"/peer/{topic}/get", headers={"Authorization": "no"}).status_code == 401
+
+
+def test_a_topic_that_grows(onceflow_broker: str, topic: str, serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(following, "_METADATA_S", 0.2)
+    write(onceflow_broker, topic, {**numbers(40), **{f"old-{n}": "1" for n in range(20)}})
+    client = serve(topic)
+    assert client.get(f"/tables/{topic}").json()["placement"] == "default"
+    admin = AdminClient({"bootstrap.servers": onceflow_broker})
+    admin.create_partitions([NewPartitions(topic, 7)])[topic].result(30)
+    wait_until(lambda: len(client.get(f"/tables/{topic}").json()["partitions"]) == 7, 30, "all partitions")
+    position = write(onceflow_broker, topic, {f"key-{n:04d}": '"new"' for n in range(40)})
+    assert client.get(f"/tables/{topic}").json()["placement"] == "other"
+    wait_until(lambda: client.get("/ready").status_code == 200, 30, "it is ready")
+    for n in range(40):
+        params = {"min_position": position}
+        assert client.get(f"/tables/{topic}/keys/key-{n:04d}", params=params).json()["value"] == "new"
+    assert client.get(f"/tables/{topic}/keys/old-3").json()["value"] == 1

@@ -142,3 +142,5 @@ def _log() -> None:
         logger.addHandler(handler)
         logger.setLevel(level)
         logger.propagate = False
+    # It logs every lost connection as an error; what that means for tables is logged by onceflow.
+    logging.getLogger("kafka").setLevel(logging.CRITICAL)

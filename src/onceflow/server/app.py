@@ -50,7 +50,8 @@ _KEYS_BODY = {
     }
 }
 _LINES = {200: {"content": {"application/x-ndjson": {"schema": {"type": "string"}}}}}
-_EVENTS = {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
+_EVENT = {"type": "object", "properties": {name: {"type": "string"} for name in ("event", "id", "data")}}
+_EVENTS = {200: {"content": {"text/event-stream": {"schema": _EVENT}}}}
 
 
 def make_app(service: Service, at_end: Callable[[], Awaitable[None]]) -> FastAPI:

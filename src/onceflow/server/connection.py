@@ -9,6 +9,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 #: In the scope of a request: ends its connection at once, although the client has not read everything.
 ABORT = "onceflow.abort"
+_CLOSED_S = 0.5
 HEAD_BYTES_MAX = 64 << 10
 
 
@@ -55,6 +56,12 @@ class Connection(HttpToolsProtocol):
         self._in_head = False
         self._end_timer()
         super().on_headers_complete()
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        if self.transport.is_closing():
+            # With TLS, a connection is closed only when the client agrees, which it does not while it is idle.
+            self.loop.call_later(_CLOSED_S, self.transport.abort)
 
     def _start_timer(self) -> None:
         self._timer = self.loop.call_later(self.head_s, self.transport.abort)
