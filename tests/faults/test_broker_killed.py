@@ -11,7 +11,7 @@ import pytest
 from onceflow import Flow
 from onceflow.broker.local import LocalBroker
 from onceflow.errors import BrokerUnreachableError
-from onceflow.testing.broker import create_topic
+from onceflow.testing.broker import BACK_SOON, create_topic
 from onceflow.testing.waiting import wait_until
 
 pytestmark = [pytest.mark.integration, pytest.mark.faults]
@@ -19,9 +19,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.faults]
 
 @pytest.fixture(scope="module")
 def own_broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalBroker]:
-    # It comes back only when the session of the broker before has run out.
-    properties = {"broker.session.timeout.ms": "3000", "broker.heartbeat.interval.ms": "500"}
-    with LocalBroker(tmp_path_factory.mktemp("mortal"), properties=properties) as broker:
+    with LocalBroker(tmp_path_factory.mktemp("mortal"), properties=BACK_SOON) as broker:
         yield broker
 
 

@@ -27,7 +27,7 @@ from onceflow.state.joins.copies import InexactCopyError, open_copy
 from onceflow.state.joins.spec import JoinSpec
 from onceflow.state.stores.lmdb_store import LmdbStore
 from onceflow.testing import independent
-from onceflow.testing.broker import create_topic
+from onceflow.testing.broker import BACK_SOON, create_topic
 from onceflow.testing.waiting import wait_until
 
 pytestmark = [pytest.mark.integration, pytest.mark.faults]
@@ -43,12 +43,7 @@ COMPACTED_AT_ONCE = {
 @pytest.fixture(scope="module")
 def own_broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalBroker]:
     """A broker that may be killed, and that compacts at once."""
-    properties = {
-        "log.cleaner.backoff.ms": "100",
-        # It comes back only when the session of the broker before has run out.
-        "broker.session.timeout.ms": "3000",
-        "broker.heartbeat.interval.ms": "500",
-    }
+    properties = {"log.cleaner.backoff.ms": "100", **BACK_SOON}
     with LocalBroker(tmp_path_factory.mktemp("own"), properties=properties) as broker:
         yield broker
 

@@ -20,17 +20,14 @@ from onceflow.broker.folder import Folder
 from onceflow.broker.process import ProcessIdentity, admin_client
 from onceflow.cli.main import cli
 from onceflow.errors import EnvironmentUnusableError, OptionError
-from onceflow.testing.broker import create_topic
+from onceflow.testing.broker import BACK_SOON, create_topic
 
 pytestmark = pytest.mark.integration
-
-# A broker that was killed comes back only when its session has run out.
-QUICKLY = {"broker.session.timeout.ms": "3000", "broker.heartbeat.interval.ms": "500"}
 
 
 @pytest.fixture
 def broker(tmp_path: Path) -> Iterator[LocalBroker]:
-    local = LocalBroker(tmp_path / "broker", heap="512m", properties=QUICKLY)
+    local = LocalBroker(tmp_path / "broker", heap="512m", properties=BACK_SOON)
     yield local
     local.stop()
 
@@ -73,7 +70,7 @@ def test_a_killed_broker_comes_back_with_its_data_and_ports(broker: LocalBroker)
     assert broker.status().running is False
     assert broker.kill() is False
 
-    again = LocalBroker(broker.data_dir, heap="512m", properties=QUICKLY)
+    again = LocalBroker(broker.data_dir, heap="512m", properties=BACK_SOON)
     assert again.start() is True
     assert again.bootstrap_servers == before.bootstrap_servers
     assert again.status().pids != before.pids

@@ -22,7 +22,7 @@ from onceflow.client.deadline import Deadline
 from onceflow.client.settings import ClientSettings
 from onceflow.protocol.batches import ProducerIdAndEpoch, encode_batches, encode_single
 from onceflow.testing import independent
-from onceflow.testing.broker import create_topic
+from onceflow.testing.broker import BACK_SOON, create_topic
 
 pytestmark = pytest.mark.integration
 
@@ -40,12 +40,7 @@ def cluster(onceflow_broker: str) -> Iterator[Cluster]:
 @pytest.fixture(scope="module")
 def own_broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalBroker]:
     """A broker that may be killed, and that compacts at once."""
-    properties = {
-        "log.cleaner.backoff.ms": "100",
-        # It comes back only when the session of the broker before has run out.
-        "broker.session.timeout.ms": "3000",
-        "broker.heartbeat.interval.ms": "500",
-    }
+    properties = {"log.cleaner.backoff.ms": "100", **BACK_SOON}
     with LocalBroker(tmp_path_factory.mktemp("own"), properties=properties) as broker:
         yield broker
 

@@ -37,7 +37,7 @@ from onceflow.state.local.format import COMMIT_RECORD
 from onceflow.state.stores.lmdb_store import LmdbStore
 from onceflow.state.stores.memory_store import MemoryStore
 from onceflow.tables import following
-from onceflow.tables.following import Restore
+from onceflow.tables.lag import Restore
 from onceflow.tables.opening import TABLES_FOLDER
 from onceflow.testing import independent
 from onceflow.testing.waiting import wait_until

@@ -23,7 +23,7 @@ from onceflow.cli.text import counted, timeout_ms
 
 if TYPE_CHECKING:
     from onceflow.client.settings import ClientSettings
-    from onceflow.tables.following import Restore
+    from onceflow.tables.lag import Restore
     from onceflow.tables.table import Change, Table
 
 _LINES = 1000  # one write for many lines

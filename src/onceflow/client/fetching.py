@@ -7,8 +7,10 @@ differ in what they return from a response, and in what they wait for.
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, ClassVar, Generic, TypeVar
+from uuid import UUID
 
 from kafka.protocol.consumer import FetchRequest
 
@@ -149,27 +151,62 @@ class PartitionFetch(abc.ABC, Generic[T]):
         raise codes.error_for(code, api="Fetch", topic=self.name, detail=f"at offset {self.position}")
 
     def _request(self) -> FetchRequest:
-        topic_type = FetchRequest.FetchTopic
-        partition = topic_type.FetchPartition(
-            partition=self.partition,
-            current_leader_epoch=-1,
-            fetch_offset=self.position,
-            log_start_offset=-1,
-            partition_max_bytes=self._fetch_bytes,
-        )
         readable = self.last_stable_offset if self.isolation_level == READ_COMMITTED else self.high_watermark
         # The broker may wait for new records only if they are still missing; that is unknown before the first response.
         wait_s = self.deadline.capped(_WAIT_S) if 0 <= readable < self.end else 0.0
-        return FetchRequest(
-            version=self.cluster.version(FetchRequest, min_version=11, max_version=11),
-            replica_id=-1,
-            max_wait_ms=int(wait_s * 1000),
-            min_bytes=1,
-            max_bytes=self._fetch_bytes,
+        return fetch_request(
+            self.cluster.version(FetchRequest, min_version=11, max_version=11),
+            {self.topic: [(self.partition, self.position)]},
             isolation_level=self.isolation_level,
-            session_id=0,
-            session_epoch=-1,
-            topics=[topic_type(topic=self.topic, partitions=[partition])],
-            forgotten_topics_data=[],
-            rack_id="",
+            max_wait_ms=int(wait_s * 1000),
+            max_bytes=self._fetch_bytes,
         )
+
+
+def fetch_request(
+    version: int,
+    wanted: Mapping[str, Iterable[tuple[int, int]]],
+    *,
+    isolation_level: int,
+    max_wait_ms: int,
+    max_bytes: int,
+    topic_ids: Mapping[str, str] = MappingProxyType({}),
+) -> FetchRequest:
+    """A Fetch request of a consumer without a fetch session.
+
+    Args:
+        wanted: partitions and the offsets to read from, by topic.
+        max_wait_ms: how long the broker may wait for the first record.
+        max_bytes: size of the response, and of the part of each partition.
+        topic_ids: by topic; needed from version 13 on, which has no names (KIP-516).
+    """
+    topic_type = FetchRequest.FetchTopic
+    return FetchRequest(
+        version=version,
+        replica_id=-1,
+        max_wait_ms=max_wait_ms,
+        min_bytes=1,
+        max_bytes=max_bytes,
+        isolation_level=isolation_level,
+        session_id=0,
+        session_epoch=-1,
+        topics=[
+            topic_type(
+                topic=topic,
+                partitions=[
+                    topic_type.FetchPartition(
+                        partition=partition,
+                        current_leader_epoch=-1,
+                        fetch_offset=offset,
+                        log_start_offset=-1,
+                        partition_max_bytes=max_bytes,
+                    )
+                    for partition, offset in places
+                ],
+                **({"topic_id": UUID(topic_ids[topic])} if topic in topic_ids else {}),
+            )
+            for topic, places in wanted.items()
+        ],
+        forgotten_topics_data=[],
+        rack_id="",
+    )

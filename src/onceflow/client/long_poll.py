@@ -11,7 +11,6 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
-from uuid import UUID
 
 import kafka.errors as kafka_errors
 from kafka.protocol.consumer import FetchRequest
@@ -20,7 +19,7 @@ from onceflow.client.auth.logins import authentication_failed
 from onceflow.client.cluster import UNKNOWN_TOPIC_S, Cluster, TopicInfo, unknown_topic
 from onceflow.client.committed import Chunk, chunks_of
 from onceflow.client.deadline import Deadline
-from onceflow.client.fetching import FETCH_BYTES, READ_COMMITTED
+from onceflow.client.fetching import FETCH_BYTES, READ_COMMITTED, fetch_request
 from onceflow.client.library_log import muted
 from onceflow.client.offsets import EARLIEST, LATEST, list_offsets
 from onceflow.errors import (
@@ -191,32 +190,16 @@ class LongPoll:
         return self._cluster.version(FetchRequest, min_version=11, max_version=_BY_ID)
 
     def _request(self, wanted: list[Followed], version: int) -> FetchRequest:
-        topic_type = FetchRequest.FetchTopic
-        by_topic: dict[str, list[Any]] = {}
+        by_topic: dict[str, list[tuple[int, int]]] = {}
         for each in wanted:
-            partition = topic_type.FetchPartition(
-                partition=each.partition,
-                current_leader_epoch=-1,
-                fetch_offset=each.position,
-                log_start_offset=-1,
-                partition_max_bytes=self._fetch_bytes,
-            )
-            by_topic.setdefault(each.topic, []).append(partition)
-        return FetchRequest(
-            version=version,
-            replica_id=-1,
-            max_wait_ms=MAX_WAIT_MS,
-            min_bytes=1,
-            max_bytes=self._fetch_bytes,
+            by_topic.setdefault(each.topic, []).append((each.partition, each.position))
+        return fetch_request(
+            version,
+            by_topic,
             isolation_level=READ_COMMITTED,
-            session_id=0,
-            session_epoch=-1,
-            topics=[
-                topic_type(topic=name, topic_id=UUID(self._ids[name]), partitions=parts)
-                for name, parts in by_topic.items()
-            ],
-            forgotten_topics_data=[],
-            rack_id="",
+            max_wait_ms=MAX_WAIT_MS,
+            max_bytes=self._fetch_bytes,
+            topic_ids=self._ids,
         )
 
     # ---- responses -----------------------------------------------------------------------------------

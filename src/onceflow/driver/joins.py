@@ -60,9 +60,6 @@ class Joins:
         self._has_moved = False
         self.ends: Ends = {topic: ends for topic, ends in progress.joined.items() if topic in self._specs}
 
-    def __bool__(self) -> bool:
-        return bool(self._specs)
-
     def pin(self) -> None:
         """Fix the offsets for the next batch: everything that is committed now.
 

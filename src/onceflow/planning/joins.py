@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from onceflow.errors import OptionError
+from onceflow.state.api.serdes import is_serde
 from onceflow.state.compacted_topic import CompactedTopic
 from onceflow.state.joins.spec import JoinSpec, JoinTable
 from onceflow.state.local.format import default_state_dir
-from onceflow.state.stores.choice import STORES, store_class
+from onceflow.state.stores.choice import check_store, store_class
 
 
 def checked_tables(tables: Any, *, own: Container[str], flow: str) -> dict[str, JoinTable]:
@@ -56,14 +57,13 @@ def checked_table(table: Any, *, own: Container[str], flow: str) -> JoinTable:
             next_step="use the state of the processor, or join in another flow",
         )
     for name, serde in (("key", found.key), ("value", found.value)):
-        if not (serde is None and name == "key") and not _is_serde(serde):
+        if not (serde is None and name == "key") and not is_serde(serde):
             raise OptionError(
                 f"{name}={serde!r} of the table {found.topic} is not a serde",
                 flow=flow,
                 next_step="give serdes.STRING, serdes.JSON, ...",
             )
-    if isinstance(found.store, str) and found.store not in STORES:
-        raise OptionError(f"store={found.store!r} is unknown", flow=flow, next_step=f"use one of {', '.join(STORES)}")
+    check_store(found.store, flow)
     return found
 
 
@@ -133,8 +133,3 @@ def check_co_partitioned(specs: Iterable[JoinSpec], table: str, partitions: int,
                 topic=spec.topic,
                 next_step="leave co_partitioned out, or give both the same number of partitions",
             )
-
-
-def _is_serde(serde: Any) -> bool:
-    methods = all(callable(getattr(serde, name, None)) for name in ("encode", "decode"))
-    return methods and not isinstance(serde, type)

@@ -18,7 +18,7 @@ from onceflow.state.joins.spec import JoinSpec
 from onceflow.state.local.format import default_state_dir
 from onceflow.state.spec import ProcessSpec
 from onceflow.state.stores.base import Store
-from onceflow.state.stores.choice import STORES, store_class
+from onceflow.state.stores.choice import check_store, store_class
 from onceflow.state.topics import TableTopics, check_known
 
 ON_ERROR = ("fail", "dead-letter")
@@ -91,8 +91,7 @@ def check_options(
     check_side_topics((options.dead_letter_topic, options.late_topic), OwnTopics(frozenset(sources), own_tables), flow)
     _check_numbers(options, flow)
     _check_durations(options, processor, flow)
-    if isinstance(options.store, str) and options.store not in STORES:
-        raise OptionError(f"store={options.store!r} is unknown", flow=flow, next_step=f"use one of {', '.join(STORES)}")
+    check_store(options.store, flow)
     return processor
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from onceflow.protocol.position import Position
+from onceflow.tables.lag import Lag
 
 
 @dataclass(frozen=True)
@@ -59,14 +60,10 @@ class Seen:
     @classmethod
     def all_of(cls, parts: Iterable[Seen]) -> Seen:
         """Of an answer that has several parts."""
-        offsets: dict[int, int] = {}
-        records: int | None = 0
-        ms: int | None = 0
-        for part in parts:
-            offsets.update(part.offsets)
-            records = None if records is None or part.lag_records is None else records + part.lag_records
-            ms = None if ms is None or part.lag_ms is None else max(ms, part.lag_ms)
-        return cls(offsets, records, ms)
+        parts = list(parts)
+        offsets = {partition: offset for part in parts for partition, offset in part.offsets.items()}
+        lag = Lag.all_of(Lag(part.lag_records, part.lag_ms) for part in parts)
+        return cls(offsets, lag.records, lag.ms)
 
     def headers(self, topic: str) -> dict[str, str]:
         """The headers of a response."""

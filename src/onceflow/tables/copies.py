@@ -100,7 +100,8 @@ class Copy:
         self._heard_ms = int(time.time() * 1000)  # on the clock of the wall: the machine may sleep
         self.ignored = 0
         self.placed = True
-        self.store = self._open()
+        self.store: Store
+        self._open()
 
     @property
     def name(self) -> str:
@@ -197,7 +198,7 @@ class Copy:
         with suppress(StoreCorruptError):
             self.store.close()
         self.remove()
-        self.store = self._open()
+        self._open()
 
     def remove(self) -> None:
         """Delete what is on disk. The copy must be closed."""
@@ -218,18 +219,16 @@ class Copy:
 
     # ---- inside --------------------------------------------------------------------------------------
 
-    def _open(self) -> Store:
+    def _open(self) -> None:
         opener = self._followed.opener
         try:
-            store = open_store(self._folder, opener, verify=True)
-            self.store = store
+            self.store = open_store(self._folder, opener, verify=True)
             self._load()
         except StoreCorruptError as problem:
             log.warning("table %s: the local copy is removed and read again from Kafka: %s", self.name, problem.what)
-            remove_store(self._folder, opener)
-            self.store = store = open_store(self._folder, opener, verify=False)
+            self.remove()
+            self.store = open_store(self._folder, opener, verify=False)
             self._load()
-        return store
 
     def _load(self) -> None:
         """Read the commit record; a new store gets one.
@@ -241,7 +240,7 @@ class Copy:
         raw = self.store.blob(COMMIT_RECORD)
         self._written_at = time.monotonic()
         if raw is None:
-            self._record = replace(CommitRecord.of(self._followed.goal(self.partition, 0), now_ms), table_end=0)
+            self._record = CommitRecord.of(self._followed.goal(self.partition, 0), now_ms)
             self._raw = None
             self._write({}, self._record, None)
             return

@@ -16,7 +16,7 @@ from onceflow.state.stores.base import Store
 from onceflow.state.stores.lmdb_store import LmdbStore
 from onceflow.state.stores.memory_store import MemoryStore
 from onceflow.state.stores.rocksdb_store import RocksdbStore
-from onceflow.tables.following import Lag
+from onceflow.tables.lag import Lag
 
 _MAX_NAMES = 10  # in an error
 _OPENERS: tuple[type[Store], ...] = (LmdbStore, RocksdbStore, MemoryStore)

@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 from onceflow.client.cluster import Cluster, TopicInfo
 from onceflow.client.committed import Chunk, CommittedReader
@@ -24,6 +23,7 @@ from onceflow.errors import (
 from onceflow.state.local.stored_rows import Stores
 from onceflow.state.stores.base import StoreCorruptError
 from onceflow.tables.copies import Copy, RawChange
+from onceflow.tables.lag import Lag, Progress, Restore
 
 log = logging.getLogger("onceflow.tables")
 
@@ -33,51 +33,6 @@ _POLL_S = 0.5
 _METADATA_S = 10.0
 _PROGRESS_S, _LOOK_S = 5.0, 0.5
 _STOP_S = 5.0
-
-
-@dataclass(frozen=True)
-class Restore:
-    """How far a table is on its way to what was committed when it started.
-
-    Args:
-        done, total: in offsets, over all partitions. The number of records is smaller if the topic was compacted.
-    """
-
-    done: int
-    total: int
-
-    @property
-    def running(self) -> bool:
-        return self.done < self.total
-
-
-@dataclass(frozen=True)
-class Lag:
-    """How far a table is behind its topic.
-
-    Args:
-        records: at most how many committed records are missing, over all partitions; None: not known yet.
-        ms: at most how long ago the table contained everything that was committed; None: never since it is here. A
-            table that keeps up has some hundred milliseconds, because brokers answer that often if nothing happens.
-    """
-
-    records: int | None
-    ms: int | None
-
-
-@dataclass(frozen=True)
-class Progress:
-    """How far one partition of a table is.
-
-    Args:
-        position: all committed records below this offset are here.
-        lag: as `Lag`, of this partition.
-        restored: whether everything is here that was committed when the partition was opened.
-    """
-
-    position: int
-    lag: Lag
-    restored: bool
 
 
 class _StoppingError(OnceflowError):
@@ -196,13 +151,7 @@ class Follower:
         return reached()
 
     def lag(self) -> Lag:
-        if not self._ends:
-            return Lag(None, None)
-        behind = sum(max(0, end - self._copies[partition].position) for partition, end in self._ends.items())
-        times = [copy.current_ms for copy in self._copies.values()]
-        now_ms = int(time.time() * 1000)
-        oldest = None if None in times else min(times, default=now_ms)  # type: ignore[type-var]
-        return Lag(behind, None if oldest is None else max(0, now_ms - oldest))
+        return Lag.all_of(self.progress(partition).lag for partition in self._copies)
 
     def progress(self, partition: int) -> Progress:
         """How far one partition is. The position is never more than what lookups see from now on."""

@@ -10,6 +10,7 @@ import pyarrow as pa
 
 from onceflow.errors import BadRecordError, OptionError
 from onceflow.state import rows
+from onceflow.state.api.serdes import is_serde
 from onceflow.state.local.stored_rows import StoredRows
 from onceflow.tables.columns import column
 
@@ -145,7 +146,7 @@ class Lookups(abc.ABC):
 
 
 def check_serde(what: str, serde: Any) -> None:
-    if isinstance(serde, type) or not all(callable(getattr(serde, name, None)) for name in ("encode", "decode")):
+    if not is_serde(serde):
         raise OptionError(f"{what}={serde!r} is not a serde", next_step="give serdes.STRING, serdes.JSON, ...")
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -17,7 +17,7 @@ from onceflow.errors import OptionError
 from onceflow.state.compacted_topic import find_compacted
 from onceflow.state.local.format import default_state_dir, folder_name
 from onceflow.state.stores.base import Store, unusable
-from onceflow.state.stores.choice import STORES, store_class
+from onceflow.state.stores.choice import check_store, store_class
 from onceflow.tables.copies import Copy, Followed
 from onceflow.tables.following import Follower
 
@@ -47,8 +47,7 @@ class OpenedTable:
         self.topic = topic
         self.settings = ClientSettings(bootstrap_servers, options or {})
         self.partitions = _checked_partitions(partitions, topic)
-        if isinstance(store, str) and store not in STORES:
-            raise OptionError(f"store={store!r} is unknown", next_step=f"use one of {', '.join(STORES)}")
+        check_store(store)
         self.opener = store_class(store)
         self.state_dir = default_state_dir() if state_dir is None else Path(state_dir)
         self.refused_s = option_seconds(connect_timeout, "connect_timeout", topic)
@@ -81,13 +80,22 @@ class OpenedTable:
 
     def ends_now(self) -> dict[int, int]:
         """The last stable offsets of the partitions to follow."""
-        cluster = Cluster(self.settings, refused_s=self.refused_s)
-        try:
-            deadline = Deadline(_LOOK_S, f"looking for the end of topic {self.topic}")
+        with self.connected(f"looking for the end of topic {self.topic}") as (cluster, deadline):
             info = cluster.topic(self.topic, deadline)
             return stable_ends(cluster, info, self.listed(info), deadline)
-        finally:
-            cluster.close()
+
+    @contextmanager
+    def connected(self, what: str, *, running: bool = False) -> Iterator[tuple[Cluster, Deadline]]:
+        """Connections for one operation, and its deadline.
+
+        Args:
+            what: what is done, for the error when the deadline is over.
+            running: whether the table is open already: then brokers may be down for a while.
+        """
+        with closing(Cluster(self.settings, refused_s=None if running else self.refused_s)) as cluster:
+            deadline = Deadline(_LOOK_S, what)
+            cluster.connect(deadline)
+            yield cluster, deadline
 
     def listed(self, info: TopicInfo) -> list[int]:
         """The partitions to follow."""
@@ -131,13 +139,11 @@ def open_table(table: OpenedTable) -> Follower:
         OptionError: the topic is not compacted, or lacks a partition that was asked for.
         EnvironmentUnusableError: the folder of the copies cannot be used.
     """
-    cluster = Cluster(table.settings, refused_s=table.refused_s)
     copies: dict[int, Copy] = {}
     try:
-        deadline = Deadline(_LOOK_S, f"opening table {table.topic}")
-        cluster.connect(deadline)
-        info, followed = table.followed(cluster, deadline)
-        ends = stable_ends(cluster, info, table.listed(info), deadline)
+        with table.connected(f"opening table {table.topic}") as (cluster, deadline):
+            info, followed = table.followed(cluster, deadline)
+            ends = stable_ends(cluster, info, table.listed(info), deadline)
         copies.update((partition, Copy(followed, partition)) for partition in ends)
         follower = Follower(table.settings, info, copies, all_partitions=table.partitions is None)
         follower.start(ends)
@@ -147,8 +153,6 @@ def open_table(table: OpenedTable) -> Follower:
             copy.close()
         table.release()
         raise
-    finally:
-        cluster.close()
 
 
 def stable_ends(cluster: Cluster, info: TopicInfo, listed: Sequence[int], deadline: Deadline) -> dict[int, int]:

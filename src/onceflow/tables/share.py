@@ -7,18 +7,17 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
-from onceflow.client.cluster import Cluster, TopicInfo
-from onceflow.client.deadline import Deadline
+from onceflow.client.cluster import TopicInfo
 from onceflow.client.long_poll import created_again
 from onceflow.errors import DeadlineExceededError, OnceflowError
 from onceflow.state.stores.base import Store
 from onceflow.tables.copies import Copy, Followed
-from onceflow.tables.following import Follower, Progress
+from onceflow.tables.following import Follower
+from onceflow.tables.lag import Progress
 from onceflow.tables.opening import OpenedTable, stable_ends
 
 log = logging.getLogger("onceflow.tables")
 
-_LOOK_S = 30.0
 _HALT_S = 30.0  # a thread looks at least this often whether it is to end
 
 
@@ -87,13 +86,8 @@ class Share:
 
     def open(self) -> None:
         """Find the topic, and take a folder. No partition is followed yet. Errors are those of `Table.start`."""
-        cluster = Cluster(self._table.settings, refused_s=self._table.refused_s)
-        try:
-            deadline = Deadline(_LOOK_S, f"opening table {self.topic}")
-            cluster.connect(deadline)
+        with self._table.connected(f"opening table {self.topic}") as (cluster, deadline):
             self._info, self._followed = self._table.followed(cluster, deadline)
-        finally:
-            cluster.close()
 
     def on_disk(self) -> list[int]:
         """The partitions that have a copy in the folder, whether it is open or not."""
@@ -167,21 +161,13 @@ class Share:
     def _ends(self, partitions: Collection[int]) -> dict[int, int]:
         if not partitions:
             return {}
-        cluster = Cluster(self._table.settings, refused_s=None)
-        try:
-            deadline = Deadline(_LOOK_S, f"looking for the end of topic {self.topic}")
-            cluster.connect(deadline)
+        with self._table.connected(f"looking for the end of topic {self.topic}", running=True) as (cluster, deadline):
             return stable_ends(cluster, self._info, sorted(partitions), deadline)
-        finally:
-            cluster.close()
 
     def _grow(self) -> None:
         """The topic has got more partitions."""
-        cluster = Cluster(self._table.settings, refused_s=None)
-        try:
-            info = cluster.topic(self.topic, Deadline(_LOOK_S, f"looking up topic {self.topic}"), fresh=True)
-        finally:
-            cluster.close()
+        with self._table.connected(f"looking up topic {self.topic}", running=True) as (cluster, deadline):
+            info = cluster.topic(self.topic, deadline, fresh=True)
         if info.topic_id != self._info.topic_id:
             raise created_again(self.topic)
         log.info("table %s: its topic has %d partitions now, it had %d", self.topic, info.partitions, self.partitions)

@@ -15,11 +15,10 @@ from onceflow.state.local.stored_rows import StoredRows, clock_ms
 from onceflow.state.stores.base import Store
 from onceflow.tables.copies import RawChange
 from onceflow.tables.flow_copies import FlowCopies
-from onceflow.tables.following import Follower, Lag, Restore
+from onceflow.tables.following import Follower
+from onceflow.tables.lag import Lag, Restore
 from onceflow.tables.lookups import Lookups
 from onceflow.tables.opening import OpenedTable, open_table
-
-_BYTES = (bytes, bytearray, memoryview)
 
 
 class Change(NamedTuple):

@@ -15,6 +15,9 @@ from onceflow.errors import BrokerUnreachableError
 
 TOPIC_TIMEOUT_S = 30
 
+#: Properties of a broker that is to be killed. It can only come back when the session of its last process has run out.
+BACK_SOON = {"broker.session.timeout.ms": "3000", "broker.heartbeat.interval.ms": "500"}
+
 
 @contextlib.contextmanager
 def running_broker(data_dir: Path) -> Iterator[str]:

@@ -40,6 +40,11 @@ class Serde:
         return f"<serde {self.name}>"
 
 
+def is_serde(serde: Any) -> bool:
+    """Whether an object can be used as a serde: it has ``encode`` and ``decode``, and is no class."""
+    return not isinstance(serde, type) and all(callable(getattr(serde, name, None)) for name in ("encode", "decode"))
+
+
 def _to_bytes(value: Any) -> bytes:
     if type(value) is bytes:
         return value

@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+from onceflow.errors import OptionError
 from onceflow.state.stores.base import Store
 
 STORES = ("lmdb", "memory", "rocksdb")
+
+
+def check_store(store: object, flow: str | None = None) -> None:
+    """Refuse a name that no store has.
+
+    Raises:
+        OptionError: there is none.
+    """
+    if isinstance(store, str) and store not in STORES:
+        raise OptionError(f"store={store!r} is unknown", flow=flow, next_step=f"use one of {', '.join(STORES)}")
 
 
 def store_class(store: str | type[Store]) -> type[Store]:
