@@ -13,13 +13,14 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 
 class ExampleServices(BuildHookInterface):
-    """Adds the files of ``examples/`` that are no tests, each in the folder of its service."""
+    """Adds the files of ``examples/`` that are no tests, each in the folder of its service, with their web pages."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         if version == "editable":
             return
         root = Path(self.root)
-        services = sorted(file for file in root.glob("examples/*/*.py") if not file.name.startswith("test_"))
+        files = (file for kind in ("py", "html") for file in root.glob(f"examples/*/*.{kind}"))
+        services = sorted(file for file in files if not file.name.startswith("test_"))
         if not services:
             raise FileNotFoundError(f"{root / 'examples'} holds no services; a wheel needs them for `onceflow demo`")
         for file in services:

@@ -250,7 +250,8 @@ class Flow:
             table: a compacted topic, but no table of this flow; or a `JoinTable`, which also names its serdes.
             on: the column with the table's key: string or binary, or what the table's key serde takes.
             columns: fields of the table's values and their types, for example ``{"name": "string", "tier": "int"}``
-                (with ``value=serdes.JSON`` or a struct); or the name of one new column for the whole value.
+                (with ``value=serdes.JSON`` or a struct); or the name of one new column for the whole value, which is
+                binary unless the serde is STRING, LONG or DOUBLE.
             how: ``inner``: rows whose key is not in the table are left out. ``left``: their new columns are null.
 
         Returns:
@@ -264,7 +265,7 @@ class Flow:
             startup = self._startup
             startup.known_progress()
             checked = joins.checked_table(table, own=startup.own_topics.tables, flow=self.name)
-            queries.check_plan(df, self.name)
+            queries.check_plan(df, self.name, checkpoint=True)  # `write` knows whether there is one
             spec = startup.find_join(checked.topic, checked, local=is_local(self._spark))
             joined = join_frame(df, spec, self._settings, on=on, how=how, columns=columns, flow=self.name)
             startup.joins.append(spec)

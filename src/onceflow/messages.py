@@ -170,6 +170,15 @@ class JoinOrder:
     flow: str
 
 
+@dataclass(frozen=True)
+class CopiesOrder:
+    """All that a task needs that brings the copies of joined tables on its host to the offsets of a batch."""
+
+    specs: tuple[JoinSpec, ...]
+    ends: Mapping[str, Mapping[int, int]]
+    settings: ClientSettings
+
+
 # ---- reports ---------------------------------------------------------------------------------------------
 
 

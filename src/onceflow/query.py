@@ -195,9 +195,10 @@ class FlowQuery(SparkQuery):
     def position(self) -> str:
         """How far the flow's tables are committed, as a short text: `Table.wait_until_current` waits for it in any
         process. It is empty if the flow has no tables."""
-        changelogs = self._sink.progress.changelogs
-        companions = {name + INTERNAL_SUFFIX for name in changelogs}
-        return str(Position({name: ends for name, ends in changelogs.items() if name not in companions}))
+        progress = self._sink.progress
+        companions = {name + INTERNAL_SUFFIX for name in progress.changelogs}
+        offsets = {name: ends for name, ends in progress.changelogs.items() if name not in companions}
+        return str(Position(offsets, progress.topic_ids))
 
     @property
     def batches(self) -> list[BatchSummary]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import random
@@ -17,6 +18,7 @@ import pytest
 from pyspark.errors import StreamingQueryException
 
 from onceflow import hooks
+from onceflow.client.deadline import Deadline
 from onceflow.driver.joins import Joins
 from onceflow.planning import placement
 from onceflow.protocol.position import Position
@@ -187,7 +189,7 @@ def recorded_later(patch: pytest.MonkeyPatch) -> None:
     progress = Joins.progress
 
     def wrong(self: Any, of_batch: Any) -> Any:
-        self.pin()
+        self.pin(functools.partial(Deadline, 30))
         return progress(self, of_batch)
 
     patch.setattr(Joins, "progress", wrong)
@@ -207,9 +209,9 @@ def pinned_once(patch: pytest.MonkeyPatch) -> None:
     """Only the first batch takes offsets, but every batch names those of its time."""
     pin, handle = Joins.pin, copies.JoinedCopies.handle
 
-    def wrong(self: Any) -> None:
+    def wrong(self: Any, deadline: Any) -> None:
         if not self.ends:
-            pin(self)
+            pin(self, deadline)
 
     def named(self: Any, name: str, now_ms: int, own: int | None) -> Any:
         found = handle(self, name, now_ms, own)

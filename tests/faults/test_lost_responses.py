@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -9,14 +10,17 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from onceflow import DeadlineExceededError, Flow
 from onceflow.cli.main import cli
+from onceflow.driver import output_writer
+from onceflow.driver.joins import Joins
 from onceflow.testing import independent
 from onceflow.testing.broker import create_topic
 from onceflow.testing.proxy import END_TXN, Proxy, proxied_broker
 
 pytestmark = [pytest.mark.integration, pytest.mark.faults]
 
-PRODUCE, FIND_COORDINATOR, INIT_PRODUCER_ID, TXN_OFFSET_COMMIT = 0, 10, 22, 28
+PRODUCE, LIST_OFFSETS, FIND_COORDINATOR, INIT_PRODUCER_ID, TXN_OFFSET_COMMIT = 0, 2, 10, 22, 28
 CREATE_TOPICS, DELETE_TOPICS = 19, 20
 
 
@@ -127,3 +131,32 @@ def test_topic_commands(proxied: tuple[str, str, Proxy], make_pipe: Callable[...
 
     assert call("create", f"{name}-new", "--partitions", "3") == f"Topic {name}-new created with 3 partitions.\n"
     assert call("delete", f"{name}-new", "--yes") == f"Topic {name}-new deleted.\n"
+
+
+def test_the_offsets_of_a_joined_table(
+    proxied: tuple[str, str, Proxy], proxied_pipe: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A batch waits for them as long as for everything else. Its error says what it has waited for."""
+    direct, through, proxy = proxied
+    table = proxied_pipe.source.replace("in-", "joined-", 1)
+    create_topic(direct, table, 2, {"cleanup.policy": "compact"})
+    pin = Joins.pin
+    monkeypatch.setattr(output_writer, "_MIN_PATIENCE_S", 2.0)
+    with Flow(proxied_pipe.flow, proxied_pipe.spark, bootstrap_servers=through) as flow:
+        df = flow.join_table(flow.read(proxied_pipe.source), table, on="key", columns="more", how="left")
+        query = flow.write(
+            df.select("key", "value"), topic=proxied_pipe.target, transaction_timeout="2 seconds"
+        ).start()
+        proxied_pipe.fill(10)
+        query.processAllAvailable()
+        monkeypatch.setattr(Joins, "pin", lambda *given: (proxy.cut(LIST_OFFSETS, "before", 10_000), pin(*given)))
+        proxied_pipe.fill(10)
+        began = time.monotonic()
+        with pytest.raises(DeadlineExceededError) as raised:
+            query.processAllAvailable()
+        proxy.cut(END_TXN, "before", 0)
+        assert time.monotonic() - began < 20
+    error = raised.value
+    assert (error.flow, error.topic, error.batch) == (proxied_pipe.flow, table, 2)
+    assert f"Gave up after 2 s: looking for the ends of table {table}" in error.what
+    assert f"--describe --topic {table}" in error.next_step

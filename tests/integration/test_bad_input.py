@@ -194,11 +194,10 @@ def test_unknown_topics_of_letters(pipe: Any, ledger: Any, tmp_path: Path) -> No
     """They are looked for at the start, not when the first letter is written."""
     letters = {"on_error": "dead-letter", "dead_letter_topic": "no-letters"}
     flow = pipe.open()
-    rows = flow.process(
-        flow.read(pipe.source), ledger.Ledger(), table=f"table-{pipe.source}", state_dir=tmp_path, **letters
-    )
     with pytest.raises(onceflow.UnknownTopicError, match=r"^Dead letter topic 'no-letters' does not exist"):
-        flow.write(rows, topic=pipe.target).start()
+        flow.process(
+            flow.read(pipe.source), ledger.Ledger(), table=f"table-{pipe.source}", state_dir=tmp_path, **letters
+        )
     flow.close()
 
 

@@ -13,6 +13,8 @@ from confluent_kafka import Producer
 
 from onceflow.client.deadline import Deadline
 from onceflow.demos.reading import Tally
+from onceflow.demos.tables_audit import Auditor
+from onceflow.demos.tables_check import Answer, Change
 from onceflow.testing.waiting import wait_until
 
 pytestmark = [pytest.mark.integration, pytest.mark.faults]
@@ -77,3 +79,49 @@ def test_a_tally_counts_what_is_committed(onceflow_broker: str, make_topic: Call
         wait_for(12)
     finally:
         tally.close()
+
+
+def test_the_auditor_of_tables_finds_wrong_answers(onceflow_broker: str, make_topic: Callable[..., str]) -> None:
+    """Of an aborted transaction, of another position, stale; answers are compared when the topic is read so far."""
+    topic = make_topic("audited", 2, cleanup_policy="compact")
+    producer = Producer({"bootstrap.servers": onceflow_broker, "transactional.id": topic})
+    producer.init_transactions(30)
+
+    def write(value: str | None, *, commit: bool = True) -> None:
+        producer.begin_transaction()
+        producer.produce(topic, value, "ada", 1)
+        producer.flush(30)
+        if commit:
+            producer.commit_transaction(30)
+        else:
+            producer.abort_transaction(30)
+
+    auditor = Auditor(onceflow_broker, topic, 2)
+    changes = auditor.stream()
+    auditor.start()
+    try:
+        write("1")  # offset 0, and a control record
+        write("2", commit=False)
+        write("3")  # offset 4
+        write(None)
+
+        def ask(value: int | None, position: int, least: int = 0) -> None:
+            auditor.answers.append(Answer("key", "here", 0.0, {1: position}, {1: least}, {"ada": value}))
+
+        for right in ((1, 2), (3, 5), (None, 7), (None, 8), (3, 2)):  # the last one is newer than its position
+            ask(*right)
+        changes += [{1: 2}, Change(1, 4, "ada", 3), Change(1, 6, "ada", None)]
+        wait_until(auditor.check, 30, lambda: f"{auditor.checked} {auditor.fold.ends} {auditor.behind}")
+        checked = auditor.checked["key"]
+        assert (checked.answers, checked.wrong, checked.newer) == (5, 0, 1), checked.examples
+        assert auditor.checked["changes"].wrong == 0
+        for wrong in ((2, 2), (2, 5), (1, 5), (3, 7), (None, 99), (1, 2, 3)):
+            ask(*wrong)
+        wait_until(lambda: auditor.check() and checked.answers == 11, 30, lambda: str(checked))
+        assert (checked.wrong, checked.stale) == (6, 1), checked.examples
+        write("4")
+        wait_until(lambda: auditor.behind == 1, 30, lambda: str(auditor.behind))
+        assert not auditor.check()  # the stream lacks it
+    finally:
+        auditor.stop()
+        auditor.join(10)

@@ -12,11 +12,14 @@ import pytest
 
 import onceflow
 from onceflow import ColumnProcessor, JoinTable, OptionError, Processor, Record, SchemaError, serdes
+from onceflow.driver import checkpoint_location
 from onceflow.driver.joins import Joins
 from onceflow.protocol import progress as progress_format
 from onceflow.state.local.format import partition_folder
 from onceflow.state.stores.lmdb_store import LmdbStore
 from onceflow.testing import independent
+from onceflow.testing.broker import create_topic
+from onceflow.testing.waiting import wait_until
 
 pytestmark = pytest.mark.integration
 
@@ -78,7 +81,7 @@ class Joined:
         independent.fill(self.bootstrap, self.orders, rows)
         return numbers
 
-    def run(self, processor: Any = None, join: Any = None, **write: Any) -> None:
+    def run(self, processor: Any = None, join: Any = None, **write: Any) -> Any:
         flow = onceflow.Flow(self.flow, self.spark, bootstrap_servers=self.bootstrap)
         df = flow.read(self.orders)
         if join is not None:
@@ -89,8 +92,11 @@ class Joined:
                 df, processor or Priced(), table=f"table-{self.orders}", tables={"rates": rates}, state_dir=self.folder
             )
         query = flow.write(df, topic=self.out, once=True, **write).start()
-        query.awaitTermination()
-        query.stop()
+        try:
+            query.awaitTermination()
+        finally:
+            query.stop()
+        return query
 
     def written(self) -> dict[int, dict[str, Any]]:
         found: dict[int, dict[str, Any]] = {}
@@ -134,6 +140,13 @@ def test_each_batch_sees_the_table_at_one_offset(joined: Joined, small_batch_row
     assert len({written[n]["at"] for n in second}) == 1
 
 
+def read_from_a_compacted_log(folder: Path, exact_from: int) -> None:
+    """Make a copy look as if it had been read from a log that was compacted meanwhile."""
+    store = LmdbStore.open(folder)
+    store.write((), {"exact from": b"%d" % exact_from})
+    store.close()
+
+
 def test_rows_that_were_joined_before_a_shuffle(
     joined: Joined, make_topic: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -152,16 +165,14 @@ def test_rows_that_were_joined_before_a_shuffle(
         for topic in (joined.rates, second):
             independent.fill(joined.bootstrap, topic, [(b"k", value)])
 
-    def failed(self: Joins, problem: BaseException) -> bool:
+    def failed(self: Joins, *arguments: Any) -> bool:
         put(b"later")
-        return real(self, problem)
+        return real(self, *arguments)
 
     put(b"first")
     joined.order("EUR")
     joined.run(join=join, small_batch_rows=0)
-    store = LmdbStore.open(partition_folder(copies, joined.flow, second, 0))
-    store.write((), {"exact from": b"2"})  # as if it had been read from a log that was compacted meanwhile
-    store.close()
+    read_from_a_compacted_log(partition_folder(copies, joined.flow, second, 0), 2)
     real = Joins.failed
     monkeypatch.setattr(Joins, "failed", failed)
     joined.order("EUR")
@@ -170,6 +181,38 @@ def test_rows_that_were_joined_before_a_shuffle(
     assert rows == [("first", "first"), ("later", "later")]
     assert sum(joined.pinned()[joined.rates].values()) == 2
     assert joined.pinned()[second] == {0: 2}
+
+
+@pytest.mark.parametrize("small_batch_rows", [None, 0], ids=["driver", "tasks"])
+def test_at_most_once_loses_nothing_because_of_a_copy(
+    joined: Joined, monkeypatch: pytest.MonkeyPatch, small_batch_rows: int | None
+) -> None:
+    """Copies are exact at the offsets of a batch before progress moves: after that nothing may be tried again."""
+    copies = joined.folder / "copies"
+
+    def join(flow: Any, df: Any) -> Any:
+        table = JoinTable(joined.rates, value=serdes.STRING, state_dir=copies)
+        parsed = df.selectExpr("key", "get_json_object(string(value), '$.n') AS n", "'EUR' AS currency")
+        found = flow.join_table(parsed, table, on="currency", columns="rate")
+        return found.selectExpr("key", "to_json(named_struct('n', int(n), 'rate', rate)) AS value")
+
+    def failed(self: Joins, *arguments: Any) -> bool:
+        joined.put(EUR=2, USD=2, GBP=2, XXX=2)
+        return real(self, *arguments)
+
+    real = Joins.failed
+    monkeypatch.setattr(Joins, "failed", failed)
+    options = {"guarantee": "at_most_once", "small_batch_rows": small_batch_rows}
+    joined.put(EUR=1, USD=1, GBP=1, XXX=1)
+    joined.order("EUR")
+    joined.run(join=join, **options)
+    ((_, end), (_, other)) = sorted(joined.ends()[joined.rates].items())
+    for partition, exact_from in enumerate((end + 1, other + 1)):
+        read_from_a_compacted_log(partition_folder(copies, joined.flow, joined.rates, partition), exact_from)
+    joined.order("EUR")
+    (batch,) = joined.run(join=join, **options).batches
+    assert (batch.attempts, batch.lost) == (2, False)
+    assert {n: each["rate"] for n, each in joined.written().items()} == {0: "1", 1: "2"}
 
 
 def test_a_column_processor_joins(joined: Joined) -> None:
@@ -254,28 +297,175 @@ def test_join_table_with_other_serdes_and_operators(joined: Joined, make_topic: 
     assert set(joined.pinned()) == {names, joined.rates}
 
 
-def test_a_join_before_state_in_spark(joined: Joined, tmp_path: Path) -> None:
-    """Counts by a column of the table, over two runs with one checkpoint."""
+def test_keys_that_are_structs(joined: Joined, make_topic: Callable[..., str]) -> None:
+    """Also keys of text for a binary column, and rows that come out of Spark's state."""
     from pyspark.sql import functions as F
 
-    joined.put(EUR={"zone": "a"}, USD={"zone": "b"}, GBP={"zone": "a"})
+    pair = serdes.struct(a="int64", b="string")
+    pairs, documents, names = (make_topic(name, 2, cleanup_policy="compact") for name in ("pairs", "docs", "names"))
+    independent.fill(joined.bootstrap, pairs, [(pair.encode({"a": n, "b": f"b{n}"}), b"p%d" % n) for n in range(3)])
+    independent.fill(joined.bootstrap, documents, [(serdes.JSON.encode({"n": n}), b"d%d" % n) for n in range(1, 4)])
+    independent.fill(joined.bootstrap, names, [(b"key-%d" % n, b"n%d" % n) for n in range(2)])
+    joined.order("EUR", "USD", "GBP", "XXX", "EUR")
 
     def join(flow: Any, df: Any) -> Any:
+        df = df.groupBy("key", F.get_json_object(F.col("value").cast("string"), "$.n").cast("int").alias("n")).count()
+        df = df.selectExpr(
+            "*", "named_struct('n', n) AS j", "IF(n < 4, named_struct('a', n, 'b', concat('b', n)), NULL) AS s"
+        )
+        for topic, key, on, column in (
+            (pairs, pair, "s", "p"),
+            (documents, serdes.JSON, "j", "d"),
+            (names, serdes.STRING, "key", "name"),
+        ):
+            table = JoinTable(topic, key=key, value=serdes.STRING, state_dir=joined.folder)
+            df = flow.join_table(df, table, on=on, columns=column, how="left")
+        return df.select("key", F.to_json(F.struct("n", "p", "d", "name")).alias("value"))
+
+    joined.run(join=join, checkpoint=str(joined.folder / "checkpoint"), output_mode="update")
+    assert joined.written() == {
+        0: {"n": 0, "p": "p0", "name": "n0"},
+        1: {"n": 1, "p": "p1", "d": "d1", "name": "n1"},
+        2: {"n": 2, "p": "p2", "d": "d2"},
+        3: {"n": 3, "d": "d3"},
+        4: {"n": 4},
+    }
+
+
+@pytest.mark.parametrize("what", ["key", "value"])
+def test_a_row_that_cannot_be_joined(joined: Joined, what: str) -> None:
+    """It stops the flow at once: no other attempt would get further."""
+    joined.put(EUR={"rate": "high"})
+    joined.order("EUR")
+
+    def join(flow: Any, df: Any) -> Any:
+        key = serdes.Serde(lambda text: b"%d" % int(text) if what == "key" else text.encode(), bytes.decode)
+        table = JoinTable(joined.rates, key=key, value=serdes.JSON, state_dir=joined.folder)
+        return flow.join_table(df.selectExpr("key", "'EUR' AS c"), table, on="c", columns={"rate": "double"})
+
+    with pytest.raises(onceflow.BadRecordError) as raised:
+        joined.run(join=lambda flow, df: join(flow, df).selectExpr("key", "string(rate) AS value"))
+    error = raised.value
+    assert (error.flow, error.topic, error.batch) == (joined.flow, joined.rates, 1)
+    expected = {
+        "key": f"A value of column 'c' is no key of table {joined.rates}",
+        "value": f"A value of table {joined.rates} cannot be read as rate double",
+    }
+    assert error.what == expected[what]
+    assert what == "key" or error.detail.startswith("key 'EUR': JsonRowError: ")
+    assert "EUR" in error.detail
+    assert "the column before join_table" in error.next_step or "correct the row" in error.next_step
+
+
+class Zones:
+    """Counts orders by a column of the table, in Spark's state; started again and again with one checkpoint."""
+
+    def __init__(self, joined: Joined, **write: Any) -> None:
+        self.joined = joined
+        self.checkpoint = joined.folder / "checkpoint"
+        self.write = {"checkpoint": str(self.checkpoint), "output_mode": "update", **write}
+
+    def join(self, flow: Any, df: Any) -> Any:
+        from pyspark.sql import functions as F
+
         parsed = df.withColumn("currency", F.get_json_object(F.col("value").cast("string"), "$.currency"))
-        rates = JoinTable(joined.rates, value=serdes.JSON, state_dir=joined.folder)
+        rates = JoinTable(self.joined.rates, value=serdes.JSON, state_dir=self.joined.folder)
         zones = flow.join_table(parsed, rates, on="currency", columns={"zone": "string"})
         counts = zones.groupBy("zone").count().selectExpr("zone AS key", "count AS n")
         return counts.select("key", F.to_json(F.struct("n", F.col("key"))).alias("value"))
 
-    options = {"checkpoint": str(tmp_path / "checkpoint"), "output_mode": "update"}
-    joined.order("EUR", "USD", "GBP")
-    joined.run(join=join, **options)
+    def run(self, *currencies: str, **write: Any) -> Any:
+        self.joined.order(*currencies)
+        return self.joined.run(join=self.join, **{**self.write, **write})
+
+    def forget_last_commit(self) -> None:
+        """As a crash between Kafka's commit and Spark's leaves the checkpoint."""
+        commits = self.checkpoint / "commits"
+        last = max((path for path in commits.iterdir() if path.name.isdecimal()), key=lambda path: int(path.name))
+        last.unlink()
+        last.with_name(f".{last.name}.crc").unlink(missing_ok=True)
+
+    def seen(self) -> list[tuple[str, int]]:
+        values = independent.read_topic(self.joined.bootstrap, self.joined.out, decided=True)
+        counts = [json.loads(record.value or b"") for record in values]
+        return sorted((each["key"], each["n"]) for each in counts)
+
+
+def test_a_join_before_state_in_spark(joined: Joined) -> None:
+    """Counts by a column of the table, over two runs with one checkpoint."""
+    zones = Zones(joined)
+    joined.put(EUR={"zone": "a"}, USD={"zone": "b"}, GBP={"zone": "a"})
+    zones.run("EUR", "USD", "GBP")
     joined.put(USD={"zone": "a"})
-    joined.order("EUR", "USD")
-    joined.run(join=join, **options)
-    seen = independent.read_topic(joined.bootstrap, joined.out, decided=True)
-    values = sorted((json.loads(record.value or b"")["key"], json.loads(record.value or b"")["n"]) for record in seen)
-    assert values == [("a", 2), ("a", 4), ("b", 1)]
+    zones.run("EUR", "USD")
+    assert zones.seen() == [("a", 2), ("a", 4), ("b", 1)]
+
+
+def test_a_batch_is_drained_with_the_tables_as_they_were(joined: Joined, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At its offsets and at its time, so that the state is that of the rows that were committed."""
+    monkeypatch.setattr(checkpoint_location, "COMPLETE_COMMIT_LOG", False)
+    times: list[int] = []
+    publish = Joins.publish
+
+    def noted(self: Joins, df: Any, ends: Any, now_ms: int) -> None:
+        times.append(now_ms)
+        publish(self, df, ends, now_ms)
+
+    monkeypatch.setattr(Joins, "publish", noted)
+    zones = Zones(joined)
+    joined.put(EUR={"zone": "a"}, USD={"zone": "b"})
+    zones.run("EUR", "USD")
+    zones.forget_last_commit()
+    joined.put(EUR={"zone": "c"}, USD=None)
+    assert zones.run("EUR", "USD").drained == [1]
+    assert zones.seen() == [("a", 1), ("b", 1), ("c", 1)]
+    first, drained, second = times
+    assert first == drained < second
+
+
+def create_again(bootstrap: str, topic: str) -> None:
+    from confluent_kafka.admin import AdminClient
+
+    admin = AdminClient({"bootstrap.servers": bootstrap})
+    admin.delete_topics([topic])[topic].result(30)
+
+    def created() -> bool:
+        try:
+            create_topic(bootstrap, topic, 2, {"cleanup.policy": "compact"})
+        except onceflow.BrokerUnreachableError:
+            return False
+        return True
+
+    wait_until(created, 30, "the topic is deleted")
+
+
+@pytest.mark.parametrize("what", ["compacted", "created again"])
+def test_a_batch_that_cannot_be_drained(joined: Joined, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    """The error says what has happened and what can be done; with an empty checkpoint the flow goes on."""
+    monkeypatch.setattr(checkpoint_location, "COMPLETE_COMMIT_LOG", False)
+    zones = Zones(joined)
+    joined.put(EUR={"zone": "a"}, USD={"zone": "b"})
+    zones.run("EUR", "USD")
+    zones.forget_last_commit()
+    if what == "compacted":
+        for partition, end in joined.ends()[joined.rates].items():
+            folder = partition_folder(joined.folder, joined.flow, joined.rates, partition)
+            read_from_a_compacted_log(folder, end + 1)
+    else:
+        create_again(joined.bootstrap, joined.rates)
+    joined.put(EUR={"zone": "c"}, USD={"zone": "c"}, GBP={}, XXX={})
+    for _ in range(2):
+        with pytest.raises(onceflow.ProgressConflictError) as raised:
+            zones.run("EUR")
+        error = raised.value
+        assert (error.flow, error.topic, error.batch) == (joined.flow, joined.rates, 1)
+        assert what in error.what
+        assert "Spark's state" in error.what
+        for words in ('on_checkpoint_conflict="resume"', f"onceflow reset {joined.flow}"):
+            assert words in error.next_step
+    again = zones.run("EUR", checkpoint=str(joined.folder / "empty"), on_checkpoint_conflict="resume")
+    assert [batch.batch for batch in again.batches] == [2]
+    assert zones.seen() == [("a", 1), ("b", 1), ("c", 3)]
 
 
 def test_wrong_arguments(joined: Joined, make_topic: Callable[..., str]) -> None:
@@ -290,8 +480,27 @@ def test_wrong_arguments(joined: Joined, make_topic: Callable[..., str]) -> None
     def join(table: Any = joined.rates, on: str = "key", columns: Any = "rate", **more: Any) -> Any:
         return flow.join_table(df, table, on=on, columns=columns, **more)
 
+    def columns_of(*columns: str, key: Any = None, on: str = "key", value: Any = serdes.BYTES, field: Any = "r") -> Any:
+        table = JoinTable(joined.rates, key=key, value=value)
+        return flow.join_table(df.selectExpr(*columns), table, on=on, columns=field)
+
     join(columns="rate")
+    columns_of("key", "int(offset) AS n", key=serdes.LONG, on="n")
+    columns_of("key", "NULL AS n", key=serdes.LONG, on="n")
     for call, what in [
+        (lambda: columns_of("key", "value", "key"), "The DataFrame has two columns 'key'"),
+        (lambda: columns_of("key", "1 AS R"), "The DataFrame has a column 'R' already"),
+        (lambda: columns_of("key", "interval '1' year AS i"), "Spark cannot give all columns"),
+        (
+            lambda: columns_of("key", key=serdes.LONG),
+            f"Keys of table {joined.rates} are 64-bit integers; column 'key' is",
+        ),
+        (lambda: columns_of("key", key=serdes.struct(a="int64")), f"Keys of table {joined.rates} are dicts for"),
+        (
+            lambda: columns_of("key", value=serdes.struct(a="int64"), field={"b": "int"}),
+            f"Values of table {joined.rates} have no field 'b'",
+        ),
+        (lambda: columns_of("struct(key) AS s", on="s.key"), "The DataFrame has no column 's.key'"),
         (lambda: flow.process(df, Priced(), table=joined.rates), f"The flow joins with {joined.rates}"),
         (lambda: process({"rates": f"{table}-internal"}), f"{table}-internal is a table of this flow"),
         (lambda: process("rates"), "tables='rates' is not a dict"),

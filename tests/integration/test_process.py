@@ -459,11 +459,21 @@ def pipe_processor() -> onceflow.Processor:
     return Nothing()
 
 
-def test_missing_dead_letter_topic(make_state_pipe: Any) -> None:
+def test_a_step_that_is_refused_creates_no_topics(make_state_pipe: Any, make_topic: Any) -> None:
     pipe = make_state_pipe()
     pipe.fill(10)
-    with pytest.raises(onceflow.UnknownTopicError, match="nowhere"):
-        pipe.run(process={"on_error": "dead-letter", "dead_letter_topic": "nowhere-at-all"})
+    admin = AdminClient({"bootstrap.servers": pipe.bootstrap})
+    joined = make_topic("joined", 7, cleanup_policy="compact")
+    tables = {"joined": onceflow.JoinTable(joined, co_partitioned=True)}
+    for process, error, what in [
+        ({"on_error": "dead-letter", "dead_letter_topic": "nowhere-at-all"}, onceflow.UnknownTopicError, "nowhere"),
+        ({"tables": tables}, onceflow.OptionError, f"{joined} has 7 partitions and table {pipe.table} has "),
+    ]:
+        with pytest.raises(error, match=what):
+            pipe.run(process=process)
+        assert not {pipe.table, f"{pipe.table}-internal"} & admin.list_topics(timeout=30).topics.keys()
+    create_topic(pipe.bootstrap, pipe.table, 7, {"cleanup.policy": "compact"})
+    pipe.run(process={"tables": tables})
 
 
 def test_output_to_the_table_is_refused(make_state_pipe: Any) -> None:

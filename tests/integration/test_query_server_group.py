@@ -6,9 +6,9 @@ import json
 import random
 import re
 import signal
-import subprocess
-import sys
+import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,76 +16,41 @@ from typing import Any
 import confluent_kafka
 import httpx
 import pytest
+from confluent_kafka.admin import AdminClient, ConfigResource
 
-from onceflow.protocol.position import Position
+from onceflow.testing.served import Answer, ServerProcess, Versions
 from onceflow.testing.waiting import wait_until
 
 pytestmark = [pytest.mark.integration, pytest.mark.faults]
 
-KEYS, PARTITIONS, SESSION_S = 60, 6, 6
-
-
-class Instance:
-    """``onceflow table serve`` in a process of its own."""
-
-    def __init__(self, bootstrap: str, topic: str, folder: Path, name: str) -> None:
-        self._arguments = [sys.executable, "-m", "onceflow.cli.main", "table", "serve", topic]
-        self._arguments += ["--bootstrap-servers", bootstrap, "--instances", f"group-{topic}", "--copies", "2"]
-        self._arguments += ["--session-timeout", f"{SESSION_S}s", "--state-dir", str(folder / name)]
-        self._log = folder / f"{name}.log"
-        self._port = 0
-
-    def start(self) -> Instance:
-        """The first time at any free port, later at the same one."""
-        with self._log.open("w") as log:
-            command = [*self._arguments, "--port", str(self._port)]
-            self.process = subprocess.Popen(command, stdout=log, stderr=log)
-        found = wait_until(
-            lambda: re.search(r"Serving \S+ at (http://\S+:(\d+)) ", self._log.read_text()),
-            30,
-            self._log.read_text,
-            useless=lambda: self.process.poll() is not None and self._log.read_text(),
-        )
-        self.url, self._port = found[1], int(found[2])
-        self.client = httpx.Client(base_url=self.url, timeout=30)
-        return self
-
-    def end(self, by: signal.Signals = signal.SIGKILL) -> int:
-        self.client.close()
-        self.process.send_signal(by)
-        return self.process.wait(30)
-
-    def holders(self, topic: str) -> list[list[str]]:
-        """Who has each partition, as this instance knows it."""
-        return [each["instances"] for each in self.client.get(f"/tables/{topic}").json()["partitions"]]
+KEYS, PARTITIONS = [f"key-{n:02d}" for n in range(60)], 6
 
 
 class Writer:
-    """Writes rising numbers to random keys, until it is stopped, and knows at which offset each number is."""
+    """Writes rising numbers to random keys, until it is stopped, and knows when each was acknowledged."""
 
     def __init__(self, bootstrap: str, topic: str) -> None:
+        self._bootstrap, self._topic = bootstrap, topic
         self._producer = confluent_kafka.Producer({"bootstrap.servers": bootstrap, "partitioner": "murmur2_random"})
-        self._topic = topic
         self._stopping = threading.Event()
-        self.written: dict[str, list[tuple[int, int, int]]] = {f"key-{n:02d}": [] for n in range(KEYS)}
-        self.number = 0
-        self.write(list(self.written))
+        self._acknowledged: list[tuple[int, int, int]] = []
+        self._number = 0
+        self.write(KEYS)
         self._thread = threading.Thread(target=self._run)
 
     def write(self, keys: list[str]) -> None:
         def delivered(error: Any, message: Any) -> None:
             assert error is None
-            place = message.partition(), message.offset(), int(message.value())
-            self.written[message.key().decode()].append(place)
+            self._acknowledged.append((message.partition(), message.offset(), int(time.time() * 1000)))
 
         for key in keys:
-            self.number += 1
-            self._producer.produce(self._topic, str(self.number), key, on_delivery=delivered)
+            self._number += 1
+            self._producer.produce(self._topic, str(self._number), key, on_delivery=delivered)
         assert not self._producer.flush(30)
 
     def _run(self) -> None:
-        while not self._stopping.wait(0.005):
-            self.write(random.choices(list(self.written), k=3))
+        while not self._stopping.wait(0.01):
+            self.write(random.choices(KEYS, k=3))
 
     def __enter__(self) -> Writer:
         self._thread.start()
@@ -95,23 +60,21 @@ class Writer:
         self._stopping.set()
         self._thread.join(30)
 
-    def check(self, topic: str, key: str, value: int, position: str) -> None:
-        """The value is the last one below the position, or a later one."""
-        written = list(self.written[key])
-        partition = written[0][0]
-        offset = Position.parse(position).offsets[topic][partition]
-        least = max((number for _, at, number in written if at < offset), default=0)
-        assert value >= least, f"{key}: {value} at {position}, but {least} was written before"
-        assert value <= self.number
+    def versions(self) -> Versions:
+        """Everything that was written, as another consumer reads it."""
+        found = Versions.read(self._bootstrap, self._topic)
+        for partition, offset, ms in sorted(self._acknowledged):
+            found.acknowledged[partition].append((offset, ms))
+        return found
 
 
 class Readers:
-    """Threads that ask random instances, and check every answer."""
+    """Threads that ask random instances. All answers are kept."""
 
-    def __init__(self, writer: Writer, topic: str, instances: list[Instance]) -> None:
-        self._writer, self._topic, self._instances = writer, topic, instances
+    def __init__(self, topic: str, urls: list[str]) -> None:
+        self._topic, self._urls = topic, urls
         self._stopping = threading.Event()
-        self.answers = 0
+        self.answers: list[Answer] = []
         self.errors: list[BaseException] = []
         self._threads = [threading.Thread(target=self._run, args=(ask,)) for ask in (self._one, self._many, self._all)]
 
@@ -129,8 +92,8 @@ class Readers:
 
     def _run(self, ask: Callable[[httpx.Client], httpx.Response]) -> None:
         try:
-            with httpx.Client(timeout=20) as client:
-                while not self._stopping.is_set():
+            with httpx.Client(timeout=30) as client:
+                while not self._stopping.wait(0.01):  # the servers need the processor more
                     try:
                         response = ask(client)
                     except httpx.TransportError:  # of an instance that was killed
@@ -140,97 +103,176 @@ class Readers:
                         # Only of one that has just started or is being stopped: all others know who is alive.
                         assert re.search("not known yet|being stopped", response.text), response.text
                         assert response.headers["Retry-After"]
-                    else:
-                        self.answers += 1
         except BaseException as error:
             self.errors.append(error)
 
     def _url(self) -> str:
-        return f"{random.choice(self._instances).url}/tables/{self._topic}"
+        return f"{random.choice(self._urls)}/tables/{self._topic}"
+
+    def _add(self, asked_ms: int, row: Any, aged: Any) -> None:
+        value = str(row["value"]).encode()
+        self.answers.append(Answer(row["key"].encode(), value, aged["position"], aged["lag"]["ms"], asked_ms))
 
     def _one(self, client: httpx.Client) -> httpx.Response:
-        key = f"key-{random.randrange(KEYS):02d}"
-        found = client.get(f"{self._url()}/keys/{key}")
+        asked_ms = int(time.time() * 1000)
+        found = client.get(f"{self._url()}/keys/{random.choice(KEYS)}")
         if found.status_code == 200:
-            self._writer.check(self._topic, key, found.json()["value"], found.headers["Onceflow-Position"])
+            document = found.json()
+            assert found.headers["Onceflow-Position"] == document["position"]
+            assert found.headers.get("Onceflow-Lag-Ms", "None") == str(document["lag"]["ms"])
+            self._add(asked_ms, document, document)
         return found
 
     def _many(self, client: httpx.Client) -> httpx.Response:
-        keys = random.sample(list(self._writer.written), 20)
+        keys = random.sample(KEYS, 20)
+        asked_ms = int(time.time() * 1000)
         found = client.post(f"{self._url()}/multi-get", json={"keys": keys})
         if found.status_code == 200:
             document = found.json()
             assert [row["key"] for row in document["rows"]] == keys
             for row in document["rows"]:
-                self._writer.check(self._topic, row["key"], row["value"], document["position"])
+                self._add(asked_ms, row, document)
         return found
 
     def _all(self, client: httpx.Client) -> httpx.Response:
+        asked_ms = int(time.time() * 1000)
         found = client.get(f"{self._url()}/range", headers={"Accept": "application/x-ndjson"})
         if found.status_code == 200:
             *rows, last = [json.loads(line) for line in found.text.splitlines()]
             if "error" not in last:
-                assert [row["key"] for row in rows] == list(self._writer.written)
+                assert [row["key"] for row in rows] == KEYS
                 for row in rows:
-                    self._writer.check(self._topic, row["key"], row["value"], last["position"])
+                    self._add(asked_ms, row, last)
         return found
 
 
-@pytest.fixture
-def instances(
-    onceflow_broker: str, make_topic: Callable[..., str], tmp_path: Path
-) -> Iterator[tuple[str, list[Instance]]]:
-    topic = make_topic("shared", PARTITIONS, cleanup_policy="compact")
-    found = [Instance(onceflow_broker, topic, tmp_path, f"i{n}") for n in range(3)]
-    yield topic, found
-    for each in found:
-        if hasattr(each, "process") and each.process.poll() is None:
-            each.end()
+class Group:
+    """Three instances, and what each of them says."""
 
+    def __init__(self, topic: str, instances: list[ServerProcess], session_s: float) -> None:
+        self.topic, self.all, self.session_s = topic, instances, session_s
+        self.client = httpx.Client(timeout=30)
 
-def test_instances_are_killed(onceflow_broker: str, instances: tuple[str, list[Instance]]) -> None:
-    topic, (one, two, three) = instances
-    writer = Writer(onceflow_broker, topic)
-    for each in (one, two, three):
-        each.start()
+    def start(self, *instances: ServerProcess) -> None:
+        for each in instances:
+            each.launch()
+        for each in instances:
+            each.wait()
 
-    def settled(*alive: Instance) -> bool:
+    def holders(self, instance: ServerProcess) -> list[list[str]]:
+        """Who has each partition, as this instance knows it."""
+        document = self.client.get(f"{instance.url}/tables/{self.topic}").json()
+        return [each["instances"] for each in document["partitions"]]
+
+    def owned(self) -> list[int]:
+        owners = [listed[0] for listed in self.holders(self.all[0])]
+        return [owners.count(each.url) for each in self.all]
+
+    def settled(self, *alive: ServerProcess) -> bool:
+        """Whether these, and nobody else, have two copies of all partitions, up to date."""
         urls = {each.url for each in alive}
         for each in alive:
-            if each.client.get("/ready").status_code != 200:
+            if self.client.get(f"{each.url}/ready").status_code != 200:
                 return False
-            holders = each.holders(topic)
-            if any(len(listed) != min(2, len(alive)) or not urls.issuperset(listed) for listed in holders):
+            if any(len(listed) != min(2, len(alive)) or not urls.issuperset(listed) for listed in self.holders(each)):
                 return False
         return True
 
-    def owned() -> list[int]:
-        owners = [listed[0] for listed in one.holders(topic)]
-        return [owners.count(each.url) for each in (one, two, three)]
 
-    wait_until(lambda: settled(one, two, three) and owned() == [2, 2, 2], 30, lambda: str(one.holders(topic)))
-    with writer, Readers(writer, topic, [one, two, three]) as readers:
-        wait_until(lambda: readers.answers > 100 or readers.errors, 30, "answers")
+@pytest.fixture
+def group(onceflow_broker: str, make_topic: Callable[..., str], tmp_path: Path) -> Iterator[Group]:
+    topic = make_topic("shared", PARTITIONS, cleanup_policy="compact")
+    session_s = max(2.0, _least_session_s(onceflow_broker))
+    given = [topic, "--bootstrap-servers", onceflow_broker, "--instances", f"group-{topic}", "--copies", "2"]
+    given += ["--session-timeout", f"{session_s}s", "--state-dir", str(tmp_path)]
+    found = Group(topic, [ServerProcess(given, tmp_path / f"{n}.log") for n in range(3)], session_s)
+    yield found
+    found.client.close()
+    for each in found.all:
+        each.end()
+
+
+def _least_session_s(bootstrap: str) -> float:
+    admin = AdminClient({"bootstrap.servers": bootstrap})
+    node = next(iter(admin.list_topics(timeout=30).brokers))
+    (found,) = admin.describe_configs([ConfigResource("broker", str(node))]).values()
+    return int(found.result(30)["group.min.session.timeout.ms"].value) / 1000
+
+
+def test_instances_are_killed(onceflow_broker: str, group: Group) -> None:
+    one, two, three = group.all
+    writer = Writer(onceflow_broker, group.topic)
+    group.start(*group.all)
+
+    def awaited(*alive: ServerProcess, within_s: float = 30) -> None:
+        wait_until(lambda: group.settled(*alive) or readers.errors, within_s, lambda: str([*map(group.holders, alive)]))
+
+    wait_until(lambda: group.settled(*group.all) and group.owned() == [2, 2, 2], 30, lambda: str(group.holders(one)))
+    with writer, Readers(group.topic, [each.url for each in group.all]) as readers:
+        wait_until(lambda: len(readers.answers) > 1000 or readers.errors, 30, "answers")
         two.end()
         # Its partitions are answered by the other copies at once.
-        for key in writer.written:
-            found = one.client.get(f"/tables/{topic}/keys/{key}")
+        for key in KEYS:
+            found = group.client.get(f"{one.url}/tables/{group.topic}/keys/{key}")
             assert found.status_code == 200, found.text
-            writer.check(topic, key, found.json()["value"], found.headers["Onceflow-Position"])
-        wait_until(lambda: settled(one, three) or readers.errors, SESSION_S + 15, lambda: str(one.holders(topic)))
+        awaited(one, three, within_s=group.session_s + 15)
         # One is killed while the group is rebalanced for another one.
         two.start()
         three.end()
-        wait_until(lambda: settled(one, two) or readers.errors, SESSION_S + 20, lambda: str(one.holders(topic)))
+        awaited(one, two, within_s=group.session_s + 20)
         three.start()
-        wait_until(lambda: settled(one, two, three) or readers.errors, 30, lambda: str(one.holders(topic)))
+        awaited(one, two, three)
         # One that is stopped leaves: nobody waits for its session to end.
         assert one.end(signal.SIGTERM) == 0
-        wait_until(lambda: settled(two, three) or readers.errors, SESSION_S, lambda: str(two.holders(topic)))
+        awaited(two, three, within_s=max(5.0, group.session_s))
         one.start()
-        wait_until(lambda: settled(one, two, three) or readers.errors, 30, lambda: str(one.holders(topic)))
-    assert readers.answers > 1_000
-    position = one.client.get(f"/tables/{topic}/count").json()["position"]
-    for each in (one, two, three):
-        counted = each.client.get(f"/tables/{topic}/count", params={"min_position": position}).json()
-        assert counted["count"] == KEYS
+        awaited(one, two, three)
+    assert len(readers.answers) > 5_000
+    assert writer.versions().problems(readers.answers) == []
+    position = group.client.get(f"{one.url}/tables/{group.topic}/count").json()["position"]
+    for each in group.all:
+        counted = group.client.get(f"{each.url}/tables/{group.topic}/count", params={"min_position": position}).json()
+        assert counted["count"] == len(KEYS)
+
+
+@pytest.mark.parametrize("rounds", [1, pytest.param(10, marks=pytest.mark.long)])
+def test_an_owner_that_was_stopped_for_longer_than_its_session(onceflow_broker: str, group: Group, rounds: int) -> None:
+    """It continues with what it had, and believes that it is still the owner: its answers say how old they are."""
+    one, two, _ = group.all
+    writer = Writer(onceflow_broker, group.topic)
+    group.start(one, two)
+    wait_until(lambda: group.settled(one, two), 30, lambda: str(group.holders(one)))
+    host, port = two.url.removeprefix("http://").split(":")
+    request = "GET /tables/{}/keys/{} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+    answers: list[Answer] = []
+
+    def asked(keys: list[str]) -> list[socket.socket]:
+        found = [socket.create_connection((host, int(port)), 30) for _ in keys]
+        for key, connection in zip(keys, found, strict=True):
+            connection.sendall(request.format(group.topic, key).encode())
+        return found
+
+    def answered(waiting: list[socket.socket], asked_ms: int) -> None:
+        for connection in waiting:
+            with connection, connection.makefile("rb") as file:
+                head, _, body = file.read().partition(b"\r\n\r\n")
+            document = json.loads(body)
+            assert b" 200 " in head.splitlines()[0], document
+            lag_ms, value = document["lag"]["ms"], str(document["value"]).encode()
+            answers.append(Answer(document["key"].encode(), value, document["position"], lag_ms, asked_ms))
+
+    with writer, Readers(group.topic, [one.url]) as readers:
+        for _ in range(rounds):
+            two.send(signal.SIGSTOP)
+            waiting = asked(KEYS)
+            wait_until(lambda: group.settled(one) or readers.errors, group.session_s + 15, lambda: group.holders(one))
+            two.send(signal.SIGCONT)
+            asked_ms = int(time.time() * 1000)
+            answered(waiting, asked_ms)
+            assert max(each.lag_ms or 0 for each in answers[-len(KEYS) :]) > 1000
+            wait_until(lambda: group.settled(one, two) or readers.errors, 30, lambda: group.holders(two))
+            asked_ms = int(time.time() * 1000)
+            answered(asked(KEYS), asked_ms)
+    versions = writer.versions()
+    assert versions.problems(answers) == []
+    assert versions.problems(readers.answers) == []

@@ -5,133 +5,28 @@ from __future__ import annotations
 import logging
 import re
 import shutil
-import subprocess
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from confluent_kafka import Producer
 from confluent_kafka.admin import (
-    AclBinding,
-    AclBindingFilter,
     AclOperation,
-    AclPermissionType,
-    AdminClient,
-    ResourcePatternType,
     ResourceType,
-    ScramCredentialInfo,
-    ScramMechanism,
-    UserScramCredentialUpsertion,
 )
 
 import onceflow
-from onceflow.broker.local import LocalBroker, free_ports
 from onceflow.client.brokers import Safety, StableOffsets, held_back, read_safety, warn_of_settings
-from onceflow.client.cluster import Cluster
 from onceflow.client.deadline import Deadline
-from onceflow.client.settings import ClientSettings
 from onceflow.driver.progress_log import partition_of
-from onceflow.host import java
 from onceflow.protocol.progress import PROGRESS_TOPIC
 from onceflow.testing import independent
 from onceflow.testing.broker import create_topic
+from onceflow.testing.secure import SCRAM, SECRET, Secure, connected, grant
 
 pytestmark = pytest.mark.integration
-
-SECRET = "a-password-that-must-not-be-printed"
-SCRAM = "SCRAM-SHA-512"
-
-
-@dataclass(frozen=True)
-class Secure:
-    """A broker whose clients need TLS, a password and ACLs; ``internal`` is a listener without any."""
-
-    servers: str
-    internal: str
-    certificate: Path
-
-    def options(self, mechanism: str = SCRAM, user: str = "flow", password: str = SECRET) -> dict[str, str]:
-        """User and password in either way that there is."""
-        options = {
-            "security.protocol": "SASL_SSL",
-            "sasl.mechanism": mechanism,
-            "ssl.truststore.type": "PEM",
-            "ssl.truststore.location": str(self.certificate),
-        }
-        if mechanism == SCRAM:
-            return {**options, "sasl.username": user, "sasl.password": password}
-        module = "org.apache.kafka.common.security.plain.PlainLoginModule"
-        return {**options, "sasl.jaas.config": f'{module} required username="{user}" password="{password}";'}
-
-
-def make_certificate(folder: Path) -> tuple[Path, Path]:
-    """A key store for the broker, and its self-signed certificate as PEM for clients."""
-    keytool = str(Path(java.find_java()).with_name("keytool"))
-    store, certificate = folder / "broker.p12", folder / "broker.pem"
-    common = ["-keystore", str(store), "-storepass", "storepass", "-alias", "broker"]
-    subprocess.run(
-        [keytool, "-genkeypair", *common, "-keyalg", "EC", "-storetype", "PKCS12", "-validity", "30",
-         "-dname", "CN=localhost", "-ext", "SAN=ip:127.0.0.1,dns:localhost"],
-        check=True, capture_output=True,
-    )  # fmt: skip
-    subprocess.run(
-        [keytool, "-exportcert", "-rfc", *common, "-file", str(certificate)], check=True, capture_output=True
-    )
-    return store, certificate
-
-
-@pytest.fixture(scope="module")
-def secure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secure]:
-    folder = tmp_path_factory.mktemp("secure")
-    store, certificate = make_certificate(folder)
-    port, internal = free_ports(2)
-    security = "org.apache.kafka.common.security"
-    plain = f'{security}.plain.PlainLoginModule required user_flow="{SECRET}";'
-    properties = {
-        "listeners": f"SASL_SSL://127.0.0.1:{port},INTERNAL://127.0.0.1:{internal}",
-        "listener.security.protocol.map": "SASL_SSL:SASL_SSL,INTERNAL:PLAINTEXT,CONTROLLER:PLAINTEXT",
-        "inter.broker.listener.name": "INTERNAL",
-        "ssl.keystore.type": "PKCS12",
-        "ssl.keystore.location": str(store),
-        "ssl.keystore.password": "storepass",
-        "ssl.key.password": "storepass",
-        "sasl.enabled.mechanisms": f"{SCRAM},PLAIN",
-        "listener.name.sasl_ssl.scram-sha-512.sasl.jaas.config": f"{security}.scram.ScramLoginModule required;",
-        "listener.name.sasl_ssl.plain.sasl.jaas.config": plain,
-        "authorizer.class.name": "org.apache.kafka.metadata.authorizer.StandardAuthorizer",
-        "super.users": "User:ANONYMOUS",
-    }
-    with LocalBroker(folder / "broker", properties=properties, client_listener="INTERNAL") as broker:
-        found = Secure(f"127.0.0.1:{port}", broker.bootstrap_servers, certificate)
-        create_scram_user(found, "flow", SECRET)
-        yield found
-
-
-def create_scram_user(secure: Secure, user: str, password: str) -> None:
-    """Return when the broker lets the user in: it learns of it a moment after the controller has answered."""
-    credential = UserScramCredentialUpsertion(
-        user, ScramCredentialInfo(ScramMechanism.SCRAM_SHA_512, 4096), password.encode()
-    )
-    admin = AdminClient({"bootstrap.servers": secure.internal})
-    admin.alter_user_scram_credentials([credential])[user].result(30)
-    connected(secure, secure.options(user=user, password=password)).close()
-
-
-def connected(secure: Secure, options: dict[str, str]) -> Cluster:
-    """Connections of a client with these options."""
-    deadline = Deadline(30, "a test connects")
-    attempt = 0
-    while True:
-        cluster = Cluster(ClientSettings(secure.servers, options))
-        try:
-            cluster.connect(deadline)
-            return cluster
-        except onceflow.AuthenticationFailedError as error:
-            cluster.close()
-            deadline.pause(attempt, error.what)
-            attempt += 1
 
 
 @pytest.fixture
@@ -153,22 +48,6 @@ def needed(pipe: Any) -> dict[str, tuple[Any, str, Any]]:
         "transactional-id": (ResourceType.TRANSACTIONAL_ID, f"onceflow.{pipe.flow}", AclOperation.WRITE),
         "group": (ResourceType.GROUP, pipe.flow, AclOperation.READ),
     }
-
-
-def grant(secure: Secure, acls: list[tuple[Any, str, Any]]) -> None:
-    admin = AdminClient({"bootstrap.servers": secure.internal})
-    everything = AclBindingFilter(
-        ResourceType.ANY, None, ResourcePatternType.ANY, None, None, AclOperation.ANY, AclPermissionType.ANY
-    )
-    for future in admin.delete_acls([everything]).values():
-        future.result(30)
-    bindings = [
-        AclBinding(kind, name, ResourcePatternType.LITERAL, "User:flow", "*", operation, AclPermissionType.ALLOW)
-        for kind, name, operation in acls
-    ]
-    if bindings:
-        for future in admin.create_acls(bindings).values():
-            future.result(30)
 
 
 def run(secure: Secure, pipe: Any, *, mechanism: str = SCRAM, **write: Any) -> Any:
@@ -267,6 +146,35 @@ def test_privileges_of_a_flow_with_state(secure: Secure, pipe: Any, ledger: Any,
     independent.fill(secure.internal, pipe.source, ledger.inputs(200, 50))
     run_once()  # restores
     assert len(independent.read_topic(secure.internal, pipe.target, decided=True)) == 250
+
+
+@pytest.mark.parametrize("may", [AclOperation.READ, AclOperation.DESCRIBE, None], ids=["read", "describe", "nothing"])
+def test_privileges_of_a_flow_that_joins(secure: Secure, pipe: Any, tmp_path: Path, may: Any) -> None:
+    """READ on the topic of the table, of which another flow may have the state; nothing on that flow's other topic."""
+    table = pipe.source.replace("in-", "joined-", 1)
+    for topic in (table, f"{table}-internal"):
+        create_topic(secure.internal, topic, 2, {"cleanup.policy": "compact"})
+    independent.fill(secure.internal, table, [(key, b"known") for key, _ in pipe.sent[:50]])
+    create = (ResourceType.TOPIC, PROGRESS_TOPIC, AclOperation.CREATE)
+    grant(secure, [*needed(pipe).values(), create, *([(ResourceType.TOPIC, table, may)] if may else [])])
+    flow = onceflow.Flow(pipe.flow, pipe.spark, bootstrap_servers=secure.servers, options=secure.options())
+
+    def run_once() -> None:
+        with flow:
+            joined = onceflow.JoinTable(table, state_dir=tmp_path)
+            df = flow.join_table(flow.read(pipe.source), joined, on="key", columns="known")
+            flow.write(df.select("key", "value"), topic=pipe.target, small_batch_rows=0).start().processAllAvailable()
+
+    if may == AclOperation.READ:
+        run_once()
+        pipe.check()
+        return
+    with pytest.raises(onceflow.PermissionDeniedError) as caught:
+        run_once()
+    assert (caught.value.flow, caught.value.topic) == (pipe.flow, table)
+    assert "READ" in caught.value.next_step
+    assert SECRET not in str(caught.value)
+    assert independent.read_topic(secure.internal, pipe.target) == []
 
 
 def test_missing_read_shows_at_the_first_start(secure: Secure, pipe: Any) -> None:

@@ -231,13 +231,39 @@ def test_a_log_that_ends_below_what_was_read(onceflow_broker: str, topic: str) -
         connections.close()
 
 
+def test_a_log_that_begins_later_than_what_was_read(onceflow_broker: str, make_topic: Callable[..., str]) -> None:
+    """Retention, or DeleteRecords, may remove records before a table has read them."""
+    topic = make_topic("aged", 1, cleanup_policy="compact,delete")
+    independent.fill(onceflow_broker, topic, [(b"k%d" % n, b"v") for n in range(10)])
+    begin = confluent_kafka.TopicPartition(topic, 0, 4)
+    admin = AdminClient({"bootstrap.servers": onceflow_broker})
+    admin.delete_records([begin])[begin].result(30)
+    connections = cluster.Cluster(ClientSettings(onceflow_broker, {}))
+    found: list[Chunk] = []
+    try:
+        deadline = Deadline(20, "connecting")
+        connections.connect(deadline)
+        poll = LongPoll(connections, [connections.topic(topic, deadline)], {(topic, 0): 1})
+
+        def read() -> bool:
+            found.extend(chunk for _, chunk in poll.poll(0.2))
+            return bool(found) and found[-1].next_offset >= 10
+
+        wait_until(read, 20, "the records that are left are read")
+    finally:
+        connections.close()
+    assert (found[0].next_offset, found[0].whole, found[0].keys) == (4, False, [])
+    assert [key for chunk in found for key in chunk.keys] == [b"k%d" % n for n in range(4, 10)]
+    assert poll.followed[topic, 0].last_stable_offset == 10
+
+
 def test_only_some_partitions(onceflow_broker: str, topic: str, opened: Open) -> None:
     pairs = [(b"k%d" % n, b"v%d" % n) for n in range(50)]
     independent.fill(onceflow_broker, topic, pairs)
     whole = {record.key: record.partition for record in independent.read_topic(onceflow_broker, topic)}
     table = opened(topic, partitions=[2, 0], store="memory")
     assert list(table) == sorted(key for key, partition in whole.items() if partition != 1 and key is not None)
-    assert table.position.startswith(f"{topic}:")
+    assert table.position.startswith(f"{topic}@")
     with pytest.raises(OptionError, match="has no partition 3"):
         opened(topic, partitions=[3])
 
@@ -284,6 +310,8 @@ def test_a_recreated_topic_is_not_taken_for_the_old_one(
     independent.fill(onceflow_broker, topic, [(b"old", b"1"), (b"older", b"1")])
     table = opened(topic)
     assert table.count() == 2
+    earlier = table.position
+    table.wait_until_current(earlier)
     table.close()
     open_table = opened(topic)
     admin.delete_topics([topic])[topic].result(30)
@@ -302,6 +330,10 @@ def test_a_recreated_topic_is_not_taken_for_the_old_one(
     open_table.close()
     fresh = opened(topic)
     assert dict(fresh.items()) == {b"new": b"2"}
+    with pytest.raises(OptionError, match="was deleted and created again") as raised:
+        fresh.wait_until_current(earlier)
+    assert raised.value.next_step
+    fresh.wait_until_current(f"{topic}:2")  # without the id of the topic
 
 
 @pytest.mark.parametrize(
@@ -388,7 +420,11 @@ def test_another_process_reads_what_was_committed(
     """Write, commit, read elsewhere: with the position of the commit, no answer is stale. 100 checks in each commit."""
     pipe = make_state_pipe()
     query = pipe.start()
-    assert query.position == f"{pipe.table}:0.0.0.0"
+    table_id, _, offsets = query.position.partition(":")
+    assert offsets == "0.0.0.0"
+    with Table(pipe.table, bootstrap_servers=onceflow_broker, state_dir=tmp_path) as table:
+        assert table.position == query.position
+    assert table_id.startswith(f"{pipe.table}@")
     command = [sys.executable, "-c", READER, onceflow_broker, pipe.table, str(tmp_path / "copies")]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as reader:
         assert reader.stdin is not None

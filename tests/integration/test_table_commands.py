@@ -111,14 +111,14 @@ def test_tables_and_their_flows(
     assert [owned, "1", "0", "?"] in rows
 
     told = json.loads(call("describe", balances, "--json").stdout)
-    assert (told["flow"], told["batch"], told["position"]) == (flow, 3, f"{balances}:5.7")
+    assert (told["flow"], told["batch"], told["position"]) == (flow, 3, f"{balances}@{topic_ids[balances]}:5.7")
     assert told["settings"]["cleanup.policy"] == "compact"
     assert told["settings"].keys() == {"cleanup.policy", "delete.retention.ms", "min.compaction.lag.ms"}
     assert [each["committed_offset"] for each in told["partitions"]] == [5, 7]
     first, companion, position, *_ = call("describe", balances).stdout.splitlines()
     assert first == f"{balances}: a table of flow {flow}, 2 partitions, at most 0 records"
     assert companion.startswith(f"companion topic {balances}-internal: entries of maps and lists")
-    assert position == f"position {balances}:5.7, committed by batch 3"
+    assert position == f"position {balances}@{topic_ids[balances]}:5.7, committed by batch 3"
     told = json.loads(call("describe", rates, "--json").stdout)
     assert sum(each["stable_offset"] for each in told["partitions"]) == 5
     assert sum(each["end_offset"] - each["first_offset"] for each in told["partitions"]) == 5
@@ -227,7 +227,7 @@ def test_changes_as_they_are_committed(
         one.send_signal(signal.SIGINT)
         assert one.wait(30) == 130
         assert one.stderr
-        assert one.stderr.read().strip() == "onceflow: interrupted"
+        assert one.stderr.read().strip() == ""
 
 
 def test_a_tail_ends_with_its_topic(call: Call, rates: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,6 +90,8 @@ offsets = st.dictionaries(names, st.dictionaries(st.integers(0, 9999), st.intege
             names, st.builds(TableProgress, st.integers(0, 99), st.one_of(st.none(), st.integers(0, 2**60))), max_size=2
         ),
         outputs=st.lists(names, max_size=3).map(tuple),
+        joined=offsets,
+        joined_ms=st.one_of(st.none(), st.integers(0, 2**60)),
     )
 )
 def test_round_trip(progress: Progress) -> None:

@@ -14,7 +14,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-EXAMPLES = sorted(file for file in ROOT.glob("examples/*/*.py") if not file.name.startswith("test_"))
+EXAMPLES = sorted(
+    file for kind in ("py", "html") for file in ROOT.glob(f"examples/*/*.{kind}") if not file.name.startswith("test_")
+)
 # What git ignores, and git's own. Virtual environments (``.venv*``) are left out as well.
 NOT_OURS = {
     ".git",

@@ -23,6 +23,8 @@ def test_lookups() -> None:
     table = joined_table("t", {"a": 1, b"b": {"x": 2}, "ab": None}, 0)
     assert (table.get("a"), table.get(b"a"), table.get("no"), table.get("no", 7)) == (1, 1, None, 7)
     assert table.multi_get(["b", "no", "a"]) == {"b": {"x": 2}, "a": 1}
+    with pytest.raises(TypeError, match=r"multi_get\(\) of table 't' takes a list of keys, got str: 'ab'"):
+        table.multi_get("ab")
     assert "a" in table
     assert list(table.range("a", "b")) == [(b"a", 1), (b"ab", None)]
     assert [key for key, _ in table.prefix("a", reverse=True)] == [b"ab", b"a"]

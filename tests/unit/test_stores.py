@@ -13,8 +13,10 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -295,7 +297,7 @@ def test_what_was_changed_behind_the_stores_back_is_noticed(tmp_path: Path) -> N
         {b"va": None},
         {b"va": None, b"v": b"a1"},
     ):
-        with environment.begin(write=True) as txn:
+        with environment.begin_write() as txn:
             before = {key: txn.get(key, db=environment.rows) for key in changes}
             for key, row in changes.items():
                 if row is None:
@@ -303,7 +305,7 @@ def test_what_was_changed_behind_the_stores_back_is_noticed(tmp_path: Path) -> N
                 else:
                     txn.put(key, row, db=environment.rows)
         assert not store.checksum_holds()
-        with environment.begin(write=True) as txn:
+        with environment.begin_write() as txn:
             for key, row in before.items():
                 if row is None:
                     txn.delete(key, db=environment.rows)
@@ -311,7 +313,7 @@ def test_what_was_changed_behind_the_stores_back_is_noticed(tmp_path: Path) -> N
                     txn.put(key, row, db=environment.rows)
         assert store.checksum_holds()
     for name, blob in ((b"marker", b"n"), (b"other", b""), (b"\0tally", b"{}")):
-        with environment.begin(write=True) as txn:
+        with environment.begin_write() as txn:
             txn.put(name, blob, db=environment.blobs)
         with pytest.raises((AssertionError, StoreCorruptError)):
             assert store.checksum_holds()
@@ -404,6 +406,43 @@ def test_the_map_grows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         store.write([(b"v%d-%05d" % (turn, number), b"x" * 1000) for number in range(3000)])
     assert sum(1 for _ in store.scan(b"")) == 9000
     assert store.checksum_holds()
+
+
+def test_reading_does_not_wait_for_a_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lmdb_environment, "_MAP_BYTES", 1 << 20)
+    monkeypatch.setattr(lmdb_environment, "_MIN_ROOM", 0)
+    store = LmdbStore.open(tmp_path)
+    store.write([(b"va", b"1"), (b"vb", b"2")])
+    begun, end = threading.Event(), threading.Event()
+
+    def write(txn: Any, db: Any) -> bool:
+        txn.put(b"va", b"3", db=db)
+        begun.set()
+        return end.wait(30)
+
+    writing = threading.Thread(target=store._environment.write, args=(write, 10))
+    writing.start()
+    with ThreadPoolExecutor(1) as other:
+        try:
+            assert begun.wait(30)
+            assert other.submit(store.get, b"va").result(10) == b"1"
+            assert other.submit(lambda: list(store.scan(b""))).result(10) == [(b"va", b"1"), (b"vb", b"2")]
+            assert other.submit(store.checksum_holds).result(10)
+        finally:
+            end.set()
+            writing.join(30)
+        assert store.get(b"va") == b"3"
+        # It does wait while the map grows, which must wait for those who read.
+        reading = store._environment.reading()
+        other.submit(reading.__enter__).result(10)
+        growing = threading.Thread(target=store.write, args=([(b"v%d" % n, b"x" * 1000) for n in range(3000)],))
+        growing.start()
+        growing.join(0.2)
+        assert growing.is_alive()
+        other.submit(reading.__exit__, None, None, None).result(10)
+        growing.join(30)
+        assert not growing.is_alive()
+        assert store.get(b"v2999") == b"x" * 1000
 
 
 def test_pages_fit_together_after_many_changes(tmp_path: Path) -> None:

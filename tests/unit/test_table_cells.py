@@ -47,6 +47,11 @@ def test_what_is_no_key(form: str, text: str) -> None:
         Cells(form, "text", as_json=False).key(text)
 
 
+def test_half_a_byte() -> None:
+    with pytest.raises(click.UsageError, match="'633' is not a key of --key hex: it has 3 digits"):
+        Cells("hex", "text", as_json=False).key("633")
+
+
 def test_prefixes() -> None:
     assert Cells("hex", "text", as_json=False).prefix("00") == b"\0"
     assert Cells("json", "text", as_json=False).prefix('{"id":') == b'{"id":'

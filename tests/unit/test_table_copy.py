@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from onceflow import OptionError, Table
 from onceflow.client.committed import Chunk
 from onceflow.state.local.format import COMMIT_RECORD
 from onceflow.state.stores.base import StoreCorruptError
@@ -18,32 +19,39 @@ from onceflow.tables.copies import Copy, Followed
 
 @pytest.fixture
 def copy(tmp_path: Path) -> Copy:
-    return Copy(Followed("rates", "id", 1, tmp_path, MemoryStore, False, tombstone_ms=60_000), 0)
+    return Copy(Followed("rates", "id", 1, tmp_path, MemoryStore, tombstone_ms=60_000), 0)
 
 
 def test_a_copy_that_was_out_of_touch_is_restored(copy: Copy, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kafka may have removed tombstones meanwhile. It makes no difference that the process was alive."""
-    copy.apply(Chunk([b"a"], [b"1"], next_offset=1), stable=1, wanted=False)
-    now = time.time()
-    monkeypatch.setattr(copies.time, "time", lambda: now + 29)
-    copy.still_current()
-    monkeypatch.setattr(copies.time, "time", lambda: now + 58)
-    copy.apply(Chunk([b"b"], [b"1"], next_offset=2), stable=2, wanted=False)
-    monkeypatch.setattr(copies.time, "time", lambda: now + 89)
+    now = int(time.time())
+
+    def at(seconds: int) -> int:
+        monkeypatch.setattr(copies, "clock_ms", lambda: (now + seconds) * 1000)
+        return (now + seconds) * 1000
+
+    copy.apply(Chunk([b"a"], [b"1"], next_offset=1), stable=1, as_of_ms=at(0), wanted=False)
+    copy.still_current(at(29))
+    copy.apply(Chunk([b"b"], [b"1"], next_offset=2), stable=2, as_of_ms=at(58), wanted=False)
+    # What was in an answer that was read long ago is no gap; an answer that was read late does not end one.
+    at(100)
+    copy.apply(Chunk([b"c"], [b"1"], next_offset=3), stable=3, as_of_ms=(now + 58) * 1000, wanted=False)
+    copy.still_current((now + 59) * 1000)
+    assert copy.current_ms == (now + 59) * 1000
     with pytest.raises(StoreCorruptError, match="out of touch"), copy.mended():
-        copy.apply(Chunk([b"c"], [b"1"], next_offset=3), stable=3, wanted=False)
+        copy.apply(Chunk([b"c"], [b"1"], next_offset=4), stable=4, as_of_ms=at(101), wanted=False)
     assert copy.position == 0
     assert not copy.store.row_count()
 
 
 def test_a_damaged_copy_is_emptied_when_nothing_is_written_either(copy: Copy, monkeypatch: pytest.MonkeyPatch) -> None:
-    copy.apply(Chunk([b"a"], [b"1"], next_offset=1), stable=1, wanted=False)
+    copy.apply(Chunk([b"a"], [b"1"], next_offset=1), stable=1, as_of_ms=1, wanted=False)
     copy.store.write((), {COMMIT_RECORD: b"?"})
     monkeypatch.setattr(copies, "_PERSISTED_S", 0)
     with pytest.raises(StoreCorruptError), copy.mended():
-        copy.still_current()
+        copy.still_current(2)
     assert copy.position == 0
-    copy.still_current()
+    copy.still_current(3)
 
 
 def test_a_restore_is_as_old_as_its_end(copy: Copy) -> None:
@@ -58,3 +66,9 @@ def test_a_restore_is_as_old_as_its_end(copy: Copy) -> None:
 def test_memory_is_given_back(copy: Copy, tmp_path: Path) -> None:
     copy.close()
     assert not MemoryStore.exists(tmp_path / "0")
+
+
+@pytest.mark.parametrize("keys", ["c1", b"c1"])
+def test_one_key_is_no_list_of_keys(keys: str | bytes) -> None:
+    with pytest.raises(OptionError, match=r"multi_get\(\) takes a list of keys, got (str|bytes): b?'c1'"):
+        Table.of_flow("/nowhere").multi_get(keys)

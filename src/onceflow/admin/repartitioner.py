@@ -23,12 +23,11 @@ from onceflow.errors import ProgressConflictError
 from onceflow.protocol.names import INTERNAL_SUFFIX
 from onceflow.protocol.partitioners import group_by_partition, murmur2
 from onceflow.state import rows
-from onceflow.state.local.format import SNAPSHOT_KEY, rows_of_snapshot, snapshot
+from onceflow.state.local.format import SNAPSHOT_KEY, is_snapshot, rows_of_snapshot, snapshot
 
 log = logging.getLogger("onceflow.state")
 
 _SLICE_ROWS, _SLICE_BYTES = 20_000, 16_000_000
-_SNAPSHOT_START = b'{"format":'
 
 Ends = Mapping[int, int]
 """Partition -> offset up to which it is read."""
@@ -92,7 +91,7 @@ class Repartitioner:
             for chunk in self._reader.read(self._table, partition, 0, self._ends[self._table][partition]):
                 for key, value in zip(chunk.keys, chunk.values, strict=True):
                     if key is not None and value is not None:
-                        return _is_snapshot(key, value)
+                        return is_snapshot(key, value)
         return False
 
     def move(self, writer: Writer, deadline: Deadline, *, snapshots: bool) -> None:
@@ -129,7 +128,7 @@ class Repartitioner:
         strays: dict[bytes, bytes | None] = {}
         for chunk in self._chunks(topic, partition, end, deadline):
             if SNAPSHOT_KEY in chunk.keys:
-                self._check_none(chunk, topic, _is_snapshot)
+                self._check_none(chunk, topic, is_snapshot)
             keys, values, headers = chunk.keys, chunk.values, chunk.headers
             stamps = chunk.timestamps_ms.tolist()
             homes, targets = self._places(_users(keys, internal=topic == self._internal))
@@ -149,7 +148,7 @@ class Repartitioner:
         for partition in range(self._before):
             last: bytes | None = None
             for chunk in self._chunks(self._table, partition, self._ends[self._table][partition], deadline):
-                self._check_none(chunk, self._table, lambda key, value: not _is_snapshot(key, value))
+                self._check_none(chunk, self._table, lambda key, value: not is_snapshot(key, value))
                 values = [value for key, value in zip(chunk.keys, chunk.values, strict=True) if key is not None]
                 last = values[-1] if values else last
             found = rows_of_snapshot(last) if last is not None else []
@@ -223,10 +222,6 @@ def _is_internal(key: bytes) -> bool:
 
 def _user_of(row_key: bytes) -> bytes:
     return rows.split(row_key[1:])[0] if rows.is_internal(row_key) else row_key[1:]
-
-
-def _is_snapshot(key: bytes, value: bytes) -> bool:
-    return key == SNAPSHOT_KEY and value.startswith(_SNAPSHOT_START)
 
 
 def _slices(by_key: Mapping[bytes, Row]) -> Iterator[list[tuple[bytes, Row]]]:

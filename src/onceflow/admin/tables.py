@@ -30,11 +30,13 @@ class Owner:
         flow: its name, after its prefix of transactional ids if it has one.
         batch: the number of the committed batch.
         offsets: end offsets of the table's partitions in this batch.
+        topic_id: Kafka's id of the topic, as the flow knows it; empty: it does not.
     """
 
     flow: str
     batch: int
     offsets: Mapping[int, int]
+    topic_id: str
 
 
 @dataclass(frozen=True)
@@ -145,7 +147,9 @@ def _owner(info: TopicInfo, progress: list[Progress]) -> Owner | None:
         if info.name in each.changelogs and each.topic_ids.get(info.name) in (None, info.topic_id)
     ]
     last = max(known, key=lambda each: each.time_ms, default=None)
-    return None if last is None else Owner(last.flow, last.batch_id, last.changelogs[info.name])
+    if last is None:
+        return None
+    return Owner(last.flow, last.batch_id, last.changelogs[info.name], last.topic_ids.get(info.name, ""))
 
 
 def _progress(cluster: Cluster, deadline: Deadline) -> Iterator[Progress]:

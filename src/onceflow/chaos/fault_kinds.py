@@ -184,6 +184,29 @@ def _tear(file: Path, rng: random.Random) -> None:
             pages.write(rng.randbytes(_PAGE_BYTES))
 
 
+# ---- query servers -----------------------------------------------------------------------------------
+
+
+def server_kill(bed: TestBed, rng: random.Random) -> str:
+    server = rng.choice(bed.servers.all)
+    server.end()
+    deleted = rng.random() < 0.3
+    if deleted:
+        bed.servers.delete_copies(server)
+    time.sleep(rng.uniform(0, 8))  # shorter or longer than its session, which ends after 6 s
+    bed.servers.start_one(server)
+    return "SIGKILL to a query server" + (", its copies deleted" if deleted else "")
+
+
+def server_pause(bed: TestBed, rng: random.Random) -> str:
+    """It may continue when the others have replaced it."""
+    server, seconds = rng.choice(bed.servers.all), rng.uniform(1, 9)
+    server.send(signal.SIGSTOP)
+    time.sleep(seconds)
+    server.send(signal.SIGCONT)
+    return f"SIGSTOP to a query server, {seconds:.1f} s"
+
+
 # ---- brokers -----------------------------------------------------------------------------------------
 
 
@@ -287,6 +310,8 @@ FAULT_KINDS: dict[str, Fault] = {
     "worker comes and goes": Fault(worker_added, lambda setup: setup.workers > 0),
     "host rebooted": Fault(host_rebooted, lambda setup: setup.workers > 0 and LEDGER in setup.flows, weight=4),
     "idle until forgotten": Fault(idle, lambda setup: bool(setup.properties), weight=6),
+    "query server killed": Fault(server_kill, lambda setup: setup.servers > 0, weight=3),
+    "query server stopped for a while": Fault(server_pause, lambda setup: setup.servers > 0, weight=3),
     "broker killed": Fault(broker_kill, weight=2),
     "broker stopped for a while": Fault(broker_pause, weight=3),
     "leaders moved": Fault(leaders_moved, lambda setup: setup.nodes > 1 and setup.copies is None, weight=3),

@@ -17,9 +17,10 @@ from rich.table import Table
 from onceflow.chaos.fault_kinds import AHEAD_MS, FAULT_KINDS
 from onceflow.chaos.flows import ALARM_EVERY, LEDGER
 from onceflow.chaos.test_bed import SETUPS, Setup, TestBed, open_test_bed
-from onceflow.chaos.verify import Findings, verify
+from onceflow.chaos.verify import Findings, verify, verify_answers
 from onceflow.demos.display import Display, print_result
 from onceflow.errors import DeadlineExceededError
+from onceflow.protocol.position import Position
 from onceflow.testing import independent
 
 FIRST_COMMIT_S = 120.0
@@ -55,6 +56,7 @@ class Report:
     stops: Counter[str] = field(default_factory=Counter)
     frames: Counter[str] = field(default_factory=Counter)
     batches: int = 0
+    answers: int = 0
     seconds: float = 0.0
 
     @property
@@ -83,6 +85,7 @@ class Report:
             "frames": dict(self.frames),
             "records": sum(finding.records for finding in every),
             "batches": self.batches,
+            "answers": self.answers,
             "lost": sum(finding.lost for finding in every),
             "duplicated": sum(finding.duplicated for finding in every),
             "torn": sum(finding.torn for finding in every),
@@ -135,6 +138,8 @@ def _run_setup(
         begun = time.monotonic()
         bed.driver.start()
         bed.driver.await_commits(begun, timeout_s=FIRST_COMMIT_S)
+        if setup.servers:
+            bed.servers.start()
         before = len(report.injected)
         while possible and (time.monotonic() < until or len(report.injected) - before < MIN_FAULTS):
             display.count(seconds=int(time.monotonic() - started))
@@ -154,7 +159,9 @@ def _run_setup(
         report.stops += bed.driver.stops
         report.frames += bed.frames
         report.batches += bed.driver.commits.count
+        report.answers += len(bed.servers.answers)
         findings = verify(bed.bootstrap_servers, bed.names, setup.flows)
+        verify_answers(bed.bootstrap_servers, bed.names, bed.servers.answers, bed.servers.strange, findings)
         for stop in bed.driver.strange:
             findings.see("stopped by an error that is not onceflow's", f"{stop.error}: {stop.text[:300]}")
         report.findings[setup.name] = findings
@@ -183,6 +190,10 @@ def _drain(bed: TestBed, display: Display) -> None:
             _check_time(end, bed, f"fewer than {alarms} alarms")
             time.sleep(0.5)
     bed.driver.end()
+    if bed.setup.servers:
+        found = independent.end_offsets(servers, names.table)
+        position = Position({names.table: {partition: offset for (_, partition), offset in found.items()}})
+        bed.servers.finish(str(position), max(30.0, end - time.monotonic()))
 
 
 def _check_time(end: float, bed: TestBed, problem: str) -> None:

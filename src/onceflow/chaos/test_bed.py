@@ -16,6 +16,7 @@ from onceflow.chaos import daemon
 from onceflow.chaos.driver_process import Driver
 from onceflow.chaos.feeder import Feeder
 from onceflow.chaos.flows import COPY, JOINER, LEDGER, SORTER, TOTALS, Names
+from onceflow.chaos.servers import Servers
 from onceflow.chaos.spark_cluster import SparkCluster
 from onceflow.driver.progress_log import PROGRESS_PARTITIONS
 from onceflow.protocol.progress import PROGRESS_TOPIC
@@ -43,6 +44,7 @@ class Setup:
         features: of the cluster, to set another transaction version.
         workers: of a Spark standalone cluster; 0: Spark runs in the driver.
         flows: kinds, see ``flows.py``.
+        servers: instances of the query server that share the ledger's table.
         rate: records per second.
         properties: of the brokers.
     """
@@ -54,6 +56,7 @@ class Setup:
     features: Mapping[str, int] = field(default_factory=dict)
     workers: int = 0
     flows: Sequence[str] = (COPY, LEDGER)
+    servers: int = 0
     rate: int = 1_500
     partitions: int = 4
     properties: Mapping[str, str] = field(default_factory=dict)
@@ -70,7 +73,7 @@ _FORGETS = {
 SETUPS = {
     setup.name: setup
     for setup in (
-        Setup("one-node", flows=(COPY, LEDGER, SORTER, JOINER)),
+        Setup("one-node", flows=(COPY, LEDGER, SORTER, JOINER), servers=2),
         Setup("three-nodes", nodes=3),
         Setup("one-copy", nodes=3, copies=1),
         Setup("executors", workers=2, flows=(LEDGER, SORTER, JOINER), rate=1_000),
@@ -97,6 +100,7 @@ class TestBed:
     proxies: Proxies
     feeder: Feeder
     driver: Driver
+    servers: Servers
     spark_cluster: SparkCluster | None
     frames: Counter[str] = field(default_factory=Counter)
 
@@ -151,5 +155,6 @@ def open_test_bed(setup: Setup, folder: Path) -> Iterator[TestBed]:
             {} if spark_cluster is None else {**spark_cluster.settings, **rebooting_hosts(names)},
         )
         stack.callback(driver.close)
+        servers = stack.enter_context(Servers(names, proxies.bootstrap_servers, setup.servers))
         feeder = stack.enter_context(Feeder(broker.bootstrap_servers, names.source, setup.rate))
-        yield TestBed(setup, names, broker, proxies, feeder, driver, spark_cluster)
+        yield TestBed(setup, names, broker, proxies, feeder, driver, servers, spark_cluster)

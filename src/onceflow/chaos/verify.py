@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +29,7 @@ from onceflow.chaos.flows import (
 from onceflow.protocol.position import Position
 from onceflow.testing import history, independent, recorder
 from onceflow.testing.final import read_final
+from onceflow.testing.served import Answer, Versions
 
 READ_S = 180.0
 
@@ -104,6 +105,18 @@ def verify(bootstrap_servers: str, names: Names, kinds: Iterable[str]) -> Findin
     if JOINER in kinds:
         _joiner(bootstrap_servers, names, source, found)
     return found
+
+
+def verify_answers(
+    bootstrap_servers: str, names: Names, answers: Sequence[Answer], strange: Sequence[str], found: Findings
+) -> None:
+    """Each answer of the query servers must be what the ledger's table had at the position of the answer, or later."""
+    for each in strange:
+        found.see("strange answer", each)
+    if answers:
+        wrong = Versions.read(bootstrap_servers, names.table, seconds=READ_S).problems(answers)
+        if wrong:
+            found.see("wrong answer", f"{names.table}: {wrong[:3]}", len(wrong))
 
 
 def _judge(bootstrap_servers: str, names: Names, kind: str, found: Findings) -> None:

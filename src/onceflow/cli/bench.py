@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -162,8 +163,73 @@ def overhead(rounds: int, seconds: float, records_per_second: int, only: str | N
     _run(run, choices, output)
 
 
+@bench.command()
+@click.option("--keys", type=click.IntRange(min=100), default=100_000, show_default=True, help="Keys of the table.")
+@click.option(
+    "--connections",
+    type=click.IntRange(1, 1_000),
+    default=16,
+    show_default=True,
+    help="Connections that ask at the same time. Each waits for its answer before it asks again.",
+)
+@click.option(
+    "--seconds",
+    type=click.FloatRange(0.2, 60),
+    default=4.0,
+    show_default=True,
+    help="How long each of the 18 figures is measured.",
+)
+@click.option(
+    "--records-per-second",
+    type=click.IntRange(0, 100_000),
+    default=10_000,
+    show_default=True,
+    help="Records that are written to the table meanwhile. 0: only measure while nothing is written.",
+)
+@click.option(
+    "--writer",
+    type=click.Choice(["flow", "producer"]),
+    default="flow",
+    show_default=True,
+    help="What writes them: a flow in Spark, or a plain transactional producer, which takes less of the processor.",
+)
+@click.option(
+    "--trigger-ms", type=click.IntRange(min=10), default=1_000, show_default=True, help="How often the writer commits."
+)
+@_output
+def serve(output: Path, **given: Any) -> None:
+    """Measure look-ups over HTTP (onceflow table serve).
+
+    One instance, and one of two instances that share a table, are asked while nothing is written and while a flow
+    writes. Server, load and flow share the processors of this machine. The exit code is 1 when an answer was wrong.
+    """
+    from onceflow.bench.serve import Choices, run
+    from onceflow.cli.progress import progress_bar
+    from onceflow.cli.table_serve import check_packages
+
+    check_packages()
+    with progress_bar() as show:
+
+        def run_shown(choices: Any, say: Callable[[str], None]) -> Iterator[dict[str, Any]]:
+            def shown(text: str, done: int, total: int) -> None:
+                show(text, done, total)
+                if not sys.stderr.isatty():
+                    say(f"{done} of {total}: {text}")
+
+            yield from run(choices, shown)
+
+        results = _measured(run_shown, Choices(**given), output)
+    _report(results)
+
+
 def _run(run: Callable[[Any, Callable[[str], None]], Iterator[dict[str, Any]]], choices: Any, output: Path) -> None:
     """Run a benchmark, print the results and add them to a file. The exit code is 1 if outputs of a run were wrong."""
+    _report(_measured(run, choices, output))
+
+
+def _measured(
+    run: Callable[[Any, Callable[[str], None]], Iterator[dict[str, Any]]], choices: Any, output: Path
+) -> list[dict[str, Any]]:
     from rich.console import Console
 
     errors = Console(stderr=True)
@@ -172,6 +238,10 @@ def _run(run: Callable[[Any, Callable[[str], None]], Iterator[dict[str, Any]]], 
         results.append(result)
         with output.open("a") as handle:
             handle.write(json.dumps(result) + "\n")
+    return results
+
+
+def _report(results: list[dict[str, Any]]) -> None:
     _print(results)
     click.echo(json.dumps(results[-1]))
     if any(result.get("correct", "yes") != "yes" for result in results):

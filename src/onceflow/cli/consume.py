@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from onceflow.cli.connection import connection
-from onceflow.cli.interrupts import interruptible
+from onceflow.cli.interrupts import interruptible, until_interrupted
 from onceflow.cli.text import counted, in_words, shown
 
 if TYPE_CHECKING:
@@ -58,7 +58,8 @@ def consume(
 
     first = _start(start)
     count = 0
-    with contextlib.closing(Cluster(settings)) as cluster, interruptible() as check:
+    ending = until_interrupted() if follow else contextlib.nullcontext()
+    with contextlib.closing(Cluster(settings)) as cluster, ending, interruptible() as check:
         found = topic_records.read(cluster, topic, start=first, partition=partition, follow=follow, check=check)
         for records in found:
             wanted = records if max_records is None else records[: max_records - count]

@@ -29,12 +29,16 @@ def demo(context: click.Context) -> None:
             click.echo(f"{name:15} {command.get_short_help_str(100)}")
 
 
-def _options(*, records: int, kills: int, kills_min: int = 0, of: str = "Records") -> Callable[[Command], Command]:
-    """Options that all demos have."""
+def _options(
+    *,
+    kills: int,
+    records: int | None = None,
+    kills_min: int = 0,
+    of: str = "Records",
+    victims: str = "each flow's driver is",
+) -> Callable[[Command], Command]:
+    """Options that all demos have; ``records`` only those that produce a certain number."""
     options = [
-        click.option(
-            "--records", type=click.IntRange(min=1), default=records, show_default=True, help=f"{of} to produce."
-        ),
         click.option(
             "--seed", type=int, help="Decides the records and the kills.  [default: a new one, which is printed]"
         ),
@@ -43,7 +47,7 @@ def _options(*, records: int, kills: int, kills_min: int = 0, of: str = "Records
             type=click.IntRange(kills_min, 100),
             default=kills,
             show_default=True,
-            help="How often each flow's driver is killed with SIGKILL.",
+            help=f"How often {victims} killed with SIGKILL.",
         ),
         click.option(
             "--bootstrap-servers", help="A cluster that runs already.  [default: a broker is started for the demo]"
@@ -56,6 +60,11 @@ def _options(*, records: int, kills: int, kills_min: int = 0, of: str = "Records
             help="Fail after so many seconds.",
         ),
     ]
+    if records is not None:
+        number = click.IntRange(min=1)
+        options.insert(
+            0, click.option("--records", type=number, default=records, show_default=True, help=f"{of} to produce.")
+        )
 
     def decorate(command: Command) -> Command:
         for option in reversed(options):
@@ -129,6 +138,20 @@ def files(**given: Any) -> int:
 
 
 @demo.command()
+@click.option(
+    "--seconds", type=click.FloatRange(min=1), default=50, show_default=True, help="How long to ask, and to kill."
+)
+@_options(kills=3, victims="the flow's driver, and one of the instances, is")
+def tables(**given: Any) -> int:
+    """Ask two instances of the query server for a table, while they and the flow that writes it are killed.
+
+    Every answer is compared with a fold of the table's topic at the position that the answer names. The last line of
+    stdout is JSON. The exit code is 0 only if no answer was wrong or stale, and the balances add up to the input.
+    """
+    return _run("tables", "TablesChoices", **given)
+
+
+@demo.command()
 @_options(records=60_000, kills=2, kills_min=2)
 def guarantees(**given: Any) -> int:
     """Compare the three guarantees under the same crashes.
@@ -144,7 +167,6 @@ def _run(
     module: str,
     choices: str = "Choices",
     *,
-    records: int,
     seed: int | None,
     kills: int,
     bootstrap_servers: str | None,
@@ -156,9 +178,8 @@ def _run(
     # `timeout`, CI and make end a run with SIGTERM; it must not leave a broker and JVMs behind.
     signal.signal(signal.SIGTERM, _interrupt)
     chosen = random.SystemRandom().randrange(1_000_000) if seed is None else seed
-    result = demonstrated.run(
-        getattr(demonstrated, choices)(records, chosen, kills, bootstrap_servers, timeout, **more)
-    )
+    options = {"seed": chosen, "kills": kills, "bootstrap_servers": bootstrap_servers, "timeout_s": timeout, **more}
+    result = demonstrated.run(getattr(demonstrated, choices)(**options))
     click.echo(json.dumps(result))
     return 0 if result["verdict"] == "passed" else 1
 

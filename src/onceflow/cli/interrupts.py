@@ -8,6 +8,10 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import click
+
+INTERRUPTED = 130
+
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[Callable[[], None]]:
@@ -34,3 +38,13 @@ def interruptible() -> Iterator[Callable[[], None]]:
         yield check
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+@contextlib.contextmanager
+def until_interrupted() -> Iterator[None]:
+    """Around what has no other end than Ctrl-C: it ends the command with exit code 130, without a message."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        click.echo(err=True)  # the terminal shows ^C
+        raise click.exceptions.Exit(INTERRUPTED) from None

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import click
 
 from onceflow._version import __version__
+from onceflow.cli.interrupts import INTERRUPTED
 from onceflow.errors import OnceflowError
 
 # Each command is imported when it is called. Otherwise every call would import Spark and the Kafka clients.
@@ -90,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             click.echo("onceflow: not confirmed, nothing was done", err=True)
             sys.exit(1)
         click.echo("onceflow: interrupted", err=True)
-        sys.exit(130)
+        sys.exit(INTERRUPTED)
     sys.exit(result if isinstance(result, int) else 0)
 
 

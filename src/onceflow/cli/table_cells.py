@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import functools
+import string
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -39,6 +40,13 @@ def _text_bytes(text: str) -> bytes:
     return text.encode("utf-8", "surrogateescape")
 
 
+def _hex_bytes(text: str) -> bytes:
+    digits = "".join(text.split())
+    if len(digits) % 2 and set(digits) <= set(string.hexdigits):
+        raise ValueError(f"it has {len(digits)} digits, and each byte takes two")
+    return bytes.fromhex(text)
+
+
 def _json_bytes(text: str) -> bytes:
     try:
         return serdes.JSON.encode(record_lines.load_json(text))
@@ -53,7 +61,7 @@ def _json_text(content: Any) -> str:
 
 FORMS = {
     "text": Form(_text_bytes, bytes.decode, str, "printable text in UTF-8"),
-    "hex": Form(bytes.fromhex, bytes.hex, str, "bytes"),
+    "hex": Form(_hex_bytes, bytes.hex, str, "bytes"),
     "base64": Form(
         lambda text: base64.b64decode(text, validate=True), lambda raw: base64.b64encode(raw).decode(), str, "bytes"
     ),

@@ -68,7 +68,7 @@ def describe(topic: str, as_json: bool, settings: ClientSettings) -> None:
         }
         for each in table.partitions
     ]
-    position = str(Position({topic: owner.offsets})) if owner else None
+    position = str(Position({topic: owner.offsets}, {topic: owner.topic_id})) if owner else None
     if as_json:
         more = {"batch": owner.batch if owner else None, "position": position, "settings": given}
         click.echo(json.dumps({**_summary(table), **more, "partitions": partitions}))

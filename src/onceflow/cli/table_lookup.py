@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from onceflow.cli.connection import connection
-from onceflow.cli.interrupts import interruptible
+from onceflow.cli.interrupts import interruptible, until_interrupted
 from onceflow.cli.progress import progress_bar
 from onceflow.cli.table_cells import Cells, cells
 from onceflow.cli.text import counted, timeout_ms
@@ -216,7 +216,7 @@ def tail(topic: str, from_start: bool, limit: int | None, cells: Cells, opener: 
     With --json there is also the value before, and where the record is. A change that is committed while --from-start
     prints the rows may be printed twice.
     """
-    with opener.opened(topic) as (table, check), _changes(table, check) as changes:
+    with opener.opened(topic) as (table, check), _changes(table, check) as changes, until_interrupted():
         click.echo(f"Following {topic}, {counted(table.count(), 'key')}. Ctrl-C ends it.", err=True)
         rows = ([cells.row(key, value)] for key, value in (table.items() if from_start else ()))
         new = ([cells.change(change) for change in some] for some in changes)

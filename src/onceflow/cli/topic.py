@@ -58,7 +58,7 @@ def create(
         if not if_not_exists:
             for name in names:
                 if name in there:
-                    raise _exists(name, there[name].partitions)
+                    raise _exists(name, there[name].partitions, "; no topic was created" if len(names) > 1 else "")
         for name in dict.fromkeys(names):
             created = create_topic(
                 cluster,
@@ -175,11 +175,11 @@ def _check_not_internal(names: Sequence[str]) -> None:
             raise OptionError(f"{name} {refusal}", topic=name, next_step="Kafka and onceflow manage these themselves")
 
 
-def _exists(name: str, partitions: int) -> Exception:
+def _exists(name: str, partitions: int, more: str = "") -> Exception:
     from onceflow.errors import OptionError
 
     return OptionError(
-        f"Topic {name} exists already, with {counted(partitions, 'partition')}",
+        f"Topic {name} exists already, with {counted(partitions, 'partition')}{more}",
         topic=name,
         next_step="take another name, or leave topics that exist as they are: --if-not-exists",
     )

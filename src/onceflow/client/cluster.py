@@ -38,6 +38,19 @@ class TopicInfo:
     def partitions(self) -> int:
         return len(self.leaders)
 
+    def check_same(self, topic_id: str) -> None:
+        """Make sure that this is the topic with an id.
+
+        Raises:
+            UnknownTopicError: that one was deleted, and this one was created with its name.
+        """
+        if self.topic_id != topic_id:
+            raise UnknownTopicError(
+                f"Topic {self.name} was deleted and created again while it was followed",
+                topic=self.name,
+                next_step="start again: what was read belongs to the earlier topic",
+            )
+
 
 class Cluster(Connections):
     """Connections to one Kafka cluster, and its metadata.

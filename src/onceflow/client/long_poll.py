@@ -49,6 +49,8 @@ class Followed:
         position: all committed records below this offset have been returned.
         last_stable_offset: of the last response; -1 before the first.
         answered_at: when its leader last answered without an error, on the monotonic clock; None: never.
+        as_of_ms: the last response knew of everything that was committed before (epoch milliseconds). That is not when
+            it was read: this process may have been stopped meanwhile, and the machine may have slept.
     """
 
     topic: str
@@ -56,6 +58,7 @@ class Followed:
     position: int
     last_stable_offset: int = -1
     answered_at: float | None = None
+    as_of_ms: int = 0
     asked: bool = False
     attempt: int = 0
     not_before: float = 0.0
@@ -92,7 +95,7 @@ class LongPoll:
         self.followed = {place: Followed(*place, position=position) for place, position in positions.items()}
         self._fetch_bytes = fetch_bytes
         self._asked: dict[int, list[Followed]] = {}  # by node, while its request is in flight
-        self._results: list[tuple[list[Followed], Any, BaseException | None]] = []
+        self._results: list[tuple[list[Followed], int, Any, BaseException | None]] = []
         self._stale = False
         self._arrived = _Arrived()
 
@@ -114,11 +117,11 @@ class LongPoll:
                 wait_s = self._submit(time.monotonic(), timeout_s)
                 self._cluster.net.poll(timeout_ms=max(1, int(wait_s * 1000)), future=self._arrived)
         while self._results:
-            asked, response, error = self._results.pop(0)
+            asked, asked_ms, response, error = self._results.pop(0)
             if error is not None:
                 self._lost(asked, error)
             else:
-                yield from self._answered(asked, response)
+                yield from self._answered(asked, asked_ms, response)
 
     # ---- sending -------------------------------------------------------------------------------------
 
@@ -137,8 +140,7 @@ class LongPoll:
             return
         self._stale = False
         for name, info in found.items():
-            if info.topic_id != self._ids[name]:
-                raise created_again(name)
+            info.check_same(self._ids[name])
 
     def _submit(self, now: float, timeout_s: float) -> float:
         """Ask every broker that has no request for the partitions it leads. Returns for how long to wait."""
@@ -165,6 +167,7 @@ class LongPoll:
 
     def _ask(self, node: int, wanted: list[Followed]) -> None:
         manager = self._cluster.manager
+        asked_ms = _now_ms()
 
         async def ask() -> Any:
             connection = manager.get_connection(node)
@@ -176,7 +179,7 @@ class LongPoll:
             del self._asked[node]
             for each in wanted:
                 each.asked = False
-            self._results.append((wanted, response, error))
+            self._results.append((wanted, asked_ms, response, error))
             self._arrived.is_done = True
 
         self._asked[node] = wanted
@@ -204,10 +207,11 @@ class LongPoll:
 
     # ---- responses -----------------------------------------------------------------------------------
 
-    def _answered(self, asked: list[Followed], response: Any) -> Iterator[tuple[TopicPartition, Chunk]]:
+    def _answered(self, asked: list[Followed], asked_ms: int, response: Any) -> Iterator[tuple[TopicPartition, Chunk]]:
         if response.error_code:
             self._refused(asked, int(response.error_code), whole=True)
             return
+        as_of_ms = _as_of_ms(asked_ms, response)
         waiting = {(each.topic, each.partition): each for each in asked}
         for topic in response.responses:
             name = topic.topic or self._names.get(str(topic.topic_id), "")
@@ -223,6 +227,7 @@ class LongPoll:
                     continue
                 each.attempt, each.not_before, each.unknown_since = 0, 0.0, None
                 each.last_stable_offset, each.answered_at = int(answer.last_stable_offset), time.monotonic()
+                each.as_of_ms = as_of_ms
                 yield from self._records(each, answer, first=each is asked[0])
 
     def _records(self, each: Followed, answer: Any, *, first: bool) -> Iterator[tuple[TopicPartition, Chunk]]:
@@ -317,9 +322,16 @@ class _Arrived:
     is_done = False
 
 
-def created_again(topic: str) -> UnknownTopicError:
-    return UnknownTopicError(
-        f"Topic {topic} was deleted and created again while it was followed",
-        topic=topic,
-        next_step="start again: what was read belongs to the earlier topic",
+def _as_of_ms(asked_ms: int, response: Any) -> int:
+    """At least up to when a response knows what was committed, epoch milliseconds.
+
+    A broker answers at any time after the request. Only if it has nothing to return it waits for as long as it may.
+    """
+    waited = not response.throttle_time_ms and not any(
+        answer.error_code or answer.records for topic in response.responses for answer in topic.partitions
     )
+    return min(_now_ms(), asked_ms + MAX_WAIT_MS) if waited else asked_ms
+
+
+def _now_ms() -> int:
+    return int(time.time() * 1000)

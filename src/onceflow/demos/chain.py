@@ -8,9 +8,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import random
-import shutil
 import sys
-import tempfile
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,14 +18,13 @@ from typing import Any, ClassVar
 
 from rich.table import Table
 
-from onceflow.broker.local import LocalBroker
-from onceflow.broker.process import admin_client
 from onceflow.client.deadline import Deadline
 from onceflow.demos.audit import Expected, Findings, Message, Origin, compare
 from onceflow.demos.display import Display, print_result, services_table, topics_table
 from onceflow.demos.generator import Generator, Input
 from onceflow.demos.harness import Kill, Service, Supervisor, plan_kills, plan_losses
 from onceflow.demos.reading import GroupLag, Tally, read_topic
+from onceflow.demos.workplace import workplace
 from onceflow.errors import OptionError
 from onceflow.testing.broker import create_topic
 
@@ -362,32 +359,8 @@ def run_chain(kind: type[Chain], choices: Choices) -> dict[str, Any]:
             next_step=f"use at least --records {least}, or fewer --kills",
         )
     deadline = Deadline(choices.timeout_s, f"the demo {kind.name}")
-    folder = Path(tempfile.mkdtemp(prefix="onceflow-demo-"))
-    keep = False
-    try:
-        with contextlib.ExitStack() as stack:
-            servers = choices.bootstrap_servers
-            if servers is None:
-                sys.stderr.write("starting a broker\n")
-                servers = stack.enter_context(LocalBroker(folder / "broker", heap="512m")).bootstrap_servers
-            chain = kind(choices, servers, folder, deadline)
-            result = chain.run()
-            keep = result["verdict"] != "passed"
-            if choices.bootstrap_servers is not None and not keep:
-                _delete(servers, [*chain.topics.values(), *chain.more_topics()])
-            return result
-    except Exception:
-        keep = True
-        raise
-    finally:
-        if keep:
-            sys.stderr.write(f"logs and data are kept in {folder}\n")
-        else:
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-def _delete(bootstrap_servers: str, topics: list[str]) -> None:
-    with admin_client(bootstrap_servers, {}) as admin:
-        for future in admin.delete_topics(topics, operation_timeout=30).values():
-            with contextlib.suppress(Exception):  # the audit is done; a topic that stays does no harm
-                future.result(30)
+    with workplace(choices.bootstrap_servers) as place:
+        chain = kind(choices, place.servers, place.folder, deadline)
+        result = chain.run()
+        place.end(result, [*chain.topics.values(), *chain.more_topics()])
+        return result

@@ -28,6 +28,8 @@ from onceflow.errors import DeadlineExceededError, OnceflowError
 from onceflow.hooks import STEPS, VARIABLE
 from onceflow.testing.faults import fault
 
+# In place of a step, of a kill that was not planned for one.
+NOW = "now"
 # A service that is just starting stops when it has started.
 STOP_S = 60.0
 TIDY_UP_S = 5.0
@@ -173,6 +175,13 @@ class Service:
             )
         self._reader = threading.Thread(target=self._read, args=(self._child.stdout,), daemon=True)
         self._reader.start()
+
+    def kill(self, *, loses_state: bool = False) -> None:
+        """SIGKILL at this moment, in place of a planned one; `check` starts the process again."""
+        self._kills.insert(0, Kill(NOW, loses_state=loses_state))
+        self._marker.touch()
+        if self._child is not None:
+            self._child.kill()
 
     def check(self) -> None:
         """Start again what a planned kill has ended, without its local state if that is planned.
@@ -326,6 +335,11 @@ class Supervisor:
                         service.wait(end - time.monotonic())
         finally:
             self._destroy()
+
+    def add(self, service: Service) -> None:
+        """One more service, which is started now."""
+        self.services.append(service)
+        service.start()
 
     @property
     def kills(self) -> int:

@@ -96,6 +96,7 @@ class BatchCommit:
         self._joins = joins
         self._state = state
         self._settings = settings
+        self._cores = cores
         self._delivery = delivery
         self._numbering = numbering
         self._options = options
@@ -155,6 +156,7 @@ class BatchCommit:
         attempt.begun_at = time.monotonic()
         progress: Progress | None = None
         if self._delivery.progress_first:
+            self._joins.prepare(df, self._cores)
             progress = self.progress = self._move_progress(attempt, ())
         with timed(summary, "write"):
             parts = self._write(df, attempt)
@@ -198,7 +200,7 @@ class BatchCommit:
         if self._numbering is not None:
             self._numbering.planned(spark_batch_id, source)
         self._writer.refresh_targets()
-        self._joins.pin()
+        self._joins.pin(self._writer.deadline)
         hooks.at("plan", where="driver", flow=self._names.flow, batch=batch)
         if self._state is not None:
             self._state.planned(source)
@@ -206,7 +208,7 @@ class BatchCommit:
 
     def plan_without_records(self, batch: int) -> None:
         """As `plan`, for a batch that only fires timers: its range is empty."""
-        self._joins.pin()
+        self._joins.pin(self._writer.deadline)
         hooks.at("plan", where="driver", flow=self._names.flow, batch=batch)
         self._writer.refresh_targets()
 
@@ -216,8 +218,7 @@ class BatchCommit:
         It must run: Spark's next batch needs the state that this batch makes, and takes its watermark from the plan
         that was executed (Spark: MicroBatchExecution, WatermarkTracker).
         """
-        self._joins.publish(df, self.progress.time_ms)
-        df.write.format("noop").mode("append").save()
+        self._joins.drain(df, self.progress)
 
     def _begin(self, df: DataFrame, attempt: Attempt) -> ProducerIdAndEpoch:
         """Get a new epoch for this attempt (I3), and put it where the tasks of this thread's jobs can read it."""
@@ -229,7 +230,7 @@ class BatchCommit:
         }
         df.sparkSession.sparkContext.setLocalProperty("onceflow.transaction", json.dumps(described))
         now_ms = progress_log.now_ms()
-        self._joins.publish(df, now_ms)
+        self._joins.begin(df, now_ms)
         if self._state is not None:
             owner = str(self._delivery.transactional_id), producer
             self._state.prepare(df, self._settings, owner, again=attempt.summary.attempts > 1)
@@ -341,7 +342,7 @@ class BatchCommit:
     def learn(self, problem: BaseException) -> bool:
         """Learn from the failure for the next attempt. Returns whether the failed attempt is not counted: it had to
         bring local copies up to date, which stay."""
-        read = self._joins.failed(problem)
+        read = self._joins.failed(problem, self._writer.deadline)
         restored = self._state is not None and self._state.failed(problem)
         return read or (restored and isinstance(problem, TransactionTimeoutError | DeadlineExceededError))
 

@@ -4,30 +4,70 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame
 
 from onceflow.client.cluster import Cluster
 from onceflow.client.deadline import Deadline
-from onceflow.client.long_poll import created_again
 from onceflow.client.offsets import LATEST, list_offsets
 from onceflow.client.settings import ClientSettings
-from onceflow.errors import UnknownTopicError
-from onceflow.messages import JOINED_PROPERTY, JoinOrder
+from onceflow.errors import (
+    BadRecordError,
+    DeadlineExceededError,
+    OnceflowError,
+    PermissionDeniedError,
+    ProgressConflictError,
+    SchemaError,
+    UnknownTopicError,
+    located,
+)
+from onceflow.messages import JOINED_PROPERTY, CopiesOrder, JoinOrder
 from onceflow.planning.join_columns import columns_of_join
+from onceflow.protocol.position import Position
 from onceflow.protocol.progress import Progress
+from onceflow.spark.jvm import SPARK_ERRORS
+from onceflow.spark.master import is_local
 from onceflow.spark.shuffles import drop_shuffles
+from onceflow.state.compacted_topic import CompactedTopic, find_compacted
 from onceflow.state.joins.copies import INEXACT
 from onceflow.state.joins.spec import Ends, JoinSpec
-from onceflow.task.join_task import JoinTask
+from onceflow.state.topics import check_readable
+from onceflow.task.join_task import CopiesTask, JoinTask
 
 _LOOK_EVERY_S = 10.0
-_PIN_S = 30.0
+_INEXACT_TOPICS = re.compile(re.escape(INEXACT) + r": ([\w.,-]+)")
+# As a worker's traceback shows it.
+_BAD_RECORD = re.compile(
+    r"onceflow\.errors\.BadRecordError: (.+) \[flow=[^,\]]*, topic=([^\]]*)\]\n  detail: (.*)\n  next step: (.*)"
+)
+_RESUME = 'on_checkpoint_conflict="resume"'
 _MOVES = 30  # attempts that are not counted, because a host has read its copies in them
+
+
+def find_joined(cluster: Cluster, topic: str, deadline: Deadline) -> CompactedTopic:
+    """Look up a table that a flow joins with, and check that it may be read: no batch has to find out.
+
+    Raises:
+        UnknownTopicError, PermissionDeniedError: it does not exist, or may not be read.
+        OptionError: it is not compacted.
+    """
+    try:
+        found = find_compacted(cluster, topic, deadline)
+        check_readable(cluster, list_offsets(cluster, {topic: [0]}, LATEST, deadline), deadline)
+    except PermissionDeniedError as error:
+        raise PermissionDeniedError(
+            f"This principal may not read table {topic}",
+            topic=topic,
+            detail=error.detail,
+            next_step=f"grant READ on the topic {topic}",
+        ) from error
+    return found
 
 
 def join_frame(
@@ -40,45 +80,82 @@ def join_frame(
     """
     wanted, added = columns_of_join(df, spec, on=on, how=how, columns=columns, flow=flow)
     order = JoinOrder(spec, settings, on, how == "inner", added, isinstance(columns, str), flow)
-    return df.mapInArrow(JoinTask(order), wanted)
+    try:
+        return df.mapInArrow(JoinTask(order), wanted)
+    except PySparkException as error:
+        raise SchemaError(
+            "Spark cannot give all columns of the DataFrame to Python",
+            flow=flow,
+            detail=str(error).splitlines()[0],
+            next_step="before join_table, drop or cast columns of types that Arrow lacks, such as INTERVAL YEAR",
+        ) from error
 
 
 class Joins:
     """The joined tables of one query.
+
+    Args:
+        specs: one for each call of ``Flow.join_table`` and each table of a process step. Several may have one topic.
 
     Attributes:
         ends: the offsets at which the current batch sees them, by topic and partition. They stay the same for all
             attempts of the batch.
     """
 
-    def __init__(self, specs: Sequence[JoinSpec], cluster: Cluster, progress: Progress, *, flow: str) -> None:
+    def __init__(
+        self,
+        specs: Sequence[JoinSpec],
+        cluster: Cluster,
+        progress: Progress,
+        *,
+        settings: ClientSettings,
+        flow: str,
+    ) -> None:
         self._specs = {spec.topic: spec for spec in specs}
+        self._every = tuple(specs)
         self._cluster = cluster
+        self._settings = settings
         self._flow = flow
         self._looked_at: float | None = None
         self._moves = 0
         self._has_moved = False
+        self._now_ms = 0
         self.ends: Ends = {topic: ends for topic, ends in progress.joined.items() if topic in self._specs}
 
-    def pin(self) -> None:
+    # ---- offsets -------------------------------------------------------------------------------------
+
+    def pin(self, deadline: Callable[[str], Deadline]) -> None:
         """Fix the offsets for the next batch: everything that is committed now.
+
+        Args:
+            deadline: of the writer, made from what is being done.
 
         Raises:
             UnknownTopicError: a topic was deleted, created again, or has another number of partitions.
+            DeadlineExceededError: partitions of a topic have no leader, or it does not answer.
         """
         if not self._specs:
             return
         self._moves = 0
-        self._pin()
+        self._pin(deadline)
 
-    def failed(self, problem: BaseException) -> bool:
+    def failed(self, problem: BaseException, deadline: Callable[[str], Deadline]) -> bool:
         """Fix newer offsets, if an attempt has failed because a table cannot be seen as it was at the old ones.
 
         Returns whether the next attempt gets further: the copies that were read are exact from now on.
+
+        Raises:
+            BadRecordError: a task could not read a key or a value; no other attempt can.
         """
-        if not self._specs or INEXACT not in str(problem):
+        if not self._specs:
             return False
-        self._pin()
+        text = str(problem)
+        if INEXACT not in text:
+            if not isinstance(problem, OnceflowError) and (refused := _BAD_RECORD.search(text)):
+                what, topic, detail, next_step = refused.groups()
+                raise BadRecordError(what, flow=self._flow, topic=topic, detail=detail, next_step=next_step)
+            return False
+        self._pin(deadline)
         self._moves += 1
         self._has_moved = True
         return self._moves <= _MOVES
@@ -89,17 +166,55 @@ class Joins:
             drop_shuffles(df)
             self._has_moved = False
 
-    def _pin(self) -> None:
-        deadline = Deadline(_PIN_S, f"looking for the ends of the tables that flow {self._flow} joins with")
-        self._check_topics(deadline)
+    def _pin(self, deadline: Callable[[str], Deadline]) -> None:
+        tables = ", ".join(sorted(self._specs))
+        limit = deadline(f"looking for the ends of table {tables}, at which the batch sees it")
         wanted = {topic: list(range(spec.partitions)) for topic, spec in self._specs.items()}
-        self.ends = {topic: dict(ends) for topic, ends in list_offsets(self._cluster, wanted, LATEST, deadline).items()}
+        try:
+            self._check_topics(limit)
+            found = list_offsets(self._cluster, wanted, LATEST, limit)
+        except DeadlineExceededError as error:
+            raise DeadlineExceededError(
+                error.what,
+                flow=self._flow,
+                topic=tables,
+                detail=error.detail,
+                next_step="check that brokers lead all partitions of the table: kafka-topics.sh --describe --topic "
+                f"{next(iter(self._specs))}; the batch has not begun, a flow that is started again continues with it",
+            ) from error
+        self.ends = {topic: dict(ends) for topic, ends in found.items()}
 
-    def publish(self, df: DataFrame, now_ms: int) -> None:
-        """Put the offsets where the tasks of this thread's jobs can read them."""
+    # ---- a batch -------------------------------------------------------------------------------------
+
+    def begin(self, df: DataFrame, now_ms: int) -> None:
+        """An attempt begins: its tasks see the tables at this time."""
+        self._now_ms = now_ms
+        self.publish(df, self.ends, now_ms)
+
+    def prepare(self, df: DataFrame, cores: Callable[[], int]) -> None:
+        """Bring the copies of all hosts to the offsets of the batch, for a batch that nothing may try again.
+
+        Raises:
+            InexactCopyError: a copy is not exact at its offset. The next attempt has newer offsets.
+            OnceflowError: a table could not be read.
+        """
+        if not self._specs:
+            return
+        spark = df.sparkSession
+        shared = is_local(spark) and all(spec.store.on_disk for spec in self._every)
+        # A task for each core: Spark then gives every executor at least one.
+        tasks = 1 if shared else max(1, cores())
+        task = CopiesTask(CopiesOrder(self._every, self.ends, self._settings))
+        found = spark.sparkContext.parallelize(range(tasks), tasks).map(task).collect()
+        for problem in found:
+            if isinstance(problem, OnceflowError):
+                raise problem
+
+    def publish(self, df: DataFrame, ends: Ends, now_ms: int) -> None:
+        """Put time and offsets where the tasks of this thread's jobs can read them."""
         if self._specs:
             described = json.dumps(
-                {"now_ms": now_ms, "ends": {topic: sorted(ends.items()) for topic, ends in self.ends.items()}}
+                {"now_ms": now_ms, "ends": {topic: sorted(by_part.items()) for topic, by_part in ends.items()}}
             )
             df.sparkSession.sparkContext.setLocalProperty(JOINED_PROPERTY, described)
 
@@ -110,12 +225,72 @@ class Joins:
                 df.sparkSession.sparkContext.setLocalProperty(JOINED_PROPERTY, None)  # type: ignore[arg-type]
 
     def progress(self, progress: Progress) -> Progress:
-        """The progress of the batch, completed with the offsets at which it has seen the tables."""
+        """The progress of the batch, completed with the offsets and the time at which it has seen the tables."""
         if not self._specs:
-            return replace(progress, joined={})
+            return replace(progress, joined={}, joined_ms=None)
         # Of a topic that the flow has read as a source, the id belongs to the offsets in progress.
         ids = {topic: spec.topic_id for topic, spec in self._specs.items() if topic not in progress.offsets}
-        return replace(progress, joined=self.ends, topic_ids={**progress.topic_ids, **ids})
+        topic_ids = {**progress.topic_ids, **ids}
+        return replace(progress, joined=self.ends, joined_ms=self._now_ms, topic_ids=topic_ids)
+
+    # ---- drain ---------------------------------------------------------------------------------------
+
+    def drain(self, df: DataFrame, progress: Progress) -> None:
+        """Run a committed batch for Spark's state only, with the tables as the batch has seen them.
+
+        Raises:
+            ProgressConflictError: they cannot be seen like that any more.
+        """
+        for topic, spec in self._specs.items():
+            if topic not in progress.joined:
+                raise self._not_drained(
+                    progress,
+                    topic,
+                    f"the query joins with {topic} now, and did not join with it then",
+                    instead="start the flow once with the query as it was",
+                )
+            recorded = progress.topic_ids.get(topic)
+            if recorded not in (None, spec.topic_id):
+                raise self._not_drained(
+                    progress,
+                    topic,
+                    f"topic {topic} was deleted and created again since",
+                    detail=f"topic id {spec.topic_id}, in the progress record {recorded}",
+                )
+        # A progress record of an earlier version has no such time. It was written a moment later.
+        now_ms = progress.time_ms if progress.joined_ms is None else progress.joined_ms
+        self.publish(df, progress.joined, now_ms)
+        try:
+            df.write.format("noop").mode("append").save()
+        except SPARK_ERRORS as error:
+            inexact = _INEXACT_TOPICS.search(str(error))
+            if inexact is None:
+                raise
+            raise self._not_drained(
+                progress,
+                inexact[1],
+                f"topic {inexact[1]} was compacted since, so its rows as they were then are lost",
+                detail=f"the batch saw {Position(progress.joined)}",
+                instead="start the flow on a host with its local copies from that time (state_dir)",
+            ) from None
+
+    def _not_drained(
+        self, progress: Progress, topic: str, why: str, *, detail: str = "", instead: str = ""
+    ) -> ProgressConflictError:
+        """A committed batch that Spark's state lacks, and why it cannot be added."""
+        choices = [
+            instead,
+            f"continue at the committed offsets with empty Spark state: give an empty folder and {_RESUME}",
+            f"read everything again: `onceflow reset {self._flow}` and an empty folder",
+        ]
+        return ProgressConflictError(
+            f"Batch {progress.batch_id} is committed, but it cannot be run again for Spark's state: {why}",
+            flow=self._flow,
+            topic=topic,
+            batch=progress.batch_id,
+            detail=detail,
+            next_step="; ".join(f"{number}. {choice}" for number, choice in enumerate(filter(None, choices), 1)),
+        )
 
     def _check_topics(self, deadline: Deadline) -> None:
         now = time.monotonic()
@@ -124,8 +299,8 @@ class Joins:
         found = self._cluster.topics(self._specs, deadline, patient=True)
         self._looked_at = now
         for topic, spec in self._specs.items():
-            if found[topic].topic_id != spec.topic_id:
-                raise created_again(topic).locate(flow=self._flow)
+            with located(flow=self._flow):
+                found[topic].check_same(spec.topic_id)
             if found[topic].partitions != spec.partitions:
                 raise UnknownTopicError(
                     f"Topic {topic} has {found[topic].partitions} partitions now, it had {spec.partitions}",

@@ -166,7 +166,8 @@ def _merge(into: TopicOffsets, more: TopicOffsets, name: str) -> None:
                 f"Topic {topic!r} is read twice in one query",
                 topic=topic,
                 detail=Path(name).name,
-                next_step="call Flow.read once and use the DataFrame twice, or use one flow for each",
+                next_step="Spark reads a stream once for every place where it is used: make both parts of a union in "
+                "one pass, with CASE or explode(array(struct(...), struct(...))); or use one flow for each",
             )
         into[topic] = partitions
 

@@ -167,7 +167,7 @@ def _sink(
         numbering=location.numbering,
         source_starts={name: dict(source.earliest) for name, source in startup.sources.items()},
         source_partitions={name: len(source.earliest) for name, source in startup.sources.items()},
-        joins=Joins(startup.joins, session.cluster, progress, flow=startup.flow),
+        joins=Joins(startup.joins, session.cluster, progress, settings=startup.settings, flow=startup.flow),
     )
     return BatchSink(commit, query.options, before_first=imports.finish)
 

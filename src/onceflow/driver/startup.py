@@ -23,12 +23,13 @@ from onceflow.client.topics import find_topics
 from onceflow.driver import progress_log
 from onceflow.driver.delivery import ExactlyOnce
 from onceflow.driver.driver_session import DriverSession
+from onceflow.driver.joins import find_joined
 from onceflow.driver.step_tables import ensure_table
 from onceflow.driver.targets import load_targets
 from onceflow.durations import duration_ms
 from onceflow.errors import BatchAbortedError, OnceflowError, OptionError, located
 from onceflow.planning import process, source_starts
-from onceflow.planning.joins import check_co_partitioned, join_spec
+from onceflow.planning.joins import join_spec
 from onceflow.planning.options import SinkOptions
 from onceflow.planning.process import Step, StepOptions
 from onceflow.planning.read_options import ReadOptions
@@ -36,7 +37,6 @@ from onceflow.planning.source_starts import SourceTopic
 from onceflow.protocol.names import Names, OwnTopics
 from onceflow.protocol.progress import PROGRESS_TOPIC, Progress
 from onceflow.state.api.processor import ColumnProcessor, Processor
-from onceflow.state.compacted_topic import find_compacted
 from onceflow.state.joins.spec import JoinSpec, JoinTable
 
 log = logging.getLogger("onceflow")
@@ -239,7 +239,7 @@ class Startup:
             OptionError: it is not compacted.
         """
         with located(flow=self.flow, topic=table.topic):
-            found = find_compacted(self.session.cluster, table.topic, self.deadline())
+            found = find_joined(self.session.cluster, table.topic, self.deadline())
         key = self.names.progress_key
         return join_spec(name, table, found, flow_key=key, run=self._run, local=local, state_dir=state_dir)
 
@@ -260,16 +260,15 @@ class Startup:
             joins: tables that the processor looks up rows in.
 
         Raises:
-            ProgressConflictError, PermissionDeniedError: see `ensure_table`.
+            ProgressConflictError, PermissionDeniedError, UnknownTopicError, OptionError: see `ensure_table`.
         """
         deadline = Deadline(START_SECONDS, f"preparing table {options.table} of flow {self.flow}")
         with located(flow=self.flow, topic=options.table):
             before = self.known_progress()
             counts = {name: len(source.earliest) for name, source in self.sources.items()}
             topics, progress = ensure_table(
-                self.session.cluster, options, processor, before, counts, deadline, flow=self.flow
+                self.session.cluster, options, processor, joins, before, counts, deadline, flow=self.flow
             )
-            check_co_partitioned(joins, options.table, topics.partitions, self.flow)
             if progress is not before:
                 self._commit(progress, deadline)
         spec = process.make_spec(

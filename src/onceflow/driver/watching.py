@@ -15,16 +15,15 @@ from collections.abc import Callable, Mapping, Sequence
 from onceflow.client.brokers import StableOffsets, held_back
 from onceflow.client.cluster import Cluster
 from onceflow.client.deadline import Deadline
+from onceflow.client.outage import Outage
 from onceflow.client.settings import ClientSettings
 from onceflow.errors import BrokerUnreachableError, DeadlineExceededError, OnceflowError
 
 log = logging.getLogger("onceflow")
 
-#: In seconds: how often it checks, how long a transaction may be open before a warning, and the time between two
-#: warnings that no broker answers.
+#: In seconds: how often it checks, and how long a transaction may be open before a warning.
 INTERVAL_S = 20.0
 WARN_AFTER_S = 60.0
-WARN_AGAIN_S = 60.0
 _LOOK_S = 10.0
 _END_S = 2.0
 
@@ -49,7 +48,7 @@ class Watch:
         self._flow = flow
         self._over = over
         self._answered_at = time.monotonic()
-        self._warned_at: float | None = None  # that no broker answers; None: one does
+        self._outage = Outage(log, f"flow {flow}", "brokers answer again")
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True, name=f"onceflow-watch-{flow}")
         self._thread.start()
@@ -80,20 +79,13 @@ class Watch:
                 cluster.close()
 
     def _unanswered(self, error: OnceflowError) -> None:
-        """No broker has answered: log it, but not at every check."""
-        now = time.monotonic()
-        if self._ending.is_set() or (self._warned_at is not None and now - self._warned_at < WARN_AGAIN_S):
-            return
-        self._warned_at = now
-        log.warning(
-            "flow %s: no broker of %s has answered for %.0f s; nothing is lost, it continues when one answers (%s)",
-            self._flow,
-            self._settings.bootstrap_servers,
-            now - self._answered_at,
-            error.detail,
-        )
+        if not self._ending.is_set():
+            silent_s = time.monotonic() - self._answered_at
+            self._outage.warn(
+                f"no broker of {self._settings.bootstrap_servers} has answered for {silent_s:.0f} s; nothing is lost, "
+                f"it continues when one answers ({error.detail})"
+            )
 
     def _answered(self) -> None:
-        if self._warned_at is not None:
-            log.warning("flow %s: brokers answer again", self._flow)
-        self._warned_at, self._answered_at = None, time.monotonic()
+        self._outage.end()
+        self._answered_at = time.monotonic()

@@ -40,6 +40,15 @@ _ALIASES = {
     "str": "string",
     "bytes": "binary",
 }
+# By the serde of a table's keys: what they are, the type to cast to, and the types of columns that can be written so.
+_Keys = tuple[str, str, tuple[type[T.DataType], ...]]
+_WHOLE = (T.ByteType, T.ShortType, T.IntegerType, T.LongType)
+_KEYS: dict[Any, _Keys] = {
+    **dict.fromkeys((None, serdes.STRING, serdes.BYTES), ("bytes or text", "string", (T.StringType, T.BinaryType))),
+    serdes.LONG: ("64-bit integers", "bigint", _WHOLE),
+    serdes.DOUBLE: ("floats", "double", (T.FloatType, T.DoubleType, *_WHOLE)),
+}
+_ANY: _Keys = ("", "", ())
 _RAW: dict[Any, str] = {serdes.STRING: "string", serdes.LONG: "bigint", serdes.DOUBLE: "double"}
 
 
@@ -53,13 +62,21 @@ def columns_of_join(
     """
     if how not in HOW:
         raise OptionError(f"how={how!r} is unknown", flow=flow, next_step=f"use one of {', '.join(HOW)}")
-    fields = {field.name: field.dataType for field in df.schema.fields}
-    _check_key(on, fields, spec, flow)
+    names = df.schema.fieldNames()
+    twice = [name for name in names if names.count(name) > 1]
+    if twice:
+        raise SchemaError(
+            f"The DataFrame has two columns {twice[0]!r}", flow=flow, next_step="drop or rename one of them"
+        )
+    _check_key(on, {field.name: field.dataType for field in df.schema.fields}, spec, flow)
     added, schema = _added(columns, spec, flow)
+    exact = str(df.sparkSession.conf.get("spark.sql.caseSensitive", "false")).lower() == "true"
+    known = {name if exact else name.lower(): name for name in names}
     for name in added.fieldNames():
-        if name in fields:
+        same = known.get(name if exact else name.lower())
+        if same is not None:
             raise OptionError(
-                f"The DataFrame has a column {name!r} already",
+                f"The DataFrame has a column {same!r} already",
                 flow=flow,
                 next_step="give the column of the table another name, or drop or rename the other one",
             )
@@ -68,15 +85,24 @@ def columns_of_join(
 
 def _check_key(on: str, fields: Mapping[str, T.DataType], spec: JoinSpec, flow: str) -> None:
     if on not in fields:
+        nested = f'; for a field of a struct, first .withColumn("{on.split(".")[-1]}", col("{on}"))' * ("." in on)
         raise SchemaError(
-            f"The DataFrame has no column {on!r}", flow=flow, next_step=f"on= is one of {', '.join(sorted(fields))}"
-        )
-    if spec.key is None and not isinstance(fields[on], (T.StringType, T.BinaryType)):
-        raise SchemaError(
-            f"Keys of table {spec.topic} are bytes or text; column {on!r} is {fields[on].simpleString()}",
+            f"The DataFrame has no column {on!r}",
             flow=flow,
-            next_step=f"cast it, .withColumn({on!r}, col({on!r}).cast('string')), or give the table a key serde: "
-            "JoinTable(topic, key=serdes.LONG)",
+            next_step=f"on= is one of {', '.join(sorted(fields))}{nested}",
+        )
+    what, cast, types = _KEYS.get(spec.key, _ANY) if spec.key is None or isinstance(spec.key, serdes.Serde) else _ANY
+    if isinstance(spec.key, serdes.Struct):
+        what, cast, types = f"dicts for {spec.key!r}", "", (T.StructType,)
+    if types and not isinstance(fields[on], (*types, T.NullType)):
+        steps = [
+            *([f"cast it, .withColumn({on!r}, col({on!r}).cast({cast!r}))"] if cast else []),
+            "give the table the serde that its keys are written with: JoinTable(topic, key=serdes.LONG)",
+        ]
+        raise SchemaError(
+            f"Keys of table {spec.topic} are {what}; column {on!r} is {fields[on].simpleString()}",
+            flow=flow,
+            next_step=", or ".join(steps),
         )
 
 
@@ -92,6 +118,12 @@ def _added(columns: Any, spec: JoinSpec, flow: str) -> tuple[T.StructType, pa.Sc
                 f"Fields of table {spec.topic} are asked for, but its values are no documents with fields",
                 flow=flow,
                 next_step="give JoinTable(topic, value=serdes.JSON) or a struct, or columns='name' for the whole value",
+            )
+        if isinstance(spec.value, serdes.Struct) and (unknown := sorted(set(listed) - set(spec.value.fields))):
+            raise OptionError(
+                f"Values of table {spec.topic} have no field {unknown[0]!r}",
+                flow=flow,
+                next_step=f"their fields are {', '.join(spec.value.fields)}",
             )
     else:
         raise OptionError(

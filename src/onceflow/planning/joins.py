@@ -114,7 +114,6 @@ def join_spec(
         run=run,
         state_dir=default if given is None else Path(given),
         tombstone_ms=found.tombstone_ms,
-        snapshots=found.snapshots,
     )
 
 

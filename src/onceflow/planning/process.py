@@ -303,3 +303,9 @@ def make_spec(
 def side_topics(steps: Mapping[str, Step]) -> dict[str, str]:
     """Topics of dead letters and of late records, and which of the two each is for."""
     return {topic: role for step in steps.values() for topic, role in step.spec.side_topics.items()}
+
+
+def side_topics_of(options: StepOptions) -> dict[str, str]:
+    """As `side_topics`, of a step that is not made yet."""
+    named = {"dead letter": options.dead_letter_topic, "late": options.late_topic}
+    return {topic: role for role, topic in named.items() if topic is not None}

@@ -386,7 +386,7 @@ def error_for(
     denied = _DENIED.get(api) if row.name == "TOPIC_AUTHORIZATION_FAILED" else None
     return row.error(
         row.meaning,
-        next_step=row.next_step if denied is None else f"grant {denied} on the topic to driver and tasks.",
+        next_step=row.next_step if denied is None else f"grant {denied} on the topic.",
         flow=flow,
         topic=topic,
         batch=batch,

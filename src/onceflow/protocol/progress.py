@@ -72,6 +72,7 @@ class Progress:
         watermark_ms: event-time watermark for the next batch, epoch milliseconds.
         tables: name of the table topic -> other facts about the table.
         joined: at which offsets the batch has seen the topics that the flow joins with, in the form of ``offsets``.
+        joined_ms: the time of the batch for these topics: rows that had expired then were hidden from it.
         outputs: topics that the batch has written to, without table topics.
         producer_id, producer_epoch: those of the batch's transaction. With them a start finds out whether pending
             changes of a local store are committed, and which undecided records belong to the batch. -1: unknown.
@@ -89,6 +90,7 @@ class Progress:
     watermark_ms: int | None = None
     tables: Mapping[str, TableProgress] = field(default_factory=dict)
     joined: Offsets = field(default_factory=dict)
+    joined_ms: int | None = None
     outputs: tuple[str, ...] = ()
     producer_id: int = -1
     producer_epoch: int = -1
@@ -122,6 +124,8 @@ def encode(progress: Progress) -> tuple[bytes, bytes]:
         content |= {"producer_id": int(progress.producer_id), "producer_epoch": int(progress.producer_epoch)}
     if progress.joined:
         content["joined"] = _plain(progress.joined)
+    if progress.joined_ms is not None:
+        content["joined_ms"] = int(progress.joined_ms)
     if progress.outputs:
         content["outputs"] = list(progress.outputs)
     if progress.tables:
@@ -179,6 +183,7 @@ def decode(key: bytes | None, value: bytes) -> Progress:
         watermark_ms=None if watermark_ms is None else _take(content, name, "watermark_ms", int),
         tables=_tables(content, name) if "tables" in content else {},
         joined=_offsets(content, name, "joined") if "joined" in content else {},
+        joined_ms=_take(content, name, "joined_ms", int) if "joined_ms" in content else None,
         outputs=_topics(content, name) if "outputs" in content else (),
         producer_id=_take(content, name, "producer_id", int) if "producer_id" in content else -1,
         producer_epoch=_take(content, name, "producer_epoch", int) if "producer_epoch" in content else -1,

@@ -2,46 +2,34 @@
 
 from __future__ import annotations
 
-import logging
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Annotated, Any
-from urllib.parse import unquote_to_bytes
 
 import orjson
 from fastapi import FastAPI, Header, Query, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
 
 from onceflow._version import __version__
 from onceflow.errors import OnceflowError
 from onceflow.server import documents
 from onceflow.server.changes import changes_of
 from onceflow.server.documents import responses
-from onceflow.server.formats import Format
-from onceflow.server.local import NotHereError
-from onceflow.server.peers import not_here, peer_routes
-from onceflow.server.problems import Problem, unavailable
+from onceflow.server.problems import Problem, disconnected, failed
 from onceflow.server.ranges import Wanted, as_lines, as_page
 from onceflow.server.requests import (
-    KeyEncoding,
-    MaxStaleness,
-    MinPosition,
-    ValueEncoding,
-    Wait,
-    cursor_of,
+    AgeParameters,
+    ChangesParameters,
+    LookupParameters,
+    RangeParameters,
     key_in_path,
-    text_key,
-    wish_of,
+    unknown_parameter,
 )
-from onceflow.server.seen import Seen, Wish
-from onceflow.server.service import Served, Service
-from onceflow.state import rows
-
-log = logging.getLogger("onceflow.server")
+from onceflow.server.service import Service
+from onceflow.server.short_way import answer, one_key
 
 _KEYS_BODY = {
     "requestBody": {
@@ -71,68 +59,12 @@ def make_app(service: Service, at_end: Callable[[], Awaitable[None]]) -> FastAPI
     app.add_exception_handler(OnceflowError, _failed)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _http)
-    app.add_exception_handler(NotHereError, not_here)
-    app.include_router(peer_routes(service))
+    app.add_exception_handler(ClientDisconnect, _disconnected)
     _add_state(app, service)
     _add_lookups(app, service)
     _add_range(app, service)
     _add_changes(app, service)
     return app
-
-
-class ShortWay:
-    """An ASGI application around that of FastAPI, which answers lookups of one key without parameters itself.
-
-    FastAPI takes most of the time of such a request, only to find out that there are no parameters.
-    """
-
-    def __init__(self, app: FastAPI, service: Service) -> None:
-        self._app = app
-        self._service = service
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        parts = scope.get("raw_path", b"").split(b"/", 4)
-        topic = parts[2].decode() if len(parts) == 5 and parts[1] == b"tables" and parts[3] == b"keys" else None
-        if topic not in self._service.tables or scope["query_string"] or scope["method"] != "GET":
-            await self._app(scope, receive, send)
-            return
-        wish = Wish(until=time.monotonic() + self._service.limits.wait_s)
-        try:
-            served = self._service.table(topic)
-            response = await one_key(served, unquote_to_bytes(parts[4]), served.format, wish)
-        except Problem as problem:
-            response = problem.response()
-        except OnceflowError as error:
-            response = _failed_response(error)
-        await response(scope, receive, send)
-
-
-async def one_key(served: Served, path_key: bytes, written: Format, wish: Wish) -> Response:
-    """The value of a key.
-
-    Args:
-        path_key: as it stands in the path, without percent-encoding.
-
-    Raises:
-        Problem: 400, the key is invalid; 404, there is none; 422, its value does not fit the format; 503, not now.
-    """
-    topic = served.topic
-    key = written.keys.key(text_key(path_key))
-    raw, seen = await served.routed.get(key, wish)
-    found = {"table": topic, "key": written.keys.show(key), **seen.members(topic)}
-    if raw is None:
-        raise Problem(404, f"Table {topic} has no such key", headers=seen.headers(topic), more=found)
-    value, error = written.value(raw)
-    if error:
-        next_step = "ask with value_encoding=base64"
-        raise Problem(422, error, next_step=next_step, headers=seen.headers(topic), more=found)
-    found["value"] = value
-    return answer(found, topic, seen)
-
-
-def answer(document: Any, topic: str, seen: Seen) -> Response:
-    """A JSON document with the headers that say how old it is."""
-    return Response(orjson.dumps(document), 200, seen.headers(topic), "application/json")
 
 
 def _add_state(app: FastAPI, service: Service) -> None:
@@ -164,21 +96,10 @@ def _add_state(app: FastAPI, service: Service) -> None:
 
 def _add_lookups(app: FastAPI, service: Service) -> None:
     @app.get("/tables/{table}/keys/{key:path}", responses=responses(documents.ValueDocument), summary="One key")
-    async def get(
-        request: Request,
-        table: str,
-        key: str,
-        key_encoding: KeyEncoding = None,
-        value_encoding: ValueEncoding = None,
-        min_position: MinPosition = None,
-        max_staleness: MaxStaleness = None,
-        wait: Wait = None,
-    ) -> Response:
-        wish = wish_of(table, service.limits, min_position, max_staleness, wait)
+    async def get(request: Request, table: str, key: str, given: Annotated[LookupParameters, Query()]) -> Response:
+        wish = given.wish(table, service.limits)
         served = service.table(table)
-        return await one_key(
-            served, key_in_path(request.scope), served.format.wished(key_encoding, value_encoding), wish
-        )
+        return await one_key(served, key_in_path(request.scope), given.format(served.format), wish)
 
     @app.post(
         "/tables/{table}/multi-get",
@@ -186,29 +107,19 @@ def _add_lookups(app: FastAPI, service: Service) -> None:
         openapi_extra=_KEYS_BODY,
         summary="Many keys",
     )
-    async def multi_get(
-        request: Request,
-        table: str,
-        key_encoding: KeyEncoding = None,
-        value_encoding: ValueEncoding = None,
-        min_position: MinPosition = None,
-        max_staleness: MaxStaleness = None,
-        wait: Wait = None,
-    ) -> Response:
+    async def multi_get(request: Request, table: str, given: Annotated[LookupParameters, Query()]) -> Response:
         served = service.table(table)
-        written = served.format.wished(key_encoding, value_encoding)
+        written = given.format(served.format)
         keys = [written.keys.key(each) for each in _keys(await request.body(), service.limits.keys)]
-        wish = wish_of(table, service.limits, min_position, max_staleness, wait)
+        wish = given.wish(table, service.limits)
         values, seen = await served.routed.get_many(keys, wish)
         found = [written.item(key, raw) for key, raw in zip(keys, values, strict=True) if raw is not None]
         return answer({"table": table, "rows": found, **seen.members(table)}, table, seen)
 
     @app.get("/tables/{table}/count", responses=responses(documents.CountDocument), summary="How many keys there are")
-    async def count(
-        table: str, min_position: MinPosition = None, max_staleness: MaxStaleness = None, wait: Wait = None
-    ) -> Response:
+    async def count(table: str, given: Annotated[AgeParameters, Query()]) -> Response:
         served = service.table(table)
-        wish = wish_of(table, service.limits, min_position, max_staleness, wait)
+        wish = given.wish(table, service.limits)
         number, seen = await served.routed.count(wish)
         return answer({"table": table, "count": number, **seen.members(table)}, table, seen)
 
@@ -224,31 +135,13 @@ def _add_range(app: FastAPI, service: Service) -> None:
     )
     async def range_(
         table: str,
-        start: Annotated[str | None, Query(description="The first key. Default: that of the table.")] = None,
-        end: Annotated[str | None, Query(description="The key before which the range ends.")] = None,
-        prefix: Annotated[str | None, Query(description="Only keys that begin with this.")] = None,
-        reverse: Annotated[bool, Query(description="The last key first.")] = False,
-        limit: Annotated[int | None, Query(ge=1, description="Rows. Default: 100, or all if streamed.")] = None,
-        cursor: Annotated[str | None, Query(description="Continue the same request after this.")] = None,
+        given: Annotated[RangeParameters, Query()],
         accept: Annotated[str, Header(description="application/x-ndjson: all rows, streamed line by line.")] = "*/*",
-        key_encoding: KeyEncoding = None,
-        value_encoding: ValueEncoding = None,
-        min_position: MinPosition = None,
-        max_staleness: MaxStaleness = None,
-        wait: Wait = None,
     ) -> Response:
         served = service.table(table)
-        written = served.format.wished(key_encoding, value_encoding)
-        low = b"" if start is None else written.keys.key(start, "start")
-        high = None if end is None else written.keys.key(end, "end")
-        if prefix is not None:
-            begin = written.keys.key(prefix, "prefix")
-            low, high = max(low, begin), _lesser(high, rows.after(begin))
-        if cursor is not None:
-            last = cursor_of(cursor)
-            low, high = (low, _lesser(high, last)) if reverse else (max(low, last + b"\0"), high)
-        wish = wish_of(table, service.limits, min_position, max_staleness, wait)
-        wanted = Wanted(low, high, reverse, limit, wish, written)
+        written = given.format(served.format)
+        low, high = given.bounds(written)
+        wanted = Wanted(low, high, given.reverse, given.limit, given.wish(table, service.limits), written)
         if "application/x-ndjson" in accept:
             return await as_lines(service, served, wanted)
         return await as_page(service, served, wanted)
@@ -263,18 +156,13 @@ def _add_changes(app: FastAPI, service: Service) -> None:
     async def changes(
         request: Request,
         table: str,
-        since: Annotated[
-            str | None, Query(description="Begin at this position. Default: with what is committed from now on.")
-        ] = None,
-        prefix: Annotated[str | None, Query(description="Only keys that begin with this.")] = None,
+        given: Annotated[ChangesParameters, Query()],
         last_event_id: Annotated[str | None, Header(description="As since; browsers send it.")] = None,
-        key_encoding: KeyEncoding = None,
-        value_encoding: ValueEncoding = None,
     ) -> Response:
         served = service.table(table)
-        written = served.format.wished(key_encoding, value_encoding)
-        begin = b"" if prefix is None else written.keys.key(prefix, "prefix")
-        return await changes_of(service, served, last_event_id or since, begin, written)
+        written = given.format(served.format)
+        begin = b"" if given.prefix is None else written.keys.key(given.prefix, "prefix")
+        return await changes_of(service, served, last_event_id or given.since, begin, written)
 
 
 def _keys(body: bytes, keys_max: int) -> list[Any]:
@@ -290,12 +178,6 @@ def _keys(body: bytes, keys_max: int) -> list[Any]:
     return keys
 
 
-def _lesser(one: bytes | None, other: bytes | None) -> bytes | None:
-    if one is None or other is None:
-        return other if one is None else one
-    return min(one, other)
-
-
 def _json(document: Any, status: int = 200) -> Response:
     return Response(orjson.dumps(document), status, media_type="application/json")
 
@@ -307,18 +189,20 @@ async def _problem(_: Request, problem: Exception) -> Response:
 
 async def _failed(_: Request, error: Exception) -> Response:
     assert isinstance(error, OnceflowError)
-    return _failed_response(error)
-
-
-def _failed_response(error: OnceflowError) -> Response:
-    log.error("a request failed: %s", error)
-    return unavailable(error).response()
+    return failed(error).response()
 
 
 async def _invalid(_: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
+    for each in error.errors():
+        if each["type"] == "extra_forbidden":
+            return unknown_parameter(str(each["loc"][-1])).response()
     what = "; ".join(f"{'.'.join(map(str, each['loc'][1:]))}: {each['msg']}" for each in error.errors())
     return Problem(400, what, next_step="look at /docs").response()
+
+
+async def _disconnected(_: Request, __: Exception) -> Response:
+    return disconnected().response()
 
 
 async def _http(_: Request, error: Exception) -> Response:

@@ -18,15 +18,16 @@ from starlette.responses import Response, StreamingResponse
 from onceflow.client.cluster import Cluster
 from onceflow.client.committed import Chunk
 from onceflow.client.deadline import Deadline
-from onceflow.client.long_poll import LongPoll, created_again
+from onceflow.client.long_poll import LongPoll
 from onceflow.client.offsets import LATEST, list_offsets
 from onceflow.client.settings import ClientSettings
 from onceflow.errors import OnceflowError
 from onceflow.protocol.position import Position
 from onceflow.server.formats import Format
-from onceflow.server.problems import Problem, unavailable
+from onceflow.server.problems import Problem, another_topic, unavailable
 from onceflow.server.requests import position_of
 from onceflow.server.service import Served, Service
+from onceflow.state.local.format import is_snapshot
 
 _LOOK_S = 10.0
 _POLL_S = 0.5
@@ -47,8 +48,7 @@ class Tail:
             deadline = Deadline(_LOOK_S, f"looking for the end of topic {topic}")
             self._cluster.connect(deadline)
             info = self._cluster.topic(topic, deadline)
-            if info.topic_id != topic_id:
-                raise created_again(topic)
+            info.check_same(topic_id)
             ends = list_offsets(self._cluster, {topic: sorted(info.leaders)}, LATEST, deadline)[topic]
             ahead = [partition for partition, offset in since.items() if offset > ends.get(partition, -1)]
             if ahead:
@@ -57,6 +57,7 @@ class Tail:
                     f"The position is beyond the end of partition {ahead[0]}",
                     next_step="give a position of this topic; it may have been deleted and created again",
                 )
+            self._topic_id = topic_id
             self.offsets = {partition: since.get(partition, end) for partition, end in ends.items()}
             self._poll = LongPoll(self._cluster, [info], {(topic, at): offset for at, offset in self.offsets.items()})
         except BaseException:
@@ -66,6 +67,10 @@ class Tail:
     def read(self) -> list[tuple[int, Chunk]]:
         """What has been committed; waits a little if that is nothing."""
         return [(partition, chunk) for (_, partition), chunk in self._poll.poll(_POLL_S)]
+
+    def position(self) -> str:
+        """Where it is."""
+        return str(Position({self._topic: self.offsets}, {self._topic: self._topic_id}))
 
     def close(self) -> None:
         self._cluster.close()
@@ -83,18 +88,17 @@ async def changes_of(service: Service, served: Served, since: str | None, prefix
     """
     service.check_stream()
     if served.share.snapshots:
-        raise Problem(
-            400,
-            f"Each record of table {served.topic} is a snapshot of a partition, so there are no changes of keys",
-            next_step="ask for keys or ranges again from time to time",
-        )
-    offsets = {} if since is None else position_of("since", since, served.topic)
+        raise _no_changes(served.topic)
+    topic_id = served.share.topic_id
+    offsets, of_topic = ({}, "") if since is None else position_of("since", since, served.topic)
+    if of_topic not in ("", topic_id):
+        raise another_topic(served.topic)
     # A thread of its own: one of the shared ones would be taken from others for as long as the stream lasts.
     thread = ThreadPoolExecutor(1, f"onceflow-changes-{served.topic}")
     loop = asyncio.get_running_loop()
     settings = service.settings
     try:
-        tail = await loop.run_in_executor(thread, Tail, settings, served.topic, served.share.topic_id, offsets)
+        tail = await loop.run_in_executor(thread, Tail, settings, served.topic, topic_id, offsets)
     except OnceflowError as error:
         thread.shutdown(wait=False)
         raise unavailable(error) from error
@@ -106,39 +110,49 @@ async def changes_of(service: Service, served: Served, since: str | None, prefix
         until = time.monotonic() + service.limits.stream_s
         try:
             with service.stream():
-                yield _event("position", tail.offsets, served.topic, {})
+                yield _event("position", tail, {})
                 told_at = time.monotonic()
                 while not service.stopping and time.monotonic() < until:
                     found = await loop.run_in_executor(thread, tail.read)
-                    text = b"".join(_of_chunks(found, tail.offsets, served.topic, prefix, written))
+                    text = b"".join(_of_chunks(found, tail, served.topic, prefix, written))
                     if not text and time.monotonic() - told_at > _ALIVE_S:
-                        text = _event("position", tail.offsets, served.topic, {})
+                        text = _event("position", tail, {})
                     if text:
                         told_at = time.monotonic()
                         yield text
-        except OnceflowError as error:
-            yield _event("problem", tail.offsets, served.topic, unavailable(error).document())
+        except (OnceflowError, Problem) as error:
+            problem = unavailable(error) if isinstance(error, OnceflowError) else error
+            yield _event("problem", tail, problem.document())
         finally:
             thread.submit(tail.close)
             thread.shutdown(wait=False)
 
-    headers = {"Cache-Control": "no-store", "Onceflow-Position": str(Position({served.topic: tail.offsets}))}
+    headers = {"Cache-Control": "no-store", "Onceflow-Position": tail.position()}
     return StreamingResponse(events(), 200, headers, "text/event-stream")
 
 
 def _of_chunks(
-    found: list[tuple[int, Chunk]], offsets: dict[int, int], topic: str, prefix: bytes, written: Format
+    found: list[tuple[int, Chunk]], tail: Tail, topic: str, prefix: bytes, written: Format
 ) -> Iterator[bytes]:
     for partition, chunk in found:
+        if any(map(is_snapshot, chunk.keys, chunk.values)):
+            raise _no_changes(topic)
         columns = chunk.keys, chunk.values, chunk.offsets.tolist(), chunk.timestamps_ms.tolist()
         for key, value, offset, timestamp_ms in zip(*columns, strict=True):
-            offsets[partition] = offset + 1
+            tail.offsets[partition] = offset + 1
             if key is not None and key.startswith(prefix):
                 more = {"partition": partition, "offset": offset, "timestamp_ms": timestamp_ms}
-                yield _event("change", offsets, topic, {**written.item(key, value), **more})
-        offsets[partition] = chunk.next_offset
+                yield _event("change", tail, {**written.item(key, value), **more})
+        tail.offsets[partition] = chunk.next_offset
 
 
-def _event(kind: str, offsets: Mapping[int, int], topic: str, document: dict[str, Any]) -> bytes:
-    position = str(Position({topic: offsets}))
-    return b"event: %s\nid: %s\ndata: %s\n\n" % (kind.encode(), position.encode(), orjson.dumps(document))
+def _no_changes(topic: str) -> Problem:
+    return Problem(
+        400,
+        f"Each record of table {topic} is a snapshot of a partition, so there are no changes of keys",
+        next_step="ask for keys or ranges again from time to time",
+    )
+
+
+def _event(kind: str, tail: Tail, document: dict[str, Any]) -> bytes:
+    return b"event: %s\nid: %s\ndata: %s\n\n" % (kind.encode(), tail.position().encode(), orjson.dumps(document))

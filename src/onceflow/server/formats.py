@@ -45,7 +45,7 @@ class KeyFormat:
             if self.name == "long" and isinstance(text, int) and not isinstance(text, bool):
                 text = str(text)
             if not isinstance(text, str):
-                raise ValueError("it is not a text")
+                raise Problem(400, f"The {what} {str(text)[:100]} is not a text", next_step='write it in quotes: "7"')
             key = self.parse(text)
         except ValueError as wrong:
             raise Problem(

@@ -11,7 +11,7 @@ from operator import itemgetter
 from typing import TypeVar
 
 from onceflow.errors import OnceflowError
-from onceflow.server.problems import Problem, unavailable
+from onceflow.server.problems import Problem, another_topic, unavailable
 from onceflow.server.seen import Seen, Wish
 from onceflow.state import rows
 from onceflow.state.local.stored_rows import StoredRows, Stores, clock_ms
@@ -67,15 +67,17 @@ class LocalTable:
             lag = progress.lag
             records = None if records is None or lag.records is None else records + lag.records
             ms = None if ms is None or lag.ms is None else max(ms, lag.ms)
-        return Seen(offsets, records, ms)
+        return Seen(offsets, records, ms, self._share.topic_id)
 
     async def wait(self, partitions: Collection[int], wish: Wish) -> Seen:
         """Wait until these partitions are as far as is wished.
 
         Raises:
             NotHereError: they are not all here.
-            Problem: 503, they were not as far in time.
+            Problem: 503, they were not as far in time; 400, the wish is about an earlier topic of this name.
         """
+        if wish.topic_id not in ("", self._share.topic_id):
+            raise another_topic(self._share.topic)
         pause_s = _FIRST_PAUSE_S
         while True:
             if (failure := self._share.failure) is not None:
@@ -119,9 +121,11 @@ class LocalTable:
         self, partitions: Collection[int], low: bytes, high: bytes | None, *, reverse: bool, limit: int
     ) -> tuple[Rows, bool]:
         """The first rows of a range, in the order of keys, and whether these are all."""
+        # Not in the thread: if a copy is damaged and replaced meanwhile, its new store has less than was just said.
+        stores = [self._store(partition) for partition in partitions]
 
         def read() -> tuple[Rows, bool]:
-            scans = [self._scan(partition, low, high, reverse) for partition in partitions]
+            scans = [_scan(store, low, high, reverse) for store in stores]
             merged = scans[0] if len(scans) == 1 else heapq.merge(*scans, key=itemgetter(0), reverse=reverse)
             found: Rows = []
             size = 0
@@ -150,17 +154,18 @@ class LocalTable:
             raise NotHereError([partition])
         return store
 
-    def _scan(self, partition: int, low: bytes, high: bytes | None, reverse: bool) -> Iterator[tuple[bytes, bytes]]:
-        now_ms = clock_ms()
-        first, last = rows.value_key(low), rows.after(rows.VALUE) if high is None else rows.value_key(high)
-        for row_key, row in self._store(partition).scan(first, last, reverse=reverse):
-            value = rows.live_payload(row, now_ms)
-            if value is not None:
-                yield row_key[1:], value
-
     async def _in_thread(self, work: Callable[[], T]) -> T:
         with reading():
             return await asyncio.to_thread(work)
+
+
+def _scan(store: Store, low: bytes, high: bytes | None, reverse: bool) -> Iterator[tuple[bytes, bytes]]:
+    now_ms = clock_ms()
+    first, last = rows.value_key(low), rows.after(rows.VALUE) if high is None else rows.value_key(high)
+    for row_key, row in store.scan(first, last, reverse=reverse):
+        value = rows.live_payload(row, now_ms)
+        if value is not None:
+            yield row_key[1:], value
 
 
 @contextmanager

@@ -9,17 +9,18 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import orjson
 from kafka import KafkaConsumer
 from kafka.coordinator.assignors.abstract import AbstractPartitionAssignor
-from kafka.errors import KafkaError
+from kafka.errors import GroupAuthorizationFailedError, InvalidSessionTimeoutError, KafkaError
 from kafka.protocol.consumer.metadata import ConsumerProtocolAssignment, ConsumerProtocolSubscription
 
 from onceflow.client.library_log import filter_loggers, muted
 from onceflow.client.settings import ClientSettings
+from onceflow.errors import OptionError
 from onceflow.server.assignment import Member, assign
 from onceflow.server.holding import Holding
 from onceflow.server.routes import Routes, TableRoutes
@@ -41,6 +42,10 @@ class Members:
         group: the consumer group.
         copies: how many instances have each partition.
         session_s: after how long without a sign of life an instance is replaced.
+        give_up: called when this instance can never be a member.
+
+    Attributes:
+        refused: why it can never be a member; None: it can.
     """
 
     def __init__(
@@ -52,6 +57,7 @@ class Members:
         group: str,
         copies: int,
         session_s: float,
+        give_up: Callable[[], None],
     ) -> None:
         self._shares = shares
         self._routes = routes
@@ -59,6 +65,8 @@ class Members:
         self._group = group
         self._copies = copies
         self._session_s = session_s
+        self._give_up = give_up
+        self.refused: OptionError | None = None
         self._holding = Holding(shares, self._look)
         self._reported: dict[str, frozenset[int]] = {}
         self._rejoin = threading.Event()
@@ -158,9 +166,23 @@ class Members:
                 try:
                     self._belong()
                 except (KafkaError, OSError) as error:
-                    self._problem = f"consumer group {self._group}: {type(error).__name__}: {error}"
-                    log.warning("this instance is no member of %s now: %s", self._group, error)
+                    if isinstance(error, InvalidSessionTimeoutError) and not self._routes.tables:
+                        self._refuse(error)
+                        return
+                    problem = f"consumer group {self._group}: {_reason(error)}"
+                    if problem != self._problem:
+                        log.error("this instance is no member of its group now: %s", problem)
+                    self._problem = problem
                     self._leaving.wait(_RETRY_S)
+
+    def _refuse(self, error: InvalidSessionTimeoutError) -> None:
+        """End the server: waiting does not help, and it has nothing to answer with."""
+        self.refused = OptionError(
+            f"The broker refuses --session-timeout {self._session_s:g}s",
+            detail=str(error),
+            next_step="give one between its group.min.session.timeout.ms and group.max.session.timeout.ms",
+        )
+        self._give_up()
 
     def _belong(self) -> None:
         session_ms = int(self._session_s * 1000)
@@ -210,6 +232,13 @@ class _Assignor(AbstractPartitionAssignor):  # type: ignore[misc]
     def on_assignment(self, assignment: Any, generation: int) -> None:
         self._members.told(assignment.user_data)
         self._members.joined()
+
+
+def _reason(error: Exception) -> str:
+    """What is wrong, and what to do if it does not pass by itself."""
+    if isinstance(error, GroupAuthorizationFailedError):
+        return "the broker refuses this user; grant READ on the group"
+    return f"{type(error).__name__}: {error}"
 
 
 def _member(said: Mapping[str, Any]) -> Member:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ipaddress
+import ssl
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from onceflow.client.settings import ClientSettings
 from onceflow.errors import OptionError
@@ -88,6 +90,23 @@ class ServeOptions:
                     f"A token is shorter than {_TOKEN_MIN} characters, or has characters that headers cannot have",
                     next_step="make one, for example: python -c 'import secrets; print(secrets.token_urlsafe(32))'",
                 )
+        self._check_instances()
+        self._check_tls()
+
+    def _check_instances(self) -> None:
+        alone = [
+            name for name, given in (("--copies", self.copies > 1), ("--advertise", bool(self.advertise))) if given
+        ]
+        if self.instances is None and alone:
+            raise OptionError(
+                f"{alone[0]} is given, but there are no other instances",
+                next_step="give all instances the same consumer group: --instances GROUP",
+            )
+        if self.advertise and not _is_url(self.advertise):
+            raise OptionError(
+                f"--advertise {self.advertise[:200]} is not the URL of an instance",
+                next_step="give http://HOST:PORT or https://HOST:PORT",
+            )
         if self.instances is not None and not self.advertise and self.host in ("0.0.0.0", "::", ""):
             raise OptionError(
                 f"Other instances cannot reach {self.host or 'every address'}",
@@ -95,6 +114,28 @@ class ServeOptions:
             )
         if self.copies < 1:
             raise OptionError(f"--copies {self.copies}", next_step="give 1 or more")
+
+    def _check_tls(self) -> None:
+        """Files that cannot be used are found before the server listens."""
+        try:
+            if self.certificate is not None:
+                # With a password that is wrong OpenSSL asks nobody for one.
+                ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(self.certificate, self.certificate_key, "")
+        except (OSError, ValueError) as wrong:
+            raise OptionError(
+                f"The certificate {self.certificate} and its key {self.certificate_key} cannot be used",
+                detail=str(wrong),
+                next_step="give PEM files that belong together, the key without a password",
+            ) from wrong
+        try:
+            if self.authority is not None:
+                ssl.create_default_context(cafile=str(self.authority))
+        except (OSError, ValueError) as wrong:
+            raise OptionError(
+                f"--tls-authority {self.authority} cannot be used",
+                detail=str(wrong),
+                next_step="give a PEM file with certificates",
+            ) from wrong
 
     @property
     def scheme(self) -> str:
@@ -114,3 +155,13 @@ class ServeOptions:
             return self.advertise.rstrip("/")
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{self.scheme}://{host}:{port}"
+
+
+def _is_url(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+        return (
+            parts.scheme in ("http", "https") and bool(parts.hostname) and parts.path in ("", "/") and not parts.query
+        )
+    except ValueError:
+        return False

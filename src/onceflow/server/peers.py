@@ -2,34 +2,44 @@
 
 from __future__ import annotations
 
-import base64
+import asyncio
 import ssl
 import time
+from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import httpx
+import aiohttp
 import orjson
-from fastapi import APIRouter, Request
-from starlette.responses import Response
 
-from onceflow.server.local import LocalTable, NotHereError, Rows
+from onceflow.server.local import NotHereError, Rows
 from onceflow.server.merging import Part
+from onceflow.server.peer_requests import NOT_HERE, from_text, text_of
 from onceflow.server.problems import Problem
 from onceflow.server.routed import UnreachableError
 from onceflow.server.seen import Seen, Wish
-from onceflow.server.service import Service
 
 _CONNECT_S, _ANSWER_S = 1.0, 3.0
 _AVOIDED_S = 1.0  # one that did not answer in time
 _CONNECTIONS = 100
-_NOT_HERE = 409
-_PAGE_ROWS = 1_000
+_IDLE_S = 4.0  # shorter than instances keep idle connections open
+_LOOKUPS_AT_ONCE = 100
+
+
+class _Lookup(NamedTuple):
+    """One key, looked for in one partition, that waits for its turn."""
+
+    partition: int
+    key: bytes
+    found: asyncio.Future[tuple[bytes | None, Seen]]
 
 
 class HttpPeers:
     """Other instances. Used by one event loop.
+
+    Look-ups of one key that demand nothing of the age of their answers are sent together: those that come while a
+    request to the same instance is under way become the next request.
 
     Args:
         token: a bearer token that all instances accept; None: they need none.
@@ -39,23 +49,25 @@ class HttpPeers:
     def __init__(self, token: str | None, authority: Path | None) -> None:
         self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
         self._authority = authority
-        self._client: httpx.AsyncClient | None = None
+        self._session: aiohttp.ClientSession | None = None
         self._avoided: dict[str, float] = {}
+        self._lookups: dict[tuple[str, str], deque[_Lookup]] = {}  # of those that are asked just now
+        self._tasks: set[asyncio.Task[None]] = set()
 
     async def get_many(
         self, address: str, topic: str, keys: Sequence[bytes], places: Mapping[int, Sequence[int]], wish: Wish
     ) -> tuple[dict[int, list[bytes | None]], Seen]:
         """The values of keys in partitions. Places: which of the keys are looked for in each partition."""
-        used = sorted({at for ats in places.values() for at in ats})
-        numbers = {at: number for number, at in enumerate(used)}
-        wanted = [
-            [partition, None if len(ats) == len(used) else [numbers[at] for at in ats]]
-            for partition, ats in places.items()
-        ]
-        document = {"keys": [_text(keys[at]) for at in used], "places": wanted}
-        answer = await self._ask(address, topic, "get", document, wish)
-        values = zip(places, answer["values"], strict=True)
-        return {partition: [_bytes(each) for each in found] for partition, found in values}, Seen.read(answer["seen"])
+        if len(places) == 1 and not wish.demands:
+            ((partition, ats),) = places.items()
+            if len(ats) == 1:
+                value, seen = await self._looked_up(address, topic, partition, keys[ats[0]])
+                return {partition: [value]}, seen
+        answers = await self._get(address, topic, keys, places, wish)
+        if missing := [partition for partition, answer in answers.items() if answer is None]:
+            raise NotHereError(missing)
+        found = {partition: answer[0] for partition, answer in answers.items() if answer}
+        return found, Seen.all_of(answer[1] for answer in answers.values() if answer)
 
     async def page(
         self, address: str, topic: str, part: Part, wish: Wish, *, reverse: bool, limit: int
@@ -63,13 +75,13 @@ class HttpPeers:
         """The first rows of a range in some partitions, and whether these are all."""
         document = {
             "partitions": list(part.partitions),
-            "low": _text(part.low),
-            "high": _text(part.high),
+            "low": text_of(part.low),
+            "high": text_of(part.high),
             "reverse": reverse,
             "limit": limit,
         }
         answer = await self._ask(address, topic, "page", document, wish)
-        rows = [(base64.b64decode(key), base64.b64decode(value)) for key, value in answer["rows"]]
+        rows = [(from_text(key), from_text(value)) for key, value in answer["rows"]]
         return rows, answer["done"], Seen.read(answer["seen"])
 
     async def count(self, address: str, topic: str, partitions: Collection[int], wish: Wish) -> tuple[int, Seen]:
@@ -78,107 +90,117 @@ class HttpPeers:
         return answer["count"], Seen.read(answer["seen"])
 
     async def close(self) -> None:
-        if self._client is not None:
-            await self._client.aclose()
+        if self._session is not None:
+            await self._session.close()
+
+    # ---- look-ups that are sent together -------------------------------------------------------------
+
+    async def _looked_up(self, address: str, topic: str, partition: int, key: bytes) -> tuple[bytes | None, Seen]:
+        lookup = _Lookup(partition, key, asyncio.get_running_loop().create_future())
+        waiting = self._lookups.get((address, topic))
+        if waiting is None:
+            waiting = self._lookups[address, topic] = deque()
+            task = asyncio.create_task(self._look_up(address, topic, waiting))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        waiting.append(lookup)
+        return await lookup.found
+
+    async def _look_up(self, address: str, topic: str, waiting: deque[_Lookup]) -> None:
+        """Send what waits for one instance, until nothing does."""
+        while waiting:
+            lookups = [waiting.popleft() for _ in range(min(len(waiting), _LOOKUPS_AT_ONCE))]
+            try:
+                await self._look_up_together(address, topic, lookups)
+            except Exception as error:  # each request that waits gets it
+                for lookup in lookups:
+                    if not lookup.found.done():
+                        lookup.found.set_exception(error)
+        del self._lookups[address, topic]
+
+    async def _look_up_together(self, address: str, topic: str, lookups: Sequence[_Lookup]) -> None:
+        places: dict[int, list[int]] = {}
+        for at, lookup in enumerate(lookups):
+            places.setdefault(lookup.partition, []).append(at)
+        answers = await self._get(address, topic, [lookup.key for lookup in lookups], places, Wish())
+        for partition, ats in places.items():
+            answer = answers[partition]
+            for turn, at in enumerate(ats):
+                found = lookups[at].found
+                if found.done():  # nobody waits for it any more
+                    continue
+                if answer is None:
+                    found.set_exception(NotHereError([partition]))
+                else:
+                    found.set_result((answer[0][turn], answer[1]))
+
+    # ---- requests ------------------------------------------------------------------------------------
+
+    async def _get(
+        self, address: str, topic: str, keys: Sequence[bytes], places: Mapping[int, Sequence[int]], wish: Wish
+    ) -> dict[int, tuple[list[bytes | None], Seen] | None]:
+        """By partition, values and how old they are; None: it is not there."""
+        used = sorted({at for ats in places.values() for at in ats})
+        numbers = {at: number for number, at in enumerate(used)}
+        wanted = [
+            [partition, None if len(ats) == len(used) else [numbers[at] for at in ats]]
+            for partition, ats in places.items()
+        ]
+        document = {"keys": [text_of(keys[at]) for at in used], "places": wanted}
+        answers = await self._ask(address, topic, "get", document, wish)
+        return {
+            partition: None if answer is None else (list(map(from_text, answer[0])), Seen.read(answer[1]))
+            for partition, answer in zip(places, answers["places"], strict=True)
+        }
 
     async def _ask(self, address: str, topic: str, what: str, document: dict[str, Any], wish: Wish) -> Any:
         if self._avoided.get(address, 0.0) > time.monotonic():
             raise UnreachableError(address)
-        if self._client is None:
-            self._client = self._connected()
-        waits_s = wish.left_s if wish.least or wish.staleness_ms is not None else 0.0
-        timeout = httpx.Timeout(waits_s + _ANSWER_S, connect=_CONNECT_S)
+        if self._session is None:
+            self._session = self._connected()
+        answer_s = (wish.left_s if wish.demands else 0.0) + _ANSWER_S
+        # No limit for the whole answer: it may be large. A part of it must come within this time.
+        timeout = aiohttp.ClientTimeout(None, connect=answer_s, sock_connect=_CONNECT_S, sock_read=answer_s)
         content = orjson.dumps({**document, "wish": wish.document()})
         url = f"{address}/peer/{topic}/{what}"
         try:
-            response = await self._client.post(url, content=content, timeout=timeout, headers=self._headers)
-        except httpx.TimeoutException as late:
+            async with self._session.post(url, data=content, timeout=timeout, allow_redirects=False) as response:
+                return _read(address, response, await response.read())
+        except asyncio.TimeoutError as late:
             self._avoided[address] = time.monotonic() + _AVOIDED_S
             raise UnreachableError(address) from late
-        except httpx.HTTPError as failed:
+        except aiohttp.ClientError as failed:
             raise UnreachableError(address) from failed
-        return _read(address, response)
 
-    def _connected(self) -> httpx.AsyncClient:
+    def _connected(self) -> aiohttp.ClientSession:
         context = ssl.create_default_context(cafile=None if self._authority is None else str(self._authority))
-        limits = httpx.Limits(max_connections=_CONNECTIONS, max_keepalive_connections=_CONNECTIONS, keepalive_expiry=4)
-        return httpx.AsyncClient(limits=limits, verify=context, trust_env=False)
+        connector = aiohttp.TCPConnector(limit=_CONNECTIONS, keepalive_timeout=_IDLE_S, ssl=context)
+        return aiohttp.ClientSession(
+            connector=connector,
+            headers=self._headers,
+            cookie_jar=aiohttp.DummyCookieJar(),
+            auto_decompress=False,
+            skip_auto_headers=("Accept", "Accept-Encoding", "Content-Type", "User-Agent"),
+        )
 
 
-def _read(address: str, response: httpx.Response) -> Any:
-    if response.status_code == 200:
-        return orjson.loads(response.content)
-    if response.status_code == _NOT_HERE:
-        raise NotHereError(orjson.loads(response.content)["not_here"])
+def _read(address: str, response: aiohttp.ClientResponse, body: bytes) -> Any:
+    if response.status == 200:
+        return orjson.loads(body)
+    if response.status == NOT_HERE:
+        raise NotHereError(orjson.loads(body)["not_here"])
     if response.headers.get("content-type") != "application/problem+json":
-        raise UnreachableError(f"{address} answers {response.status_code}")
-    document = orjson.loads(response.content)
-    if response.status_code in (401, 404):  # another token, or not all of the tables
+        raise UnreachableError(f"{address} answers {response.status}")
+    document = orjson.loads(body)
+    if response.status in (401, 404):  # another token, or not all of the tables
         raise UnreachableError(f"{address}: {document['detail']}")
     names = ("Retry-After", "Onceflow-Position", "Onceflow-Lag-Records", "Onceflow-Lag-Ms")
     headers = {name: response.headers[name] for name in names if name in response.headers}
     more = {name: document[name] for name in ("position", "lag") if name in document}
     raise Problem(
-        response.status_code,
+        response.status,
         document["detail"],
         next_step=document.get("next_step", ""),
         headers=headers,
         more=more,
     )
-
-
-def peer_routes(service: Service) -> APIRouter:
-    """The routes for other instances."""
-    router = APIRouter(prefix="/peer/{table}", include_in_schema=False)
-
-    @router.post("/{what}")
-    async def peer(request: Request, table: str, what: str) -> Response:
-        local = service.table(table).local
-        body = await request.body()
-        try:
-            document = orjson.loads(body)
-            wish = Wish.read(document["wish"], service.limits.request_s)
-            if what == "get":
-                answer = await _get(local, document, wish)
-            elif what == "page":
-                answer = await _page(local, document, wish)
-            elif what == "count":
-                seen = await local.wait(document["partitions"], wish)
-                answer = {"count": await local.count(document["partitions"]), "seen": seen.document()}
-            else:
-                raise Problem(404, "There is nothing at this path")
-        except (KeyError, TypeError, ValueError, IndexError, OverflowError) as wrong:
-            raise Problem(400, f"This is no request of another instance: {wrong!r:.200}") from wrong
-        return Response(orjson.dumps(answer), media_type="application/json")
-
-    return router
-
-
-async def _get(local: LocalTable, document: Any, wish: Wish) -> dict[str, Any]:
-    keys = [base64.b64decode(key) for key in document["keys"]]
-    places = {partition: keys if ats is None else [keys[at] for at in ats] for partition, ats in document["places"]}
-    seen = await local.wait(places, wish)
-    values = [list(map(_text, local.get_many(partition, wanted))) for partition, wanted in places.items()]
-    return {"values": values, "seen": seen.document()}
-
-
-async def _page(local: LocalTable, document: Any, wish: Wish) -> dict[str, Any]:
-    partitions, low, high = document["partitions"], base64.b64decode(document["low"]), _bytes(document["high"])
-    seen = await local.wait(partitions, wish)
-    limit = min(int(document["limit"]), _PAGE_ROWS)
-    rows, done = await local.page(partitions, low, high, reverse=document["reverse"], limit=limit)
-    return {"rows": [[_text(key), _text(value)] for key, value in rows], "done": done, "seen": seen.document()}
-
-
-async def not_here(_: Request, error: Exception) -> Response:
-    """The answer of a route for other instances that does not have (all of) the partitions."""
-    assert isinstance(error, NotHereError)
-    return Response(orjson.dumps({"not_here": error.partitions}), _NOT_HERE, media_type="application/json")
-
-
-def _text(raw: bytes | None) -> str | None:
-    return None if raw is None else base64.b64encode(raw).decode()
-
-
-def _bytes(text: str | None) -> bytes | None:
-    return None if text is None else base64.b64decode(text)

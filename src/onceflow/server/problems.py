@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any
@@ -10,6 +11,9 @@ import orjson
 from starlette.responses import Response
 
 from onceflow.errors import OnceflowError
+from onceflow.protocol.position import other_topic
+
+log = logging.getLogger("onceflow.server")
 
 MEDIA_TYPE = "application/problem+json"
 RETRY_AFTER_S = 1
@@ -54,7 +58,25 @@ class Problem(Exception):
         return Response(orjson.dumps(self.document()), self.status, self.headers, MEDIA_TYPE)
 
 
+def another_topic(topic: str) -> Problem:
+    """A position is of another topic of this name."""
+    error = other_topic(topic)
+    next_step = "take the position of a new answer; if this one is new, ask again"
+    return Problem(400, error.what, next_step=next_step)
+
+
 def unavailable(error: OnceflowError) -> Problem:
     """The table cannot be read: its topic is gone, or its folder cannot be used."""
     detail = error.what if not error.detail else f"{error.what} ({error.detail})"
     return Problem(503, detail, next_step=error.next_step)
+
+
+def failed(error: OnceflowError) -> Problem:
+    """As `unavailable`, of a request that has failed with this error, which is logged."""
+    log.error("a request failed: %s", error)
+    return unavailable(error)
+
+
+def disconnected() -> Problem:
+    """Nobody gets this answer; without it, this would count as an error of the server."""
+    return Problem(400, "The client has disconnected before its request was complete")

@@ -14,7 +14,7 @@ from types import FrameType
 import uvicorn
 
 from onceflow.errors import EnvironmentUnusableError
-from onceflow.server.app import ShortWay, make_app
+from onceflow.server.app import make_app
 from onceflow.server.connection import Connection
 from onceflow.server.gate import Gate
 from onceflow.server.holding import Alone
@@ -25,6 +25,7 @@ from onceflow.server.peers import HttpPeers
 from onceflow.server.routed import RoutedTable
 from onceflow.server.routes import Routes
 from onceflow.server.service import Served, Service
+from onceflow.server.short_way import ShortWay
 from onceflow.tables.share import Share
 
 log = logging.getLogger("onceflow.server")
@@ -76,7 +77,11 @@ class QueryServer:
             raise
 
     def run(self) -> None:
-        """Answer until SIGTERM, SIGINT or `stop`. Running requests are answered before it returns."""
+        """Answer until SIGTERM, SIGINT or `stop`. Running requests are answered before it returns.
+
+        Raises:
+            OptionError: the broker refuses the session timeout of the group.
+        """
         options = self._options
         routes = Routes(self.url)
         members = self._members = self._membership(routes)
@@ -100,6 +105,8 @@ class QueryServer:
                 self._server.run([self._socket])
         finally:
             members.close()
+        if isinstance(members, Members) and members.refused is not None:
+            raise members.refused
 
     def stop(self) -> None:
         """End `run` soon. May be called by any thread."""
@@ -124,6 +131,7 @@ class QueryServer:
             group=options.instances,
             copies=options.copies,
             session_s=options.session_s,
+            give_up=self.stop,
         )
 
     def _stopping(self, service: Service) -> None:

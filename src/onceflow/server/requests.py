@@ -3,45 +3,114 @@
 from __future__ import annotations
 
 import time
-from typing import Annotated, Literal
+from difflib import get_close_matches
+from typing import Literal, get_args
 from urllib.parse import unquote_to_bytes
 
-from fastapi import Query
+from pydantic import BaseModel, ConfigDict, Field
 from starlette.types import Scope
 
 from onceflow.durations import duration_ms
 from onceflow.errors import OptionError
 from onceflow.protocol.position import Position
-from onceflow.server.formats import from_base64
+from onceflow.server.formats import Format, from_base64
 from onceflow.server.options import Limits
 from onceflow.server.problems import Problem
 from onceflow.server.seen import Wish
+from onceflow.state import rows
 
 _STALENESS_MAX = 1 << 53
 
-KeyEncoding = Annotated[
-    Literal["text", "long", "base64", "base64url"] | None,
-    Query(description="How keys are written in this request and its answer. Default: as the table was started."),
-]
-ValueEncoding = Annotated[
-    Literal["json", "text", "base64"] | None,
-    Query(description="How values are written in the answer. Default: as the table was started."),
-]
-MinPosition = Annotated[
-    str | None,
-    Query(
+KeyEncoding = Literal["text", "long", "base64", "base64url"]
+ValueEncoding = Literal["json", "text", "base64"]
+#: None: as the table was started.
+KEY_ENCODINGS: tuple[str | None, ...] = (None, *get_args(KeyEncoding))
+VALUE_ENCODINGS: tuple[str | None, ...] = (None, *get_args(ValueEncoding))
+
+
+class Parameters(BaseModel):
+    """Others are refused: a misspelled ``min_position`` must not be a request that demands nothing."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class AgeParameters(Parameters):
+    """How old an answer may be."""
+
+    min_position: str | None = Field(
+        default=None,
         description="The answer must contain everything up to this position, for example the header "
-        "`Onceflow-Position` of an earlier answer, or `query.position` of a flow."
-    ),
-]
-MaxStaleness = Annotated[
-    str | None,
-    Query(description="The answer must have been current at most this long ago, for example `2s` or `500 ms`."),
-]
-Wait = Annotated[
-    str | None,
-    Query(description="How long to wait for `min_position` or `max_staleness` before 503 is answered."),
-]
+        "`Onceflow-Position` of an earlier answer, or `query.position` of a flow.",
+    )
+    max_staleness: str | None = Field(
+        default=None,
+        description="The answer must have been current at most this long ago, for example `2s` or `500 ms`.",
+    )
+    wait: str | None = Field(
+        default=None,
+        description="How long to wait for `min_position` or `max_staleness` before 503 is answered.",
+    )
+
+    def wish(self, topic: str, limits: Limits) -> Wish:
+        """As `wish_of`."""
+        return wish_of(topic, limits, self.min_position, self.max_staleness, self.wait)
+
+
+class EncodingParameters(Parameters):
+    """How keys and values are written."""
+
+    key_encoding: KeyEncoding | None = Field(
+        default=None,
+        description="How keys are written in this request and its answer. Default: as the table was started.",
+    )
+    value_encoding: ValueEncoding | None = Field(
+        default=None,
+        description="How values are written in the answer. Default: as the table was started.",
+    )
+
+    def format(self, usual: Format) -> Format:
+        """The usual format of the table, or what is wished instead."""
+        return usual.wished(self.key_encoding, self.value_encoding)
+
+
+class LookupParameters(AgeParameters, EncodingParameters):
+    """Of a look-up of keys."""
+
+
+class RangeParameters(LookupParameters):
+    """Of a range."""
+
+    start: str | None = Field(default=None, description="The first key. Default: that of the table.")
+    end: str | None = Field(default=None, description="The key before which the range ends.")
+    prefix: str | None = Field(default=None, description="Only keys that begin with this.")
+    reverse: bool = Field(default=False, description="The last key first.")
+    limit: int | None = Field(default=None, ge=1, description="Rows. Default: 100, or all if streamed.")
+    cursor: str | None = Field(default=None, description="Continue the same request after this.")
+
+    def bounds(self, written: Format) -> tuple[bytes, bytes | None]:
+        """The first key, and the one before which the range ends.
+
+        Raises:
+            Problem: 400, a parameter is invalid.
+        """
+        low = b"" if self.start is None else written.keys.key(self.start, "start")
+        high = None if self.end is None else written.keys.key(self.end, "end")
+        if self.prefix is not None:
+            begin = written.keys.key(self.prefix, "prefix")
+            low, high = max(low, begin), _lesser(high, rows.after(begin))
+        if self.cursor is not None:
+            last = cursor_of(self.cursor)
+            low, high = (low, _lesser(high, last)) if self.reverse else (max(low, last + b"\0"), high)
+        return low, high
+
+
+class ChangesParameters(EncodingParameters):
+    """Of a stream of changes."""
+
+    since: str | None = Field(
+        default=None, description="Begin at this position. Default: with what is committed from now on."
+    )
+    prefix: str | None = Field(default=None, description="Only keys that begin with this.")
 
 
 def wish_of(topic: str, limits: Limits, min_position: str | None, max_staleness: str | None, wait: str | None) -> Wish:
@@ -51,18 +120,37 @@ def wish_of(topic: str, limits: Limits, min_position: str | None, max_staleness:
         Problem: 400, a parameter is invalid.
     """
     wait_s = limits.wait_s if wait is None else min(_duration_ms("wait", wait) / 1000, limits.request_s)
-    least = {} if min_position is None else _offsets("min_position", min_position, topic)
+    least, topic_id = ({}, "") if min_position is None else position_of("min_position", min_position, topic)
     staleness_ms = None if max_staleness is None else min(_duration_ms("max_staleness", max_staleness), _STALENESS_MAX)
-    return Wish(least, staleness_ms, time.monotonic() + wait_s)
+    return Wish(least, staleness_ms, time.monotonic() + wait_s, topic_id)
 
 
-def position_of(name: str, text: str, topic: str) -> dict[int, int]:
-    """The offsets of a topic in a position.
+def unknown_parameter(name: str) -> Problem:
+    """The answer to a request with a parameter that does not exist."""
+    known = sorted({*RangeParameters.model_fields, *ChangesParameters.model_fields})
+    similar = get_close_matches(name, known, 1)
+    next_step = f"did you mean {similar[0]}?" if similar else "look at /docs"
+    return Problem(400, f"This request has no parameter {name[:100]!r}", next_step=next_step)
+
+
+def position_of(name: str, text: str, topic: str) -> tuple[dict[int, int], str]:
+    """The offsets of a topic in a position, and the topic's id; empty: the position does not say it.
 
     Raises:
         Problem: 400, it is not a position, or says nothing about the topic.
     """
-    return _offsets(name, text, topic)
+    try:
+        position = Position.parse(text)
+    except OptionError as wrong:
+        raise Problem(400, f"{name}: {wrong.what}", next_step=wrong.next_step) from wrong
+    found = position.offsets.get(topic)
+    if found is None:
+        raise Problem(
+            400,
+            f"{name} says nothing about table {topic}",
+            next_step="take the position of the flow that writes this table, or of an earlier answer",
+        )
+    return dict(found), position.ids.get(topic, "")
 
 
 def key_in_path(scope: Scope) -> bytes:
@@ -105,20 +193,6 @@ def cursor_of(text: str) -> bytes:
         ) from wrong
 
 
-def _offsets(name: str, text: str, topic: str) -> dict[int, int]:
-    try:
-        found = Position.parse(text).offsets.get(topic)
-    except OptionError as wrong:
-        raise Problem(400, f"{name}: {wrong.what}", next_step=wrong.next_step) from wrong
-    if found is None:
-        raise Problem(
-            400,
-            f"{name} says nothing about table {topic}",
-            next_step="take the position of the flow that writes this table, or of an earlier answer",
-        )
-    return dict(found)
-
-
 def _duration_ms(name: str, text: str) -> int:
     try:
         try:
@@ -127,3 +201,9 @@ def _duration_ms(name: str, text: str) -> int:
             return duration_ms(text)
     except (ValueError, OverflowError) as wrong:
         raise Problem(400, f"{name}={text[:100]!r} is not a duration", next_step="for example 2s, or 500 ms") from wrong
+
+
+def _lesser(one: bytes | None, other: bytes | None) -> bytes | None:
+    if one is None or other is None:
+        return other if one is None else one
+    return min(one, other)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from onceflow.protocol.position import Position
+from onceflow.server.problems import Problem
 from onceflow.tables.lag import Lag
 
 
@@ -17,6 +18,7 @@ class Wish:
 
     Args:
         least: by partition, the offset up to which the answer must contain everything.
+        topic_id: of the topic that ``least`` is about; empty: unknown.
         staleness_ms: the table must have contained everything at most this long ago; None: whenever.
         until: when waiting for this ends, on the monotonic clock.
     """
@@ -24,6 +26,12 @@ class Wish:
     least: Mapping[int, int] = field(default_factory=dict)
     staleness_ms: int | None = None
     until: float = 0.0
+    topic_id: str = ""
+
+    @property
+    def demands(self) -> bool:
+        """Whether an answer may be too old."""
+        return bool(self.least) or self.staleness_ms is not None
 
     @property
     def left_s(self) -> float:
@@ -33,14 +41,15 @@ class Wish:
     def document(self) -> dict[str, Any]:
         """For another instance. Clocks differ, so the time that is left is sent."""
         least = [[partition, offset] for partition, offset in self.least.items()]
-        return {"least": least, "staleness_ms": self.staleness_ms, "wait_s": self.left_s}
+        known = {"staleness_ms": self.staleness_ms, "wait_s": self.left_s, "topic_id": self.topic_id}
+        return {"least": least, **known}
 
     @classmethod
     def read(cls, document: Mapping[str, Any], longest_s: float) -> Wish:
         """The wish in a document of another instance."""
         wait_s = min(float(document["wait_s"]), longest_s)
         least = {int(partition): int(offset) for partition, offset in document["least"]}
-        return cls(least, document["staleness_ms"], time.monotonic() + wait_s)
+        return cls(least, document["staleness_ms"], time.monotonic() + wait_s, str(document.get("topic_id", "")))
 
 
 @dataclass(frozen=True)
@@ -51,23 +60,36 @@ class Seen:
         offsets: of the partitions that the answer is from: it contains everything below these offsets.
         lag_records: at most how many committed records are missing; None: not known yet.
         lag_ms: at most how long ago it was everything that is committed; None: it has never been everything.
+        topic_id: of the topic.
     """
 
     offsets: Mapping[int, int]
     lag_records: int | None
     lag_ms: int | None
+    topic_id: str = ""
 
     @classmethod
     def all_of(cls, parts: Iterable[Seen]) -> Seen:
-        """Of an answer that has several parts."""
+        """Of an answer that has several parts.
+
+        Raises:
+            Problem: 503, the parts are of an earlier and of a later topic of the same name.
+        """
         parts = list(parts)
+        ids = {part.topic_id for part in parts}
+        if len(ids) > 1:
+            raise Problem(
+                503,
+                "The topic was deleted and created again, and some instances have the earlier one",
+                next_step="ask again: these instances stop to answer",
+            )
         offsets = {partition: offset for part in parts for partition, offset in part.offsets.items()}
         lag = Lag.all_of(Lag(part.lag_records, part.lag_ms) for part in parts)
-        return cls(offsets, lag.records, lag.ms)
+        return cls(offsets, lag.records, lag.ms, "".join(ids))
 
     def headers(self, topic: str) -> dict[str, str]:
         """The headers of a response."""
-        found = {"Onceflow-Position": str(Position({topic: self.offsets}))}
+        found = {"Onceflow-Position": self.position(topic)}
         if self.lag_records is not None:
             found["Onceflow-Lag-Records"] = str(self.lag_records)
         if self.lag_ms is not None:
@@ -77,13 +99,18 @@ class Seen:
     def members(self, topic: str) -> dict[str, Any]:
         """The members of a JSON document."""
         lag = {"records": self.lag_records, "ms": self.lag_ms}
-        return {"position": str(Position({topic: self.offsets})), "lag": lag}
+        return {"position": self.position(topic), "lag": lag}
+
+    def position(self, topic: str) -> str:
+        """As a text."""
+        return str(Position({topic: self.offsets}, {topic: self.topic_id}))
 
     def document(self) -> list[Any]:
         """For another instance."""
-        return [[[partition, offset] for partition, offset in self.offsets.items()], self.lag_records, self.lag_ms]
+        offsets = [[partition, offset] for partition, offset in self.offsets.items()]
+        return [offsets, self.lag_records, self.lag_ms, self.topic_id]
 
     @classmethod
     def read(cls, document: Any) -> Seen:
-        offsets, records, ms = document
-        return cls({int(partition): int(offset) for partition, offset in offsets}, records, ms)
+        offsets, records, ms, topic_id = document
+        return cls({int(partition): int(offset) for partition, offset in offsets}, records, ms, str(topic_id))

@@ -54,7 +54,7 @@ class Served:
     def waits_for(self, routes: Routes) -> list[str]:
         """Why the instance is not ready to answer from this table; empty: it is."""
         if (failure := self.share.failure) is not None:
-            return [f"table {self.topic}: {failure.what}"]
+            return [f"table {self.topic}: {failure.what}; {failure.next_step}"]
         known = routes.tables.get(self.topic)
         if known is None:
             return [f"table {self.topic}: its partitions are not known yet"]

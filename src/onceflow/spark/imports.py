@@ -120,10 +120,11 @@ def functions_of(df: DataFrame) -> list[Pickled]:
         expressions = node.expressions()
         for expression in map(expressions.apply, range(expressions.size())):
             for function in jvm.nodes(expression, mark):
-                if not jvm.kind(function).startswith("Python") or queries.is_ours(str(function.name())):
+                name = str(function.name())
+                if not jvm.kind(function).startswith("Python") or (queries.is_ours(name) and not queries.is_join(name)):
                     continue
                 command = function.func().command().toArray(java.scala.reflect.ClassTag.Byte())
-                found.append(Pickled(f"the function {function.name()}", bytes(command)))
+                found.append(Pickled(f"the function {name}", bytes(command)))
     return found
 
 

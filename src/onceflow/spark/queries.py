@@ -146,6 +146,8 @@ def check_connector(spark: SparkSession, flow: str) -> None:
 
 # Prefix of the name of a process step in a query plan.
 _STEP_NAME = "onceflow_state_"
+# Prefix of the name of a join with a table.
+_JOIN_NAME = "onceflow_join_"
 # Prefix of all of onceflow's own functions. They are process steps, or make one row from each row.
 _OUR_NAMES = "onceflow_"
 # mapInArrow and mapInPandas.
@@ -155,6 +157,16 @@ _FREE = ("MapInArrow", "MapInPandas")
 def step_name(table: str) -> str:
     """The name of a process step's function in a query plan."""
     return _STEP_NAME + table
+
+
+def join_name(topic: str) -> str:
+    """The name in a query plan of the function that joins rows with a table."""
+    return _JOIN_NAME + topic
+
+
+def is_join(name: str) -> bool:
+    """Whether a function in a plan, by its name, joins rows with a table. It contains the user's serdes."""
+    return name.startswith(_JOIN_NAME)
 
 
 def step_table(node: Any) -> str | None:

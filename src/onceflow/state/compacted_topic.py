@@ -6,16 +6,13 @@ import logging
 from dataclasses import dataclass
 
 from onceflow.client.cluster import Cluster, TopicInfo
-from onceflow.client.committed import CommittedReader
 from onceflow.client.deadline import Deadline
-from onceflow.client.offsets import EARLIEST, LATEST, list_offsets
 from onceflow.client.topics import find_topics, topic_configs
-from onceflow.errors import OptionError, UnknownTopicError
-from onceflow.protocol.names import INTERNAL_SUFFIX
-from onceflow.state.local.format import SNAPSHOT_KEY
+from onceflow.errors import OptionError, PermissionDeniedError
 
 log = logging.getLogger("onceflow.tables")
 
+_GRANT = "grant READ on the topic"
 _TOMBSTONE_MS = 86_400_000  # Kafka's default of delete.retention.ms
 
 
@@ -25,12 +22,10 @@ class CompactedTopic:
 
     Args:
         tombstone_ms: how long compaction keeps a tombstone (``delete.retention.ms``).
-        snapshots: whether each record is a snapshot of its partition (``snapshot_per_partition`` of `Flow.process`).
     """
 
     info: TopicInfo
     tombstone_ms: int
-    snapshots: bool
 
 
 def find_compacted(cluster: Cluster, topic: str, deadline: Deadline) -> CompactedTopic:
@@ -40,9 +35,11 @@ def find_compacted(cluster: Cluster, topic: str, deadline: Deadline) -> Compacte
         UnknownTopicError, PermissionDeniedError: it does not exist, or may not be read.
         OptionError: it is not compacted.
     """
-    info = find_topics(cluster, {topic: "table"}, deadline)[topic]
-    tombstone_ms = _check_compacted(cluster, topic, deadline)
-    return CompactedTopic(info, tombstone_ms, _has_snapshots(cluster, info, deadline))
+    try:
+        info = find_topics(cluster, {topic: "table"}, deadline)[topic]
+    except PermissionDeniedError as error:
+        raise PermissionDeniedError(error.what, topic=topic, detail=error.detail, next_step=_GRANT) from error
+    return CompactedTopic(info, _check_compacted(cluster, topic, deadline))
 
 
 def _check_compacted(cluster: Cluster, topic: str, deadline: Deadline) -> int:
@@ -68,7 +65,8 @@ def check_policy(topic: str, policy: str | None) -> None:
         raise OptionError(
             f"Topic {topic} is not compacted (cleanup.policy={policy}), so Kafka deletes rows of it",
             topic=topic,
-            next_step="a table is a compacted topic: kafka-configs.sh --alter --entity-type topics "
+            next_step="a table is a compacted topic. Create one: onceflow topic create NAME --config "
+            "cleanup.policy=compact; or let Kafka compact this one: kafka-configs.sh --alter --entity-type topics "
             f"--entity-name {topic} --add-config cleanup.policy=compact",
         )
     elif "delete" in policy:
@@ -77,20 +75,3 @@ def check_policy(topic: str, policy: str | None) -> None:
             topic,
             policy,
         )
-
-
-def _has_snapshots(cluster: Cluster, info: TopicInfo, deadline: Deadline) -> bool:
-    """Whether the topic is the table of a flow with ``snapshot_per_partition``: then all keys are the same."""
-    try:
-        cluster.topics([info.name + INTERNAL_SUFFIX], deadline, once=True)
-    except UnknownTopicError:
-        return False
-    span = {info.name: sorted(info.leaders)}
-    ends = list_offsets(cluster, span, LATEST, deadline)[info.name]
-    starts = list_offsets(cluster, span, EARLIEST, deadline)[info.name]
-    reader = CommittedReader(cluster, deadline.remaining, fetch_bytes=100_000)
-    for partition, end in ends.items():
-        for chunk in reader.read(info.name, partition, starts[partition], end):
-            if chunk.keys:
-                return chunk.keys[0] == SNAPSHOT_KEY
-    return False

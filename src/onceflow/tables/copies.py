@@ -23,8 +23,19 @@ from onceflow.errors import OnceflowError
 from onceflow.protocol.partitioners import key_partitions
 from onceflow.state import rows
 from onceflow.state.local.catch_up import CatchUp, Source, snapshot_changes
-from onceflow.state.local.format import COMMIT_RECORD, Changes, CommitRecord, Goal, table_changes
+from onceflow.state.local.format import (
+    COMMIT_RECORD,
+    SNAPSHOT_KEY,
+    SNAPSHOT_ROW,
+    Changes,
+    CommitRecord,
+    Goal,
+    is_snapshot_row,
+    rows_of_snapshot,
+    table_changes,
+)
 from onceflow.state.local.opening import open_store, remove_store
+from onceflow.state.local.stored_rows import clock_ms
 from onceflow.state.stores.base import Store, StoreCorruptError
 
 log = logging.getLogger("onceflow.tables")
@@ -33,6 +44,8 @@ log = logging.getLogger("onceflow.tables")
 NO_FLOW = ""
 #: Blob with the time when the copy last contained everything that was committed.
 _CURRENT = "current"
+#: Blob of a copy that was made from snapshots of its partition (``snapshot_per_partition`` of `Flow.process`).
+_SNAPSHOTS = "snapshots"
 #: Blob that says for how many partitions, and up to which offset, all keys are where the default partitioner puts them.
 _PLACED = "placed"
 _CHECKED_ROWS = 10_000  # keys at once, of a copy whose blob is out of date
@@ -63,7 +76,6 @@ class Followed:
     Args:
         topic_id: a topic that was deleted and created again has a new id.
         folder: the folder of all copies; each has a folder with the number of its partition.
-        snapshots: whether each record of the topic is a snapshot of its partition (``snapshot_per_partition``).
         tombstone_ms: how long compaction keeps a tombstone.
     """
 
@@ -72,7 +84,6 @@ class Followed:
     partitions: int
     folder: Path
     opener: type[Store]
-    snapshots: bool
     tombstone_ms: int
 
     def goal(self, partition: int, end: int) -> Goal:
@@ -87,6 +98,8 @@ class Copy:
         position: all committed records below this offset are in the store.
         current_ms: when the copy last contained everything that was committed, epoch milliseconds; None: never.
         ignored: how many records could not be kept: they have no key, or too long a key.
+        snapshots: whether the records are snapshots of the partition. The records themselves say so, because the topic
+            may be empty when the table is opened.
         placed: whether every key of the partition, as far as it was read, is where Kafka's default partitioner puts it.
     """
 
@@ -97,9 +110,10 @@ class Copy:
         self._record: CommitRecord
         self._raw: bytes | None = None
         self.current_ms: int | None = None
-        self._heard_ms = int(time.time() * 1000)  # on the clock of the wall: the machine may sleep
+        self._heard_ms = clock_ms()  # on the clock of the wall: the machine may sleep
         self.ignored = 0
         self.placed = True
+        self.snapshots = False
         self.store: Store
         self._open()
 
@@ -128,8 +142,10 @@ class Copy:
             self.replace(problem.what)
             run = self._catch_up(source, end, progress)
             run.bring_up(self.store)
+        if run.snapshots:
+            self.store.write((), {_SNAPSHOTS: b""})
         self._load()
-        self.current_ms, self._heard_ms = end_ms, int(time.time() * 1000)
+        self.current_ms, self._heard_ms = end_ms, clock_ms()
         self.ignored += run.ignored
         if run.records:
             seconds = time.monotonic() - since
@@ -144,28 +160,33 @@ class Copy:
             self.placed = False
             log.info("table %s: its writer does not use Kafka's default partitioner", self.name)
 
-    def apply(self, chunk: Chunk, *, stable: int, wanted: bool) -> list[RawChange]:
+    def apply(self, chunk: Chunk, *, stable: int, as_of_ms: int, wanted: bool) -> list[RawChange]:
         """Apply the records that follow the position.
 
         Args:
-            stable: the last stable offset. When the position reaches it, the copy is current.
+            stable: the last stable offset. When the position reaches it, the copy is as current as that offset.
+            as_of_ms: nothing was committed behind that offset before this time, epoch milliseconds.
             wanted: whether to return the changes.
 
         Raises:
             StoreCorruptError: the copy is damaged. `replace` makes a new one.
         """
-        now_ms = int(time.time() * 1000)
-        if now_ms - self._heard_ms > max(self._followed.tombstone_ms // 2, _OUT_OF_TOUCH_MS):
+        silent_ms = 0 if as_of_ms == self._heard_ms else clock_ms() - self._heard_ms
+        if silent_ms > max(self._followed.tombstone_ms // 2, _OUT_OF_TOUCH_MS):
             raise StoreCorruptError("it was out of touch so long that Kafka may have removed tombstones")
-        self._heard_ms = now_ms
-        current_ms = now_ms if chunk.next_offset >= stable else self.current_ms
-        found = self._changes(chunk) if wanted and chunk.keys else []
+        self._heard_ms = as_of_ms
+        current_ms = as_of_ms if chunk.next_offset >= stable else self.current_ms
         self.check_placement(chunk.keys)
         changes: Changes = {}
-        if self._followed.snapshots:
+        if not self.snapshots and chunk.keys:
+            ignored = table_changes(chunk, changes)
+            if is_snapshot_row(changes.get(SNAPSHOT_ROW)):
+                self.snapshots = True
+            else:
+                self.ignored += ignored
+        found = self._changes(chunk) if wanted and chunk.keys else []
+        if self.snapshots:
             changes = snapshot_changes(chunk, self.store)
-        elif chunk.keys:
-            self.ignored += table_changes(chunk, changes)
         time_ms = self._record.time_ms if current_ms is None else current_ms
         record = replace(self._record, table_end=chunk.next_offset, time_ms=time_ms)
         if changes or time.monotonic() - self._written_at > _PERSISTED_S:
@@ -174,9 +195,9 @@ class Copy:
         self._record, self.current_ms = record, current_ms
         return found
 
-    def still_current(self) -> None:
-        """Note that there is nothing to read up to the last stable offset."""
-        self.current_ms = self._heard_ms = int(time.time() * 1000)
+    def still_current(self, as_of_ms: int) -> None:
+        """Note that it contained everything that was committed before this time, epoch milliseconds."""
+        self.current_ms = self._heard_ms = as_of_ms
         if time.monotonic() - self._written_at > _PERSISTED_S:
             self._record = replace(self._record, time_ms=self.current_ms)
             self._write({}, self._record, self.current_ms)
@@ -194,7 +215,7 @@ class Copy:
         """Remove the copy, and begin with an empty one."""
         log.warning("table %s: the local copy is removed and read again from Kafka: %s", self.name, why)
         self._record = replace(self._record, table_end=0)
-        self.current_ms, self._heard_ms = None, int(time.time() * 1000)
+        self.current_ms, self._heard_ms = None, clock_ms()
         with suppress(StoreCorruptError):
             self.store.close()
         self.remove()
@@ -236,7 +257,7 @@ class Copy:
         Raises:
             StoreCorruptError: it is unreadable, belongs to an earlier topic, or is too old.
         """
-        now_ms = int(time.time() * 1000)
+        now_ms = clock_ms()
         raw = self.store.blob(COMMIT_RECORD)
         self._written_at = time.monotonic()
         if raw is None:
@@ -249,12 +270,15 @@ class Copy:
             raise StoreCorruptError("its commit record cannot be read")
         if (when := self.store.blob(_CURRENT)) is not None:
             self.current_ms = int(when)
+        if is_snapshot_row(self.store.get(SNAPSHOT_ROW)):
+            raise StoreCorruptError("it has a snapshot of its partition as a row")
+        self.snapshots = self.store.blob(_SNAPSHOTS) is not None
         if problem := record.misfit(self._followed.goal(self.partition, record.table_end)):
             raise StoreCorruptError(problem)
         if now_ms - record.time_ms > self._followed.tombstone_ms // 2:
             raise StoreCorruptError("it is so old that Kafka may have removed tombstones that it has not read")
         self._record, self._raw = record, raw
-        if self._followed.snapshots:
+        if self.snapshots:
             self.placed = False  # all records have the same key
         elif self.store.blob(_PLACED) != self._placement(record):
             self._check_rows()
@@ -274,9 +298,9 @@ class Copy:
             self._folder,
             followed.goal(self.partition, end),
             source,
-            followed.snapshots,
+            self.snapshots or None,
             followed.tombstone_ms // 2,
-            int(time.time() * 1000),
+            clock_ms(),
             progress,
             None,
         )
@@ -285,13 +309,17 @@ class Copy:
         raw = record.encode()
         when = None if current_ms is None else b"%d" % current_ms
         blobs = {COMMIT_RECORD: raw, _CURRENT: when, _PLACED: self._placement(record) if self.placed else None}
+        if self.snapshots:
+            blobs[_SNAPSHOTS] = b""
         if not self.store.write(changes, blobs, (COMMIT_RECORD, self._raw), index=True):
             raise StoreCorruptError("another process has changed it")
         self._raw = raw
         self._written_at = time.monotonic()
 
     def _changes(self, chunk: Chunk) -> list[RawChange]:
-        now_ms = int(time.time() * 1000)
+        now_ms = clock_ms()
+        if self.snapshots:
+            return self._snapshot_changes(chunk, now_ms)
         keys = [key for key in chunk.keys if key is not None and len(key) < rows.ROW_KEY_BYTES_MAX]
         known: dict[bytes, bytes | None] = {}
         for key, row in zip(keys, self.store.get_many([rows.value_key(key) for key in keys]), strict=True):
@@ -302,4 +330,24 @@ class Copy:
             if key in known:
                 found.append(RawChange(key, value, known[key], self.partition, offset, timestamp_ms))
                 known[key] = value
+        return found
+
+    def _snapshot_changes(self, chunk: Chunk, now_ms: int) -> list[RawChange]:
+        """How each snapshot of the partition differs from the one before it."""
+        scan = self.store.scan(rows.VALUE, rows.after(rows.VALUE))
+        before = {key[1:]: payload for key, row in scan if (payload := rows.live_payload(row, now_ms)) is not None}
+        found = []
+        columns: Sequence[list[int]] = (chunk.offsets.tolist(), chunk.timestamps_ms.tolist())
+        for key, value, offset, timestamp_ms in zip(chunk.keys, chunk.values, *columns, strict=True):
+            if key != SNAPSHOT_KEY:
+                continue
+            after: dict[bytes, bytes] = {}
+            for row_key, row in rows_of_snapshot(value) if value is not None else ():
+                if row_key[:1] == rows.VALUE and (payload := rows.live_payload(row, now_ms)) is not None:
+                    after[row_key[1:]] = payload
+            for changed in sorted({*before, *after}):
+                old, new = before.get(changed), after.get(changed)
+                if new != old:
+                    found.append(RawChange(changed, new, old, self.partition, offset, timestamp_ms))
+            before = after
         return found

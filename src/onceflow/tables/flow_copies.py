@@ -38,6 +38,11 @@ class FlowCopies:
         """The name of the table; that of the folder as long as there is no copy."""
         return next((record.table for record in self._records()), self._folder.name)
 
+    @property
+    def topic_id(self) -> str:
+        """Kafka's id of the topic; empty as long as there is no copy."""
+        return next((record.table_id for record in self._records()), "")
+
     @contextmanager
     def stores(self) -> Iterator[Stores]:
         """The stores of all partitions that are on this machine, without those of an earlier topic of the same name.

@@ -11,7 +11,8 @@ from contextlib import contextmanager
 from onceflow.client.cluster import Cluster, TopicInfo
 from onceflow.client.committed import Chunk, CommittedReader
 from onceflow.client.deadline import Deadline
-from onceflow.client.long_poll import LongPoll, created_again
+from onceflow.client.long_poll import Followed, LongPoll
+from onceflow.client.outage import Outage
 from onceflow.client.settings import ClientSettings
 from onceflow.errors import (
     BrokerUnreachableError,
@@ -20,23 +21,20 @@ from onceflow.errors import (
     OnceflowError,
     UnknownTopicError,
 )
-from onceflow.state.local.stored_rows import Stores
+from onceflow.state.local.stored_rows import Stores, clock_ms
 from onceflow.state.stores.base import StoreCorruptError
 from onceflow.tables.copies import Copy, RawChange
 from onceflow.tables.lag import Lag, Progress, Restore
+from onceflow.tables.source import StoppableSource, StoppingError
 
 log = logging.getLogger("onceflow.tables")
 
-# While a broker does not answer: how long one attempt may take, and the time between two warnings.
-_ATTEMPT_S, _WARN_EVERY_S, _PAUSE_S = 10.0, 60.0, 0.5
+_ATTEMPT_S, _PAUSE_S = 10.0, 0.5  # while a broker does not answer: how long one attempt may take
 _POLL_S = 0.5
 _METADATA_S = 10.0
 _PROGRESS_S, _LOOK_S = 5.0, 0.5
 _STOP_S = 5.0
-
-
-class _StoppingError(OnceflowError):
-    """The thread is to end. A restore keeps what it has read so far, as for every error of onceflow."""
+_REPAIR_S = 30.0  # how long a lookup waits for a copy that is read again
 
 
 class Follower:
@@ -57,21 +55,28 @@ class Follower:
         self._listeners: list[Callable[[RawChange], None]] = []
         self._ends: dict[int, int] = {}  # last stable offsets, as last heard of
         self._targets: dict[int, int] = {}  # last stable offsets at the start
-        self._targets_ms = 0
+        self.targets_ms = 0  # when they were asked for, epoch milliseconds
         self._begins = {partition: copy.position for partition, copy in copies.items()}
         self._read: dict[int, int] = {}  # up to where a restore has read; it writes much later
         self.partitions_now = info.partitions  # as last seen
         self._followed = False
+        self._damaged: set[int] = set()  # their copies were emptied, and have not yet been read again
         self._stopping = threading.Event()
+        self._ended = True  # the thread; it has not begun
+        self._then: Callable[[], None] | None = None
         self._moved = threading.Condition()
         self._told_at = self._looked_at = self._polled_at = time.monotonic()
-        self._warned_at: float | None = None
+        self._outage = Outage(log, f"table {info.name}", "it is updated again")
         self.failure: OnceflowError | None = None
         self._thread = threading.Thread(target=self._run, daemon=True, name=f"onceflow-table-{info.name}")
 
     @property
     def topic(self) -> str:
         return self._info.name
+
+    @property
+    def topic_id(self) -> str:
+        return self._info.topic_id
 
     @property
     def partitions(self) -> int:
@@ -84,6 +89,11 @@ class Follower:
         return self._copies.keys()
 
     @property
+    def stopping(self) -> bool:
+        """Whether the thread is to end, or has ended because it was told to."""
+        return self._stopping.is_set()
+
+    @property
     def targets(self) -> Mapping[int, int]:
         """The last stable offsets at the start, by partition."""
         return self._targets
@@ -92,28 +102,42 @@ class Follower:
     def ignored(self) -> int:
         return sum(copy.ignored for copy in self._copies.values())
 
-    def start(self, ends: Mapping[int, int], *, of_now: bool = True) -> None:
+    def start(self, ends: Mapping[int, int], ends_ms: int, *, of_now: bool = True) -> None:
         """Begin to follow.
 
         Args:
-            ends: the last stable offsets now; the table is restored when it has reached them.
-            of_now: whether they are. Otherwise they were read earlier, and more may be committed.
+            ends: the last stable offsets; the table is restored when it has reached them.
+            ends_ms: when they were asked for, epoch milliseconds.
+            of_now: whether that was just now. Otherwise another object has begun with them, and more may be committed.
         """
         self._targets = dict(ends)
-        self._targets_ms = int(time.time() * 1000)
+        self.targets_ms = ends_ms
         for partition, copy in self._copies.items() if of_now else ():
             self._ends[partition] = ends[partition]
             if copy.position == ends[partition]:
-                copy.still_current()
+                copy.still_current(ends_ms)
+        self._ended = False
         self._thread.start()
 
-    def stop(self) -> None:
-        """End the thread, and close the copies. What they contain stays."""
-        if not self.halt(_STOP_S):
-            log.warning("table %s: a request is still waiting for a broker; the copy is closed without it", self.topic)
-            return
-        for copy in self._copies.values():
-            copy.close()
+    def stop(self, then: Callable[[], None] = lambda: None) -> None:
+        """End the thread, close the copies, and call a function. What the copies contain stays.
+
+        A thread that cannot end soon, because it waits for a broker or because a listener calls this, does the rest
+        itself when it ends. Until then its copies may be written, so nobody else must open them.
+        """
+        with self._moved:
+            self._then = then
+            ended = self._ended
+        if ended:
+            self._close()
+        elif threading.current_thread() is self._thread:
+            self._stopping.set()
+        elif not self.halt(_STOP_S):
+            log.warning(
+                "table %s: it is still waiting for a broker or for the disk; the local copy stays locked until that "
+                "is over",
+                self.topic,
+            )
 
     def halt(self, timeout_s: float) -> bool:
         """End the thread, but leave the copies open. Returns whether it has ended within these seconds."""
@@ -125,10 +149,34 @@ class Follower:
         return not self._thread.is_alive()
 
     @contextmanager
-    def stores(self) -> Iterator[Stores]:
-        """The stores for reading. Raises the error that has stopped the thread, if there is one."""
+    def stores(self, *, complete: bool) -> Iterator[Stores]:
+        """The stores for reading.
+
+        Args:
+            complete: wait for copies that are read again, because they were damaged.
+
+        Raises:
+            OnceflowError: the error that has stopped the thread; or a copy was replaced while it was read.
+            DeadlineExceededError: a copy was not read again in time.
+        """
         self.check()
-        yield {partition: copy.store for partition, copy in self._copies.items()}
+        if complete and self._damaged and not self.wait(lambda: not self._damaged, _REPAIR_S):
+            restore = self.restored()
+            raise DeadlineExceededError(
+                f"Table {self.topic} is being read again from Kafka, because its local copy was damaged",
+                topic=self.topic,
+                detail=f"read {restore.done} of {restore.total} offsets after {_REPAIR_S:g} s of waiting",
+                next_step="ask again later; Table(..., wait=False) answers from what is here meanwhile",
+            )
+        try:
+            yield {partition: copy.store for partition, copy in self._copies.items()}
+        except StoreCorruptError as problem:
+            raise OnceflowError(
+                f"The local copy of table {self.topic} was replaced while it was read, or is damaged",
+                topic=self.topic,
+                detail=problem.what,
+                next_step="ask again; if that fails, too, close the table and open it again, which verifies the copy",
+            ) from problem
 
     def check(self) -> None:
         """Raise the error that has stopped the thread, if there is one."""
@@ -156,20 +204,20 @@ class Follower:
     def progress(self, partition: int) -> Progress:
         """How far one partition is. The position is never more than what lookups see from now on."""
         copy = self._copies[partition]
-        position, current_ms = copy.position, copy.current_ms
-        end = self._ends.get(partition)
-        age_ms = None if current_ms is None else max(0, int(time.time() * 1000) - current_ms)
+        # The position last: whatever is known about the copy before is true of this position, too.
+        current_ms, end = copy.current_ms, self._ends.get(partition)
+        position = copy.position
+        age_ms = None if current_ms is None else max(0, clock_ms() - current_ms)
         lag = Lag(None if end is None else max(0, end - position), age_ms)
         return Progress(position, lag, position >= self._targets.get(partition, 0) and current_ms is not None)
 
     def restored(self) -> Restore:
         total = sum(max(0, end - self._begins[partition]) for partition, end in self._targets.items())
         unwritten = unread = 0
-        for partition, end in self._targets.items():
+        for partition, end in self._targets.items():  # it runs until all is written, not only read
             position = self._copies[partition].position
             unwritten += max(0, end - position)
             unread += max(0, end - max(position, self._read.get(partition, 0)))
-        # It runs until all is written, not only read.
         return Restore(total - max(unread, 1 if unwritten else 0), total)
 
     def listen(self, listener: Callable[[RawChange], None]) -> Callable[[], None]:
@@ -185,19 +233,35 @@ class Follower:
 
     def _run(self) -> None:
         try:
+            self._work()
+        finally:
+            with self._moved:
+                self._ended = True
+                closing = self._then is not None
+            if closing:
+                self._close()
+
+    def _close(self) -> None:
+        assert self._then is not None
+        for copy in self._copies.values():
+            copy.close()
+        self._then()
+
+    def _work(self) -> None:
+        try:
             while not self._stopping.is_set():
                 cluster = Cluster(self._settings, refused_s=None)
                 try:
                     self._restore(cluster)
                     self._follow(cluster)
                 except (BrokerUnreachableError, DeadlineExceededError, EnvironmentUnusableError) as passing:
-                    self._warn(passing)
+                    self._warn(f"{passing.what} {passing.detail}".strip())
                     self._stopping.wait(_PAUSE_S)
                 except StoreCorruptError:
                     pass  # the copy has been replaced, and is restored now
                 finally:
                     cluster.close()
-        except _StoppingError:
+        except StoppingError:
             pass
         except OnceflowError as error:
             self._fail(error.locate(topic=self.topic))
@@ -223,13 +287,14 @@ class Follower:
         What was committed after the start is followed, so that listeners hear of it.
         """
         self._check_topic(cluster, Deadline(_ATTEMPT_S, f"looking up topic {self.topic}"))
-        source = _Source(CommittedReader(cluster, _ATTEMPT_S), self._stopping, self._has_read)
+        source = StoppableSource(CommittedReader(cluster, _ATTEMPT_S), self._stopping, self._has_read)
         for partition, end in sorted(self._targets.items()):
             copy = self._copies[partition]
             # A copy that is ahead when it is opened is one of records that Kafka has lost: it is restored, too.
             self._read.pop(partition, None)
             if copy.position < end or (copy.position > end and not self._followed):
-                copy.restore(source, end, self._targets_ms, lambda _, copy=copy: self._tell(copy))  # type: ignore[misc]
+                copy.restore(source, end, self.targets_ms, lambda _, copy=copy: self._tell(copy))  # type: ignore[misc]
+            self._damaged.discard(partition)
             self._notify()
         self._followed = True
 
@@ -240,21 +305,33 @@ class Follower:
         looked_at = time.monotonic()
         while not self._stopping.is_set():
             for (_, partition), chunk in poll.poll(_POLL_S):
-                self._apply(self._copies[partition], chunk, poll.followed[self.topic, partition].last_stable_offset)
+                self._apply(self._copies[partition], chunk, poll.followed[self.topic, partition])
             self._heard(poll)
             if time.monotonic() - looked_at > _METADATA_S:
                 looked_at = time.monotonic()
                 self._check_topic(cluster, Deadline(_ATTEMPT_S, f"looking up topic {self.topic}"))
 
-    def _apply(self, copy: Copy, chunk: Chunk, stable: int) -> None:
-        listeners = self._listeners
-        with copy.mended():
-            changes = copy.apply(chunk, stable=stable, wanted=bool(listeners))
+    def _apply(self, copy: Copy, chunk: Chunk, answer: Followed) -> None:
+        listeners, stable = self._listeners, answer.last_stable_offset
+        with copy.mended(), self._noted(copy):
+            changes = copy.apply(chunk, stable=stable, as_of_ms=answer.as_of_ms, wanted=bool(listeners))
         self._ends[copy.partition] = max(stable, self._ends.get(copy.partition, 0))
         self._notify()
         for change in changes:
             for listener in listeners:
-                listener(change)
+                if not self._stopping.is_set():
+                    listener(change)
+
+    @contextmanager
+    def _noted(self, copy: Copy) -> Iterator[None]:
+        """Note that a copy is damaged before it is emptied, so that lookups wait until it is where it was."""
+        try:
+            yield
+        except StoreCorruptError:
+            self._targets[copy.partition] = max(copy.position, self._targets[copy.partition])
+            self._begins[copy.partition] = 0
+            self._damaged.add(copy.partition)
+            raise
 
     def _heard(self, poll: LongPoll) -> None:
         """Note which partitions are still current, and whether brokers answer."""
@@ -264,14 +341,13 @@ class Follower:
             if each.answered_at is not None:
                 self._ends[partition] = max(each.last_stable_offset, self._ends.get(partition, 0))
                 newest = max(newest, each.answered_at)
-                fresh = time.monotonic() - each.answered_at < _POLL_S
-                if fresh and each.last_stable_offset <= copy.position and not each.attempt:
-                    with copy.mended():
-                        copy.still_current()
+                if each.last_stable_offset <= copy.position:
+                    with copy.mended(), self._noted(copy):
+                        copy.still_current(each.as_of_ms)
         if time.monotonic() - newest < _ATTEMPT_S:
-            self._answered()
+            self._outage.end()
         else:
-            self._warn(BrokerUnreachableError("no answer", topic=self.topic))
+            self._warn("no answer")
 
     def _check_topic(self, cluster: Cluster, deadline: Deadline) -> None:
         """Raise an error if the topic is not the one that the table was opened with.
@@ -280,8 +356,7 @@ class Follower:
             UnknownTopicError: it was deleted, or created again, or has more partitions than before.
         """
         now = cluster.topic(self.topic, deadline, fresh=True, patient=True)
-        if now.topic_id != self._info.topic_id:
-            raise created_again(self.topic)
+        now.check_same(self._info.topic_id)
         self.partitions_now = now.partitions
         if now.partitions != self._info.partitions and self._all_partitions:
             raise UnknownTopicError(
@@ -311,37 +386,8 @@ class Follower:
     def _has_read(self, partition: int, chunk: Chunk) -> None:
         self._read[partition] = chunk.next_offset
         self._copies[partition].check_placement(chunk.keys)
-        self._answered()
+        self._outage.end()
 
-    def _warn(self, problem: OnceflowError) -> None:
-        now = time.monotonic()
-        if self._stopping.is_set() or (self._warned_at is not None and now - self._warned_at < _WARN_EVERY_S):
-            return
-        self._warned_at = now
-        log.warning(
-            "table %s: it cannot be updated at the moment, lookups answer from what is here (%s %s)",
-            self.topic,
-            problem.what,
-            problem.detail,
-        )
-
-    def _answered(self) -> None:
-        if self._warned_at is not None:
-            log.warning("table %s: it is updated again", self.topic)
-        self._warned_at = None
-
-
-class _Source:
-    """Reads committed records until the thread is to end."""
-
-    def __init__(self, reader: CommittedReader, stopping: threading.Event, tell: Callable[[int, Chunk], None]) -> None:
-        self._reader = reader
-        self._stopping = stopping
-        self._tell = tell
-
-    def read(self, topic: str, partition: int, start: int, end: int) -> Iterator[Chunk]:
-        for chunk in self._reader.read(topic, partition, start, end):
-            if self._stopping.is_set():
-                raise _StoppingError("the table is being closed")
-            self._tell(partition, chunk)
-            yield chunk
+    def _warn(self, problem: str) -> None:
+        if not self._stopping.is_set():
+            self._outage.warn(f"it cannot be updated at the moment, lookups answer from what is here ({problem})")

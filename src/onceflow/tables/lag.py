@@ -27,7 +27,8 @@ class Lag:
     """How far a table is behind its topic.
 
     Args:
-        records: at most how many committed records are missing, over all partitions; None: not known yet.
+        records: at most how many committed records were missing when brokers last answered, over all partitions; None:
+            not known yet.
         ms: at most how long ago the table contained everything that was committed; None: never since it is here. A
             table that keeps up has some hundred milliseconds, because brokers answer that often if nothing happens.
     """

@@ -44,12 +44,23 @@ class Lookups(abc.ABC):
         return default if raw is None else self._decoded(raw, key)
 
     def multi_get(self, keys: Sequence[Any]) -> dict[Any, Any]:
-        """The values of those of these keys that exist, in the order of the keys."""
+        """The values of those of these keys that exist, in the order of the keys.
+
+        Raises:
+            OptionError: the keys are one text, or bytes.
+        """
+        if isinstance(keys, (str, *_BYTES)):
+            raise OptionError(
+                f"multi_get() takes a list of keys, got {type(keys).__name__}: {keys!r:.100}",
+                next_step="give a list, or look up one key with get()",
+            )
         raws = self._readable().get_many([self._encoded(key, "key for multi_get()") for key in keys])
         return {key: self._decoded(raw, key) for key, raw in zip(keys, raws, strict=True) if raw is not None}
 
     def range(self, start: Any = None, end: Any = None, *, reverse: bool = False) -> Iterator[tuple[Any, Any]]:
         """Keys with ``start <= key < end`` and their values, in the order of the keys' bytes over all partitions.
+
+        A key that several partitions have, because its producer has changed its partitioner, comes once for each.
 
         Args:
             start, end: None: from the first key, or to the last one.
@@ -86,7 +97,10 @@ class Lookups(abc.ABC):
         return self._decoded(raw, key)
 
     def count(self) -> int:
-        """How many keys there are. Fast, unless rows have a time to live: then all of them are read."""
+        """How many keys there are. Fast, unless rows have a time to live: then all of them are read.
+
+        A key that several partitions have counts once for each.
+        """
         return self._readable().count()
 
     def map_entries(self, name: str) -> Iterator[tuple[Any, bytes, bytes]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
@@ -16,8 +17,9 @@ from onceflow.durations import option_seconds
 from onceflow.errors import OptionError
 from onceflow.state.compacted_topic import find_compacted
 from onceflow.state.local.format import default_state_dir, folder_name
+from onceflow.state.local.stored_rows import clock_ms
 from onceflow.state.stores.base import Store, unusable
-from onceflow.state.stores.choice import check_store, store_class
+from onceflow.state.stores.choice import check_installed, check_store, store_class
 from onceflow.tables.copies import Copy, Followed
 from onceflow.tables.following import Follower
 
@@ -48,6 +50,7 @@ class OpenedTable:
         self.settings = ClientSettings(bootstrap_servers, options or {})
         self.partitions = _checked_partitions(partitions, topic)
         check_store(store)
+        check_installed(store)
         self.opener = store_class(store)
         self.state_dir = default_state_dir() if state_dir is None else Path(state_dir)
         self.refused_s = option_seconds(connect_timeout, "connect_timeout", topic)
@@ -63,7 +66,7 @@ class OpenedTable:
         try:
             base.mkdir(parents=True, exist_ok=True)
             for slot in range(_MAX_SLOTS):
-                lock = FileLock(base / f"{slot}.lock")
+                lock = FileLock(base / f"{slot}.lock", thread_local=False)
                 with suppress(Timeout):
                     lock.acquire(timeout=0)
                     self._held.callback(lock.release)
@@ -74,9 +77,19 @@ class OpenedTable:
             f"{_MAX_SLOTS} tables of topic {self.topic} are open on this machine", next_step="close some of them"
         )
 
-    def release(self) -> None:
-        """Let others use the folder."""
-        self._held.close()
+    def release(self, followers: Sequence[Follower] = ()) -> None:
+        """Stop the threads that use the folder, and let others use it when the last one has ended."""
+        held, self._held = self._held, ExitStack()
+        ended = itertools.count(1)
+
+        def one_ended() -> None:
+            if next(ended) == len(followers):
+                held.close()
+
+        for follower in followers:
+            follower.stop(one_ended)
+        if not followers:
+            held.close()
 
     def ends_now(self) -> dict[int, int]:
         """The last stable offsets of the partitions to follow."""
@@ -125,7 +138,6 @@ class OpenedTable:
             partitions=found.info.partitions,
             folder=self.take_folder(),
             opener=self.opener,
-            snapshots=found.snapshots,
             tombstone_ms=found.tombstone_ms,
         )
         return found.info, followed
@@ -143,10 +155,11 @@ def open_table(table: OpenedTable) -> Follower:
     try:
         with table.connected(f"opening table {table.topic}") as (cluster, deadline):
             info, followed = table.followed(cluster, deadline)
+            asked_ms = clock_ms()
             ends = stable_ends(cluster, info, table.listed(info), deadline)
         copies.update((partition, Copy(followed, partition)) for partition in ends)
         follower = Follower(table.settings, info, copies, all_partitions=table.partitions is None)
-        follower.start(ends)
+        follower.start(ends, asked_ms)
         return follower
     except BaseException:
         for copy in copies.values():

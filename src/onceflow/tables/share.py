@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from onceflow.client.cluster import TopicInfo
-from onceflow.client.long_poll import created_again
 from onceflow.errors import DeadlineExceededError, OnceflowError
+from onceflow.state.local.stored_rows import clock_ms
 from onceflow.state.stores.base import Store
 from onceflow.tables.copies import Copy, Followed
 from onceflow.tables.following import Follower
@@ -63,8 +63,8 @@ class Share:
 
     @property
     def snapshots(self) -> bool:
-        """Whether each record of the topic is a snapshot of its partition."""
-        return self._followed.snapshots
+        """Whether the records of the topic are snapshots of their partitions, as far as they were read here."""
+        return any(copy.snapshots for copy in list(self._copies.values()))
 
     @property
     def placed(self) -> bool:
@@ -105,24 +105,31 @@ class Share:
         Raises:
             OnceflowError: Kafka could not be read, or the folder cannot be used. What was followed before still is.
         """
-        dropped = [partition for partition in self._by_partition if partition not in wanted]
-        added = [partition for partition in wanted if partition not in self._by_partition]
-        if not dropped and not added:
+        dropped = [partition for partition in self._copies if partition not in wanted]
+        added = [partition for partition in wanted if partition not in self._copies]
+        if not dropped and not added and not any(each.stopping for each in self._followers):
             return
         if max(added, default=0) >= self.partitions:
             self._grow()
+        asked_ms = clock_ms()
         ends = self._ends(added)
         for partition in dropped:  # from now on nobody begins to read them
-            self._by_partition.pop(partition)
-        self._join(set(dropped))
-        for partition in dropped:
+            self._by_partition.pop(partition, None)
+        busy = self._join(set(dropped))
+        for partition in set(dropped) - busy:
             copy = self._copies.pop(partition)
             copy.close()
             copy.remove()
+        if busy:
+            raise DeadlineExceededError(
+                f"The thread of table {self.topic} did not end within {_HALT_S:g} s",
+                topic=self.topic,
+                next_step="look at the log: a broker may not answer, or the disk may be slow",
+            )
         if added:
             copies = {partition: Copy(self._followed, partition) for partition in added}
             self._copies.update(copies)
-            self._follow(copies, ends)
+            self._follow(copies, ends, asked_ms)
 
     def store(self, partition: int) -> Store | None:
         """The store of a partition; None: it is not here.
@@ -150,11 +157,8 @@ class Share:
     def close(self) -> None:
         """End the threads and close the copies, which stay on disk."""
         self._by_partition.clear()
-        for follower in self._followers:
-            follower.stop()
-        self._followers.clear()
-        self._copies.clear()
-        self._table.release()
+        self._table.release(self._followers)
+        self._followers, self._copies = [], {}
 
     # ---- inside --------------------------------------------------------------------------------------
 
@@ -168,35 +172,41 @@ class Share:
         """The topic has got more partitions."""
         with self._table.connected(f"looking up topic {self.topic}", running=True) as (cluster, deadline):
             info = cluster.topic(self.topic, deadline, fresh=True)
-        if info.topic_id != self._info.topic_id:
-            raise created_again(self.topic)
+        info.check_same(self._info.topic_id)
         log.info("table %s: its topic has %d partitions now, it had %d", self.topic, info.partitions, self.partitions)
         self._info, self._followed = info, replace(self._followed, partitions=info.partitions)
         self._grown = True
 
-    def _join(self, dropped: set[int]) -> None:
-        """Replace all followers that are up to date by one, without the dropped partitions."""
+    def _join(self, dropped: set[int]) -> set[int]:
+        """Replace all followers that are up to date by one, without the dropped partitions.
+
+        Returns the partitions of those that do not end: they have to be joined later.
+        """
+        busy: set[int] = set()
         copies: dict[int, Copy] = {}
         targets: dict[int, int] = {}
+        asked_ms = clock_ms()
         for follower in list(self._followers):
-            if follower.restored().running and dropped.isdisjoint(follower.partitions_here):
+            restoring = follower.restored().running and not follower.stopping
+            if restoring and dropped.isdisjoint(follower.partitions_here):
                 continue
             if not follower.halt(_HALT_S):
-                raise DeadlineExceededError(
-                    f"The thread of table {self.topic} did not end within {_HALT_S:g} s",
-                    topic=self.topic,
-                    next_step="look at the log: a broker may not answer, or the disk may be slow",
-                )
+                busy.update(follower.partitions_here)
+                continue
             self._followers.remove(follower)
+            asked_ms = min(asked_ms, follower.targets_ms)
             for partition in set(follower.partitions_here) - dropped:
                 copy = copies[partition] = self._copies[partition]
                 # Not the end of now: what was read already would count as lost if that end were lower.
                 targets[partition] = max(follower.targets[partition], copy.position)
         if copies:
-            self._follow(copies, targets, of_now=False)
+            self._follow(copies, targets, asked_ms, of_now=False)
+        return busy
 
-    def _follow(self, copies: Mapping[int, Copy], ends: Mapping[int, int], *, of_now: bool = True) -> None:
+    def _follow(
+        self, copies: Mapping[int, Copy], ends: Mapping[int, int], asked_ms: int, *, of_now: bool = True
+    ) -> None:
         follower = Follower(self._table.settings, self._info, copies, all_partitions=False)
-        follower.start(ends, of_now=of_now)
+        follower.start(ends, asked_ms, of_now=of_now)
         self._followers.append(follower)
         self._by_partition.update(dict.fromkeys(copies, follower))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
 from onceflow.durations import duration_ms
 from onceflow.errors import DeadlineExceededError, OptionError
-from onceflow.protocol.position import Position
+from onceflow.protocol.position import Position, other_topic
 from onceflow.state.api import serdes
 from onceflow.state.local.stored_rows import StoredRows, clock_ms
 from onceflow.state.stores.base import Store
@@ -143,7 +144,7 @@ class Table(Lookups):
             raise OptionError(f"Table {self.topic} is open already", next_step="open each table once")
         source = open_table(self._opened)
         self._source = source
-        self._rows = StoredRows(source.stores, partitions=source.partitions)
+        self._rows = StoredRows(partial(source.stores, complete=self._wait), partitions=source.partitions)
         if not self._wait:
             return self
         try:
@@ -154,11 +155,15 @@ class Table(Lookups):
         return self
 
     def close(self) -> None:
-        """End the thread and close the local copy, which stays on disk."""
-        if self._opened is not None and isinstance(self._source, Follower):
-            self._source.stop()
-            self._opened.release()
-            self._source = None
+        """End the thread and close the local copy, which stays on disk.
+
+        If the thread does not end within some seconds, because it waits for a broker or for the disk, a warning says
+        so: the copy is closed and can be opened again when it has ended. An ``on_change`` function may call this; then
+        the table is closed when the function returns.
+        """
+        source, self._source = self._source, self._source if self._opened is None else None
+        if self._opened is not None and isinstance(source, Follower):
+            self._opened.release([source])
 
     def __enter__(self) -> Table:
         return self if self._source is not None else self.start()
@@ -178,7 +183,8 @@ class Table(Lookups):
     @property
     def position(self) -> str:
         """How far the table has been read, as a short text. It is never more than what lookups see from now on."""
-        return str(Position({self.topic: self._reading().offsets()}))
+        source = self._reading()
+        return str(Position({self.topic: source.offsets()}, {self.topic: source.topic_id}))
 
     @property
     def lag(self) -> Lag:
@@ -207,7 +213,8 @@ class Table(Lookups):
             timeout: a duration.
 
         Raises:
-            OptionError: the text is not a position, or says nothing about this topic.
+            OptionError: the text is not a position, or says nothing about this topic, or is of an earlier topic of
+                this name.
             DeadlineExceededError: the position was not reached in time.
         """
         source = self._reading()
@@ -300,7 +307,10 @@ class Table(Lookups):
                 detail=f"it is {str(position)[:200]!r}",
                 next_step="take the position of the flow that writes this table, or of another table of this topic",
             )
-        here = self._reading().offsets()
+        source = self._reading()
+        if not position.is_of(self.topic, source.topic_id):
+            raise other_topic(self.topic)
+        here = source.offsets()
         return Position({self.topic: {partition: end for partition, end in own.items() if partition in here}})
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,12 +13,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from onceflow.client.committed import CommittedReader
-from onceflow.errors import BadRecordError, OptionError
-from onceflow.messages import JOINED_PROPERTY, JoinOrder
+from onceflow.errors import BadRecordError, OnceflowError, OptionError
+from onceflow.messages import JOINED_PROPERTY, CopiesOrder, JoinOrder
 from onceflow.protocol.partitioners import key_partitions
+from onceflow.spark import queries
 from onceflow.state.api import serdes
 from onceflow.state.api.json_columns import parse_json
-from onceflow.state.joins.copies import JoinedCopies
+from onceflow.state.joins.copies import InexactCopyError, JoinedCopies
 from onceflow.task.row_writer import worker_cluster
 
 
@@ -26,10 +28,12 @@ class JoinTask:
 
     def __init__(self, order: JoinOrder) -> None:
         self.order = order
+        self.__name__ = queries.join_name(order.spec.topic)
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        spec = self.order.spec
         now_ms, ends = self._pinned()
+        # The partitions of the batch, also if the topic has got more since it was committed.
+        spec = replace(self.order.spec, partitions=len(ends))
         source = CommittedReader(worker_cluster(self.order.settings))
         copies = JoinedCopies({spec.name: spec}, {spec.topic: ends}, source)
         with contextlib.closing(copies):
@@ -53,28 +57,47 @@ class JoinTask:
         return int(found["now_ms"]), dict(found["ends"][self.order.spec.topic])
 
     def _joined(self, batch: pa.RecordBatch, copies: JoinedCopies, now_ms: int) -> pa.RecordBatch:
-        spec = self.order.spec
-        encoded = batch.column(self.order.on).dictionary_encode()
-        keys = self._keys(encoded.dictionary)
-        places = key_partitions(keys, spec.partitions)
+        (spec,) = copies.specs.values()
+        encoded = self._keys(batch.column(self.order.on))
+        places = key_partitions(encoded.dictionary, spec.partitions)
         copies.open(np.unique(places[places >= 0]).tolist())
-        found = copies.handle(spec.name, now_ms, None).values_of(keys)
+        found = copies.handle(spec.name, now_ms, None).values_of(encoded.dictionary)
         matched = found.take(encoded.indices)
         if self.order.inner:
             exists = matched.is_valid()
             batch, matched = batch.filter(exists), matched.filter(exists)
-        arrays = [*batch.columns, *self._columns(matched)]
+        arrays = [*batch.columns, *self._columns(matched, batch.column(self.order.on))]
         return pa.RecordBatch.from_arrays(arrays, schema=pa.schema([*batch.schema, *self.order.fields]))
 
-    def _keys(self, distinct: pa.Array) -> pa.Array:
-        """The keys of the table, in bytes."""
+    def _keys(self, column: pa.Array) -> pa.DictionaryArray:
+        """The keys of the rows as the table has them: bytes, each distinct key once."""
         serde = self.order.spec.key
-        if serde is None:
-            return distinct.cast(pa.binary())
-        return pa.array([None if key is None else serde.encode(key) for key in distinct.to_pylist()], pa.binary())
+        if serde in (None, serdes.STRING, serdes.BYTES):
+            return column.cast(pa.binary()).dictionary_encode()
+        try:
+            if pa.types.is_nested(column.type):  # Arrow finds no distinct ones of them
+                return pa.array(map(self._key, column.to_pylist()), pa.binary()).dictionary_encode()
+            encoded = column.dictionary_encode()
+            keys = pa.array(map(self._key, encoded.dictionary.to_pylist()), pa.binary())
+            return pa.DictionaryArray.from_arrays(encoded.indices, keys)
+        except Exception as error:
+            raise BadRecordError(
+                f"A value of column {self.order.on!r} is no key of table {self.order.spec.topic}",
+                flow=self.order.flow,
+                topic=self.order.spec.topic,
+                detail=f"{serde!r}: {type(error).__name__}: {error}",
+                next_step="cast or correct the column before join_table, or give JoinTable the serde that fits it",
+            ) from error
 
-    def _columns(self, matched: pa.Array) -> list[pa.Array]:
-        serde = self.order.spec.value
+    def _key(self, value: Any) -> bytes | None:
+        return None if value is None else self.order.spec.key.encode(value)
+
+    def _columns(self, matched: pa.Array, keys: pa.Array) -> list[pa.Array]:
+        """The columns to add, from values in bytes.
+
+        Args:
+            keys: of the same rows, for errors.
+        """
         kind = self.order.fields.field(0).type
         if self.order.raw and pa.types.is_binary(kind):
             return [matched]
@@ -83,19 +106,36 @@ class JoinTask:
         if self.order.raw and pa.types.is_string(kind):
             return [matched.cast(pa.string())]
         try:
-            if self.order.raw:
-                values = [None if raw is None else serde.decode(raw) for raw in distinct.to_pylist()]
-                return [pa.array(values, kind).take(encoded.indices)]
-            return [column.take(encoded.indices) for column in self._parsed(distinct)]
+            return [column.take(encoded.indices) for column in self._read(distinct)]
         except Exception as error:
             raise BadRecordError(
-                f"A value of table {self.order.spec.topic} cannot be read as {', '.join(map(str, self.order.fields))}",
+                f"A value of table {self.order.spec.topic} cannot be read as "
+                + ", ".join(f"{field.name} {field.type}" for field in self.order.fields),
                 flow=self.order.flow,
                 topic=self.order.spec.topic,
-                detail=f"{type(error).__name__}: {error}",
+                detail=self._unreadable(encoded, keys) or f"{type(error).__name__}: {error}",
                 next_step="correct the row, or take the whole value (columns='name', value=serdes.BYTES) and parse "
                 "it in the query",
             ) from error
+
+    def _unreadable(self, encoded: pa.DictionaryArray, keys: pa.Array) -> str:
+        """The first row that cannot be read, and why."""
+        for number, raw in enumerate(encoded.dictionary.to_pylist()):
+            try:
+                self._read(encoded.dictionary.slice(number, 1))
+            except Exception as error:
+                key = keys[pc.index(encoded.indices, pa.scalar(number, encoded.indices.type)).as_py()].as_py()
+                value = "" if repr(raw) in str(error) else f", value {raw!r:.200}"
+                return f"key {key!r:.200}{value}: {type(error).__name__}: {error}"
+        return ""
+
+    def _read(self, distinct: pa.Array) -> list[pa.Array]:
+        """The columns to add for distinct values."""
+        if not self.order.raw:
+            return self._parsed(distinct)
+        serde = self.order.spec.value
+        values = [None if raw is None else serde.decode(raw) for raw in distinct.to_pylist()]
+        return [pa.array(values, self.order.fields.field(0).type)]
 
     def _parsed(self, distinct: pa.Array) -> list[pa.Array]:
         if self.order.spec.value == serdes.JSON or not isinstance(self.order.spec.value, serdes.Struct):
@@ -108,3 +148,25 @@ class JoinTask:
             pc.cast(one.combine_chunks() if isinstance(one, pa.ChunkedArray) else one, field.type)
             for one, field in zip(columns, self.order.fields, strict=True)
         ]
+
+
+class CopiesTask:
+    """A function that brings all copies of its host to the offsets of a batch. Its argument means nothing."""
+
+    def __init__(self, order: CopiesOrder) -> None:
+        self.order = order
+
+    def __call__(self, _: int) -> OnceflowError | None:
+        order = self.order
+        source = CommittedReader(worker_cluster(order.settings))
+        refused: list[InexactCopyError] = []
+        try:
+            for spec in order.specs:
+                with contextlib.closing(JoinedCopies({spec.name: spec}, order.ends, source)) as copies:
+                    try:
+                        copies.open(range(spec.partitions))
+                    except InexactCopyError as error:  # the others are read, too
+                        refused.append(error)
+        except OnceflowError as problem:  # returned, not raised, so that the driver gets the original class
+            return problem
+        return refused[0] if refused else None

@@ -27,7 +27,11 @@ def running_broker(data_dir: Path) -> Iterator[str]:
         yield given
         return
     # By default the broker looks for timed-out transactions every 10 s, which is too long for tests.
-    properties = {"transaction.abort.timed.out.transaction.cleanup.interval.ms": "500"}
+    # The session of a member that was killed has to end soon, too.
+    properties = {
+        "transaction.abort.timed.out.transaction.cleanup.interval.ms": "500",
+        "group.min.session.timeout.ms": "1000",
+    }
     with LocalBroker(data_dir, properties=properties) as broker:
         try:
             yield broker.bootstrap_servers

@@ -56,7 +56,16 @@ class JoinedTable:
         return default if raw is None else self._decoded(raw, key)
 
     def multi_get(self, keys: Sequence[Any]) -> dict[Any, Any]:
-        """The values of those of these keys that exist."""
+        """The values of those of these keys that exist.
+
+        Raises:
+            TypeError: the keys are one text, or bytes.
+        """
+        if isinstance(keys, (str, bytes)):
+            raise TypeError(
+                f"multi_get() of table {self._name!r} takes a list of keys, got {type(keys).__name__}: {keys!r:.100}; "
+                "get() looks up one key"
+            )
         raws = self._rows.get_many([self._encoded(key) for key in keys])
         return {key: self._decoded(raw, key) for key, raw in zip(keys, raws, strict=True) if raw is not None}
 

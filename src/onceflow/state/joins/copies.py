@@ -24,7 +24,7 @@ from onceflow.protocol.position import Position
 from onceflow.state.api.joined_table import JoinedTable
 from onceflow.state.joins.spec import Ends, JoinSpec
 from onceflow.state.local.catch_up import REFRESHED_MS, CatchUp, Source
-from onceflow.state.local.format import COMMIT_RECORD, Chunk, CommitRecord
+from onceflow.state.local.format import COMMIT_RECORD, SNAPSHOT_ROW, Chunk, CommitRecord, is_snapshot_row
 from onceflow.state.local.opening import open_store, remove_store
 from onceflow.state.local.prepare import RestoreLog
 from onceflow.state.stores.base import Store, StoreCorruptError
@@ -194,6 +194,8 @@ class _BringUp:
         try:
             _verified(self._folder, spec).write_bytes(_mark(spec))
             if not _is_ready(store, spec, self._partition, self._end):
+                if is_snapshot_row(store.get(SNAPSHOT_ROW)):
+                    raise StoreCorruptError("it has a snapshot of its partition as a row")
                 self._read(store)
             exact_from = int(store.blob(_EXACT_FROM) or 0)
         finally:
@@ -213,7 +215,7 @@ class _BringUp:
             self._folder,
             self._spec.goal(self._partition, self._end),
             noting,
-            self._spec.snapshots,
+            None,
             self._spec.tombstone_ms // 2,
             int(time.time() * 1000),
             RestoreLog(f"{self._spec.topic}-{self._partition}"),
@@ -244,6 +246,8 @@ def _is_ready(store: Store, spec: JoinSpec, partition: int, end: int) -> bool:
     record = CommitRecord.decode(store.blob(COMMIT_RECORD) or b"")
     goal = spec.goal(partition, end)
     if record is None or record.misfit(goal) or not record.at(goal):
+        return False
+    if is_snapshot_row(store.get(SNAPSHOT_ROW)):
         return False
     if time.time() * 1000 - record.time_ms > REFRESHED_MS:
         return False  # so that the record says how recent the copy is. An old copy is read again after a change

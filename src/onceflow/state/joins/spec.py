@@ -47,7 +47,6 @@ class JoinSpec:
         flow_key: the flow's name with its prefix. Local folders are named after it.
         run: identifies the run of the driver. A copy is verified once in each run and host.
         tombstone_ms: how long compaction keeps a tombstone (``delete.retention.ms``).
-        snapshots: whether each record of the topic is a snapshot of its partition.
     """
 
     name: str
@@ -62,7 +61,6 @@ class JoinSpec:
     run: str
     state_dir: Path | None
     tombstone_ms: int
-    snapshots: bool = False
 
     def folder(self, partition: int) -> Path:
         """The folder of a partition's copy on this host."""

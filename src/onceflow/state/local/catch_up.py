@@ -20,12 +20,14 @@ from onceflow.state.local.format import (
     COMMIT_RECORD,
     KINDS,
     PENDING,
+    SNAPSHOT_ROW,
     Changes,
     Chunk,
     CommitRecord,
     Goal,
     Pending,
     internal_changes,
+    is_snapshot_row,
     rows_of_snapshot,
     table_changes,
 )
@@ -49,7 +51,7 @@ class Source(Protocol):
 
 
 class _MovedError(Exception):
-    """Another process has written a newer commit record in the meantime."""
+    """Another process has written a newer commit record in the meantime, or the rest is to be read in another way."""
 
 
 def snapshot_changes(chunk: Chunk, store: Store) -> Changes:
@@ -65,7 +67,11 @@ def snapshot_changes(chunk: Chunk, store: Store) -> Changes:
 class CatchUp:
     """One call of `open_partition`, with the same arguments.
 
+    Args:
+        snapshot_per_partition: None: the records say whether they are snapshots.
+
     Attributes:
+        snapshots: whether the records are snapshots, as far as is known.
         records: number of records read from Kafka so far.
         ignored: how many of these were not written by a processor.
     """
@@ -75,7 +81,7 @@ class CatchUp:
         folder: Path,
         goal: Goal,
         source: Source,
-        snapshot_per_partition: bool,
+        snapshot_per_partition: bool | None,
         tombstone_age_ms: int,
         now_ms: int,
         progress: Callable[[int], None] | None,
@@ -85,7 +91,8 @@ class CatchUp:
         self.records = self.ignored = 0
         self._folder = folder
         self._source = source
-        self._snapshot_per_partition = snapshot_per_partition
+        self.snapshots = bool(snapshot_per_partition)
+        self._rows_only = snapshot_per_partition is False
         self._tombstone_age_ms = tombstone_age_ms
         self._now_ms = now_ms
         self._progress = progress or (lambda _: None)
@@ -160,7 +167,7 @@ class CatchUp:
         No lock is held while Kafka is read, however long that takes. The time in the commit record does not change
         before the goal is reached, because the retention of tombstones counts from the first record that was read.
         """
-        if self._snapshot_per_partition:
+        if self.snapshots:
             changes = self._replaced(store, commit_record)
             self._write(store, raw, CommitRecord.of(self.goal, self._now_ms), changes, done=True)
             return
@@ -210,6 +217,9 @@ class CatchUp:
         size = 0
         for chunk in self._chunks(topic, start, end):
             self.ignored += changes_of(chunk, gathered)
+            if not self._rows_only and is_snapshot_row(gathered.get(SNAPSHOT_ROW)):
+                self.snapshots = True
+                raise _MovedError
             size += sum(map(len, filter(None, chunk.values)))
             if len(gathered) >= _WRITTEN_ROWS or size >= _WRITTEN_BYTES:
                 yield gathered, min(chunk.next_offset, end)

@@ -28,6 +28,9 @@ KINDS = (rows.VALUE, rows.MAP, rows.TIMER)
 
 #: The key of all records of a table with ``snapshot_per_partition``.
 SNAPSHOT_KEY = b"onceflow.state"
+_SNAPSHOT_START = b'{"format":'  # of its values
+#: The row that a snapshot becomes in a copy that takes it for a row.
+SNAPSHOT_ROW = rows.value_key(SNAPSHOT_KEY)
 
 _FORMAT = 1
 _DELETED = 0xFFFF_FFFF
@@ -244,6 +247,16 @@ def snapshot(all_rows: Iterable[tuple[bytes, bytes]]) -> bytes:
     """All rows of a partition as the value of one record, without index rows, which are computed from the others."""
     listed = [[b64encode(key).decode(), b64encode(row).decode()] for key, row in all_rows if key[:1] in KINDS]
     return orjson.dumps({"format": _FORMAT, "rows": listed})
+
+
+def is_snapshot(key: bytes | None, value: bytes | None) -> bool:
+    """Whether a record of a table topic is a `snapshot` of its partition."""
+    return key == SNAPSHOT_KEY and value is not None and value.startswith(_SNAPSHOT_START)
+
+
+def is_snapshot_row(row: bytes | None) -> bool:
+    """Whether this row, of the key `SNAPSHOT_ROW`, was made from a `snapshot` as if its record were a row."""
+    return bool(row) and is_snapshot(SNAPSHOT_KEY, rows.unpack(row).payload)  # type: ignore[arg-type]
 
 
 def rows_of_snapshot(raw: bytes) -> list[tuple[bytes, bytes]]:

@@ -11,7 +11,7 @@ import abc
 import socket
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from operator import lt
@@ -253,7 +253,9 @@ class Store(abc.ABC):
         Raises:
             StoreCorruptError: means the same as False; the damage was found by the engine, or during the scan.
         """
-        return self._tally() == tally_of(self._items(), self._blobs())
+        tally, blobs = self._tally(), self._blobs()
+        with self._items() as items:
+            return tally == tally_of(items, blobs)
 
     def row_count(self) -> int:
         """How many rows there are, of all kinds. Nothing is read but the checksum's record."""
@@ -266,7 +268,8 @@ class Store(abc.ABC):
     def _tally(self) -> Tally: ...
 
     @abc.abstractmethod
-    def _items(self) -> Iterator[tuple[bytes, bytes]]: ...
+    def _items(self) -> AbstractContextManager[Iterator[tuple[bytes, bytes]]]:
+        """All rows, while the block lasts."""
 
     @abc.abstractmethod
     def _blobs(self) -> dict[str, bytes]:

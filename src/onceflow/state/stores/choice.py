@@ -18,6 +18,18 @@ def check_store(store: object, flow: str | None = None) -> None:
         raise OptionError(f"store={store!r} is unknown", flow=flow, next_step=f"use one of {', '.join(STORES)}")
 
 
+def check_installed(store: str | type[Store]) -> None:
+    """Refuse a store whose package is missing in this process.
+
+    Raises:
+        EnvironmentUnusableError: it is.
+    """
+    if store == "rocksdb":
+        from onceflow.state.stores.rocksdb_store import library
+
+        library()
+
+
 def store_class(store: str | type[Store]) -> type[Store]:
     """The class of a local store by its name; a class is returned unchanged."""
     if not isinstance(store, str):

@@ -22,6 +22,7 @@ import lmdb
 from onceflow.state.stores.base import StoreCorruptError, unusable
 from onceflow.state.stores.lmdb_lock import WriterLock
 from onceflow.state.stores.lmdb_pages import read_meta
+from onceflow.state.stores.lmdb_readers import Readers
 
 _T = TypeVar("_T")
 _Identity = tuple[tuple[int, int], ...]
@@ -33,16 +34,21 @@ _IDLE_MAX = 64
 # A changed row makes LMDB write a new copy of its page. With this much free room, a transaction seldom fills the map.
 _ROOM_PER_BYTE, _MIN_ROOM = 4, 16 << 20
 _READER_ATTEMPTS, _READER_PAUSE_S = 20, 0.005
+_MAP_ATTEMPTS = 10  # it is doubled each time
 
 
 class Environment:
-    """An open LMDB environment, shared by all stores of one folder in this process (LMDB forbids a second one)."""
+    """An open LMDB environment, shared by all stores of one folder in this process (LMDB forbids a second one).
+
+    ``lock`` is for those who write, open and close. Readers do not take it, so they do not wait for a write.
+    """
 
     def __init__(self, folder: Path, read_only: bool) -> None:
         self.folder = folder
         self.lock = threading.RLock()
         self.users = 0
         self.writer = WriterLock(folder)
+        self.readers = Readers(folder)
         self.open(read_only)
 
     def open(self, read_only: bool) -> None:
@@ -141,27 +147,65 @@ class Environment:
         return bool(before <= counted <= self._env.info()["last_txnid"])
 
     def close(self) -> None:
-        with self.lock:
+        with self.lock, self.readers.absent():
             self._env.close()
             self.writer.close()
 
-    def begin(self, *, write: bool = False) -> Any:
-        """A transaction of LMDB. The caller must hold ``writer`` to write."""
+    def begin_write(self) -> Any:
+        """A write transaction of LMDB. The caller must hold ``writer``."""
+        for _ in range(_MAP_ATTEMPTS):
+            try:
+                return self._env.begin(write=True)
+            except lmdb.MapResizedError:
+                self._follow_map()
+        return self._env.begin(write=True)
+
+    @contextmanager
+    def reading(self) -> Iterator[Any]:
+        """A read transaction of LMDB."""
+        txn = self._begin_read()
         try:
-            return self._env.begin(write=write)
-        except lmdb.MapResizedError:
-            self._env.set_mapsize(0)  # another process has made the map larger
-        except lmdb.ReadersFullError:
-            self._env.reader_check()  # removes readers whose process has died
-        return self._env.begin(write=write)
+            with txn:
+                yield txn
+        finally:
+            self.readers.leave()
 
     def read(self, work: Callable[[Any, Any], _T]) -> _T:
         """Runs a function in a read transaction. It is called with the transaction and the database of the rows."""
         try:
-            with self.lock, self.begin() as txn:
-                return work(txn, self.rows)
+            txn = self._begin_read()
+            try:
+                with txn:
+                    return work(txn, self.rows)
+            finally:
+                self.readers.leave()
         except (lmdb.Error, struct.error) as error:
             raise _translate(error, self.folder) from error
+
+    def _begin_read(self) -> Any:
+        """A read transaction, after ``readers.enter``."""
+        for attempt in range(_MAP_ATTEMPTS):
+            self.readers.enter()
+            try:
+                try:
+                    return self._env.begin()
+                except lmdb.ReadersFullError:
+                    self._env.reader_check()  # removes readers whose process has died
+                    return self._env.begin()
+            except lmdb.MapResizedError:
+                self.readers.leave()
+                if attempt + 1 == _MAP_ATTEMPTS:
+                    raise
+            except BaseException:
+                self.readers.leave()
+                raise
+            self._follow_map()
+        raise AssertionError("not reached")
+
+    def _follow_map(self) -> None:
+        """Another process has made the map larger."""
+        with self.readers.absent():
+            self._env.set_mapsize(0)
 
     def write(self, work: Callable[[Any, Any], bool], size: int) -> bool:
         """Runs a function in a write transaction. If the map is too small, it is enlarged, and the function runs again.
@@ -173,7 +217,7 @@ class Environment:
             self.make_room(_ROOM_PER_BYTE * size + _MIN_ROOM)
             while True:
                 try:
-                    with self.begin(write=True) as txn:
+                    with self.begin_write() as txn:
                         done = work(txn, self.rows)
                     break
                 except lmdb.MapFullError:
@@ -191,7 +235,8 @@ class Environment:
         return used
 
     def _grow(self) -> None:
-        self._env.set_mapsize(2 * self._env.info()["map_size"])
+        with self.readers.absent():
+            self._env.set_mapsize(2 * self._env.info()["map_size"])
 
     def complete_file(self) -> None:
         """Extends the file to its full length, because LMDB does not write free pages at the end.
@@ -260,9 +305,10 @@ def acquire(folder: Path, read_only: bool) -> Environment:
         if known is not None:
             with known.lock:
                 if known.identity != identity(folder) or (known.read_only and not read_only):
-                    known.close()
-                    del _cache[name]
-                    known.open(read_only and known.read_only)
+                    with known.readers.absent():
+                        known.close()
+                        del _cache[name]
+                        known.open(read_only and known.read_only)
                 else:
                     with known.translated():
                         known.check_open_file()

@@ -138,14 +138,13 @@ class LmdbStore(Store):
                 begin()
 
         def begin() -> None:
-            # First the environment's lock, then its writer lock, as in `Environment.write`: no thread of this process
-            # may read while the map is enlarged. The map cannot grow while the transaction is open, so it is made large
-            # enough now. This takes only address space.
+            # First the environment's lock, then its writer lock, as in `Environment.write`. The map cannot grow while
+            # the transaction is open, so it is made large enough now. This takes only address space.
             with environment.lock:
                 environment.writer.acquire()
                 try:
                     environment.make_room(_BULK_ROOM)
-                    self._bulk = environment.begin(write=True)
+                    self._bulk = environment.begin_write()
                 except BaseException:
                     environment.writer.release()
                     self._bulk = None
@@ -178,11 +177,12 @@ class LmdbStore(Store):
     def _tally(self) -> Tally:
         return Tally.decode(self.blob(TALLY))
 
-    def _items(self) -> Iterator[tuple[bytes, bytes]]:
+    @contextmanager
+    def _items(self) -> Iterator[Iterator[tuple[bytes, bytes]]]:
         # One transaction and one cursor, so that reading ends even if the tree is damaged.
         environment = self._environment
-        with environment.lock, environment.translated(), environment.begin() as txn:
-            yield from txn.cursor(environment.rows).iternext()
+        with environment.translated(), environment.reading() as txn:
+            yield txn.cursor(environment.rows).iternext()
 
     def _blobs(self) -> dict[str, bytes]:
         def read(txn: Any, _: Any) -> dict[str, bytes]:

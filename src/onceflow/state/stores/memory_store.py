@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -110,8 +111,8 @@ class MemoryStore(Store):
     def _tally(self) -> Tally:
         return self._data.tally
 
-    def _items(self) -> Iterator[tuple[bytes, bytes]]:
-        return iter(self._data.rows.items())
+    def _items(self) -> AbstractContextManager[Iterator[tuple[bytes, bytes]]]:
+        return nullcontext(iter(self._data.rows.items()))
 
     def _blobs(self) -> dict[str, bytes]:
         return self._data.blobs

@@ -12,7 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ class RocksdbStore(Store):
 
     @classmethod
     def open(cls, folder: Path, *, read_only: bool = False) -> RocksdbStore:
-        _library()
+        library()
         with _open_lock:
             name = _name(folder)
             database = _open.get(name)
@@ -105,7 +105,7 @@ class RocksdbStore(Store):
             if expect is not None and self.blob(expect[0]) != expect[1]:
                 return False
             planned = plan(wanted, self._tally(), self.get_many, index=index)
-            batch = _library().WriteBatch(raw_mode=True)
+            batch = library().WriteBatch(raw_mode=True)
             for key in planned.deletes:
                 batch.delete(_ROW + key)
             for key, row in zip(planned.keys, planned.values, strict=True):
@@ -134,8 +134,8 @@ class RocksdbStore(Store):
     def _tally(self) -> Tally:
         return Tally.decode(self.blob(TALLY))
 
-    def _items(self) -> Iterator[tuple[bytes, bytes]]:
-        return self.scan(b"")
+    def _items(self) -> AbstractContextManager[Iterator[tuple[bytes, bytes]]]:
+        return nullcontext(self.scan(b""))
 
     def _blobs(self) -> dict[str, bytes]:
         found = {}
@@ -178,16 +178,16 @@ def _opened(folder: Path, read_only: bool) -> Any:
 
     A reader may open it while a writer merges files. If a file is deleted just then, the reader tries again.
     """
-    library = _library()
-    options = library.Options(raw_mode=True)
+    rocksdict = library()
+    options = rocksdict.Options(raw_mode=True)
     options.create_if_missing(True)
     options.set_write_buffer_size(_WRITE_BUFFER_BYTES)
     options.set_keep_log_file_num(1)
-    access = library.AccessType.read_only(False) if read_only else library.AccessType.read_write()
+    access = rocksdict.AccessType.read_only(False) if read_only else rocksdict.AccessType.read_write()
     until = time.monotonic() + (_VANISHED_WAIT_S if read_only else _LOCK_WAIT_S)
     while True:
         try:
-            return library.Rdict(str(folder / DATA), options, access_type=access)
+            return rocksdict.Rdict(str(folder / DATA), options, access_type=access)
         except Exception as error:  # the library raises no more specific class
             passing = _VANISHED if read_only else _LOCK_MESSAGES
             if not any(message in str(error) for message in passing) or time.monotonic() >= until:
@@ -218,7 +218,12 @@ def _translated(folder: Path) -> Iterator[None]:
         raise StoreCorruptError(f"the local store is damaged: {message}") from error
 
 
-def _library() -> Any:
+def library() -> Any:
+    """The package that has RocksDB.
+
+    Raises:
+        EnvironmentUnusableError: it is not installed.
+    """
     try:
         import rocksdict
     except ImportError as missing:

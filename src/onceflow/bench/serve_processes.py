@@ -1,0 +1,135 @@
+"""The processes of ``onceflow bench serve``: instances of the server, and what writes to their table."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from onceflow.bench.processes import stat_of
+from onceflow.testing.waiting import wait_until
+
+_START_S = 90.0
+_STOP_S = 15.0
+
+
+@contextmanager
+def process(command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None) -> Iterator[Any]:
+    """A process that is stopped at the end, with SIGTERM, and later with SIGKILL. Ctrl-C does not reach it."""
+    with log.open("w") as handle:
+        started = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=handle,
+            stderr=handle,
+            env={**os.environ, **(environment or {})},
+            start_new_session=True,
+        )
+    try:
+        yield started
+    finally:
+        started.terminate()
+        try:
+            started.wait(_STOP_S)
+        except subprocess.TimeoutExpired:
+            started.kill()
+            started.wait()
+
+
+class Instance:
+    """A running instance of the query server."""
+
+    def __init__(self, url: str, pid: int) -> None:
+        self.url = url
+        self.pid = pid
+
+    def document(self, path: str) -> Any:
+        """What it answers at a path; None: it is not ready."""
+        try:
+            with urllib.request.urlopen(self.url + path, timeout=10) as answer:
+                return json.load(answer)
+        except urllib.error.HTTPError:
+            return None
+
+    def cpu_s(self) -> float:
+        """CPU seconds so far; 0 where the system does not tell."""
+        try:
+            return stat_of(Path(f"/proc/{self.pid}/stat").read_text()).cpu_s
+        except OSError:
+            return 0.0
+
+
+@contextmanager
+def instances(servers: str, topic: str, count: int, folder: Path) -> Iterator[list[Instance]]:
+    """So many instances, in a group if they are several, ready and with their shares of the partitions."""
+    with ExitStack() as stack:
+        found = []
+        for number in range(count):
+            name = f"{count}-{number}"
+            command = [sys.executable, "-m", "onceflow.cli.main", "table", "serve", topic, "--port", "0"]
+            command += ["--bootstrap-servers", servers, "--state-dir", str(folder / name)]
+            command += ["--instances", f"bench-{topic}"] if count > 1 else []
+            log = folder / f"{name}.log"
+            started = stack.enter_context(process(command, log))
+            found.append(Instance(_address(started, log), started.pid))
+        wait_until(lambda: all(_fair(each, topic, count) for each in found), _START_S, "fair shares", poll_s=0.2)
+        yield found
+
+
+def _fair(instance: Instance, topic: str, count: int) -> bool:
+    """Whether it knows a share of the partitions of every instance, and only one instance for each."""
+    document = instance.document(f"/tables/{topic}")
+    holders = [each["instances"] for each in document["partitions"]] if document else []
+    settled = all(len(each) == 1 for each in holders)
+    owned = [sum(each == [url] for each in holders) for url in {url for each in holders for url in each}]
+    return settled and len(owned) == count and max(owned) - min(owned) <= 1 and bool(instance.document("/ready"))
+
+
+def _address(started: Any, log: Path) -> str:
+    """Where an instance answers, which it prints when it has begun."""
+    found = wait_until(
+        lambda: re.search(r"Serving \S+ at (\S+) ", log.read_text()),
+        _START_S,
+        log.read_text,
+        useless=lambda: _ended(started, log),
+    )
+    assert found is not None
+    return found[1]
+
+
+def _ended(started: Any, log: Path) -> str:
+    return "" if started.poll() is None else f"it has ended with {started.returncode}: {log.read_text()[-2000:]}"
+
+
+@contextmanager
+def flow(servers: str, source: str, topic: str, trigger_ms: int, folder: Path) -> Iterator[Any]:
+    """A flow that copies a topic into the table."""
+    environment = {
+        "B_BOOTSTRAP": servers,
+        "B_NAME": f"bench-{topic}",
+        "B_IN": source,
+        "B_OUT": topic,
+        "B_COMMIT_MS": str(trigger_ms),
+        "B_STATE": str(folder / "flow"),
+    }
+    (folder / "flow").mkdir()
+    log = folder / "flow.log"
+    with process([sys.executable, "-m", "onceflow.bench.copy_service"], log, environment) as started:
+        yield lambda: _ended(started, log)
+
+
+@contextmanager
+def producer(folder: Path, **argument: Any) -> Iterator[Any]:
+    """``serve_writer`` with these arguments."""
+    log = folder / "producer.log"
+    command = [sys.executable, "-c", "from onceflow.bench.serve_writer import main; main()", json.dumps(argument)]
+    with process(command, log) as started:
+        yield lambda: _ended(started, log)

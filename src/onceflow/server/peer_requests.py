@@ -1,0 +1,89 @@
+"""Answers to other instances: what this one has itself. They are told when a partition is not here."""
+
+from __future__ import annotations
+
+import base64
+from typing import Any, overload
+
+import orjson
+from starlette.responses import Response
+
+from onceflow.server.local import LocalTable, NotHereError
+from onceflow.server.problems import Problem
+from onceflow.server.seen import Wish
+from onceflow.server.service import Service
+
+#: The status of an answer that says that partitions are not here.
+NOT_HERE = 409
+_PAGE_ROWS = 1_000
+
+
+async def answer_peer(service: Service, table: str, what: str, body: bytes) -> Response:
+    """The answer to a request of another instance.
+
+    Raises:
+        Problem: 400 or 404, it is no such request; 503, not now.
+    """
+    local = service.table(table).local
+    try:
+        document = orjson.loads(body)
+        wish = Wish.read(document["wish"], service.limits.request_s)
+        if what == "get":
+            answer = await _get(local, document, wish)
+        elif what == "page":
+            answer = await _page(local, document, wish)
+        elif what == "count":
+            seen = await local.wait(document["partitions"], wish)
+            answer = {"count": await local.count(document["partitions"]), "seen": seen.document()}
+        else:
+            raise Problem(404, "There is nothing at this path")
+    except NotHereError as error:
+        return Response(orjson.dumps({"not_here": error.partitions}), NOT_HERE, media_type="application/json")
+    except (KeyError, TypeError, ValueError, IndexError, OverflowError) as wrong:
+        raise Problem(400, f"This is no request of another instance: {wrong!r:.200}") from wrong
+    return Response(orjson.dumps(answer), media_type="application/json")
+
+
+async def _get(local: LocalTable, document: Any, wish: Wish) -> dict[str, Any]:
+    """Values by partition, and how old they are; null for a partition that is not here.
+
+    Each partition has an answer of its own, because the keys may be those of several requests.
+    """
+    keys = [base64.b64decode(key) for key in document["keys"]]
+    places = {partition: keys if ats is None else [keys[at] for at in ats] for partition, ats in document["places"]}
+    if wish.demands:
+        await local.wait(places, wish)
+    answers: list[Any] = []
+    for partition, wanted in places.items():
+        try:
+            seen = await local.wait((partition,), Wish())
+            answers.append([list(map(text_of, local.get_many(partition, wanted))), seen.document()])
+        except NotHereError:
+            answers.append(None)
+    return {"places": answers}
+
+
+async def _page(local: LocalTable, document: Any, wish: Wish) -> dict[str, Any]:
+    partitions, low, high = document["partitions"], base64.b64decode(document["low"]), from_text(document["high"])
+    seen = await local.wait(partitions, wish)
+    limit = min(int(document["limit"]), _PAGE_ROWS)
+    rows, done = await local.page(partitions, low, high, reverse=document["reverse"], limit=limit)
+    return {"rows": [[text_of(key), text_of(value)] for key, value in rows], "done": done, "seen": seen.document()}
+
+
+def text_of(raw: bytes | None) -> str | None:
+    """Bytes for a JSON document."""
+    return None if raw is None else base64.b64encode(raw).decode()
+
+
+@overload
+def from_text(text: str) -> bytes: ...
+
+
+@overload
+def from_text(text: str | None) -> bytes | None: ...
+
+
+def from_text(text: str | None) -> bytes | None:
+    """The bytes that `text_of` has written."""
+    return None if text is None else base64.b64decode(text)

@@ -1,0 +1,58 @@
+"""Fixtures for the tests of the query server (`onceflow table serve`)."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from onceflow.client.settings import ClientSettings
+from onceflow.server.formats import Format
+from onceflow.server.options import ServeOptions
+from onceflow.server.process import QueryServer
+from onceflow.testing.secure import Secure, secure_broker
+from onceflow.testing.waiting import wait_until
+
+Serve = Callable[..., httpx.Client]
+
+
+@pytest.fixture
+def serve(onceflow_broker: str, tmp_path: Path) -> Iterator[Serve]:
+    """Starts servers in this process; each call returns a client of a new one, when it is ready."""
+    running: list[tuple[QueryServer, threading.Thread, httpx.Client]] = []
+
+    def start(tables: dict[str, Format] | str, *, ready: bool = True, **given: Any) -> httpx.Client:
+        named = {tables: Format()} if isinstance(tables, str) else tables
+        options = {"settings": ClientSettings(onceflow_broker), "state_dir": tmp_path, "port": 0, **given}
+        server = QueryServer(ServeOptions(named, **options))
+        server.open()
+        thread = threading.Thread(target=server.run)
+        thread.start()
+        client = httpx.Client(base_url=server.url, timeout=30, verify=False)
+        running.append((server, thread, client))
+        if ready:
+            wait_until(lambda: client.get("/ready").status_code == 200, 30, lambda: client.get("/ready").text)
+        return client
+
+    yield start
+    for server, thread, client in running:
+        client.close()
+        server.stop()
+        thread.join(30)
+        assert not thread.is_alive()
+
+
+@pytest.fixture(scope="session")
+def secure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secure]:
+    """A broker with TLS, SASL and ACLs."""
+    with secure_broker(tmp_path_factory.mktemp("secure")) as found:
+        yield found
+
+
+@pytest.fixture
+def topic(make_topic: Callable[..., str]) -> str:
+    return make_topic("served", 4, cleanup_policy="compact")

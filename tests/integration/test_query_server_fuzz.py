@@ -1,0 +1,259 @@
+"""Minutes of hostile requests to two instances of the query server: no 500, nothing hangs, memory is bounded."""
+
+from __future__ import annotations
+
+import base64
+import json
+import random
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from onceflow.testing.served import ServerProcess, numbers, write_rows
+from onceflow.testing.waiting import wait_until
+
+pytestmark = [pytest.mark.integration, pytest.mark.faults, pytest.mark.long, pytest.mark.timeout(900)]
+
+FUZZ_S, RAW_S = 180.0, 60.0
+#: More than what a server with these tables takes when all of its connections are used.
+GROWN_MIB = 200.0
+
+
+class Servers:
+    """Two instances that share a table with text keys, one with binary keys, and one whose keys are JSON."""
+
+    def __init__(self, bootstrap: str, topics: list[str], folder: Path) -> None:
+        self.text, self.binary, self.json = topics
+        tables = [self.text, f"{self.binary},key=base64,value=base64", self.json]
+        given = [*tables, "--bootstrap-servers", bootstrap, "--instances", f"group-{self.text}", "--copies", "1"]
+        given += ["--state-dir", str(folder), "--request-timeout", "3s", "--no-access-log"]
+        self.all = [ServerProcess(given, folder / f"{n}.log") for n in range(2)]
+        self.client = httpx.Client(timeout=20)
+        self.binary_key = base64.urlsafe_b64encode(bytes(range(200, 256))).decode().rstrip("=")
+
+    def ready(self) -> bool:
+        return all(self.client.get(f"{each.url}/ready").status_code == 200 for each in self.all)
+
+    def check(self) -> None:
+        """Both answer rightly for all tables."""
+        for each in self.all:
+            for n in range(0, 200, 17):
+                found = self.client.get(f"{each.url}/tables/{self.text}/keys/key-{n:04d}")
+                assert (found.status_code, found.json().get("value")) == (200, {"n": n}), found.text
+            found = self.client.get(f"{each.url}/tables/{self.binary}/keys/{self.binary_key}")
+            assert base64.b64decode(found.json()["value"]) == b"binary"
+            many = self.client.post(f"{each.url}/tables/{self.json}/multi-get", json={"keys": ['{"id": 7}', "no"]})
+            assert [row["value"] for row in many.json()["rows"]] == [7]
+
+    def rss_mib(self) -> list[float]:
+        """The memory of each."""
+        lines = [Path(f"/proc/{each.pid}/status").read_text() for each in self.all]
+        return [int(text.split("VmRSS:")[1].split()[0]) / 1024 for text in lines]
+
+    def open_files(self) -> list[int]:
+        return [len(list(Path(f"/proc/{each.pid}/fd").iterdir())) for each in self.all]
+
+
+@pytest.fixture(scope="module")
+def servers(onceflow_broker: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+    from onceflow.testing.broker import create_topic
+
+    topics = [f"fuzzed-{kind}-{time.time_ns()}" for kind in ("text", "binary", "json")]
+    for topic in topics:
+        create_topic(onceflow_broker, topic, 4, {"cleanup.policy": "compact"})
+    binary = {bytes(range(n, 256)): b"binary" for n in range(200, 250)}
+    write_rows(onceflow_broker, topics[0], {**numbers(200), b"\xff\xfe": b"1", "bad": "no json", "": "2"})
+    write_rows(onceflow_broker, topics[1], {**binary, b"large": b"x" * 900_000})
+    write_rows(onceflow_broker, topics[2], {json.dumps({"id": n}): str(n) for n in range(100)})
+    found = Servers(onceflow_broker, topics, tmp_path_factory.mktemp("fuzzed"))
+    try:
+        for each in found.all:
+            each.launch()
+        for each in found.all:
+            each.wait()
+        wait_until(found.ready, 60, lambda: found.client.get(f"{found.all[0].url}/ready").text)
+        found.check()
+        yield found
+    finally:
+        found.client.close()
+        for each in found.all:
+            each.end()
+
+
+def alive_afterwards(servers: Servers, before: list[float], files: list[int]) -> None:
+    """Both answer, with no more memory and open files than before, apart from a bound."""
+    wait_until(servers.ready, 60, lambda: servers.client.get(f"{servers.all[0].url}/ready").text)
+    servers.check()
+    after = servers.rss_mib()
+    assert all(now - then < GROWN_MIB for now, then in zip(after, before, strict=True)), (before, after)
+    wait_until(
+        lambda: all(now < then + 50 for now, then in zip(servers.open_files(), files, strict=True)),
+        60,
+        lambda: (files, servers.open_files()),
+    )
+    logs = "".join(each.log.read_text() for each in servers.all)
+    assert "Traceback" not in logs, logs[logs.index("Traceback") - 500 :][:9000]
+
+
+def test_requests_of_every_kind(servers: Servers) -> None:
+    """Made from the OpenAPI document, valid and invalid ones, by turns to both instances."""
+    import requests
+    from hypothesis import HealthCheck, given, seed, settings
+    from schemathesis import GenerationMode
+    from schemathesis.checks import not_a_server_error
+    from schemathesis.openapi import from_url
+    from schemathesis.specs.openapi.checks import (
+        content_type_conformance,
+        response_schema_conformance,
+        status_code_conformance,
+    )
+
+    checks = [not_a_server_error, content_type_conformance, response_schema_conformance, status_code_conformance]
+    tables = [servers.text, servers.binary, servers.json]
+    before, files, asked = servers.rss_mib(), servers.open_files(), Counter[str]()
+    end = time.monotonic() + FUZZ_S
+    for round_ in range(1000):
+        schema = from_url(servers.all[round_ % 2].url + "/openapi.json")
+        for found in schema.get_all_operations():
+            operation = found.ok()
+            for mode in GenerationMode.POSITIVE, GenerationMode.NEGATIVE:
+                if mode is GenerationMode.NEGATIVE and "{table}/" not in operation.path:
+                    continue
+
+                @seed(round_)
+                @settings(
+                    max_examples=3 if operation.path.endswith("/changes") else 30,
+                    deadline=None,
+                    database=None,
+                    suppress_health_check=list(HealthCheck),
+                )
+                @given(case=operation.as_strategy(generation_mode=mode))
+                def ask(case: Any) -> None:
+                    if "table" in case.path_parameters and len(str(case.body)) % 5:
+                        case.path_parameters["table"] = tables[len(str(case.query)) % 3]
+                    if case.operation.path.endswith("/changes"):  # they have no end
+                        kwargs = case.as_transport_kwargs()
+                        with requests.request(**kwargs, timeout=20, stream=True) as streamed:
+                            asked[f"{case.operation.label} {streamed.status_code}"] += 1
+                            assert streamed.status_code in (200, 400, 404, 405, 503), streamed.text
+                            if streamed.status_code == 200:
+                                assert next(streamed.iter_lines()) == b"event: position"
+                        return
+                    answer = case.call(timeout=20)
+                    asked[f"{case.operation.label} {answer.status_code}"] += 1
+                    # 503 says that it is not now, as the document says; it is no error of the server.
+                    case.validate_response(answer, checks=checks if answer.status_code != 503 else checks[1:])
+
+                if time.monotonic() < end:
+                    ask()
+        if time.monotonic() > end:
+            break
+    print(json.dumps(dict(sorted(asked.items())), indent=1), before, servers.rss_mib())
+    assert asked.total() > 1_000
+    alive_afterwards(servers, before, files)
+
+
+def hostile(servers: Servers) -> list[Callable[[random.Random], bytes]]:
+    """Makers of what is sent on one connection."""
+    head = f"POST /tables/{servers.text}/multi-get HTTP/1.1\r\nHost: x\r\n".encode()
+    chunked = head + b"Transfer-Encoding: chunked\r\n\r\n"
+    paths = [
+        b"/tables/../../etc/passwd",
+        b"/tables/%2e%2e/%2e%2e/etc/passwd",
+        f"/tables/{servers.text}/keys/%00".encode(),
+        f"/tables/{servers.text}/keys/%c0%ae%c0%ae%c0%af".encode(),  # overlong UTF-8
+        f"/tables/{servers.text}/keys/%ed%a0%80".encode(),  # half of a surrogate pair
+        f"/tables/{servers.text}/keys/%zz%".encode(),
+        f"/tables/{servers.text}/keys/\xff\xfe".encode("latin-1"),
+        f"/tables/{servers.text}/range?start=%ff&limit=99999999999999999999".encode(),
+        f"/tables/{servers.text}/range?cursor=\x00\x01".encode(),
+        b"//",
+        b"*",
+        b"/peer/../tables",
+        b"/" + b"a" * 60_000,
+        f"/peer/{servers.text}/get".encode(),
+    ]
+    get = b"GET %s HTTP/1.1\r\nHost: x\r\n%s\r\n"
+    return [
+        lambda chance: get % (chance.choice(paths), b""),
+        lambda chance: (get % (chance.choice(paths), b""))[: chance.randrange(40)],
+        lambda chance: get % (b"/tables", b"".join(b"X-%d: y\r\n" % n for n in range(3_000))),
+        lambda chance: get % (b"/tables", b"X: " + b"y" * chance.choice([1 << 15, 1 << 18, 1 << 21]) + b"\r\n"),
+        lambda chance: (get % (b"/health", b"")) * 300,
+        lambda chance: (get % (b"/tables", b"")) * 3 + chance.randbytes(2_000),
+        lambda chance: chance.randbytes(chance.randrange(5_000)),
+        lambda chance: chunked + b"10\r\n" + b"x" * 16 + b"\r\n",
+        lambda chance: chunked + b"ffffffffffffffff\r\nxx",
+        lambda chance: chunked + b"\r\n".join(b"1\r\n[" for _ in range(5_000)),
+        lambda chance: head + b"Content-Length: 99999999999999999999\r\n\r\n{",
+        lambda chance: head + b"Content-Length: -1\r\n\r\n{}",
+        lambda chance: head + b"Content-Length: 5\r\nContent-Length: 7\r\n\r\n{}",
+        lambda chance: head + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        lambda chance: head + b"Content-Length: 200000\r\n\r\n" + b"[" * 200_000,
+        lambda chance: head + b'Content-Length: 40\r\n\r\n{"keys": ["' + b"\xff" * 29,
+        lambda chance: b"GET /tables HTTP/9.9\r\n\r\n",
+        lambda chance: b"GET /changes HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n\r\n",
+        lambda chance: b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+        lambda chance: bytes.fromhex("1603010200010001fc0303") + chance.randbytes(300),  # a hello of TLS
+    ]
+
+
+def test_hostile_bytes(servers: Servers) -> None:
+    """Raw connections that break every rule, and 1,000 that stay half open, while others get right answers."""
+    before, files = servers.rss_mib(), servers.open_files()
+    makers = hostile(servers)
+    end = time.monotonic() + RAW_S
+    statuses: Counter[bytes] = Counter()
+    errors: list[BaseException] = []
+    slowest = 0.0
+    half_open: list[socket.socket] = []
+
+    def attack(number: int) -> None:
+        chance = random.Random(number)
+        try:
+            while time.monotonic() < end:
+                host, port = chance.choice(servers.all).url.removeprefix("http://").split(":")
+                with socket.create_connection((host, int(port)), 20) as connection:
+                    connection.settimeout(0.5)
+                    found = b""
+                    try:
+                        connection.sendall(chance.choice(makers)(chance))
+                        if chance.random() < 0.5:
+                            connection.shutdown(socket.SHUT_WR)
+                        found = connection.recv(1 << 16)
+                    except OSError:  # it is disconnected, or there is no answer to half a request
+                        pass
+                    statuses[found[9:12]] += 1
+                    assert not found.startswith(b"HTTP/1.1 500"), found
+        except BaseException as error:
+            errors.append(error)
+
+    for n in range(1_000):
+        host, port = servers.all[n % 2].url.removeprefix("http://").split(":")
+        half_open.append(socket.create_connection((host, int(port)), 20))
+        half_open[-1].sendall(b"GET /tables/x/keys/"[: n % 20])
+    threads = [threading.Thread(target=attack, args=(n,)) for n in range(6)]
+    for thread in threads:
+        thread.start()
+    while time.monotonic() < end and not errors:
+        began = time.monotonic()
+        servers.check()
+        slowest = max(slowest, time.monotonic() - began)
+    for thread in threads:
+        thread.join(60)
+    if errors:
+        raise errors[0]
+    for each in half_open:
+        each.close()
+    print(dict(statuses), f"slowest check {slowest:.2f} s", before, servers.rss_mib())
+    assert statuses[b"200"]
+    assert statuses[b"400"]
+    assert slowest < 10
+    alive_afterwards(servers, before, files)

@@ -1,0 +1,190 @@
+"""The query server with TLS and tokens, and on a broker with TLS, SASL and ACLs."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import ssl
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import trustme
+from confluent_kafka.admin import AclOperation, ResourceType
+
+from onceflow.client.settings import ClientSettings
+from onceflow.errors import PermissionDeniedError
+from onceflow.testing.broker import create_topic
+from onceflow.testing.secure import SECRET, Secure, grant
+from onceflow.testing.served import ServerProcess, numbers, write_rows
+from onceflow.testing.waiting import WaitedInVainError, wait_until
+
+pytestmark = pytest.mark.integration
+
+Serve = Callable[..., httpx.Client]
+_numbers = itertools.count(1)
+TOKEN = "a-token-of-the-tests"
+
+
+def test_instances_ask_each_other_with_tls_and_tokens(
+    onceflow_broker: str, make_topic: Callable[..., str], serve: Serve, tmp_path: Path
+) -> None:
+    topic = make_topic("secret", 4, cleanup_policy="compact")
+    write_rows(onceflow_broker, topic, numbers(200), "consistent_random")
+    authority = trustme.CA()
+    authority.cert_pem.write_to_path(str(tmp_path / "ca.pem"))
+    issued = authority.issue_cert("127.0.0.1")
+    issued.private_key_and_cert_chain_pem.write_to_path(str(tmp_path / "server.pem"))
+    given = {
+        "certificate": tmp_path / "server.pem",
+        "certificate_key": tmp_path / "server.pem",
+        "authority": tmp_path / "ca.pem",
+        "tokens": [TOKEN],
+        "instances": f"group-{topic}",
+    }
+    context = ssl.create_default_context(cafile=str(tmp_path / "ca.pem"))
+    both = [serve(topic, **given, ready=False) for _ in range(2)]
+    allowed = {"Authorization": f"Bearer {TOKEN}"}
+    with contextlib.ExitStack() as stack:
+        urls = [str(each.base_url) for each in both]
+        clients = [stack.enter_context(httpx.Client(base_url=url, verify=context, headers=allowed)) for url in urls]
+
+        def shared() -> bool:
+            listed = [client.get(f"/tables/{topic}").json()["partitions"] for client in clients]
+            ready = all(client.get("/ready").status_code == 200 for client in clients)
+            return ready and all(
+                len({each["instances"][0] for each in partitions if each["instances"]}) == 2 for partitions in listed
+            )
+
+        wait_until(shared, 30, lambda: clients[0].get("/tables").text)
+        assert urls[0].startswith("https://")
+        for client in clients:
+            for key, value in list(numbers(200).items())[::10]:
+                assert client.get(f"/tables/{topic}/keys/{key}").json()["value"] == json.loads(value)
+            many = client.post(f"/tables/{topic}/multi-get", json={"keys": [*numbers(200), "no"]}).json()
+            assert {row["key"]: json.dumps(row["value"]) for row in many["rows"]} == numbers(200)
+            assert client.get(f"/tables/{topic}/range", params={"limit": 7}).json()["rows"][6]["key"] == "key-0006"
+            assert client.get(f"/tables/{topic}/count").json()["count"] == 200
+            assert client.get(f"/tables/{topic}").json()["placement"] == "other"
+            for body in (
+                "",
+                "1",
+                '{"keys": 1}',
+                '{"wish": {"least": [], "staleness_ms": null, "wait_s": 1}, "places": [[[], 1]]}',
+            ):
+                assert client.post(f"/peer/{topic}/get", content=body).status_code == 400
+            assert client.post(f"/peer/{topic}/get", headers={"Authorization": "no"}).status_code == 401
+
+
+@pytest.fixture
+def guarded(secure: Secure) -> Iterator[str]:
+    """A topic with rows on a broker with TLS, SASL and ACLs."""
+    topic = f"guarded-{next(_numbers)}"
+    create_topic(secure.internal, topic, 4, {"cleanup.policy": "compact"})
+    write_rows(secure.internal, topic, numbers(40))
+    yield topic
+    grant(secure, [])
+
+
+def privileges(topic: str) -> dict[str, tuple[Any, str, Any]]:
+    """The least privileges of an instance (docs/tables.md lists the same)."""
+    return {
+        "topic": (ResourceType.TOPIC, topic, AclOperation.READ),
+        "group": (ResourceType.GROUP, f"group-{topic}", AclOperation.READ),
+    }
+
+
+@pytest.mark.parametrize("mechanism", ["SCRAM-SHA-512", "PLAIN"])
+def test_least_privileges(secure: Secure, guarded: str, serve: Serve, mechanism: str) -> None:
+    """Alone it needs READ on the topic, in a group also READ on the group; nothing else."""
+    settings = ClientSettings(secure.servers, secure.options(mechanism))
+    needed = privileges(guarded)
+    grant(secure, [needed["topic"]])
+    client = serve(guarded, settings=settings)
+    assert client.get(f"/tables/{guarded}/keys/key-0007").json()["value"] == {"n": 7}
+    assert client.get(f"/tables/{guarded}/count").json()["count"] == 40
+    grant(secure, list(needed.values()))
+    both = [serve(guarded, settings=settings, instances=f"group-{guarded}", ready=False) for _ in range(2)]
+    wait_until(lambda: all(shared(each, guarded) for each in both), 30, lambda: both[0].get("/tables").text)
+    for each in both:
+        assert each.get(f"/tables/{guarded}/count").json()["count"] == 40
+        assert each.get(f"/tables/{guarded}/keys/key-0007").json()["value"] == {"n": 7}
+    position = each.get(f"/tables/{guarded}/count").json()["position"]
+    write_rows(secure.internal, guarded, {"key-0007": "8"})
+    with each.stream("GET", f"/tables/{guarded}/changes", params={"since": position}) as response:
+        events = (json.loads(line[6:]) for line in response.iter_lines() if line.startswith("data: "))
+        assert next(event["value"] for event in events if event.get("key") == "key-0007") == 8
+
+
+def shared(client: httpx.Client, topic: str) -> bool:
+    """Whether two instances share the partitions, and this one is ready."""
+    partitions = client.get(f"/tables/{topic}").json()["partitions"]
+    owners = {each["instances"][0] for each in partitions if each["instances"]}
+    return len(owners) == 2 and client.get("/ready").status_code == 200
+
+
+def test_without_read_on_the_topic(secure: Secure, guarded: str, serve: Serve) -> None:
+    settings = ClientSettings(secure.servers, secure.options())
+    grant(secure, [privileges(guarded)["group"]])
+    with pytest.raises(PermissionDeniedError, match=guarded) as caught:
+        serve(guarded, settings=settings)
+    assert caught.value.next_step == "grant READ on the topic"
+    # What DESCRIBE shows is enough to begin; the first record cannot be read.
+    grant(secure, [(ResourceType.TOPIC, guarded, AclOperation.DESCRIBE)])
+    client = serve(guarded, settings=settings, ready=False)
+    wanted = f"table {guarded}: this principal may not use the topic; grant READ on the topic."
+    wait_until(lambda: client.get("/ready").json()["waiting_for"] == [wanted], 30, lambda: client.get("/ready").text)
+    refused = client.get(f"/tables/{guarded}/keys/key-0007")
+    assert refused.status_code == 503
+    assert "grant READ" in refused.json()["next_step"]
+    assert SECRET not in refused.text
+
+
+def test_without_read_on_the_group(
+    secure: Secure, guarded: str, serve: Serve, caplog: pytest.LogCaptureFixture
+) -> None:
+    needed = privileges(guarded)
+    grant(secure, [needed["topic"]])
+    settings = ClientSettings(secure.servers, secure.options())
+    client = serve(guarded, settings=settings, instances=f"group-{guarded}", ready=False)
+    wanted = f"consumer group group-{guarded}: the broker refuses this user; grant READ on the group"
+    wait_until(lambda: wanted in client.get("/ready").json()["waiting_for"], 30, lambda: client.get("/ready").text)
+    assert client.get("/ready").status_code == client.get(f"/tables/{guarded}/keys/key-0007").status_code == 503
+    assert client.get("/health").status_code == 200
+    grant(secure, list(needed.values()))  # it need not be started again
+    wait_until(lambda: client.get("/ready").status_code == 200, 30, lambda: client.get("/ready").text)
+    assert client.get(f"/tables/{guarded}/keys/key-0007").json()["value"] == {"n": 7}
+    assert caplog.text.count("grant READ on the group") == 1
+
+
+def test_a_session_that_the_broker_refuses(onceflow_broker: str, topic: str, tmp_path: Path) -> None:
+    """It could never be a member of the group, so it ends."""
+    arguments = [topic, "--bootstrap-servers", onceflow_broker, "--instances", f"group-{topic}", "--session-timeout"]
+    server = ServerProcess([*arguments, "3600", "--state-dir", str(tmp_path)], tmp_path / "log")
+    server.launch()
+    with contextlib.suppress(WaitedInVainError):
+        wait_until(lambda: server.exit_code is not None, 60, "it ends")
+    server.end()
+    assert server.exit_code == 1
+    said = (tmp_path / "log").read_text()
+    assert "onceflow: The broker refuses --session-timeout 3600s" in said
+    assert "group.min.session.timeout.ms" in said
+    assert "Traceback" not in said
+
+
+@pytest.mark.parametrize("missing", ["fastapi", "uvicorn", "httptools", "aiohttp"])
+def test_without_the_packages_of_the_query_server(missing: str) -> None:
+    """As after `pip install onceflow`: one line says what to install, and other commands work."""
+    program = f"import sys; sys.modules[{missing!r}] = None; from onceflow.cli.main import main; main(sys.argv[1:])"
+    done = [
+        subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, timeout=60)
+        for arguments in (["table", "serve", "t", "--bootstrap-servers", "127.0.0.1:1"], ["table", "get", "--help"])
+    ]
+    wanted = f"onceflow: The query server needs the package {missing}\n  next step: pip install 'onceflow[serve]'\n"
+    assert (done[0].returncode, done[0].stdout, done[0].stderr) == (1, "", wanted)
+    assert done[1].returncode == 0, done[1].stderr

@@ -1,0 +1,144 @@
+"""What one instance of the query server asks another one, with a real server that counts requests."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import orjson
+import pytest
+from aiohttp import web
+
+from onceflow.server import peers
+from onceflow.server.local import NotHereError
+from onceflow.server.peer_requests import from_text, text_of
+from onceflow.server.peers import HttpPeers
+from onceflow.server.problems import MEDIA_TYPE, Problem
+from onceflow.server.routed import UnreachableError
+from onceflow.server.seen import Seen, Wish
+
+Asked = list[dict[str, Any]]
+GONE = 7
+
+
+@asynccontextmanager
+async def other(answer: Callable[[dict[str, Any]], Awaitable[web.Response]]) -> AsyncIterator[tuple[HttpPeers, str]]:
+    """Another instance, and what asks it."""
+
+    async def handle(request: web.Request) -> web.Response:
+        assert request.headers["Authorization"] == "Bearer a-token-of-the-tests"
+        return await answer(orjson.loads(await request.read()))
+
+    app = web.Application()
+    app.router.add_post("/peer/t/get", handle)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    asking = HttpPeers("a-token-of-the-tests", None)
+    try:
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        host, port = runner.addresses[0]
+        yield asking, f"http://{host}:{port}"
+    finally:
+        await asking.close()
+        await runner.cleanup()
+
+
+def answered(asked: dict[str, Any]) -> web.Response:
+    """The value of a key is the key in upper case; partition 7 is not here, and p is at offset 10 * p."""
+    places = []
+    for partition, ats in asked["places"]:
+        keys = asked["keys"] if ats is None else [asked["keys"][at] for at in ats]
+        values = [text_of((from_text(key) or b"").upper()) for key in keys]
+        seen = Seen({partition: 10 * partition}, 0, 5)
+        places.append(None if partition == GONE else [values, seen.document()])
+    return web.Response(body=orjson.dumps({"places": places}))
+
+
+def test_lookups_of_one_key_are_sent_together() -> None:
+    async def run() -> None:
+        asked: Asked = []
+        go_on = asyncio.Event()
+
+        async def answer(document: dict[str, Any]) -> web.Response:
+            asked.append(document)
+            await go_on.wait()
+            return answered(document)
+
+        async with other(answer) as (asking, address):
+
+            async def one(number: int, wish: Wish) -> Any:
+                return await asking.get_many(address, "t", [b"key-%d" % number], {number % 8: [0]}, wish)
+
+            first = asyncio.create_task(one(0, Wish(until=1.0)))
+            while not asked:
+                await asyncio.sleep(0.001)
+            later = [asyncio.create_task(one(number, Wish(until=number))) for number in range(1, 150)]
+            # Two demand something: each is a request of its own, with what it demands.
+            fresh = [asyncio.create_task(one(1, wish)) for wish in (Wish({1: 3}), Wish(staleness_ms=99))]
+            while len(asked) < 3:
+                await asyncio.sleep(0.001)
+            later[1].cancel()
+            go_on.set()
+            found = await asyncio.gather(first, *later, *fresh, return_exceptions=True)
+        assert sorted(len(each["keys"]) for each in asked) == [1, 1, 1, 49, 100]
+        assert sorted(str(each["wish"]["least"]) + str(each["wish"]["staleness_ms"]) for each in asked[1:3]) == [
+            "[[1, 3]]None",
+            "[]99",
+        ]
+        assert isinstance(found[2], asyncio.CancelledError)
+        for number, answer_ in list(enumerate(found[:150])):
+            if number % 8 == GONE:
+                assert isinstance(answer_, NotHereError)
+                assert answer_.partitions == [GONE]
+            elif number != 2:
+                partition = number % 8
+                assert answer_ == ({partition: [b"KEY-%d" % number]}, Seen({partition: 10 * partition}, 0, 5))
+        assert found[150] == found[151] == ({1: [b"KEY-1"]}, Seen({1: 10}, 0, 5))
+
+    asyncio.run(run())
+
+
+def test_all_lookups_get_the_error_of_their_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "_ANSWER_S", 0.3)
+
+    async def run() -> None:
+        asked: Asked = []
+        silent = False
+
+        async def answer(document: dict[str, Any]) -> web.Response:
+            asked.append(document)
+            if silent:
+                await asyncio.sleep(10)
+            problem = Problem(503, "It stops", next_step="ask again")
+            return web.Response(
+                status=503, body=orjson.dumps(problem.document()), headers=problem.headers, content_type=MEDIA_TYPE
+            )
+
+        async with other(answer) as (asking, address):
+
+            async def several(address: str) -> list[Any]:
+                lookups = (asking.get_many(address, "t", [b"k"], {0: [0]}, Wish()) for _ in range(5))
+                return await asyncio.gather(*lookups, return_exceptions=True)
+
+            for found in await several(address):
+                assert isinstance(found, Problem)
+                assert (found.status, found.detail, found.next_step) == (503, "It stops", "ask again")
+                assert found.headers["Retry-After"]
+            silent = True
+            assert {type(found) for found in await several(address)} == {UnreachableError}
+            # One that did not answer in time is not asked for a while.
+            before = len(asked)
+            assert {type(found) for found in await several(address)} == {UnreachableError}
+            assert len(asked) == before
+        # Nobody listens any more, which is no reason to wait.
+        asking = HttpPeers(None, None)
+        with pytest.raises(UnreachableError):
+            await asking.get_many(address, "t", [b"k"], {0: [0]}, Wish())
+        with pytest.raises(UnreachableError):
+            await asking.get_many(address, "t", [b"k", b"l"], {0: [0, 1]}, Wish())
+        await asking.close()
+
+    asyncio.run(run())

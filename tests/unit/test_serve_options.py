@@ -1,0 +1,61 @@
+"""What ``onceflow table serve`` refuses before it serves anything."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import trustme
+from click.testing import CliRunner
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+
+from onceflow.cli.table_serve import serve
+from onceflow.client.settings import ClientSettings
+from onceflow.errors import OnceflowError
+from onceflow.server.formats import Format
+from onceflow.server.options import ServeOptions
+
+
+def refused(**given: object) -> str:
+    with pytest.raises(OnceflowError) as raised:
+        ServeOptions({"t": Format()}, ClientSettings("127.0.0.1:1"), **given)  # type: ignore[arg-type]
+    return f"{raised.value.what}; {raised.value.next_step}"
+
+
+@pytest.mark.parametrize("given", [{"copies": 2}, {"advertise": "http://a:1"}])
+def test_options_for_several_instances(given: dict[str, object]) -> None:
+    (name,) = given
+    wanted = f"--{name} is given, but there are no other instances; give all instances the same consumer group"
+    assert refused(**given).startswith(wanted)
+    ServeOptions({"t": Format()}, ClientSettings("127.0.0.1:1"), instances="g", **given)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "url", ["foo", "foo:80", "ftp://a:1", "http://", "http://a:1/path", "http://[a", "http://a?x=1"]
+)
+def test_an_address_that_is_no_url(url: str) -> None:
+    assert refused(instances="g", advertise=url).startswith(f"--advertise {url} is not the URL of an instance")
+
+
+def test_tls_files(tmp_path: Path) -> None:
+    no_pem, good, locked, other = (tmp_path / name for name in ("no.pem", "good.pem", "locked.pem", "other.pem"))
+    no_pem.write_text("nothing\n")
+    authority = trustme.CA()
+    authority.issue_cert("127.0.0.1").private_key_and_cert_chain_pem.write_to_path(str(good))
+    authority.issue_cert("127.0.0.1").private_key_and_cert_chain_pem.write_to_path(str(other))
+    # OpenSSL asks on the terminal for the password of a key. Here nobody could answer.
+    password = serialization.BestAvailableEncryption(b"secret")
+    key = ec.generate_private_key(ec.SECP256R1())
+    locked.write_bytes(key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, password))
+    ServeOptions({"t": Format()}, ClientSettings("127.0.0.1:1"), certificate=good, certificate_key=good)
+    for certificate, key in ((no_pem, no_pem), (good, no_pem), (good, other), (good, locked), (tmp_path, tmp_path)):
+        wanted = f"The certificate {certificate} and its key {key} cannot be used; give PEM files that belong together"
+        assert refused(certificate=certificate, certificate_key=key).startswith(wanted)
+    assert refused(authority=no_pem).startswith(f"--tls-authority {no_pem} cannot be used; give a PEM file")
+
+
+def test_a_table_twice() -> None:
+    done = CliRunner().invoke(serve, ["a", "b", "a,key=long", "--bootstrap-servers", "127.0.0.1:1"])
+    assert done.exit_code == 2
+    assert "table a is given twice" in done.output
