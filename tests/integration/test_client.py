@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from typing import Any
 
 import pytest
 
 from onceflow import DeadlineExceededError, FencedError
-from onceflow.client.cluster import Cluster
+from onceflow.client.cluster import Cluster, ConnectionFailedError
 from onceflow.client.deadline import Deadline
 from onceflow.client.log_reader import LogRecord, Marker, read_log
 from onceflow.client.offsets import EARLIEST, LATEST, fetch_committed, list_offsets
@@ -55,6 +56,23 @@ def opened(cluster: Cluster, topic: str) -> Transactions:
     transactions.init(soon())
     transactions.begin(soon())
     return transactions
+
+
+def test_a_connection_whose_first_attempt_ran_out_of_time(
+    onceflow_broker: str, topic: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It must not be left half made: every API would look unsupported then."""
+
+    def unanswered(*_: object) -> None:
+        raise ConnectionFailedError("no answer")
+
+    with closing(Cluster(ClientSettings(onceflow_broker))) as cluster:
+        with monkeypatch.context() as patched:
+            patched.setattr(cluster, "exchange", unanswered)
+            with pytest.raises(DeadlineExceededError, match="ApiVersions"):
+                list_offsets(cluster, {topic: [0]}, LATEST, soon(2))
+        assert list_offsets(cluster, {topic: [0]}, LATEST, soon()) == {topic: {0: 0}}
+        assert cluster.transaction_version in (1, 2)
 
 
 def test_the_life_of_a_transaction(cluster: Cluster, topic: str, onceflow_broker: str) -> None:

@@ -82,14 +82,15 @@ class Connections:
             self._connect_to_any(known.bootstrap_brokers, deadline, wait)
             try:
                 with muted():
-                    self.manager.bootstrap(max(1, int(deadline.remaining * 1000)))
+                    if not self.manager.bootstrapped:  # by an earlier call, which then failed
+                        self.manager.bootstrap(max(1, int(deadline.remaining * 1000)))
             except kafka_errors.KafkaError as error:
                 raise wait.error(f"within {deadline.seconds:g} s", str(error)) from error
             if self._refused_s is not None:  # later requests go to the addresses that the brokers advertise
                 wait = Wait(self.settings, deadline, refused_s=self._refused_s, named=True)
                 self._connect_to_any(known.brokers, deadline, wait)
-            self._bootstrapped = True
             self._read_features(deadline)
+            self._bootstrapped = True  # only now: without the features, every API would look unsupported
 
     def _connect_to_any(self, nodes: Callable[[], Sequence[Any]], deadline: Deadline, wait: Wait) -> None:
         connect_to_any(nodes, self.manager, self.net, self.settings, deadline, wait)
@@ -103,7 +104,7 @@ class Connections:
             self._finalizer()
 
     def _read_features(self, deadline: Deadline) -> None:
-        response = self.ask(
+        response = self._ask(
             ApiVersionsRequest(version=3, client_software_name="onceflow", client_software_version="0"),
             "ApiVersions",
             deadline,
@@ -149,6 +150,10 @@ class Connections:
     def ask(self, request: Any, api: str, deadline: Deadline) -> Any:
         """Send a request to any broker, again and again until one responds. The request must be safe to repeat."""
         self.connect(deadline)
+        return self._ask(request, api, deadline)
+
+    def _ask(self, request: Any, api: str, deadline: Deadline) -> Any:
+        """As ``ask``, of a cluster whose brokers are known."""
         attempt = 0
         while True:
             node = self.manager.least_loaded_node()
