@@ -26,6 +26,7 @@ from onceflow.client.deadline import Deadline
 from onceflow.client.produce import Producer
 from onceflow.client.settings import ClientSettings
 from onceflow.client.transaction_requests import describe_transaction
+from onceflow.clock import clock_ms
 from onceflow.driver import progress_log
 from onceflow.driver.driver_session import DriverSession
 from onceflow.errors import BatchAbortedError
@@ -125,7 +126,7 @@ class Flow:
             self.batch,
             {SOURCE: {0: self.batch}},
             {},
-            progress_log.now_ms(),
+            clock_ms(),
             outputs=(self.out,),
             producer_id=identity.producer_id,
             producer_epoch=identity.producer_epoch,

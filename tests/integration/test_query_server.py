@@ -55,6 +55,7 @@ def test_lookups(onceflow_broker: str, topic: str, serve: Serve) -> None:
     assert all(each["instances"] and not each["restoring"] for each in listed[0]["partitions"])
     assert client.get("/tables/other").status_code == client.get("/tables/other/count").status_code == 404
     assert client.get("/health").json()["status"] == "ok"
+    assert client.head("/health").status_code == client.head("/ready").status_code == 200
     assert "/tables/{table}/range" in client.get("/openapi.json").json()["paths"]
     assert client.get("/docs").status_code == 200
 

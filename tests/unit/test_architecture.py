@@ -23,11 +23,11 @@ MAX_MODULE_LINES, MAX_FUNCTION_LINES = 400, 50
 ALLOWED = {
     "protocol": {"errors"},
     "host": {"errors"},
-    "client": {"errors", "protocol"},
+    "client": {"clock", "errors", "protocol"},
     "messages": {"client", "errors", "protocol", "state", "user_code"},
-    "task": {"client", "errors", "hooks", "messages", "protocol", "spark", "state"},
-    "tables": {"client", "durations", "errors", "protocol", "state"},
-    "server": {"_version", "client", "durations", "errors", "protocol", "state", "tables"},
+    "task": {"client", "clock", "errors", "hooks", "messages", "protocol", "spark", "state"},
+    "tables": {"client", "clock", "durations", "errors", "protocol", "state"},
+    "server": {"_version", "client", "clock", "durations", "errors", "protocol", "state", "tables"},
     "planning": {"durations", "errors", "messages", "protocol", "spark", "state", "task"},
 }
 

@@ -30,6 +30,7 @@ from onceflow.client.deadline import Deadline
 from onceflow.client.produce import Acknowledged
 from onceflow.client.settings import ClientSettings
 from onceflow.client.topics import create_partitions, find_topics, max_message_bytes
+from onceflow.clock import clock_ms
 from onceflow.driver import progress_log
 from onceflow.driver.driver_session import DriverSession
 from onceflow.errors import (
@@ -290,7 +291,7 @@ class _Repartition:
                 },
                 producer_id=identity.producer_id,
                 producer_epoch=identity.producer_epoch,
-                time_ms=max(progress.time_ms, progress_log.now_ms()),
+                time_ms=max(progress.time_ms, clock_ms()),
             )
             progress_log.write_progress(self._cluster, transactions, names, after, offsets, deadline)
             hooks.at("progress", where="driver", flow=names.flow)

@@ -16,9 +16,10 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from onceflow.admin.writer import Row, Writer, now_ms
+from onceflow.admin.writer import Row, Writer
 from onceflow.client.committed import Chunk, CommittedReader
 from onceflow.client.deadline import Deadline
+from onceflow.clock import clock_ms
 from onceflow.errors import ProgressConflictError
 from onceflow.protocol.names import INTERNAL_SUFFIX
 from onceflow.protocol.partitioners import group_by_partition, murmur2
@@ -158,7 +159,7 @@ class Repartitioner:
                 placed[target].append(row)
             self.moved[self._table] += int(np.count_nonzero(targets != partition))
         for partition, kept in placed.items():
-            writer.write(self._table, partition, [(SNAPSHOT_KEY, Row(snapshot(sorted(kept)), now_ms()))])
+            writer.write(self._table, partition, [(SNAPSHOT_KEY, Row(snapshot(sorted(kept)), clock_ms()))])
 
     def _places(self, users: Sequence[bytes | None]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
         """The old and the new partition of each key, by Kafka's default partitioner; the old one is -1 for a null."""

@@ -15,6 +15,7 @@ from onceflow.client.produce import Producer
 from onceflow.client.settings import ClientSettings
 from onceflow.client.transaction_requests import DEAD, describe_transaction
 from onceflow.client.transactions import Transactions
+from onceflow.clock import clock_ms
 from onceflow.driver import progress_log
 from onceflow.driver.driver_session import DriverSession
 from onceflow.errors import BrokerUnsupportedError, PermissionDeniedError, UnknownTopicError
@@ -91,7 +92,7 @@ def _write_tombstone(cluster: Cluster, transactions: Transactions, names: Names,
     if not transactions.version_2:
         transactions.add_partitions({PROGRESS_TOPIC: [partition]}, deadline)
     producer = Producer(cluster, transactional_id=transactions.transactional_id, deadline=deadline)
-    key, now = names.progress_key.encode(), progress_log.now_ms()
+    key, now = names.progress_key.encode(), clock_ms()
     tombstone = encode_single(key, None, timestamp_ms=now, identity=identity, base_sequence=0)
     producer.send(PROGRESS_TOPIC, partition, tombstone)
     producer.flush()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -14,6 +13,7 @@ from onceflow.client.cluster import Cluster
 from onceflow.client.deadline import Deadline
 from onceflow.client.produce import Acknowledged, Producer
 from onceflow.client.transactions import Transactions
+from onceflow.clock import clock_ms
 from onceflow.errors import OnceflowError
 from onceflow.protocol.batches import ProducerIdAndEpoch, encode_batches, next_sequence
 
@@ -102,7 +102,7 @@ class Writer:
             identity=self._identity,
             base_sequence=sequence,
             max_batch_bytes=self._limits[topic],
-            default_timestamp_ms=now_ms(),
+            default_timestamp_ms=clock_ms(),
         ):
             self._producer.send(topic, partition, encoded)
             sequence = next_sequence(sequence, encoded.count)
@@ -123,7 +123,3 @@ def abort_anew(cluster: Cluster, transactions: Transactions) -> None:
         log.warning("the transaction could not be aborted now: %s", error.what)
     finally:
         another.close()
-
-
-def now_ms() -> int:
-    return time.time_ns() // 1_000_000

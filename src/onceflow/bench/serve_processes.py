@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 import urllib.error
@@ -15,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from onceflow.bench.processes import stat_of
+from onceflow.testing.served import ServerProcess
 from onceflow.testing.waiting import wait_until
 
-_START_S = 90.0
+_SHARED_S = 90.0
 _STOP_S = 15.0
 
 
@@ -74,13 +74,18 @@ def instances(servers: str, topic: str, count: int, folder: Path) -> Iterator[li
         found = []
         for number in range(count):
             name = f"{count}-{number}"
-            command = [sys.executable, "-m", "onceflow.cli.main", "table", "serve", topic, "--port", "0"]
-            command += ["--bootstrap-servers", servers, "--state-dir", str(folder / name)]
-            command += ["--instances", f"bench-{topic}"] if count > 1 else []
-            log = folder / f"{name}.log"
-            started = stack.enter_context(process(command, log))
-            found.append(Instance(_address(started, log), started.pid))
-        wait_until(lambda: all(_fair(each, topic, count) for each in found), _START_S, "fair shares", poll_s=0.2)
+            arguments = [topic, "--bootstrap-servers", servers, "--state-dir", str(folder / name)]
+            arguments += ["--instances", f"bench-{topic}"] if count > 1 else []
+            server = ServerProcess(arguments, folder / f"{name}.log", apart=True)
+            stack.callback(server.stop)
+            server.start()
+            found.append(Instance(server.url, server.pid))
+        wait_until(
+            lambda: all(_fair(each, topic, count) for each in found),
+            _SHARED_S,
+            lambda: f"fair shares: {[(each.document(f'/tables/{topic}'), each.document('/ready')) for each in found]}",
+            poll_s=0.2,
+        )
         yield found
 
 
@@ -91,18 +96,6 @@ def _fair(instance: Instance, topic: str, count: int) -> bool:
     settled = all(len(each) == 1 for each in holders)
     owned = [sum(each == [url] for each in holders) for url in {url for each in holders for url in each}]
     return settled and len(owned) == count and max(owned) - min(owned) <= 1 and bool(instance.document("/ready"))
-
-
-def _address(started: Any, log: Path) -> str:
-    """Where an instance answers, which it prints when it has begun."""
-    found = wait_until(
-        lambda: re.search(r"Serving \S+ at (\S+) ", log.read_text()),
-        _START_S,
-        log.read_text,
-        useless=lambda: _ended(started, log),
-    )
-    assert found is not None
-    return found[1]
 
 
 def _ended(started: Any, log: Path) -> str:

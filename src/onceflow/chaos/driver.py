@@ -18,7 +18,8 @@ from typing import Any
 
 from onceflow import hooks
 from onceflow.chaos import flows
-from onceflow.driver import progress_log
+from onceflow.clock import clock_ms
+from onceflow.driver import commit, startup
 from onceflow.errors import OnceflowError
 from onceflow.session import session
 from onceflow.testing.faults import InjectedFaultError
@@ -59,15 +60,15 @@ def main() -> None:
 
 def _shift_clock(file: Path) -> None:
     """Make processing time jump: the file holds the difference in milliseconds."""
-    real = progress_log.now_ms
 
-    def now_ms() -> int:
+    def shifted_ms() -> int:
         try:
-            return real() + int(file.read_text() or 0)
+            return clock_ms() + int(file.read_text() or 0)
         except (OSError, ValueError):
-            return real()
+            return clock_ms()
 
-    progress_log.now_ms = now_ms
+    for module in (commit, startup):  # they set the time of a batch
+        vars(module)[clock_ms.__name__] = shifted_ms
 
 
 def _report_commit(step: str, *, flow: str, batch: int | None, **facts: Any) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 
 import click
 
-# One row with more columns is easier to read as a list.
-_MAX_COLUMNS = 14
+# A terminal is 80 characters wide: a few results with more figures than these stand side by side, a line per figure.
+_MAX_COLUMNS, _MAX_SIDE_BY_SIDE = 8, 5
 
 
 _output = click.option(
@@ -250,24 +250,19 @@ def _report(results: list[dict[str, Any]]) -> None:
 
 def _print(results: list[dict[str, Any]]) -> None:
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
 
     console = Console()
     for name in dict.fromkeys(result["bench"] for result in results):
         rows = [result for result in results if result["bench"] == name]
         columns = [key for key in rows[0] if key != "bench"]
-        table = Table(title=name)
-        if len(rows) == 1 and len(columns) > _MAX_COLUMNS:
-            table.add_column("figure")
-            table.add_column("value", justify="right")
-            for column in columns:
-                table.add_row(column, _shown(rows[0][column]))
-            console.print(table)
-            continue
-        for column in columns:
-            table.add_column(column, justify="right", overflow="fold")
-        for row in rows:
-            table.add_row(*[_shown(row[column]) for column in columns])
+        lines = [columns, *[[_shown(row[column]) for column in columns] for row in rows]]
+        if len(columns) > _MAX_COLUMNS and len(rows) <= _MAX_SIDE_BY_SIDE:
+            sides = [list(line) for line in zip(*lines, strict=True)]
+            lines = [["figure", "value"], *sides] if len(rows) == 1 else sides
+        table = Table(*[Column(each, justify="right", overflow="fold") for each in lines[0]], title=name)
+        for line in lines[1:]:
+            table.add_row(*line)
         console.print(table)
 
 

@@ -22,6 +22,7 @@ from onceflow.client.deadline import Deadline
 from onceflow.client.fetching import FETCH_BYTES, READ_COMMITTED, fetch_request
 from onceflow.client.library_log import muted
 from onceflow.client.offsets import EARLIEST, LATEST, list_offsets
+from onceflow.clock import clock_ms
 from onceflow.errors import (
     BrokerUnreachableError,
     DataLossError,
@@ -167,7 +168,7 @@ class LongPoll:
 
     def _ask(self, node: int, wanted: list[Followed]) -> None:
         manager = self._cluster.manager
-        asked_ms = _now_ms()
+        asked_ms = clock_ms()
 
         async def ask() -> Any:
             connection = manager.get_connection(node)
@@ -330,8 +331,4 @@ def _as_of_ms(asked_ms: int, response: Any) -> int:
     waited = not response.throttle_time_ms and not any(
         answer.error_code or answer.records for topic in response.responses for answer in topic.partitions
     )
-    return min(_now_ms(), asked_ms + MAX_WAIT_MS) if waited else asked_ms
-
-
-def _now_ms() -> int:
-    return int(time.time() * 1000)
+    return min(clock_ms(), asked_ms + MAX_WAIT_MS) if waited else asked_ms

@@ -25,7 +25,8 @@ from onceflow.client.cluster import Cluster
 from onceflow.client.deadline import Deadline
 from onceflow.client.settings import ClientSettings
 from onceflow.client.transactions import Outcome
-from onceflow.driver import batch_errors, progress_log
+from onceflow.clock import clock_ms
+from onceflow.driver import batch_errors
 from onceflow.driver.audit import Audit, Part, audit, combined
 from onceflow.driver.batch_errors import in_short
 from onceflow.driver.delivery import Delivery
@@ -142,7 +143,7 @@ class BatchCommit:
     def is_idle(self, source: SourceRange) -> bool:
         """Whether a batch would change nothing: neither outputs nor progress."""
         if self._state is not None:  # woken up by the clock, and nothing is due
-            return not source.max_rows and not self._state.due(progress_log.now_ms())
+            return not source.max_rows and not self._state.due(clock_ms())
         return self._numbering is None and not source.max_rows  # Spark's first batch, with nothing to read
 
     def attempt(self, df: DataFrame, attempt: Attempt) -> bool:
@@ -229,7 +230,7 @@ class BatchCommit:
             "producer_epoch": producer.producer_epoch,
         }
         df.sparkSession.sparkContext.setLocalProperty("onceflow.transaction", json.dumps(described))
-        now_ms = progress_log.now_ms()
+        now_ms = clock_ms()
         self._joins.begin(df, now_ms)
         if self._state is not None:
             owner = str(self._delivery.transactional_id), producer
@@ -286,7 +287,7 @@ class BatchCommit:
             outputs=outputs,
             producer_id=attempt.producer.producer_id,
             producer_epoch=attempt.producer.producer_epoch,
-            time_ms=progress_log.now_ms(),
+            time_ms=clock_ms(),
         )
         progress = self._joins.progress(progress)
         if self._state is not None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import re
-import time
 from collections.abc import Mapping
 
 from onceflow.client import offsets as kafka_offsets
@@ -234,8 +233,3 @@ def write_progress(
     if transactions is not None:
         transactions.machine.on(Event.PROGRESS_WRITTEN)
     return written
-
-
-def now_ms() -> int:
-    """Wall clock, epoch milliseconds."""
-    return int(time.time() * 1000)

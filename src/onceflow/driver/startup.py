@@ -20,6 +20,7 @@ from onceflow.client.deadline import Deadline
 from onceflow.client.first_connection import REFUSED_S
 from onceflow.client.settings import ClientSettings
 from onceflow.client.topics import find_topics
+from onceflow.clock import clock_ms
 from onceflow.driver import progress_log
 from onceflow.driver.delivery import ExactlyOnce
 from onceflow.driver.driver_session import DriverSession
@@ -207,12 +208,12 @@ class Startup:
             before,
             offsets={**before.offsets, source.name: offsets},
             topic_ids={**before.topic_ids, source.name: source.topic_id},
-            time_ms=progress_log.now_ms(),
+            time_ms=clock_ms(),
         )
         self._commit(progress, deadline)
 
     def _first_progress(self) -> Progress:
-        return Progress(self.names.progress_key, 0, {}, {}, progress_log.now_ms())
+        return Progress(self.names.progress_key, 0, {}, {}, clock_ms())
 
     # ---- process steps -------------------------------------------------------------------------------
 

@@ -68,10 +68,13 @@ def make_app(service: Service, at_end: Callable[[], Awaitable[None]]) -> FastAPI
 
 
 def _add_state(app: FastAPI, service: Service) -> None:
+    # Some probes ask with HEAD.
+    @app.head("/health", include_in_schema=False)
     @app.get("/health", responses=responses(documents.HealthDocument, aged=False), summary="Does it run?")
     async def health() -> Response:
         return _json({"status": "ok"})
 
+    @app.head("/ready", include_in_schema=False)
     @app.get(
         "/ready",
         responses=responses(documents.HealthDocument, aged=False, s503="Not yet, or not any more."),

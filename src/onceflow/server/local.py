@@ -10,11 +10,12 @@ from itertools import islice
 from operator import itemgetter
 from typing import TypeVar
 
+from onceflow.clock import clock_ms
 from onceflow.errors import OnceflowError
 from onceflow.server.problems import Problem, another_topic, unavailable
 from onceflow.server.seen import Seen, Wish
 from onceflow.state import rows
-from onceflow.state.local.stored_rows import StoredRows, Stores, clock_ms
+from onceflow.state.local.stored_rows import StoredRows, Stores
 from onceflow.state.stores.base import Store, StoreCorruptError
 from onceflow.tables.share import Share
 

@@ -19,6 +19,7 @@ from typing import NamedTuple
 import pyarrow as pa
 
 from onceflow.client.committed import Chunk
+from onceflow.clock import clock_ms
 from onceflow.errors import OnceflowError
 from onceflow.protocol.partitioners import key_partitions
 from onceflow.state import rows
@@ -35,7 +36,6 @@ from onceflow.state.local.format import (
     table_changes,
 )
 from onceflow.state.local.opening import open_store, remove_store
-from onceflow.state.local.stored_rows import clock_ms
 from onceflow.state.stores.base import Store, StoreCorruptError
 
 log = logging.getLogger("onceflow.tables")

@@ -14,6 +14,7 @@ from onceflow.client.deadline import Deadline
 from onceflow.client.long_poll import Followed, LongPoll
 from onceflow.client.outage import Outage
 from onceflow.client.settings import ClientSettings
+from onceflow.clock import clock_ms
 from onceflow.errors import (
     BrokerUnreachableError,
     DeadlineExceededError,
@@ -21,7 +22,7 @@ from onceflow.errors import (
     OnceflowError,
     UnknownTopicError,
 )
-from onceflow.state.local.stored_rows import Stores, clock_ms
+from onceflow.state.local.stored_rows import Stores
 from onceflow.state.stores.base import StoreCorruptError
 from onceflow.tables.copies import Copy, RawChange
 from onceflow.tables.lag import Lag, Progress, Restore

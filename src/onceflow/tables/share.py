@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from onceflow.client.cluster import TopicInfo
+from onceflow.clock import clock_ms
 from onceflow.errors import DeadlineExceededError, OnceflowError
-from onceflow.state.local.stored_rows import clock_ms
 from onceflow.state.stores.base import Store
 from onceflow.tables.copies import Copy, Followed
 from onceflow.tables.following import Follower

@@ -25,6 +25,7 @@ from onceflow.client.produce import Acknowledged, Producer
 from onceflow.client.settings import ClientSettings
 from onceflow.client.topics import max_message_bytes, missing
 from onceflow.client.transaction_requests import add_partitions
+from onceflow.clock import clock_ms
 from onceflow.errors import BadRecordError, BatchAbortedError, OnceflowError, ProtocolError, UnknownTopicError, located
 from onceflow.messages import Report, Target, TaskPlace, TaskReport, WriteOrder, report_row
 from onceflow.protocol.batches import encode_batches, next_sequence
@@ -318,7 +319,7 @@ class RowWriter:
                 base_sequence=sequence,
                 compression=self._order.compression,
                 max_batch_bytes=target.max_message_bytes,
-                default_timestamp_ms=int(time.time() * 1000),
+                default_timestamp_ms=clock_ms(),
             ):
                 self._producer.send(topic, partition, encoded)
                 sequence = next_sequence(sequence, encoded.count)

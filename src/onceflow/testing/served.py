@@ -29,12 +29,14 @@ class ServerProcess:
     Args:
         arguments: of the command, without ``--port``.
         log: the file that its output is appended to.
+        apart: Ctrl-C in this terminal does not reach it.
 
     Attributes:
         url: where it answers; "" before the first start. Later starts take the same port.
     """
 
-    def __init__(self, arguments: Sequence[str], log: Path) -> None:
+    def __init__(self, arguments: Sequence[str], log: Path, *, apart: bool = False) -> None:
+        self._apart = apart
         self._arguments = [sys.executable, "-m", "onceflow.cli.main", "table", "serve", *arguments]
         self.log = log
         self._port = self._begin = 0
@@ -64,7 +66,9 @@ class ServerProcess:
         self._begin = self.log.stat().st_size if self.log.exists() else 0
         with self.log.open("ab") as log:
             command = [*self._arguments, "--port", str(self._port)]
-            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=self._apart
+            )
 
     def wait(self) -> None:
         """Wait until it listens.
@@ -96,6 +100,13 @@ class ServerProcess:
         if by == signal.SIGKILL:
             self._process.send_signal(signal.SIGCONT)
         return self._process.wait(60)
+
+    def stop(self) -> None:
+        """End it with SIGTERM, or with SIGKILL if that takes too long."""
+        try:
+            self.end(signal.SIGTERM)
+        except subprocess.TimeoutExpired:
+            self.end()
 
     @property
     def _child(self) -> subprocess.Popen[bytes]:

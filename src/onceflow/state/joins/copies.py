@@ -12,11 +12,11 @@ says so in a blob. A batch that is below that offset is run again, at newer offs
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Protocol
 
+from onceflow.clock import clock_ms
 from onceflow.errors import BatchAbortedError
 from onceflow.host.file_lock import locked
 from onceflow.host.identity import host_identity
@@ -217,7 +217,7 @@ class _BringUp:
             noting,
             None,
             self._spec.tombstone_ms // 2,
-            int(time.time() * 1000),
+            clock_ms(),
             RestoreLog(f"{self._spec.topic}-{self._partition}"),
             self._still_owner,
         ).bring_up(store)
@@ -249,7 +249,7 @@ def _is_ready(store: Store, spec: JoinSpec, partition: int, end: int) -> bool:
         return False
     if is_snapshot_row(store.get(SNAPSHOT_ROW)):
         return False
-    if time.time() * 1000 - record.time_ms > REFRESHED_MS:
+    if clock_ms() - record.time_ms > REFRESHED_MS:
         return False  # so that the record says how recent the copy is. An old copy is read again after a change
     exact_from = store.blob(_EXACT_FROM)
     return exact_from is not None and exact_from != _UNKNOWN and int(exact_from) <= end

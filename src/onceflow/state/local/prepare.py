@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from onceflow.clock import clock_ms
 from onceflow.state.local.catch_up import Source
 from onceflow.state.local.format import COMMIT_RECORD, PENDING, CommitRecord, Goal, Pending
 from onceflow.state.local.opening import Opened, found_in, open_partition
@@ -62,7 +63,7 @@ def open_local(
         verify=not is_verified(spec, moment, partition),
         snapshot_per_partition=spec.snapshot_per_partition,
         tombstone_age_ms=spec.topics.tombstone_ms // 2,
-        now_ms=int(time.time() * 1000),
+        now_ms=clock_ms(),
         progress=RestoreLog(f"{spec.table}-{partition}"),
         still_owner=still_owner,
     )

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import heapq
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 
 import pyarrow as pa
 
+from onceflow.clock import clock_ms
 from onceflow.protocol.partitioners import key_partitions
 from onceflow.state import rows
 from onceflow.state.stores.base import Store
@@ -18,11 +18,6 @@ Stores = Mapping[int, Store]
 
 # Up to this many partitions, to look into each of them takes less time than to compute the partition of one key.
 _FEW_PARTITIONS = 8
-
-
-def clock_ms() -> int:
-    """The time in epoch milliseconds."""
-    return time.time_ns() // 1_000_000
 
 
 class StoredRows:
