@@ -65,7 +65,7 @@ class BalancesWeb(ThreadingHTTPServer):
         """Write a movement; where it is, when the brokers have it.
 
         Raises:
-            OSError: they do not have it.
+            OSError: they have not said so.
         """
         placed: dict[str, int] = {}
 
@@ -76,7 +76,7 @@ class BalancesWeb(ThreadingHTTPServer):
         self.producer.produce(self.movements, json.dumps({"amount": amount}), account, on_delivery=delivered)
         self.producer.flush(ANSWER_S)
         if not placed:
-            raise OSError("the brokers did not take the movement")
+            raise OSError("the movement is not acknowledged; look at the balance before you repeat it")
         return placed
 
 
@@ -153,8 +153,12 @@ def main() -> None:
     parser.add_argument("--instance", action="append", required=True, help="URL of the query server; may be repeated")
     parser.add_argument("--port", type=int, default=8080)
     given = parser.parse_args()
-    # The same partition for a key as Java's clients and onceflow.
-    options = {"bootstrap.servers": given.bootstrap_servers, "partitioner": "murmur2_random"}
+    # The same partition for a key as Java's clients and onceflow; no attempts any more when the page has its answer.
+    options = {
+        "bootstrap.servers": given.bootstrap_servers,
+        "partitioner": "murmur2_random",
+        "message.timeout.ms": 30_000,
+    }
     token = next(iter(os.environ.get("ONCEFLOW_SERVER_TOKENS", "").split()), "")
     server = BalancesWeb(given.port, given.instance, Producer(options), "movements", token)
     print(f"http://127.0.0.1:{server.server_address[1]}/", flush=True)
