@@ -5,13 +5,15 @@ from __future__ import annotations
 import base64
 import json
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Any
 
 import httpx
 import pytest
 from confluent_kafka.admin import AdminClient, NewPartitions
 
+from onceflow.server import changes
 from onceflow.server.formats import Format, to_base64url
 from onceflow.server.options import Limits
 from onceflow.tables import following
@@ -270,18 +272,49 @@ def test_another_partitioner(onceflow_broker: str, make_topic: Callable[..., str
     assert len(many["rows"]) == 100
 
 
+def changes_read(client: httpx.Client, topic: str, **params: str) -> Iterator[tuple[str, str, Any]]:
+    """Kind, id and document of each event of a stream."""
+    event: dict[str, str] = {}
+    with client.stream("GET", f"/tables/{topic}/changes", params=params) as response:
+        for line in response.iter_lines():
+            if line:
+                name, _, rest = line.partition(": ")
+                event[name] = rest
+            else:
+                yield event["event"], event["id"], json.loads(event["data"])
+
+
 def test_a_topic_that_grows(onceflow_broker: str, topic: str, serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(following, "_METADATA_S", 0.2)
+    monkeypatch.setattr(following, "_METADATA_S", 0.5)
+    monkeypatch.setattr(changes, "_METADATA_S", 0.5)
     write_rows(onceflow_broker, topic, {**numbers(40), **{f"old-{n}": "1" for n in range(20)}})
     client = serve(topic)
     assert client.get(f"/tables/{topic}").json()["placement"] == "default"
+    stream = changes_read(client, topic)
+    begin = next(stream)
+    assert begin[0] == "position"
+    # That of one key shows which partitions it says nothing about.
+    assert client.get(f"/tables/{topic}/keys/old-3").json()["position"].count(".") == 3
     admin = AdminClient({"bootstrap.servers": onceflow_broker})
     admin.create_partitions([NewPartitions(topic, 7)])[topic].result(30)
+    rows = {f"key-{n:04d}": '"new"' for n in range(40)}
+    position = write_rows(onceflow_broker, topic, rows)
+    # At once: a partition that the server has not heard of is waited for.
+    for n in range(40):
+        params = {"min_position": position, "wait": "20s"}
+        assert client.get(f"/tables/{topic}/keys/key-{n:04d}", params=params).json()["value"] == "new"
     wait_until(lambda: len(client.get(f"/tables/{topic}").json()["partitions"]) == 7, 30, "all partitions")
-    position = write_rows(onceflow_broker, topic, {f"key-{n:04d}": '"new"' for n in range(40)})
     assert client.get(f"/tables/{topic}").json()["placement"] == "other"
     wait_until(lambda: client.get("/ready").status_code == 200, 30, "it is ready")
-    for n in range(40):
-        params = {"min_position": position}
-        assert client.get(f"/tables/{topic}/keys/key-{n:04d}", params=params).json()["value"] == "new"
-    assert client.get(f"/tables/{topic}/keys/old-3").json()["value"] == 1
+    old = client.get(f"/tables/{topic}/keys/old-3", params={"min_position": begin[1]}).json()
+    assert old["value"] == 1
+    # No change is missed, neither by the stream that was open nor by one that continues at a position from before.
+    for events in (stream, changes_read(client, topic, since=begin[1])):
+        seen = list(islice((document for kind, _, document in events if kind == "change"), len(rows)))
+        assert sorted(document["key"] for document in seen) == sorted(rows)
+        assert {document["partition"] for document in seen} > {4, 5, 6}
+        events.close()
+    # It has been some time, and there is no such partition.
+    refused = client.get(f"/tables/{topic}/keys/old-3", params={"min_position": f"{topic}:.......1", "wait": "0.1s"})
+    assert refused.status_code == 503
+    assert "has 7 partitions as far as is known here, and min_position names partition 7" in refused.json()["detail"]

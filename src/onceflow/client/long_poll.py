@@ -100,6 +100,10 @@ class LongPoll:
         self._stale = False
         self._arrived = _Arrived()
 
+    def add(self, topic: str, partition: int, position: int) -> None:
+        """Follow one more partition."""
+        self.followed[topic, partition] = Followed(topic, partition, position=position)
+
     def poll(self, timeout_s: float) -> Iterator[tuple[TopicPartition, Chunk]]:
         """Wait for a response, at most this many seconds, and return the committed records in it.
 

@@ -21,7 +21,7 @@ from onceflow.client.deadline import Deadline
 from onceflow.client.long_poll import LongPoll
 from onceflow.client.offsets import LATEST, list_offsets
 from onceflow.client.settings import ClientSettings
-from onceflow.errors import OnceflowError
+from onceflow.errors import BrokerUnreachableError, DeadlineExceededError, OnceflowError
 from onceflow.protocol.position import Position
 from onceflow.server.formats import Format
 from onceflow.server.problems import Problem, another_topic, unavailable
@@ -32,13 +32,16 @@ from onceflow.state.local.format import is_snapshot
 _LOOK_S = 10.0
 _POLL_S = 0.5
 _ALIVE_S = 10.0
+_METADATA_S = 3.0
 
 
 class Tail:
     """What is committed to a topic, from a position on. Each tail has connections of its own.
 
     Args:
-        since: offsets by partition; partitions that are not in it begin with what is committed from now on.
+        since: offsets by partition. If it names all partitions up to its last one, those after it were added since, and
+            begin with their first record. Otherwise partitions that it does not name begin with what is committed from
+            now on.
     """
 
     def __init__(self, settings: ClientSettings, topic: str, topic_id: str, since: Mapping[int, int]) -> None:
@@ -58,7 +61,9 @@ class Tail:
                     next_step="give a position of this topic; it may have been deleted and created again",
                 )
             self._topic_id = topic_id
-            self.offsets = {partition: since.get(partition, end) for partition, end in ends.items()}
+            named_all = since and since.keys() == set(range(len(since)))
+            self.offsets = {partition: since.get(partition, 0 if named_all else end) for partition, end in ends.items()}
+            self._looked_at = time.monotonic()
             self._poll = LongPoll(self._cluster, [info], {(topic, at): offset for at, offset in self.offsets.items()})
         except BaseException:
             self._cluster.close()
@@ -66,6 +71,9 @@ class Tail:
 
     def read(self) -> list[tuple[int, Chunk]]:
         """What has been committed; waits a little if that is nothing."""
+        if time.monotonic() - self._looked_at > _METADATA_S:
+            self._add_partitions()
+            self._looked_at = time.monotonic()
         return [(partition, chunk) for (_, partition), chunk in self._poll.poll(_POLL_S)]
 
     def position(self) -> str:
@@ -74,6 +82,17 @@ class Tail:
 
     def close(self) -> None:
         self._cluster.close()
+
+    def _add_partitions(self) -> None:
+        """Follow partitions that were added, from their first record on."""
+        try:
+            info = self._cluster.topic(self._topic, Deadline(_LOOK_S, f"looking up topic {self._topic}"), fresh=True)
+        except (BrokerUnreachableError, DeadlineExceededError):
+            return  # the next time
+        info.check_same(self._topic_id)
+        for partition in sorted(info.leaders.keys() - self.offsets.keys()):
+            self.offsets[partition] = 0
+            self._poll.add(self._topic, partition, 0)
 
 
 async def changes_of(service: Service, served: Served, since: str | None, prefix: bytes, written: Format) -> Response:

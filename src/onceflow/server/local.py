@@ -68,7 +68,7 @@ class LocalTable:
             lag = progress.lag
             records = None if records is None or lag.records is None else records + lag.records
             ms = None if ms is None or lag.ms is None else max(ms, lag.ms)
-        return Seen(offsets, records, ms, self._share.topic_id)
+        return Seen(offsets, records, ms, self._share.topic_id, self._share.partitions_now)
 
     async def wait(self, partitions: Collection[int], wish: Wish) -> Seen:
         """Wait until these partitions are as far as is wished.

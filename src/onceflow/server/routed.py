@@ -62,6 +62,7 @@ class RoutedTable:
 
     async def get(self, key: bytes, wish: Wish) -> tuple[bytes | None, Seen]:
         """The value of a key, or None."""
+        await self._know_partitions(wish)
         if self.placed:
             partition = (murmur2(key) & 0x7FFFFFFF) % self.partitions
             if self._local.has(partition, restored=True):
@@ -73,6 +74,7 @@ class RoutedTable:
 
     async def get_many(self, keys: Sequence[bytes], wish: Wish) -> tuple[list[bytes | None], Seen]:
         """The values of keys, in their order; None where there is none."""
+        await self._know_partitions(wish)
         own = self._partitions_of(keys)
         places: dict[int, list[int]] = {}
         if self.placed:
@@ -103,6 +105,7 @@ class RoutedTable:
 
     async def count(self, wish: Wish) -> tuple[int, Seen]:
         """How many keys there are."""
+        await self._know_partitions(wish)
 
         async def ask(address: str, partitions: Collection[int], wish: Wish) -> tuple[int, Seen]:
             if address != HERE:
@@ -120,6 +123,7 @@ class RoutedTable:
 
         Later pages are as new as the first ones, or newer.
         """
+        await self._know_partitions(wish)
         seen: dict[int, int] = {}
 
         async def read(parts: Sequence[Part], wish: Wish) -> list[tuple[list[Part], Seen]]:
@@ -159,6 +163,22 @@ class RoutedTable:
     def placed(self) -> bool:
         """Whether a key can only be in the partition where Kafka's default partitioner puts it."""
         return self._routes.placed(self.topic) and self._local.placed
+
+    async def _know_partitions(self, wish: Wish) -> None:
+        """Wait until all partitions are known that a wish names: the topic may have got more a moment ago.
+
+        Raises:
+            Problem: 503, they were not known in time.
+        """
+        while wish.least and max(wish.least) >= self.partitions:
+            if not (left_s := wish.left_s):
+                raise Problem(
+                    503,
+                    f"Table {self.topic} has {self.partitions} partitions as far as is known here, and min_position "
+                    f"names partition {max(wish.least)}",
+                    next_step="ask again: partitions that were added are known after some seconds",
+                )
+            await asyncio.sleep(min(_MAP_PAUSE_S, left_s))
 
     def _partitions_of(self, keys: Sequence[bytes]) -> list[int]:
         if len(keys) <= _FEW_KEYS:

@@ -60,13 +60,14 @@ class Seen:
         offsets: of the partitions that the answer is from: it contains everything below these offsets.
         lag_records: at most how many committed records are missing; None: not known yet.
         lag_ms: at most how long ago it was everything that is committed; None: it has never been everything.
-        topic_id: of the topic.
+        topic_id: of the topic. partitions: how many it has.
     """
 
     offsets: Mapping[int, int]
     lag_records: int | None
     lag_ms: int | None
     topic_id: str = ""
+    partitions: int = 0
 
     @classmethod
     def all_of(cls, parts: Iterable[Seen]) -> Seen:
@@ -85,7 +86,7 @@ class Seen:
             )
         offsets = {partition: offset for part in parts for partition, offset in part.offsets.items()}
         lag = Lag.all_of(Lag(part.lag_records, part.lag_ms) for part in parts)
-        return cls(offsets, lag.records, lag.ms, "".join(ids))
+        return cls(offsets, lag.records, lag.ms, "".join(ids), max((part.partitions for part in parts), default=0))
 
     def headers(self, topic: str) -> dict[str, str]:
         """The headers of a response."""
@@ -102,15 +103,17 @@ class Seen:
         return {"position": self.position(topic), "lag": lag}
 
     def position(self, topic: str) -> str:
-        """As a text."""
-        return str(Position({topic: self.offsets}, {topic: self.topic_id}))
+        """As a text. All partitions have a place in it, so it shows which of them the answer is not from."""
+        text = str(Position({topic: self.offsets}, {topic: self.topic_id}))
+        return text + "." * (self.partitions - 1 - max(self.offsets)) if self.offsets else text
 
     def document(self) -> list[Any]:
         """For another instance."""
         offsets = [[partition, offset] for partition, offset in self.offsets.items()]
-        return [offsets, self.lag_records, self.lag_ms, self.topic_id]
+        return [offsets, self.lag_records, self.lag_ms, self.topic_id, self.partitions]
 
     @classmethod
     def read(cls, document: Any) -> Seen:
-        offsets, records, ms, topic_id = document
-        return cls({int(partition): int(offset) for partition, offset in offsets}, records, ms, str(topic_id))
+        offsets, records, ms, topic_id, partitions = document
+        known = {int(partition): int(offset) for partition, offset in offsets}
+        return cls(known, records, ms, str(topic_id), int(partitions))

@@ -32,7 +32,7 @@ log = logging.getLogger("onceflow.tables")
 
 _ATTEMPT_S, _PAUSE_S = 10.0, 0.5  # while a broker does not answer: how long one attempt may take
 _POLL_S = 0.5
-_METADATA_S = 10.0
+_METADATA_S = 3.0
 _PROGRESS_S, _LOOK_S = 5.0, 0.5
 _STOP_S = 5.0
 _REPAIR_S = 30.0  # how long a lookup waits for a copy that is read again
@@ -183,6 +183,11 @@ class Follower:
         """Raise the error that has stopped the thread, if there is one."""
         if self.failure is not None:
             raise self.failure.with_traceback(None)
+
+    @property
+    def follows_all(self) -> bool:
+        """Whether it is to have all partitions of the topic, also those that may have been added a moment ago."""
+        return self._all_partitions
 
     def offsets(self) -> dict[int, int]:
         """Up to which offset each partition is here."""

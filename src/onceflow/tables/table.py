@@ -216,6 +216,7 @@ class Table(Lookups):
         Raises:
             OptionError: the text is not a position, or says nothing about this topic, or is of an earlier topic of
                 this name.
+            UnknownTopicError: the topic has more partitions than before.
             DeadlineExceededError: the position was not reached in time.
         """
         source = self._reading()
@@ -311,6 +312,8 @@ class Table(Lookups):
         source = self._reading()
         if not position.is_of(self.topic, source.topic_id):
             raise other_topic(self.topic)
+        if isinstance(source, Follower) and source.follows_all:
+            return Position({self.topic: own})  # a partition that is not here was added: the table stops for it, soon
         here = source.offsets()
         return Position({self.topic: {partition: end for partition, end in own.items() if partition in here}})
 
