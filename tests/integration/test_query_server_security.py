@@ -128,6 +128,28 @@ def shared(client: httpx.Client, topic: str) -> bool:
     return len(owners) == 2 and client.get("/ready").status_code == 200
 
 
+def test_instances_with_different_tokens(
+    onceflow_broker: str, topic: str, serve: Serve, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each one is ready, but cannot ask the other. The log and the answers say why."""
+    write_rows(onceflow_broker, topic, numbers(10))
+    tokens = [f"a-token-of-instance-{number}" for number in range(2)]
+    both = [serve(topic, tokens=[token], instances=f"group-{topic}", ready=False) for token in tokens]
+    for client, token in zip(both, tokens, strict=True):
+        client.headers["Authorization"] = f"Bearer {token}"
+    wait_until(lambda: all(shared(client, topic) for client in both), 30, lambda: both[0].get("/tables").text)
+    for client, other in (both, both[::-1]):
+        for _ in range(2):
+            refused = client.get(f"/tables/{topic}/count")
+            assert refused.status_code == 503
+            url = str(other.base_url).rstrip("/")
+            assert refused.json()["detail"].endswith(f": {url} answers 401: The request has no valid token")
+            assert "give all instances of the group a common token" in refused.json()["next_step"]
+        warned = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
+        (warning,) = [each for each in warned if f"instance {url} answers 401" in each]
+        assert "the tokens of the instances differ" in warning
+
+
 def test_without_read_on_the_topic(secure: Secure, guarded: str, serve: Serve) -> None:
     settings = ClientSettings(secure.servers, secure.options())
     grant(secure, [privileges(guarded)["group"]])

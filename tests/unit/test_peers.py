@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import orjson
 import pytest
+import trustme
 from aiohttp import web
 
 from onceflow.server import peers
@@ -142,3 +145,73 @@ def test_all_lookups_get_the_error_of_their_request(monkeypatch: pytest.MonkeyPa
         await asking.close()
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    "response, said, advice",
+    [
+        (
+            (401, MEDIA_TYPE, b'{"detail":"The request has no valid token"}'),
+            "answers 401: The request has",
+            "common token",
+        ),
+        ((404, MEDIA_TYPE, b'{"detail":"There is no table"}'), "answers 404: There is no table", "the same tables"),
+        ((502, "text/html", b"<html>"), "answers 502, not as an instance does", "--advertise"),
+        ((200, "text/html", b"<html>"), "answers 200, not as an instance does", "--advertise"),
+        ((200, "application/json", b"[]"), "answers 200, not as an instance does", "--advertise"),
+        ((409, "application/json", b"{}"), "answers 409, not as an instance does", "--advertise"),
+        ((500, MEDIA_TYPE, b"{}"), "answers 500, not as an instance does", "--advertise"),
+    ],
+)
+def test_an_answer_that_is_none_of_an_instance_of_the_group(
+    response: tuple[int, str, bytes],
+    said: str,
+    advice: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is logged, once a minute for each instance."""
+    status, kind, body = response
+    clock = [1000.0]
+    monkeypatch.setattr(peers, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+
+    async def run() -> None:
+        async def answer(document: dict[str, Any]) -> web.Response:
+            return web.Response(status=status, body=body, content_type=kind)
+
+        async with other(answer) as (asking, address):
+            for at, lines in ((0, 1), (59, 1), (61, 2), (62, 2)):
+                clock[0] = 1000.0 + at
+                with pytest.raises(UnreachableError) as caught:
+                    await asking.get_many(address, "t", [b"k"], {0: [0]}, Wish())
+                assert str(caught.value).startswith(f"{address} {said}")
+                assert advice in caught.value.next_step
+                warned = [each for each in caplog.records if each.levelname == "WARNING"]
+                assert len(warned) == lines
+                assert f"instance {address} {said}" in warned[-1].getMessage()
+                assert advice in warned[-1].getMessage()
+
+    asyncio.run(run())
+
+
+def test_a_certificate_that_is_not_trusted(caplog: pytest.LogCaptureFixture) -> None:
+    authority = trustme.CA()
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    authority.issue_cert("127.0.0.1").configure_cert(context)
+
+    async def run() -> None:
+        runner = web.AppRunner(web.Application())
+        await runner.setup()
+        asking = HttpPeers(None, None)
+        try:
+            site = web.TCPSite(runner, "127.0.0.1", 0, ssl_context=context)
+            await site.start()
+            host, port = runner.addresses[0]
+            with pytest.raises(UnreachableError, match="cannot be asked with TLS"):
+                await asking.get_many(f"https://{host}:{port}", "t", [b"k"], {0: [0]}, Wish())
+        finally:
+            await asking.close()
+            await runner.cleanup()
+
+    asyncio.run(run())
+    assert "--tls-authority" in caplog.text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import ssl
 import time
 from collections import deque
@@ -16,15 +17,24 @@ import orjson
 from onceflow.server.local import NotHereError, Rows
 from onceflow.server.merging import Part
 from onceflow.server.peer_requests import NOT_HERE, from_text, text_of
-from onceflow.server.problems import Problem
+from onceflow.server.problems import MEDIA_TYPE, Problem
 from onceflow.server.routed import UnreachableError
 from onceflow.server.seen import Seen, Wish
+
+log = logging.getLogger("onceflow.server")
 
 _CONNECT_S, _ANSWER_S = 1.0, 3.0
 _AVOIDED_S = 1.0  # one that did not answer in time
 _CONNECTIONS = 100
 _IDLE_S = 4.0  # shorter than instances keep idle connections open
 _LOOKUPS_AT_ONCE = 100
+_WARN_S = 60.0
+
+#: What helps if an instance answers with this status.
+_STEPS = {
+    401: "the tokens of the instances differ: give all instances of the group a common token, as the first one of each",
+    404: "give all instances of the group the same tables",
+}
 
 
 class _Lookup(NamedTuple):
@@ -51,6 +61,7 @@ class HttpPeers:
         self._authority = authority
         self._session: aiohttp.ClientSession | None = None
         self._avoided: dict[str, float] = {}
+        self._warned: dict[str, float] = {}
         self._lookups: dict[tuple[str, str], deque[_Lookup]] = {}  # of those that are asked just now
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -166,11 +177,26 @@ class HttpPeers:
         try:
             async with self._session.post(url, data=content, timeout=timeout, allow_redirects=False) as response:
                 return _read(address, response, await response.read())
+        except UnreachableError as answered:
+            self._warn(address, answered)
+            raise
         except asyncio.TimeoutError as late:
             self._avoided[address] = time.monotonic() + _AVOIDED_S
             raise UnreachableError(address) from late
+        except aiohttp.ClientSSLError as failed:
+            next_step = "check the certificate of that instance, and --tls-authority of this one"
+            unexpected = UnreachableError(address, f"cannot be asked with TLS ({failed})", next_step)
+            self._warn(address, unexpected)
+            raise unexpected from failed
         except aiohttp.ClientError as failed:
             raise UnreachableError(address) from failed
+
+    def _warn(self, address: str, unexpected: UnreachableError) -> None:
+        """Say that an instance cannot be used as it is: that does not end by itself, as when one is restarted."""
+        now = time.monotonic()
+        if now >= self._warned.get(address, now):
+            self._warned[address] = now + _WARN_S
+            log.warning("instance %s; next step: %s", unexpected, unexpected.next_step)
 
     def _connected(self) -> aiohttp.ClientSession:
         context = ssl.create_default_context(cafile=None if self._authority is None else str(self._authority))
@@ -185,21 +211,29 @@ class HttpPeers:
 
 
 def _read(address: str, response: aiohttp.ClientResponse, body: bytes) -> Any:
-    if response.status == 200:
-        return orjson.loads(body)
-    if response.status == NOT_HERE:
-        raise NotHereError(orjson.loads(body)["not_here"])
-    if response.headers.get("content-type") != "application/problem+json":
-        raise UnreachableError(f"{address} answers {response.status}")
-    document = orjson.loads(body)
-    if response.status in (401, 404):  # another token, or not all of the tables
-        raise UnreachableError(f"{address}: {document['detail']}")
+    try:
+        if response.status == 200:
+            answer = orjson.loads(body)
+            if not isinstance(answer, dict):
+                raise TypeError("an instance answers with an object")
+            return answer
+        if response.status == NOT_HERE:
+            raise NotHereError(orjson.loads(body)["not_here"])
+        if response.headers.get("content-type") != MEDIA_TYPE:
+            raise ValueError("that is no answer of an instance")
+        document = orjson.loads(body)
+        detail = document["detail"]
+    except (KeyError, TypeError, ValueError) as wrong:
+        next_step = "check that there is an instance of this group at this address (--advertise)"
+        raise UnreachableError(address, f"answers {response.status}, not as an instance does", next_step) from wrong
+    if response.status in _STEPS:
+        raise UnreachableError(address, f"answers {response.status}: {detail}", _STEPS[response.status])
     names = ("Retry-After", "Onceflow-Position", "Onceflow-Lag-Records", "Onceflow-Lag-Ms")
     headers = {name: response.headers[name] for name in names if name in response.headers}
     more = {name: document[name] for name in ("position", "lag") if name in document}
     raise Problem(
         response.status,
-        document["detail"],
+        detail,
         next_step=document.get("next_step", ""),
         headers=headers,
         more=more,

@@ -89,7 +89,8 @@ class QueryServer:
         tables = {}
         for topic, share in self._shares.items():
             local = LocalTable(share)
-            tables[topic] = Served(topic, share, local, RoutedTable(topic, local, routes, peers), options.tables[topic])
+            routed = RoutedTable(topic, local, routes, None if options.instances is None else peers)
+            tables[topic] = Served(topic, share, local, routed, options.tables[topic])
         service = Service(tables, routes, options.limits, options.settings, lambda: members.problems)
         app = Gate(
             ShortWay(make_app(service, peers.close), service),

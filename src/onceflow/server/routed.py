@@ -27,7 +27,17 @@ _MAP_WAIT_S = 2.0
 
 
 class UnreachableError(Exception):
-    """Another instance did not answer."""
+    """Another instance did not answer, or not as an instance of the group does.
+
+    Args:
+        answered: what it answers instead; empty: nothing.
+        next_step: what helps.
+    """
+
+    def __init__(self, address: str, answered: str = "", next_step: str = "") -> None:
+        super().__init__(f"{address} {answered or 'does not answer'}")
+        self.answered = answered
+        self.next_step = next_step
 
 
 class Peers(Protocol):
@@ -205,6 +215,7 @@ class RoutedTable:
         answers: list[T] = []
         left = set(partitions)
         tried: dict[int, set[str]] = {partition: set() for partition in left}
+        refused: dict[int, UnreachableError] = {}
         moved_until = min(wish.until, _soon())
         while left:
             groups: dict[str, list[int]] = {}
@@ -213,11 +224,7 @@ class RoutedTable:
             nobody = groups.pop("", None)
             if nobody is not None:
                 if time.monotonic() >= moved_until:
-                    raise Problem(
-                        503,
-                        f"No instance that answers has partition {nobody[0]} of table {self.topic}",
-                        next_step="ask again: another instance takes it over",
-                    )
+                    raise self._nobody_has(nobody[0], refused.get(nobody[0]))
                 await asyncio.sleep(_MAP_PAUSE_S)
                 for partition in nobody:
                     tried[partition].clear()
@@ -226,10 +233,21 @@ class RoutedTable:
                 if isinstance(answer, (NotHereError, UnreachableError)):
                     for partition in asked:
                         tried[partition].add(address)
+                        if isinstance(answer, UnreachableError) and answer.answered:
+                            refused[partition] = answer
                 else:
                     answers.append(answer)
                     left.difference_update(asked)
         return answers
+
+    def _nobody_has(self, partition: int, refused: UnreachableError | None) -> Problem:
+        if self._peers is None:
+            detail = f"Partition {partition} of table {self.topic} is not open"
+            return Problem(503, detail, next_step="ask again; /ready says what this instance waits for")
+        detail = f"No instance that answers has partition {partition} of table {self.topic}"
+        if refused is None:
+            return Problem(503, detail, next_step="ask again: another instance takes it over")
+        return Problem(503, f"{detail}: {refused}", next_step=refused.next_step)
 
     async def _ask_all(
         self,
