@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
 import orjson
 from fastapi import FastAPI, Header, Query, Request
@@ -25,6 +25,7 @@ from onceflow.server.requests import (
     ChangesParameters,
     LookupParameters,
     RangeParameters,
+    check_query,
     key_in_path,
     unknown_parameter,
 )
@@ -137,12 +138,14 @@ def _add_range(app: FastAPI, service: Service) -> None:
         summary="Keys in order, from a start to an end, or with a prefix",
     )
     async def range_(
+        request: Request,
         table: str,
         given: Annotated[RangeParameters, Query()],
         accept: Annotated[str, Header(description="application/x-ndjson: all rows, streamed line by line.")] = "*/*",
     ) -> Response:
         served = service.table(table)
         written = given.format(served.format)
+        check_query(request.scope)
         low, high = given.bounds(written)
         wanted = Wanted(low, high, given.reverse, given.limit, given.wish(table, service.limits), written)
         if "application/x-ndjson" in accept:
@@ -164,7 +167,8 @@ def _add_changes(app: FastAPI, service: Service) -> None:
     ) -> Response:
         served = service.table(table)
         written = given.format(served.format)
-        begin = b"" if given.prefix is None else written.keys.key(given.prefix, "prefix")
+        check_query(request.scope)
+        begin = b"" if given.prefix is None else written.keys.prefix(given.prefix)
         return await changes_of(service, served, last_event_id or given.since, begin, written)
 
 
@@ -195,11 +199,12 @@ async def _failed(_: Request, error: Exception) -> Response:
     return failed(error).response()
 
 
-async def _invalid(_: Request, error: Exception) -> Response:
+async def _invalid(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     for each in error.errors():
         if each["type"] == "extra_forbidden":
-            return unknown_parameter(str(each["loc"][-1])).response()
+            given = get_type_hints(request.scope["route"].endpoint)["given"]
+            return unknown_parameter(str(each["loc"][-1]), given.model_fields).response()
     what = "; ".join(f"{'.'.join(map(str, each['loc'][1:]))}: {each['msg']}" for each in error.errors())
     return Problem(400, what, next_step="look at /docs").response()
 

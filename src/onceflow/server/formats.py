@@ -19,7 +19,16 @@ from onceflow.state import rows
 KEY_BYTES_MAX = rows.ROW_KEY_BYTES_MAX - 1
 
 _LONG = struct.Struct(">q")
-_DIGITS = re.compile(r"-?[0-9]{1,19}")
+_DIGITS = re.compile(r"-?[0-9]+")
+_DIGITS_MAX = 20  # with the sign
+_KINDS = {
+    int: "a number",
+    float: "a number",
+    bool: "a boolean",
+    type(None): "null",
+    list: "a list",
+    dict: "an object",
+}
 
 
 @dataclass(frozen=True)
@@ -29,11 +38,13 @@ class KeyFormat:
     Args:
         parse: bytes of a key from its text. Raises ValueError.
         show: a JSON value from the bytes. Raises ValueError.
+        written: how clients write such keys, for errors.
     """
 
     name: str
     parse: Callable[[str], bytes]
     show: Callable[[bytes], Any]
+    written: str
 
     def key(self, text: Any, what: str = "key") -> bytes:
         """The bytes of a key in a request.
@@ -42,22 +53,36 @@ class KeyFormat:
             Problem: 400, it is no such key, or longer than a table can keep.
         """
         try:
-            if self.name == "long" and isinstance(text, int) and not isinstance(text, bool):
-                text = str(text)
-            if not isinstance(text, str):
-                raise Problem(400, f"The {what} {str(text)[:100]} is not a text", next_step='write it in quotes: "7"')
-            key = self.parse(text)
+            if not isinstance(text, str) and not (self.numbers and type(text) is int):
+                raise ValueError("it is no 64-bit integer" if self.numbers else f"it is {_KINDS[type(text)]}")
+            key = self.parse(str(text))
         except ValueError as wrong:
-            raise Problem(
-                400,
-                f"The {what} {str(text)[:100]!r} is not {self.name}: {wrong}",
-                next_step="keys of bytes can be given as base64url, with key_encoding=base64url",
-            ) from wrong
+            detail = f"The {what} {_in_json(text)} is not {self.name}: {wrong}"
+            raise Problem(400, detail, next_step=self.written) from wrong
         if len(key) > KEY_BYTES_MAX:
             raise Problem(
                 400, f"The {what} has {len(key):,} bytes", next_step=f"tables keep keys of up to {KEY_BYTES_MAX} bytes"
             )
         return key
+
+    def prefix(self, text: str) -> bytes:
+        """The bytes with which keys begin.
+
+        Raises:
+            Problem: 400, as `key`, or these keys are numbers.
+        """
+        if self.numbers:
+            raise Problem(
+                400,
+                f"Keys that are {self.name} have no prefixes: they are numbers",
+                next_step="give start and end; or the first bytes as base64url, with key_encoding=base64url",
+            )
+        return self.key(text, "prefix")
+
+    @property
+    def numbers(self) -> bool:
+        """Whether keys are numbers. The order of their bytes is another one than that of the numbers."""
+        return self.name == "long"
 
 
 @dataclass(frozen=True)
@@ -90,13 +115,17 @@ def _to_base64(raw: bytes) -> str:
     return base64.b64encode(raw).decode()
 
 
+def _in_json(value: Any) -> str:
+    """As it stands in a JSON document, at most the beginning."""
+    return orjson.dumps(value).decode()[:100]
+
+
 def _parse_long(text: str) -> bytes:
     if not _DIGITS.fullmatch(text):
-        raise ValueError("write it in decimal digits")
-    try:
-        return _LONG.pack(int(text))
-    except struct.error as wrong:
-        raise ValueError("it has more than 64 bits") from wrong
+        raise ValueError("it is no integer in decimal digits")
+    if len(text) > _DIGITS_MAX or not -(1 << 63) <= int(text) < 1 << 63:
+        raise ValueError("it is beyond the 64-bit integers")
+    return _LONG.pack(int(text))
 
 
 def _show_long(raw: bytes) -> int:
@@ -113,10 +142,10 @@ def _show_json(raw: bytes) -> orjson.Fragment:
     return orjson.Fragment(raw)
 
 
-_BASE64URL = KeyFormat("base64url", from_base64, to_base64url)
+_BASE64URL = KeyFormat("base64url", from_base64, to_base64url, 'give keys as texts in base64url, for example "YWRh"')
 KEYS = {
-    "text": KeyFormat("text", str.encode, bytes.decode),
-    "long": KeyFormat("long", _parse_long, _show_long),
+    "text": KeyFormat("text", str.encode, bytes.decode, 'give keys as texts, in JSON with quotes: "ada", "7"'),
+    "long": KeyFormat("long", _parse_long, _show_long, 'give 64-bit integers, for example 7 or -7, or "7" in JSON'),
     "base64": _BASE64URL,
     "base64url": _BASE64URL,
 }
@@ -156,7 +185,7 @@ class Format:
             return None, f"The value is not {self.values.name}: {wrong}"
 
     def item(self, key: bytes, raw: bytes | None) -> dict[str, Any]:
-        """A row for JSON. What does not fit the formats is described in ``error``."""
+        """A row for JSON; raw None: a tombstone. What does not fit the formats is described in ``error``."""
         found: dict[str, Any] = {}
         errors = []
         try:
@@ -165,7 +194,7 @@ class Format:
             found["key"], found["key_base64"] = None, to_base64url(key)
             errors.append(f"The key is not {self.keys.name}: {wrong}")
         if raw is None:
-            found["value"] = None
+            found["value"], found["deleted"] = None, True
         else:
             found["value"], error = self.value(raw)
             if error:

@@ -10,7 +10,7 @@ from typing import Any
 import orjson
 from starlette.responses import Response
 
-from onceflow.errors import OnceflowError
+from onceflow.errors import OnceflowError, UnknownTopicError
 from onceflow.protocol.position import other_topic
 
 log = logging.getLogger("onceflow.server")
@@ -68,7 +68,10 @@ def another_topic(topic: str) -> Problem:
 def unavailable(error: OnceflowError) -> Problem:
     """The table cannot be read: its topic is gone, or its folder cannot be used."""
     detail = error.what if not error.detail else f"{error.what} ({error.detail})"
-    return Problem(503, detail, next_step=error.next_step)
+    next_step = error.next_step
+    if isinstance(error, UnknownTopicError):  # it stays like this, also when there is a topic of this name again
+        next_step = "restart this instance when the topic exists, and may be described"
+    return Problem(503, detail, next_step=next_step)
 
 
 def failed(error: OnceflowError) -> Problem:

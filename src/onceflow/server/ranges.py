@@ -10,10 +10,11 @@ from typing import Any
 import orjson
 from starlette.responses import Response, StreamingResponse
 
-from onceflow.server.formats import Format, to_base64url
+from onceflow.server.formats import Format
 from onceflow.server.local import PAGE_BYTES
 from onceflow.server.merging import Rows
 from onceflow.server.problems import Problem
+from onceflow.server.requests import cursor_after
 from onceflow.server.seen import Seen, Wish
 from onceflow.server.service import Served, Service
 
@@ -80,10 +81,10 @@ async def as_lines(service: Service, served: Served, wanted: Wanted) -> Response
                     count += min(left, len(page))
                     last = page[:left][-1][0]
                     if count == wanted.limit or service.stopping or time.monotonic() > until:
-                        ending = {"cursor": to_base64url(last)}
+                        ending = {"cursor": cursor_after(last)}
                         break
             except Problem as problem:
-                cursor = None if last is None else to_base64url(last)
+                cursor = None if last is None else cursor_after(last)
                 ending = {"cursor": cursor, "error": problem.document()}
             yield _line({**ending, "count": count, **seen.members(served.topic)})
 
@@ -100,7 +101,7 @@ async def _read(served: Served, wanted: Wanted, page_rows: int) -> tuple[AsyncIt
 def _page(served: Served, wanted: Wanted, found: Rows, seen: Seen, *, more: bool) -> Response:
     topic = served.topic
     listed = [wanted.format.item(*row) for row in found]
-    cursor = to_base64url(found[-1][0]) if more else None
+    cursor = cursor_after(found[-1][0]) if more else None
     document = {"table": topic, "rows": listed, "cursor": cursor, **seen.members(topic)}
     return Response(orjson.dumps(document), 200, seen.headers(topic), "application/json")
 

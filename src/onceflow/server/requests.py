@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from difflib import get_close_matches
 from typing import Literal, get_args
-from urllib.parse import unquote_to_bytes
+from urllib.parse import parse_qsl, unquote_to_bytes
 
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.types import Scope
@@ -13,13 +14,15 @@ from starlette.types import Scope
 from onceflow.durations import duration_ms
 from onceflow.errors import OptionError
 from onceflow.protocol.position import Position
-from onceflow.server.formats import Format, from_base64
+from onceflow.server.formats import Format, from_base64, to_base64url
 from onceflow.server.options import Limits
 from onceflow.server.problems import Problem
 from onceflow.server.seen import Wish
 from onceflow.state import rows
 
 _STALENESS_MAX = 1 << 53
+_NEGATIVE = b"\x80"  # where the bytes of negative numbers begin
+_CURSOR = "k."  # so that the cursor after an empty key is not empty, which would look like the end
 
 KeyEncoding = Literal["text", "long", "base64", "base64url"]
 ValueEncoding = Literal["json", "text", "base64"]
@@ -80,9 +83,13 @@ class LookupParameters(AgeParameters, EncodingParameters):
 class RangeParameters(LookupParameters):
     """Of a range."""
 
-    start: str | None = Field(default=None, description="The first key. Default: that of the table.")
+    start: str | None = Field(
+        default=None,
+        description="The first key, in the order of the keys' bytes: negative numbers come last. "
+        "Default: that of the table.",
+    )
     end: str | None = Field(default=None, description="The key before which the range ends.")
-    prefix: str | None = Field(default=None, description="Only keys that begin with this.")
+    prefix: str | None = Field(default=None, description="Only keys that begin with this. Not for numbers.")
     reverse: bool = Field(default=False, description="The last key first.")
     limit: int | None = Field(default=None, ge=1, description="Rows. Default: 100, or all if streamed.")
     cursor: str | None = Field(default=None, description="Continue the same request after this.")
@@ -95,8 +102,17 @@ class RangeParameters(LookupParameters):
         """
         low = b"" if self.start is None else written.keys.key(self.start, "start")
         high = None if self.end is None else written.keys.key(self.end, "end")
+        if written.keys.numbers and high is not None and low > high:
+            raise Problem(
+                400,
+                f"start={self.start} comes after end={self.end} in the order of the keys' bytes, in which negative "
+                "numbers come after positive ones",
+                next_step="ask once with this start and no end, and once with this end and no start"
+                if low >= _NEGATIVE > high
+                else "start comes first, also with reverse=true",
+            )
         if self.prefix is not None:
-            begin = written.keys.key(self.prefix, "prefix")
+            begin = written.keys.prefix(self.prefix)
             low, high = max(low, begin), _lesser(high, rows.after(begin))
         if self.cursor is not None:
             last = cursor_of(self.cursor)
@@ -110,7 +126,7 @@ class ChangesParameters(EncodingParameters):
     since: str | None = Field(
         default=None, description="Begin at this position. Default: with what is committed from now on."
     )
-    prefix: str | None = Field(default=None, description="Only keys that begin with this.")
+    prefix: str | None = Field(default=None, description="Only keys that begin with this. Not for numbers.")
 
 
 def wish_of(topic: str, limits: Limits, min_position: str | None, max_staleness: str | None, wait: str | None) -> Wish:
@@ -120,17 +136,36 @@ def wish_of(topic: str, limits: Limits, min_position: str | None, max_staleness:
         Problem: 400, a parameter is invalid.
     """
     wait_s = limits.wait_s if wait is None else min(_duration_ms("wait", wait) / 1000, limits.request_s)
-    least, topic_id = ({}, "") if min_position is None else position_of("min_position", min_position, topic)
+    # The position of an answer that asked for nothing is empty.
+    least, topic_id = position_of("min_position", min_position, topic) if min_position else ({}, "")
     staleness_ms = None if max_staleness is None else min(_duration_ms("max_staleness", max_staleness), _STALENESS_MAX)
     return Wish(least, staleness_ms, time.monotonic() + wait_s, topic_id)
 
 
-def unknown_parameter(name: str) -> Problem:
-    """The answer to a request with a parameter that does not exist."""
-    known = sorted({*RangeParameters.model_fields, *ChangesParameters.model_fields})
+def unknown_parameter(name: str, known: Iterable[str]) -> Problem:
+    """The answer to a request with a parameter that it does not have."""
+    known = sorted(known)
     similar = get_close_matches(name, known, 1)
-    next_step = f"did you mean {similar[0]}?" if similar else "look at /docs"
+    next_step = f"did you mean {similar[0]}?" if similar else f"it has {', '.join(known)}"
     return Problem(400, f"This request has no parameter {name[:100]!r}", next_step=next_step)
+
+
+def check_query(scope: Scope) -> None:
+    """Refuse parameters that are not UTF-8: frameworks replace such bytes, which would ask for something else.
+
+    Raises:
+        Problem: 400, one is not.
+    """
+    query: bytes = scope["query_string"]
+    if not query.isascii():
+        next_step = "write them like %C3%BC; curl does so with -G --data-urlencode"
+        raise Problem(400, "The query has bytes that must be percent-encoded", next_step=next_step)
+    # A byte that is not UTF-8 becomes a surrogate, which no UTF-8 has.
+    for name, value in parse_qsl(query.decode(), keep_blank_values=True, errors="surrogateescape"):
+        try:
+            value.encode()
+        except UnicodeEncodeError as wrong:
+            raise _no_text(f"The parameter {name.encode('ascii', 'replace').decode()[:100]}") from wrong
 
 
 def position_of(name: str, text: str, topic: str) -> tuple[dict[int, int], str]:
@@ -174,9 +209,12 @@ def text_key(raw: bytes) -> str:
     try:
         return raw.decode()
     except UnicodeDecodeError as wrong:
-        raise Problem(
-            400, "The key in the path is not UTF-8", next_step="give it as base64url, with key_encoding=base64url"
-        ) from wrong
+        raise _no_text("The key in the path") from wrong
+
+
+def cursor_after(key: bytes) -> str:
+    """The cursor with which a range continues after a key. It is never empty."""
+    return _CURSOR + to_base64url(key)
 
 
 def cursor_of(text: str) -> bytes:
@@ -186,7 +224,9 @@ def cursor_of(text: str) -> bytes:
         Problem: 400, it is not a cursor.
     """
     try:
-        return from_base64(text)
+        if not text.startswith(_CURSOR):
+            raise ValueError("it begins in another way")
+        return from_base64(text.removeprefix(_CURSOR))
     except ValueError as wrong:
         raise Problem(
             400, f"{text[:100]!r} is not a cursor", next_step="give the cursor of an earlier answer"
@@ -201,6 +241,10 @@ def _duration_ms(name: str, text: str) -> int:
             return duration_ms(text)
     except (ValueError, OverflowError) as wrong:
         raise Problem(400, f"{name}={text[:100]!r} is not a duration", next_step="for example 2s, or 500 ms") from wrong
+
+
+def _no_text(what: str) -> Problem:
+    return Problem(400, f"{what} is not UTF-8", next_step="give it as base64url, with key_encoding=base64url")
 
 
 def _lesser(one: bytes | None, other: bytes | None) -> bytes | None:

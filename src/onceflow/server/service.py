@@ -11,7 +11,7 @@ from onceflow.client.settings import ClientSettings
 from onceflow.server.formats import Format
 from onceflow.server.local import LocalTable
 from onceflow.server.options import Limits
-from onceflow.server.problems import Problem
+from onceflow.server.problems import Problem, unavailable
 from onceflow.server.routed import RoutedTable
 from onceflow.server.routes import Routes
 from onceflow.tables.share import Share
@@ -54,7 +54,7 @@ class Served:
     def waits_for(self, routes: Routes) -> list[str]:
         """Why the instance is not ready to answer from this table; empty: it is."""
         if (failure := self.share.failure) is not None:
-            return [f"table {self.topic}: {failure.what}; {failure.next_step}"]
+            return [f"table {self.topic}: {failure.what}; {unavailable(failure).next_step}"]
         known = routes.tables.get(self.topic)
         if known is None:
             return [f"table {self.topic}: its partitions are not known yet"]
