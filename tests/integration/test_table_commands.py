@@ -224,6 +224,7 @@ def test_changes_as_they_are_committed(
         assert (first["key"], first["value"], first["before"]) == ("k1", "new", '{"n": 1}')
         assert (second["value"], second["before"], second["offset"]) == (None, "new", first["offset"] + 1)
         assert first.keys() == {"key", "value", "before", "partition", "offset", "timestamp_ms"}
+        assert second["deleted"] is True
         one.send_signal(signal.SIGINT)
         assert one.wait(30) == 130
         assert one.stderr

@@ -55,6 +55,19 @@ def test_tls_files(tmp_path: Path) -> None:
     assert refused(authority=no_pem).startswith(f"--tls-authority {no_pem} cannot be used; give a PEM file")
 
 
+@pytest.mark.parametrize("text", ["", "  \n"])
+def test_tokens_that_are_named_but_not_there(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server would be open to everybody."""
+    where = ["t", "--bootstrap-servers", "127.0.0.1:1"]
+    file = tmp_path / "tokens.txt"
+    file.write_text(text)
+    done = CliRunner().invoke(serve, [*where, "--token-file", str(file)])
+    assert (done.exit_code, "has no token" in done.output) == (2, True)
+    monkeypatch.setenv("ONCEFLOW_SERVER_TOKENS", text)
+    done = CliRunner().invoke(serve, where)
+    assert (done.exit_code, "ONCEFLOW_SERVER_TOKENS is set, but has no token" in done.output) == (2, True)
+
+
 def test_a_table_twice() -> None:
     done = CliRunner().invoke(serve, ["a", "b", "a,key=long", "--bootstrap-servers", "127.0.0.1:1"])
     assert done.exit_code == 2

@@ -119,10 +119,59 @@ def test_changes() -> None:
         "key": "k",
         "value": None,
         "before": 1,
+        "deleted": True,
         "partition": 2,
         "offset": 34,
         "timestamp_ms": 56,
     }
+
+
+def test_a_null_of_json_is_no_deletion() -> None:
+    change = Change(b"k", b"null", None, 0, 1, 2)
+    found = json.loads(Cells("text", "json", as_json=True).change(change))
+    assert found["value"] is None
+    assert "deleted" not in found
+
+
+@pytest.mark.parametrize(
+    "text, why",
+    [
+        ("xx", "it is no integer in decimal digits"),
+        ("1.5", "it is no integer in decimal digits"),
+        ("1_000", "it is no integer in decimal digits"),
+        (str(2**63), "it is beyond the 64-bit integers"),
+        ("9" * 5000, "it is beyond the 64-bit integers"),
+    ],
+)
+def test_what_is_no_number(text: str, why: str) -> None:
+    with pytest.raises(click.UsageError) as raised:
+        Cells("long", "text", as_json=False).key(text)
+    assert raised.value.message == f"{text!r} is not a key of --key long: {why}"
+
+
+@pytest.mark.parametrize("form, start, end", [("long", "-5", "5"), ("long", "7", "5"), ("json", "9", "10")])
+def test_a_range_that_ends_before_it_starts(form: str, start: str, end: str) -> None:
+    answer = CliRunner().invoke(cli, ["table", "range", "t", "--key", form, "--start", start, "--end", end])
+    assert answer.exit_code == 2
+    said = " ".join(answer.stderr.split())
+    assert f"--start {start} comes after --end {end} in the order of the keys' bytes" in said
+    assert ("negative numbers come after positive ones" in said) == (form == "long")
+
+
+def test_ranges() -> None:
+    assert Cells("text", "text", as_json=False).bounds("b", "a") == (b"b", b"a")
+    assert Cells("long", "text", as_json=False).bounds("5", "-5") == (struct.pack(">q", 5), struct.pack(">q", -5))
+    assert Cells("long", "text", as_json=False).bounds(None, "5") == (None, struct.pack(">q", 5))
+
+
+def test_negative_keys() -> None:
+    answer = CliRunner().invoke(cli, ["table", "get", "t", "42", "-5", "--key", "long"])
+    assert answer.exit_code == 2
+    assert "goes behind --" in answer.stderr
+    assert "-- 42 -5" in answer.stderr
+    answer = CliRunner().invoke(cli, ["table", "get", "t", "42", "--kye", "long"])
+    assert "No such option" in answer.stderr
+    assert "goes behind" not in answer.stderr
 
 
 @pytest.mark.parametrize("timeout, why", [("soon", "--timeout: 'soon' is not a duration"), ("0.5", "shorter than")])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import functools
+import re
 import string
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,6 +17,9 @@ from onceflow.state.api import serdes
 
 if TYPE_CHECKING:
     from onceflow.tables.table import Change
+
+
+_DIGITS_MAX = 20  # of a 64-bit integer, with its sign
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,14 @@ def _json_bytes(text: str) -> bytes:
         raise ValueError(str(refused)) from None
 
 
+def _long_bytes(text: str) -> bytes:
+    if not re.fullmatch("-?[0-9]+", text):
+        raise ValueError("it is no integer in decimal digits")
+    if len(text) > _DIGITS_MAX or not -(1 << 63) <= int(text) < 1 << 63:
+        raise ValueError("it is beyond the 64-bit integers")
+    return serdes.LONG.encode(int(text))
+
+
 def _json_text(content: Any) -> str:
     text = record_lines.compact_json(content)
     return text if text.isprintable() else record_lines.as_line(content)
@@ -66,7 +78,7 @@ FORMS = {
         lambda text: base64.b64decode(text, validate=True), lambda raw: base64.b64encode(raw).decode(), str, "bytes"
     ),
     "json": Form(_json_bytes, record_lines.load_json, _json_text, "JSON"),
-    "long": Form(lambda text: serdes.LONG.encode(int(text)), serdes.LONG.decode, str, "a 64-bit integer"),
+    "long": Form(_long_bytes, serdes.LONG.decode, str, "a 64-bit integer"),
     "double": Form(lambda text: serdes.DOUBLE.encode(float(text)), serdes.DOUBLE.decode, repr, "a double"),
 }
 KEY_FORMS = ("text", "hex", "json", "base64", "long")
@@ -103,6 +115,18 @@ class Cells:
             raise click.UsageError("keys of --key long have no prefixes; use `range`")
         return _text_bytes(text) if self._key == "json" else self.key(text)
 
+    def bounds(self, start: str | None, end: str | None) -> tuple[bytes | None, bytes | None]:
+        """The bytes of the keys between which a range is.
+
+        Raises:
+            click.UsageError: as `key`; or they are numbers, and the range ends before it starts.
+        """
+        low, high = (None if key is None else self.key(key) for key in (start, end))
+        if self._key in ("json", "long") and low is not None and high is not None and low > high:
+            order = ", in which negative numbers come after positive ones" if self._key == "long" else ""
+            raise click.UsageError(f"--start {start} comes after --end {end} in the order of the keys' bytes{order}")
+        return low, high
+
     def row(self, key: bytes, value: bytes) -> str:
         """A line with a key and its value."""
         if self._as_json:
@@ -114,6 +138,8 @@ class Cells:
         if self._as_json:
             cells = (("key", change.key), ("value", change.value), ("before", change.before))
             found = {name: cell for field in cells for name, cell in self._field(*field).items()}
+            if change.value is None:
+                found["deleted"] = True  # the value may also be a null of JSON
             place = {"partition": change.partition, "offset": change.offset, "timestamp_ms": change.timestamp_ms}
             return record_lines.as_line({**found, **place})
         return f"{self._word('key', change.key)}\t{self._word('value', change.value)}"

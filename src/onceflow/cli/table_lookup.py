@@ -7,6 +7,7 @@ import functools
 import itertools
 import json
 import queue
+import re
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -123,7 +124,23 @@ def reads_table(command: Callable[..., Any]) -> Callable[..., Any]:
     return with_opener
 
 
-@click.command()
+class _KeysCommand(click.Command):
+    """Says how negative numbers are given as keys. They are not guessed: -5 could be a misspelled option."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            if not re.fullmatch("-[0-9]", error.option_name):
+                raise
+            raise click.UsageError(
+                "A key that begins with a dash goes behind --, after all options: "
+                "`onceflow table get TOPIC --key long -- 42 -5`",
+                ctx,
+            ) from None
+
+
+@click.command(cls=_KeysCommand)
 @click.argument("topic")
 @click.argument("keys", metavar="KEY...", nargs=-1, required=True)
 @cells
@@ -134,8 +151,10 @@ def get(ctx: click.Context, topic: str, keys: tuple[str, ...], cells: Cells, ope
 
     The exit code is 1 if one of the keys does not exist.
 
-    The topic is read into a local copy, which stays in the state folder: the next call reads only what is new. A key
-    that begins with a dash goes behind --.
+    The topic is read into a local copy, which stays in the state folder: the next call reads only what is new.
+
+    A key that begins with a dash, such as a negative number, goes behind --, after all options:
+    `onceflow table get TOPIC --key long -- 42 -5`.
     """
     wanted = {cells.key(key): key for key in keys}
     with opener.opened(topic) as (table, _):
@@ -169,7 +188,7 @@ def range_(
 
     They come in the order of the keys' bytes. In it, negative numbers of --key long come after positive ones.
     """
-    low, high = (None if key is None else cells.key(key) for key in (start, end))
+    low, high = cells.bounds(start, end)
     with opener.opened(topic) as (table, check):
         pairs = itertools.islice(table.range(low, high, reverse=reverse), limit)
         _print((cells.row(key, value) for key, value in pairs), check)
@@ -213,8 +232,8 @@ def count(topic: str, as_json: bool, opener: Opener) -> None:
 def tail(topic: str, from_start: bool, limit: int | None, cells: Cells, opener: Opener) -> None:
     """Print changes of the table in TOPIC as they are committed, until Ctrl-C: key, tab, value. A deleted key has null.
 
-    With --json there is also the value before, and where the record is. A change that is committed while --from-start
-    prints the rows may be printed twice.
+    With --json there is also the value before, and where the record is; "deleted" is true if the key was deleted. A
+    change that is committed while --from-start prints the rows may be printed twice.
     """
     with opener.opened(topic) as (table, check), _changes(table, check) as changes, until_interrupted():
         click.echo(f"Following {topic}, {counted(table.count(), 'key')}. Ctrl-C ends it.", err=True)

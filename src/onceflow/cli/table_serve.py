@@ -122,10 +122,13 @@ def _table(text: str, key: str, value: str) -> tuple[str, Any]:
 
 
 def _tokens(file: Path | None) -> list[str]:
-    text = os.environ.get(_TOKENS_VARIABLE, "") if file is None else file.read_text()
+    text = os.environ.get(_TOKENS_VARIABLE) if file is None else file.read_text()
+    if text is None:
+        return []
     tokens = text.split()
-    if file is not None and not tokens:
-        raise click.UsageError(f"--token-file {file} has no token")
+    if not tokens:  # whoever names tokens does not mean that everybody may ask
+        where = f"the variable {_TOKENS_VARIABLE} is set, but" if file is None else f"--token-file {file}"
+        raise click.UsageError(f"{where} has no token")
     return tokens
 
 
