@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from onceflow import OptionError, Table
+from onceflow import EnvironmentUnusableError, OptionError, Table
 from onceflow.client.committed import Chunk
 from onceflow.state.local.format import COMMIT_RECORD
 from onceflow.state.stores.base import StoreCorruptError
 from onceflow.state.stores.memory_store import MemoryStore
 from onceflow.tables import copies
 from onceflow.tables.copies import Copy, Followed
+from onceflow.tables.opening import OpenedTable
 
 
 @pytest.fixture
@@ -52,6 +53,20 @@ def test_a_damaged_copy_is_emptied_when_nothing_is_written_either(copy: Copy, mo
         copy.still_current(2)
     assert copy.position == 0
     copy.still_current(3)
+
+
+def test_keys_in_other_partitions(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    copy = Copy(Followed("rates", "id", 2, tmp_path, MemoryStore, tombstone_ms=60_000), 0)
+    with caplog.at_level("INFO", "onceflow.tables"):
+        copy.check_placement([b"%d" % n for n in range(20)])
+    assert not copy.placed
+    assert "another partitioner was used, or partitions were added" in caplog.text
+
+
+def test_an_unwritable_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(EnvironmentUnusableError, match="--state-dir of a command"):
+        OpenedTable("rates", "127.0.0.1:1", None, None, "lmdb", tmp_path / "file", "1 second").take_folder()
 
 
 def test_a_restore_is_as_old_as_its_end(copy: Copy) -> None:

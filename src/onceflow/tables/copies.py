@@ -158,7 +158,11 @@ class Copy:
         found = key_partitions(pa.array(keys, pa.binary()), self._followed.partitions)
         if ((found != self.partition) & (found >= 0)).any():
             self.placed = False
-            log.info("table %s: its writer does not use Kafka's default partitioner", self.name)
+            log.info(
+                "table %s: it has keys that are not where Kafka's default partitioner puts them: another partitioner "
+                "was used, or partitions were added",
+                self.name,
+            )
 
     def apply(self, chunk: Chunk, *, stable: int, as_of_ms: int, wanted: bool) -> list[RawChange]:
         """Apply the records that follow the position.

@@ -48,7 +48,7 @@ def unusable(folder: Path, what: str, error: Exception) -> EnvironmentUnusableEr
         f"{what}: {folder} on host {socket.gethostname()}",
         detail=f"{type(error).__name__}: {error}",
         next_step="make the folder writable and its disk large enough, or give another folder: state_dir= of "
-        "Flow.process, or ONCEFLOW_STATE_DIR on that host",
+        "Flow.process or Table, --state-dir of a command, or ONCEFLOW_STATE_DIR on that host",
     )
 
 
