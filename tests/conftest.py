@@ -6,6 +6,8 @@ import contextlib
 import importlib
 import json
 import os
+import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -95,6 +97,56 @@ def _command(*arguments: str) -> Iterator[subprocess.Popen[str]]:
 def command() -> Callable[..., contextlib.AbstractContextManager[subprocess.Popen[str]]]:
     """``with command("topic", "list") as process``: a command as a process of its own, given up after a minute."""
     return _command
+
+
+@dataclass
+class SmallDisk:
+    """A folder in which files can soon grow no more.
+
+    It is a file system of its own where this process may mount one. Elsewhere the files of this process are not let
+    grow (RLIMIT_FSIZE): writes are cut off there, too.
+    """
+
+    folder: Path
+    mounted: bool
+
+    def fill(self, left: int) -> None:
+        """Leave room for this many bytes."""
+        if not self.mounted:
+            longest = max((each.stat().st_size for each in self.folder.rglob("*") if each.is_file()), default=0)
+            self._limit(longest + left)
+            return
+        free = os.statvfs(self.folder)
+        with (self.folder / "ballast").open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, free.f_bfree * free.f_frsize - left)
+
+    def mend(self) -> None:
+        """Make room again."""
+        if self.mounted:
+            (self.folder / "ballast").unlink(missing_ok=True)
+        else:
+            self._limit(resource.RLIM_INFINITY)
+
+    @staticmethod
+    def _limit(size: int) -> None:
+        sys.dont_write_bytecode = size != resource.RLIM_INFINITY  # it would be cut off, too
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[SmallDisk]:
+    """A file system of 48 MB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=48m", "onceflow-small", str(folder)]
+    mounted = shutil.which("mount") is not None and not subprocess.run(mount, capture_output=True).returncode
+    disk = SmallDisk(folder, mounted)
+    try:
+        yield disk
+    finally:
+        disk.mend()
+        if mounted:
+            subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
 @dataclass

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Generic, TypeVar
@@ -36,7 +37,8 @@ class Spool(Generic[_T]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._file is not None:
-            self._file.close()
+            with suppress(OSError):  # what the disk did not take is written again now; nobody needs it any more
+                self._file.close()
 
     def add(self, mark: _T, changes: Changes) -> None:
         """Add a part and its mark.
@@ -50,6 +52,7 @@ class Spool(Generic[_T]):
                     self._folder.mkdir(parents=True, exist_ok=True)  # not every store has files there
                     self._file = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115 (closed with the spool)
                 pickle.dump(self._last, self._file, pickle.HIGHEST_PROTOCOL)
+                self._file.flush()
             except OSError as refused:
                 raise unusable(self._folder, "The local state cannot be written", refused) from refused
             self._parts += 1
@@ -59,7 +62,7 @@ class Spool(Generic[_T]):
     def take(self) -> Iterator[tuple[_T, Changes]]:
         """Return all parts, and remove them from the spool."""
         if self._file is not None and self._parts:
-            self._file.seek(0)
+            self._rewind(self._file)
             for _ in range(self._parts):
                 part: Any = pickle.load(self._file)
                 yield part
@@ -68,3 +71,9 @@ class Spool(Generic[_T]):
         if self._last is not None:
             yield self._last
         self._last, self._parts, self.rows = None, 0, 0
+
+    def _rewind(self, file: IO[bytes]) -> None:
+        try:
+            file.seek(0)
+        except OSError as refused:  # a part that did not fit is tried again
+            raise unusable(self._folder, "The local state cannot be written", refused) from refused

@@ -31,6 +31,9 @@ TALLY = "\0tally"
 #: Limits of `Store.bulk` for one commit.
 BULK_ROWS_MAX, BULK_BYTES_MAX = 2_000_000, 1 << 30
 
+#: What errors say that are not about damage, and pass when there is room again.
+DISK_FULL = "The disk of the local state is full"
+
 # Odd 64-bit factors. They make the lengths change the upper half of the sum, too, which the CRCs do not reach.
 _OF_KEY_LENGTH, _OF_ROW_LENGTH, _OF_ROW = 0x9E37_79B9_7F4A_7C15, 0xC2B2_AE3D_27D4_EB4F, 0x1656_67B1_9E37_79F9
 _MASK = (1 << 64) - 1

@@ -19,7 +19,8 @@ from typing import Any, TypeVar
 
 import lmdb
 
-from onceflow.state.stores.base import StoreCorruptError, unusable
+from onceflow.state.stores.base import DISK_FULL, StoreCorruptError, unusable
+from onceflow.state.stores.disk_space import NO_ROOM, allocate, lacks_room
 from onceflow.state.stores.lmdb_lock import WriterLock
 from onceflow.state.stores.lmdb_pages import read_meta
 from onceflow.state.stores.lmdb_readers import Readers
@@ -30,6 +31,7 @@ _Identity = tuple[tuple[int, int], ...]
 DATA, LOCK = "data.mdb", "lock.mdb"
 _MAP_BYTES = 1 << 30
 _READERS_MAX = 512
+_LOCK_BYTES = 36864  # of so many readers, and whole pages
 _IDLE_MAX = 64
 # A changed row makes LMDB write a new copy of its page. With this much free room, a transaction seldom fills the map.
 _ROOM_PER_BYTE, _MIN_ROOM = 4, 16 << 20
@@ -47,6 +49,7 @@ class Environment:
         self.folder = folder
         self.lock = threading.RLock()
         self.users = 0
+        self.written = 0  # roughly how many bytes the transaction that runs has written
         self.writer = WriterLock(folder)
         self.readers = Readers(folder)
         self.open(read_only)
@@ -88,6 +91,8 @@ class Environment:
         map_size = _MAP_BYTES
         while map_size < 2 * size:
             map_size *= 2
+        # LMDB writes it through a map. If there were no room for a page of it, that would kill the process (SIGBUS).
+        allocate(self.folder / LOCK, _LOCK_BYTES)
         self._env = lmdb.open(
             str(self.folder),
             map_size=map_size,
@@ -214,6 +219,7 @@ class Environment:
             size: roughly how many bytes the function writes.
         """
         with self.lock, self.translated(), self.writer.held():
+            self.written = size
             self.make_room(_ROOM_PER_BYTE * size + _MIN_ROOM)
             while True:
                 try:
@@ -255,6 +261,12 @@ class Environment:
         try:
             yield
         except (lmdb.Error, struct.error, OSError) as error:
+            # If only a part of a write fits, LMDB says EIO. What was committed before is as it was. It is not known any
+            # more how many pages the write needed, so there may be as much room as a write of this size ever needs.
+            # Less than that may also be a coincidence; but a copy must not be removed for want of room.
+            room = _ROOM_PER_BYTE * self.written + _MIN_ROOM
+            if _number(error) == errno.EIO and lacks_room(self.folder, room):
+                raise unusable(self.folder, DISK_FULL, error) from error
             raise _translate(error, self.folder) from error
 
 
@@ -264,15 +276,20 @@ def _translate(error: Exception, folder: Path) -> Exception:
         return error
     if isinstance(error, lmdb.BadValsizeError):
         return ValueError(f"LMDB does not accept a key: {error}")
-    number = error.errno if isinstance(error, OSError) else getattr(error, "code", 0)
-    if isinstance(error, lmdb.DiskError) or number in (errno.ENOSPC, errno.EDQUOT):
-        return unusable(folder, "The disk of the local state is full", error)
+    number = _number(error)
+    if isinstance(error, lmdb.DiskError) or number in NO_ROOM:
+        return unusable(folder, DISK_FULL, error)
     # LMDB's own codes are negative. Of the system's codes, only these are caused by the files in the folder.
     of_files = (errno.EINVAL, errno.EIO, errno.EISDIR, errno.EEXIST)
-    of_system = (number or 0) > 0 and number not in of_files
+    of_system = number > 0 and number not in of_files
     if isinstance(error, (lmdb.ReadersFullError, lmdb.TlsFullError)) or of_system:
         return unusable(folder, "The local state cannot be opened", error)
     return StoreCorruptError(f"the local store is damaged: {error}")
+
+
+def _number(error: Exception) -> int:
+    """The system's number of an error, or LMDB's; 0: it has none."""
+    return (error.errno if isinstance(error, OSError) else getattr(error, "code", 0)) or 0
 
 
 # Python workers are reused for many batches, and opening takes longer than a small batch. The process id is a part of

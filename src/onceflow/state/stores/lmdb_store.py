@@ -119,10 +119,11 @@ class LmdbStore(Store):
                     txn.put(name.encode(), blob, db=environment.blobs)
             return True
 
+        size = sum(sum(map(len, filter(None, part))) for part in (wanted, wanted.values(), blobs.values()))
         if self._bulk is not None:
+            environment.written += size
             with environment.translated():
                 return write(self._bulk, environment.rows)
-        size = sum(sum(map(len, filter(None, part))) for part in (wanted, wanted.values(), blobs.values()))
         return environment.write(write, size)
 
     @contextmanager
@@ -143,6 +144,7 @@ class LmdbStore(Store):
             with environment.lock:
                 environment.writer.acquire()
                 try:
+                    environment.written = 0
                     environment.make_room(_BULK_ROOM)
                     self._bulk = environment.begin_write()
                 except BaseException:

@@ -11,14 +11,17 @@ import shutil
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from onceflow.errors import DeadlineExceededError, EnvironmentUnusableError
 from onceflow.state import rows
-from onceflow.state.stores.base import NO_BLOBS, TALLY, Store, StoreCorruptError, Tally, plan, unusable
+from onceflow.state.stores.base import DISK_FULL, NO_BLOBS, TALLY, Store, StoreCorruptError, Tally, plan, unusable
+from onceflow.state.stores.disk_space import lacks_room
+
+_T = TypeVar("_T")
 
 DATA = "rocksdb"
 _ROW, _AFTER_ROWS, _BLOB = b"r", b"s", b"b"
@@ -26,7 +29,7 @@ _WRITE_BUFFER_BYTES = 32 << 20
 _LOCK_WAIT_S, _VANISHED_WAIT_S, _LOCK_PAUSE_S = 10.0, 1.0, 0.02
 _LOCK_MESSAGES = ("lock hold by current process", "While lock file")
 _VANISHED = ("No such file or directory",)
-_DISK_FULL = "No space left on device"
+_NO_ROOM = ("No space left on device", "Disk quota exceeded", "File too large")
 _NOT_ALLOWED = ("Permission denied", "Not a directory", "Read-only file system", "Too many open files")
 
 
@@ -58,7 +61,7 @@ class RocksdbStore(Store):
         with _open_lock:
             known = _open.pop(_name(folder), None)
             if known is not None:
-                known.rdict.close()
+                known.close()
             data = folder / DATA
             if folder.exists() and not folder.is_dir():
                 folder.unlink()
@@ -68,13 +71,11 @@ class RocksdbStore(Store):
                 data.unlink()
 
     def get(self, key: bytes) -> bytes | None:
-        with self._translated():
-            row: bytes | None = self._rdict.get(_ROW + key)
-            return row
+        row: bytes | None = self._read(lambda rdict: rdict.get(_ROW + key))
+        return row
 
     def get_many(self, keys: Sequence[bytes]) -> list[bytes | None]:
-        with self._translated():
-            return list(self._rdict.get([_ROW + key for key in keys]) or ()) if keys else []
+        return self._read(lambda rdict: list(rdict.get([_ROW + key for key in keys]) or ()) if keys else [])
 
     def scan(self, start: bytes, end: bytes | None = None, *, reverse: bool = False) -> Iterator[tuple[bytes, bytes]]:
         low, high = _ROW + start, _AFTER_ROWS if end is None else _ROW + end
@@ -87,9 +88,8 @@ class RocksdbStore(Store):
                 yield key[1:], row
 
     def blob(self, name: str) -> bytes | None:
-        with self._translated():
-            found: bytes | None = self._rdict.get(_BLOB + name.encode())
-            return found
+        found: bytes | None = self._read(lambda rdict: rdict.get(_BLOB + name.encode()))
+        return found
 
     def write(
         self,
@@ -100,7 +100,7 @@ class RocksdbStore(Store):
         index: bool = False,
     ) -> bool:
         wanted = changes if isinstance(changes, dict) else dict(changes)
-        with self._translated(), self._database.lock:
+        with self._translated(), self._database.writing():
             # No other process has it open, so what is read here does not change before the batch is written.
             if expect is not None and self.blob(expect[0]) != expect[1]:
                 return False
@@ -126,7 +126,7 @@ class RocksdbStore(Store):
             database = self._database
             database.users -= 1
             if not database.users:
-                database.rdict.close()
+                database.close()
                 name = _name(database.folder)
                 if _open.get(name) is database:
                     del _open[name]
@@ -147,6 +147,17 @@ class RocksdbStore(Store):
         found.pop(TALLY, None)
         return found
 
+    def _read(self, work: Callable[[Any], _T]) -> _T:
+        with self._translated():
+            rdict = self._rdict
+            try:
+                return work(rdict)
+            except Exception:
+                with self._database.lock:  # a writer may be opening it again
+                    if self._rdict is rdict:
+                        raise
+                return work(self._rdict)
+
     @property
     def _rdict(self) -> Any:
         return self._database.rdict
@@ -165,12 +176,32 @@ class _Database:
         self.read_only = read_only
         self.lock = threading.RLock()
         self.users = 0
+        self._failed = False
         if read_only and not RocksdbStore.exists(folder):
             raise FileNotFoundError(folder / DATA)
         with _translated(folder):
             if not read_only:
                 folder.mkdir(parents=True, exist_ok=True)
             self.rdict = _opened(folder, read_only)
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """For one write. RocksDB refuses all further writes after one that failed; opened again, it takes them."""
+        with self.lock:
+            if self._failed and not lacks_room(self.folder, _WRITE_BUFFER_BYTES):
+                self.close()
+                self.rdict = _opened(self.folder, self.read_only)
+                self._failed = False
+            try:
+                yield
+            except Exception:
+                self._failed = True
+                raise
+
+    def close(self) -> None:
+        """Close it. The error of an earlier write would come again; what was written before that is in its log."""
+        with suppress(Exception):
+            self.rdict.close()
 
 
 def _opened(folder: Path, read_only: bool) -> Any:
@@ -211,8 +242,8 @@ def _translated(folder: Path) -> Iterator[None]:
                 next_step="none if it is a task of an earlier attempt, which will end. Otherwise end that process: "
                 "only one driver at a time can use a folder of local state",
             ) from error
-        if _DISK_FULL in message:
-            raise unusable(folder, "The disk of the local state is full", error) from error
+        if any(part in message for part in _NO_ROOM):
+            raise unusable(folder, DISK_FULL, error) from error
         if any(part in message for part in _NOT_ALLOWED):
             raise unusable(folder, "The local state cannot be opened", error) from error
         raise StoreCorruptError(f"the local store is damaged: {message}") from error
