@@ -431,6 +431,8 @@ def test_commands_exist(page: Path) -> None:
         words = shlex.split(line) if re.match(r"(\.venv/bin/)?onceflow ", line) else []
         command: click.Command = cli
         for word in words[1:]:
+            if word == "--":  # arguments follow
+                break
             if word.startswith("--"):
                 known = {option for parameter in command.params for option in parameter.opts}
                 assert word in known, f"{page.name}: {line}: no option {word}"

@@ -17,6 +17,7 @@ from onceflow.server import changes
 from onceflow.server.formats import Format, to_base64url
 from onceflow.server.options import Limits
 from onceflow.tables import following
+from onceflow.testing.broker import create_topic
 from onceflow.testing.served import numbers, write_rows
 from onceflow.testing.waiting import wait_until
 
@@ -317,3 +318,33 @@ def test_a_topic_that_grows(onceflow_broker: str, topic: str, serve: Serve, monk
     refused = client.get(f"/tables/{topic}/keys/old-3", params={"min_position": f"{topic}:.......1", "wait": "0.1s"})
     assert refused.status_code == 503
     assert "has 7 partitions as far as is known here, and min_position names partition 7" in refused.json()["detail"]
+
+
+def test_a_topic_that_is_created_again(
+    onceflow_broker: str, topic: str, make_topic: Callable[..., str], serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its table is not answered any more, and what helps is said; other tables are answered."""
+    monkeypatch.setattr(following, "_METADATA_S", 0.2)
+    other = make_topic("other", 1, cleanup_policy="compact")
+    for name in (topic, other):
+        write_rows(onceflow_broker, name, {"a": "1"})
+    client = serve({topic: Format(), other: Format()})
+    admin = AdminClient({"bootstrap.servers": onceflow_broker})
+    admin.delete_topics([topic])[topic].result(30)
+
+    def gone() -> bool:
+        return client.get(f"/tables/{topic}/keys/a").status_code == 503
+
+    wait_until(gone, 60, lambda: client.get(f"/tables/{topic}").text)
+    for again in (False, True):
+        if again:
+            create_topic(onceflow_broker, topic, 4, {"cleanup.policy": "compact"})
+        for path in (f"/tables/{topic}/keys/a", f"/tables/{topic}/count", f"/tables/{topic}/range"):
+            refused = client.get(path)
+            assert refused.status_code == 503
+            assert topic in refused.json()["detail"]
+            assert refused.json()["next_step"].startswith("restart this instance")
+        ready = client.get("/ready")
+        assert ready.status_code == 503
+        assert "; restart this instance" in ready.json()["waiting_for"][0]
+        assert client.get(f"/tables/{other}/keys/a").json()["value"] == 1
