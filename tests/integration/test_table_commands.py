@@ -154,6 +154,17 @@ def test_lookups(call: Call, rates: str) -> None:
     assert int(both) == parts[0] + parts[1]
 
 
+def test_negative_numbers(call: Call, make_topic: Callable[..., str], onceflow_broker: str) -> None:
+    longs = make_topic("longs", 2, cleanup_policy="compact")
+    numbers = (42, -5, 0, -1, 7)
+    independent.fill(onceflow_broker, longs, [(n.to_bytes(8, "big", signed=True), b"x") for n in numbers])
+    assert call("get", longs, "--key", "long", "--", "42", "-5").stdout == "42\tx\n-5\tx\n"
+    for arguments, found in ((("--start", "-5"), "-5 -1"), (("--end", "8"), "0 7"), ((), "0 7 42 -5 -1")):
+        lines = call("range", longs, "--key", "long", *arguments).stdout.splitlines()
+        assert [line.split("\t")[0] for line in lines] == found.split()
+    assert "comes after" in call("range", longs, "--key", "long", "--start", "-5", "--end", "5", code=2).output
+
+
 def test_what_is_not_there(call: Call, make_topic: Callable[..., str], rates: str) -> None:
     empty = make_topic("empty", 2, cleanup_policy="compact")
     assert (call("range", empty).output, call("count", empty).stdout) == ("", "0\n")

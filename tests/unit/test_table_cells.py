@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import struct
+from pathlib import Path
 
 import click
 import pytest
 from click.testing import CliRunner
 
-from onceflow import Change
+from onceflow import Change, EnvironmentUnusableError, OnceflowError
 from onceflow.cli.main import cli
 from onceflow.cli.table_cells import Cells
+from onceflow.cli.table_lookup import naming_state_dir
+from onceflow.state.stores.base import unusable
 
 
 @pytest.mark.parametrize(
@@ -172,6 +175,23 @@ def test_negative_keys() -> None:
     answer = CliRunner().invoke(cli, ["table", "get", "t", "42", "--kye", "long"])
     assert "No such option" in answer.stderr
     assert "goes behind" not in answer.stderr
+
+
+def test_a_folder_that_cannot_be_used(tmp_path: Path) -> None:
+    """The option is named if it was given."""
+
+    def said(error: OnceflowError, state_dir: Path | None) -> OnceflowError:
+        with pytest.raises(type(error)) as raised, naming_state_dir(state_dir):
+            raise error
+        return raised.value
+
+    full = unusable(tmp_path / "@tables", "It cannot be opened", OSError("no space"))
+    named = said(full, tmp_path)
+    assert (named.what, named.detail) == (full.what, full.detail)
+    assert named.next_step.startswith(f"make --state-dir {tmp_path} writable")
+    assert said(full, None) is full
+    other = EnvironmentUnusableError("Another thing")
+    assert said(other, tmp_path) is other
 
 
 @pytest.mark.parametrize("timeout, why", [("soon", "--timeout: 'soon' is not a duration"), ("0.5", "shorter than")])

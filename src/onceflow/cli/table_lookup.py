@@ -35,6 +35,20 @@ limit = click.option("--limit", type=click.IntRange(min=1), metavar="N", help="S
 reverse = click.option("--reverse", is_flag=True, help="The last key first.")
 
 
+@contextlib.contextmanager
+def naming_state_dir(state_dir: Path | None) -> Iterator[None]:
+    """Let an error about the folder of the copies name the option, if that has named the folder."""
+    from onceflow.errors import EnvironmentUnusableError
+
+    try:
+        yield
+    except EnvironmentUnusableError as error:
+        if state_dir is None or str(state_dir) not in error.what:
+            raise
+        next_step = f"make --state-dir {state_dir} writable and its disk large enough, or give another folder there"
+        raise EnvironmentUnusableError(error.what, **{**error.fields(), "next_step": next_step}) from error
+
+
 @dataclass(frozen=True)
 class Opener:
     """Opens the table of a command, as its options say."""
@@ -71,7 +85,8 @@ class Opener:
                         check()
                         show(f"reading {topic}", restore.done, restore.total)
 
-                    table.start(progress=tell)
+                    with naming_state_dir(self.state_dir):
+                        table.start(progress=tell)
                     check()
                 yield table, check
                 if table.ignored:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from onceflow.cli.connection import connection
+from onceflow.cli.table_lookup import naming_state_dir
 from onceflow.cli.text import timeout_ms
 from onceflow.errors import EnvironmentUnusableError
 
@@ -67,7 +68,8 @@ def serve(tables: tuple[str, ...], settings: ClientSettings, **given: Any) -> No
         click.echo("onceflow: everybody who reaches this address may ask; --token-file limits that", err=True)
     more_files(options.limits.connections + 1_000)
     server = QueryServer(options)
-    server.open()
+    with naming_state_dir(options.state_dir):
+        server.open()
     # What is there now stays. Without this, a look through all of it would hold up requests for 0.1 s now and then.
     gc.collect()
     gc.freeze()
