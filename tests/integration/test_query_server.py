@@ -13,10 +13,10 @@ import httpx
 import pytest
 from confluent_kafka.admin import AdminClient, NewPartitions
 
-from onceflow.server import changes
+from onceflow.server import changes, members
 from onceflow.server.formats import Format, to_base64url
 from onceflow.server.options import Limits
-from onceflow.tables import following
+from onceflow.tables import following, share
 from onceflow.testing.broker import create_topic
 from onceflow.testing.served import numbers, write_rows
 from onceflow.testing.waiting import wait_until
@@ -348,3 +348,32 @@ def test_a_topic_that_is_created_again(
         assert ready.status_code == 503
         assert "; restart this instance" in ready.json()["waiting_for"][0]
         assert client.get(f"/tables/{other}/keys/a").json()["value"] == 1
+
+
+def test_an_instance_that_loses_its_group_comes_back(
+    onceflow_broker: str, topic: str, serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the Kafka client raises, and whatever opening a partition raises."""
+    failures = [RuntimeError("a bug of the client"), OSError("no route")]
+    poll, change = members.KafkaConsumer.poll, share.Share.change
+
+    def failing(self: Any, *arguments: Any, **more: Any) -> Any:
+        if failures:
+            raise failures.pop()
+        return poll(self, *arguments, **more)
+
+    def refusing(self: Any, wanted: Any) -> None:
+        if wanted and not refused:
+            refused.append(wanted)
+            raise ValueError("a bug of the store")
+        change(self, wanted)
+
+    refused: list[Any] = []
+    monkeypatch.setattr(members.KafkaConsumer, "poll", failing)
+    monkeypatch.setattr(members, "_RETRY_S", 0.2)
+    monkeypatch.setattr(share.Share, "change", refusing)
+    write_rows(onceflow_broker, topic, numbers(10))
+    client = serve(topic, instances=f"group-{topic}")
+    assert not failures
+    assert refused
+    assert client.get(f"/tables/{topic}/keys/key-0003").json()["value"] == {"n": 3}

@@ -57,9 +57,10 @@ class Holding:
             for topic, partitions in wanted.items():
                 try:
                     self._shares[topic].change(partitions)
-                except OnceflowError as error:
+                except Exception as error:  # any: without this thread nothing would be opened any more
+                    what = error.what if isinstance(error, OnceflowError) else f"{type(error).__name__}: {error}"
                     log.warning("table %s: its partitions cannot be opened now: %s", topic, error)
-                    problems.append(f"table {topic}: {error.what}")
+                    problems.append(f"table {topic}: {what}")
                 if self._ended.is_set():
                     return
             self.problems[:] = problems

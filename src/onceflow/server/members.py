@@ -15,7 +15,7 @@ from typing import Any
 import orjson
 from kafka import KafkaConsumer
 from kafka.coordinator.assignors.abstract import AbstractPartitionAssignor
-from kafka.errors import GroupAuthorizationFailedError, InvalidSessionTimeoutError, KafkaError
+from kafka.errors import GroupAuthorizationFailedError, InvalidSessionTimeoutError
 from kafka.protocol.consumer.metadata import ConsumerProtocolAssignment, ConsumerProtocolSubscription
 
 from onceflow.client.library_log import filter_loggers, muted
@@ -165,7 +165,7 @@ class Members:
             while not self._leaving.is_set():
                 try:
                     self._belong()
-                except (KafkaError, OSError) as error:
+                except Exception as error:  # also others than KafkaError: without this thread it would be out for good
                     if isinstance(error, InvalidSessionTimeoutError) and not self._routes.tables:
                         self._refuse(error)
                         return
