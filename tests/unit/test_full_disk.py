@@ -76,7 +76,7 @@ from pathlib import Path
 from onceflow.errors import EnvironmentUnusableError
 from onceflow.state.stores.lmdb_store import LmdbStore
 try:
-    LmdbStore.open(Path(sys.argv[1])).write([(b"va", b"1")])
+    LmdbStore.open(Path(sys.argv[1])).write([(b"v%06d" % n, b"1" * 50) for n in range(9_000)])
 except EnvironmentUnusableError as error:
     sys.exit(error.what.partition(":")[0])
 """
