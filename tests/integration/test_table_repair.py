@@ -13,9 +13,10 @@ import httpx
 import pytest
 from filelock import FileLock, Timeout
 
-from onceflow import Change, DeadlineExceededError, OnceflowError, OptionError, Table
+from onceflow import Change, DeadlineExceededError, EnvironmentUnusableError, OnceflowError, OptionError, Table
 from onceflow.client.committed import Chunk, CommittedReader
 from onceflow.state.local.format import COMMIT_RECORD
+from onceflow.state.stores.base import StoreCorruptError
 from onceflow.state.stores.lmdb_store import LmdbStore
 from onceflow.tables import following
 from onceflow.tables.opening import TABLES_FOLDER
@@ -210,9 +211,10 @@ def test_lookups_wait_while_a_copy_is_replaced(
         assert [(change.key, change.before) for change in changes] == [(b"l", None), (b"m", None)]
 
 
-def test_a_server_tells_how_old_it_is_while_a_copy_is_replaced(
+def test_a_server_does_not_read_a_copy_that_is_replaced(
     onceflow_broker: str, topic: str, tmp_path: Path, restores: Gate, serve: Callable[..., httpx.Client]
 ) -> None:
+    """It would say 404 of rows that it had."""
     independent.fill(onceflow_broker, topic, [(b"k", b"1"), (b"l", b"2")])
     client = serve(topic)
     try:
@@ -221,15 +223,38 @@ def test_a_server_tells_how_old_it_is_while_a_copy_is_replaced(
         damage(tmp_path / TABLES_FOLDER / topic / "0" / "0")
         independent.fill(onceflow_broker, topic, [(b"m", b"3")])
         assert restores.waiting.wait(30)
-        wait_until(lambda: client.get("/ready").status_code == 503, 30, "the restore is told")
+        wait_until(lambda: "was damaged" in client.get("/ready").text, 30, "the restore is told")
+        demands: list[dict[str, str]] = [{}, {"min_position": seen}, {"max_staleness": "1 hour"}]
         for path in ("keys/k", "count", "range"):
-            found = client.get(f"/tables/{topic}/{path}")
-            assert int(found.headers["Onceflow-Lag-Records"]) >= 2
-            assert "Onceflow-Lag-Ms" not in found.headers
-            for params in ({"min_position": seen}, {"max_staleness": "1 hour"}):
-                assert client.get(f"/tables/{topic}/{path}", params={**params, "wait": "0"}).status_code == 503
-        restores.open()
-        found = client.get(f"/tables/{topic}/keys/k", params={"min_position": seen})
-        assert found.json()["value"] == 1
+            for params in demands:
+                found = client.get(f"/tables/{topic}/{path}", params={**params, "wait": "0"})
+                assert found.status_code == 503
+                assert "is read from Kafka again" in found.json()["detail"]
+        (partition,) = client.get(f"/tables/{topic}").json()["partitions"]
+        assert partition["restoring"]
+        assert partition["lag"]["records"] >= 2
+        with ThreadPoolExecutor() as pool:
+            waiting = pool.submit(client.get, f"/tables/{topic}/keys/k", params={"wait": "30s"})
+            restores.open()
+            assert waiting.result(30).json()["value"] == 1
     finally:
         restores.open()
+
+
+class Rotten(LmdbStore):
+    """It is damaged by every write of rows."""
+
+    def write(self, changes: Any, *given: Any, **named: Any) -> bool:
+        if changes:
+            raise StoreCorruptError("the local store is damaged: for this test")
+        return super().write(changes, *given, **named)
+
+
+def test_a_copy_that_cannot_be_repaired(
+    onceflow_broker: str, topic: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    independent.fill(onceflow_broker, topic, [(b"k", b"1")])
+    given: Any = {"bootstrap_servers": onceflow_broker, "state_dir": tmp_path, "store": Rotten}
+    with pytest.raises(EnvironmentUnusableError, match="is damaged again each time"):
+        Table(topic, **given).start()
+    assert len([each for each in caplog.messages if "is removed" in each]) == 1

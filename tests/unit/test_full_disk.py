@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from onceflow.client.committed import Chunk
 from onceflow.errors import EnvironmentUnusableError
+from onceflow.state.local.format import Goal
+from onceflow.state.local.opening import Opened, open_partition
 from onceflow.state.local.spool import Spool
 from onceflow.state.stores import disk_space, rocksdb_store
 from onceflow.state.stores.base import Store, StoreCorruptError
@@ -129,3 +133,30 @@ def test_changes_that_do_not_fit_until_their_commit(left: int, small_disk: Any) 
     small_disk.fill(left)
     with pytest.raises(EnvironmentUnusableError, match="cannot be written"):
         fill(Spool(small_disk.folder / "store"))
+
+
+@pytest.mark.parametrize("left", LITTLE)
+def test_the_copy_of_a_flow_stays(opener: type[Store], left: int, small_disk: Any) -> None:
+    def opened(end: int) -> Opened:
+        goal = Goal("flow", "t", 0, "id", "", table_end=end, internal_end=0)
+        return open_partition(small_disk.folder / "0", opener, goal, Log(), verify=True, now_ms=1)
+
+    opened(10).store.close()
+    small_disk.fill(left)
+    for _ in range(2):
+        with pytest.raises(EnvironmentUnusableError, match="is full"):
+            opened(9_000)
+    small_disk.mend()
+    found = opened(9_000)
+    assert (found.how, found.records, found.why) == ("caught up", 8_990, "")
+    assert found.store.checksum_holds()
+    found.store.close()
+    opener.remove(small_disk.folder / "0")
+
+
+class Log:
+    """A table topic of any length."""
+
+    def read(self, topic: str, partition: int, start: int, end: int) -> Iterator[Chunk]:
+        keys: list[bytes | None] = [b"%06d" % n for n in range(start, end)]
+        yield Chunk(keys, [b"v" * 50] * (end - start), next_offset=end)

@@ -230,6 +230,9 @@ class Nothing:
     def has(self, partition: int, *, restored: bool = False) -> bool:
         return False
 
+    def emptied(self, partition: int) -> bool:
+        return False
+
     async def wait(self, partitions: Collection[int], wish: Wish) -> Seen:
         raise NotHereError(partitions)
 

@@ -44,7 +44,13 @@ class LocalTable:
     def has(self, partition: int, *, restored: bool = False) -> bool:
         """Whether a partition can be read here; restored: and is not being restored."""
         progress = self._share.progress(partition)
-        return progress is not None and (progress.restored or not restored)
+        return progress is not None and not progress.emptied and (progress.restored or not restored)
+
+    def emptied(self, partition: int) -> bool:
+        """Whether a partition is here, but was emptied because it was damaged. It is not read until it is restored, so
+        that answers do not go back behind earlier ones."""
+        progress = self._share.progress(partition)
+        return progress is not None and progress.emptied
 
     @property
     def placed(self) -> bool:
@@ -62,7 +68,7 @@ class LocalTable:
         ms: int | None = 0
         for partition in partitions:
             progress = self._share.progress(partition)
-            if progress is None:
+            if progress is None or progress.emptied:
                 raise NotHereError([each for each in partitions if not self.has(each)])
             offsets[partition] = progress.position
             lag = progress.lag

@@ -223,8 +223,9 @@ class RoutedTable:
                 groups.setdefault(self._choose(partition, tried[partition]), []).append(partition)
             nobody = groups.pop("", None)
             if nobody is not None:
-                if time.monotonic() >= moved_until:
-                    raise self._nobody_has(nobody[0], refused.get(nobody[0]))
+                emptied = self._local.emptied(nobody[0])
+                if time.monotonic() >= (wish.until if emptied else moved_until):
+                    raise self._nobody_has(nobody[0], refused.get(nobody[0]), emptied=emptied)
                 await asyncio.sleep(_MAP_PAUSE_S)
                 for partition in nobody:
                     tried[partition].clear()
@@ -240,7 +241,12 @@ class RoutedTable:
                     left.difference_update(asked)
         return answers
 
-    def _nobody_has(self, partition: int, refused: UnreachableError | None) -> Problem:
+    def _nobody_has(self, partition: int, refused: UnreachableError | None, *, emptied: bool) -> Problem:
+        if emptied:
+            detail = (
+                f"The copy of partition {partition} of table {self.topic} was damaged, and is read from Kafka again"
+            )
+            return Problem(503, detail, next_step="ask again; /ready says what this instance waits for")
         if self._peers is None:
             detail = f"Partition {partition} of table {self.topic} is not open"
             return Problem(503, detail, next_step="ask again; /ready says what this instance waits for")

@@ -14,6 +14,7 @@ from onceflow.server.options import Limits
 from onceflow.server.problems import Problem, unavailable
 from onceflow.server.routed import RoutedTable
 from onceflow.server.routes import Routes
+from onceflow.tables.lag import Progress
 from onceflow.tables.share import Share
 
 
@@ -60,11 +61,20 @@ class Served:
             return [f"table {self.topic}: its partitions are not known yet"]
         found = []
         for partition, holders in enumerate(known.holders):
-            if routes.address in holders and not self.local.has(partition, restored=True):
-                progress = self.share.progress(partition)
-                what = "is opened" if progress is None else f"is restored, now at offset {progress.position}"
+            if routes.address in holders and (what := _lacks(self.share.progress(partition))):
                 found.append(f"table {self.topic}: partition {partition} {what}")
         return found
+
+
+def _lacks(progress: Progress | None) -> str:
+    """What keeps a partition from being up to date; empty: nothing."""
+    if progress is None:
+        return "is opened"
+    if (problem := progress.problem) is not None:
+        return f"cannot be written: {problem.what}; {unavailable(problem).next_step}"
+    if progress.emptied:
+        return f"was damaged and is read from Kafka again, now at offset {progress.position}"
+    return "" if progress.restored else f"is restored, now at offset {progress.position}"
 
 
 @dataclass

@@ -20,7 +20,7 @@ import pyarrow as pa
 
 from onceflow.client.committed import Chunk
 from onceflow.clock import clock_ms
-from onceflow.errors import OnceflowError
+from onceflow.errors import EnvironmentUnusableError, OnceflowError
 from onceflow.protocol.partitioners import key_partitions
 from onceflow.state import rows
 from onceflow.state.local.catch_up import CatchUp, Source, snapshot_changes
@@ -36,7 +36,8 @@ from onceflow.state.local.format import (
     table_changes,
 )
 from onceflow.state.local.opening import open_store, remove_store
-from onceflow.state.stores.base import Store, StoreCorruptError
+from onceflow.state.stores.base import Store, StoreCorruptError, unusable
+from onceflow.tables.health import Health
 
 log = logging.getLogger("onceflow.tables")
 
@@ -100,6 +101,8 @@ class Copy:
         ignored: how many records could not be kept: they have no key, or too long a key.
         snapshots: whether the records are snapshots of the partition. The records themselves say so, because the topic
             may be empty when the table is opened.
+        emptied: whether it had something, was emptied because it was damaged, and has not been restored since. It must
+            not be read: it would not have what it had before.
         placed: whether every key of the partition, as far as it was read, is where Kafka's default partitioner puts it.
     """
 
@@ -114,6 +117,8 @@ class Copy:
         self.ignored = 0
         self.placed = True
         self.snapshots = False
+        self.emptied = False
+        self.health = Health(self.name, self._folder)
         self.store: Store
         self._open()
 
@@ -132,20 +137,17 @@ class Copy:
             end_ms: when the end offset was the last stable offset, epoch milliseconds.
 
         Raises:
+            StoreCorruptError: the copy is damaged.
             OnceflowError: Kafka could not be read, or the folder cannot be used.
         """
         since = time.monotonic()
         run = self._catch_up(source, end, progress)
-        try:
-            run.bring_up(self.store)
-        except StoreCorruptError as problem:
-            self.replace(problem.what)
-            run = self._catch_up(source, end, progress)
-            run.bring_up(self.store)
+        run.bring_up(self.store)
         if run.snapshots:
             self.store.write((), {_SNAPSHOTS: b""})
         self._load()
         self.current_ms, self._heard_ms = end_ms, clock_ms()
+        self.emptied = False
         self.ignored += run.ignored
         if run.records:
             seconds = time.monotonic() - since
@@ -178,7 +180,6 @@ class Copy:
         silent_ms = 0 if as_of_ms == self._heard_ms else clock_ms() - self._heard_ms
         if silent_ms > max(self._followed.tombstone_ms // 2, _OUT_OF_TOUCH_MS):
             raise StoreCorruptError("it was out of touch so long that Kafka may have removed tombstones")
-        self._heard_ms = as_of_ms
         current_ms = as_of_ms if chunk.next_offset >= stable else self.current_ms
         self.check_placement(chunk.keys)
         changes: Changes = {}
@@ -197,6 +198,7 @@ class Copy:
             self._write(changes, record, current_ms)
         # Only now: other threads must not see a position before the rows that belong to it.
         self._record, self.current_ms = record, current_ms
+        self._heard_ms = as_of_ms  # not of what could not be written
         return found
 
     def still_current(self, as_of_ms: int) -> None:
@@ -208,16 +210,26 @@ class Copy:
 
     @contextmanager
     def mended(self) -> Iterator[None]:
-        """If the copy turns out to be damaged, it is emptied. The error goes on: the copy has to be restored."""
+        """Around what writes: if the copy turns out to be damaged, it is emptied, and has to be restored.
+
+        The error goes on. `health` says when to try again.
+        """
         try:
-            yield
-        except StoreCorruptError as problem:
-            self.replace(problem.what)
+            try:
+                yield
+            except StoreCorruptError as damage:
+                self.replace(damage.what)
+                raise
+        except EnvironmentUnusableError as problem:
+            self.health.refused(problem)
             raise
+        self.health.well()
 
     def replace(self, why: str) -> None:
         """Remove the copy, and begin with an empty one."""
-        log.warning("table %s: the local copy is removed and read again from Kafka: %s", self.name, why)
+        self.health.emptied(why)
+        # First of all: other threads must know before they find the new store.
+        self.emptied = self.emptied or self.position > 0
         self._record = replace(self._record, table_end=0)
         self.current_ms, self._heard_ms = None, clock_ms()
         with suppress(StoreCorruptError):
@@ -227,7 +239,10 @@ class Copy:
 
     def remove(self) -> None:
         """Delete what is on disk. The copy must be closed."""
-        remove_store(self._folder, self._followed.opener)
+        try:
+            remove_store(self._folder, self._followed.opener)
+        except OSError as refused:
+            raise unusable(self._folder, "A local copy cannot be removed", refused) from refused
 
     def refresh(self) -> None:
         """Look how far a restore, which runs in the same thread, has written."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 
 from onceflow.client.cluster import Cluster, TopicInfo
 from onceflow.client.committed import Chunk, CommittedReader
@@ -15,16 +17,11 @@ from onceflow.client.long_poll import Followed, LongPoll
 from onceflow.client.outage import Outage
 from onceflow.client.settings import ClientSettings
 from onceflow.clock import clock_ms
-from onceflow.errors import (
-    BrokerUnreachableError,
-    DeadlineExceededError,
-    EnvironmentUnusableError,
-    OnceflowError,
-    UnknownTopicError,
-)
+from onceflow.errors import BrokerUnreachableError, DeadlineExceededError, EnvironmentUnusableError, OnceflowError
 from onceflow.state.local.stored_rows import Stores
 from onceflow.state.stores.base import StoreCorruptError
 from onceflow.tables.copies import Copy, RawChange
+from onceflow.tables.failures import cannot_be_followed, has_more_partitions, not_repaired, replaced_while_read
 from onceflow.tables.lag import Lag, Progress, Restore
 from onceflow.tables.source import StoppableSource, StoppingError
 
@@ -61,7 +58,6 @@ class Follower:
         self._read: dict[int, int] = {}  # up to where a restore has read; it writes much later
         self.partitions_now = info.partitions  # as last seen
         self._followed = False
-        self._damaged: set[int] = set()  # their copies were emptied, and have not yet been read again
         self._stopping = threading.Event()
         self._ended = True  # the thread; it has not begun
         self._then: Callable[[], None] | None = None
@@ -161,23 +157,26 @@ class Follower:
             DeadlineExceededError: a copy was not read again in time.
         """
         self.check()
-        if complete and self._damaged and not self.wait(lambda: not self._damaged, _REPAIR_S):
-            restore = self.restored()
-            raise DeadlineExceededError(
-                f"Table {self.topic} is being read again from Kafka, because its local copy was damaged",
-                topic=self.topic,
-                detail=f"read {restore.done} of {restore.total} offsets after {_REPAIR_S:g} s of waiting",
-                next_step="ask again later; Table(..., wait=False) answers from what is here meanwhile",
-            )
+        stores = self._stores()
+        while complete and self._emptied():  # asked afterwards: otherwise these are not the stores of emptied copies
+            if not self.wait(lambda: not self._emptied(), _REPAIR_S):
+                raise not_repaired(self.topic, self.restored(), self.problem, _REPAIR_S)
+            stores = self._stores()
         try:
-            yield {partition: copy.store for partition, copy in self._copies.items()}
+            yield stores
         except StoreCorruptError as problem:
-            raise OnceflowError(
-                f"The local copy of table {self.topic} was replaced while it was read, or is damaged",
-                topic=self.topic,
-                detail=problem.what,
-                next_step="ask again; if that fails, too, close the table and open it again, which verifies the copy",
-            ) from problem
+            raise replaced_while_read(self.topic, problem) from problem
+
+    def _emptied(self) -> bool:
+        return any(copy.emptied for copy in self._copies.values())
+
+    def _stores(self) -> Stores:
+        return {partition: copy.store for partition, copy in self._copies.items()}
+
+    @property
+    def problem(self) -> OnceflowError | None:
+        """Why a copy cannot be written at the moment."""
+        return next((copy.health.problem for copy in self._copies.values() if copy.health.problem is not None), None)
 
     def check(self) -> None:
         """Raise the error that has stopped the thread, if there is one."""
@@ -215,7 +214,8 @@ class Follower:
         position = copy.position
         age_ms = None if current_ms is None else max(0, clock_ms() - current_ms)
         lag = Lag(None if end is None else max(0, end - position), age_ms)
-        return Progress(position, lag, position >= self._targets.get(partition, 0) and current_ms is not None)
+        restored = position >= self._targets.get(partition, 0) and current_ms is not None
+        return Progress(position, lag, restored, copy.emptied, copy.health.problem)
 
     def restored(self) -> Restore:
         total = sum(max(0, end - self._begins[partition]) for partition, end in self._targets.items())
@@ -264,7 +264,7 @@ class Follower:
                     self._warn(f"{passing.what} {passing.detail}".strip())
                     self._stopping.wait(_PAUSE_S)
                 except StoreCorruptError:
-                    pass  # the copy has been replaced, and is restored now
+                    pass  # the copy has been emptied, and is restored now or after a pause
                 finally:
                     cluster.close()
         except StoppingError:
@@ -272,14 +272,7 @@ class Follower:
         except OnceflowError as error:
             self._fail(error.locate(topic=self.topic))
         except BaseException as error:
-            failure = OnceflowError(
-                f"Table {self.topic} cannot be followed any more",
-                topic=self.topic,
-                detail=f"{type(error).__name__}: {error}",
-                next_step="if this is an error of your on_change function, mend it; otherwise report this to onceflow",
-            )
-            failure.__cause__ = error
-            self._fail(failure)
+            self._fail(cannot_be_followed(self.topic, error))
 
     def _fail(self, error: OnceflowError) -> None:
         log.error("table %s: stopped: %s", self.topic, error)
@@ -296,20 +289,29 @@ class Follower:
         source = StoppableSource(CommittedReader(cluster, _ATTEMPT_S), self._stopping, self._has_read)
         for partition, end in sorted(self._targets.items()):
             copy = self._copies[partition]
+            if copy.health.resting:
+                continue
             # A copy that is ahead when it is opened is one of records that Kafka has lost: it is restored, too.
             self._read.pop(partition, None)
-            if copy.position < end or (copy.position > end and not self._followed):
-                copy.restore(source, end, self.targets_ms, lambda _, copy=copy: self._tell(copy))  # type: ignore[misc]
-            self._damaged.discard(partition)
+            if copy.position < end or copy.emptied or (copy.position > end and not self._followed):
+                with copy.mended():
+                    copy.restore(source, end, self.targets_ms, partial(self._tell, copy))
             self._notify()
         self._followed = True
 
     def _follow(self, cluster: Cluster) -> None:
-        positions = {(self.topic, partition): copy.position for partition, copy in self._copies.items()}
+        """Apply what is committed, until it is time to try a copy again that is left alone now."""
+        awake = {partition: copy for partition, copy in self._copies.items() if not copy.health.resting}
+        left_alone = self._copies.keys() - awake.keys()
+        until = min((self._copies[each].health.not_before for each in left_alone), default=math.inf)
+        if not awake:
+            self._stopping.wait(max(0.0, until - time.monotonic()))
+            return
+        positions = {(self.topic, partition): copy.position for partition, copy in awake.items()}
         poll = LongPoll(cluster, [self._info], positions)
         self._polled_at = time.monotonic()
         looked_at = time.monotonic()
-        while not self._stopping.is_set():
+        while not self._stopping.is_set() and time.monotonic() < until:
             for (_, partition), chunk in poll.poll(_POLL_S):
                 self._apply(self._copies[partition], chunk, poll.followed[self.topic, partition])
             self._heard(poll)
@@ -319,9 +321,9 @@ class Follower:
 
     def _apply(self, copy: Copy, chunk: Chunk, answer: Followed) -> None:
         listeners, stable = self._listeners, answer.last_stable_offset
+        self._ends[copy.partition] = max(stable, self._ends.get(copy.partition, 0))  # also if it cannot be written
         with copy.mended(), self._noted(copy):
             changes = copy.apply(chunk, stable=stable, as_of_ms=answer.as_of_ms, wanted=bool(listeners))
-        self._ends[copy.partition] = max(stable, self._ends.get(copy.partition, 0))
         self._notify()
         for change in changes:
             for listener in listeners:
@@ -336,7 +338,6 @@ class Follower:
         except StoreCorruptError:
             self._targets[copy.partition] = max(copy.position, self._targets[copy.partition])
             self._begins[copy.partition] = 0
-            self._damaged.add(copy.partition)
             raise
 
     def _heard(self, poll: LongPoll) -> None:
@@ -350,10 +351,10 @@ class Follower:
                 if each.last_stable_offset <= copy.position:
                     with copy.mended(), self._noted(copy):
                         copy.still_current(each.as_of_ms)
-        if time.monotonic() - newest < _ATTEMPT_S:
-            self._outage.end()
-        else:
+        if time.monotonic() - newest >= _ATTEMPT_S:
             self._warn("no answer")
+        elif self.problem is None:  # also none of the disk
+            self._outage.end()
 
     def _check_topic(self, cluster: Cluster, deadline: Deadline) -> None:
         """Raise an error if the topic is not the one that the table was opened with.
@@ -365,11 +366,7 @@ class Follower:
         now.check_same(self._info.topic_id)
         self.partitions_now = now.partitions
         if now.partitions != self._info.partitions and self._all_partitions:
-            raise UnknownTopicError(
-                f"Topic {self.topic} has {now.partitions} partitions now, it had {self._info.partitions}",
-                topic=self.topic,
-                next_step="open the table again: it follows all partitions then. Keys may have moved to other ones",
-            )
+            raise has_more_partitions(self.topic, now.partitions, self._info.partitions)
 
     # ---- telling -------------------------------------------------------------------------------------
 
@@ -377,7 +374,7 @@ class Follower:
         with self._moved:
             self._moved.notify_all()
 
-    def _tell(self, copy: Copy) -> None:
+    def _tell(self, copy: Copy, _: int) -> None:
         """Note how far a restore is, and log a long one every few seconds."""
         now = time.monotonic()
         if now - self._looked_at >= _LOOK_S:
@@ -392,7 +389,8 @@ class Follower:
     def _has_read(self, partition: int, chunk: Chunk) -> None:
         self._read[partition] = chunk.next_offset
         self._copies[partition].check_placement(chunk.keys)
-        self._outage.end()
+        if self.problem is None:
+            self._outage.end()
 
     def _warn(self, problem: str) -> None:
         if not self._stopping.is_set():

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from onceflow.errors import OnceflowError
+
 
 @dataclass(frozen=True)
 class Restore:
@@ -55,8 +57,12 @@ class Progress:
         position: all committed records below this offset are here.
         lag: as `Lag`, of this partition.
         restored: whether everything is here that was committed when the partition was opened.
+        emptied: whether it was emptied because it was damaged, and has to be restored before it can be read.
+        problem: why it cannot be written at the moment; None: nothing is known to be wrong.
     """
 
     position: int
     lag: Lag
     restored: bool
+    emptied: bool = False
+    problem: OnceflowError | None = None

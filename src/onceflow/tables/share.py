@@ -132,7 +132,7 @@ class Share:
             self._follow(copies, ends, asked_ms)
 
     def store(self, partition: int) -> Store | None:
-        """The store of a partition; None: it is not here.
+        """The store of a partition; None: it is not here, or was emptied and has to be restored first.
 
         Raises:
             OnceflowError: the error that has stopped the thread behind it.
@@ -142,7 +142,8 @@ class Share:
         if follower is None or copy is None:
             return None
         follower.check()
-        return copy.store
+        store = copy.store
+        return None if copy.emptied else store  # asked afterwards: then it is not the store of an emptied copy
 
     def progress(self, partition: int) -> Progress | None:
         """How far a partition is; None: it is not here."""

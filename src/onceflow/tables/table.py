@@ -139,6 +139,7 @@ class Table(Lookups):
         Raises:
             UnknownTopicError, PermissionDeniedError, BrokerUnreachableError: the topic cannot be read.
             OptionError: the topic is not compacted, or lacks a partition that was asked for.
+            EnvironmentUnusableError: the local copy cannot be written, for example because its disk is full.
             DeadlineExceededError: the table was not current within ``restore_timeout``.
         """
         if self._opened is None or self._source is not None:
@@ -281,6 +282,8 @@ class Table(Lookups):
         waited_s = 0.0
         while not source.wait(lambda: not source.restored().running, 0.2):
             waited_s += 0.2
+            if (problem := source.problem) is not None:
+                raise problem
             if progress is not None:
                 progress(source.restored())
             if self._restore_s is not None and waited_s >= self._restore_s:
