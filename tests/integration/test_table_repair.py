@@ -193,7 +193,7 @@ def test_lookups_wait_while_a_copy_is_replaced(
         assert restores.waiting.wait(30)
         wait_until(lambda: patient.get(b"k") is None, 30, "the copy is replaced")  # wait=False: what is here
         assert patient.lag.ms is None
-        assert table.restore.running
+        wait_until(lambda: table.restore.running, 30, "the copy of the other table is replaced, too")
         with monkeypatch.context() as patch:
             patch.setattr(following, "_REPAIR_S", 0.1)
             with pytest.raises(DeadlineExceededError, match="is being read again") as raised:
