@@ -377,3 +377,26 @@ def test_an_instance_that_loses_its_group_comes_back(
     assert not failures
     assert refused
     assert client.get(f"/tables/{topic}/keys/key-0003").json()["value"] == {"n": 3}
+
+
+def test_a_rebalance_that_takes_longer_than_a_poll(topic: str, serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    """kafka-python forgets it if it was begun because of new metadata: the instance would fall out of its group for
+    good, and take itself for the only one, as the others do."""
+    forgotten: list[Any] = []
+    poll = members.KafkaConsumer.poll
+
+    def hasty(self: Any, timeout_ms: int) -> Any:
+        coordinator = self._coordinator
+        for _ in range(0 if forgotten or not coordinator.stable() else 500):
+            if not coordinator.rejoining:
+                coordinator._assignment_snapshot = {"another": {0}}
+            poll(self, 1)
+            if coordinator.rejoining and not coordinator.need_rejoin():
+                forgotten.append(coordinator)
+                break
+        return poll(self, timeout_ms)
+
+    monkeypatch.setattr(members.KafkaConsumer, "poll", hasty)
+    client = serve(topic, instances=f"group-{topic}")
+    wait_until(lambda: forgotten and forgotten[0].stable() and not forgotten[0].rejoining, 30, "it is a member again")
+    assert client.get("/ready").status_code == 200

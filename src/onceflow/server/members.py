@@ -203,6 +203,10 @@ class Members:
                     self._rejoin.clear()
                     asked_at = time.monotonic()
                     consumer._coordinator.request_rejoin()
+                if consumer._coordinator.rejoining:
+                    # kafka-python 3.0 forgets a rebalance that it has begun because metadata had changed, if ``poll``
+                    # returns before its end: then it sends no heartbeats any more, and never joins again.
+                    consumer._coordinator.request_rejoin()
                 consumer.poll(_POLL_MS)
         finally:
             consumer.close(autocommit=False, timeout_ms=_LEAVE_MS)
