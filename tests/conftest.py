@@ -384,6 +384,14 @@ def ledger() -> Any:
     return module
 
 
+@pytest.fixture(scope="session")
+def external_flow() -> Any:
+    """The module ``tests/faults/external_flow.py``."""
+    module = fault_module("external_flow")
+    module.use()
+    return module
+
+
 @pytest.fixture
 def driver_process() -> Iterator[Callable[..., subprocess.Popen[str]]]:
     """``run_driver``; what is left of a driver is ended before the next one starts, and with the test."""

@@ -35,6 +35,9 @@ if TYPE_CHECKING:
         UnknownTopicError,
         UnsupportedQueryError,
     )
+    from onceflow.external.postgres import PostgresSink
+    from onceflow.external.sink import ExternalSink
+    from onceflow.external.sqlite import SqliteSink
     from onceflow.flow import Flow
     from onceflow.query import FlowQuery
     from onceflow.serving import serve
@@ -61,6 +64,7 @@ __all__ = [
     "DeadLetterLimitError",
     "DeadlineExceededError",
     "EnvironmentUnusableError",
+    "ExternalSink",
     "FencedError",
     "Flow",
     "FlowQuery",
@@ -69,6 +73,7 @@ __all__ = [
     "OnceflowError",
     "OptionError",
     "PermissionDeniedError",
+    "PostgresSink",
     "Processor",
     "ProcessorError",
     "ProgressConflictError",
@@ -76,6 +81,7 @@ __all__ = [
     "Record",
     "Retry",
     "SchemaError",
+    "SqliteSink",
     "State",
     "Table",
     "Timer",
@@ -93,12 +99,15 @@ _HOMES = {
     "BadRows": "onceflow.state.api.processor",
     "Change": "onceflow.tables.table",
     "ColumnProcessor": "onceflow.state.api.processor",
+    "ExternalSink": "onceflow.external.sink",
     "Flow": "onceflow.flow",
     "FlowQuery": "onceflow.query",
     "JoinTable": "onceflow.state.joins.spec",
+    "PostgresSink": "onceflow.external.postgres",
     "Processor": "onceflow.state.api.processor",
     "Record": "onceflow.state.api.record",
     "Retry": "onceflow.state.retry",
+    "SqliteSink": "onceflow.external.sqlite",
     "State": "onceflow.state.api.handle",
     "Timer": "onceflow.state.api.timers",
     "Table": "onceflow.tables.table",

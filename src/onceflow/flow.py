@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from pyspark.sql import DataFrame, SparkSession
 
-from onceflow import interactive
 from onceflow.client.settings import ClientSettings
+from onceflow.driver.external_run import prepare_external_run
 from onceflow.driver.joins import join_frame
 from onceflow.driver.run import prepare_run
-from onceflow.driver.startup import Startup
 from onceflow.durations import option_seconds
-from onceflow.errors import OptionError
+from onceflow.external.postgres import PostgresSink
+from onceflow.external.sink import ExternalSink
+from onceflow.flow_runs import FlowRuns
 from onceflow.flow_writer import FlowWriter
 from onceflow.planning import joins, process, step_query
+from onceflow.planning.external_write import check_external
 from onceflow.planning.process import StepOptions
 from onceflow.planning.read_options import ReadOptions, check_read, source_options
 from onceflow.planning.record_order import check_order
 from onceflow.planning.source_starts import StartingOffsets
 from onceflow.planning.step_frames import state_columns
-from onceflow.planning.write_options import CheckedWrite, WriteOptions, check_write
+from onceflow.planning.write_options import WriteOptions, check_write
 from onceflow.protocol.names import INTERNAL_SUFFIX, Names
-from onceflow.query import FlowQuery
-from onceflow.spark import queries, query_listener, shipping
+from onceflow.spark import queries, shipping
 from onceflow.spark.kafka_source import load_source
 from onceflow.spark.master import is_local
 from onceflow.spark.pickling import pickled
@@ -73,13 +73,11 @@ class Flow:
     ) -> None:
         self._names = Names(name, transactional_id_prefix, group_id_prefix)
         self._settings = ClientSettings(bootstrap_servers, options or {})
-        self._refused_s = option_seconds(connect_timeout, "connect_timeout", name)
+        refused_s = option_seconds(connect_timeout, "connect_timeout", name)
         queries.check_session(spark, name)
         shipping.share_modules(spark)
         self._spark = spark
-        self._lock = threading.RLock()
-        self._startup = self._new_startup()
-        self._running: FlowQuery | None = None
+        self._runs = FlowRuns(self._names, self._settings, refused_s)
 
     @property
     def name(self) -> str:
@@ -127,17 +125,10 @@ class Flow:
             topic, starting_offsets, max_records_per_batch, fail_on_data_loss, include_headers, options or {}
         )
         check_read(given, self.name)
-        with self._lock:
-            if self._is_running():
-                self._stop_earlier_cell(topic)
-            if self._is_running():
-                raise OptionError(
-                    "The flow is running; its sources cannot be changed",
-                    flow=self.name,
-                    next_step="call read before write(...).start(), or stop the query first",
-                )
+        with self._runs.lock:
+            self._runs.check_readable(topic)
             queries.check_connector(self._spark, self.name)
-            offsets = self._startup.add_source(given)
+            offsets = self._runs.startup.add_source(given)
         return load_source(self._spark, self._settings, source_options(given, offsets, self.name))
 
     def process(
@@ -211,8 +202,8 @@ class Flow:
             table, partitions, on_error, dead_letter_topic, late_topic, retention, snapshot_per_partition, store,
             state_dir, adopt_existing, idle_timeout, max_timers_per_batch, max_dead_letters,
         )  # fmt: skip
-        with self._lock:
-            startup = self._startup
+        with self._runs.lock:
+            startup = self._runs.startup
             checked = process.check_options(
                 options, processor, flow=self.name, sources=startup.sources, tables=startup.steps
             )
@@ -261,8 +252,8 @@ class Flow:
             OptionError, SchemaError: wrong arguments or columns.
             UnknownTopicError, PermissionDeniedError: the topic does not exist, or may not be read.
         """
-        with self._lock:
-            startup = self._startup
+        with self._runs.lock:
+            startup = self._runs.startup
             startup.known_progress()
             checked = joins.checked_table(table, own=startup.own_topics.tables, flow=self.name)
             queries.check_plan(df, self.name, checkpoint=True)  # `write` knows whether there is one
@@ -331,67 +322,61 @@ class Flow:
             topic, trigger, guarantee, partitioner, checkpoint, output_mode, on_checkpoint_conflict,
             transaction_timeout, compression, small_batch_rows, late, once,
         )  # fmt: skip
-        return FlowWriter(self._start, check_write(df, given, self._startup.own_topics, self.name))
+        write = check_write(df, given, self._runs.startup.own_topics, self.name)
+        return FlowWriter(lambda: self._runs.start(lambda startup: prepare_run(self._spark, startup, write)))
+
+    def write_external(
+        self,
+        df: DataFrame,
+        sink: ExternalSink,
+        *,
+        trigger: str | None = None,
+        small_batch_rows: int | None = None,
+        once: bool = False,
+    ) -> FlowWriter:
+        """Prepare to write a streaming DataFrame to a system other than Kafka, exactly once; ``.start()`` runs it.
+
+        The rows of a batch and the flow's progress are in one transaction of that system, which decides where the flow
+        is. Progress in Kafka and the consumer group follow.
+
+        Args:
+            df: made from ``Flow.read`` of this flow, without process steps and without state in Spark. Its columns are
+                those that the sink takes.
+            sink: what is written, for example ``SqliteSink("ledger.db", "ledger")``.
+            trigger: as of `write`.
+            small_batch_rows: the driver writes a batch itself when it expects at most this many rows; None: 8,000.
+            once: as of `write`.
+
+        Raises:
+            OptionError, SchemaError, UnsupportedQueryError, ProgressConflictError: raised here or in ``start()``,
+                before anything is written.
+        """
+        write = check_external(df, sink, trigger=trigger, small_batch_rows=small_batch_rows, once=once, flow=self.name)
+        return FlowWriter(lambda: self._runs.start(lambda startup: prepare_external_run(self._spark, startup, write)))
+
+    def write_postgres(
+        self,
+        df: DataFrame,
+        *,
+        table: str,
+        dsn: str,
+        mode: str = "insert",
+        key: Sequence[str] = (),
+        flag: str = "deleted",
+        trigger: str | None = None,
+        small_batch_rows: int | None = None,
+        once: bool = False,
+    ) -> FlowWriter:
+        """As `write_external` with a `PostgresSink`: rows go to a table of a PostgreSQL database, exactly once."""
+        sink = PostgresSink(dsn, table, mode=mode, key=key, flag=flag)
+        return self.write_external(df, sink, trigger=trigger, small_batch_rows=small_batch_rows, once=once)
 
     def close(self) -> None:
         """Stop the running query, if there is one, and close the connections. Then you can call `read` again."""
-        with self._lock:
-            if self._running is not None and self._running.isActive:
-                self._running.stop()
-            self._release(self._startup)
+        self._runs.close()
 
     def __enter__(self) -> Flow:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _new_startup(self) -> Startup:
-        return Startup(self._names, self._settings, refused_s=self._refused_s)
-
-    def _start(self, write: CheckedWrite) -> FlowQuery:
-        with self._lock:
-            if self._is_running():
-                raise OptionError(
-                    "The flow already has a running query",
-                    flow=self.name,
-                    next_step="one flow runs one query (it may write to many topics through a topic column); "
-                    "use another Flow for another query",
-                )
-            startup = self._startup
-            run = prepare_run(self._spark, startup, write)
-
-            def ended() -> None:
-                run.close()
-                self._release(startup)
-
-            try:
-                self._running = query = FlowQuery(run.start(), run.sink, ended)
-                query_listener.started(query)
-                interactive.started(self._settings.bootstrap_servers, self._names.transactional_id, query)
-            except BaseException:
-                ended()
-                raise
-            return query
-
-    def _is_running(self) -> bool:
-        """Whether the last query is active. If it has ended by itself, its resources are released here."""
-        if self._running is not None and not self._running.isActive:
-            self._running.release()
-            # Another thread may be about to do the same. It must not close the connections of the next start.
-            self._release(self._startup)
-            self._running = None
-        return self._running is not None
-
-    def _release(self, startup: Startup) -> None:
-        """Close the connections of one run. Connections of a newer start of this flow stay open."""
-        with self._lock:
-            startup.close()
-            if self._startup is startup:
-                self._startup = self._new_startup()
-
-    def _stop_earlier_cell(self, topic: str) -> None:
-        """Stop the query that an earlier cell of a notebook has started. Before that, check that the topic exists."""
-        if interactive.is_interactive():
-            self._startup.check_source(topic)
-            interactive.stop_earlier(self._settings.bootstrap_servers, self._names.transactional_id)

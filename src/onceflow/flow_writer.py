@@ -1,19 +1,17 @@
-"""``FlowWriter``: what ``Flow.write`` returns."""
+"""``FlowWriter``: what ``Flow.write`` and ``Flow.write_external`` return."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from onceflow.planning.write_options import CheckedWrite
 from onceflow.query import FlowQuery
 
 
 class FlowWriter:
     """A write that is checked, but not started yet."""
 
-    def __init__(self, start: Callable[[CheckedWrite], FlowQuery], write: CheckedWrite) -> None:
+    def __init__(self, start: Callable[[], FlowQuery]) -> None:
         self._start = start
-        self._write = write
 
     def start(self) -> FlowQuery:
         """Start the query.
@@ -23,4 +21,4 @@ class FlowWriter:
                 the checkpoint and progress do not belong together, Spark refuses the query, or tasks cannot import what
                 its processors or functions need.
         """
-        return self._start(self._write)
+        return self._start()

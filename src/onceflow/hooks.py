@@ -18,6 +18,8 @@ VARIABLE = "ONCEFLOW_FAULTS"
 
 #: The steps of a batch, in order (docs/architecture.md). Code, logs, tests and faults use these names.
 STEPS = ("init", "plan", "begin", "write", "audit", "progress", "end", "settle")
+#: Those of a batch that goes to an external sink: ``commit`` is the transaction of the other system.
+EXTERNAL_STEPS = tuple("commit" if step == "progress" else step for step in STEPS)
 #: Also announced: an attempt was aborted, and nothing of it can become visible any more. Faults are not injected here.
 ABORTED = "aborted"
 
@@ -52,6 +54,6 @@ def at(step: str, *, where: str, flow: str, batch: int | None = None, task: int 
         for observer in tuple(_observers):
             observer(step, flow=flow, batch=batch, **facts)
     rules = os.environ.get(VARIABLE)
-    if rules and step in STEPS:
+    if rules and (step in STEPS or step in EXTERNAL_STEPS):
         module, _, text = rules.partition(":")
         importlib.import_module(module).trip(text, step=step, where=where, flow=flow, batch=batch, task=task)

@@ -7,6 +7,7 @@ import sys
 import threading
 
 import driver
+import external_flow
 import state_driver
 
 
@@ -14,7 +15,8 @@ def main() -> None:
     flows = json.loads(sys.argv[1])
     spark = driver.session({})
     for given in flows:
-        start = state_driver.start if "table" in given else driver.start
+        kinds = {"table": state_driver, "database": external_flow}
+        start = next((kind.start for name, kind in kinds.items() if name in given), driver.start)
         # In a thread of its own: the start of a flow that is to die at its first step does not return.
         threading.Thread(target=start, args=(given, spark), daemon=True).start()
     threading.Event().wait()

@@ -512,7 +512,19 @@ def test_the_image_that_a_service_is_built_on_is_ours() -> None:
 # ---- options ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("what", ["Flow", "Flow.read", "Flow.process", "Flow.join_table", "Flow.write"])
+@pytest.mark.parametrize(
+    "what",
+    [
+        "Flow",
+        "Flow.read",
+        "Flow.process",
+        "Flow.join_table",
+        "Flow.write",
+        "Flow.write_external",
+        "Flow.write_postgres",
+        "SqliteSink",
+    ],
+)
 def test_options_are_those_of_the_code(what: str) -> None:
     section = re.search(rf"^### {re.escape(what)}\n(.*?)(?=^#|\Z)", REFERENCE.read_text(), re.MULTILINE | re.DOTALL)
     assert section is not None

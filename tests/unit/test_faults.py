@@ -288,7 +288,7 @@ def test_descent_ends_on_any_table() -> None:
 
 @pytest.mark.parametrize(
     "step, action, word",
-    [("commit", "kill", "unknown step 'commit'"), ("end", "explode", "unknown action 'explode'")],
+    [("comit", "kill", "unknown step 'comit'"), ("end", "explode", "unknown action 'explode'")],
 )
 def test_wrong_rules_are_found_where_they_are_made(step: str, action: str, word: str) -> None:
     with pytest.raises(ValueError, match=word):

@@ -42,7 +42,7 @@ def at(mode: Mode, *events: Event, start: Standing = START) -> Standing:
 
 
 def standings(mode: Mode) -> dict[Standing, dict[Event, Standing]]:
-    return reachable(mode, GIVEN if mode in WEAKER else START)
+    return reachable(mode, GIVEN if mode in (*WEAKER, Mode.EXTERNAL) else START)
 
 
 # ---- what is allowed -------------------------------------------------------------------------------------
@@ -82,6 +82,19 @@ def test_the_weaker_guarantees(mode: Mode) -> None:
     assert failed.phase is (Phase.COMMITTED if mode is Mode.AT_MOST_ONCE else Phase.ABORTED)
 
 
+def test_a_batch_of_an_external_sink() -> None:
+    mode, written = Mode.EXTERNAL, (Event.BEGIN, Event.ROWS_AUDITED)
+    whole = (*written, Event.COMMIT, Event.COMMIT_DONE)
+    assert at(mode, *whole, Event.SETTLE, *whole, start=GIVEN).phase is Phase.COMMITTED
+    for done in (1, 2):
+        assert at(mode, *written[:done], Event.ABORT, *whole, start=GIVEN).phase is Phase.COMMITTED
+    # Until its outcome is known, and Kafka's progress has followed, it is neither aborted nor run again.
+    committing = at(mode, *written, Event.COMMIT, start=GIVEN)
+    assert not Transaction(mode, committing).may_abort
+    assert standings(mode)[committing].keys() == {Event.COMMIT_DONE, Event.COMMIT_REFUSED, Event.FENCED}
+    assert at(mode, *written, Event.COMMIT, Event.COMMIT_REFUSED, Event.ABORT, *whole, start=GIVEN)
+
+
 def test_a_start_is_possible_from_everywhere() -> None:
     for mode in (*BATCH, Mode.PLAIN_V2, Mode.PLAIN_V1):
         for standing, events in standings(mode).items():
@@ -98,7 +111,9 @@ def test_nothing_is_a_dead_end_but_fencing(mode: Mode) -> None:
     while grown:
         more = {standing for standing, events in edges.items() if standing not in goal and goal & {*events.values()}}
         goal, grown = goal | more, bool(more)
-    assert goal == edges.keys()
+    # The weaker guarantees fence nobody. With an external sink the machine is that of a run.
+    fenced = {standing for standing in edges if mode is Mode.EXTERNAL and standing.phase is Phase.FENCED}
+    assert goal | fenced == edges.keys()
 
 
 # ---- what is not -----------------------------------------------------------------------------------------

@@ -12,15 +12,16 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Protocol
 
 from pyspark.sql import DataFrame
 
 from onceflow import hooks
 from onceflow.driver import batch_errors
-from onceflow.driver.commit import BatchCommit, timed
+from onceflow.driver.commit import timed
 from onceflow.driver.offset_log import SourceRange
 from onceflow.driver.pace import Pace
-from onceflow.driver.retries import Retries
+from onceflow.driver.retries import Retries, Steps
 from onceflow.errors import OnceflowError, located
 from onceflow.planning.options import BatchSummary, SinkOptions
 from onceflow.protocol.progress import Progress
@@ -32,6 +33,45 @@ log = logging.getLogger("onceflow.sink")
 
 _TURN_S = 0.05  # how often a batch that may not begin yet checks whether the query is being stopped
 _ARROW_BYTES = "spark.sql.execution.arrow.maxBytesPerBatch"
+
+
+class Commit(Steps, Protocol):
+    """The steps of the batches of one query (``commit.py``, ``external_commit.py``)."""
+
+    flow: str
+    progress: Progress  # what is committed
+
+    def plan(self, spark_batch_id: int, batch: int) -> tuple[SourceRange, bool]:
+        """The source range of a batch, and whether it is committed."""
+        ...
+
+    def plan_without_records(self, batch: int) -> None:
+        """As ``plan``, for a batch that only fires timers."""
+        ...
+
+    def settle(self) -> None:
+        """Spark has logged the last batch."""
+        ...
+
+    def drain(self, df: DataFrame) -> None:
+        """Run a committed batch for its state in Spark."""
+        ...
+
+    def is_idle(self, source: SourceRange) -> bool:
+        """Whether a batch would change nothing."""
+        ...
+
+    def are_timers_left(self) -> bool:
+        """Whether more timers were due than the last batch was allowed to fire."""
+        ...
+
+    def ended_batch(self, df: DataFrame) -> None:
+        """Spark's call of the sink ends."""
+        ...
+
+    def ended(self) -> None:
+        """The query is over."""
+        ...
 
 
 class BatchSink:
@@ -54,7 +94,7 @@ class BatchSink:
     """
 
     def __init__(
-        self, commit: BatchCommit, options: SinkOptions, *, before_first: Callable[[], None] = lambda: None
+        self, commit: Commit, options: SinkOptions, *, before_first: Callable[[], None] = lambda: None
     ) -> None:
         self._commit = commit
         self._options = options

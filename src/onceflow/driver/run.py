@@ -27,6 +27,7 @@ from onceflow.protocol.progress import Progress
 from onceflow.spark import logs, queries, query_listener, shipping
 from onceflow.spark.imports import ImportCheck, sent_to_tasks
 from onceflow.spark.master import current_cores
+from onceflow.spark.queries import PlanFacts
 
 
 @dataclass(frozen=True)
@@ -105,27 +106,40 @@ def prepare_run(spark: SparkSession, startup: Startup, write: CheckedWrite) -> R
     reads_little = not write.run.facts.others and queries.reads_little(write.df)
     query = replace(query, options=replace(query.options, reads_little=reads_little))
     sink = _sink(spark, startup, query, progress, location, written, imports)
-    writer = _writer(spark, query.df, sink, location, write.run, flow)
+    writer = writer_of(spark, query.df, sink, location, write.run, flow)
     query_listener.watch(spark)  # a query without Flow.read has not done it yet
     startup.used()
-    watch = Watch(
+    return Run(flow, spark, writer, sink, query.state, location, watch_sources(startup, sink))
+
+
+def check_read_now(startup: Startup, facts: PlanFacts) -> None:
+    """Check that the query reads from where the flow is now.
+
+    Raises:
+        UnsupportedQueryError: it was read before an earlier run.
+    """
+    if facts.topics and not startup.is_fenced:
+        raise UnsupportedQueryError(
+            "The DataFrame was read before an earlier run of this flow; its offsets are out of date",
+            flow=startup.flow,
+            next_step="call Flow.read again before starting the flow again",
+        )
+
+
+def watch_sources(startup: Startup, sink: BatchSink) -> Watch:
+    """Log what prevents the query from reading its sources."""
+    return Watch(
         startup.settings,
         startup.source_partitions,
-        flow=flow,
+        flow=startup.flow,
         over=lambda: sink.over or sink.failure is not None,
     )
-    return Run(flow, spark, writer, sink, query.state, location, watch)
 
 
 def _check_query(spark: SparkSession, startup: Startup, write: CheckedWrite) -> ImportCheck:
     """Check what may have changed since the first check of the query, and what needs the complete query."""
     flow = startup.flow
-    if write.run.facts.topics and not startup.is_fenced:
-        raise UnsupportedQueryError(
-            "The DataFrame was read before an earlier run of this flow; its offsets are out of date",
-            flow=flow,
-            next_step="call Flow.read again before starting the flow again",
-        )
+    check_read_now(startup, write.run.facts)
     queries.check_session(spark, flow)
     step_query.check_goes_with(write.df, startup.steps, write.sink.guarantee, write.run.checkpoint, flow=flow)
     check_output(write.sink.topic, startup.own_topics, flow)  # sources may have been read since Flow.write
@@ -172,9 +186,10 @@ def _sink(
     return BatchSink(commit, query.options, before_first=imports.finish)
 
 
-def _writer(
+def writer_of(
     spark: SparkSession, df: DataFrame, sink: BatchSink, location: CheckpointLocation, run: RunOptions, flow: str
 ) -> DataStreamWriter:
+    """Spark's writer, which calls the sink for each batch."""
     writer = df.writeStream.foreachBatch(sink).option("checkpointLocation", location.address)
     if all(query.name != flow for query in spark.streams.active):
         writer = writer.queryName(flow)  # else an older driver of this flow is in this session

@@ -70,7 +70,7 @@ def check_write(df: DataFrame, given: WriteOptions, own: OwnTopics, flow: str) -
     """
     _check_values(given, flow)
     timeout_s = option_seconds(given.transaction_timeout, "transaction_timeout", flow)
-    trigger_s = _trigger_s(given, flow)
+    trigger_s = trigger_seconds(given.trigger, once=given.once, flow=flow)
     facts = queries.check_plan(df, flow, checkpoint=given.checkpoint is not None)
     _check_combinations(given, flow)
     if given.partitioner != "round_robin" and not facts.stateful:
@@ -121,12 +121,16 @@ def _check_values(given: WriteOptions, flow: str) -> None:
     compression_code(given.compression)
 
 
-def _trigger_s(given: WriteOptions, flow: str) -> float | None:
-    """Seconds from the start of one batch to the start of the next, in whole milliseconds."""
-    if given.trigger is None:
+def trigger_seconds(trigger: str | None, *, once: bool, flow: str) -> float | None:
+    """Seconds from the start of one batch to the start of the next, in whole milliseconds.
+
+    Raises:
+        OptionError: it is no duration, or ``once`` is given, too.
+    """
+    if trigger is None:
         return None
-    milliseconds = round(option_seconds(given.trigger, "trigger", flow, at_least=0.0) * 1000)
-    if given.once:
+    milliseconds = round(option_seconds(trigger, "trigger", flow, at_least=0.0) * 1000)
+    if once:
         raise OptionError("trigger and once exclude each other", flow=flow, next_step="give one of them")
     return milliseconds / 1000
 

@@ -97,7 +97,8 @@ class Event(_Member):
 class Mode(_Member):
     """The kind of transaction.
 
-    A *batch* has an audit and a progress record. A *plain* transaction, as used by tools, has neither.
+    A *batch* has an audit and a progress record. A *plain* transaction, as used by tools, has neither. That of an
+    *external sink* is committed by another system; Kafka's progress follows.
     """
 
     BATCH_V2 = "batch, version 2"
@@ -106,6 +107,7 @@ class Mode(_Member):
     PLAIN_V1 = "plain, version 1"
     AT_LEAST_ONCE = "at least once"
     AT_MOST_ONCE = "at most once"
+    EXTERNAL = "of an external sink"
 
     @staticmethod
     def of(version: int, *, batch: bool) -> Mode:
@@ -149,6 +151,7 @@ _TRANSACTIONAL = _V1 | _V2
 _BATCH = frozenset({Mode.BATCH_V2, Mode.BATCH_V1})
 _PLAIN = frozenset({Mode.PLAIN_V2, Mode.PLAIN_V1})
 _WEAKER = frozenset({Mode.AT_LEAST_ONCE, Mode.AT_MOST_ONCE})
+_EXTERNAL = frozenset({Mode.EXTERNAL})
 
 _ANY_PHASE = tuple(Phase)
 _ANY_EPOCH = tuple(Epoch)
@@ -202,9 +205,9 @@ RULES: tuple[Rule, ...] = (
     # A batch.
     Rule(Event.BEGIN, _to(Phase.OPEN, Phase.IDLE), _epoch(Epoch.USED, Epoch.FRESH), _READ, _BATCH),
     Rule(Event.BEGIN, _to(Phase.OPEN, *_NOT_OPEN), _epoch(Epoch.USED, Epoch.FRESH), {}, _PLAIN),
-    Rule(Event.BEGIN, _to(Phase.OPEN, Phase.IDLE, Phase.SETTLED, Phase.ABORTED), {}, _READ, _WEAKER),
+    Rule(Event.BEGIN, _to(Phase.OPEN, Phase.IDLE, Phase.SETTLED, Phase.ABORTED), {}, _READ, _WEAKER | _EXTERNAL),
     Rule(Event.NOTHING_WRITTEN, _to(Phase.IDLE, Phase.OPEN)),
-    Rule(Event.ROWS_AUDITED, _to(Phase.AUDITED, Phase.OPEN), {}, {}, _BATCH | {Mode.AT_LEAST_ONCE}),
+    Rule(Event.ROWS_AUDITED, _to(Phase.AUDITED, Phase.OPEN), {}, {}, _BATCH | {Mode.AT_LEAST_ONCE} | _EXTERNAL),
     Rule(Event.ROWS_AUDITED, _to(Phase.SEALED, Phase.PROGRESS_FIRST), {}, {}, frozenset({Mode.AT_MOST_ONCE})),
     Rule(Event.PROGRESS_WRITTEN, _to(Phase.SEALED, Phase.AUDITED), {}, {}, _BATCH | {Mode.AT_LEAST_ONCE}),
     Rule(Event.PROGRESS_WRITTEN, _stay(Phase.OPEN), {}, {}, _PLAIN),
@@ -216,6 +219,12 @@ RULES: tuple[Rule, ...] = (
     Rule(Event.COMMIT, _to(Phase.COMMITTING, Phase.IDLE, Phase.OPEN, Phase.COMMITTING) | _stay(Phase.COMPLETING_COMMIT),
          _epoch(Epoch.USED, Epoch.FRESH, Epoch.USED), {}, _PLAIN),
     Rule(Event.COMMIT, _to(Phase.COMMITTED, Phase.SEALED), {}, {}, _WEAKER),
+    # From here on an attempt may have been committed; it is done when Kafka's progress has followed.
+    Rule(Event.COMMIT, _to(Phase.COMMITTING, Phase.AUDITED), {}, {}, _EXTERNAL),
+    Rule(Event.COMMIT_DONE, _to(Phase.COMMITTED, Phase.COMMITTING), {}, {}, _EXTERNAL),
+    Rule(Event.COMMIT_REFUSED, _to(Phase.AUDITED, Phase.COMMITTING), {}, {}, _EXTERNAL),
+    Rule(Event.ABORT, _to(Phase.ABORTED, Phase.OPEN, Phase.AUDITED), {}, {}, _EXTERNAL),
+    Rule(Event.FENCED, _to(Phase.FENCED, *_ANY_PHASE), {}, {}, _EXTERNAL),
     Rule(Event.COMMIT_DONE, _NOW_COMMITTED, {Epoch.USED: Epoch.FRESH}, {}, _V2),
     Rule(Event.COMMIT_DONE, _NOW_COMMITTED, {Epoch.USED: Epoch.USED}, {}, _V1),
     Rule(Event.COMMIT_REFUSED, {Phase.COMMITTING: Phase.SEALED} | _stay(Phase.COMPLETING_COMMIT), {}, {}, _BATCH),

@@ -18,6 +18,7 @@ import pyarrow as pa
 from pyspark.errors.exceptions.captured import unwrap_spark_exception
 from pyspark.sql import DataFrame
 from pyspark.sql.pandas.serializers import ArrowCollectSerializer
+from pyspark.sql.pandas.types import to_arrow_schema
 
 from onceflow.spark import versions
 
@@ -42,6 +43,11 @@ def collect(df: DataFrame, *, interpreted: bool) -> list[pa.RecordBatch]:
         return _joined(_collected(df))
     finally:
         context.setLocalProperty(_PROJECTIONS, None)  # type: ignore[arg-type]
+
+
+def arrow_schema(df: DataFrame) -> pa.Schema:
+    """The columns of a DataFrame as its rows have them in Arrow, here and in tasks."""
+    return to_arrow_schema(df.schema)
 
 
 def _collected(df: DataFrame) -> list[pa.RecordBatch]:

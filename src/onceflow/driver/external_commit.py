@@ -1,0 +1,289 @@
+"""The steps of a batch that an external sink commits.
+
+    plan -> begin -> write -> audit -> commit -> end      (init comes before, settle with the next batch)
+
+``commit`` is one transaction of the external system, with the rows and the progress row. If its outcome is not known,
+the flow is taken over once more (`ExternalSink.open`), which shows it. At ``end`` Kafka's progress follows, in a
+transaction of its own. If the driver dies before that, the next start does it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from pyspark.sql import DataFrame
+
+from onceflow import hooks
+from onceflow.client.deadline import Deadline
+from onceflow.clock import clock_ms
+from onceflow.driver import batch_errors
+from onceflow.driver.audit import Audit, Part, audit
+from onceflow.driver.batch_errors import in_short
+from onceflow.driver.commit import timed
+from onceflow.driver.driver_session import DriverSession
+from onceflow.driver.offset_log import SourceRange, check_contiguous, read_range
+from onceflow.driver.retries import Attempt
+from onceflow.driver.startup import commit_progress
+from onceflow.errors import BatchAbortedError, DeadlineExceededError, FencedError, OnceflowError
+from onceflow.external.sink import BatchAttempt, ExternalSink
+from onceflow.messages import DRIVER, REPORT_SPARK_SCHEMA, from_rows
+from onceflow.planning.options import BatchSummary, SinkOptions
+from onceflow.planning.source_starts import SourceTopic
+from onceflow.protocol.progress import Progress, encode
+from onceflow.protocol.transaction import GIVEN, Event, Mode, Phase, Transaction
+from onceflow.spark import jvm
+from onceflow.spark.checkpoint_files import Folder
+from onceflow.spark.collect import collect
+from onceflow.task.external_task import ExternalOrder, ExternalTask, write_external
+
+log = logging.getLogger("onceflow.sink")
+
+_T = TypeVar("_T")
+
+_SMALL_BATCH_ROWS = 8_000
+_FIND_OUT_S = 120.0
+_END_S = 60.0
+
+
+@dataclass(frozen=True)
+class Ownership:
+    """What a start has found.
+
+    Args:
+        generation: of this driver in the external system.
+        progress: where the flow is.
+    """
+
+    generation: int
+    progress: Progress
+
+
+class ExternalCommit:
+    """The steps of the batches of one query.
+
+    Args:
+        session: of this driver in Kafka. sources: the topics that are read.
+        checkpoint: folder of the query's scratch checkpoint.
+    """
+
+    def __init__(
+        self,
+        sink: ExternalSink,
+        owned: Ownership,
+        session: DriverSession,
+        *,
+        sources: Mapping[str, SourceTopic],
+        options: SinkOptions,
+        checkpoint: Folder,
+    ) -> None:
+        self._sink = sink
+        self._generation = owned.generation
+        self._session = session
+        self._sources = sources
+        self._options = options
+        self._checkpoint = checkpoint
+        self._rows_out = 1.0  # most rows written per row read in a batch so far
+        self._at: BatchAttempt | None = None  # the last one
+        self.flow = session.names.flow
+        self.progress = owned.progress
+        self.machine = Transaction(Mode.EXTERNAL, GIVEN)
+
+    # ---- what the sink of Spark asks -----------------------------------------------------------------
+
+    def are_timers_left(self) -> bool:
+        return False
+
+    def ended(self) -> None:
+        """The query is over."""
+        self._sink.close()
+
+    def ended_batch(self, df: DataFrame) -> None:
+        """Spark's call of the sink ends."""
+
+    def is_idle(self, source: SourceRange) -> bool:
+        """Whether a batch would change nothing."""
+        return not source.max_rows
+
+    def settle(self) -> None:
+        """Spark has logged the last batch."""
+        if self.machine.phase is Phase.COMMITTED:
+            hooks.at("settle", where="driver", flow=self.flow, batch=self.progress.batch_id)
+            self.machine.on(Event.SETTLE)
+
+    def plan(self, spark_batch_id: int, batch: int) -> tuple[SourceRange, bool]:
+        """The source range of the batch. It must start where progress ends (I2)."""
+        source = read_range(self._checkpoint, spark_batch_id)
+        starts = {name: dict(topic.earliest) for name, topic in self._sources.items()}
+        known = {topic: dict(offsets) for topic, offsets in self.progress.offsets.items()}
+        check_contiguous(source.start, known, starts, flow=self.flow, batch=batch)
+        hooks.at("plan", where="driver", flow=self.flow, batch=batch)
+        return source, False
+
+    def plan_without_records(self, batch: int) -> None:
+        raise NotImplementedError("there are no timers")
+
+    def drain(self, df: DataFrame) -> None:
+        raise NotImplementedError("Spark keeps no state for the query")
+
+    # ---- the steps -----------------------------------------------------------------------------------
+
+    def attempt(self, df: DataFrame, attempt: Attempt) -> bool:
+        """One transaction of the external system, from its begin to its end."""
+        batch, summary = attempt.batch, attempt.summary
+        at = self._at = BatchAttempt(self.flow, self._generation, batch, summary.attempts)
+        with timed(summary, "begin"):
+            self.machine.on(Event.BEGIN)
+            self._guarded("begin", lambda: self._sink.begin(at))
+        hooks.at("begin", where="driver", flow=self.flow, batch=batch, source=attempt.source)
+        attempt.begun_at = time.monotonic()
+        with timed(summary, "write"):
+            part, receipts = self._write(df, at, attempt.source, summary)
+        hooks.at("write", where="driver", flow=self.flow, batch=batch)
+        with timed(summary, "audit"):
+            checked = self._audit(df, part, batch)
+        self.machine.on(Event.ROWS_AUDITED)
+        hooks.at("audit", where="driver", flow=self.flow, batch=batch)
+        progress = replace(
+            self.progress,
+            batch_id=batch,
+            offsets={**{t: dict(o) for t, o in self.progress.offsets.items()}, **attempt.source.end},
+            time_ms=clock_ms(),
+        )
+        with timed(summary, "commit"):
+            self._commit(at, receipts, progress)
+        self.progress = progress
+        summary.records, summary.nbytes, summary.max_rss_kib = checked.records, checked.nbytes, checked.max_rss_kib
+        self._rows_out = max(self._rows_out, checked.records / max(1, summary.max_rows))
+        hooks.at("commit", where="driver", flow=self.flow, batch=batch)
+        with timed(summary, "end"):
+            self._end()
+        return True
+
+    def _write(
+        self, df: DataFrame, at: BatchAttempt, source: SourceRange, summary: BatchSummary
+    ) -> tuple[Part, Sequence[bytes]]:
+        """Bring all rows to the system. Returns the reports, and the receipts in the order of the tasks."""
+        order = ExternalOrder(self._sink, at, hooks.configured())
+        small = self._options.small_batch_rows
+        limit = _SMALL_BATCH_ROWS if small is None else small
+        if source.max_rows * self._rows_out <= limit and summary.attempts == 1:
+            rows = collect(df, interpreted=self._options.reads_little)
+            found = self._guarded("write", lambda: write_external(order, DRIVER, rows))
+            summary.path = "driver"
+            return Part(found.written, None, False), found.returned
+        tasks = jvm.task_total(df)
+        found = from_rows(df.mapInArrow(ExternalTask(order), REPORT_SPARK_SCHEMA).collect())
+        summary.path = f"{tasks} tasks"
+        return Part(found.written, tasks, jvm.has_shuffle(df)), found.returned
+
+    def _audit(self, df: DataFrame, part: Part, batch: int) -> Audit:
+        stages = {report.stage for report in part.reports}
+        attempts = jvm.stage_attempts(df.sparkSession, stages) if part.shuffled else {}
+        return audit(part.reports, tasks=part.tasks, stage_attempts=attempts, flow=self.flow, batch=batch)
+
+    def _commit(self, at: BatchAttempt, receipts: Sequence[bytes], progress: Progress) -> None:
+        """The transaction of the external system decides the batch."""
+        text = encode(progress)[1].decode()
+        self.machine.on(Event.COMMIT)
+        try:
+            self._sink.commit(at, receipts, text)
+        except FencedError as error:
+            self.machine.on(Event.FENCED)
+            raise batch_errors.fenced(self.flow, f"before batch {at.batch} was committed", error.detail) from error
+        except OnceflowError:
+            self.machine.on(Event.COMMIT_REFUSED)
+            raise
+        except Exception as problem:
+            log.warning(
+                "flow %s: the outcome of batch %d in %s is not known yet: %s",
+                self.flow,
+                at.batch,
+                self._sink.target,
+                in_short(problem),
+            )
+            self._find_out(at, text, problem)
+
+    def _find_out(self, at: BatchAttempt, text: str, problem: Exception) -> None:
+        """Returns if the transaction was committed.
+
+        Raises:
+            BatchAbortedError: it was not, and cannot be any more.
+            FencedError: a newer driver has taken the flow over.
+            DeadlineExceededError: the system does not answer. The next start finds the outcome.
+        """
+        deadline = Deadline(_FIND_OUT_S, f"learning how batch {at.batch} ended in {self._sink.target}")
+        tried = 0
+        while True:
+            try:
+                opened = self._sink.open(self.flow, at.generation)
+                break
+            except FencedError as error:
+                self.machine.on(Event.FENCED)
+                raise batch_errors.fenced(self.flow, f"while batch {at.batch} was committed", error.detail) from error
+            except Exception as error:
+                try:
+                    deadline.pause(tried, in_short(error))
+                except DeadlineExceededError as late:
+                    raise DeadlineExceededError(
+                        f"The outcome of the commit is not known: {self._sink.target} does not answer",
+                        detail=in_short(error),
+                        next_step="start the flow again when it answers: it finds the outcome and continues there",
+                    ) from late
+                tried += 1
+        self._generation = opened.generation
+        if opened.progress != text:
+            self.machine.on(Event.COMMIT_REFUSED)
+            raise BatchAbortedError(
+                f"The transaction of {self._sink.target} was not committed",
+                detail=in_short(problem),
+                next_step="none: the batch is run again",
+            ) from problem
+
+    def _end(self) -> None:
+        """Kafka's progress and the consumer group follow. Until then no attempt may begin or be aborted.
+
+        Raises:
+            FencedError: a newer driver has started. It continues after this batch, which is committed.
+            DeadlineExceededError, BrokerUnreachableError: brokers do not answer; the next start does it.
+        """
+        deadline = Deadline(_END_S, f"moving progress in Kafka to batch {self.progress.batch_id}")
+        commit_progress(self._session, self.progress, self._sources, deadline)
+        self.machine.on(Event.COMMIT_DONE)
+
+    def _guarded(self, step: str, call: Callable[[], _T]) -> _T:
+        """An attempt that fails for another reason than an error of onceflow's own may be repeated."""
+        try:
+            return call()
+        except OnceflowError:
+            raise
+        except Exception as problem:
+            raise BatchAbortedError(
+                f"{self._sink.target} has failed at the step {step}",
+                detail=in_short(problem),
+                next_step="none: the batch is run again",
+            ) from problem
+
+    # ---- when it goes wrong --------------------------------------------------------------------------
+
+    def abort(self, problem: BaseException, batch: int) -> None:
+        """The attempt will not be committed: its receipts are forgotten."""
+        self.machine.on(Event.ABORT)
+        if self._at is not None:
+            try:
+                self._sink.abort(self._at)
+            except Exception as error:  # it is rid of at the next start
+                log.warning("flow %s: %s: %s", self.flow, self._sink.target, in_short(error))
+        hooks.at(hooks.ABORTED, where="driver", flow=self.flow, batch=batch)
+
+    def learn(self, problem: BaseException) -> bool:
+        return False
+
+    def forget_attempt(self, df: DataFrame) -> None:
+        """Spark keeps no state for the query."""
+
+    def is_lost(self, df: DataFrame, summary: BatchSummary, problem: BaseException) -> bool:
+        return False

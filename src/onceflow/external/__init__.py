@@ -1,0 +1,1 @@
+"""Systems other than Kafka that a flow writes exactly once: what they must offer, and those that come with onceflow."""

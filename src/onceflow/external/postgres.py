@@ -1,0 +1,334 @@
+"""``PostgresSink``: a table of a PostgreSQL database.
+
+Tasks bring their rows to a staging table with COPY, in binary, through ADBC: it encodes Arrow's columns without a
+Python object for each value. The driver moves the rows of the successful tasks into the table, in one transaction with
+the progress row. The staging table is not logged, and belongs to one generation of the flow: what an older driver's
+tasks still copy reaches nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+
+from onceflow.errors import BadRecordError, EnvironmentUnusableError, FencedError, OnceflowError, SchemaError
+from onceflow.external.postgres_columns import Column, checked_columns, columns_of, staged_types
+from onceflow.external.rows import DELETE_BY_FLAG, INSERT, UPSERT, TableWrite
+from onceflow.external.sink import BatchAttempt, ExternalSink, Opened
+
+if TYPE_CHECKING:  # the extra is needed where it is used only
+    import psycopg
+    from psycopg import sql
+
+_PROGRESS = "onceflow_progress"
+_RECEIPT, _ROW = "onceflow_receipt", "onceflow_row"
+_LOCK_S = 60  # how long a transaction waits for a row that another one has locked
+_CLEAN_MS = 200
+
+
+class PostgresSink(ExternalSink):
+    """Writes rows to a table of a PostgreSQL database. It needs the extra ``postgres``.
+
+    The user needs ``INSERT`` on the table (``UPDATE``, ``DELETE`` and ``SELECT`` for the other modes), and ``CREATE``
+    on the first schema of its ``search_path``, where the table ``onceflow_progress`` and the staging tables are.
+
+    Args:
+        dsn: how to connect, as libpq takes it: ``postgresql://user:password@host/database`` or ``host=... dbname=...``.
+        table: an existing table, ``name`` or ``schema.name``.
+        mode: ``insert``; ``upsert``: a row replaces the columns of the row with its key; ``delete-by-flag``: likewise,
+            but a row whose ``flag`` is true deletes the row with its key.
+        key: the columns of a primary key or unique index, for ``upsert`` and ``delete-by-flag``.
+        flag: name of the boolean column for ``delete-by-flag``. It is no column of the table.
+
+    Raises:
+        OptionError: arguments that do not go together.
+        EnvironmentUnusableError: the extra is not installed.
+    """
+
+    def __init__(
+        self, dsn: str, table: str, *, mode: str = INSERT, key: Sequence[str] = (), flag: str = "deleted"
+    ) -> None:
+        try:
+            import adbc_driver_postgresql.dbapi  # noqa: F401
+            import psycopg  # noqa: F401
+        except ImportError as error:
+            raise EnvironmentUnusableError(
+                f"PostgresSink needs packages that are not installed: {error.name}",
+                next_step="pip install 'onceflow[postgres]', on executors, too",
+            ) from error
+        self._dsn = dsn
+        self._write = TableWrite(table, mode, tuple(key), flag)
+        self._columns: list[Column] = []
+        self._connection: psycopg.Connection[Any] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_connection": None}
+
+    def __repr__(self) -> str:
+        return f"PostgresSink(..., {self._write.table!r}, mode={self._write.mode!r})"
+
+    @property
+    def target(self) -> str:
+        return f"PostgreSQL table {self._write.table}"
+
+    def check(self, schema: pa.Schema) -> None:
+        written = self._write.columns(schema.names)
+        with self._connected() as connection:
+            known = columns_of(connection, self._write.table)
+            checked_columns(known, written, schema, self._write.table)
+            flag = [Column(self._write.flag, "boolean", False)] if self._write.mode == DELETE_BY_FLAG else []
+            staged = staged_types(schema)
+            self._columns = [known[name].staged(staged[name]) for name in written] + [
+                each.staged("boolean") for each in flag
+            ]
+            self._check_key(connection, written)
+
+    def open(self, flow: str, generation: int | None) -> Opened:
+        with self._connected() as connection:
+            with suppress_race():
+                connection.execute(
+                    f"CREATE TABLE IF NOT EXISTS {_PROGRESS} "
+                    "(flow text PRIMARY KEY, generation bigint NOT NULL, progress text)"
+                )
+            with self._transaction(connection):
+                connection.execute(
+                    f"INSERT INTO {_PROGRESS} VALUES (%s, 0, NULL) ON CONFLICT (flow) DO NOTHING", [flow]
+                )
+                last, progress = self._locked(connection, flow)
+                if generation is not None and generation != last:
+                    raise _fenced(self.target, flow, generation, last)
+                connection.execute(f"UPDATE {_PROGRESS} SET generation = %s WHERE flow = %s", [last + 1, flow])
+            self._drop_staging(connection, flow, last + 1)
+        return Opened(last + 1, progress)
+
+    def begin(self, attempt: BatchAttempt) -> None:
+        from psycopg import sql
+
+        columns = [
+            sql.SQL("{} {}").format(sql.Identifier(each.name), sql.SQL(each.staged_as)) for each in self._columns
+        ]
+        with self._connected() as connection:
+            connection.execute(
+                sql.SQL("CREATE UNLOGGED TABLE IF NOT EXISTS {} ({} text, {} bigint, {})").format(
+                    sql.Identifier(_staging(attempt)),
+                    sql.Identifier(_RECEIPT),
+                    sql.Identifier(_ROW),
+                    sql.SQL(", ").join(columns),
+                )
+            )
+
+    def write(self, attempt: BatchAttempt, task: str, batches: Iterator[pa.RecordBatch]) -> bytes:
+        from adbc_driver_postgresql import dbapi
+
+        first = next(batches, None)
+        if first is None:
+            return b""
+        receipt, rows = f"{attempt}-{task}", 0
+        wanted = [each.name for each in self._columns]
+
+        def numbered() -> Iterator[pa.RecordBatch]:
+            nonlocal rows
+            batch: pa.RecordBatch | None = first
+            while batch is not None:
+                places = pa.array(np.arange(rows, rows + batch.num_rows))
+                rows += batch.num_rows
+                names = pa.repeat(receipt, batch.num_rows)
+                columns = [names, places, *(batch.column(name) for name in wanted)]
+                yield pa.RecordBatch.from_arrays(columns, names=[_RECEIPT, _ROW, *wanted])
+                batch = next(batches, None)
+
+        parts = numbered()
+        head = next(parts)
+
+        def every() -> Iterator[pa.RecordBatch]:
+            yield head
+            yield from parts
+
+        with dbapi.connect(self._dsn) as connection, connection.cursor() as cursor:
+            reader = pa.RecordBatchReader.from_batches(head.schema, every())
+            cursor.adbc_ingest(_staging(attempt), reader, mode="append")
+            connection.commit()
+        return json.dumps([receipt, rows]).encode()
+
+    def commit(self, attempt: BatchAttempt, receipts: Sequence[bytes], progress: str) -> None:
+        given = [json.loads(receipt) for receipt in receipts if receipt]
+        with self._connected() as connection:
+            with self._transaction(connection):
+                last, _ = self._locked(connection, attempt.flow)
+                if last != attempt.generation:
+                    raise _fenced(self.target, attempt.flow, attempt.generation, last)
+                if given:
+                    self._move(connection, attempt, [name for name, _ in given], sum(rows for _, rows in given))
+                connection.execute(f"UPDATE {_PROGRESS} SET progress = %s WHERE flow = %s", [progress, attempt.flow])
+            self._empty_staging(connection, attempt)
+
+    def abort(self, attempt: BatchAttempt) -> None:
+        with self._connected() as connection:
+            self._empty_staging(connection, attempt)
+
+    def close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+
+    # ---- inside --------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _connected(self) -> Iterator[psycopg.Connection[Any]]:
+        """The driver's connection; a new one if the last one has failed."""
+        import psycopg
+
+        if self._connection is None or self._connection.closed or self._connection.broken:
+            self._connection = psycopg.connect(self._dsn, autocommit=True, connect_timeout=10)
+            weakref.finalize(self, self._connection.close)  # also if a start fails
+        try:
+            yield self._connection
+        except BaseException as error:
+            if not isinstance(error, OnceflowError):
+                self._connection.close()  # what it has begun is rolled back
+            raise
+
+    @contextmanager
+    def _transaction(self, connection: psycopg.Connection[Any]) -> Iterator[None]:
+        with connection.transaction():
+            connection.execute(f"SET LOCAL lock_timeout = '{_LOCK_S}s'")
+            # A driver that is stopped in the middle must not hold the row for ever.
+            connection.execute(f"SET LOCAL idle_in_transaction_session_timeout = '{_LOCK_S}s'")
+            yield
+
+    def _locked(self, connection: psycopg.Connection[Any], flow: str) -> tuple[int, str | None]:
+        """The progress row, which nobody else can change until the transaction ends."""
+        found = connection.execute(
+            f"SELECT generation, progress FROM {_PROGRESS} WHERE flow = %s FOR UPDATE", [flow]
+        ).fetchone()
+        return (0, None) if found is None else (int(found[0]), found[1])
+
+    def _check_key(self, connection: psycopg.Connection[Any], written: Sequence[str]) -> None:
+        import psycopg
+
+        if self._write.mode == INSERT:
+            return
+        try:
+            with connection.transaction(force_rollback=True):
+                self.begin(BatchAttempt("onceflow check", 0, 0, 0))
+                for statement in self._statements(_staging(BatchAttempt("onceflow check", 0, 0, 0))):
+                    connection.execute(statement, {"receipts": []})
+        except psycopg.errors.InvalidColumnReference as error:
+            raise SchemaError(
+                f"Rows cannot be written to table {self._write.table} with mode={self._write.mode!r}",
+                detail=str(error).splitlines()[0],
+                next_step="key= must name the columns of its primary key, or of a unique index",
+            ) from error
+
+    def _statements(self, staging: str) -> list[sql.Composed]:
+        """How staged rows are moved."""
+        from psycopg import sql
+
+        names = self._write.columns([each.name for each in self._columns])
+        by_name = {each.name: each for each in self._columns}
+        table = sql.Identifier(*self._write.table.split(".", 1))
+        key = sql.SQL(", ").join(map(sql.Identifier, self._write.key))
+        listed = sql.SQL(", ").join(map(sql.Identifier, names))
+        values = sql.SQL(", ").join(by_name[name].moved() for name in names)
+        rows = sql.SQL("{} WHERE {} = ANY(%(receipts)s)").format(sql.Identifier(staging), sql.Identifier(_RECEIPT))
+        order = sql.SQL("{}, {}").format(sql.Identifier(_RECEIPT), sql.Identifier(_ROW))
+        insert = sql.SQL("INSERT INTO {} ({}) SELECT {} FROM ").format(table, listed, values)
+        if self._write.mode == INSERT:
+            return [insert + rows + sql.SQL(" ORDER BY ") + order]
+        last = sql.SQL("(SELECT DISTINCT ON ({}) * FROM {} ORDER BY {}, {} DESC, {} DESC) AS last").format(
+            key, rows, key, sql.Identifier(_RECEIPT), sql.Identifier(_ROW)
+        )
+        others = [name for name in names if name not in self._write.key]
+        change = sql.SQL(", ").join(
+            sql.SQL("{} = excluded.{}").format(sql.Identifier(name), sql.Identifier(name)) for name in others
+        )
+        conflict = sql.SQL(" ON CONFLICT ({}) DO ").format(key)
+        conflict += sql.SQL("UPDATE SET ") + change if others else sql.SQL("NOTHING")
+        if self._write.mode == UPSERT:
+            return [insert + last + conflict]
+        flag = sql.Identifier(self._write.flag)
+        same = sql.SQL(" AND ").join(
+            sql.SQL("t.{} = {}").format(sql.Identifier(name), by_name[name].moved("last")) for name in self._write.key
+        )
+        delete = sql.SQL("DELETE FROM {} AS t USING {} WHERE last.{} IS TRUE AND {}").format(table, last, flag, same)
+        return [delete, insert + last + sql.SQL(" WHERE {} IS NOT TRUE").format(flag) + conflict]
+
+    def _move(
+        self, connection: psycopg.Connection[Any], attempt: BatchAttempt, receipts: Sequence[str], expected: int
+    ) -> None:
+        import psycopg
+        from psycopg import sql
+
+        staging = _staging(attempt)
+        count = sql.SQL("SELECT count(*) FROM {} WHERE {} = ANY(%s)").format(
+            sql.Identifier(staging), sql.Identifier(_RECEIPT)
+        )
+        found = connection.execute(count, [list(receipts)]).fetchone()
+        if found is None or found[0] != expected:
+            # A server that has crashed empties tables that are not logged.
+            raise RuntimeError(f"{expected} rows were staged, and {found and found[0]} are there")
+        try:
+            for statement in self._statements(staging):
+                connection.execute(statement, {"receipts": list(receipts)})
+        except (psycopg.IntegrityError, psycopg.DataError) as error:
+            detail = error.diag.message_detail or ""
+            raise BadRecordError(
+                f"Table {self._write.table} does not take a row",
+                detail=f"{error.diag.message_primary}; {detail:.500}",
+                next_step="correct the row in the query, or the table's constraints",
+            ) from error
+
+    def _empty_staging(self, connection: psycopg.Connection[Any], attempt: BatchAttempt) -> None:
+        """Remove all staged rows, unless a task that does not know of the end still copies."""
+        self._cleaned(connection, "TRUNCATE {}", _staging(attempt))
+
+    def _drop_staging(self, connection: psycopg.Connection[Any], flow: str, generation: int) -> None:
+        """Remove the staging tables of earlier generations."""
+        pattern = _staging_prefix(flow).replace("_", r"\_") + "%"
+        found = connection.execute(
+            "SELECT relname FROM pg_class WHERE relname LIKE %s AND pg_table_is_visible(oid) AND relkind = 'r'",
+            [pattern],
+        ).fetchall()
+        for (name,) in found:
+            self._cleaned(connection, "DROP TABLE IF EXISTS {}", name)
+
+    def _cleaned(self, connection: psycopg.Connection[Any], statement: Any, table: str) -> None:
+        import psycopg
+        from psycopg import sql
+
+        with suppress(psycopg.errors.LockNotAvailable, psycopg.errors.UndefinedTable), connection.transaction():
+            connection.execute(f"SET LOCAL lock_timeout = '{_CLEAN_MS}ms'")
+            connection.execute(sql.SQL(statement).format(sql.Identifier(table)))
+
+
+@contextmanager
+def suppress_race() -> Iterator[None]:
+    """``CREATE TABLE IF NOT EXISTS`` fails if another session creates the table at the same moment."""
+    import psycopg
+
+    with suppress(psycopg.errors.UniqueViolation, psycopg.errors.DuplicateTable):
+        yield
+
+
+def _staging_prefix(flow: str) -> str:
+    return f"onceflow_staging_{hashlib.sha256(flow.encode()).hexdigest()[:16]}_"
+
+
+def _staging(attempt: BatchAttempt) -> str:
+    """The staging table of a generation."""
+    return f"{_staging_prefix(attempt.flow)}{attempt.generation}"
+
+
+def _fenced(target: str, flow: str, generation: int, last: int) -> FencedError:
+    return FencedError(
+        f"A newer driver has taken flow {flow!r} over",
+        flow=flow,
+        detail=f"{target}: this driver has generation {generation}, the last one is {last}",
+        next_step="stop one of the two drivers: a flow has one driver. Nothing was lost or written twice",
+    )

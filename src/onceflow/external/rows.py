@@ -1,0 +1,49 @@
+"""How rows change a table of a database."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from onceflow.errors import OptionError, SchemaError
+
+INSERT, UPSERT, DELETE_BY_FLAG = "insert", "upsert", "delete-by-flag"
+MODES = (INSERT, UPSERT, DELETE_BY_FLAG)
+
+
+@dataclass(frozen=True)
+class TableWrite:
+    """How rows change a table. The arguments are those of ``SqliteSink``.
+
+    Raises:
+        OptionError: they do not go together.
+    """
+
+    table: str
+    mode: str
+    key: tuple[str, ...]
+    flag: str
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise OptionError(f"mode={self.mode!r} is unknown", next_step=f"use one of {', '.join(MODES)}")
+        if self.mode != INSERT and not self.key:
+            raise OptionError(f"mode={self.mode!r} needs key=", next_step="name the columns of the primary key")
+        if self.mode == INSERT and self.key:
+            raise OptionError("key= has no meaning with mode='insert'", next_step="leave it out, or use mode='upsert'")
+
+    def columns(self, given: Sequence[str]) -> list[str]:
+        """Those of the DataFrame's columns that are columns of the table.
+
+        Raises:
+            SchemaError: a key column, or that with the flag, is missing.
+        """
+        wanted = [*self.key, self.flag] if self.mode == DELETE_BY_FLAG else [*self.key]
+        missing = [name for name in wanted if name not in given]
+        if missing:
+            raise SchemaError(
+                f"The rows for table {self.table} lack the columns {', '.join(missing)}",
+                detail=f"they have {', '.join(given)}",
+                next_step="select them, or change key= or flag=",
+            )
+        return [name for name in given if self.mode != DELETE_BY_FLAG or name != self.flag]

@@ -1,0 +1,129 @@
+"""What a system other than Kafka must offer so that a flow writes it exactly once.
+
+The system decides what is committed: one transaction of it has the rows of a batch and the flow's *progress row*. A
+start takes the flow over with `ExternalSink.open`, which fences older drivers, and continues where the progress row
+says. Kafka's progress record and the consumer group follow in a transaction of their own, for lag tools.
+
+The user's code may give other rows when a batch runs again. So rows are not compared, and nothing depends on repeating
+them: only what one attempt has written is ever committed.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import pyarrow as pa
+
+
+@dataclass(frozen=True)
+class BatchAttempt:
+    """One attempt of a batch.
+
+    Args:
+        generation: of the driver, from `ExternalSink.open`.
+        batch: number of the batch, counted since the flow's first start.
+        attempt: 1 for the first attempt of the batch under this generation.
+    """
+
+    flow: str
+    generation: int
+    batch: int
+    attempt: int
+
+    def __str__(self) -> str:
+        """Different for all attempts of the flow."""
+        return f"{self.generation}-{self.batch}-{self.attempt}"
+
+
+@dataclass(frozen=True)
+class Opened:
+    """The answer of `ExternalSink.open`.
+
+    Args:
+        generation: of the driver that has called it; higher than all before.
+        progress: the text of the last `ExternalSink.commit` that took effect; None: there was none.
+    """
+
+    generation: int
+    progress: str | None
+
+
+class ExternalSink(ABC):
+    """A system other than Kafka, and what is written there. Give an instance to ``Flow.write_external``.
+
+    It is pickled and sent to the tasks, so connections are made where they are used. The driver calls ``check`` and
+    ``open`` at a start, then ``begin`` and ``commit`` (or ``abort``) for each attempt of a batch, and ``close`` at the
+    end. Tasks, and the driver for small batches, call ``write`` in between.
+
+    Whatever a method raises must not contain secrets. `OnceflowError`s stop the flow; other exceptions of ``begin``,
+    ``write`` and ``abort`` make the batch run again.
+
+    Attributes:
+        local_only: whether tasks must run on the driver's machine.
+    """
+
+    local_only = False
+
+    @property
+    @abstractmethod
+    def target(self) -> str:
+        """Where rows go, for errors and logs: short, and without secrets."""
+
+    @abstractmethod
+    def check(self, schema: pa.Schema) -> None:
+        """Check that rows with these columns can be written.
+
+        Raises:
+            SchemaError: they cannot.
+        """
+
+    @abstractmethod
+    def open(self, flow: str, generation: int | None) -> Opened:
+        """Take the flow over, so that no attempt of an earlier generation can be committed any more.
+
+        If such a commit is running, it waits for its outcome. It is also called when the outcome of a commit is not
+        known, to find it out.
+
+        Args:
+            generation: take it over only from this generation; None: from any, or for the first time.
+
+        Raises:
+            FencedError: another driver has taken it over, so the generation is not the last one.
+        """
+
+    @abstractmethod
+    def begin(self, attempt: BatchAttempt) -> None:
+        """An attempt begins. What earlier attempts have left may be removed."""
+
+    @abstractmethod
+    def write(self, attempt: BatchAttempt, task: str, batches: Iterator[pa.RecordBatch]) -> bytes:
+        """Bring the rows of one task to the system, where nobody sees them yet.
+
+        Args:
+            task: name of the task's attempt, different for all that write in this attempt of the batch.
+
+        Returns:
+            A receipt for ``commit``: what it needs to find these rows, and no others.
+        """
+
+    @abstractmethod
+    def commit(self, attempt: BatchAttempt, receipts: Sequence[bytes], progress: str) -> None:
+        """In one transaction: make the rows of these receipts visible, and keep ``progress`` as the progress row.
+
+        Args:
+            receipts: in the order of the tasks. Rows of a task stay in their order.
+
+        Raises:
+            FencedError: the generation is not the last one; nothing has changed.
+            OnceflowError: nothing has changed, and another attempt would not help, for example because of a row.
+            Exception: anything else: the outcome is not known. ``open`` finds it out.
+        """
+
+    @abstractmethod
+    def abort(self, attempt: BatchAttempt) -> None:
+        """The attempt will not be committed: what it has written may be removed."""
+
+    def close(self) -> None:  # noqa: B027 (most sinks hold nothing)
+        """Close what the driver holds."""

@@ -1,0 +1,203 @@
+"""``SqliteSink``: a table of an SQLite database on the driver's machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sqlite3
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from datetime import date, datetime, time, timedelta
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from onceflow.errors import BadRecordError, EnvironmentUnusableError, FencedError, SchemaError
+from onceflow.external.rows import DELETE_BY_FLAG, INSERT, TableWrite
+from onceflow.external.sink import BatchAttempt, ExternalSink, Opened
+
+_PROGRESS = "onceflow_progress"
+_BUSY_S = 60.0
+
+
+class SqliteSink(ExternalSink):
+    """Writes rows to a table of an SQLite database.
+
+    Tasks write their rows to files beside the database; the driver moves them into the table, in one transaction with
+    the progress row (table ``onceflow_progress``). So all tasks must run on the driver's machine.
+
+    Args:
+        path: the database file. table: an existing table of it.
+        mode: ``insert``; ``upsert``: a row replaces the columns of the row with its key; ``delete-by-flag``: likewise,
+            but a row whose ``flag`` is true deletes the row with its key.
+        key: the columns of a primary key or unique index, for ``upsert`` and ``delete-by-flag``.
+        flag: name of the boolean column for ``delete-by-flag``. It is no column of the table.
+
+    Raises:
+        OptionError: arguments that do not go together.
+    """
+
+    local_only = True
+
+    def __init__(
+        self, path: str | Path, table: str, *, mode: str = INSERT, key: Sequence[str] = (), flag: str = "deleted"
+    ) -> None:
+        self.path = Path(path).absolute()
+        self._write = TableWrite(table, mode, tuple(key), flag)
+
+    @property
+    def target(self) -> str:
+        return f"{self.path.name}:{self._write.table}"
+
+    def check(self, schema: pa.Schema) -> None:
+        columns = self._write.columns(schema.names)
+        with self._connected() as connection:
+            known = {row[1]: row for row in connection.execute(f"PRAGMA table_info({_quoted(self._write.table)})")}
+            if not known:
+                raise SchemaError(f"There is no table {self._write.table!r}", next_step=f"create it in {self.path}")
+            missing = [name for name in columns if name not in known]
+            if missing:
+                raise SchemaError(
+                    f"Table {self._write.table} has no columns {', '.join(missing)}",
+                    detail=f"it has {', '.join(known)}",
+                    next_step="add them to the table, or do not select them",
+                )
+            needed = [name for name, row in known.items() if row[3] and row[4] is None and name not in columns]
+            if needed:
+                raise SchemaError(
+                    f"Columns {', '.join(needed)} of table {self._write.table} must not be null, and are not written",
+                    next_step="select them, or give them a default",
+                )
+            for statement in self._statements(columns):
+                try:
+                    connection.execute("EXPLAIN " + statement, [None] * statement.count("?"))
+                except sqlite3.OperationalError as error:
+                    raise SchemaError(
+                        f"Rows cannot be written to table {self._write.table} with mode={self._write.mode!r}",
+                        detail=str(error),
+                        next_step="key= must name the columns of its primary key, or of a unique index",
+                    ) from error
+
+    def open(self, flow: str, generation: int | None) -> Opened:
+        with self._connected() as connection, _transaction(connection):
+            connection.execute(
+                f"CREATE TABLE IF NOT EXISTS {_PROGRESS} "
+                "(flow TEXT PRIMARY KEY, generation INTEGER NOT NULL, progress TEXT)"
+            )
+            row = connection.execute(f"SELECT generation, progress FROM {_PROGRESS} WHERE flow = ?", [flow]).fetchone()
+            last, progress = row or (0, None)
+            if generation is not None and generation != last:
+                raise _fenced(self.target, flow, generation, last)
+            connection.execute(f"INSERT OR REPLACE INTO {_PROGRESS} VALUES (?, ?, ?)", [flow, last + 1, progress])
+        shutil.rmtree(self._staging(flow), ignore_errors=True)
+        return Opened(last + 1, progress)
+
+    def begin(self, attempt: BatchAttempt) -> None:
+        self._staging(attempt.flow).mkdir(parents=True, exist_ok=True)
+
+    def write(self, attempt: BatchAttempt, task: str, batches: Iterator[pa.RecordBatch]) -> bytes:
+        first = next(batches, None)
+        if first is None:
+            return b""
+        path = self._staging(attempt.flow) / f"{attempt}-{task}.arrow"
+        with pa.OSFile(os.fspath(path), "wb") as file, pa.ipc.new_stream(file, first.schema) as stream:
+            stream.write_batch(first)
+            for batch in batches:
+                stream.write_batch(batch)
+        return path.name.encode()
+
+    def commit(self, attempt: BatchAttempt, receipts: Sequence[bytes], progress: str) -> None:
+        with self._connected() as connection, _transaction(connection):
+            row = connection.execute(f"SELECT generation FROM {_PROGRESS} WHERE flow = ?", [attempt.flow]).fetchone()
+            if row is None or row[0] != attempt.generation:
+                raise _fenced(self.target, attempt.flow, attempt.generation, row and row[0])
+            for receipt in filter(None, receipts):
+                self._move(connection, self._staging(attempt.flow) / receipt.decode())
+            connection.execute(f"UPDATE {_PROGRESS} SET progress = ? WHERE flow = ?", [progress, attempt.flow])
+        self.abort(attempt)
+
+    def abort(self, attempt: BatchAttempt) -> None:
+        for path in self._staging(attempt.flow).glob(f"{attempt}-*.arrow"):
+            path.unlink(missing_ok=True)
+
+    # ---- inside --------------------------------------------------------------------------------------
+
+    def _staging(self, flow: str) -> Path:
+        return self.path.with_name(f"{self.path.name}-onceflow") / flow
+
+    @contextmanager
+    def _connected(self) -> Iterator[sqlite3.Connection]:
+        if not self.path.exists():
+            raise EnvironmentUnusableError(f"There is no database {self.path}", next_step="create it with its table")
+        with closing(sqlite3.connect(self.path, timeout=_BUSY_S, isolation_level=None)) as connection:
+            yield connection
+
+    def _statements(self, columns: Sequence[str]) -> tuple[str, str]:
+        """How a row is written, and how it is deleted."""
+        table, key = _quoted(self._write.table), [_quoted(name) for name in self._write.key]
+        names, places = ", ".join(map(_quoted, columns)), ", ".join("?" * len(columns))
+        written = f"INSERT INTO {table} ({names}) VALUES ({places})"
+        if key:
+            others = [_quoted(name) for name in columns if name not in self._write.key]
+            change = ", ".join(f"{name} = excluded.{name}" for name in others)
+            written += f" ON CONFLICT ({', '.join(key)}) DO " + (f"UPDATE SET {change}" if others else "NOTHING")
+        deleted = f"DELETE FROM {table} WHERE {' AND '.join(f'{name} IS ?' for name in key) or '0'}"
+        return written, deleted
+
+    def _move(self, connection: sqlite3.Connection, path: Path) -> None:
+        with pa.OSFile(os.fspath(path)) as file, pa.ipc.open_stream(file) as stream:
+            columns = self._write.columns(stream.schema.names)
+            written, deleted = self._statements(columns)
+            for batch in stream:
+                for row in batch.to_pylist():
+                    try:
+                        if self._write.mode == DELETE_BY_FLAG and row[self._write.flag]:
+                            connection.execute(deleted, [_stored(row[name]) for name in self._write.key])
+                        else:
+                            connection.execute(written, [_stored(row[name]) for name in columns])
+                    except (sqlite3.IntegrityError, sqlite3.InterfaceError, OverflowError) as error:
+                        raise BadRecordError(
+                            f"Table {self._write.table} does not take a row",
+                            detail=f"{error}: {row!s:.500}",
+                            next_step="correct the row in the query, or the table's constraints",
+                        ) from error
+
+
+@contextmanager
+def _transaction(connection: sqlite3.Connection) -> Iterator[None]:
+    connection.execute("BEGIN IMMEDIATE")
+    try:
+        yield
+    except BaseException:
+        connection.execute("ROLLBACK")
+        raise
+    connection.execute("COMMIT")
+
+
+def _stored(value: Any) -> Any:
+    """A value as SQLite keeps it: what it has no type for is text."""
+    if isinstance(value, Decimal):
+        return str(value)
+    if isinstance(value, datetime | date | time):
+        return value.isoformat()
+    if isinstance(value, timedelta):
+        return str(value)
+    if isinstance(value, list | dict | tuple):
+        return json.dumps(value, default=str)
+    return value
+
+
+def _quoted(name: str) -> str:
+    return '"' + name.replace('"', '""') + '"'
+
+
+def _fenced(target: str, flow: str, generation: int, last: Any) -> FencedError:
+    return FencedError(
+        f"A newer driver has taken flow {flow!r} over",
+        flow=flow,
+        detail=f"{target}: this driver has generation {generation}, the last one is {last}",
+        next_step="stop one of the two drivers: a flow has one driver. Nothing was lost or written twice",
+    )

@@ -1,0 +1,107 @@
+"""The runs of a flow: one after the other, never two at a time."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from onceflow import interactive
+from onceflow.client.settings import ClientSettings
+from onceflow.driver.run import Run
+from onceflow.driver.startup import Startup
+from onceflow.errors import OptionError
+from onceflow.protocol.names import Names
+from onceflow.query import FlowQuery
+from onceflow.spark import query_listener
+
+
+class FlowRuns:
+    """The start that is being prepared, and the query that runs.
+
+    Args:
+        refused_s: how long the first connection waits while all bootstrap servers refuse, in seconds.
+
+    Attributes:
+        lock: to be held while a start is prepared.
+        startup: of the next run.
+    """
+
+    def __init__(self, names: Names, settings: ClientSettings, refused_s: float) -> None:
+        self._names = names
+        self._settings = settings
+        self._refused_s = refused_s
+        self.lock = threading.RLock()
+        self.startup = self._new_startup()
+        self._running: FlowQuery | None = None
+
+    def check_readable(self, topic: str) -> None:
+        """Check that sources may be added. In a notebook, the query of an earlier cell is stopped.
+
+        Raises:
+            OptionError: the flow is running.
+        """
+        if self._is_running() and interactive.is_interactive():
+            self.startup.check_source(topic)  # before that query is stopped
+            interactive.stop_earlier(self._settings.bootstrap_servers, self._names.transactional_id)
+        if self._is_running():
+            raise OptionError(
+                "The flow is running; its sources cannot be changed",
+                flow=self._names.flow,
+                next_step="call read before write(...).start(), or stop the query first",
+            )
+
+    def start(self, prepare: Callable[[Startup], Run]) -> FlowQuery:
+        """Start a query.
+
+        Args:
+            prepare: puts the run together.
+        """
+        with self.lock:
+            if self._is_running():
+                raise OptionError(
+                    "The flow already has a running query",
+                    flow=self._names.flow,
+                    next_step="one flow runs one query (it may write to many topics through a topic column); "
+                    "use another Flow for another query",
+                )
+            startup = self.startup
+            run = prepare(startup)
+
+            def ended() -> None:
+                run.close()
+                self._release(startup)
+
+            try:
+                self._running = query = FlowQuery(run.start(), run.sink, ended)
+                query_listener.started(query)
+                interactive.started(self._settings.bootstrap_servers, self._names.transactional_id, query)
+            except BaseException:
+                ended()
+                raise
+            return query
+
+    def close(self) -> None:
+        """Stop the running query, if there is one, and close the connections."""
+        with self.lock:
+            if self._running is not None and self._running.isActive:
+                self._running.stop()
+            self._release(self.startup)
+
+    def _new_startup(self) -> Startup:
+        return Startup(self._names, self._settings, refused_s=self._refused_s)
+
+    def _is_running(self) -> bool:
+        """Whether the last query is active. If it has ended by itself, its resources are released here."""
+        if self._running is not None and not self._running.isActive:
+            self._running.release()
+            # Another thread may be about to do the same. It must not close the connections of the next start.
+            self._release(self.startup)
+            self._running = None
+        return self._running is not None
+
+    def _release(self, startup: Startup) -> None:
+        """Close the connections of one run. Connections of a newer start of this flow stay open."""
+        with self.lock:
+            startup.close()
+            if self.startup is startup:
+                self.startup = self._new_startup()

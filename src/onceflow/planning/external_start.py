@@ -1,0 +1,65 @@
+"""Where a flow with an external sink starts: a pure decision from its progress row and its progress in Kafka."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+
+from onceflow.errors import ProgressConflictError
+from onceflow.protocol.progress import Progress
+
+
+@dataclass(frozen=True)
+class ExternalStart:
+    """The decision.
+
+    Args:
+        progress: where the flow is.
+        follows: whether Kafka's progress has to be moved there.
+        warning: a text to log, or "".
+    """
+
+    progress: Progress
+    follows: bool
+    warning: str = ""
+
+
+def plan_external(
+    kafka: Progress, row: Progress | None, sources: Collection[str], *, target: str, flow: str
+) -> ExternalStart:
+    """Decide where the flow is. The progress row decides.
+
+    Args:
+        kafka: progress in Kafka, with the offsets at which topics are read that the row does not know.
+        row: the progress row; None: there is none.
+        sources: the topics that are read.
+
+    Raises:
+        ProgressConflictError: the flow has written batches, but not to this target.
+    """
+    if row is None:
+        if kafka.batch_id:
+            raise ProgressConflictError(
+                f"The flow has committed {kafka.batch_id} batches, but {target} has no progress row of it",
+                flow=flow,
+                next_step=f"write where it has written before, or give a new target to a new flow; "
+                f"`onceflow reset {flow}` makes this one read its topics from the start",
+            )
+        return ExternalStart(kafka, follows=False)
+    if row.batch_id == kafka.batch_id:  # starts may have moved it since: new partitions, expired records, a reset
+        return ExternalStart(kafka, follows=False)
+    new = {topic: offsets for topic, offsets in kafka.offsets.items() if topic in sources and topic not in row.offsets}
+    progress = replace(
+        row,
+        offsets={**row.offsets, **new},
+        topic_ids={**row.topic_ids, **{topic: kafka.topic_ids[topic] for topic in new if topic in kafka.topic_ids}},
+    )
+    behind = row.batch_id < kafka.batch_id
+    return ExternalStart(
+        progress,
+        follows=True,
+        warning=f"{target} is at batch {row.batch_id}, and progress in Kafka at batch {kafka.batch_id}: an older state "
+        f"of {target} was restored; the flow continues there"
+        if behind
+        else "",
+    )

@@ -1,0 +1,71 @@
+"""The options of ``Flow.write_external``, and their checks that need neither Kafka nor the external system."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pyspark.sql import DataFrame
+
+from onceflow.errors import OptionError, UnsupportedQueryError
+from onceflow.external.sink import ExternalSink
+from onceflow.planning.options import SinkOptions
+from onceflow.planning.record_order import check_order
+from onceflow.planning.run_options import RunOptions
+from onceflow.planning.write_options import trigger_seconds
+from onceflow.spark import queries
+
+# How long a batch may take has no limit of Kafka's: its transaction is in another system.
+_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True)
+class ExternalWrite:
+    """A write to an external sink that may be started."""
+
+    df: DataFrame
+    sink: ExternalSink
+    options: SinkOptions
+    run: RunOptions
+
+
+def check_external(
+    df: DataFrame, sink: ExternalSink, *, trigger: str | None, small_batch_rows: int | None, once: bool, flow: str
+) -> ExternalWrite:
+    """Check what can be checked at once.
+
+    Raises:
+        OptionError, UnsupportedQueryError: see their texts.
+    """
+    if not isinstance(sink, ExternalSink):
+        raise OptionError(
+            f"Flow.write_external takes an ExternalSink, not {type(sink).__name__}",
+            flow=flow,
+            next_step='give an instance, for example onceflow.SqliteSink("ledger.db", "ledger")',
+        )
+    trigger_s = trigger_seconds(trigger, once=once, flow=flow)
+    facts = queries.check_plan(df, flow)
+    if facts.has_step:
+        raise UnsupportedQueryError(
+            "Flow.write_external cannot write what Flow.process yields: its state is in Kafka, in another transaction",
+            flow=flow,
+            next_step="write the rows to a topic with Flow.write, and that topic with a second flow",
+        )
+    check_order("Flow.write_external", facts, flow)
+    options = SinkOptions(
+        None,
+        "source",
+        "none",
+        _TIMEOUT_S,
+        0 if small_batch_rows is None and queries.may_make_many(df) else small_batch_rows,
+        reads_little=queries.reads_little(df),
+        trigger_s=trigger_s or 0.0,
+    )
+    run = RunOptions(
+        trigger=None if trigger_s is None else f"{round(trigger_s * 1000)} milliseconds",
+        once=once,
+        checkpoint=None,
+        output_mode="append",
+        on_conflict="refuse",
+        facts=facts,
+    )
+    return ExternalWrite(df, sink, options, run)

@@ -1,0 +1,94 @@
+"""Brings the rows of one task to an external sink, and reports. For a small batch, the driver calls the same code."""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import pyarrow as pa
+
+from onceflow import hooks
+from onceflow.errors import BatchAbortedError, OnceflowError
+from onceflow.external.sink import BatchAttempt, ExternalSink
+from onceflow.messages import Report, TaskPlace, TaskReport, report_row
+
+
+@dataclass(frozen=True)
+class ExternalOrder:
+    """All that a task needs to write its rows.
+
+    Args:
+        faults: rules of the driver's environment (tests only), see onceflow.hooks.
+    """
+
+    sink: ExternalSink
+    attempt: BatchAttempt
+    faults: str | None = None
+
+
+class ExternalTask:
+    """The function given to ``mapInArrow``."""
+
+    def __init__(self, order: ExternalOrder) -> None:
+        self.order = order
+
+    def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        from pyspark import TaskContext
+
+        context = TaskContext.get()
+        if context is None:
+            raise RuntimeError("the code of a task was called outside a Spark task")
+        order = self.order
+        hooks.configure(order.faults)
+        hooks.at("begin", where="task", flow=order.attempt.flow, batch=order.attempt.batch, task=context.partitionId())
+        place = TaskPlace("task", context.partitionId(), context.attemptNumber(), context.stageId())
+        yield report_row(write_external(order, place, batches))
+
+
+def write_external(order: ExternalOrder, place: TaskPlace, batches: Iterable[pa.RecordBatch]) -> TaskReport:
+    """Write rows and report. Errors of onceflow are reported, not raised: so the driver gets the original class."""
+    started = time.monotonic()
+    rows = nbytes = 0
+    receipt = b""
+    error: OnceflowError | None = None
+
+    def counted() -> Iterator[pa.RecordBatch]:
+        nonlocal rows, nbytes
+        for batch in batches:
+            rows += batch.num_rows
+            nbytes += batch.nbytes
+            yield batch
+
+    attempt = order.attempt
+    try:
+        if place.attempt > 0:
+            raise BatchAbortedError(
+                "Spark ran a task twice in one attempt of the batch",
+                flow=attempt.flow,
+                batch=attempt.batch,
+                detail=f"task {place.task} is at attempt {place.attempt}",
+                next_step="none: the batch is run again",
+            )
+        # The stage too: after lost shuffle files Spark may run a task again in another one.
+        receipt = order.sink.write(attempt, f"{place.stage}-{place.task}", counted())
+        if place.where == "task":  # the driver announces the step itself
+            hooks.at("write", where="task", flow=attempt.flow, batch=attempt.batch, task=place.task)
+    except OnceflowError as problem:
+        error = problem
+    report = Report(
+        task=place.task,
+        attempt=place.attempt,
+        stage=place.stage,
+        topic=order.sink.target,
+        partition=place.task,
+        base_offset=-1,
+        count=rows,
+        nbytes=nbytes,
+        rows=rows,
+        seconds=time.monotonic() - started,
+        rss_kib=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+        error=error,
+    )
+    return TaskReport((report,), returned=(receipt,))

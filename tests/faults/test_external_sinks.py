@@ -1,0 +1,248 @@
+"""Flows that write to a database: killed at every step, restarted, taken over, restored. A row has the place of its
+record, so the database alone shows what was lost or written twice.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pyspark.errors import StreamingQueryException
+
+import onceflow
+from onceflow import hooks
+from onceflow.testing import faults, independent
+
+pytestmark = [pytest.mark.integration, pytest.mark.faults]
+
+_LEDGER = (
+    'CREATE TABLE ledger (topic, "partition" INT, "offset" INT, value, attempt, PRIMARY KEY ("partition", "offset"))'
+)
+
+
+@dataclass
+class External:
+    """A flow from a topic into the database, and what must be there."""
+
+    pipe: Any
+    database: Path
+    module: Any
+
+    @property
+    def flow(self) -> str:
+        return self.pipe.flow
+
+    def arguments(self, **options: Any) -> dict[str, Any]:
+        return {**self.pipe.arguments(), "database": str(self.database), **options}
+
+    def start(self, **options: Any) -> Any:
+        return self.module.start(self.arguments(**options), self.pipe.spark)
+
+    def run(self, **options: Any) -> Any:
+        query = self.start(**options)
+        try:
+            query.processAllAvailable()
+        finally:
+            query.stop()
+        return query
+
+    def select(self, statement: str) -> list[Any]:
+        with closing(sqlite3.connect(self.database, timeout=60)) as connection:
+            return connection.execute(statement).fetchall()
+
+    def progress(self) -> dict[str, Any]:
+        if not self.select("SELECT name FROM sqlite_master WHERE name = 'onceflow_progress'"):
+            return {}
+        found = self.select(f"SELECT progress FROM onceflow_progress WHERE flow = '{self.flow}'")
+        return json.loads(found[0][0]) if found and found[0][0] else {}
+
+    def check_rows_iff_progress(self) -> None:
+        offsets = self.progress().get("offsets", {}).get(self.pipe.source, {})
+        rows = Counter(str(partition) for (partition,) in self.select('SELECT "partition" FROM ledger'))
+        assert rows == {partition: offset for partition, offset in offsets.items() if offset}
+
+    def check(self) -> None:
+        """Every record has one row, and all who look at progress see the same."""
+        sent = {
+            (record.partition, record.offset): (record.value or b"").decode()
+            for record in independent.read_topic(self.pipe.bootstrap, self.pipe.source)
+        }
+        rows = self.select('SELECT "partition", "offset", value FROM ledger')
+        assert {(partition, offset): value for partition, offset, value in rows} == sent
+        self.check_rows_iff_progress()
+        ends = independent.end_offsets(self.pipe.bootstrap, self.pipe.source)
+        assert independent.committed_offsets(self.pipe.bootstrap, self.flow) == ends
+        assert self.pipe.committed_progress()[-1].batch_id == self.progress()["batch_id"]
+
+
+@pytest.fixture
+def make_external(make_pipe: Callable[..., Any], external_flow: Any, tmp_path: Path) -> Callable[[], External]:
+    """``make_external()``: an empty topic, an empty database and a flow name."""
+
+    def make() -> External:
+        pipe = make_pipe()
+        path = tmp_path / f"{pipe.flow}.db"
+        with closing(sqlite3.connect(path)) as connection:
+            connection.execute(_LEDGER)
+        return External(pipe, path, external_flow)
+
+    return make
+
+
+def rows_of(step: str) -> int:
+    """Odd and even steps take the two ways to write in turn."""
+    return 0 if hooks.EXTERNAL_STEPS.index(step) % 2 else 4000
+
+
+@pytest.mark.short_form
+def test_driver_killed(make_external: Callable[[], External], killed_together: Any) -> None:
+    """One SIGKILL meets eight flows of one driver, each at another step."""
+    flows = {step: make_external() for step in hooks.EXTERNAL_STEPS}
+    for flow in flows.values():
+        flow.pipe.fill(1500)
+    killed_together(flows, {step: {"write": {"small_batch_rows": rows_of(step)}} for step in flows})
+    for step, flow in flows.items():
+        flow.check_rows_iff_progress()
+        reached = flow.progress().get("batch_id", 0)
+        assert reached == {"init": 0, "commit": 2, "end": 2, "settle": 2}.get(step, 1), step
+        followed = flow.pipe.committed_progress()
+        assert (followed[-1].batch_id if followed else 0) == reached - (step == "commit"), step
+
+    def recover(step: str) -> None:
+        flows[step].pipe.fill(500)
+        flows[step].run(write={"small_batch_rows": rows_of(step)})
+        flows[step].check()
+
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(recover, flows))
+
+
+def test_exception(make_external: Callable[[], External], inject: Any) -> None:
+    """In one flow: what follows a failed batch fails itself, at the next step."""
+    flow = make_external()
+    for step in hooks.EXTERNAL_STEPS:
+        flow.pipe.fill(1200)
+        done = flow.progress().get("batch_id", 0)
+        inject(step, "raise", **({} if step == "init" else {"batch": done + 2}))
+        with pytest.raises((StreamingQueryException, faults.InjectedFaultError), match="injected at"):
+            flow.run(write={"small_batch_rows": 4000 - rows_of(step)}, records_per_batch=400)
+        flow.check_rows_iff_progress()
+    flow.run()
+    flow.check()
+
+
+def test_workers_die(make_external: Callable[[], External], inject: Any) -> None:
+    """The rows of a task are there, then its worker dies: only those of the second attempt are committed."""
+    flow = make_external()
+    flow.pipe.fill(1500)
+    inject("write", "kill", where="task", batch=2, times=1, once_file=str(flow.database.with_suffix(".fired")))
+    query = flow.run(write={"small_batch_rows": 0})
+    assert max(batch.attempts for batch in query.batches) > 1
+    flow.check()
+
+
+@pytest.mark.parametrize("applied", [True, False])
+def test_the_answer_of_a_commit_is_lost(make_external: Callable[[], External], applied: bool) -> None:
+    flow = make_external()
+    flow.pipe.fill(1500)
+    query = flow.run(sink=flow.module.LosesAnswers(flow.database, "ledger", applied=applied))
+    assert sum(batch.attempts - 1 for batch in query.batches) == (0 if applied else 2)
+    flow.check()
+
+
+def test_a_second_driver_takes_over(make_external: Callable[[], External]) -> None:
+    flow = make_external()
+    flow.pipe.fill(500)
+    first = flow.start()
+    first.processAllAvailable()
+    second = flow.start()
+    flow.pipe.fill(500)
+    second.processAllAvailable()
+    with pytest.raises(onceflow.FencedError, match="newer driver"):
+        first.awaitTermination(60)
+    second.stop()
+    flow.check()
+
+
+def test_an_older_state_of_the_database_is_restored(make_external: Callable[[], External], caplog: Any) -> None:
+    flow = make_external()
+    flow.pipe.fill(900)
+    flow.run()
+    backup = flow.database.read_bytes()
+    flow.pipe.fill(900)
+    flow.run()
+    flow.database.write_bytes(backup)
+    flow.run()
+    flow.check()
+    assert "an older state of" in caplog.text
+
+
+def test_another_database_is_refused(make_external: Callable[[], External]) -> None:
+    flow, other = make_external(), make_external()
+    flow.pipe.fill(100)
+    flow.run()
+    flow.database = other.database
+    with pytest.raises(onceflow.ProgressConflictError, match="has no progress row"):
+        flow.run()
+
+
+def test_two_topics(make_external: Callable[[], External], inject: Any) -> None:
+    """The driver dies before Kafka's progress has followed: both topics continue at the progress row."""
+    flow, other = make_external(), make_external()
+    topics = sorted((flow.pipe.source, other.pipe.source), reverse=True)
+    with closing(sqlite3.connect(flow.database)) as connection:
+        connection.execute('CREATE TABLE both_topics (topic, "partition" INT, "offset" INT)')
+
+    def run() -> None:
+        with onceflow.Flow(flow.flow, flow.pipe.spark, bootstrap_servers=flow.pipe.bootstrap) as reader:
+            one, two = (reader.read(topic, max_records_per_batch=200) for topic in topics)
+            rows = one.union(two).select("topic", "partition", "offset")
+            query = reader.write_external(rows, onceflow.SqliteSink(flow.database, "both_topics"), once=True).start()
+            query.awaitTermination(120)
+
+    for each in (flow, other):
+        each.pipe.fill(500)
+    inject("commit", "raise", batch=2)
+    with pytest.raises((StreamingQueryException, faults.InjectedFaultError), match="injected at"):
+        run()
+    assert flow.progress()["batch_id"] == flow.pipe.committed_progress()[-1].batch_id + 1
+    run()
+    seen = [(each.pipe.source, r.partition, r.offset) for each in (flow, other)
+            for r in independent.read_topic(flow.pipe.bootstrap, each.pipe.source)]  # fmt: skip
+    assert sorted(flow.select('SELECT topic, "partition", "offset" FROM both_topics')) == sorted(seen)
+
+
+def test_what_is_wrong_is_told_at_the_start(make_external: Callable[[], External]) -> None:
+    flow = make_external()
+    flow.pipe.fill(10)
+    sink = onceflow.SqliteSink(flow.database, "ledgers")
+    with pytest.raises(onceflow.SchemaError, match="no table 'ledgers'"):
+        flow.run(sink=sink)
+    with pytest.raises(onceflow.OptionError, match="takes an ExternalSink, not str"):
+        flow.run(sink="ledger")
+    flow.run()
+    flow.check()
+
+
+def test_a_row_that_is_refused_stops_the_flow(make_external: Callable[[], External]) -> None:
+    flow = make_external()
+    flow.pipe.fill(10)
+    with closing(sqlite3.connect(flow.database)) as connection:
+        connection.execute("CREATE TRIGGER t BEFORE INSERT ON ledger BEGIN SELECT RAISE(ABORT, 'not today'); END")
+        connection.commit()
+    with pytest.raises(onceflow.BadRecordError, match=f"(?s){flow.flow}.*not today.*'offset': 0"):
+        flow.run()
+    flow.check_rows_iff_progress()
+    with closing(sqlite3.connect(flow.database)) as connection:
+        connection.execute("DROP TRIGGER t")
+        connection.commit()
+    flow.run()
+    flow.check()

