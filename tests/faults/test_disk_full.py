@@ -106,11 +106,11 @@ def make_full_pipe(disk: Disk, make_pipe: Callable[..., Any]) -> Callable[[], An
     return make
 
 
-def start(pipe: Any, **options: str) -> Any:
+def start(pipe: Any, transaction_timeout: str = "60 seconds", **options: str) -> Any:
     """One batch of 1 MB a second, so that the disk can be filled up between two."""
     flow = pipe.open()
     df = flow.read(pipe.source, max_records_per_batch=1000, options=options).select("key", "value")
-    return flow.write(df, topic=pipe.target, trigger="1 second").start()
+    return flow.write(df, topic=pipe.target, trigger="1 second", transaction_timeout=transaction_timeout).start()
 
 
 def test_flows_wait_or_give_up_and_go_on(
@@ -119,7 +119,8 @@ def test_flows_wait_or_give_up_and_go_on(
     """Two flows meet the full disk: a patient one, and one that gives up and is started again."""
     monkeypatch.setattr("onceflow.driver.output_writer._MIN_PATIENCE_S", 2.0)
     patient, hasty = make_full_pipe(), make_full_pipe()
-    waiting = start(patient)
+    # If the broker ends between two batches of the other flow, that needs more than a minute to give up.
+    waiting = start(patient, "5 minutes")
     try:
         query = start(hasty, **{"fetchOffset.numRetries": "1"})
         wait_until(lambda: query.batches, 60, "a first batch", useless=lambda: query.failure)
