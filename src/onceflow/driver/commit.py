@@ -244,20 +244,10 @@ class BatchCommit:
 
     def _audit(self, df: DataFrame, parts: list[Part], batch: int) -> Audit:
         """One writer per partition, one attempt of every task and stage, all rows acknowledged (I3, I4)."""
-        checked = [self._audit_part(df, part, batch) for part in parts]
+        checked = [audit_part(df, part, flow=self._names.flow, batch=batch) for part in parts]
         if self._state is not None:
             self._state.audit()
         return combined(checked, self._tables, flow=self._names.flow, batch=batch)
-
-    def _audit_part(self, df: DataFrame, part: Part, batch: int) -> Audit:
-        written = part.reports
-        stages = {report.stage for report in written}
-        attempts = jvm.stage_attempts(df.sparkSession, stages) if part.shuffled else {}
-        if part.tasks is not None and any(isinstance(report.error, BatchAbortedError) for report in written):
-            # A second attempt of a task refused to write. The user has to know why the first one failed.
-            why = jvm.failed_task_message(df.sparkSession, stages)
-            written = tuple(report.explained(why) for report in written)
-        return audit(written, tasks=part.tasks, stage_attempts=attempts, flow=self._names.flow, batch=batch)
 
     def _outputs(self, checked: Audit) -> tuple[str, ...]:
         return tuple(sorted(checked.partitions.keys() - self._tables))
@@ -377,6 +367,18 @@ class BatchCommit:
         return batch_errors.fenced(
             self._names.flow, when, detail or f"transactional id {self._delivery.transactional_id}"
         )
+
+
+def audit_part(df: DataFrame, part: Part, *, flow: str, batch: int) -> Audit:
+    """Check the reports of one stage, or of the driver. Errors are those of `audit`."""
+    written = part.reports
+    stages = {report.stage for report in written}
+    attempts = jvm.stage_attempts(df.sparkSession, stages) if part.shuffled else {}
+    if part.tasks is not None and any(isinstance(report.error, BatchAbortedError) for report in written):
+        # A second attempt of a task refused to write. The user has to know why the first one failed.
+        why = jvm.failed_task_message(df.sparkSession, stages)
+        written = tuple(report.explained(why) for report in written)
+    return audit(written, tasks=part.tasks, stage_attempts=attempts, flow=flow, batch=batch)
 
 
 def _plain(offsets: Any) -> dict[str, dict[int, int]]:

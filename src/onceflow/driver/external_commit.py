@@ -21,9 +21,9 @@ from onceflow import hooks
 from onceflow.client.deadline import Deadline
 from onceflow.clock import clock_ms
 from onceflow.driver import batch_errors
-from onceflow.driver.audit import Audit, Part, audit
+from onceflow.driver.audit import Part
 from onceflow.driver.batch_errors import in_short
-from onceflow.driver.commit import timed
+from onceflow.driver.commit import audit_part, timed
 from onceflow.driver.driver_session import DriverSession
 from onceflow.driver.offset_log import SourceRange, check_contiguous, read_range
 from onceflow.driver.retries import Attempt
@@ -144,13 +144,13 @@ class ExternalCommit:
             part, receipts = self._write(df, at, attempt.source, summary)
         hooks.at("write", where="driver", flow=self.flow, batch=batch)
         with timed(summary, "audit"):
-            checked = self._audit(df, part, batch)
+            checked = audit_part(df, part, flow=self.flow, batch=batch)
         self.machine.on(Event.ROWS_AUDITED)
         hooks.at("audit", where="driver", flow=self.flow, batch=batch)
         progress = replace(
             self.progress,
             batch_id=batch,
-            offsets={**{t: dict(o) for t, o in self.progress.offsets.items()}, **attempt.source.end},
+            offsets={**self.progress.offsets, **attempt.source.end},
             time_ms=clock_ms(),
         )
         with timed(summary, "commit"):
@@ -179,11 +179,6 @@ class ExternalCommit:
         found = from_rows(df.mapInArrow(ExternalTask(order), REPORT_SPARK_SCHEMA).collect())
         summary.path = f"{tasks} tasks"
         return Part(found.written, tasks, jvm.has_shuffle(df)), found.returned
-
-    def _audit(self, df: DataFrame, part: Part, batch: int) -> Audit:
-        stages = {report.stage for report in part.reports}
-        attempts = jvm.stage_attempts(df.sparkSession, stages) if part.shuffled else {}
-        return audit(part.reports, tasks=part.tasks, stage_attempts=attempts, flow=self.flow, batch=batch)
 
     def _commit(self, at: BatchAttempt, receipts: Sequence[bytes], progress: Progress) -> None:
         """The transaction of the external system decides the batch."""

@@ -13,15 +13,16 @@ import json
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
 
-from onceflow.errors import BadRecordError, EnvironmentUnusableError, FencedError, OnceflowError, SchemaError
-from onceflow.external.postgres_columns import Column, checked_columns, columns_of, staged_types
+from onceflow.errors import BadRecordError, EnvironmentUnusableError, OnceflowError, SchemaError
+from onceflow.external.postgres_columns import Column, check_digits, columns_of, staged_types
 from onceflow.external.rows import DELETE_BY_FLAG, INSERT, UPSERT, TableWrite
-from onceflow.external.sink import BatchAttempt, ExternalSink, Opened
+from onceflow.external.sink import BatchAttempt, ExternalSink, Opened, fenced
 
 if TYPE_CHECKING:  # the extra is needed where it is used only
     import psycopg
@@ -82,13 +83,14 @@ class PostgresSink(ExternalSink):
         written = self._write.columns(schema.names)
         with self._connected() as connection:
             known = columns_of(connection, self._write.table)
-            checked_columns(known, written, schema, self._write.table)
-            flag = [Column(self._write.flag, "boolean", False)] if self._write.mode == DELETE_BY_FLAG else []
+            needed = [name for name, column in known.items() if column.needed]
+            self._write.check_table(written, list(known), needed)
             staged = staged_types(schema)
-            self._columns = [known[name].staged(staged[name]) for name in written] + [
-                each.staged("boolean") for each in flag
-            ]
-            self._check_key(connection, written)
+            check_digits(known, staged, written, self._write.table)
+            self._columns = [known[name].staged(staged[name]) for name in written]
+            if self._write.mode == DELETE_BY_FLAG:
+                self._columns.append(Column(self._write.flag, "boolean", False, "boolean"))
+            self._check_key(connection)
 
     def open(self, flow: str, generation: int | None) -> Opened:
         with self._connected() as connection:
@@ -103,9 +105,9 @@ class PostgresSink(ExternalSink):
                 )
                 last, progress = self._locked(connection, flow)
                 if generation is not None and generation != last:
-                    raise _fenced(self.target, flow, generation, last)
+                    raise fenced(self.target, flow, generation, last)
                 connection.execute(f"UPDATE {_PROGRESS} SET generation = %s WHERE flow = %s", [last + 1, flow])
-            self._drop_staging(connection, flow, last + 1)
+            self._drop_staging(connection, flow)
         return Opened(last + 1, progress)
 
     def begin(self, attempt: BatchAttempt) -> None:
@@ -132,27 +134,24 @@ class PostgresSink(ExternalSink):
             return b""
         receipt, rows = f"{attempt}-{task}", 0
         wanted = [each.name for each in self._columns]
+        fields = [
+            (_RECEIPT, pa.string()),
+            (_ROW, pa.int64()),
+            *((name, first.schema.field(name).type) for name in wanted),
+        ]
+        schema = pa.schema(fields)
 
         def numbered() -> Iterator[pa.RecordBatch]:
             nonlocal rows
-            batch: pa.RecordBatch | None = first
-            while batch is not None:
+            for batch in chain([first], batches):
                 places = pa.array(np.arange(rows, rows + batch.num_rows))
                 rows += batch.num_rows
                 names = pa.repeat(receipt, batch.num_rows)
                 columns = [names, places, *(batch.column(name) for name in wanted)]
-                yield pa.RecordBatch.from_arrays(columns, names=[_RECEIPT, _ROW, *wanted])
-                batch = next(batches, None)
-
-        parts = numbered()
-        head = next(parts)
-
-        def every() -> Iterator[pa.RecordBatch]:
-            yield head
-            yield from parts
+                yield pa.RecordBatch.from_arrays(columns, schema=schema)
 
         with dbapi.connect(self._dsn) as connection, connection.cursor() as cursor:
-            reader = pa.RecordBatchReader.from_batches(head.schema, every())
+            reader = pa.RecordBatchReader.from_batches(schema, numbered())
             cursor.adbc_ingest(_staging(attempt), reader, mode="append")
             connection.commit()
         return json.dumps([receipt, rows]).encode()
@@ -163,7 +162,7 @@ class PostgresSink(ExternalSink):
             with self._transaction(connection):
                 last, _ = self._locked(connection, attempt.flow)
                 if last != attempt.generation:
-                    raise _fenced(self.target, attempt.flow, attempt.generation, last)
+                    raise fenced(self.target, attempt.flow, attempt.generation, last)
                 if given:
                     self._move(connection, attempt, [name for name, _ in given], sum(rows for _, rows in given))
                 connection.execute(f"UPDATE {_PROGRESS} SET progress = %s WHERE flow = %s", [progress, attempt.flow])
@@ -209,7 +208,7 @@ class PostgresSink(ExternalSink):
         ).fetchone()
         return (0, None) if found is None else (int(found[0]), found[1])
 
-    def _check_key(self, connection: psycopg.Connection[Any], written: Sequence[str]) -> None:
+    def _check_key(self, connection: psycopg.Connection[Any]) -> None:
         import psycopg
 
         if self._write.mode == INSERT:
@@ -288,7 +287,7 @@ class PostgresSink(ExternalSink):
         """Remove all staged rows, unless a task that does not know of the end still copies."""
         self._cleaned(connection, "TRUNCATE {}", _staging(attempt))
 
-    def _drop_staging(self, connection: psycopg.Connection[Any], flow: str, generation: int) -> None:
+    def _drop_staging(self, connection: psycopg.Connection[Any], flow: str) -> None:
         """Remove the staging tables of earlier generations."""
         pattern = _staging_prefix(flow).replace("_", r"\_") + "%"
         found = connection.execute(
@@ -323,12 +322,3 @@ def _staging_prefix(flow: str) -> str:
 def _staging(attempt: BatchAttempt) -> str:
     """The staging table of a generation."""
     return f"{_staging_prefix(attempt.flow)}{attempt.generation}"
-
-
-def _fenced(target: str, flow: str, generation: int, last: int) -> FencedError:
-    return FencedError(
-        f"A newer driver has taken flow {flow!r} over",
-        flow=flow,
-        detail=f"{target}: this driver has generation {generation}, the last one is {last}",
-        next_step="stop one of the two drivers: a flow has one driver. Nothing was lost or written twice",
-    )

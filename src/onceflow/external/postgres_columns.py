@@ -88,26 +88,12 @@ def columns_of(connection: psycopg.Connection[Any], table: str) -> dict[str, Col
     return {name: Column(name, kind, needed) for name, kind, needed, writable in found if writable}
 
 
-def checked_columns(known: Mapping[str, Column], written: Sequence[str], schema: pa.Schema, table: str) -> None:
-    """Check that rows fit the table.
+def check_digits(known: Mapping[str, Column], staged: Mapping[str, str], written: Sequence[str], table: str) -> None:
+    """Check that no digits get lost.
 
     Raises:
-        SchemaError: the table lacks a column, or needs another one, or a type would lose digits.
+        SchemaError: they would, because the column is a whole number.
     """
-    missing = [name for name in written if name not in known]
-    if missing:
-        raise SchemaError(
-            f"Table {table} has no columns {', '.join(missing)}",
-            detail=f"it has {', '.join(known)}",
-            next_step="add them to the table, or do not select them",
-        )
-    needed = [name for name, column in known.items() if column.needed and name not in written]
-    if needed:
-        raise SchemaError(
-            f"Columns {', '.join(needed)} of table {table} must not be null, and are not written",
-            next_step="select them, or give them a default",
-        )
-    staged = staged_types(schema)
     for name in written:
         if staged[name] in _ROUNDED and known[name].type in _WHOLE:
             raise SchemaError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from onceflow.errors import OptionError, SchemaError
@@ -13,7 +13,7 @@ MODES = (INSERT, UPSERT, DELETE_BY_FLAG)
 
 @dataclass(frozen=True)
 class TableWrite:
-    """How rows change a table. The arguments are those of ``SqliteSink``.
+    """How rows change a table. The arguments are those of the sinks.
 
     Raises:
         OptionError: they do not go together.
@@ -47,3 +47,26 @@ class TableWrite:
                 next_step="select them, or change key= or flag=",
             )
         return [name for name in given if self.mode != DELETE_BY_FLAG or name != self.flag]
+
+    def check_table(self, written: Sequence[str], known: Sequence[str], needed: Collection[str]) -> None:
+        """Check that the table has the columns that are written, and gets those that it needs.
+
+        Args:
+            known: its columns. needed: those of them that must not be null and have no default.
+
+        Raises:
+            SchemaError: it does not.
+        """
+        missing = [name for name in written if name not in known]
+        if missing:
+            raise SchemaError(
+                f"Table {self.table} has no columns {', '.join(missing)}",
+                detail=f"it has {', '.join(known)}",
+                next_step="add them to the table, or do not select them",
+            )
+        lacking = [name for name in known if name in needed and name not in written]
+        if lacking:
+            raise SchemaError(
+                f"Columns {', '.join(lacking)} of table {self.table} must not be null, and are not written",
+                next_step="select them, or give them a default",
+            )

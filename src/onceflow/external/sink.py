@@ -16,6 +16,8 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
+from onceflow.errors import FencedError
+
 
 @dataclass(frozen=True)
 class BatchAttempt:
@@ -48,6 +50,16 @@ class Opened:
 
     generation: int
     progress: str | None
+
+
+def fenced(target: str, flow: str, generation: int, last: int | None) -> FencedError:
+    """The error of ``open`` and ``commit`` if the generation is not the last one."""
+    return FencedError(
+        f"A newer driver has taken flow {flow!r} over",
+        flow=flow,
+        detail=f"{target}: this driver has generation {generation}, the last one is {last}",
+        next_step="stop one of the two drivers: a flow has one driver. Nothing was lost or written twice",
+    )
 
 
 class ExternalSink(ABC):

@@ -15,9 +15,9 @@ from typing import Any
 
 import pyarrow as pa
 
-from onceflow.errors import BadRecordError, EnvironmentUnusableError, FencedError, SchemaError
+from onceflow.errors import BadRecordError, EnvironmentUnusableError, SchemaError
 from onceflow.external.rows import DELETE_BY_FLAG, INSERT, TableWrite
-from onceflow.external.sink import BatchAttempt, ExternalSink, Opened
+from onceflow.external.sink import BatchAttempt, ExternalSink, Opened, fenced
 
 _PROGRESS = "onceflow_progress"
 _BUSY_S = 60.0
@@ -58,19 +58,8 @@ class SqliteSink(ExternalSink):
             known = {row[1]: row for row in connection.execute(f"PRAGMA table_info({_quoted(self._write.table)})")}
             if not known:
                 raise SchemaError(f"There is no table {self._write.table!r}", next_step=f"create it in {self.path}")
-            missing = [name for name in columns if name not in known]
-            if missing:
-                raise SchemaError(
-                    f"Table {self._write.table} has no columns {', '.join(missing)}",
-                    detail=f"it has {', '.join(known)}",
-                    next_step="add them to the table, or do not select them",
-                )
-            needed = [name for name, row in known.items() if row[3] and row[4] is None and name not in columns]
-            if needed:
-                raise SchemaError(
-                    f"Columns {', '.join(needed)} of table {self._write.table} must not be null, and are not written",
-                    next_step="select them, or give them a default",
-                )
+            needed = [name for name, row in known.items() if row[3] and row[4] is None]
+            self._write.check_table(columns, list(known), needed)
             for statement in self._statements(columns):
                 try:
                     connection.execute("EXPLAIN " + statement, [None] * statement.count("?"))
@@ -90,7 +79,7 @@ class SqliteSink(ExternalSink):
             row = connection.execute(f"SELECT generation, progress FROM {_PROGRESS} WHERE flow = ?", [flow]).fetchone()
             last, progress = row or (0, None)
             if generation is not None and generation != last:
-                raise _fenced(self.target, flow, generation, last)
+                raise fenced(self.target, flow, generation, last)
             connection.execute(f"INSERT OR REPLACE INTO {_PROGRESS} VALUES (?, ?, ?)", [flow, last + 1, progress])
         shutil.rmtree(self._staging(flow), ignore_errors=True)
         return Opened(last + 1, progress)
@@ -113,7 +102,7 @@ class SqliteSink(ExternalSink):
         with self._connected() as connection, _transaction(connection):
             row = connection.execute(f"SELECT generation FROM {_PROGRESS} WHERE flow = ?", [attempt.flow]).fetchone()
             if row is None or row[0] != attempt.generation:
-                raise _fenced(self.target, attempt.flow, attempt.generation, row and row[0])
+                raise fenced(self.target, attempt.flow, attempt.generation, row and row[0])
             for receipt in filter(None, receipts):
                 self._move(connection, self._staging(attempt.flow) / receipt.decode())
             connection.execute(f"UPDATE {_PROGRESS} SET progress = ? WHERE flow = ?", [progress, attempt.flow])
@@ -192,12 +181,3 @@ def _stored(value: Any) -> Any:
 
 def _quoted(name: str) -> str:
     return '"' + name.replace('"', '""') + '"'
-
-
-def _fenced(target: str, flow: str, generation: int, last: Any) -> FencedError:
-    return FencedError(
-        f"A newer driver has taken flow {flow!r} over",
-        flow=flow,
-        detail=f"{target}: this driver has generation {generation}, the last one is {last}",
-        next_step="stop one of the two drivers: a flow has one driver. Nothing was lost or written twice",
-    )
