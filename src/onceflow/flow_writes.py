@@ -1,0 +1,143 @@
+"""The writes of a ``Flow``: to topics, and to other systems."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from pyspark.sql import DataFrame, SparkSession
+
+from onceflow.driver.external_run import prepare_external_run
+from onceflow.driver.run import prepare_run
+from onceflow.external.postgres import PostgresSink
+from onceflow.external.sink import ExternalSink
+from onceflow.flow_runs import FlowRuns
+from onceflow.flow_writer import FlowWriter
+from onceflow.planning.external_write import check_external
+from onceflow.planning.write_options import WriteOptions, check_write
+
+
+class FlowWrites:
+    """What a flow does with a DataFrame at its end.
+
+    Args:
+        name: of the flow. runs: its runs, one after the other.
+    """
+
+    def __init__(self, name: str, spark: SparkSession, runs: FlowRuns) -> None:
+        self._name = name
+        self._spark = spark
+        self._runs = runs
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    def write(
+        self,
+        df: DataFrame,
+        *,
+        topic: str | None = None,
+        trigger: str | None = None,
+        guarantee: str = "exactly_once",
+        partitioner: str = "key",
+        checkpoint: str | Path | None = None,
+        output_mode: str = "append",
+        on_checkpoint_conflict: str = "refuse",
+        transaction_timeout: str = "60 seconds",
+        compression: str = "none",
+        small_batch_rows: int | None = None,
+        late: str = "drop",
+        once: bool = False,
+    ) -> FlowWriter:
+        """Prepare to write a streaming DataFrame; ``.start()`` runs it.
+
+        Args:
+            df: made from ``Flow.read`` or ``Flow.process`` of this flow, with the columns of Spark's own Kafka sink
+                (key, value, topic, partition, headers) and optionally timestamp. Other columns are ignored.
+            topic: output topic for all rows. None: every row names its own in the ``topic`` column.
+            trigger: how often a batch (and so a transaction) starts, for example ``"100 milliseconds"``. None: as soon
+                as the previous one is done.
+            guarantee: ``exactly_once``: rows, progress and source offsets are written in one transaction.
+                ``at_least_once``: rows first, then progress, without transactions; a crash in between duplicates rows.
+                ``at_most_once``: progress first, then rows; a crash or a failure in between loses rows.
+            partitioner: ``key`` chooses partitions as the Java client does. ``source`` keeps the partition a row was
+                read from, without a shuffle. ``round_robin`` fills partitions evenly, without a shuffle; the records of
+                a key lose their order.
+            checkpoint: folder of Spark's checkpoint, which must be kept. Needed for queries with state in Spark
+                (aggregations, stream-stream joins, de-duplication, transformWithState) and for sources that are not
+                topics. With a local master it may be a local path, otherwise all executors must be able to write there
+                (``s3a://...``). None: progress is in Kafka alone, and Spark's checkpoint is a scratch folder.
+            output_mode: Spark's ``append``, ``update`` or ``complete``; the last two need checkpoint=.
+            on_checkpoint_conflict: what happens when the checkpoint and the flow's progress in Kafka do not belong
+                together. ``refuse``: ProgressConflictError. ``resume``: an empty checkpoint is accepted, and the flow
+                continues at its committed offsets with empty Spark state.
+            transaction_timeout: the broker aborts a batch whose transaction is open for longer. It can be at most
+                ``transaction.max.timeout.ms`` of the brokers (15 minutes by default).
+            compression: none, gzip, snappy, lz4 or zstd.
+            small_batch_rows: the driver writes a batch itself when it expects at most this many rows. That needs no
+                Python tasks and no shuffle, which saves much latency. After ``Flow.process``, source records are
+                counted instead of rows. 0: tasks always write. None: 8,000 rows, or 10,000 source records after
+                ``Flow.process``; but 0 if the query has mapInArrow or mapInPandas, where a few records may become any
+                number of rows.
+            late: what happens to rows that Spark drops because they are later than the watermark of a query with state.
+                ``drop``: they are counted (``BatchSummary.dropped``), and a warning says so. ``fail``: LateRowsError,
+                and the batch is not committed; needs ``guarantee="exactly_once"``.
+            once: process what is in the sources now, in bounded batches, then stop (Spark's availableNow).
+
+        Raises:
+            OptionError, SchemaError, UnsupportedQueryError, UnknownTopicError, ProgressConflictError: raised here or in
+                ``start()``, before anything is written.
+        """
+        given = WriteOptions(
+            topic, trigger, guarantee, partitioner, checkpoint, output_mode, on_checkpoint_conflict,
+            transaction_timeout, compression, small_batch_rows, late, once,
+        )  # fmt: skip
+        write = check_write(df, given, self._runs.startup.own_topics, self.name)
+        return FlowWriter(lambda: self._runs.start(lambda startup: prepare_run(self._spark, startup, write)))
+
+    def write_external(
+        self,
+        df: DataFrame,
+        sink: ExternalSink,
+        *,
+        trigger: str | None = None,
+        small_batch_rows: int | None = None,
+        once: bool = False,
+    ) -> FlowWriter:
+        """Prepare to write a streaming DataFrame to a system other than Kafka, exactly once; ``.start()`` runs it.
+
+        The rows of a batch and the flow's progress are in one transaction of that system, which decides where the flow
+        is. Progress in Kafka and the consumer group follow.
+
+        Args:
+            df: made from ``Flow.read`` of this flow, without process steps and without state in Spark. Its columns are
+                those that the sink takes.
+            sink: what is written, for example ``SqliteSink("ledger.db", "ledger")``.
+            trigger: as of `write`.
+            small_batch_rows: the driver writes a batch itself when it expects at most this many rows; None: 8,000.
+            once: as of `write`.
+
+        Raises:
+            OptionError, SchemaError, UnsupportedQueryError, ProgressConflictError: raised here or in ``start()``,
+                before anything is written.
+        """
+        write = check_external(df, sink, trigger=trigger, small_batch_rows=small_batch_rows, once=once, flow=self.name)
+        return FlowWriter(lambda: self._runs.start(lambda startup: prepare_external_run(self._spark, startup, write)))
+
+    def write_postgres(
+        self,
+        df: DataFrame,
+        *,
+        table: str,
+        dsn: str,
+        mode: str = "insert",
+        key: Sequence[str] = (),
+        flag: str = "deleted",
+        trigger: str | None = None,
+        small_batch_rows: int | None = None,
+        once: bool = False,
+    ) -> FlowWriter:
+        """As `write_external` with a `PostgresSink`: rows go to a table of a PostgreSQL database, exactly once."""
+        sink = PostgresSink(dsn, table, mode=mode, key=key, flag=flag)
+        return self.write_external(df, sink, trigger=trigger, small_batch_rows=small_batch_rows, once=once)
