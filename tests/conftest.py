@@ -25,6 +25,7 @@ from onceflow.driver import progress_log
 from onceflow.protocol import progress as progress_records
 from onceflow.protocol.progress import PROGRESS_TOPIC, Progress
 from onceflow.testing import faults, independent
+from onceflow.testing.s3 import S3Server, running_s3
 from onceflow.testing.waiting import wait_until
 
 # The JVMs of tests live for minutes at most, on few cores: there the second compiler takes more than it gives back.
@@ -351,6 +352,13 @@ def assert_key_order(seen: list[independent.Seen], sent: list[tuple[bytes | None
     for key, value in sent:
         expected.setdefault(key, []).append(value)
     assert by_key == expected, "records of a key are out of order"
+
+
+@pytest.fixture(scope="session")
+def s3() -> Iterator[S3Server]:
+    """A server with the S3 protocol."""
+    with running_s3() as server:
+        yield server
 
 
 @pytest.fixture
