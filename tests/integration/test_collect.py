@@ -29,6 +29,19 @@ def test_rows_keep_their_order(onceflow_spark: Any, interpreted: bool, padding: 
     assert sum(batch.num_rows for batch in collect(rows.where("id < 0"), interpreted=interpreted)) == 0
 
 
+def test_the_columns_are_known_before_there_are_rows(onceflow_spark: Any) -> None:
+    rows = onceflow_spark.sql(
+        "SELECT 1 AS a, 'b' AS b, X'63' AS c, 1.5D AS d, 1.50BD AS e, true AS f, DATE'2026-01-02' AS g, "
+        "TIMESTAMP'2026-01-02 03:04:05' AS h, TIMESTAMP_NTZ'2026-01-02 03:04:05' AS i, array(1) AS j, "
+        "array(TIMESTAMP'2026-01-02 03:04:05') AS k"
+    )
+    (batch,) = collect(rows, interpreted=False)
+    known = module.arrow_schema(rows)
+    assert known.names == batch.schema.names
+    for one, other in zip(known.types, batch.schema.types, strict=True):
+        assert one == other or (pa.types.is_timestamp(one) and one.tz and other.tz) or pa.types.is_list(one)
+
+
 @pytest.mark.parametrize("interpreted", [False, True])
 def test_a_failure_is_raised_as_sparks(onceflow_spark: Any, interpreted: bool) -> None:
     rows = onceflow_spark.range(0, 100, 1, 4).select(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -47,7 +48,10 @@ def collect(df: DataFrame, *, interpreted: bool) -> list[pa.RecordBatch]:
 
 def arrow_schema(df: DataFrame) -> pa.Schema:
     """The columns of a DataFrame as its rows have them in Arrow, here and in tasks."""
-    return to_arrow_schema(df.schema)
+    # Newer versions have to be told the time zone, which is that of the session.
+    named = "timezone" in inspect.signature(to_arrow_schema).parameters
+    options: Any = {"timezone": df.sparkSession.conf.get("spark.sql.session.timeZone")} if named else {}
+    return to_arrow_schema(df.schema, **options)
 
 
 def _collected(df: DataFrame) -> list[pa.RecordBatch]:
