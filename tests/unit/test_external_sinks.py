@@ -26,7 +26,7 @@ from onceflow import (
 from onceflow.external.sink import BatchAttempt
 from onceflow.planning.external_start import plan_external
 from onceflow.protocol.progress import Progress
-from onceflow.testing.external_sink_suite import ExternalSinkSuite
+from onceflow.testing.external_sink_suite import ExternalSinkSuite, Writer
 
 
 def database(folder: Path, script: str) -> Path:
@@ -92,7 +92,7 @@ class ShowsRowsAtOnce(SqliteSink):
 def test_a_wrong_sink_is_caught(tmp_path: Path, mutant: Any, test: str) -> None:
     suite = TestSqlite()
     sink = mutant(database(tmp_path, "CREATE TABLE ledger (id INTEGER PRIMARY KEY, text TEXT)"), "ledger")
-    with pytest.raises((AssertionError, pytest.fail.Exception, BadRecordError)):
+    with pytest.raises((AssertionError, pytest.fail.Exception, BadRecordError, ProgressConflictError)):
         getattr(suite, test)(sink)
 
 
@@ -101,6 +101,24 @@ def written(sink: SqliteSink, rows: list[dict[str, Any]], batch: int = 1, schema
     sink.begin(attempt)
     receipt = sink.write(attempt, "0", iter([pa.RecordBatch.from_pylist(rows, schema=schema)]))
     sink.commit(attempt, [receipt], "{}")
+
+
+def test_an_older_state_is_not_continued(tmp_path: Path) -> None:
+    """A commit was forgotten while the driver ran: its next batch would leave a gap."""
+    path = database(tmp_path, "CREATE TABLE ledger (id INTEGER PRIMARY KEY, text TEXT)")
+    writer = Writer(SqliteSink(path, "ledger")).open()
+    begun = path.read_bytes()
+    writer.commit(*writer.staged())
+    path.write_bytes(begun)
+    attempt, receipts = writer.staged()
+    with pytest.raises(ProgressConflictError, match="gone back to an older state"):
+        writer.commit(attempt, receipts)
+    assert rows_of(path, "SELECT * FROM ledger") == []
+    path.write_bytes(b"")
+    with closing(sqlite3.connect(path)) as connection:
+        connection.executescript("CREATE TABLE ledger (id INTEGER PRIMARY KEY, text TEXT)")
+    with pytest.raises(ProgressConflictError, match="has generation 1, the last one there is 0"):
+        writer.open(attempt.generation)
 
 
 def test_modes(tmp_path: Path) -> None:

@@ -138,6 +138,18 @@ def files(**given: Any) -> int:
 
 
 @demo.command()
+@click.option("--dsn", help="A PostgreSQL server that runs already, as libpq takes it.  [default: one is started]")
+@_options(records=200_000, kills=3, of="Deposits")
+def postgres(**given: Any) -> int:
+    """Write deposits to a PostgreSQL table while the flow and the server are killed.
+
+    The table is compared row by row with what was produced, and its sums with a fold of the topic. A server that was
+    started for the demo is killed as often as the flow's driver.
+    """
+    return _run("postgres", "PostgresChoices", **given)
+
+
+@demo.command()
 @click.option(
     "--seconds", type=click.FloatRange(min=1), default=50, show_default=True, help="How long to ask, and to kill."
 )

@@ -150,7 +150,8 @@ class Chain(abc.ABC):
 
     @abc.abstractmethod
     def expected(self) -> Mapping[str, Iterable[Expected]]:
-        """What topics of ``partitions`` must hold, in the order in which they are shown; see ``origins``."""
+        """What topics of ``partitions`` must hold, in the order in which they are shown; see ``origins``. A demo that
+        writes elsewhere has a name for that place, too, and its own ``compare``."""
 
     @abc.abstractmethod
     def identify(self, topic: str, message: Message) -> str | None:
@@ -293,7 +294,7 @@ class Chain(abc.ABC):
             audit.topics.append(finding)
             audit.problems += self.judge(name, finding)
             display.say(f"{finding.topic}: {finding.found:,} records read, {finding.expected:,} expected")
-            if name not in self.inputs_of:
+            if name in self.topics and name not in self.inputs_of:
                 everything = read_topic(self.servers, finding.topic, self.deadline, isolation="read_uncommitted")
                 audit.hidden[finding.topic] = sum(1 for _ in everything) - finding.found
         self.look_further(audit, display)

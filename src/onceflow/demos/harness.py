@@ -76,12 +76,12 @@ class Death:
     in_batch: int | None = None
 
 
-def plan_kills(count: int, *, batches: int, rng: random.Random) -> list[Kill]:
+def plan_kills(count: int, *, batches: int, rng: random.Random, steps: Sequence[str] = STEPS) -> list[Kill]:
     """Kills at different steps, spread over a run of at least this many batches so that all of them happen."""
-    steps = rng.sample(STEPS, count) if count <= len(STEPS) else rng.choices(STEPS, k=count)
+    chosen = rng.sample(steps, count) if count <= len(steps) else rng.choices(steps, k=count)
     # A kill at `settle` needs one batch more: that step belongs to the next one.
     apart = max(1, batches // (count + 1) - 1)
-    return [Kill(step, rng.randint(1, apart)) for step in steps]
+    return [Kill(step, rng.randint(1, apart)) for step in chosen]
 
 
 def plan_losses(kills: Sequence[Kill], *, rng: random.Random) -> list[Kill]:

@@ -25,11 +25,18 @@ from onceflow.driver.audit import Part
 from onceflow.driver.batch_errors import in_short
 from onceflow.driver.commit import audit_part, timed
 from onceflow.driver.driver_session import DriverSession
+from onceflow.driver.external_waiting import when_reached
 from onceflow.driver.offset_log import SourceRange, check_contiguous, read_range
 from onceflow.driver.retries import Attempt
 from onceflow.driver.startup import commit_progress
-from onceflow.errors import BatchAbortedError, DeadlineExceededError, FencedError, OnceflowError
-from onceflow.external.sink import BatchAttempt, ExternalSink
+from onceflow.errors import (
+    BatchAbortedError,
+    DeadlineExceededError,
+    FencedError,
+    OnceflowError,
+    ProgressConflictError,
+)
+from onceflow.external.sink import BatchAttempt, ExternalSink, older_state
 from onceflow.messages import DRIVER, REPORT_SPARK_SCHEMA, from_rows
 from onceflow.planning.options import BatchSummary, SinkOptions
 from onceflow.planning.source_starts import SourceTopic
@@ -55,10 +62,12 @@ class Ownership:
 
     Args:
         generation: of this driver in the external system.
+        row: the text of the progress row; None: it has none yet.
         progress: where the flow is.
     """
 
     generation: int
+    row: str | None
     progress: Progress
 
 
@@ -68,6 +77,9 @@ class ExternalCommit:
     Args:
         session: of this driver in Kafka. sources: the topics that are read.
         checkpoint: folder of the query's scratch checkpoint.
+
+    Attributes:
+        is_stopping: whether the query is being stopped.
     """
 
     def __init__(
@@ -82,6 +94,8 @@ class ExternalCommit:
     ) -> None:
         self._sink = sink
         self._generation = owned.generation
+        self._row = owned.row
+        self.is_stopping: Callable[[], bool] = lambda: False
         self._session = session
         self._sources = sources
         self._options = options
@@ -137,7 +151,7 @@ class ExternalCommit:
         at = self._at = BatchAttempt(self.flow, self._generation, batch, summary.attempts)
         with timed(summary, "begin"):
             self.machine.on(Event.BEGIN)
-            self._guarded("begin", lambda: self._sink.begin(at))
+            self._guarded("begin", lambda: self._reached(lambda: self._sink.begin(at)))
         hooks.at("begin", where="driver", flow=self.flow, batch=batch, source=attempt.source)
         attempt.begun_at = time.monotonic()
         with timed(summary, "write"):
@@ -201,6 +215,12 @@ class ExternalCommit:
                 in_short(problem),
             )
             self._find_out(at, text, problem)
+        self._row = text
+
+    def _reached(self, call: Callable[[], _T]) -> _T:
+        """The sink's answer. Waits while its system cannot be reached."""
+        deadline = Deadline(_FIND_OUT_S, f"reaching {self._sink.target}")
+        return when_reached(call, deadline, self._sink.target, self.flow, is_stopping=self.is_stopping)
 
     def _find_out(self, at: BatchAttempt, text: str, problem: Exception) -> None:
         """Returns if the transaction was committed.
@@ -208,6 +228,7 @@ class ExternalCommit:
         Raises:
             BatchAbortedError: it was not, and cannot be any more.
             FencedError: a newer driver has taken the flow over.
+            ProgressConflictError: the system has gone back to an older state.
             DeadlineExceededError: the system does not answer. The next start finds the outcome.
         """
         deadline = Deadline(_FIND_OUT_S, f"learning how batch {at.batch} ended in {self._sink.target}")
@@ -219,17 +240,22 @@ class ExternalCommit:
             except FencedError as error:
                 self.machine.on(Event.FENCED)
                 raise batch_errors.fenced(self.flow, f"while batch {at.batch} was committed", error.detail) from error
+            except ProgressConflictError:
+                self.machine.on(Event.COMMIT_REFUSED)
+                raise
             except Exception as error:
-                try:
-                    deadline.pause(tried, in_short(error))
-                except DeadlineExceededError as late:
+                if self.is_stopping() or deadline.expired:
                     raise DeadlineExceededError(
                         f"The outcome of the commit is not known: {self._sink.target} does not answer",
                         detail=in_short(error),
                         next_step="start the flow again when it answers: it finds the outcome and continues there",
-                    ) from late
+                    ) from None
+                deadline.pause(tried, in_short(error))
                 tried += 1
         self._generation = opened.generation
+        if opened.progress not in (text, self._row):
+            self.machine.on(Event.COMMIT_REFUSED)
+            raise older_state(self._sink.target, self.flow, f"it is at progress {opened.progress}")
         if opened.progress != text:
             self.machine.on(Event.COMMIT_REFUSED)
             raise BatchAbortedError(

@@ -11,6 +11,7 @@ from onceflow.client.deadline import Deadline
 from onceflow.driver.batch_sink import BatchSink
 from onceflow.driver.checkpoint_location import CheckpointLocation, scratch_folder
 from onceflow.driver.external_commit import ExternalCommit, Ownership
+from onceflow.driver.external_waiting import at_start
 from onceflow.driver.run import Run, check_read_now, watch_sources, writer_of
 from onceflow.driver.startup import Startup, commit_progress
 from onceflow.errors import OptionError, located
@@ -50,7 +51,7 @@ def prepare_external_run(spark: SparkSession, startup: Startup, write: ExternalW
     deadline = startup.deadline()
     with located(flow=flow):
         kafka = startup.prepare_run(deadline)
-        sink.check(arrow_schema(write.df))
+        at_start(lambda: sink.check(arrow_schema(write.df)), deadline, sink.target, flow)
         owned = _take_over(sink, startup, kafka, deadline)
         startup.session.transactions.renew(deadline)
     checkpoint = scratch_folder(flow)
@@ -67,6 +68,7 @@ def prepare_external_run(spark: SparkSession, startup: Startup, write: ExternalW
         checkpoint=location.folder,
     )
     batches = BatchSink(commit, write.options, before_first=imports.finish)
+    commit.is_stopping = lambda: batches.stopping
     writer = writer_of(spark, write.df, batches, location, write.run, flow)
     query_listener.watch(spark)
     startup.used()
@@ -76,14 +78,14 @@ def prepare_external_run(spark: SparkSession, startup: Startup, write: ExternalW
 def _take_over(sink: ExternalSink, startup: Startup, kafka: Progress, deadline: Deadline) -> Ownership:
     """Fence older drivers in the external system, and let Kafka's progress follow if the last one could not."""
     flow = startup.flow
-    opened = sink.open(flow, None)
+    opened = at_start(lambda: sink.open(flow, None), deadline, sink.target, flow)
     row = None if opened.progress is None else decode(kafka.flow.encode(), opened.progress.encode())
     start = plan_external(kafka, row, startup.sources, target=sink.target, flow=flow)
     if start.warning:
         log.warning("flow %s: %s", flow, start.warning)
     if start.follows:
         commit_progress(startup.session, start.progress, startup.sources, deadline)
-    return Ownership(opened.generation, start.progress)
+    return Ownership(opened.generation, opened.progress, start.progress)
 
 
 def _starts(startup: Startup, progress: Progress, flow: str) -> Mapping[str, dict[int, int]]:

@@ -19,10 +19,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 
-from onceflow.errors import BadRecordError, EnvironmentUnusableError, OnceflowError, SchemaError
+from onceflow.errors import (
+    BadRecordError,
+    BatchAbortedError,
+    EnvironmentUnusableError,
+    OnceflowError,
+    SchemaError,
+)
 from onceflow.external.postgres_columns import Column, check_digits, columns_of, staged_types
+from onceflow.external.postgres_connection import completed, connect, reason, suppress_race
 from onceflow.external.rows import DELETE_BY_FLAG, INSERT, UPSERT, TableWrite
-from onceflow.external.sink import BatchAttempt, ExternalSink, Opened, fenced
+from onceflow.external.sink import BatchAttempt, ExternalSink, Opened, fenced, older_state
 
 if TYPE_CHECKING:  # the extra is needed where it is used only
     import psycopg
@@ -64,10 +71,11 @@ class PostgresSink(ExternalSink):
                 f"PostgresSink needs packages that are not installed: {error.name}",
                 next_step="pip install 'onceflow[postgres]', on executors, too",
             ) from error
-        self._dsn = dsn
+        self._dsn = completed(dsn)
         self._write = TableWrite(table, mode, tuple(key), flag)
         self._columns: list[Column] = []
         self._connection: psycopg.Connection[Any] | None = None
+        self._progress: dict[str, str | None] = {}  # the progress row of a flow, as this driver has left it
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_connection": None}
@@ -107,6 +115,7 @@ class PostgresSink(ExternalSink):
                 if generation is not None and generation != last:
                     raise fenced(self.target, flow, generation, last)
                 connection.execute(f"UPDATE {_PROGRESS} SET generation = %s WHERE flow = %s", [last + 1, flow])
+            self._progress[flow] = progress
             self._drop_staging(connection, flow)
         return Opened(last + 1, progress)
 
@@ -159,13 +168,16 @@ class PostgresSink(ExternalSink):
     def commit(self, attempt: BatchAttempt, receipts: Sequence[bytes], progress: str) -> None:
         given = [json.loads(receipt) for receipt in receipts if receipt]
         with self._connected() as connection:
-            with self._transaction(connection):
-                last, _ = self._locked(connection, attempt.flow)
+            with self._decided(connection), self._transaction(connection):
+                last, before = self._locked(connection, attempt.flow)
                 if last != attempt.generation:
                     raise fenced(self.target, attempt.flow, attempt.generation, last)
+                if before != self._progress.get(attempt.flow, before):
+                    raise older_state(self.target, attempt.flow, "its progress row is not the one of the last commit")
                 if given:
                     self._move(connection, attempt, [name for name, _ in given], sum(rows for _, rows in given))
                 connection.execute(f"UPDATE {_PROGRESS} SET progress = %s WHERE flow = %s", [progress, attempt.flow])
+            self._progress[attempt.flow] = progress
             self._empty_staging(connection, attempt)
 
     def abort(self, attempt: BatchAttempt) -> None:
@@ -180,18 +192,46 @@ class PostgresSink(ExternalSink):
 
     @contextmanager
     def _connected(self) -> Iterator[psycopg.Connection[Any]]:
-        """The driver's connection; a new one if the last one has failed."""
+        """The driver's connection; a new one if the last one has failed.
+
+        Raises:
+            ConnectionError: the server cannot be reached, or the connection was lost.
+        """
         import psycopg
 
-        if self._connection is None or self._connection.closed or self._connection.broken:
-            self._connection = psycopg.connect(self._dsn, autocommit=True, connect_timeout=10)
+        if self._connection is None or self._connection.closed:
+            self._connection = connect(self._dsn)
             weakref.finalize(self, self._connection.close)  # also if a start fails
         try:
             yield self._connection
         except BaseException as error:
-            if not isinstance(error, OnceflowError):
-                self._connection.close()  # what it has begun is rolled back
+            if isinstance(error, OnceflowError):
+                raise
+            lost = self._connection.closed
+            self._connection.close()  # what it has begun is rolled back
+            if lost and isinstance(error, psycopg.OperationalError):
+                raise ConnectionError(" ".join(str(error).split())) from error
             raise
+
+    @contextmanager
+    def _decided(self, connection: psycopg.Connection[Any]) -> Iterator[None]:
+        """If the server has answered that a statement or the commit failed, all is rolled back.
+
+        Raises:
+            BatchAbortedError: that is so, and another attempt may help.
+        """
+        import psycopg
+
+        try:
+            yield
+        except psycopg.Error as error:
+            if connection.closed or connection.info.transaction_status != psycopg.pq.TransactionStatus.IDLE:
+                raise
+            raise BatchAbortedError(
+                f"The transaction of {self.target} was rolled back",
+                detail=reason(error, _LOCK_S),
+                next_step="none: the batch is run again",
+            ) from error
 
     @contextmanager
     def _transaction(self, connection: psycopg.Connection[Any]) -> Iterator[None]:
@@ -304,15 +344,6 @@ class PostgresSink(ExternalSink):
         with suppress(psycopg.errors.LockNotAvailable, psycopg.errors.UndefinedTable), connection.transaction():
             connection.execute(f"SET LOCAL lock_timeout = '{_CLEAN_MS}ms'")
             connection.execute(sql.SQL(statement).format(sql.Identifier(table)))
-
-
-@contextmanager
-def suppress_race() -> Iterator[None]:
-    """``CREATE TABLE IF NOT EXISTS`` fails if another session creates the table at the same moment."""
-    import psycopg
-
-    with suppress(psycopg.errors.UniqueViolation, psycopg.errors.DuplicateTable):
-        yield
 
 
 def _staging_prefix(flow: str) -> str:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
-from onceflow.errors import FencedError
+from onceflow.errors import FencedError, OnceflowError, ProgressConflictError
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,21 @@ class Opened:
     progress: str | None
 
 
-def fenced(target: str, flow: str, generation: int, last: int | None) -> FencedError:
+def older_state(target: str, flow: str, detail: str) -> ProgressConflictError:
+    """The error if the system has forgotten a commit of this driver: after a failover to a copy that lacked it, or
+    because somebody has restored a backup."""
+    return ProgressConflictError(
+        f"{target} has gone back to an older state while flow {flow!r} was running",
+        flow=flow,
+        detail=detail,
+        next_step="start the flow again: it continues where the progress row is, if Kafka still has the records",
+    )
+
+
+def fenced(target: str, flow: str, generation: int, last: int | None) -> OnceflowError:
     """The error of ``open`` and ``commit`` if the generation is not the last one."""
+    if last is None or last < generation:
+        return older_state(target, flow, f"this driver has generation {generation}, the last one there is {last}")
     return FencedError(
         f"A newer driver has taken flow {flow!r} over",
         flow=flow,
@@ -70,7 +83,8 @@ class ExternalSink(ABC):
     end. Tasks, and the driver for small batches, call ``write`` in between.
 
     Whatever a method raises must not contain secrets. `OnceflowError`s stop the flow; other exceptions of ``begin``,
-    ``write`` and ``abort`` make the batch run again.
+    ``write`` and ``abort`` make the batch run again. ``ConnectionError`` of ``check``, ``open`` and ``begin`` means
+    that the system cannot be reached at the moment: the driver waits for it, for two minutes at most.
 
     Attributes:
         local_only: whether tasks must run on the driver's machine.
@@ -103,6 +117,7 @@ class ExternalSink(ABC):
 
         Raises:
             FencedError: another driver has taken it over, so the generation is not the last one.
+            ProgressConflictError: the last generation is an older one, see `older_state`.
         """
 
     @abstractmethod
@@ -129,6 +144,9 @@ class ExternalSink(ABC):
 
         Raises:
             FencedError: the generation is not the last one; nothing has changed.
+            BatchAbortedError: nothing has changed, and another attempt may help.
+            ProgressConflictError: the progress row is not the one that this object has last written or got from
+                ``open``, see `older_state`; nothing has changed.
             OnceflowError: nothing has changed, and another attempt would not help, for example because of a row.
             Exception: anything else: the outcome is not known. ``open`` finds it out.
         """

@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from onceflow.errors import BadRecordError, EnvironmentUnusableError, SchemaError
 from onceflow.external.rows import DELETE_BY_FLAG, INSERT, TableWrite
-from onceflow.external.sink import BatchAttempt, ExternalSink, Opened, fenced
+from onceflow.external.sink import BatchAttempt, ExternalSink, Opened, fenced, older_state
 
 _PROGRESS = "onceflow_progress"
 _BUSY_S = 60.0
@@ -47,6 +47,7 @@ class SqliteSink(ExternalSink):
     ) -> None:
         self.path = Path(path).absolute()
         self._write = TableWrite(table, mode, tuple(key), flag)
+        self._progress: dict[str, str | None] = {}  # the progress row of a flow, as this driver has left it
 
     @property
     def target(self) -> str:
@@ -81,6 +82,7 @@ class SqliteSink(ExternalSink):
             if generation is not None and generation != last:
                 raise fenced(self.target, flow, generation, last)
             connection.execute(f"INSERT OR REPLACE INTO {_PROGRESS} VALUES (?, ?, ?)", [flow, last + 1, progress])
+        self._progress[flow] = progress
         shutil.rmtree(self._staging(flow), ignore_errors=True)
         return Opened(last + 1, progress)
 
@@ -100,12 +102,17 @@ class SqliteSink(ExternalSink):
 
     def commit(self, attempt: BatchAttempt, receipts: Sequence[bytes], progress: str) -> None:
         with self._connected() as connection, _transaction(connection):
-            row = connection.execute(f"SELECT generation FROM {_PROGRESS} WHERE flow = ?", [attempt.flow]).fetchone()
+            row = connection.execute(
+                f"SELECT generation, progress FROM {_PROGRESS} WHERE flow = ?", [attempt.flow]
+            ).fetchone()
             if row is None or row[0] != attempt.generation:
                 raise fenced(self.target, attempt.flow, attempt.generation, row and row[0])
+            if row[1] != self._progress.get(attempt.flow, row[1]):
+                raise older_state(self.target, attempt.flow, "its progress row is not the one of the last commit")
             for receipt in filter(None, receipts):
                 self._move(connection, self._staging(attempt.flow) / receipt.decode())
             connection.execute(f"UPDATE {_PROGRESS} SET progress = ? WHERE flow = ?", [progress, attempt.flow])
+        self._progress[attempt.flow] = progress
         self.abort(attempt)
 
     def abort(self, attempt: BatchAttempt) -> None:
