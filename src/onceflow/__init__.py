@@ -12,12 +12,17 @@ from typing import TYPE_CHECKING, Any
 from onceflow._version import __version__
 
 if TYPE_CHECKING:
+    from onceflow.calls.breaker import Breaker
+    from onceflow.calls.concurrently import Calls, concurrently
+    from onceflow.calls.target import Outcome
     from onceflow.errors import (
         AuthenticationFailedError,
         BadRecordError,
         BatchAbortedError,
         BrokerUnreachableError,
         BrokerUnsupportedError,
+        CallTimeoutError,
+        CircuitOpenError,
         DataLossError,
         DeadLetterLimitError,
         DeadlineExceededError,
@@ -47,6 +52,7 @@ if TYPE_CHECKING:
     from onceflow.state.api.processor import BadRows, ColumnProcessor, Processor
     from onceflow.state.api.record import Record
     from onceflow.state.api.timers import Timer
+    from onceflow.state.dead_letters import idempotency_key
     from onceflow.state.joins.spec import JoinTable
     from onceflow.state.retry import Retry
     from onceflow.tables.table import Change, Table
@@ -56,9 +62,13 @@ __all__ = [
     "BadRecordError",
     "BadRows",
     "BatchAbortedError",
+    "Breaker",
     "BrokerUnreachableError",
     "BrokerUnsupportedError",
+    "CallTimeoutError",
+    "Calls",
     "Change",
+    "CircuitOpenError",
     "ColumnProcessor",
     "DataLossError",
     "DeadLetterLimitError",
@@ -72,6 +82,7 @@ __all__ = [
     "LateRowsError",
     "OnceflowError",
     "OptionError",
+    "Outcome",
     "PermissionDeniedError",
     "PostgresSink",
     "Processor",
@@ -89,6 +100,8 @@ __all__ = [
     "UnknownTopicError",
     "UnsupportedQueryError",
     "__version__",
+    "concurrently",
+    "idempotency_key",
     "serdes",
     "serve",
     "session",
@@ -97,12 +110,15 @@ __all__ = [
 # Every other public name is an error.
 _HOMES = {
     "BadRows": "onceflow.state.api.processor",
+    "Breaker": "onceflow.calls.breaker",
+    "Calls": "onceflow.calls.concurrently",
     "Change": "onceflow.tables.table",
     "ColumnProcessor": "onceflow.state.api.processor",
     "ExternalSink": "onceflow.external.sink",
     "Flow": "onceflow.flow",
     "FlowQuery": "onceflow.query",
     "JoinTable": "onceflow.state.joins.spec",
+    "Outcome": "onceflow.calls.target",
     "PostgresSink": "onceflow.external.postgres",
     "Processor": "onceflow.state.api.processor",
     "Record": "onceflow.state.api.record",
@@ -111,6 +127,8 @@ _HOMES = {
     "State": "onceflow.state.api.handle",
     "Timer": "onceflow.state.api.timers",
     "Table": "onceflow.tables.table",
+    "concurrently": "onceflow.calls.concurrently",
+    "idempotency_key": "onceflow.state.dead_letters",
     "serve": "onceflow.serving",
     "session": "onceflow.session",
 }

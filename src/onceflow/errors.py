@@ -183,5 +183,13 @@ class LateRowsError(OnceflowError):
     """Spark has dropped rows that were later than its watermark, and ``late="fail"`` was given to ``Flow.write``."""
 
 
+class CallTimeoutError(OnceflowError):
+    """A call that `concurrently` has made did not return in time."""
+
+
+class CircuitOpenError(OnceflowError):
+    """A call was not made, because many calls before it have failed: see `Breaker`."""
+
+
 class ProcessorError(OnceflowError):
     """User code of a processor or one of its serdes raised, or this version of it cannot read the state."""

@@ -4,28 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from pyspark.sql import DataFrame, SparkSession
 
+from onceflow.calls.concurrently import Calls
 from onceflow.client.settings import ClientSettings
 from onceflow.driver.joins import join_frame
 from onceflow.durations import option_seconds
 from onceflow.flow_runs import FlowRuns
 from onceflow.flow_writes import FlowWrites
+from onceflow.planning import calls as planned_calls
 from onceflow.planning import joins, process, step_query
 from onceflow.planning.process import StepOptions
 from onceflow.planning.read_options import ReadOptions, check_read, source_options
 from onceflow.planning.record_order import check_order
 from onceflow.planning.source_starts import StartingOffsets
 from onceflow.planning.step_frames import state_columns
+from onceflow.planning.write_options import check_no_dead_letters
 from onceflow.protocol.names import INTERNAL_SUFFIX, Names
 from onceflow.spark import queries, shipping
 from onceflow.spark.kafka_source import load_source
 from onceflow.spark.master import is_local
 from onceflow.spark.pickling import pickled
+from onceflow.state.api import serdes
 from onceflow.state.api.processor import ColumnProcessor, Processor
 from onceflow.state.joins.spec import JoinTable
 from onceflow.state.stores.base import Store
+from onceflow.task.call_rows import CallOrder
 
 # Limits the first batch after downtime. At only 10,000 records a second, a batch takes a third of the default
 # transaction timeout. Raise it for more throughput, lower it for large records.
@@ -205,6 +211,7 @@ class Flow(FlowWrites):
             joined = joins.checked_tables(tables, own=own | {table, table + INTERNAL_SUFFIX}, flow=self.name)
             facts = queries.check_plan(df, self.name)
             check_order("Flow.process", facts, self.name)
+            check_no_dead_letters(facts, "Flow.process", self.name)
             # The output rows of another step do not come from a topic.
             one_topic = next(iter(startup.sources)) if len(startup.sources) == 1 and not facts.has_step else None
             rows = state_columns(df, self.name, one_topic=one_topic is not None)
@@ -250,6 +257,54 @@ class Flow(FlowWrites):
             joined = join_frame(df, spec, self._settings, on=on, how=how, columns=columns, flow=self.name)
             startup.joins.append(spec)
             return joined
+
+    def enrich(
+        self,
+        df: DataFrame,
+        calls: Calls,
+        *,
+        topic: str,
+        dead_letter_topic: str | None = None,
+        value: Any = None,
+        output: Any = None,
+    ) -> DataFrame:
+        """Call another service once for each row, many at a time, without state. Write the result with `write`, without
+        ``topic=``.
+
+        The function of ``calls`` gets a `Record` with the decoded value, and the key in bytes. It returns the value to
+        write under the same key, or a `Record`, or a list of `Record`s, or None for nothing. When a batch runs again,
+        its calls are made again.
+
+        Args:
+            df: a streaming DataFrame of this flow, with the columns key and value (string or binary). The columns
+                topic, partition, offset, timestamp and headers are optional; the function sees them where they are
+                present.
+            calls: what `concurrently` returns. Rows keep their order. Calls for rows of one key are made one after the
+                other, unless ``order=None``.
+            topic: where results go that name no other topic.
+            dead_letter_topic: where rows go whose call fails, with the cause in their headers. None: a call that fails
+                aborts the batch. With it, operators can only stand in front of this step.
+            value: serde of the values that are read; None: bytes.
+            output: serde of results that are not bytes; None: there are only bytes.
+
+        Returns:
+            A streaming DataFrame: key, value, topic, headers, timestamp.
+
+        Raises:
+            OptionError, SchemaError: wrong arguments or columns.
+            UnsupportedQueryError: ``df`` is not a stream of this flow.
+        """
+        with self._runs.lock:
+            startup = self._runs.startup
+            checked = planned_calls.check_enrich(calls, (topic, dead_letter_topic), startup.own_topics, self.name)
+            facts = queries.check_plan(df, self.name, checkpoint=True)  # `write` knows whether there is one
+            check_no_dead_letters(facts, "Flow.enrich", self.name)
+            order = CallOrder(
+                checked, topic, dead_letter_topic, value or serdes.BYTES, output or serdes.BYTES, self.name
+            )
+            frame = planned_calls.enrich_frame(df, order)
+            startup.calls.append(checked)
+            return frame
 
     def close(self) -> None:
         """Stop the running query, if there is one, and close the connections. Then you can call `read` again."""

@@ -19,7 +19,7 @@ MAX_TEXT = 500
 _PACKAGE = f"{Path(__file__).resolve().parent}/"
 _STDLIB = tuple(f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib"))
 # A traceback may come from a worker, where all this is in other folders. Packages in Cython do not show their folder.
-_ROOMS = "admin|client|driver|host|planning|protocol|spark|state|task"
+_ROOMS = "admin|calls|client|driver|host|planning|protocol|spark|state|task"
 _ONCEFLOW = re.compile(rf"[/\\]onceflow[/\\](?:{_ROOMS})[/\\](?:\w+[/\\])?\w+\.py$")
 _PYTHON = re.compile(r"[/\\]lib(64)?[/\\]python3\.\d+[/\\]|^<frozen |^<__array_function__ |\.p(yx|xi|xd)$")
 _SPARK = re.compile(r"[/\\](pyspark|py4j)(-[\w.-]+)?(\.zip)?[/\\]")

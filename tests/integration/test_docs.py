@@ -39,6 +39,7 @@ REFERENCE = ROOT / "docs" / "reference.md"
 STATE = ROOT / "docs" / "state.md"
 TABLES = ROOT / "docs" / "tables.md"
 SPARK_STATE = ROOT / "docs" / "spark-state.md"
+CALLS = ROOT / "docs" / "calls.md"
 TROUBLE = ROOT / "docs" / "troubleshooting.md"
 DEPLOY = ROOT / "docs" / "deploy.md"
 MANIFEST = ROOT / "deploy" / "kubernetes.yaml"
@@ -301,6 +302,17 @@ def test_the_example_with_late_rows(
     assert len(independent.read_topic(onceflow_broker, hours, decided=True)) == 2
 
 
+def test_the_programs_of_the_calls_page() -> None:
+    shown = blocks(CALLS, "python")
+    names: dict[str, Any] = {"__name__": "shown"}
+    for block in shown:
+        exec(block, names)  # noqa: S102
+        if test := names.pop("test_a_customer_is_asked_for_once", None):
+            test()
+    assert len(shown) == 5
+    assert names["ask"].target.breaker == onceflow.Breaker(20, "30 seconds")
+
+
 def test_the_processors_of_the_state_page(monkeypatch: pytest.MonkeyPatch) -> None:
     module = types.ModuleType("balances")
     whole = only(blocks(STATE, "python", "onceflow.session"))
@@ -518,6 +530,9 @@ def test_the_image_that_a_service_is_built_on_is_ours() -> None:
         "Flow",
         "Flow.read",
         "Flow.process",
+        "Flow.enrich",
+        "concurrently",
+        "Breaker",
         "Flow.join_table",
         "Flow.write",
         "Flow.write_external",

@@ -24,12 +24,13 @@ ALLOWED = {
     "protocol": {"errors"},
     "host": {"errors"},
     "client": {"clock", "errors", "protocol"},
+    "calls": {"durations", "errors"},
     "external": {"errors"},
     "messages": {"client", "errors", "protocol", "state", "user_code"},
-    "task": {"client", "clock", "errors", "external", "hooks", "messages", "protocol", "spark", "state"},
+    "task": {"calls", "client", "clock", "errors", "external", "hooks", "messages", "protocol", "spark", "state"},
     "tables": {"client", "clock", "durations", "errors", "protocol", "state"},
     "server": {"_version", "client", "clock", "durations", "errors", "protocol", "state", "tables"},
-    "planning": {"durations", "errors", "external", "messages", "protocol", "spark", "state", "task"},
+    "planning": {"calls", "durations", "errors", "external", "messages", "protocol", "spark", "state", "task"},
 }
 
 #: Modules and functions that are longer, and why. Nothing stands here that is short enough.

@@ -6,6 +6,7 @@ import logging
 import re
 import shutil
 import socket
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
+import onceflow
 from onceflow import serdes
 from onceflow.client.produce import Acknowledged
 from onceflow.errors import EnvironmentUnusableError
@@ -390,3 +392,28 @@ def test_a_folder_that_cannot_be_looked_at_is_told_with_its_host(tmp_path: Path,
     flow = Flow(tmp_path / below)
     with pytest.raises(EnvironmentUnusableError, match="on host"):
         prepare_partition(flow.spec, flow.table.moment(0, Commit(-1, -1, -1), 0), 0, flow.kafka)
+
+
+class Ask(Processor):
+    """Calls another service, which answers when records of two partitions ask at the same time."""
+
+    def __init__(self, answer: Callable[[int], bytes]) -> None:
+        self.ask = onceflow.concurrently(answer)
+
+    def process(self, key: bytes, records: Any, state: Any) -> Any:
+        state.put(self.ask(state.partition))
+        yield Record(key, b"done")
+
+
+def test_calls_for_all_partitions_of_a_task_are_made_side_by_side(tmp_path: Path) -> None:
+    together = threading.Barrier(PARTITIONS)
+
+    def answer(partition: int) -> bytes:
+        together.wait(10)
+        return b"%d" % partition
+
+    flow = Flow(tmp_path, processor=Ask(answer))
+    keys = [f"k{n}" for n in range(100)]
+    placed = key_partitions(pa.array([key.encode() for key in keys], pa.binary()), PARTITIONS).tolist()
+    flow.run([keys[placed.index(partition)] for partition in range(PARTITIONS)])
+    assert sum(batch.num_rows for batch in flow.outputs) == PARTITIONS

@@ -13,6 +13,7 @@ from pathlib import Path
 from uuid import uuid4
 
 from onceflow import hooks, interactive
+from onceflow.calls.concurrently import Calls, calls_of
 from onceflow.client import offsets as kafka_offsets
 from onceflow.client.brokers import warn_of_settings
 from onceflow.client.cluster import Cluster, TopicInfo
@@ -30,6 +31,7 @@ from onceflow.driver.targets import load_targets
 from onceflow.durations import duration_ms
 from onceflow.errors import BatchAbortedError, OnceflowError, OptionError, located
 from onceflow.planning import process, source_starts
+from onceflow.planning.calls import check_times
 from onceflow.planning.joins import join_spec
 from onceflow.planning.options import SinkOptions
 from onceflow.planning.process import Step, StepOptions
@@ -58,6 +60,7 @@ class Startup:
         self.settings = settings
         self.sources: dict[str, SourceTopic] = {}
         self.steps: dict[str, Step] = {}
+        self.calls: list[Calls] = []  # of Flow.enrich
         self.joins: list[JoinSpec] = []
         self._run = uuid4().hex
         self._refused_s = refused_s
@@ -312,9 +315,11 @@ class Startup:
 
         Raises:
             UnknownTopicError: a topic that is named does not exist.
-            OptionError: the brokers do not allow such a long transaction timeout.
+            OptionError: the brokers do not allow such a long transaction timeout, or calls may take longer than it.
         """
         session = self.session
+        of_steps = [calls for step in self.steps.values() for calls in calls_of(step.spec.processor)]
+        check_times([*self.calls, *of_steps], options.transaction_timeout_s, self.flow)
         side_topics = process.side_topics(self.steps)
         load_targets(session.cluster, options.topic, deadline, more=side_topics)
         outputs = [topic for topic in (options.topic, *side_topics) if topic is not None]

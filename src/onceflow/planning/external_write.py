@@ -44,6 +44,12 @@ def check_external(
         )
     trigger_s = trigger_seconds(trigger, once=once, flow=flow)
     facts = queries.check_plan(df, flow)
+    if facts.dead_letters != "none":
+        raise UnsupportedQueryError(
+            "Flow.write_external cannot write what Flow.enrich returns: its dead letters go to a topic",
+            flow=flow,
+            next_step="leave dead_letter_topic out, or write a topic that a second flow reads",
+        )
     if facts.has_step:
         raise UnsupportedQueryError(
             "Flow.write_external cannot write what Flow.process yields: its state is in Kafka, in another transaction",

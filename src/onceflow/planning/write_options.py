@@ -11,7 +11,7 @@ from pathlib import Path
 from pyspark.sql import DataFrame
 
 from onceflow.durations import option_seconds
-from onceflow.errors import OptionError
+from onceflow.errors import OptionError, UnsupportedQueryError
 from onceflow.planning import checkpoints
 from onceflow.planning.options import EXACTLY_ONCE, FAIL, GUARANTEES, LATE, SinkOptions
 from onceflow.planning.ownership import Columns, check_columns
@@ -20,6 +20,7 @@ from onceflow.planning.run_options import OUTPUT_MODES, RunOptions
 from onceflow.protocol.compression import compression_code
 from onceflow.protocol.names import OwnTopics
 from onceflow.spark import queries
+from onceflow.spark.queries import PlanFacts
 
 log = logging.getLogger("onceflow")
 
@@ -75,6 +76,7 @@ def check_write(df: DataFrame, given: WriteOptions, own: OwnTopics, flow: str) -
     _check_combinations(given, flow)
     if given.partitioner != "round_robin" and not facts.stateful:
         check_order(f'partitioner="{given.partitioner}"', facts, flow)
+    check_dead_letters(facts, given.topic, flow)
     check_output(given.topic, own, flow)
     columns = check_columns(df.schema, topic=given.topic, flow=flow)
     if columns.ignored:
@@ -147,6 +149,42 @@ def _check_combinations(given: WriteOptions, flow: str) -> None:
             f'late="fail" cannot be combined with guarantee={given.guarantee!r}: its rows are visible at once',
             flow=flow,
             next_step="leave one of them out",
+        )
+
+
+def check_no_dead_letters(facts: PlanFacts, what: str, flow: str) -> None:
+    """Refuse a step behind `Flow.enrich` that would get its dead letters.
+
+    Raises:
+        UnsupportedQueryError: they are among its rows.
+    """
+    if facts.dead_letters != "none":
+        raise UnsupportedQueryError(
+            f"{what} would get the dead letters of Flow.enrich among its rows",
+            flow=flow,
+            next_step="write what Flow.enrich returns to a topic that a second flow reads; or leave dead_letter_topic "
+            "out",
+        )
+
+
+def check_dead_letters(facts: PlanFacts, topic: str | None, flow: str) -> None:
+    """Refuse what would lose or mistake the dead letters that `Flow.enrich` returns among its rows.
+
+    Raises:
+        OptionError: all rows go to one topic.
+        UnsupportedQueryError: operators follow.
+    """
+    if facts.dead_letters == "processed":
+        raise UnsupportedQueryError(
+            "Operators follow Flow.enrich, which returns dead letters among its rows",
+            flow=flow,
+            next_step="put the operators in front of it and write what it returns; or leave dead_letter_topic out",
+        )
+    if facts.dead_letters == "written" and topic is not None:
+        raise OptionError(
+            f"topic={topic!r} would also get the dead letters of Flow.enrich",
+            flow=flow,
+            next_step="leave topic= of Flow.write out: the rows name their topics",
         )
 
 

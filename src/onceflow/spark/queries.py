@@ -150,6 +150,8 @@ _STEP_NAME = "onceflow_state_"
 _JOIN_NAME = "onceflow_join_"
 # Prefix of all of onceflow's own functions. They are process steps, or make one row from each row.
 _OUR_NAMES = "onceflow_"
+# They contain functions of the user's, so they are none of onceflow's own.
+_CALLS_NAME, _CALLS_WITH_DEAD_LETTERS = "calls_", "calls_with_dead_letters_"
 # mapInArrow and mapInPandas.
 _FREE = ("MapInArrow", "MapInPandas")
 
@@ -167,6 +169,19 @@ def join_name(topic: str) -> str:
 def is_join(name: str) -> bool:
     """Whether a function in a plan, by its name, joins rows with a table. It contains the user's serdes."""
     return name.startswith(_JOIN_NAME)
+
+
+def calls_name(function: str, *, dead_letters: bool) -> str:
+    """The name in a query plan of the function that calls another service for each row.
+
+    Args:
+        dead_letters: whether some of its rows are dead letters.
+    """
+    return (_CALLS_WITH_DEAD_LETTERS if dead_letters else _CALLS_NAME) + function
+
+
+def _has_dead_letters(node: Any) -> bool:
+    return jvm.kind(node) == "MapInArrow" and str(node.functionExpr().name()).startswith(_CALLS_WITH_DEAD_LETTERS)
 
 
 def step_table(node: Any) -> str | None:
@@ -203,6 +218,8 @@ class PlanFacts:
         has_step: whether rows come out of a process step.
         dealt_out: whether rows go to tasks in turn (``repartition(n)`` without columns): the order of a key is lost.
         splitting: an option by which several tasks may read one partition, and its topic; None: there is none.
+        dead_letters: whether dead letters are among the rows (`Flow.enrich`), and if they go through operators:
+            ``none``, ``written`` or ``processed``.
     """
 
     topics: bool
@@ -212,6 +229,7 @@ class PlanFacts:
     has_step: bool
     dealt_out: bool
     splitting: tuple[str, str] | None
+    dead_letters: str = "none"
 
 
 def check_plan(df: DataFrame, flow: str, *, checkpoint: bool = False) -> PlanFacts:
@@ -230,7 +248,9 @@ def check_plan(df: DataFrame, flow: str, *, checkpoint: bool = False) -> PlanFac
         )
     topics = others = stateful = watermark = has_step = dealt_out = False
     splitting = None
-    for node in jvm.nodes(df._jdf.queryExecution().analyzed()):
+    plan = df._jdf.queryExecution().analyzed()
+    letters = "none"
+    for node in jvm.nodes(plan):
         if not node.isStreaming():
             continue
         kind = jvm.kind(node)
@@ -239,6 +259,8 @@ def check_plan(df: DataFrame, flow: str, *, checkpoint: bool = False) -> PlanFac
             topics, others = topics or ours, others or not ours
             splitting = splitting or (_splitting(node) if ours else None)
         has_step = has_step or step_table(node) is not None
+        if _has_dead_letters(node):
+            letters = "written" if _has_dead_letters(plan) and letters == "none" else "processed"
         watermark = watermark or kind == "EventTimeWatermark"
         dealt_out = dealt_out or (kind == "Repartition" and bool(node.shuffle()))
         what = _STATEFUL.get(kind)
@@ -247,7 +269,7 @@ def check_plan(df: DataFrame, flow: str, *, checkpoint: bool = False) -> PlanFac
         stateful = stateful or what is not None
         if what is not None and not checkpoint:
             raise _needs_checkpoint(what, df, flow)
-    return PlanFacts(topics, others, stateful, watermark, has_step, dealt_out, splitting)
+    return PlanFacts(topics, others, stateful, watermark, has_step, dealt_out, splitting, letters)
 
 
 def _needs_checkpoint(what: str, df: DataFrame, flow: str) -> UnsupportedQueryError:

@@ -95,6 +95,26 @@ def attempts(record: Record) -> int:
     return int(count) if count is not None and _COUNT.fullmatch(count) else 0
 
 
+def idempotency_key(record: Record) -> str:
+    """A name of a record that stays the same when its batch runs again, and when ``Retry`` brings the record back.
+
+    It is ``topic/partition/offset`` of where the record was read for the first time. The flow must read headers
+    (``flow.read(..., include_headers=True)``) if records come back. When a topic is deleted and created again, its
+    offsets begin again, and so do these names: prefer an identifier that the record itself has.
+
+    Raises:
+        ValueError: the rows lack the columns topic, partition or offset.
+    """
+    before = dict(record.headers)
+    origin = [before.get(name) for name in (ORIGIN_TOPIC, ORIGIN_PARTITION, ORIGIN_OFFSET)]
+    if None not in origin:
+        return "/".join((part or b"").decode(errors="replace") for part in origin)
+    own = (record.topic, record.partition, record.offset)
+    if None in own:
+        raise ValueError("the record does not say where it was read: keep the columns topic, partition and offset")
+    return "/".join(map(str, own))
+
+
 def _stack(error: BaseException) -> str:
     """The innermost lines of a traceback. They show the place of the error; the outermost lines are of the engine."""
     last = f"{type(error).__name__}: {error}"[: _STACK_CHARACTERS // 2]

@@ -14,15 +14,14 @@ from typing import Any, Protocol
 import numpy as np
 import pyarrow as pa
 
+from onceflow.calls.runner import CallRunner
 from onceflow.client.produce import Acknowledged
 from onceflow.errors import located
 from onceflow.protocol.names import OwnTopics
 from onceflow.protocol.partitioners import group_by_partition, key_partitions
 from onceflow.state import rows
 from onceflow.state.api.joined_table import JoinedTable
-from onceflow.state.api.processor import ColumnProcessor
-from onceflow.state.engine.column_engine import ColumnEngine
-from onceflow.state.engine.record_engine import Engine
+from onceflow.state.engine.choice import AnyEngine, engine_for, makes_calls
 from onceflow.state.joins.copies import JoinedCopies, JoinSource
 from onceflow.state.local.catch_up import Source
 from onceflow.state.local.format import SNAPSHOT_KEY, snapshot
@@ -42,7 +41,7 @@ class ChangelogWriter(Protocol):
 @dataclass
 class _Open:
     opened: Opened
-    engine: Engine | ColumnEngine
+    engine: AnyEngine
     changes: list[tuple[bytes, bytes | None]]
 
 
@@ -56,6 +55,7 @@ class StateRun:
         still_owner: returns False if a newer driver has fenced this one. It is called only when that is in doubt.
         opened: called with every partition whose store has been brought up to date.
         own_topics: topics that outputs must not be written to.
+        calls_s: how long the processor's calls of other services may take in all; None: as long as they like.
     """
 
     def __init__(
@@ -70,6 +70,7 @@ class StateRun:
         still_owner: Callable[[], bool] | None = None,
         own_topics: OwnTopics | None = None,
         join_source: JoinSource | None = None,
+        calls_s: float | None = None,
     ) -> None:
         self._own_topics = own_topics
         self._spec = spec
@@ -84,6 +85,8 @@ class StateRun:
         if spec.joins and join_source is not None:
             by_name = {join.name: join for join in spec.joins}
             self._joined = JoinedCopies(by_name, moment.joined, join_source, still_owner=still_owner)
+        # One for all partitions: calls for their records are made side by side, too.
+        self._calls = CallRunner(calls_s) if makes_calls(spec.processor) else None
         self._place = spec.place()
         #: Copies on disk that this run has brought up to date. They stay so, even if this attempt fails.
         self.brought_up: list[Prepared] = []
@@ -111,10 +114,14 @@ class StateRun:
             return
         low, high = int(placed.min()), int(placed.max())
         if low == high:
-            self._feed(low, batch)
+            self._feed({low: batch})
             return
-        for partition, indices in group_by_partition(placed, self._spec.topics.partitions):
-            self._feed(partition, batch.take(pa.array(indices)))
+        parts = group_by_partition(placed, self._spec.topics.partitions)
+        if self._calls is None:
+            for partition, indices in parts:
+                self._feed({partition: batch.take(pa.array(indices))})
+        else:
+            self._feed({partition: batch.take(pa.array(indices)) for partition, indices in parts})
 
     def finish(self) -> None:
         """Write the changes of all partitions to the topics."""
@@ -131,6 +138,8 @@ class StateRun:
 
     def close(self) -> None:
         """Close the stores. Call this after an error, too."""
+        if self._calls is not None:
+            self._calls.close()
         for run in self._open.values():
             run.opened.store.close()
         self._open = {}
@@ -139,7 +148,7 @@ class StateRun:
 
     # ---- inside --------------------------------------------------------------------------------------
 
-    def _engine(self, partition: int) -> Engine | ColumnEngine:
+    def _engine(self, partition: int) -> AnyEngine:
         known = self._open.get(partition)
         if known is not None:
             return known.engine
@@ -147,9 +156,7 @@ class StateRun:
         opened = open_local(spec, moment, partition, self._source, still_owner=self._still_owner)
         if opened.records and spec.store.on_disk:
             self.brought_up.append(Prepared.of(opened, spec, partition))
-        kind = ColumnEngine if isinstance(spec.processor, ColumnProcessor) else Engine
-        engine = kind(
-            spec.processor,  # type: ignore[arg-type]  # each engine takes its own kind
+        engine = engine_for(spec.processor, self._calls)(
             opened.store,
             flow=spec.flow,
             table=spec.table,
@@ -181,12 +188,15 @@ class StateRun:
         self._joined.open([partition])
         return {name: self._joined.handle(name, self._moment.now_ms, partition) for name in self._joined.specs}
 
-    def _feed(self, partition: int, batch: pa.RecordBatch) -> None:
-        engine = self._engine(partition)
-        engine.feed(batch)
-        self._drain(partition, engine)
+    def _feed(self, parts: Mapping[int, pa.RecordBatch]) -> None:
+        for partition, batch in parts.items():
+            self._engine(partition).feed(batch)
+        for partition in parts:
+            engine = self._engine(partition)
+            engine.settle()
+            self._drain(partition, engine)
 
-    def _drain(self, partition: int, engine: Engine | ColumnEngine) -> None:
+    def _drain(self, partition: int, engine: AnyEngine) -> None:
         outputs = engine.outputs()
         if outputs is not None and outputs.num_rows:
             self._emit(outputs, partition)

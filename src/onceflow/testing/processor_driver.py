@@ -23,9 +23,8 @@ from onceflow.state.api.record import Header, Record
 from onceflow.state.api.scope import Scope
 from onceflow.state.api.serdes import BYTES, struct
 from onceflow.state.api.timers import Timer, timer_of
-from onceflow.state.engine.column_engine import ColumnEngine
+from onceflow.state.engine.choice import engine_for
 from onceflow.state.engine.output_collector import SCHEMA
-from onceflow.state.engine.record_engine import Engine
 from onceflow.state.stores.memory_store import MemoryStore
 from onceflow.state.stores.overlay import Overlay
 from onceflow.testing.joined_tables import joined_table
@@ -211,13 +210,11 @@ class ProcessorDriver:
         """Run one batch. Returns what it yielded, whether timers are due after it, and whether it left due timers."""
         queued, self._queue = self._queue, []
         number = next(self._batches)
-        kind: Any = ColumnEngine if isinstance(self.processor, ColumnProcessor) else Engine
         engines = []
         written = []
         tables = {name: joined_table(name, content, self.now_ms) for name, content in self.tables.items()}
         for partition, store in enumerate(self._stores):
-            engine = kind(
-                self.processor,
+            engine = engine_for(self.processor)(
                 store,
                 flow="test",
                 table="table",
@@ -232,6 +229,7 @@ class ProcessorDriver:
             records = [record for at, record in queued if at == partition]
             if records:
                 engine.feed(_batch_of(records))
+                engine.settle()
             engine.finish()
             engines.append(engine)
             written.append(engine.outputs())

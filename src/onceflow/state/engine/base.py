@@ -38,7 +38,8 @@ COUNTS = ("records", "late", "dead_letters", "timers_fired", "expired")
 
 
 class BaseEngine:
-    """Runs a processor over one partition's part of a batch: start(), feed() for every Arrow batch, finish().
+    """Runs a processor over one partition's part of a batch: start(), feed() and settle() for every Arrow
+    batch, finish().
 
     It depends neither on Spark nor on Kafka, and writes nothing. The caller gets the results from outputs() and
     changes().
@@ -168,6 +169,9 @@ class BaseEngine:
             self._feed(batch)
         if self._scope.fatal is not None:
             raise self._located(self._scope.fatal)
+
+    def settle(self) -> None:
+        """Wait until all records that were fed are processed. To be called after `feed`, before `outputs`."""
 
     def finish(self) -> None:
         """Close the processor.

@@ -154,7 +154,7 @@ class Engine(BaseEngine):
                     extend(result, key, raw_key)
             except Exception as error:
                 user_errors.handed_over(error, process, result)
-                _end(result)
+                end_generator(result)
                 overlay.roll_back()
                 collector.truncate(mark)
                 self._find_culprit(batch, raw_key, list(where[start:end]), error)
@@ -185,7 +185,7 @@ class Engine(BaseEngine):
                     collector.extend(result, again.key, raw_key)
             except Exception as error:
                 user_errors.handed_over(error, processor.process, result)
-                _end(result)
+                end_generator(result)
                 overlay.roll_back()
                 collector.truncate(mark)
                 self._reject_processed(record, raw_key, error)
@@ -289,7 +289,7 @@ class Engine(BaseEngine):
         return self._see_times(batch, pa.array(times, pa.int64()))
 
 
-def _end(result: Any) -> None:
+def end_generator(result: Any) -> None:
     """Close a generator that has not finished. Its clean-up runs now, so that it cannot change later results."""
     close = getattr(result, "close", None)
     if close is not None:

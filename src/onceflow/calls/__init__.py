@@ -1,0 +1,1 @@
+"""Calls of other services, several at a time: limits, retries, circuit breakers."""

@@ -1,0 +1,293 @@
+"""``CallRunner``: makes the calls of one task, side by side, until it is closed.
+
+An event loop in a thread of its own does all that has to do with time: limits, timeouts, pauses. Coroutine functions
+run in it; plain functions run in threads, and the loop waits for them. The thread of the task waits for results, so it
+can be interrupted at any time, whatever the functions do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+import time
+from contextlib import AsyncExitStack
+from typing import Any
+
+from onceflow.calls.target import Call, Outcome, Target
+from onceflow.calls.threads import NAME, DaemonThreads
+from onceflow.errors import CallTimeoutError, CircuitOpenError, DeadlineExceededError
+
+# How long a coroutine may take to notice that it is cancelled, and the loop to end.
+_CANCEL_S, _CLOSE_S = 1.0, 5.0
+_LOOK_S = 1.0
+
+
+class CallRunner:
+    """Makes calls, at most ``limit`` of each target at a time.
+
+    Args:
+        limit_s: how long all calls together may take, from the first one on; None: as long as they like.
+    """
+
+    def __init__(self, limit_s: float | None = None) -> None:
+        self._limit_s = limit_s
+        self._began_at: float | None = None
+        self._results: queue.SimpleQueue[Call] = queue.SimpleQueue()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._leave: asyncio.Event | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._lanes: dict[Target, _Lane] = {}
+        self._under_way = 0
+        self._done = 0
+
+    # ---- for the thread of the task ------------------------------------------------------------------
+
+    @property
+    def under_way(self) -> int:
+        """How many calls are not done, or are done and were not taken."""
+        return self._under_way
+
+    def start(self, call: Call) -> Call:
+        """Make a call as soon as there is room for it."""
+        loop = self._loop or self._open()
+        if self._began_at is None:
+            self._began_at = time.monotonic()
+        self._under_way += 1
+        loop.call_soon_threadsafe(self._begin, call)
+        return call
+
+    def settle(self) -> None:
+        """Wait until all calls are done, also those that are started meanwhile.
+
+        Raises:
+            DeadlineExceededError: they take longer than ``limit_s``.
+        """
+        while self._under_way:
+            self.take()
+
+    def take(self) -> Call:
+        """Wait for a call that is done, and tell its owner.
+
+        Raises:
+            DeadlineExceededError: see `settle`.
+        """
+        while True:
+            left_s = _LOOK_S if self._limit_s is None else self._limit_s - self._used_s()
+            call: Call | None
+            try:
+                call = self._results.get(timeout=min(_LOOK_S, max(0.001, left_s)))
+            except queue.Empty:
+                if self._thread is None or not self._thread.is_alive():
+                    raise RuntimeError("the event loop of the calls has ended") from None
+                call = None
+            if self._limit_s is not None and self._under_way and self._used_s() > self._limit_s:
+                raise self._too_slow()
+            if call is not None:
+                break
+        self._under_way -= 1
+        self._done += 1
+        if call.done is not None:
+            call.done(call)
+        return call
+
+    def close(self) -> None:
+        """End the threads. Calls under way are cancelled; plain functions that cannot be, are left alone."""
+        thread, loop, self._thread, self._loop = self._thread, self._loop, None, None
+        if thread is None or loop is None:
+            return
+        try:
+            loop.call_soon_threadsafe(self._end)
+        except RuntimeError:  # the loop has ended by itself
+            pass
+        thread.join(_CLOSE_S)
+
+    def _used_s(self) -> float:
+        return 0.0 if self._began_at is None else time.monotonic() - self._began_at
+
+    def _too_slow(self) -> DeadlineExceededError:
+        limits = ", ".join(f"{target.name}: limit={target.options.limit}" for target in self._lanes)
+        return DeadlineExceededError(
+            f"The calls of a batch take longer than {self._limit_s:g} s, for which its transaction may be open",
+            detail=f"one task: {self._done} calls are done, {self._under_way} are not; {limits}",
+            next_step="lower max_records_per_batch of Flow.read, raise limit= of onceflow.concurrently, or raise "
+            "transaction_timeout of Flow.write",
+        )
+
+    # ---- the loop ------------------------------------------------------------------------------------
+
+    def _open(self) -> asyncio.AbstractEventLoop:
+        loop = self._loop = asyncio.new_event_loop()
+        self._leave = asyncio.Event()
+        self._thread = threading.Thread(target=self._run_loop, args=(loop,), name=f"{NAME}-loop", daemon=True)
+        self._thread.start()
+        return loop
+
+    def _run_loop(self, loop: asyncio.AbstractEventLoop) -> None:
+        asyncio.set_event_loop(loop)
+        threads = DaemonThreads()
+        try:
+            loop.run_until_complete(self._serve(threads))
+        finally:
+            loop.run_until_complete(loop.shutdown_asyncgens())
+            loop.close()
+            threads.close()
+
+    async def _serve(self, threads: DaemonThreads) -> None:
+        assert self._leave is not None
+        self._threads = threads
+        async with AsyncExitStack() as self._resources:
+            await self._leave.wait()
+            tasks = list(self._tasks)
+            for task in tasks:
+                task.cancel()
+            if tasks:
+                await asyncio.wait(tasks, timeout=_CANCEL_S)
+
+    def _end(self) -> None:
+        assert self._leave is not None
+        self._leave.set()
+
+    def _begin(self, call: Call) -> None:
+        task = asyncio.get_running_loop().create_task(self._run(call))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _run(self, call: Call) -> None:
+        lane = self._lanes.get(call.target)
+        if lane is None:
+            lane = self._lanes[call.target] = _Lane(call.target)
+        async with lane.turns:
+            try:
+                call.outcome = await self._attempts(call, lane)
+            except Exception as error:  # of `transient` or `resource`, which are of the user's
+                call.outcome = Outcome(None, error, 0)
+        self._results.put(call)
+
+    async def _attempts(self, call: Call, lane: _Lane) -> Outcome:
+        options, circuit = call.target.options, lane.circuit
+        end = None if options.deadline_s is None else time.monotonic() + options.deadline_s
+        last: Exception | None = None
+        for attempt in range(1, options.retries + 2):
+            try:
+                if circuit is not None:
+                    circuit.check()
+            except CircuitOpenError as refused:
+                refused.__cause__ = last
+                return Outcome(None, refused, attempt - 1)
+            try:
+                left_s = options.timeout_s if end is None else min(options.timeout_s, end - time.monotonic())
+                value = await self._attempt(call, lane, max(0.0, left_s))
+            except Exception as error:
+                last = error
+            else:
+                if circuit is not None:
+                    circuit.succeeded()
+                return Outcome(value, None, attempt)
+            again = call.target.transient(last)
+            if circuit is not None:
+                (circuit.failed if again else circuit.succeeded)()
+            pause_s = options.pause_s(attempt)
+            if not again or attempt > options.retries or (end is not None and time.monotonic() + pause_s >= end):
+                return Outcome(None, last, attempt)
+            await asyncio.sleep(pause_s)
+        raise AssertionError("the last attempt returns")
+
+    async def _attempt(self, call: Call, lane: _Lane, timeout_s: float) -> Any:
+        """Call the function once. Raises what it raises, or CallTimeoutError."""
+        args = call.args
+        if call.target.resource is not None:
+            args = (await self._resource(call.target, lane), *args)
+        if lane.is_async:
+            work: asyncio.Future[Any] = asyncio.ensure_future(_converted(call.target.function(*args, **call.kwargs)))
+        else:
+            work = await self._in_thread(call, args, lane, timeout_s)
+        try:
+            await asyncio.wait({work}, timeout=timeout_s)
+            if work.done():
+                return work.result()
+        finally:
+            if not work.done():
+                work.cancel()
+        if lane.is_async:
+            await asyncio.wait({work}, timeout=_CANCEL_S)
+        raise _timed_out(call.target, timeout_s, "did not return")
+
+    async def _in_thread(self, call: Call, args: tuple[Any, ...], lane: _Lane, timeout_s: float) -> asyncio.Future[Any]:
+        """Call a plain function in a thread. It has a place among ``limit`` until it really ends: a call that was given
+        up goes on, and the other side must not get more calls at a time than it may."""
+        try:
+            await asyncio.wait_for(lane.places.acquire(), timeout_s)
+        except asyncio.TimeoutError:
+            what = "was not made, because earlier calls that were given up still run: no place was free"
+            raise _timed_out(call.target, timeout_s, what) from None
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Any] = loop.create_future()
+
+        def finish(value: Any, error: BaseException | None) -> None:
+            lane.places.release()
+            if not future.done():
+                future.set_result(value) if error is None else future.set_exception(error)
+
+        def job() -> None:
+            value, error = None, None
+            try:
+                value = call.target.function(*args, **call.kwargs)
+            except BaseException as problem:
+                error = _as_exception(problem)
+            try:
+                loop.call_soon_threadsafe(finish, value, error)
+            except RuntimeError:  # the loop has ended: nobody waits any more
+                pass
+
+        self._threads.submit(job)
+        return future
+
+    async def _resource(self, target: Target, lane: _Lane) -> Any:
+        assert target.resource is not None
+        async with lane.opening:
+            if not lane.is_open:
+                made = target.resource()
+                if hasattr(made, "__aenter__"):
+                    lane.resource = await self._resources.enter_async_context(made)
+                else:
+                    lane.resource = self._resources.enter_context(made)
+                lane.is_open = True
+        return lane.resource
+
+
+class _Lane:
+    """What the calls of one target share. Made in the loop."""
+
+    def __init__(self, target: Target) -> None:
+        self.is_async = target.is_async
+        self.circuit = target.circuit()
+        self.turns = asyncio.Semaphore(target.options.limit)
+        self.places = asyncio.Semaphore(target.options.limit)
+        self.opening = asyncio.Lock()
+        self.is_open = False
+        self.resource: Any = None
+
+
+async def _converted(awaitable: Any) -> Any:
+    """Wait for it. SystemExit and the like would end the loop, and nobody would hear of it."""
+    try:
+        return await awaitable
+    except (KeyboardInterrupt, SystemExit) as problem:
+        raise _as_exception(problem) from problem
+
+
+def _as_exception(problem: BaseException) -> Exception:
+    if isinstance(problem, Exception) and not isinstance(problem, StopIteration):  # no future takes a StopIteration
+        return problem
+    wrapped = RuntimeError(f"the function raised {type(problem).__name__}: {problem}")
+    wrapped.__cause__ = problem
+    return wrapped
+
+
+def _timed_out(target: Target, timeout_s: float, what: str) -> CallTimeoutError:
+    return CallTimeoutError(
+        f"{target.name} {what} within {timeout_s:g} s",
+        next_step="raise timeout= of onceflow.concurrently, or find out why the other side is slow",
+    )

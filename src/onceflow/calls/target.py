@@ -1,0 +1,86 @@
+"""What is called, and what has come of it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from onceflow.calls.breaker import Breaker, Circuit, circuit_of
+from onceflow.calls.options import CallOptions, Transient
+
+
+@dataclass(frozen=True, eq=False)
+class Target:
+    """A function, and how it is called. It can be pickled if the function can.
+
+    Args:
+        resource: makes a context manager, which is entered once per task; the function gets it as first argument.
+    """
+
+    function: Callable[..., Any]
+    options: CallOptions
+    transient: Transient
+    breaker: Breaker | None = None
+    resource: Callable[[], Any] | None = None
+
+    @property
+    def name(self) -> str:
+        """For messages, and to find the circuit of this process."""
+        inner = self.function
+        while hasattr(inner, "func"):  # functools.partial
+            inner = inner.func
+        return getattr(inner, "__qualname__", type(inner).__name__).rpartition("<locals>.")[2]
+
+    @property
+    def is_async(self) -> bool:
+        function = self.function
+        called = getattr(type(function), "__call__", None)  # noqa: B004  # of an object of a class of the user's
+        return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(called)
+
+    def circuit(self) -> Circuit | None:
+        module = getattr(self.function, "__module__", "")
+        return None if self.breaker is None else circuit_of(f"{module}.{self.name}".lstrip("."), self.breaker)
+
+
+class Outcome(NamedTuple):
+    """What has come of a call.
+
+    Args:
+        value: what the function has returned; None if it has failed.
+        error: why the last attempt has failed; None: the call has succeeded.
+        attempts: how often the function was called.
+    """
+
+    value: Any
+    error: Exception | None = None
+    attempts: int = 1
+
+    def get(self) -> Any:
+        """The value.
+
+        Raises:
+            Exception: the error of a call that has failed.
+        """
+        if self.error is not None:
+            # The traceback would grow with every time that it is raised.
+            raise self.error.with_traceback(self.error.__dict__.setdefault("onceflow_trace", self.error.__traceback__))
+        return self.value
+
+
+@dataclass(eq=False)
+class Call:
+    """A call under way; ``outcome`` is there when it is done.
+
+    Args:
+        done: called in the thread that waits for the calls.
+        ahead: whether it was made before the turn of its record, see ``Journal``.
+    """
+
+    target: Target
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    done: Callable[[Call], None] | None = None
+    ahead: bool = False
+    outcome: Outcome | None = None

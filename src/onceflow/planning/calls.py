@@ -1,0 +1,73 @@
+"""Calls of other services: ``Flow.enrich``, and whether calls fit into a transaction."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from pyspark.sql import DataFrame
+
+from onceflow.calls.concurrently import Calls
+from onceflow.errors import OptionError
+from onceflow.planning.step_frames import state_columns
+from onceflow.protocol.names import OwnTopics
+from onceflow.task.call_rows import CallOrder, CallRows
+from onceflow.task.step_outputs import OUTPUT_SPARK_SCHEMA
+
+
+def check_enrich(calls: object, topics: Iterable[str | None], own: OwnTopics, flow: str) -> Calls:
+    """Check the arguments of ``Flow.enrich``.
+
+    Args:
+        topics: that it writes to.
+
+    Raises:
+        OptionError: see its text.
+    """
+    if not isinstance(calls, Calls):
+        raise OptionError(
+            f"Flow.enrich takes what onceflow.concurrently returns, not {calls!r:.100}",
+            flow=flow,
+            next_step="for example flow.enrich(df, onceflow.concurrently(score), topic=...)",
+        )
+    for topic in topics:
+        why = "" if topic is None else own.refusal(topic)
+        if topic == "" or why:
+            raise OptionError(
+                f"Flow.enrich cannot write to {topic!r}{', which ' + why if why else ''}",
+                flow=flow,
+                next_step="give its records and its dead letters topics of their own",
+            )
+    return calls
+
+
+def enrich_frame(df: DataFrame, order: CallOrder) -> DataFrame:
+    """What ``Flow.enrich`` returns.
+
+    Raises:
+        SchemaError: the DataFrame lacks columns, or they have wrong types.
+    """
+    rows = state_columns(df, order.flow, one_topic=False)
+    return rows.mapInArrow(CallRows(order), OUTPUT_SPARK_SCHEMA)
+
+
+def check_times(calls: Iterable[Calls], transaction_s: float, flow: str) -> None:
+    """Check that a call can end before the transaction of its batch does.
+
+    Args:
+        transaction_s: for how long a transaction may be open.
+
+    Raises:
+        OptionError: it cannot.
+    """
+    for each in calls:
+        options: Any = each.target.options
+        if options.longest_s >= transaction_s:
+            raise OptionError(
+                f"One call of {each.target.name} can take {options.longest_s:g} s with all its attempts, but "
+                f"transaction_timeout is {transaction_s:g} s",
+                flow=flow,
+                detail=f"timeout {options.timeout_s:g} s, retries {options.retries}, backoff {options.backoff_s:g} s",
+                next_step="lower timeout= or retries= of onceflow.concurrently, give it a deadline=, or raise "
+                "transaction_timeout of Flow.write",
+            )

@@ -1,0 +1,147 @@
+"""``Flow.enrich`` in tasks: calls a function for each row, and makes records of the results."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from itertools import starmap
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from onceflow.calls.concurrently import Calls
+from onceflow.calls.runner import CallRunner
+from onceflow.calls.target import Call, Outcome
+from onceflow.errors import ProcessorError
+from onceflow.spark import queries
+from onceflow.state import dead_letters
+from onceflow.state.api import user_errors
+from onceflow.state.api.record import Record
+from onceflow.state.engine import input_batch
+from onceflow.state.engine.output_collector import NotRecordsError, OutputCollector
+from onceflow.task.step_outputs import output_rows
+
+
+@dataclass(frozen=True)
+class CallOrder:
+    """What the tasks of ``Flow.enrich`` do; see there."""
+
+    calls: Calls
+    topic: str
+    dead_letter_topic: str | None
+    value: Any
+    output: Any
+    flow: str
+
+
+class CallRows:
+    """The function given to ``mapInArrow``."""
+
+    def __init__(self, order: CallOrder) -> None:
+        self.order = order
+        self.__name__ = queries.calls_name(order.calls.target.name, dead_letters=order.dead_letter_topic is not None)
+
+    def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        with closing(CallRunner()) as runner:
+            for batch in batches:
+                records = _records(batch)
+                outcomes = _Round(self.order, runner).outcomes(records)
+                found = self._written(records, outcomes)
+                if found is not None:
+                    at = found.schema.get_field_index("topic")
+                    yield output_rows(found.set_column(at, "topic", pc.fill_null(found.column(at), self.order.topic)))
+
+    def _written(self, records: list[Record], outcomes: list[Outcome]) -> pa.RecordBatch | None:
+        """The results in the order of the rows, with dead letters at their places."""
+        collector = OutputCollector(output=self.order.output)
+        for record, outcome in zip(records, outcomes, strict=True):
+            mark = collector.mark()
+            try:
+                collector.extend(_as_records(outcome.get(), record), record.key, record.key)
+            except NotRecordsError as error:
+                raise self._failed(record, error) from error
+            except Exception as error:
+                collector.truncate(mark)
+                if self.order.dead_letter_topic is None or isinstance(error, MemoryError):
+                    raise self._failed(record, error) from error
+                collector.extend([dead_letters.dead_letter(record, self.order.dead_letter_topic, error)])
+        return collector.take()
+
+    def _failed(self, record: Record, error: Exception) -> ProcessorError:
+        return ProcessorError(
+            f"{self.order.calls.target.name} failed for a record: {user_errors.full_text_of(error)}",
+            flow=self.order.flow,
+            topic=record.topic,
+            detail=dead_letters.described(record, error),
+            next_step="correct the function or the record; with dead_letter_topic= such records go to a topic instead",
+        )
+
+
+class _Round:
+    """The calls for the rows of one Arrow batch. All are done before the next one is read, so memory is limited."""
+
+    def __init__(self, order: CallOrder, runner: CallRunner) -> None:
+        self._order = order
+        self._runner = runner
+        self._found: dict[int, Outcome] = {}
+
+    def outcomes(self, records: list[Record]) -> list[Outcome]:
+        """The outcome of the call for each record."""
+        queues: dict[Any, Iterator[int]] = {}
+        for keys in _in_turn(records, by_key=self._order.calls.order == "key"):
+            queues[keys[0]] = iter(keys)
+            self._next(queues[keys[0]], records)
+        self._runner.settle()
+        return [self._found[at] for at in range(len(records))]
+
+    def _next(self, queue: Iterator[int], records: list[Record]) -> None:
+        for at in queue:
+            try:
+                asked = _decoded(records[at], self._order.value)
+            except Exception as error:
+                user_errors.not_decoded(error, "the value of the record", records[at].value or b"", self._order.value)
+                self._found[at] = Outcome(None, error, 0)
+                continue
+
+            def done(call: Call, at: int = at) -> None:
+                assert call.outcome is not None
+                self._found[at] = call.outcome
+                self._next(queue, records)
+
+            self._runner.start(Call(self._order.calls.target, (asked,), done=done))
+            return
+
+
+def _in_turn(records: list[Record], *, by_key: bool) -> list[list[int]]:
+    """Numbers of records in groups. Within a group, calls are made one after the other."""
+    groups: dict[Any, list[int]] = {}
+    for at, record in enumerate(records):
+        groups.setdefault(record.key if by_key and record.key is not None else at, []).append(at)
+    return list(groups.values())
+
+
+def _records(batch: pa.RecordBatch) -> list[Record]:
+    rows = input_batch.normalised(batch)
+    columns = rows.column("key").to_pylist(), rows.column("value").to_pylist(), *input_batch.metadata(rows, None)
+    return list(starmap(Record, zip(*columns, strict=False)))  # what is not known is repeated without an end
+
+
+def _decoded(record: Record, serde: Any) -> Record:
+    value = None if record.value is None else serde.decode(record.value)
+    found = copy.copy(record)
+    found.value = value
+    return found
+
+
+def _as_records(result: Any, record: Record) -> Any:
+    """What is written for the result of a function: nothing, records, or a value under the key of the record."""
+    if result is None:
+        return ()
+    if isinstance(result, Record):
+        return (result,)
+    if isinstance(result, (list, tuple)) and all(isinstance(each, Record) for each in result):
+        return result
+    return (Record(record.key, result),)

@@ -1,0 +1,114 @@
+"""Calls of other services in flows: in a process step in each place where it runs, and row by row with Flow.enrich."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pyspark.sql import functions as F
+
+import onceflow
+from onceflow import Record, serdes
+from onceflow.errors import OptionError, UnsupportedQueryError
+from onceflow.testing import independent
+
+pytestmark = pytest.mark.integration
+
+
+def double(amount: int) -> int:
+    if amount % 10 == 7:
+        raise ValueError(f"{amount} is refused")
+    return amount * 2
+
+
+async def double_value(record: Record) -> Any:
+    if record.value is None:
+        return None
+    return {"was": record.value, "is": double(record.value), "id": onceflow.idempotency_key(record)}
+
+
+class Charge(onceflow.Processor):
+    value = state = output = serdes.JSON
+    call = onceflow.concurrently(double, retries=0)
+
+    def process(self, key: bytes, records: Sequence[Record], state: Any) -> Iterator[Record]:
+        for record in records:
+            doubled = self.call(record.value)
+            state.put(state.get(0) + doubled)
+            yield Record(key, doubled)
+
+
+def values(bootstrap: str, topic: str) -> Counter[str]:
+    return Counter((record.value or b"").decode() for record in independent.read_topic(bootstrap, topic))
+
+
+@pytest.mark.parametrize("where", ["driver", "tasks", "two stages"])
+def test_a_process_step(
+    onceflow_broker: str, onceflow_spark: Any, make_topic: Callable[..., str], tmp_path: Path, where: str
+) -> None:
+    source, target, failed = make_topic(partitions=2), make_topic(partitions=3), make_topic(partitions=1)
+    independent.fill(onceflow_broker, source, [(b"k%d" % (n % 9), b"%d" % n) for n in range(60)])
+    with onceflow.Flow(f"charge-{source}", onceflow_spark, bootstrap_servers=onceflow_broker) as flow:
+        rows = flow.process(
+            flow.read(source), Charge(), table=f"{source}-sums", on_error="dead-letter", dead_letter_topic=failed,
+            state_dir=tmp_path,
+        )  # fmt: skip
+        if where == "two stages":
+            rows = rows.where(F.length("value") > 0)
+        query = flow.write(rows, topic=target, once=True, small_batch_rows=None if where == "driver" else 0).start()
+        query.awaitTermination(60)
+        summary = query.batches[-1]
+    good = [n for n in range(60) if n % 10 != 7]
+    assert values(onceflow_broker, target) == Counter(str(2 * n) for n in good)
+    assert values(onceflow_broker, failed) == Counter(str(n) for n in range(60) if n % 10 == 7)
+    assert (summary.records, summary.dead_letters) == (len(good), 6)
+    assert ("driver" in summary.path) == (where == "driver")
+
+
+def test_rows(onceflow_broker: str, onceflow_spark: Any, make_topic: Callable[..., str]) -> None:
+    source, target, failed = make_topic(partitions=2), make_topic(partitions=3), make_topic(partitions=1)
+    inputs: list[tuple[bytes | None, bytes | None]] = [(b"k%d" % (n % 3), b"%d" % n) for n in range(30)]
+    independent.fill(onceflow_broker, source, [*inputs, (None, b"100"), (b"k0", None), (b"k1", b"no JSON")])
+    calls = onceflow.concurrently(double_value, limit=8, retries=0)
+    with onceflow.Flow(f"double-{source}", onceflow_spark, bootstrap_servers=onceflow_broker) as flow:
+        df = flow.read(source, include_headers=True)
+        rows = flow.enrich(df, calls, topic=target, dead_letter_topic=failed, value=serdes.JSON, output=serdes.JSON)
+        with pytest.raises(OptionError, match="would also get the dead letters"):
+            flow.write(rows, topic=target)
+        with pytest.raises(UnsupportedQueryError, match="Operators follow"):
+            flow.write(rows.where("key is not null"))
+        with pytest.raises(UnsupportedQueryError, match="would get the dead letters"):
+            flow.process(rows, Charge(), table="t")
+        with pytest.raises(OptionError, match="takes what onceflow"):
+            flow.enrich(df, double, topic=target)  # type: ignore[arg-type]
+        with pytest.raises(OptionError, match="cannot write to"):
+            flow.enrich(df, calls, topic=source)
+        query = flow.write(rows, once=True).start()
+        query.awaitTermination(60)
+    found = [json.loads(record.value or b"") for record in independent.read_topic(onceflow_broker, target)]
+    good = [n for n in range(30) if n % 10 != 7]
+    assert sorted(each["was"] for each in found) == [*good, 100]
+    assert all(each["is"] == 2 * each["was"] for each in found)
+    assert len({each["id"] for each in found}) == len(found)
+    letters = list(independent.read_topic(onceflow_broker, failed))
+    assert Counter(record.value for record in letters) == Counter([b"7", b"17", b"27", b"no JSON"])
+    assert {dict(record.headers)["onceflow.error.class"] for record in letters} == {b"ValueError", b"JSONDecodeError"}
+    in_order: dict[bytes | None, list[int]] = {}
+    for record in independent.read_topic(onceflow_broker, target):
+        in_order.setdefault(record.key, []).append(json.loads(record.value or b"")["was"])
+    assert in_order[b"k1"] == [n for n in good if n % 3 == 1]
+
+
+def test_calls_that_cannot_end_before_the_transaction(
+    onceflow_broker: str, onceflow_spark: Any, make_topic: Callable[..., str]
+) -> None:
+    source, target = make_topic(partitions=1), make_topic(partitions=1)
+    with onceflow.Flow(f"slow-{source}", onceflow_spark, bootstrap_servers=onceflow_broker) as flow:
+        calls = onceflow.concurrently(double, timeout="30 seconds", retries=2)
+        rows = flow.enrich(flow.read(source), calls, topic=target)
+        with pytest.raises(OptionError, match=r"One call of double can take 90\.6 s .*transaction_timeout is 60 s"):
+            flow.write(rows).start()
