@@ -13,7 +13,7 @@ from onceflow.external.postgres import PostgresSink
 from onceflow.external.sink import ExternalSink
 from onceflow.flow_runs import FlowRuns
 from onceflow.flow_writer import FlowWriter
-from onceflow.planning.external_write import check_external
+from onceflow.planning.external_write import ExternalOptions, check_external
 from onceflow.planning.write_options import WriteOptions, check_write
 
 
@@ -102,6 +102,8 @@ class FlowWrites:
         sink: ExternalSink,
         *,
         trigger: str | None = None,
+        dead_letter_topic: str | None = None,
+        max_dead_letters: int | float | None = None,
         small_batch_rows: int | None = None,
         once: bool = False,
     ) -> FlowWriter:
@@ -115,6 +117,12 @@ class FlowWrites:
                 those that the sink takes.
             sink: what is written, for example ``SqliteSink("ledger.db", "ledger")``.
             trigger: as of `write`.
+            dead_letter_topic: the topic for rows that the system does not take, for example because of a unique index.
+                It must exist. None: such a row stops the flow. Columns of Spark's Kafka source (key, value, headers,
+                topic, partition, offset, timestamp) that the table lacks are those of the dead letter. Without a value
+                it is the row in JSON.
+            max_dead_letters: stop the flow when one run has more of them: a count, or a share of the rows, as of
+                ``Flow.process``. The batch that exceeds it is not committed. None: no limit.
             small_batch_rows: the driver writes a batch itself when it expects at most this many rows; None: 8,000.
             once: as of `write`.
 
@@ -122,7 +130,8 @@ class FlowWrites:
             OptionError, SchemaError, UnsupportedQueryError, ProgressConflictError: raised here or in ``start()``,
                 before anything is written.
         """
-        write = check_external(df, sink, trigger=trigger, small_batch_rows=small_batch_rows, once=once, flow=self.name)
+        given = ExternalOptions(trigger, dead_letter_topic, max_dead_letters, small_batch_rows, once)
+        write = check_external(df, sink, given, self.name)
         return FlowWriter(lambda: self._runs.start(lambda startup: prepare_external_run(self._spark, startup, write)))
 
     def write_postgres(
@@ -135,9 +144,19 @@ class FlowWrites:
         key: Sequence[str] = (),
         flag: str = "deleted",
         trigger: str | None = None,
+        dead_letter_topic: str | None = None,
+        max_dead_letters: int | float | None = None,
         small_batch_rows: int | None = None,
         once: bool = False,
     ) -> FlowWriter:
         """As `write_external` with a `PostgresSink`: rows go to a table of a PostgreSQL database, exactly once."""
         sink = PostgresSink(dsn, table, mode=mode, key=key, flag=flag)
-        return self.write_external(df, sink, trigger=trigger, small_batch_rows=small_batch_rows, once=once)
+        return self.write_external(
+            df,
+            sink,
+            trigger=trigger,
+            dead_letter_topic=dead_letter_topic,
+            max_dead_letters=max_dead_letters,
+            small_batch_rows=small_batch_rows,
+            once=once,
+        )

@@ -18,8 +18,9 @@ VARIABLE = "ONCEFLOW_FAULTS"
 
 #: The steps of a batch, in order (docs/architecture.md). Code, logs, tests and faults use these names.
 STEPS = ("init", "plan", "begin", "write", "audit", "progress", "end", "settle")
-#: Those of a batch that goes to an external sink: ``commit`` is the transaction of the other system.
-EXTERNAL_STEPS = tuple("commit" if step == "progress" else step for step in STEPS)
+#: Those of a batch that goes to an external sink: ``commit`` is the transaction of the other system, and then
+#: comes a transaction of Kafka's for its progress.
+EXTERNAL_STEPS = tuple(each for step in STEPS for each in (("commit", step) if step == "progress" else (step,)))
 #: Also announced: an attempt was aborted, and nothing of it can become visible any more. Faults are not injected here.
 ABORTED = "aborted"
 

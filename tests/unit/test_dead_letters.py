@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -13,27 +13,18 @@ from onceflow.errors import DeadLetterLimitError, OptionError, ProcessorError
 from onceflow.state.api.processor import ColumnProcessor, Processor
 from onceflow.state.api.record import Record
 from onceflow.state.api.serdes import BYTES, JSON, STRING, struct
-from onceflow.state.dead_letter_limit import DeadLetters, check_limit
+from onceflow.state.dead_letter_limit import DeadLetters, Letters, check_limit
 from onceflow.state.engine.shapes import declared_fields, lacks
-from onceflow.state.local.format import Commit
-from onceflow.state.spec import ProcessSpec, StateReport
-from onceflow.state.stores.memory_store import MemoryStore
-from onceflow.state.topics import TableTopics
 from onceflow.testing.processor_driver import ProcessorDriver
 
 
 def run_of(limit: float | None) -> DeadLetters:
-    topics = TableTopics("balances", "balances-internal", "a", "b", 1, 0, 1_000_000)
-    return DeadLetters(
-        ProcessSpec("f", "f", Processor(), topics, MemoryStore, dead_letter_topic="letters", max_dead_letters=limit)
-    )
+    return DeadLetters("f", "letters", limit, "table balances")
 
 
-def batch(records: int, letters: int) -> list[StateReport]:
-    counts = {"records": records, "dead_letters": letters}
+def batch(records: int, letters: int) -> Letters:
     causes = {"KeyError": (letters, "in-0, offset 7: KeyError: 'amount'")} if letters else {}
-    done = StateReport("balances", 0, "host", Commit(1, 1, 1), "", 0, 0.0, 1, 1, counts=counts, causes=causes)
-    return [done]
+    return Letters(records, letters, causes)
 
 
 @pytest.mark.parametrize(
@@ -49,21 +40,21 @@ def batch(records: int, letters: int) -> list[StateReport]:
 )
 def test_too_many_stop_the_run(limit: float | None, batches: list[tuple[int, int]], most: int) -> None:
     run = run_of(limit)
-    for reports in (batch(*counts) for counts in batches[:most]):
-        run.check(reports)
-        run.on_commit(reports)
-    for reports in (batch(*counts) for counts in batches[most:]):
+    for letters in (batch(*counts) for counts in batches[:most]):
+        run.check(letters)
+        run.on_commit(letters)
+    for letters in (batch(*counts) for counts in batches[most:]):
         with pytest.raises(DeadLetterLimitError) as caught:
-            run.check(reports)
+            run.check(letters)
         assert "KeyError: 'amount'" in str(caught.value)
         assert caught.value.topic == "letters"
 
 
 def test_a_share_is_judged_when_there_are_records_enough_also_without_a_new_one() -> None:
     run = run_of(0.1)
-    for reports in (batch(50, 50), batch(40, 0)):
-        run.check(reports)
-        run.on_commit(reports)
+    for letters in (batch(50, 50), batch(40, 0)):
+        run.check(letters)
+        run.on_commit(letters)
     with pytest.raises(DeadLetterLimitError, match="50 of 110 records of this run") as caught:
         run.check(batch(20, 0))
     assert "in this batch: none" in caught.value.detail
@@ -71,13 +62,12 @@ def test_a_share_is_judged_when_there_are_records_enough_also_without_a_new_one(
 
 def test_the_first_one_is_told_and_no_other(caplog: pytest.LogCaptureFixture) -> None:
     run = run_of(None)
-    for reports in (batch(5, 0), batch(5, 2), batch(5, 3)):
-        run.on_commit(reports)
+    for letters in (batch(5, 0), batch(5, 2), batch(5, 3)):
+        run.on_commit(letters)
     (told,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert "letters: 2 x KeyError, first in-0, offset 7: KeyError: 'amount'" in told
     assert (run.records, run.count) == (15, 5)
-    other = batch(5, 1)[0]
-    run.on_commit([replace(other, causes={"KeyError": (3, "x"), "ValueError": (2, "in-0, offset 9: ValueError: no")})])
+    run.on_commit(Letters(5, 5, {"KeyError": (3, "x"), "ValueError": (2, "in-0, offset 9: ValueError: no")}))
     assert caplog.messages[-1].endswith(
         "of another cause went to letters: 2 x ValueError, first in-0, offset 9: ValueError: no"
     )

@@ -1,10 +1,11 @@
 """The steps of a batch that an external sink commits.
 
-    plan -> begin -> write -> audit -> commit -> end      (init comes before, settle with the next batch)
+    plan -> begin -> write -> audit -> commit -> progress -> end    (init comes before, settle with the next batch)
 
 ``commit`` is one transaction of the external system, with the rows and the progress row. If its outcome is not known,
-the flow is taken over once more (`ExternalSink.open`), which shows it. At ``end`` Kafka's progress follows, in a
-transaction of its own. If the driver dies before that, the next start does it.
+the flow is taken over once more (`ExternalSink.open`), which shows it. At ``progress`` and ``end`` Kafka's progress
+follows, in a transaction of its own, with the dead letters of the batch. If the driver dies before that, the next start
+does it.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from onceflow.driver.commit import audit_part, timed
 from onceflow.driver.driver_session import DriverSession
 from onceflow.driver.external_waiting import when_reached
 from onceflow.driver.offset_log import SourceRange, check_contiguous, read_range
+from onceflow.driver.refused_rows import LettersToWrite, RefusedRows
 from onceflow.driver.retries import Attempt
 from onceflow.driver.startup import commit_progress
 from onceflow.errors import (
@@ -37,10 +39,10 @@ from onceflow.errors import (
     ProgressConflictError,
 )
 from onceflow.external.sink import BatchAttempt, ExternalSink, older_state
-from onceflow.messages import DRIVER, REPORT_SPARK_SCHEMA, from_rows
+from onceflow.messages import DRIVER, REPORT_SPARK_SCHEMA, Target, from_rows
 from onceflow.planning.options import BatchSummary, SinkOptions
 from onceflow.planning.source_starts import SourceTopic
-from onceflow.protocol.progress import Progress, encode
+from onceflow.protocol.progress import Progress
 from onceflow.protocol.transaction import GIVEN, Event, Mode, Phase, Transaction
 from onceflow.spark import jvm
 from onceflow.spark.checkpoint_files import Folder
@@ -76,6 +78,8 @@ class ExternalCommit:
 
     Args:
         session: of this driver in Kafka. sources: the topics that are read.
+        refused: what becomes of rows that the system does not take.
+        targets: the topics of dead letters.
         checkpoint: folder of the query's scratch checkpoint.
 
     Attributes:
@@ -90,6 +94,8 @@ class ExternalCommit:
         *,
         sources: Mapping[str, SourceTopic],
         options: SinkOptions,
+        refused: RefusedRows,
+        targets: Mapping[str, Target],
         checkpoint: Folder,
     ) -> None:
         self._sink = sink
@@ -99,6 +105,8 @@ class ExternalCommit:
         self._session = session
         self._sources = sources
         self._options = options
+        self._refused = refused
+        self._targets = targets
         self._checkpoint = checkpoint
         self._rows_out = 1.0  # most rows written per row read in a batch so far
         self._at: BatchAttempt | None = None  # the last one
@@ -168,9 +176,12 @@ class ExternalCommit:
             time_ms=clock_ms(),
         )
         with timed(summary, "commit"):
-            self._commit(at, receipts, progress)
+            self._commit(at, receipts, progress, checked.records)
         self.progress = progress
-        summary.records, summary.nbytes, summary.max_rss_kib = checked.records, checked.nbytes, checked.max_rss_kib
+        self._refused.committed()
+        summary.dead_letters = self._refused.letters.num_rows
+        summary.records = checked.records - summary.dead_letters
+        summary.nbytes, summary.max_rss_kib = checked.nbytes, checked.max_rss_kib
         self._rows_out = max(self._rows_out, checked.records / max(1, summary.max_rows))
         hooks.at("commit", where="driver", flow=self.flow, batch=batch)
         with timed(summary, "end"):
@@ -194,12 +205,16 @@ class ExternalCommit:
         summary.path = f"{tasks} tasks"
         return Part(found.written, tasks, jvm.has_shuffle(df)), found.returned
 
-    def _commit(self, at: BatchAttempt, receipts: Sequence[bytes], progress: Progress) -> None:
+    def _commit(self, at: BatchAttempt, receipts: Sequence[bytes], progress: Progress, records: int) -> None:
         """The transaction of the external system decides the batch."""
-        text = encode(progress)[1].decode()
+        refused = self._refused
+        text = refused.set(progress, [], records)
         self.machine.on(Event.COMMIT)
         try:
-            self._sink.commit(at, receipts, text)
+            if refused.topic is None:
+                self._sink.commit(at, receipts, text)
+            else:
+                self._sink.commit_accepted(at, receipts, lambda rows: refused.set(progress, rows, records))
         except FencedError as error:
             self.machine.on(Event.FENCED)
             raise batch_errors.fenced(self.flow, f"before batch {at.batch} was committed", error.detail) from error
@@ -214,8 +229,8 @@ class ExternalCommit:
                 self._sink.target,
                 in_short(problem),
             )
-            self._find_out(at, text, problem)
-        self._row = text
+            self._find_out(at, refused.text, problem)
+        self._row = refused.text
 
     def _reached(self, call: Callable[[], _T]) -> _T:
         """The sink's answer. Waits while its system cannot be reached."""
@@ -272,7 +287,8 @@ class ExternalCommit:
             DeadlineExceededError, BrokerUnreachableError: brokers do not answer; the next start does it.
         """
         deadline = Deadline(_END_S, f"moving progress in Kafka to batch {self.progress.batch_id}")
-        commit_progress(self._session, self.progress, self._sources, deadline)
+        letters = LettersToWrite(self._session, self._refused.letters, self._targets, self.progress.batch_id)
+        commit_progress(self._session, self.progress, self._sources, deadline, letters)
         self.machine.on(Event.COMMIT_DONE)
 
     def _guarded(self, step: str, call: Callable[[], _T]) -> _T:

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from pyspark.sql import SparkSession
 
+from onceflow.client.brokers import warn_of_settings
 from onceflow.client.deadline import Deadline
+from onceflow.client.topics import find_topics, max_message_bytes
 from onceflow.driver.batch_sink import BatchSink
 from onceflow.driver.checkpoint_location import CheckpointLocation, scratch_folder
 from onceflow.driver.external_commit import ExternalCommit, Ownership
 from onceflow.driver.external_waiting import at_start
+from onceflow.driver.refused_rows import LettersToWrite, RefusedRows, parsed
 from onceflow.driver.run import Run, check_read_now, watch_sources, writer_of
 from onceflow.driver.startup import Startup, commit_progress
 from onceflow.errors import OptionError, located
-from onceflow.external.sink import ExternalSink
+from onceflow.messages import Target
 from onceflow.planning import source_starts
 from onceflow.planning.external_start import plan_external
 from onceflow.planning.external_write import ExternalWrite
-from onceflow.protocol.progress import Progress, decode
+from onceflow.planning.process import check_side_topics
+from onceflow.protocol.progress import Progress
 from onceflow.spark import queries, query_listener, shipping
 from onceflow.spark.checkpoint_files import LocalFolder
 from onceflow.spark.collect import arrow_schema
@@ -39,6 +43,9 @@ def prepare_external_run(spark: SparkSession, startup: Startup, write: ExternalW
     flow, sink = startup.flow, write.sink
     check_read_now(startup, write.run.facts)
     queries.check_session(spark, flow)
+    if write.dead_letter_topic is not None:
+        check_side_topics([write.dead_letter_topic], startup.own_topics, flow)
+        sink.set_aside()
     if sink.local_only and not is_local(spark):
         raise OptionError(
             f"{sink.target} can be written by tasks on this machine only",
@@ -52,7 +59,7 @@ def prepare_external_run(spark: SparkSession, startup: Startup, write: ExternalW
     with located(flow=flow):
         kafka = startup.prepare_run(deadline)
         at_start(lambda: sink.check(arrow_schema(write.df)), deadline, sink.target, flow)
-        owned = _take_over(sink, startup, kafka, deadline)
+        owned, targets = _take_over(write, startup, kafka, deadline)
         startup.session.transactions.renew(deadline)
     checkpoint = scratch_folder(flow)
     location = CheckpointLocation(LocalFolder(checkpoint), checkpoint.as_uri(), None)
@@ -65,6 +72,8 @@ def prepare_external_run(spark: SparkSession, startup: Startup, write: ExternalW
         startup.session,
         sources=startup.sources,
         options=write.options,
+        refused=RefusedRows(write.dead_letter_topic, write.max_dead_letters, targets, target=sink.target, flow=flow),
+        targets=targets,
         checkpoint=location.folder,
     )
     batches = BatchSink(commit, write.options, before_first=imports.finish)
@@ -75,17 +84,48 @@ def prepare_external_run(spark: SparkSession, startup: Startup, write: ExternalW
     return Run(flow, spark, writer, batches, None, location, watch_sources(startup, batches))
 
 
-def _take_over(sink: ExternalSink, startup: Startup, kafka: Progress, deadline: Deadline) -> Ownership:
-    """Fence older drivers in the external system, and let Kafka's progress follow if the last one could not."""
-    flow = startup.flow
+def _take_over(
+    write: ExternalWrite, startup: Startup, kafka: Progress, deadline: Deadline
+) -> tuple[Ownership, dict[str, Target]]:
+    """Fence older drivers in the external system, and let Kafka's progress follow if the last one could not.
+
+    Returns:
+        What was found, and the topics of dead letters.
+    """
+    flow, sink, session = startup.flow, write.sink, startup.session
+    targets = _targets(startup, {write.dead_letter_topic}, kafka, deadline)
     opened = at_start(lambda: sink.open(flow, None), deadline, sink.target, flow)
-    row = None if opened.progress is None else decode(kafka.flow.encode(), opened.progress.encode())
+    row, letters = (None, None) if opened.progress is None else parsed(kafka.flow, opened.progress)
     start = plan_external(kafka, row, startup.sources, target=sink.target, flow=flow)
     if start.warning:
         log.warning("flow %s: %s", flow, start.warning)
     if start.follows:
-        commit_progress(startup.session, start.progress, startup.sources, deadline)
-    return Ownership(opened.generation, opened.progress, start.progress)
+        left = None
+        if letters is not None and not start.is_behind:
+            left = LettersToWrite(session, letters, targets, start.progress.batch_id)
+            targets.update(_targets(startup, left.topics - {*targets}, kafka, deadline))
+        commit_progress(session, start.progress, startup.sources, deadline, left)
+    return Ownership(opened.generation, opened.progress, start.progress), targets
+
+
+def _targets(
+    startup: Startup, topics: Collection[str | None], kafka: Progress, deadline: Deadline
+) -> dict[str, Target]:
+    """Topics of dead letters. What the last batch has left undecided in them is decided.
+
+    Raises:
+        UnknownTopicError: one does not exist.
+    """
+    named = {topic: "dead letter" for topic in topics if topic is not None}
+    if not named:
+        return {}
+    session = startup.session
+    cluster = session.cluster
+    found = find_topics(cluster, named, deadline)
+    limits = max_message_bytes(cluster, named, deadline)
+    warn_of_settings(cluster, [*named], deadline, flow=startup.flow)
+    session.decide(named, kafka, deadline)
+    return {name: Target(found[name].partitions, limits[name]) for name in named}
 
 
 def _starts(startup: Startup, progress: Progress, flow: str) -> Mapping[str, dict[int, int]]:

@@ -11,32 +11,40 @@ from __future__ import annotations
 import hashlib
 import json
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from onceflow.errors import (
-    BadRecordError,
     BatchAbortedError,
     EnvironmentUnusableError,
     OnceflowError,
+    PermissionDeniedError,
     SchemaError,
 )
 from onceflow.external.postgres_columns import Column, check_digits, columns_of, staged_types
 from onceflow.external.postgres_connection import completed, connect, reason, suppress_race
-from onceflow.external.rows import DELETE_BY_FLAG, INSERT, UPSERT, TableWrite
-from onceflow.external.sink import BatchAttempt, ExternalSink, Opened, fenced, older_state
+from onceflow.external.postgres_moves import HEADERS, RECEIPT, ROW, Moves, Staged, refusals
+from onceflow.external.rows import DELETE_BY_FLAG, INSERT, TableWrite
+from onceflow.external.sink import (
+    RECORD_COLUMNS,
+    BatchAttempt,
+    ExternalSink,
+    Opened,
+    RefusedRow,
+    fenced,
+    older_state,
+)
 
 if TYPE_CHECKING:  # the extra is needed where it is used only
     import psycopg
-    from psycopg import sql
 
 _PROGRESS = "onceflow_progress"
-_RECEIPT, _ROW = "onceflow_receipt", "onceflow_row"
 _LOCK_S = 60  # how long a transaction waits for a row that another one has locked
 _CLEAN_MS = 200
 
@@ -73,7 +81,9 @@ class PostgresSink(ExternalSink):
             ) from error
         self._dsn = completed(dsn)
         self._write = TableWrite(table, mode, tuple(key), flag)
+        self._sets_aside = False
         self._columns: list[Column] = []
+        self._record: list[Column] = []  # of the records, for dead letters
         self._connection: psycopg.Connection[Any] | None = None
         self._progress: dict[str, str | None] = {}  # the progress row of a flow, as this driver has left it
 
@@ -87,18 +97,38 @@ class PostgresSink(ExternalSink):
     def target(self) -> str:
         return f"PostgreSQL table {self._write.table}"
 
+    def set_aside(self) -> None:
+        self._sets_aside = True
+
     def check(self, schema: pa.Schema) -> None:
-        written = self._write.columns(schema.names)
-        with self._connected() as connection:
-            known = columns_of(connection, self._write.table)
-            needed = [name for name, column in known.items() if column.needed]
-            self._write.check_table(written, list(known), needed)
-            staged = staged_types(schema)
-            check_digits(known, staged, written, self._write.table)
-            self._columns = [known[name].staged(staged[name]) for name in written]
-            if self._write.mode == DELETE_BY_FLAG:
-                self._columns.append(Column(self._write.flag, "boolean", False, "boolean"))
-            self._check_key(connection)
+        import psycopg
+
+        try:
+            with self._connected() as connection:
+                self._check(connection, schema)
+        except psycopg.OperationalError as error:
+            raise EnvironmentUnusableError(
+                f"{self.target} cannot be used",
+                detail=str(error).splitlines()[0],
+                next_step="check the dsn, and whether the server runs",
+            ) from error
+
+    def _check(self, connection: psycopg.Connection[Any], schema: pa.Schema) -> None:
+        known = columns_of(connection, self._write.table)
+        record = [name for name in RECORD_COLUMNS if self._sets_aside and name in schema.names and name not in known]
+        rows = pa.schema([column for column in schema if column.name not in record])
+        written = self._write.columns(rows.names)
+        needed = [name for name, column in known.items() if column.needed]
+        self._write.check_table(written, list(known), needed)
+        staged = staged_types(rows)
+        check_digits(known, staged, written, self._write.table)
+        self._columns = [known[name].staged(staged[name]) for name in written]
+        if self._write.mode == DELETE_BY_FLAG:
+            self._columns.append(Column(self._write.flag, "boolean", False, "boolean"))
+        kinds = staged_types(pa.schema([schema.field(name) for name in record if name != "headers"]))
+        kinds.update(HEADERS if "headers" in record else {})
+        self._record = [Column(name, kind, False, kind) for name, kind in kinds.items()]
+        self._check_moves(connection)
 
     def open(self, flow: str, generation: int | None) -> Opened:
         with self._connected() as connection:
@@ -123,14 +153,15 @@ class PostgresSink(ExternalSink):
         from psycopg import sql
 
         columns = [
-            sql.SQL("{} {}").format(sql.Identifier(each.name), sql.SQL(each.staged_as)) for each in self._columns
+            sql.SQL("{} {}").format(sql.Identifier(each.name), sql.SQL(each.staged_as))
+            for each in [*self._columns, *self._record]
         ]
         with self._connected() as connection:
             connection.execute(
                 sql.SQL("CREATE UNLOGGED TABLE IF NOT EXISTS {} ({} text, {} bigint, {})").format(
                     sql.Identifier(_staging(attempt)),
-                    sql.Identifier(_RECEIPT),
-                    sql.Identifier(_ROW),
+                    sql.Identifier(RECEIPT),
+                    sql.Identifier(ROW),
                     sql.SQL(", ").join(columns),
                 )
             )
@@ -142,17 +173,14 @@ class PostgresSink(ExternalSink):
         if first is None:
             return b""
         receipt, rows = f"{attempt}-{task}", 0
-        wanted = [each.name for each in self._columns]
-        fields = [
-            (_RECEIPT, pa.string()),
-            (_ROW, pa.int64()),
-            *((name, first.schema.field(name).type) for name in wanted),
-        ]
-        schema = pa.schema(fields)
+        wanted = [each.name for each in [*self._columns, *self._record]]
+        first = _with_headers(first, wanted)
+        fields = [(name, first.schema.field(name).type) for name in wanted]
+        schema = pa.schema([(RECEIPT, pa.string()), (ROW, pa.int64()), *fields])
 
         def numbered() -> Iterator[pa.RecordBatch]:
             nonlocal rows
-            for batch in chain([first], batches):
+            for batch in chain([first], (_with_headers(each, wanted) for each in batches)):
                 places = pa.array(np.arange(rows, rows + batch.num_rows))
                 rows += batch.num_rows
                 names = pa.repeat(receipt, batch.num_rows)
@@ -166,7 +194,28 @@ class PostgresSink(ExternalSink):
         return json.dumps([receipt, rows]).encode()
 
     def commit(self, attempt: BatchAttempt, receipts: Sequence[bytes], progress: str) -> None:
+        def move(connection: psycopg.Connection[Any], staged: Staged) -> str:
+            try:
+                self._moves.all_of(connection, staged)
+            except refusals() as error:
+                raise self._moves.explained(connection, staged, error) from error
+            return progress
+
+        self._commit(attempt, receipts, move)
+
+    def commit_accepted(
+        self, attempt: BatchAttempt, receipts: Sequence[bytes], progress: Callable[[Sequence[RefusedRow]], str]
+    ) -> None:
+        self._commit(attempt, receipts, lambda *given: progress(self._moves.all_accepted(*given)))
+
+    def _commit(
+        self,
+        attempt: BatchAttempt,
+        receipts: Sequence[bytes],
+        move: Callable[[psycopg.Connection[Any], Staged], str],
+    ) -> None:
         given = [json.loads(receipt) for receipt in receipts if receipt]
+        staged = Staged(_staging(attempt), [name for name, _ in given])
         with self._connected() as connection:
             with self._decided(connection), self._transaction(connection):
                 last, before = self._locked(connection, attempt.flow)
@@ -174,10 +223,10 @@ class PostgresSink(ExternalSink):
                     raise fenced(self.target, attempt.flow, attempt.generation, last)
                 if before != self._progress.get(attempt.flow, before):
                     raise older_state(self.target, attempt.flow, "its progress row is not the one of the last commit")
-                if given:
-                    self._move(connection, attempt, [name for name, _ in given], sum(rows for _, rows in given))
-                connection.execute(f"UPDATE {_PROGRESS} SET progress = %s WHERE flow = %s", [progress, attempt.flow])
-            self._progress[attempt.flow] = progress
+                self._check_staged(connection, staged, sum(rows for _, rows in given))
+                text = move(connection, staged)
+                connection.execute(f"UPDATE {_PROGRESS} SET progress = %s WHERE flow = %s", [text, attempt.flow])
+            self._progress[attempt.flow] = text
             self._empty_staging(connection, attempt)
 
     def abort(self, attempt: BatchAttempt) -> None:
@@ -189,6 +238,10 @@ class PostgresSink(ExternalSink):
             self._connection.close()
 
     # ---- inside --------------------------------------------------------------------------------------
+
+    @property
+    def _moves(self) -> Moves:
+        return Moves(self._write, self._columns, self._record)
 
     @contextmanager
     def _connected(self) -> Iterator[psycopg.Connection[Any]]:
@@ -204,6 +257,12 @@ class PostgresSink(ExternalSink):
             weakref.finalize(self, self._connection.close)  # also if a start fails
         try:
             yield self._connection
+        except psycopg.errors.InsufficientPrivilege as error:
+            raise PermissionDeniedError(
+                f"{self.target}: a permission is missing",
+                detail=str(error).splitlines()[0],
+                next_step="grant it; docs/external.md lists what the user needs",
+            ) from error
         except BaseException as error:
             if isinstance(error, OnceflowError):
                 raise
@@ -248,80 +307,40 @@ class PostgresSink(ExternalSink):
         ).fetchone()
         return (0, None) if found is None else (int(found[0]), found[1])
 
-    def _check_key(self, connection: psycopg.Connection[Any]) -> None:
+    def _check_moves(self, connection: psycopg.Connection[Any]) -> None:
+        """Try everything without rows: it needs the same permissions, types and index."""
         import psycopg
 
-        if self._write.mode == INSERT:
-            return
+        attempt = BatchAttempt("onceflow check", 0, 0, 0)
         try:
             with connection.transaction(force_rollback=True):
-                self.begin(BatchAttempt("onceflow check", 0, 0, 0))
-                for statement in self._statements(_staging(BatchAttempt("onceflow check", 0, 0, 0))):
-                    connection.execute(statement, {"receipts": []})
+                self.begin(attempt)
+                self._moves.all_of(connection, Staged(_staging(attempt), []))
         except psycopg.errors.InvalidColumnReference as error:
             raise SchemaError(
                 f"Rows cannot be written to table {self._write.table} with mode={self._write.mode!r}",
                 detail=str(error).splitlines()[0],
                 next_step="key= must name the columns of its primary key, or of a unique index",
             ) from error
-
-    def _statements(self, staging: str) -> list[sql.Composed]:
-        """How staged rows are moved."""
-        from psycopg import sql
-
-        names = self._write.columns([each.name for each in self._columns])
-        by_name = {each.name: each for each in self._columns}
-        table = sql.Identifier(*self._write.table.split(".", 1))
-        key = sql.SQL(", ").join(map(sql.Identifier, self._write.key))
-        listed = sql.SQL(", ").join(map(sql.Identifier, names))
-        values = sql.SQL(", ").join(by_name[name].moved() for name in names)
-        rows = sql.SQL("{} WHERE {} = ANY(%(receipts)s)").format(sql.Identifier(staging), sql.Identifier(_RECEIPT))
-        order = sql.SQL("{}, {}").format(sql.Identifier(_RECEIPT), sql.Identifier(_ROW))
-        insert = sql.SQL("INSERT INTO {} ({}) SELECT {} FROM ").format(table, listed, values)
-        if self._write.mode == INSERT:
-            return [insert + rows + sql.SQL(" ORDER BY ") + order]
-        last = sql.SQL("(SELECT DISTINCT ON ({}) * FROM {} ORDER BY {}, {} DESC, {} DESC) AS last").format(
-            key, rows, key, sql.Identifier(_RECEIPT), sql.Identifier(_ROW)
-        )
-        others = [name for name in names if name not in self._write.key]
-        change = sql.SQL(", ").join(
-            sql.SQL("{} = excluded.{}").format(sql.Identifier(name), sql.Identifier(name)) for name in others
-        )
-        conflict = sql.SQL(" ON CONFLICT ({}) DO ").format(key)
-        conflict += sql.SQL("UPDATE SET ") + change if others else sql.SQL("NOTHING")
-        if self._write.mode == UPSERT:
-            return [insert + last + conflict]
-        flag = sql.Identifier(self._write.flag)
-        same = sql.SQL(" AND ").join(
-            sql.SQL("t.{} = {}").format(sql.Identifier(name), by_name[name].moved("last")) for name in self._write.key
-        )
-        delete = sql.SQL("DELETE FROM {} AS t USING {} WHERE last.{} IS TRUE AND {}").format(table, last, flag, same)
-        return [delete, insert + last + sql.SQL(" WHERE {} IS NOT TRUE").format(flag) + conflict]
-
-    def _move(
-        self, connection: psycopg.Connection[Any], attempt: BatchAttempt, receipts: Sequence[str], expected: int
-    ) -> None:
-        import psycopg
-        from psycopg import sql
-
-        staging = _staging(attempt)
-        count = sql.SQL("SELECT count(*) FROM {} WHERE {} = ANY(%s)").format(
-            sql.Identifier(staging), sql.Identifier(_RECEIPT)
-        )
-        found = connection.execute(count, [list(receipts)]).fetchone()
-        if found is None or found[0] != expected:
-            # A server that has crashed empties tables that are not logged.
-            raise RuntimeError(f"{expected} rows were staged, and {found and found[0]} are there")
-        try:
-            for statement in self._statements(staging):
-                connection.execute(statement, {"receipts": list(receipts)})
-        except (psycopg.IntegrityError, psycopg.DataError) as error:
-            detail = error.diag.message_detail or ""
-            raise BadRecordError(
-                f"Table {self._write.table} does not take a row",
-                detail=f"{error.diag.message_primary}; {detail:.500}",
-                next_step="correct the row in the query, or the table's constraints",
+        except psycopg.ProgrammingError as error:
+            if isinstance(error, psycopg.errors.InsufficientPrivilege):
+                raise
+            raise SchemaError(
+                f"Rows cannot be written to table {self._write.table}",
+                detail=str(error).splitlines()[0],
+                next_step="cast the columns in the query to the types of the table",
             ) from error
+
+    def _check_staged(self, connection: psycopg.Connection[Any], staged: Staged, expected: int) -> None:
+        """Check that all rows are there. A server that has crashed empties tables that are not logged."""
+        from psycopg import sql
+
+        count = sql.SQL("SELECT count(*) FROM {} WHERE {} = ANY(%s)").format(
+            sql.Identifier(staged.table), sql.Identifier(RECEIPT)
+        )
+        found = connection.execute(count, [list(staged.receipts)]).fetchone()
+        if found is None or found[0] != expected:
+            raise RuntimeError(f"{expected} rows were staged, and {found and found[0]} are there")
 
     def _empty_staging(self, connection: psycopg.Connection[Any], attempt: BatchAttempt) -> None:
         """Remove all staged rows, unless a task that does not know of the end still copies."""
@@ -344,6 +363,17 @@ class PostgresSink(ExternalSink):
         with suppress(psycopg.errors.LockNotAvailable, psycopg.errors.UndefinedTable), connection.transaction():
             connection.execute(f"SET LOCAL lock_timeout = '{_CLEAN_MS}ms'")
             connection.execute(sql.SQL(statement).format(sql.Identifier(table)))
+
+
+def _with_headers(batch: pa.RecordBatch, wanted: Sequence[str]) -> pa.RecordBatch:
+    """With the headers as two arrays, if they are wanted."""
+    if next(iter(HEADERS)) not in wanted:
+        return batch
+    headers = batch.column("headers")
+    for number, name in enumerate(HEADERS):
+        part = pc.struct_field(headers.values, [number])
+        batch = batch.append_column(name, pa.ListArray.from_arrays(headers.offsets, part))
+    return batch
 
 
 def _staging_prefix(flow: str) -> str:

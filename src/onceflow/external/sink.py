@@ -11,12 +11,16 @@ them: only what one attempt has written is ever committed.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import pyarrow as pa
 
-from onceflow.errors import FencedError, OnceflowError, ProgressConflictError
+from onceflow.errors import FencedError, OnceflowError, OptionError, ProgressConflictError
+
+#: Columns of Spark's Kafka source. Of those that the table lacks, a dead letter gets its record's key, value, ...
+RECORD_COLUMNS = ("key", "value", "headers", "topic", "partition", "offset", "timestamp", "timestampType")
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,22 @@ class Opened:
 
     generation: int
     progress: str | None
+
+
+@dataclass(frozen=True)
+class RefusedRow:
+    """A row that the system does not take.
+
+    Args:
+        row: its values by column, as Python objects.
+        record: what the DataFrame has of the Kafka record that it comes from: some of ``RECORD_COLUMNS``.
+        kind: class of the error, for example ``UniqueViolation``. message: its text.
+    """
+
+    row: Mapping[str, Any]
+    kind: str
+    message: str
+    record: Mapping[str, Any] = field(default_factory=dict)
 
 
 def older_state(target: str, flow: str, detail: str) -> ProgressConflictError:
@@ -150,6 +170,31 @@ class ExternalSink(ABC):
             OnceflowError: nothing has changed, and another attempt would not help, for example because of a row.
             Exception: anything else: the outcome is not known. ``open`` finds it out.
         """
+
+    def set_aside(self) -> None:
+        """Called before ``check`` if rows that the system does not take become dead letters.
+
+        From then on `commit_accepted` is called in place of ``commit``, and columns of ``RECORD_COLUMNS`` that the
+        target lacks are accepted.
+
+        Raises:
+            OptionError: the sink cannot tell which rows are not taken.
+        """
+        raise OptionError(
+            f"{type(self).__name__} cannot set aside rows that it does not take",
+            next_step="leave dead_letter_topic= out: such a row stops the flow",
+        )
+
+    def commit_accepted(
+        self, attempt: BatchAttempt, receipts: Sequence[bytes], progress: Callable[[Sequence[RefusedRow]], str]
+    ) -> None:
+        """As ``commit``, but without the rows that the system does not take.
+
+        Args:
+            progress: returns the progress row for a batch without these rows. It may raise an `OnceflowError`; then
+                nothing may be committed.
+        """
+        raise NotImplementedError
 
     @abstractmethod
     def abort(self, attempt: BatchAttempt) -> None:

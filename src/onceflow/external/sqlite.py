@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import sqlite3
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
@@ -17,7 +17,15 @@ import pyarrow as pa
 
 from onceflow.errors import BadRecordError, EnvironmentUnusableError, SchemaError
 from onceflow.external.rows import DELETE_BY_FLAG, INSERT, TableWrite
-from onceflow.external.sink import BatchAttempt, ExternalSink, Opened, fenced, older_state
+from onceflow.external.sink import (
+    RECORD_COLUMNS,
+    BatchAttempt,
+    ExternalSink,
+    Opened,
+    RefusedRow,
+    fenced,
+    older_state,
+)
 
 _PROGRESS = "onceflow_progress"
 _BUSY_S = 60.0
@@ -47,18 +55,25 @@ class SqliteSink(ExternalSink):
     ) -> None:
         self.path = Path(path).absolute()
         self._write = TableWrite(table, mode, tuple(key), flag)
+        self._sets_aside = False
+        self._record: list[str] = []  # columns of the records, for dead letters
         self._progress: dict[str, str | None] = {}  # the progress row of a flow, as this driver has left it
 
     @property
     def target(self) -> str:
         return f"{self.path.name}:{self._write.table}"
 
+    def set_aside(self) -> None:
+        self._sets_aside = True
+
     def check(self, schema: pa.Schema) -> None:
-        columns = self._write.columns(schema.names)
         with self._connected() as connection:
             known = {row[1]: row for row in connection.execute(f"PRAGMA table_info({_quoted(self._write.table)})")}
             if not known:
                 raise SchemaError(f"There is no table {self._write.table!r}", next_step=f"create it in {self.path}")
+            spare = RECORD_COLUMNS if self._sets_aside else ()
+            self._record = [name for name in schema.names if name in spare and name not in known]
+            columns = self._columns(schema)
             needed = [name for name, row in known.items() if row[3] and row[4] is None]
             self._write.check_table(columns, list(known), needed)
             for statement in self._statements(columns):
@@ -101,6 +116,29 @@ class SqliteSink(ExternalSink):
         return path.name.encode()
 
     def commit(self, attempt: BatchAttempt, receipts: Sequence[bytes], progress: str) -> None:
+        def stop(refused: RefusedRow) -> None:
+            raise BadRecordError(
+                f"Table {self._write.table} does not take a row",
+                detail=f"{refused.message}: {dict(refused.row)!s:.500}",
+                next_step="correct the row in the query, or the table's constraints; with dead_letter_topic= it "
+                "becomes a dead letter",
+            )
+
+        self._commit(attempt, receipts, stop, lambda: progress)
+
+    def commit_accepted(
+        self, attempt: BatchAttempt, receipts: Sequence[bytes], progress: Callable[[Sequence[RefusedRow]], str]
+    ) -> None:
+        refused: list[RefusedRow] = []
+        self._commit(attempt, receipts, refused.append, lambda: progress(refused))
+
+    def _commit(
+        self,
+        attempt: BatchAttempt,
+        receipts: Sequence[bytes],
+        refuse: Callable[[RefusedRow], None],
+        progress: Callable[[], str],
+    ) -> None:
         with self._connected() as connection, _transaction(connection):
             row = connection.execute(
                 f"SELECT generation, progress FROM {_PROGRESS} WHERE flow = ?", [attempt.flow]
@@ -110,9 +148,10 @@ class SqliteSink(ExternalSink):
             if row[1] != self._progress.get(attempt.flow, row[1]):
                 raise older_state(self.target, attempt.flow, "its progress row is not the one of the last commit")
             for receipt in filter(None, receipts):
-                self._move(connection, self._staging(attempt.flow) / receipt.decode())
-            connection.execute(f"UPDATE {_PROGRESS} SET progress = ? WHERE flow = ?", [progress, attempt.flow])
-        self._progress[attempt.flow] = progress
+                self._move(connection, self._staging(attempt.flow) / receipt.decode(), refuse)
+            text = progress()
+            connection.execute(f"UPDATE {_PROGRESS} SET progress = ? WHERE flow = ?", [text, attempt.flow])
+        self._progress[attempt.flow] = text
         self.abort(attempt)
 
     def abort(self, attempt: BatchAttempt) -> None:
@@ -143,9 +182,13 @@ class SqliteSink(ExternalSink):
         deleted = f"DELETE FROM {table} WHERE {' AND '.join(f'{name} IS ?' for name in key) or '0'}"
         return written, deleted
 
-    def _move(self, connection: sqlite3.Connection, path: Path) -> None:
+    def _columns(self, schema: pa.Schema) -> list[str]:
+        """The columns of the table that are written."""
+        return self._write.columns([name for name in schema.names if name not in self._record])
+
+    def _move(self, connection: sqlite3.Connection, path: Path, refuse: Callable[[RefusedRow], None]) -> None:
         with pa.OSFile(os.fspath(path)) as file, pa.ipc.open_stream(file) as stream:
-            columns = self._write.columns(stream.schema.names)
+            columns = self._columns(stream.schema)
             written, deleted = self._statements(columns)
             for batch in stream:
                 for row in batch.to_pylist():
@@ -155,11 +198,8 @@ class SqliteSink(ExternalSink):
                         else:
                             connection.execute(written, [_stored(row[name]) for name in columns])
                     except (sqlite3.IntegrityError, sqlite3.InterfaceError, OverflowError) as error:
-                        raise BadRecordError(
-                            f"Table {self._write.table} does not take a row",
-                            detail=f"{error}: {row!s:.500}",
-                            next_step="correct the row in the query, or the table's constraints",
-                        ) from error
+                        record = {name: row.pop(name) for name in self._record}
+                        refuse(RefusedRow(row, type(error).__name__, str(error), record))
 
 
 @contextmanager

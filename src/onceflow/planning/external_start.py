@@ -16,11 +16,13 @@ class ExternalStart:
     Args:
         progress: where the flow is.
         follows: whether Kafka's progress has to be moved there.
+        is_behind: whether Kafka's progress was further: an older state of the system was restored.
         warning: a text to log, or "".
     """
 
     progress: Progress
     follows: bool
+    is_behind: bool = False
     warning: str = ""
 
 
@@ -58,6 +60,7 @@ def plan_external(
     return ExternalStart(
         progress,
         follows=True,
+        is_behind=behind,
         warning=f"{target} is at batch {row.batch_id}, and progress in Kafka at batch {kafka.batch_id}: an older state "
         f"of {target} was restored; the flow continues there"
         if behind

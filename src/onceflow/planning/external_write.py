@@ -13,6 +13,7 @@ from onceflow.planning.record_order import check_order
 from onceflow.planning.run_options import RunOptions
 from onceflow.planning.write_options import trigger_seconds
 from onceflow.spark import queries
+from onceflow.state.dead_letter_limit import check_limit
 
 # How long a batch may take has no limit of Kafka's: its transaction is in another system.
 _TIMEOUT_S = 60.0
@@ -26,11 +27,22 @@ class ExternalWrite:
     sink: ExternalSink
     options: SinkOptions
     run: RunOptions
+    dead_letter_topic: str | None
+    max_dead_letters: float | None
 
 
-def check_external(
-    df: DataFrame, sink: ExternalSink, *, trigger: str | None, small_batch_rows: int | None, once: bool, flow: str
-) -> ExternalWrite:
+@dataclass(frozen=True)
+class ExternalOptions:
+    """The options of ``Flow.write_external`` as they were given."""
+
+    trigger: str | None = None
+    dead_letter_topic: str | None = None
+    max_dead_letters: float | None = None
+    small_batch_rows: int | None = None
+    once: bool = False
+
+
+def check_external(df: DataFrame, sink: ExternalSink, given: ExternalOptions, flow: str) -> ExternalWrite:
     """Check what can be checked at once.
 
     Raises:
@@ -42,7 +54,14 @@ def check_external(
             flow=flow,
             next_step='give an instance, for example onceflow.SqliteSink("ledger.db", "ledger")',
         )
-    trigger_s = trigger_seconds(trigger, once=once, flow=flow)
+    trigger_s = trigger_seconds(given.trigger, once=given.once, flow=flow)
+    check_limit(given.max_dead_letters, flow)
+    if given.max_dead_letters is not None and given.dead_letter_topic is None:
+        raise OptionError(
+            "max_dead_letters= is given, but the flow has no dead letters",
+            flow=flow,
+            next_step="give dead_letter_topic= as well, or leave it out",
+        )
     facts = queries.check_plan(df, flow)
     if facts.dead_letters != "none":
         raise UnsupportedQueryError(
@@ -62,16 +81,16 @@ def check_external(
         "source",
         "none",
         _TIMEOUT_S,
-        0 if small_batch_rows is None and queries.may_make_many(df) else small_batch_rows,
+        0 if given.small_batch_rows is None and queries.may_make_many(df) else given.small_batch_rows,
         reads_little=queries.reads_little(df),
         trigger_s=trigger_s or 0.0,
     )
     run = RunOptions(
         trigger=None if trigger_s is None else f"{round(trigger_s * 1000)} milliseconds",
-        once=once,
+        once=given.once,
         checkpoint=None,
         output_mode="append",
         on_conflict="refuse",
         facts=facts,
     )
-    return ExternalWrite(df, sink, options, run)
+    return ExternalWrite(df, sink, options, run, given.dead_letter_topic, given.max_dead_letters)

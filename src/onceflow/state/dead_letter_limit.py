@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from onceflow.errors import DeadLetterLimitError, OptionError
-from onceflow.state.spec import ProcessSpec, StateReport
+from onceflow.state.spec import StateReport
 
 log = logging.getLogger("onceflow.state")
 
@@ -30,30 +31,48 @@ def check_limit(limit: object, flow: str) -> None:
         )
 
 
+@dataclass(frozen=True)
+class Letters:
+    """What a batch has made dead letters of.
+
+    Args:
+        records: how many records it has read. count: how many of them are dead letters.
+        causes: by class of the cause: the number of dead letters, and a description of the first one.
+    """
+
+    records: int
+    count: int
+    causes: Mapping[str, tuple[int, str]]
+
+
 class DeadLetters:
     """The dead letters of one step since its flow was started.
 
     Args:
-        spec: contains the limit: a count, a share of the records that were read, or None.
+        limit: a count, a share of the records that were read, or None.
+        source: what they come from, in words.
     """
 
-    def __init__(self, spec: ProcessSpec) -> None:
-        self._spec = spec
+    def __init__(self, flow: str, topic: str | None, limit: int | float | None, source: str) -> None:
+        self._flow = flow
+        self._topic = topic
+        self._limit = limit
+        self._source = source
         self.records = 0
         self.count = 0
         self._told: set[str] = set()  # causes that are logged already
 
-    def check(self, reports: Sequence[StateReport]) -> None:
+    def check(self, letters: Letters) -> None:
         """Check whether a batch may be committed.
 
         Raises:
             DeadLetterLimitError: with the dead letters of this batch, the run has more than allowed.
         """
-        limit = self._spec.max_dead_letters
-        count = self.count + counted(reports, "dead_letters")
+        limit = self._limit
+        count = self.count + letters.count
         if limit is None or not count:
             return
-        records = self.records + counted(reports, "records")
+        records = self.records + letters.records
         if isinstance(limit, float):
             if records < MIN_RECORDS or count <= limit * records:
                 return
@@ -61,26 +80,26 @@ class DeadLetters:
             return
         raise DeadLetterLimitError(
             f"{count:,} of {records:,} records of this run are dead letters, max_dead_letters is {limit}",
-            topic=self._spec.dead_letter_topic,
-            detail=f"in this batch: {_in_words(_causes(reports)) or 'none'}; table {self._spec.table}",
-            next_step="nothing of this batch is visible. Correct the processor or its sources. To continue anyway, "
+            topic=self._topic,
+            detail=f"in this batch: {_in_words(letters.causes) or 'none'}; {self._source}",
+            next_step="nothing of this batch is visible. Correct the code or its sources. To continue anyway, "
             "raise max_dead_letters. A new run counts from 0.",
         )
 
-    def on_commit(self, reports: Sequence[StateReport]) -> None:
+    def on_commit(self, letters: Letters) -> None:
         """Call this when the batch is committed. It logs the first dead letter of each class of cause in the run."""
-        news = {name: cause for name, cause in _causes(reports).items() if name not in self._told}
+        news = {name: cause for name, cause in letters.causes.items() if name not in self._told}
         if news:
             log.warning(
                 "flow %s: the first dead letters of %s went to %s: %s",
-                self._spec.flow,
+                self._flow,
                 "another cause" if self._told else "this run",
-                self._spec.dead_letter_topic,
+                self._topic,
                 _in_words(news),
             )
             self._told |= news.keys()
-        self.records += counted(reports, "records")
-        self.count += counted(reports, "dead_letters")
+        self.records += letters.records
+        self.count += letters.count
 
 
 def counted(reports: Sequence[StateReport], what: str) -> int:
@@ -88,11 +107,17 @@ def counted(reports: Sequence[StateReport], what: str) -> int:
     return sum(report.counts.get(what, 0) for report in reports)
 
 
-def _causes(reports: Sequence[StateReport]) -> dict[str, tuple[int, str]]:
-    """For each class of cause, the number of dead letters and the first one. The most frequent class comes first."""
+def letters_of(reports: Sequence[StateReport]) -> Letters:
+    """What the tasks of a process step report."""
+    causes = merged(report.causes for report in reports)
+    return Letters(counted(reports, "records"), counted(reports, "dead_letters"), causes)
+
+
+def merged(causes: Iterable[Mapping[str, tuple[int, str]]]) -> dict[str, tuple[int, str]]:
+    """The causes of several parts. The most frequent class comes first."""
     found: dict[str, tuple[int, str]] = {}
-    for report in reports:
-        for name, (count, first) in report.causes.items():
+    for part in causes:
+        for name, (count, first) in part.items():
             before, told = found.get(name, (0, first))
             found[name] = before + count, told
     return dict(sorted(found.items(), key=lambda item: -item[1][0]))

@@ -80,6 +80,16 @@ def dead_letter(record: Record, topic: str, error: BaseException) -> Record:
     return _with_cause(record, topic, type(error).__name__, text_of(error), further)
 
 
+def refused_record(record: Record, topic: str, kind: str, message: str) -> Record:
+    """A record whose row another system does not take, for the dead-letter topic.
+
+    Args:
+        kind: class of the error. message: its text.
+    """
+    further = ((ATTEMPT, str(attempts(record) + 1).encode()),)
+    return _with_cause(record, topic, kind, message, further)
+
+
 def described(record: Record, error: BaseException) -> str:
     """The place of a record and what is wrong with it, as text for log and error messages."""
     topic = record.topic or "a record"

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from onceflow.errors import BatchAbortedError, ProgressConflictError
 from onceflow.protocol.progress import Progress, TableProgress
-from onceflow.state.dead_letter_limit import DeadLetters
+from onceflow.state.dead_letter_limit import DeadLetters, letters_of
 from onceflow.state.engine.shapes import declared_fields
 from onceflow.state.local.catch_up import CAUGHT_UP, RESTORED
 from onceflow.state.local.format import Commit
@@ -55,7 +55,7 @@ class TableState:
         self._timers: dict[int, dict[str, int | None]] = {}
         self._left: set[int] = set()
         self._fields = declared_fields(spec.processor)
-        self.dead_letters = DeadLetters(spec)
+        self.dead_letters = DeadLetters(spec.flow, spec.dead_letter_topic, spec.max_dead_letters, f"table {spec.table}")
 
     @property
     def partitions(self) -> int:
@@ -125,7 +125,7 @@ class TableState:
                     next_step="nothing was committed; report this, with the query's plan (df.explain())",
                 )
             seen.add(report.partition)
-        self.dead_letters.check(reports)
+        self.dead_letters.check(letters_of(reports))
 
     def progress_after(self, reports: Sequence[StateReport]) -> tuple[dict[str, dict[int, int]], TableProgress]:
         """What the progress record contains when these reports are committed: end offsets of both topics, and more."""
@@ -140,7 +140,7 @@ class TableState:
         self._table_ends, self._internal_ends = self._ends_after(reports)
         self._now_ms = moment.now_ms
         self.watermark.on_commit(_latest(reports), watermark_ms)
-        self.dead_letters.on_commit(reports)
+        self.dead_letters.on_commit(letters_of(reports))
         self.on_noop(reports)
         for report in reports:
             if report.table_end is not None or report.internal_end is not None:
