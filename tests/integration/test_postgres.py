@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import datetime as dt
+import json
 import uuid
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,15 @@ import pyarrow as pa
 import pytest
 from pyspark.errors import StreamingQueryException
 
-from onceflow import BadRecordError, PostgresSink, SchemaError
-from onceflow.external.sink import BatchAttempt
+from onceflow import (
+    BadRecordError,
+    DeadLetterLimitError,
+    EnvironmentUnusableError,
+    PermissionDeniedError,
+    PostgresSink,
+    SchemaError,
+)
+from onceflow.external.sink import BatchAttempt, RefusedRow
 from onceflow.testing import faults, independent
 from onceflow.testing.external_sink_suite import ExternalSinkSuite
 
@@ -114,7 +122,7 @@ def test_types(made: Callable[..., str]) -> None:
     [
         ("k int PRIMARY KEY", {"k": 1}, r"duplicate key.*Key \(k\)=\(1\) already exists"),
         ("k int CHECK (k < 1)", {"k": 1}, r"check constraint.*Failing row contains \(1\)"),
-        ("k smallint", {"k": 70_000}, "smallint out of range"),
+        ("k smallint", {"k": 70_000}, "smallint out of range.*'k': 70000"),
         ("k jsonb", {"k": "{"}, "invalid input syntax for type json"),
         ("k varchar(2)", {"k": "abc"}, "value too long"),
     ],
@@ -154,34 +162,146 @@ def test_types_that_do_not_fit(made: Callable[..., str]) -> None:
         sink.check(pa.schema([("k", pa.struct([("x", pa.int64())]))]))
 
 
-def test_a_flow(make_pipe: Callable[..., Any], made: Callable[..., str], inject: Any) -> None:
-    """The driver dies when the database has committed, and Kafka's progress has not followed."""
-    pipe = make_pipe()
+def test_a_flow(
+    make_pipe: Callable[..., Any], make_topic: Callable[..., str], made: Callable[..., str], inject: Any
+) -> None:
+    """The driver dies when the database has committed, and Kafka's progress and dead letters have not followed."""
+    pipe, dead = make_pipe(), make_topic()
     pipe.fill(1500)
     dsn = made(
-        'CREATE TABLE ledger ("partition" int, "offset" bigint, value text, PRIMARY KEY ("partition", "offset"))'
+        'CREATE TABLE ledger ("partition" int, "offset" bigint CHECK ("offset" % 10 <> 3), value text, '
+        'PRIMARY KEY ("partition", "offset"))'
     )
 
     def run(**options: Any) -> Any:
         with pipe.open() as flow:
-            rows = flow.read(pipe.source, max_records_per_batch=500).selectExpr(
-                "partition", "offset", "string(value) AS value"
+            rows = flow.read(pipe.source, max_records_per_batch=500, include_headers=True).selectExpr(
+                "key", "headers", "topic", "timestamp", "timestampType", "partition", "offset", "string(value) AS value"
             )
-            query = flow.write_postgres(rows, table="ledger", dsn=dsn, once=True, **options).start()
+            options = {"dead_letter_topic": dead, "once": True, **options}
+            query = flow.write_postgres(rows, table="ledger", dsn=dsn, **options).start()
             query.awaitTermination(120)
             return query
 
     inject("commit", "raise", batch=2)
     with pytest.raises((StreamingQueryException, faults.InjectedFaultError), match="injected at"):
         run(small_batch_rows=0)
-    assert rows_of(dsn, "SELECT count(*) FROM ledger") == [(1000,)]
     assert pipe.committed_progress()[-1].batch_id == 1
-    run()
-    sent = [
-        (r.partition, r.offset, (r.value or b"").decode()) for r in independent.read_topic(pipe.bootstrap, pipe.source)
-    ]
-    assert sorted(rows_of(dsn, 'SELECT "partition", "offset", value FROM ledger')) == sorted(sent)
+    with pytest.raises(DeadLetterLimitError, match="max_dead_letters is 0"):
+        run(max_dead_letters=0)
+    query = run()
+    sent = independent.read_topic(pipe.bootstrap, pipe.source)
+    assert sorted(rows_of(dsn, 'SELECT "partition", "offset", value FROM ledger')) == sorted(
+        (each.partition, each.offset, (each.value or b"").decode()) for each in sent if each.offset % 10 != 3
+    )
+    letters = independent.read_topic(pipe.bootstrap, dead, decided=True)
+    refused = {(each.partition, each.offset): each for each in sent if each.offset % 10 == 3}
+    assert len(letters) == len(refused)
+    for letter in letters:
+        headers = dict(letter.headers)
+        names = ("onceflow.error.partition", "onceflow.error.offset")
+        origin = refused.pop(tuple(int(headers[name] or b"") for name in names))  # type: ignore[arg-type]
+        assert (letter.key, letter.timestamp_ms) == (origin.key, origin.timestamp_ms)
+        assert json.loads(letter.value or b"")["value"] == (origin.value or b"").decode()
+        assert headers["onceflow.error.class"] == b"CheckViolation"
+        assert headers["onceflow.origin.topic"] == pipe.source.encode()
+    assert sum(batch.dead_letters for batch in query.batches) < len(letters)
     assert pipe.committed_progress()[-1].batch_id == 3
+
+
+def refused_of(sink: PostgresSink, batch: pa.RecordBatch) -> list[RefusedRow]:
+    """Write rows; those that are not taken are set aside."""
+    sink.set_aside()
+    sink.check(batch.schema)
+    attempt = BatchAttempt("f", sink.open("f", None).generation, 1, 1)
+    sink.begin(attempt)
+    half = batch.num_rows // 2
+    receipts = [sink.write(attempt, str(n), iter([part])) for n, part in enumerate((batch[:half], batch[half:]))]
+    found: list[RefusedRow] = []
+
+    def progress(rows: Sequence[RefusedRow]) -> str:
+        found.extend(rows)
+        return "{}"
+
+    sink.commit_accepted(attempt, receipts, progress)
+    return found
+
+
+@pytest.mark.parametrize("mode", ["insert", "upsert"])
+def test_rows_that_are_set_aside(made: Callable[..., str], mode: str) -> None:
+    """Rows that different constraints refuse, among others; the others are in the table."""
+    dsn = made(
+        "CREATE TABLE t (k int PRIMARY KEY, a smallint CHECK (a <> 5), j jsonb, u int UNIQUE DEFERRABLE INITIALLY "
+        "DEFERRED)",
+        "CREATE FUNCTION no() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN IF new.k = 77 THEN RAISE EXCEPTION 'never'; "
+        "END IF; RETURN new; END $$",
+        "CREATE TRIGGER no BEFORE INSERT ON t FOR EACH ROW EXECUTE FUNCTION no()",
+    )
+    rows = [{"k": n, "a": 1, "j": "1", "u": n} for n in range(5000)]
+    rows[10]["a"], rows[11]["a"], rows[3000]["j"], rows[4999]["u"] = 70_000, 5, "{", 1
+    bad = {10: "NumericValueOutOfRange", 11: "CheckViolation", 77: "RaiseException"}
+    bad |= {3000: "InvalidTextRepresentation", 4999: "UniqueViolation"}
+    sink = PostgresSink(dsn, "t", mode=mode, key=["k"] if mode == "upsert" else [])
+    found = refused_of(sink, pa.RecordBatch.from_pylist(rows))
+    assert {each.row["k"]: each.kind for each in found} == bad
+    assert [each.row for each in found] == [rows[number] for number in sorted(bad)]
+    assert "Key (u)=(1) already exists" in found[-1].message
+    assert rows_of(dsn, "SELECT k FROM t ORDER BY k") == [(n,) for n in range(5000) if n not in bad]
+    assert rows_of(dsn, "SELECT count(*) FROM pg_tables WHERE tablename LIKE '%numbered'") == [(0,)]
+
+
+def test_all_rows_are_set_aside(made: Callable[..., str]) -> None:
+    """The table's own column ``value`` is written; the record's other columns come back as they were."""
+    dsn = made("CREATE TABLE t (value int CHECK (value < 0))")
+    headers = [[{"key": "a", "value": b"\0"}, {"key": "b", "value": None}], [], None]
+    schema = pa.schema(
+        [("value", pa.int32()), ("key", pa.binary()), ("headers", pa.list_(pa.struct([("key", pa.string()),
+         ("value", pa.binary())]))), ("topic", pa.string()), ("offset", pa.int64()),
+         ("timestamp", pa.timestamp("us", tz="UTC"))]
+    )  # fmt: skip
+    noon = dt.datetime(2026, 1, 2, 12, tzinfo=dt.timezone.utc)
+    rows = [
+        {"value": n, "key": b"k%d" % n, "headers": headers[n % 3], "topic": "in", "offset": n, "timestamp": noon}
+        for n in range(300)
+    ]
+    found = refused_of(PostgresSink(dsn, "t"), pa.RecordBatch.from_pylist(rows, schema=schema))
+    assert [each.row for each in found] == [{"value": n} for n in range(300)]
+    assert found[0].record == {name: rows[0][name] for name in ("key", "headers", "topic", "offset", "timestamp")}
+    assert "headers" not in found[1].record
+    assert found[2].record["key"] == b"k2"
+
+
+def test_what_the_user_needs(made: Callable[..., str], postgres: str) -> None:
+    """The permissions in docs/external.md are enough, and none of them can be left out."""
+    dsn = made("CREATE TABLE t (k int PRIMARY KEY, a int)")
+    ((schema,),) = rows_of(dsn, "SELECT current_schema()")
+    user = f"ada_{schema}"
+    grants = [
+        f"GRANT USAGE ON SCHEMA {schema} TO {user}",
+        f"GRANT CREATE ON SCHEMA {schema} TO {user}",
+        f"GRANT INSERT ON {schema}.t TO {user}",
+        f"GRANT SELECT, UPDATE ON {schema}.t TO {user}",
+        f"GRANT DELETE ON {schema}.t TO {user}",
+    ]
+    made(f"CREATE ROLE {user} LOGIN PASSWORD 'secret'")
+    for number, (mode, message) in enumerate(
+        [("insert", "no table"), ("insert", "permission is missing"), ("insert", "permission is missing"),
+         ("upsert", "permission is missing"), ("delete-by-flag", "permission is missing")]
+    ):  # fmt: skip
+        key = [] if mode == "insert" else ["k"]
+        sink = PostgresSink(f"{dsn}&user={user}&password=secret", "t", mode=mode, key=key)
+        row = {"k": number, "a": 1, **({"deleted": False} if mode == "delete-by-flag" else {})}
+        with pytest.raises((PermissionDeniedError, SchemaError), match=message):
+            written(sink, [row], batch=number)
+        made(grants[number])
+        if number > 1:
+            written(sink, [row], batch=number)
+    assert rows_of(dsn, "SELECT k FROM t ORDER BY k") == [(2,), (3,), (4,)]
+
+
+def test_a_server_that_does_not_answer(tmp_path: Path) -> None:
+    with pytest.raises(EnvironmentUnusableError, match=r"(?s)cannot be used.*check the dsn"):
+        PostgresSink(f"postgresql:///x?host={tmp_path}", "t").check(pa.schema([("k", pa.int32())]))
 
 
 def test_secrets_are_not_shown(tmp_path: Path) -> None:

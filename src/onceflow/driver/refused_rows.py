@@ -32,6 +32,7 @@ from onceflow.task.step_outputs import OUTPUT_SCHEMA, packed, unpacked, written_
 # Of a record batch with one record, without its key, value and headers.
 _OVERHEAD_BYTES = 200
 _LETTERS = "dead_letters"
+_PLACE = {"topic": str, "partition": int, "offset": int}
 
 
 class RefusedRows:
@@ -165,7 +166,9 @@ def parsed(flow_key: str, text: str) -> tuple[Progress, pa.Table]:
 
 def _letter(refused: RefusedRow, topic: str) -> Record:
     """The record that the row was made of, as far as the DataFrame has it; its value is the row itself otherwise."""
-    given = refused.record
+    # A table may have columns for the place of a record, too.
+    place = {name: refused.row[name] for name, kind in _PLACE.items() if isinstance(refused.row.get(name), kind)}
+    given = {**place, **refused.record}
     at = given.get("timestamp")
     record = Record(
         _raw(given.get("key")),

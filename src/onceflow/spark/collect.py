@@ -48,10 +48,14 @@ def collect(df: DataFrame, *, interpreted: bool) -> list[pa.RecordBatch]:
 
 def arrow_schema(df: DataFrame) -> pa.Schema:
     """The columns of a DataFrame as its rows have them in Arrow, here and in tasks."""
-    # Newer versions have to be told the time zone, which is that of the session.
-    named = "timezone" in inspect.signature(to_arrow_schema).parameters
-    options: Any = {"timezone": df.sparkSession.conf.get("spark.sql.session.timeZone")} if named else {}
-    return to_arrow_schema(df.schema, **options)
+    conf = df.sparkSession.conf
+    # Spark 4.2 knows no time zone but the one it is given; older versions take no such arguments.
+    given: dict[str, Any] = {
+        "timezone": conf.get("spark.sql.session.timeZone"),
+        "prefers_large_types": conf.get("spark.sql.execution.arrow.useLargeVarTypes", "false") == "true",
+    }
+    known = inspect.signature(to_arrow_schema).parameters
+    return to_arrow_schema(df.schema, **{name: value for name, value in given.items() if name in known})
 
 
 def _collected(df: DataFrame) -> list[pa.RecordBatch]:
