@@ -101,17 +101,8 @@ class PostgresSink(ExternalSink):
         self._sets_aside = True
 
     def check(self, schema: pa.Schema) -> None:
-        import psycopg
-
-        try:
-            with self._connected() as connection:
-                self._check(connection, schema)
-        except psycopg.OperationalError as error:
-            raise EnvironmentUnusableError(
-                f"{self.target} cannot be used",
-                detail=str(error).splitlines()[0],
-                next_step="check the dsn, and whether the server runs",
-            ) from error
+        with self._connected() as connection:
+            self._check(connection, schema)
 
     def _check(self, connection: psycopg.Connection[Any], schema: pa.Schema) -> None:
         known = columns_of(connection, self._write.table)
