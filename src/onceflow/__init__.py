@@ -57,6 +57,8 @@ if TYPE_CHECKING:
     from onceflow.state.retry import Retry
     from onceflow.tables.table import Change, Table
 
+    from onceflow import windows  # isort: skip
+
 __all__ = [
     "AuthenticationFailedError",
     "BadRecordError",
@@ -105,6 +107,7 @@ __all__ = [
     "serdes",
     "serve",
     "session",
+    "windows",
 ]
 
 # Every other public name is an error.
@@ -139,6 +142,8 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name == "serdes":
         return importlib.import_module("onceflow.state.api.serdes")
+    if name == "windows":
+        return importlib.import_module("onceflow.windows")
     try:
         value = getattr(importlib.import_module(_HOMES.get(name, "onceflow.errors")), name)
     except ImportError:

@@ -38,6 +38,7 @@ OPERATIONS = ROOT / "docs" / "operations.md"
 REFERENCE = ROOT / "docs" / "reference.md"
 STATE = ROOT / "docs" / "state.md"
 TABLES = ROOT / "docs" / "tables.md"
+WINDOWS = ROOT / "docs" / "windows.md"
 SPARK_STATE = ROOT / "docs" / "spark-state.md"
 CALLS = ROOT / "docs" / "calls.md"
 TROUBLE = ROOT / "docs" / "troubleshooting.md"
@@ -338,6 +339,10 @@ def test_the_processors_of_the_state_page(monkeypatch: pytest.MonkeyPatch) -> No
     driver.send(b"ada", 7)
     driver.processor = execute(only(blocks(STATE, "python", "def migrate")))["Balance"]()
     assert driver.state(b"ada") == {"balance": 7, "count": 0}
+
+
+def test_the_processors_of_the_windows_page() -> None:
+    assert [run_tests(code) for code in blocks(WINDOWS, "python")] == [1, 1]
 
 
 def progress_of(bootstrap_servers: str, flow: str, source: str) -> Any:

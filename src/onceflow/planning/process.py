@@ -20,6 +20,7 @@ from onceflow.state.spec import ProcessSpec
 from onceflow.state.stores.base import Store
 from onceflow.state.stores.choice import check_store, store_class
 from onceflow.state.topics import TableTopics, check_known
+from onceflow.state.windows.processor import WindowProcessor, check_windows
 
 ON_ERROR = ("fail", "dead-letter")
 
@@ -79,6 +80,7 @@ def check_options(
             flow=flow,
             next_step="give an instance of your subclass: Balance(), not Balance",
         )
+    check_windows(processor, flow)
     _check_table(options.table, flow, sources, tables)
     _check_dead_letters(options, processor, flow)
     if (processor.allowed_lateness is not None) != (options.late_topic is not None):
@@ -250,6 +252,13 @@ def _check_state(table: str, known: TableProgress, processor: Processor | Column
             next_step="run the newer processor; state is not migrated backwards",
         )
     fields = declared_fields(processor)
+    if isinstance(processor, WindowProcessor) and known.fields and not known.fields.endswith(repr(processor.window)):
+        raise ProgressConflictError(
+            f"The state of table {table} is {known.fields}, but the processor declares {fields}",
+            topic=table,
+            next_step="give the table another name, or declare the windows as they were: what was added to other "
+            "windows cannot be divided",
+        )
     if processor.version == known.version and None not in (fields, known.fields) and fields != known.fields:
         raise ProgressConflictError(
             f"The state of table {table} has the fields {known.fields}, but the processor declares {fields}",

@@ -70,6 +70,14 @@ class Processor:
         """The event time of a record in epoch milliseconds. None: it is not known; such a record is never late."""
         return record.timestamp_ms
 
+    def late_before_ms(self, watermark_ms: int) -> int:
+        """Records with an earlier event time are late. By default, that is the watermark.
+
+        A processor that still has a use for older records, because nothing they belong to is finished, may return less.
+        It is called once for each partition and batch.
+        """
+        return watermark_ms
+
     def process(self, key: Any, records: Sequence[Record], state: State) -> Iterable[Record] | None:
         """Handle records of one key. This may be a generator.
 

@@ -22,6 +22,7 @@ from onceflow.state.engine import due, input_batch
 from onceflow.state.engine.output_collector import OutputCollector
 from onceflow.state.stores.base import Store, StoreCorruptError
 from onceflow.state.stores.overlay import Overlay
+from onceflow.state.windows.processor import check_windows
 
 EXPIRED_PER_BATCH = 100_000
 """Maximum number of expired rows that one batch deletes."""
@@ -95,6 +96,7 @@ class BaseEngine:
         self.processor = copy.copy(processor)
         self.flow, self.table, self.partition, self.batch = flow, table, partition, batch
         self.now_ms, self.watermark_ms = now_ms, watermark_ms
+        self._late_before_ms = watermark_ms
         self.uses_event_time = processor.allowed_lateness is not None
         self._check(on_error, dead_letter_topic, late_topic)
         if default_ttl_ms is None and processor.ttl is not None:
@@ -127,6 +129,7 @@ class BaseEngine:
             raise OptionError("on_error='dead-letter' needs a topic for dead letters", flow=self.flow)
         if self.uses_event_time and late_topic is None:
             raise OptionError("a processor with allowed_lateness needs a topic for late records", flow=self.flow)
+        check_windows(self.processor, self.flow)
         for name in ("ttl", "allowed_lateness"):
             value = getattr(self.processor, name)
             try:
@@ -221,10 +224,10 @@ class BaseEngine:
         """
         for place, ms in input_batch.latest(batch, times, self._source_topic, self.partition):
             self.max_event_ms[place] = max(ms, self.max_event_ms.get(place, ms))
-        if self.watermark_ms is None:
+        if self.watermark_ms is None or self._late_before_ms is None:
             return None
         known = times.is_valid().to_numpy(zero_copy_only=False)
-        late = known & (times.fill_null(0).to_numpy() < self.watermark_ms)
+        late = known & (times.fill_null(0).to_numpy() < self._late_before_ms)
         if not late.any():
             return None
         assert self._late_topic is not None

@@ -53,6 +53,7 @@ class Engine(BaseEngine):
             ProcessorError: open() or on_timer() failed.
         """
         super().start()
+        self._guarded("late_before_ms", self._decide_what_is_late)
         on_timer, decode = self.processor.on_timer, self.processor.key.decode
         for raw_key, timer in due.due_timers(self._overlay, self.now_ms, self.watermark_ms):
             if self.counts["timers_fired"] == self._max_timers:
@@ -80,6 +81,10 @@ class Engine(BaseEngine):
                 raise self._located(self._scope.fatal)
             self.counts["timers_fired"] += 1
         self._overlay.savepoint()
+
+    def _decide_what_is_late(self) -> None:
+        if self.uses_event_time and self.watermark_ms is not None:
+            self._late_before_ms = index(self.processor.late_before_ms(self.watermark_ms))
 
     def _feed(self, batch: pa.RecordBatch) -> None:
         if self.uses_event_time and not self._own_event_time and "timestamp" in batch.schema.names:

@@ -6,6 +6,7 @@ from typing import Any
 
 from onceflow.state.api.processor import ColumnProcessor, Processor
 from onceflow.state.api.serdes import Struct, struct
+from onceflow.state.windows.processor import WindowProcessor
 
 SHAPE_ERRORS = (KeyError, AttributeError, TypeError, IndexError)
 """What Python raises if a value does not have the fields or the type that code expects."""
@@ -33,7 +34,10 @@ def _is_plain(value: Any) -> bool:
 
 
 def declared_fields(processor: Processor | ColumnProcessor) -> str | None:
-    """The fields that a processor declares for its state, as text; None if it declares none."""
+    """The fields and windows that a processor declares for its state, as text; None if it declares none."""
     if isinstance(processor, ColumnProcessor):
         return None if processor.state_fields is None else struct(**processor.state_fields).name
-    return processor.state.name if isinstance(processor.state, Struct) else None
+    fields = processor.state.name if isinstance(processor.state, Struct) else None
+    if isinstance(processor, WindowProcessor):
+        return " of ".join(filter(None, (fields, repr(processor.window))))
+    return fields
