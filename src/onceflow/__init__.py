@@ -40,6 +40,8 @@ if TYPE_CHECKING:
         UnknownTopicError,
         UnsupportedQueryError,
     )
+    from onceflow.external.parquet import ParquetSink
+    from onceflow.external.parquet_table import ParquetTable
     from onceflow.external.postgres import PostgresSink
     from onceflow.external.sink import ExternalSink
     from onceflow.external.sqlite import SqliteSink
@@ -85,6 +87,8 @@ __all__ = [
     "OnceflowError",
     "OptionError",
     "Outcome",
+    "ParquetSink",
+    "ParquetTable",
     "PermissionDeniedError",
     "PostgresSink",
     "Processor",
@@ -122,6 +126,8 @@ _HOMES = {
     "FlowQuery": "onceflow.query",
     "JoinTable": "onceflow.state.joins.spec",
     "Outcome": "onceflow.calls.target",
+    "ParquetSink": "onceflow.external.parquet",
+    "ParquetTable": "onceflow.external.parquet_table",
     "PostgresSink": "onceflow.external.postgres",
     "Processor": "onceflow.state.api.processor",
     "Record": "onceflow.state.api.record",

@@ -1,4 +1,6 @@
-"""A flow that writes to an SQLite database, for crash tests. ``drivers.py`` starts it in a process of its own."""
+"""A flow that writes to an SQLite database or to Parquet files, for crash tests. ``drivers.py`` starts it in a
+process of its own.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +27,18 @@ class LosesAnswers(onceflow.SqliteSink):
             raise ConnectionError("the connection was lost")
 
 
+def sink_of(target: str) -> onceflow.ExternalSink:
+    """A database file, or a folder of Parquet files."""
+    return onceflow.SqliteSink(target, "ledger") if target.endswith(".db") else onceflow.ParquetSink(target)
+
+
 def start(given: dict[str, Any], spark: Any) -> Any:
     """Start the flow. The column ``attempt`` is another one whenever a batch is run again."""
     flow = onceflow.Flow(given["flow"], spark, bootstrap_servers=given["bootstrap"])
     try:
         source = flow.read(given["source"], max_records_per_batch=given.get("records_per_batch", 500))
         rows = source.selectExpr("topic", "partition", "offset", "string(value) AS value", "uuid() AS attempt")
-        sink = given.get("sink") or onceflow.SqliteSink(given["database"], "ledger")
+        sink = given.get("sink") or sink_of(given["database"])
         return flow.write_external(rows, sink, **given.get("write", {})).start()
     except BaseException:
         flow.close()

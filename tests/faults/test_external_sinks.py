@@ -1,5 +1,5 @@
-"""Flows that write to a database: killed at every step, restarted, taken over, restored. A row has the place of its
-record, so the database alone shows what was lost or written twice.
+"""Flows that write to a database, or to files: killed at every step, restarted, taken over, restored. A row has
+the place of its record, so the target alone shows what was lost or written twice.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 from pyspark.errors import StreamingQueryException
 
@@ -65,6 +66,10 @@ class External:
         with closing(sqlite3.connect(self.database, timeout=60)) as connection:
             return connection.execute(statement).fetchall()
 
+    def rows(self) -> list[Any]:
+        """Place and value of each row."""
+        return self.select('SELECT "partition", "offset", value FROM ledger')
+
     def progress(self) -> dict[str, Any]:
         if not self.select("SELECT name FROM sqlite_master WHERE name = 'onceflow_progress'"):
             return {}
@@ -73,7 +78,7 @@ class External:
 
     def check_rows_iff_progress(self) -> None:
         offsets = self.progress().get("offsets", {}).get(self.pipe.source, {})
-        rows = Counter(str(partition) for (partition,) in self.select('SELECT "partition" FROM ledger'))
+        rows = Counter(str(partition) for partition, _, _ in self.rows())
         expected = {
             partition: sum(1 for each in range(offset) if self.letters is None or not is_refused(each))
             for partition, offset in offsets.items()
@@ -95,7 +100,7 @@ class External:
             (record.partition, record.offset): (record.value or b"").decode()
             for record in independent.read_topic(self.pipe.bootstrap, self.pipe.source)
         }
-        rows = self.select('SELECT "partition", "offset", value FROM ledger')
+        rows = self.rows()
         letters = self.dead_letters()
         assert sorted((*rows, *letters)) == sorted((*place, value) for place, value in sent.items())
         assert {is_refused(offset) for _, offset, _ in letters} <= {True}
@@ -105,14 +110,39 @@ class External:
         assert self.pipe.committed_progress()[-1].batch_id == self.progress()["batch_id"]
 
 
+@dataclass
+class Files(External):
+    """The same with Parquet files. Reads them as the page says, without onceflow."""
+
+    def entries(self) -> list[dict[str, Any]]:
+        found = [json.loads(path.read_text()) for path in sorted(self.database.glob(f"_onceflow/{self.flow}/*/*.json"))]
+        assert [entry["number"] for entry in found] == list(range(1, len(found) + 1))
+        return found
+
+    def rows(self) -> list[Any]:
+        columns = ["partition", "offset", "value"]
+        tables = [
+            pq.ParquetFile(self.database / file["path"]).read(columns)
+            for entry in self.entries()
+            for file in entry["files"]
+        ]
+        return [tuple(row.values()) for table in tables for row in table.to_pylist()]
+
+    def progress(self) -> dict[str, Any]:
+        entries = self.entries()
+        return json.loads(entries[-1]["progress"]) if entries and entries[-1]["progress"] else {}
+
+
 @pytest.fixture
 def make_external(
     make_pipe: Callable[..., Any], make_topic: Callable[..., str], external_flow: Any, tmp_path: Path
 ) -> Callable[..., External]:
-    """``make_external()``: an empty topic, an empty database and a flow name. ``letters``: it refuses some rows."""
+    """``make_external()``: an empty topic, an empty target and a flow name. ``letters``: it refuses some rows."""
 
-    def make(*, letters: bool = False) -> External:
+    def make(kind: type[External] = External, *, letters: bool = False) -> External:
         pipe = make_pipe()
+        if kind is Files:
+            return Files(pipe, tmp_path / f"{pipe.flow}-files", external_flow)
         path = tmp_path / f"{pipe.flow}.db"
         with closing(sqlite3.connect(path)) as connection:
             connection.execute(_LEDGER + (', CHECK ("offset" % 7 <> 3))' if letters else ")"))
@@ -127,9 +157,12 @@ def rows_of(step: str) -> int:
 
 
 @pytest.mark.short_form
-def test_driver_killed(make_external: Callable[..., External], killed_together: Any) -> None:
-    """One SIGKILL meets nine flows of one driver, each at another step. Some of their rows become dead letters."""
-    flows = {step: make_external(letters=True) for step in hooks.EXTERNAL_STEPS}
+@pytest.mark.parametrize("kind, steps", [(External, hooks.EXTERNAL_STEPS), (Files, ("write", "audit", "commit"))])
+def test_driver_killed(
+    make_external: Callable[..., External], killed_together: Any, kind: type[External], steps: tuple[str, ...]
+) -> None:
+    """One SIGKILL meets the flows of one driver, each at another step. Rows of databases become dead letters."""
+    flows = {step: make_external(kind, letters=kind is External) for step in steps}
     for flow in flows.values():
         flow.pipe.fill(1500)
     killed_together(flows, {step: {"write": {"small_batch_rows": rows_of(step)}} for step in flows})
@@ -151,7 +184,7 @@ def test_driver_killed(make_external: Callable[..., External], killed_together: 
         flow.check()
 
 
-def test_exception(make_external: Callable[[], External], inject: Any) -> None:
+def test_exception(make_external: Callable[..., External], inject: Any) -> None:
     """In one flow: what follows a failed batch fails itself, at the next step."""
     flow = make_external()
     for step in hooks.EXTERNAL_STEPS:
@@ -165,9 +198,10 @@ def test_exception(make_external: Callable[[], External], inject: Any) -> None:
     flow.check()
 
 
-def test_workers_die(make_external: Callable[[], External], inject: Any) -> None:
+@pytest.mark.parametrize("kind", [External, Files])
+def test_workers_die(make_external: Callable[..., External], inject: Any, kind: type[External]) -> None:
     """The rows of a task are there, then its worker dies: only those of the second attempt are committed."""
-    flow = make_external()
+    flow = make_external(kind)
     flow.pipe.fill(1500)
     inject("write", "kill", where="task", batch=2, times=1, once_file=str(flow.database.with_suffix(".fired")))
     query = flow.run(write={"small_batch_rows": 0})
@@ -176,7 +210,7 @@ def test_workers_die(make_external: Callable[[], External], inject: Any) -> None
 
 
 @pytest.mark.parametrize("applied", [True, False])
-def test_the_answer_of_a_commit_is_lost(make_external: Callable[[], External], applied: bool) -> None:
+def test_the_answer_of_a_commit_is_lost(make_external: Callable[..., External], applied: bool) -> None:
     flow = make_external()
     flow.pipe.fill(1500)
     query = flow.run(sink=flow.module.LosesAnswers(flow.database, "ledger", applied=applied))
@@ -184,8 +218,9 @@ def test_the_answer_of_a_commit_is_lost(make_external: Callable[[], External], a
     flow.check()
 
 
-def test_a_second_driver_takes_over(make_external: Callable[[], External]) -> None:
-    flow = make_external()
+@pytest.mark.parametrize("kind", [External, Files])
+def test_a_second_driver_takes_over(make_external: Callable[..., External], kind: type[External]) -> None:
+    flow = make_external(kind)
     flow.pipe.fill(500)
     first = flow.start()
     first.processAllAvailable()
@@ -198,7 +233,7 @@ def test_a_second_driver_takes_over(make_external: Callable[[], External]) -> No
     flow.check()
 
 
-def test_an_older_state_of_the_database_is_restored(make_external: Callable[[], External], caplog: Any) -> None:
+def test_an_older_state_of_the_database_is_restored(make_external: Callable[..., External], caplog: Any) -> None:
     flow = make_external()
     flow.pipe.fill(900)
     flow.run()
@@ -211,7 +246,7 @@ def test_an_older_state_of_the_database_is_restored(make_external: Callable[[], 
     assert "an older state of" in caplog.text
 
 
-def test_another_database_is_refused(make_external: Callable[[], External]) -> None:
+def test_another_database_is_refused(make_external: Callable[..., External]) -> None:
     flow, other = make_external(), make_external()
     flow.pipe.fill(100)
     flow.run()
@@ -220,7 +255,7 @@ def test_another_database_is_refused(make_external: Callable[[], External]) -> N
         flow.run()
 
 
-def test_two_topics(make_external: Callable[[], External], inject: Any) -> None:
+def test_two_topics(make_external: Callable[..., External], inject: Any) -> None:
     """The driver dies before Kafka's progress has followed: both topics continue at the progress row."""
     flow, other = make_external(), make_external()
     topics = sorted((flow.pipe.source, other.pipe.source), reverse=True)
@@ -246,7 +281,7 @@ def test_two_topics(make_external: Callable[[], External], inject: Any) -> None:
     assert sorted(flow.select('SELECT topic, "partition", "offset" FROM both_topics')) == sorted(seen)
 
 
-def test_what_is_wrong_is_told_at_the_start(make_external: Callable[[], External]) -> None:
+def test_what_is_wrong_is_told_at_the_start(make_external: Callable[..., External]) -> None:
     flow = make_external()
     flow.pipe.fill(10)
     sink = onceflow.SqliteSink(flow.database, "ledgers")
@@ -258,7 +293,7 @@ def test_what_is_wrong_is_told_at_the_start(make_external: Callable[[], External
     flow.check()
 
 
-def test_a_row_that_is_refused_stops_the_flow(make_external: Callable[[], External]) -> None:
+def test_a_row_that_is_refused_stops_the_flow(make_external: Callable[..., External]) -> None:
     flow = make_external()
     flow.pipe.fill(10)
     with closing(sqlite3.connect(flow.database)) as connection:

@@ -25,7 +25,7 @@ ALLOWED = {
     "host": {"errors"},
     "client": {"clock", "errors", "protocol"},
     "calls": {"durations", "errors"},
-    "external": {"errors"},
+    "external": {"durations", "errors"},
     "messages": {"client", "errors", "protocol", "state", "user_code"},
     "task": {"calls", "client", "clock", "errors", "external", "hooks", "messages", "protocol", "spark", "state"},
     "tables": {"client", "clock", "durations", "errors", "protocol", "state"},
