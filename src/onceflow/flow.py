@@ -145,6 +145,7 @@ class Flow(FlowWrites):
         max_timers_per_batch: int | None = 1_000,
         max_dead_letters: int | float | None = None,
         tables: Mapping[str, str | JoinTable] | None = None,
+        changelog: bool = True,
     ) -> DataFrame:
         """Run user code with state per key over a stream. The state is kept in the compacted topic ``table``.
 
@@ -183,6 +184,9 @@ class Flow(FlowWrites):
                 is not committed. None: no limit.
             tables: tables that the processor looks up rows in, by name: topics, or `JoinTable`s. It gets them as
                 ``state.table(name)``. All records of a batch see them at the same offsets.
+            changelog: False: the table has no topics, and its state is in local stores only. Outputs stay exactly-once,
+                but a partition whose local copy is lost or out of date begins empty, with a warning. For state that
+                may be lost. ``table`` then only names local folders.
 
         Returns:
             A streaming DataFrame of what the processor yields: key, value, topic, headers, timestamp.
@@ -195,7 +199,7 @@ class Flow(FlowWrites):
         """
         options = StepOptions(
             table, partitions, on_error, dead_letter_topic, late_topic, retention, snapshot_per_partition, store,
-            state_dir, adopt_existing, idle_timeout, max_timers_per_batch, max_dead_letters,
+            state_dir, adopt_existing, idle_timeout, max_timers_per_batch, max_dead_letters, changelog,
         )  # fmt: skip
         with self._runs.lock:
             startup = self._runs.startup
@@ -206,7 +210,7 @@ class Flow(FlowWrites):
             # at the start: by then the processor may have changed, and names that it uses may have been defined.
             pickled(checked, flow=self.name)
             startup.known_progress()
-            own = startup.own_topics.tables
+            own = startup.table_names
             joins.check_not_joined(table, startup.joins, self.name)
             joined = joins.checked_tables(tables, own=own | {table, table + INTERNAL_SUFFIX}, flow=self.name)
             facts = queries.check_plan(df, self.name)
@@ -251,7 +255,7 @@ class Flow(FlowWrites):
         with self._runs.lock:
             startup = self._runs.startup
             startup.known_progress()
-            checked = joins.checked_table(table, own=startup.own_topics.tables, flow=self.name)
+            checked = joins.checked_table(table, own=startup.table_names, flow=self.name)
             queries.check_plan(df, self.name, checkpoint=True)  # `write` knows whether there is one
             spec = startup.find_join(checked.topic, checked, local=is_local(self._spark))
             joined = join_frame(df, spec, self._settings, on=on, how=how, columns=columns, flow=self.name)

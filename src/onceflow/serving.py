@@ -28,7 +28,8 @@ def serve(*queries: FlowQuery, more: Callable[[FlowQuery], dict[str, Any]] | Non
 
     For every committed batch, ``serve`` prints a line of JSON to stdout: ``flow``, ``batch`` (its number), ``records``
     (written to the outputs), ``dead_letters``, ``late`` (late records), ``dropped`` (rows that Spark dropped because
-    they were older than its watermark) and ``seconds`` (the sum over its steps). When a query starts or is being
+    they were older than its watermark) and ``seconds`` (the sum over its steps); also ``state_lost`` if partitions
+    without a changelog have lost their state. When a query starts or is being
     stopped, ``serve`` prints that to stderr.
 
     ::
@@ -91,6 +92,7 @@ def _line(query: FlowQuery, batch: BatchSummary) -> dict[str, Any]:
         "late": batch.late,
         "dropped": batch.dropped,
         "seconds": seconds,
+        **({"state_lost": batch.state_lost} if batch.state_lost else {}),
     }
 
 

@@ -82,6 +82,21 @@ class Alarms(onceflow.Processor):
         yield onceflow.Record(key, {"timer": timer.name, "at": timer.at_ms})
 
 
+class Quiet(onceflow.Processor):
+    """Counts the records and the timers of a key, and yields nothing."""
+
+    state = onceflow.serdes.JSON
+
+    def process(self, key: bytes, records: Sequence[onceflow.Record], state: Any) -> None:
+        known = state.get() or {"records": 0, "rung": 0}
+        state.put({**known, "records": known["records"] + len(records)})
+        state.timers.register("bell", state.now_ms, clock="processing")
+
+    def on_timer(self, key: bytes, timer: Any, state: Any) -> None:
+        known = state.get()
+        state.put({**known, "rung": known["rung"] + 1})
+
+
 class Bells(onceflow.Processor):
     """Every record sets a timer for the same moment."""
 

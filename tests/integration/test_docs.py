@@ -352,6 +352,12 @@ def test_the_processors_of_the_state_page(monkeypatch: pytest.MonkeyPatch) -> No
     assert by_column.states == {b"ada": {"balance": 7}, b"bob": {"balance": 3}}
     assert [record.value for record in by_column.outputs] == [b'{"balance":7}', b'{"balance":3}']
 
+    recent = ProcessorDriver(execute(only(blocks(STATE, "python", "class Recent")))["Recent"]())
+    recent.send_many([("ada", b"1"), ("bob", b"2")])
+    assert recent.send("ada", b"3") == []
+    recent.advance(601)
+    assert [record.value for record in recent.send("ada", b"4")] == [b"4"]
+
     class Old(onceflow.Processor):
         version = 1
         value = state = onceflow.serdes.JSON

@@ -73,7 +73,10 @@ def missing(
     role = roles[name]
     fields = error.fields()
     if role == "table":
-        fields["next_step"] = "check the name: a flow makes the topics of its table when it first starts with it"
+        fields["next_step"] = (
+            "check the name: a flow makes the topics of its table when it first starts with it. A table with "
+            "changelog=False has no topics; Table.of_flow reads its rows on the flow's machine"
+        )
     alike = _alike(cluster, name, deadline, tables=role in ("source", "table"))
     if alike:
         fields["detail"] = f"topics of a similar name: {', '.join(alike)}"

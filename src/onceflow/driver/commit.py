@@ -165,7 +165,7 @@ class BatchCommit:
         with timed(summary, "audit"):
             checked = self._audit(df, parts, batch)
             summary.dropped = 0 if self._late_rows is None else self._late_rows.check(batch)
-        if self._state is not None and not source.max_rows and not checked.partitions:
+        if self._state is not None and not (source.max_rows or checked.partitions or self._state.changed()):
             self._state.on_noop()
             self.machine.on(Event.NOTHING_WRITTEN)
             return False  # only timers were checked; nothing was sent under this epoch
@@ -311,6 +311,7 @@ class BatchCommit:
         if self._state is not None:
             summary.dead_letters, summary.late = self._state.counted("dead_letters"), self._state.counted("late")
             summary.records -= summary.dead_letters + summary.late
+            summary.state_lost = self._state.take_lost()
         self._writer.on_commit(checked, summary)
 
     # ---- when it goes wrong --------------------------------------------------------------------------

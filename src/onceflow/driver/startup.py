@@ -100,6 +100,11 @@ class Startup:
         tables = frozenset(name for step in self.steps.values() for name in step.spec.topics.ids)
         return OwnTopics(frozenset(self.sources), tables)
 
+    @property
+    def table_names(self) -> frozenset[str]:
+        """Names of the flow's tables and their topics. A table without a changelog has no topics."""
+        return self.own_topics.tables | frozenset(self.steps)
+
     def deadline(self) -> Deadline:
         """Of a start. It is extended if the first connection may wait longer for the brokers."""
         seconds = START_SECONDS + max(0.0, self._refused_s - REFUSED_S)
@@ -276,6 +281,8 @@ class Startup:
             )
             if progress is not before:
                 self._commit(progress, deadline)
+        if not options.changelog and not local:
+            log.warning("flow %s: %s", self.flow, process.MOVES.format(table=options.table))
         spec = process.make_spec(
             options,
             processor,

@@ -204,6 +204,14 @@ class StateStep:
         """How many records of this attempt became ``dead_letters`` or were ``late``."""
         return sum(counted(done.states, what) for done in self._done.values())
 
+    def changed(self) -> bool:
+        """Whether this attempt has changed state. Without a changelog, nothing in Kafka shows it."""
+        return any(report.changed for done in self._done.values() for report in done.states)
+
+    def take_lost(self) -> int:
+        """How many partitions have lost their state since the last call, see `TableState.take_lost`."""
+        return sum(table.take_lost() for table in self.tables)
+
     def progress(self, progress: Progress) -> Progress:
         """The progress of the batch, completed with that of the tables."""
         changelogs = {name: dict(ends) for name, ends in progress.changelogs.items()}

@@ -45,12 +45,17 @@ def ensure_table(
         UnknownTopicError: there is no topic for dead letters or late records.
         OptionError: a table of ``joins`` has another number of partitions, although it is co-partitioned.
     """
+    process.check_kind(options, progress)
     known = progress.tables.get(options.table)
     if known is not None:
         process.check_migration(processor, known.version, table=options.table, flow=flow)
     if side_topics := process.side_topics_of(options):
         find_topics(cluster, side_topics, deadline)
     partitions = options.partitions or max(sources.values())
+    if not options.changelog:
+        topics, planned = process.plan_local_table(options, processor, partitions, progress)
+        check_co_partitioned(joins, options.table, topics.partitions, flow)
+        return topics, planned
     if any(spec.co_partitioned for spec in joins):
         with suppress(UnknownTopicError):
             partitions = cluster.topics([options.table], deadline, once=True)[options.table].partitions

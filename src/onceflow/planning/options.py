@@ -48,6 +48,7 @@ class BatchSummary:
         dropped: how many rows Spark dropped because they were later than its watermark.
         nbytes: size of all that was written, including state, dead letters and late records.
         lost: with at_most_once: whether rows of the batch were lost.
+        state_lost: how many partitions of tables without a changelog began empty, although they had state.
     """
 
     batch: int
@@ -61,4 +62,5 @@ class BatchSummary:
     nbytes: int = 0
     max_rss_kib: int = 0
     lost: bool = False
+    state_lost: int = 0
     seconds: dict[str, float] = field(default_factory=dict)

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from uuid import uuid4
 
 from onceflow.durations import duration_ms
 from onceflow.errors import OptionError, ProgressConflictError
 from onceflow.protocol.names import INTERNAL_SUFFIX, OwnTopics
-from onceflow.protocol.progress import Progress, TableProgress
+from onceflow.protocol.progress import LocalTable, Progress, TableProgress
 from onceflow.state.api.processor import ColumnProcessor, Processor
 from onceflow.state.dead_letter_limit import check_limit
 from onceflow.state.engine.base import TIMERS_PER_BATCH
@@ -19,10 +20,14 @@ from onceflow.state.local.format import default_state_dir
 from onceflow.state.spec import ProcessSpec
 from onceflow.state.stores.base import Store
 from onceflow.state.stores.choice import check_store, store_class
-from onceflow.state.topics import TableTopics, check_known
+from onceflow.state.topics import TableTopics, check_known, without_topics
 from onceflow.state.windows.processor import WindowProcessor, check_windows
 
 ON_ERROR = ("fail", "dead-letter")
+MOVES = (
+    "table {table} has no changelog, and on a cluster Spark may run a partition on another host in every batch; there "
+    "its state begins empty"
+)
 
 
 @dataclass(frozen=True)
@@ -58,6 +63,7 @@ class StepOptions:
     idle_timeout: str
     max_timers_per_batch: int | None = TIMERS_PER_BATCH
     max_dead_letters: int | float | None = None
+    changelog: bool = True
 
 
 def check_options(
@@ -94,7 +100,29 @@ def check_options(
     _check_numbers(options, flow)
     _check_durations(options, processor, flow)
     check_store(options.store, flow)
+    if options.changelog is not True:
+        _check_local(options, flow)
     return processor
+
+
+def _check_local(options: StepOptions, flow: str) -> None:
+    """Check what does not go together with changelog=False."""
+    if options.changelog is not False:
+        raise OptionError(f"changelog={options.changelog!r} is no bool", flow=flow, next_step="give True or False")
+    if not store_class(options.store).on_disk:
+        raise OptionError(
+            f"changelog=False needs a store on disk, store={options.store!r} is in the memory of one process",
+            flow=flow,
+            detail="driver and Python workers process partitions in turn, and each process would have other state",
+            next_step='leave store= out, or give "lmdb" or "rocksdb"',
+        )
+    for name in ("adopt_existing", "snapshot_per_partition"):
+        if getattr(options, name):
+            raise OptionError(
+                f"{name}=True cannot be combined with changelog=False: there is no table topic",
+                flow=flow,
+                next_step="leave one of them out",
+            )
 
 
 def _check_table(table: str, flow: str, sources: Iterable[str], tables: Iterable[str]) -> None:
@@ -221,6 +249,55 @@ def plan_table(
         changelogs={**progress.changelogs, **ends},
         topic_ids={**progress.topic_ids, **topics.ids},
         tables={**progress.tables, table: TableProgress(processor.version, fields=declared_fields(processor))},
+    )
+
+
+def plan_local_table(
+    options: StepOptions, processor: Processor | ColumnProcessor, partitions: int, progress: Progress
+) -> tuple[TableTopics, Progress]:
+    """As `plan_table`, for a table without a changelog.
+
+    Args:
+        partitions: how many a new table gets; a known one keeps its own.
+
+    Returns:
+        What takes the place of its topics, and progress that knows the table.
+    """
+    table = options.table
+    known = progress.tables.get(table)
+    if known is not None and known.local is not None:
+        if options.partitions not in (None, known.local.partitions):
+            raise ProgressConflictError(
+                f"Table {table} has {known.local.partitions} partitions, but partitions={options.partitions} was given",
+                topic=table,
+                next_step="leave partitions= out, or give the table another name: then its state begins empty",
+            )
+        _check_state(table, known, processor)
+        return without_topics(table, known.local), progress
+    local = LocalTable(uuid4().hex, partitions)
+    added = TableProgress(processor.version, fields=declared_fields(processor), local=local)
+    return without_topics(table, local), replace(progress, tables={**progress.tables, table: added})
+
+
+def check_kind(options: StepOptions, progress: Progress) -> None:
+    """Refuse to switch the changelog of a table on or off. Call this before topics are created.
+
+    Raises:
+        ProgressConflictError: the state is in topics or in local stores, and the step wants it in the other place.
+    """
+    table = options.table
+    local = progress.tables.get(table, TableProgress()).local is not None
+    if not options.changelog and table in progress.changelogs:
+        what, given = "has a changelog", "changelog=True"
+    elif options.changelog and local:
+        what, given = "has no changelog: its rows are only in local stores", "changelog=False"
+    else:
+        return
+    raise ProgressConflictError(
+        f"Table {table} {what}, and its state cannot move",
+        topic=table,
+        next_step=f"give {given} as before, or give the table another name: then its state begins empty. "
+        "`onceflow reset FLOW` makes the flow forget all of its progress",
     )
 
 

@@ -26,6 +26,22 @@ Offsets = Mapping[str, Mapping[int, int]]
 
 
 @dataclass(frozen=True)
+class LocalTable:
+    """A table without a changelog: it has no topics, its rows are only in local stores.
+
+    Args:
+        table_id: made up when the flow gets the table. It tells its copies from those of an earlier life of the flow.
+        partitions: how many partitions its keys are divided among.
+        last: by partition, the transaction that has changed it last: batch, producer id, producer epoch. A partition
+            that was never changed is missing.
+    """
+
+    table_id: str
+    partitions: int
+    last: Mapping[int, tuple[int, int, int]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class TableProgress:
     """What a flow has committed about one of its tables, besides the end offsets.
 
@@ -33,11 +49,13 @@ class TableProgress:
         version: version of the processor's state.
         watermark_ms: event-time watermark for the next batch, epoch milliseconds.
         fields: names and types of the state fields that the processor declares; None: it declares none.
+        local: what takes the place of end offsets if the table has no changelog; None: it has one.
     """
 
     version: int = 0
     watermark_ms: int | None = None
     fields: str | None = None
+    local: LocalTable | None = None
 
 
 @dataclass(frozen=True)
@@ -129,11 +147,7 @@ def encode(progress: Progress) -> tuple[bytes, bytes]:
     if progress.outputs:
         content["outputs"] = list(progress.outputs)
     if progress.tables:
-        content["tables"] = {
-            name: {"version": int(table.version), "watermark_ms": table.watermark_ms}
-            | ({} if table.fields is None else {"fields": table.fields})
-            for name, table in progress.tables.items()
-        }
+        content["tables"] = {name: _table_content(table) for name, table in progress.tables.items()}
     value = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     return progress.flow.encode(), value.encode()
 
@@ -200,6 +214,18 @@ def _plain(offsets: Offsets) -> dict[str, dict[int, int]]:
     }
 
 
+def _table_content(table: TableProgress) -> dict[str, Any]:
+    content: dict[str, Any] = {"version": int(table.version), "watermark_ms": table.watermark_ms}
+    if table.fields is not None:
+        content["fields"] = table.fields
+    if table.local is not None:
+        last = {
+            int(partition): [int(part) for part in commit] for partition, commit in sorted(table.local.last.items())
+        }
+        content["local"] = {"table_id": table.local.table_id, "partitions": int(table.local.partitions), "last": last}
+    return content
+
+
 def _flow_of(key: bytes | None) -> str:
     try:
         name = (key or b"").decode()
@@ -258,8 +284,19 @@ def _tables(content: dict[str, Any], flow: str) -> dict[str, TableProgress]:
             version=_take(table, flow, "version", int),
             watermark_ms=None if watermark_ms is None else _take(table, flow, "watermark_ms", int),
             fields=_take(table, flow, "fields", str) if "fields" in table else None,
+            local=_local(_take(table, flow, "local", dict), flow) if "local" in table else None,
         )
     return result
+
+
+def _local(content: dict[str, Any], flow: str) -> LocalTable:
+    last: dict[int, tuple[int, int, int]] = {}
+    for partition, commit in _take(content, flow, "last", dict).items():
+        numbers = isinstance(commit, list) and len(commit) == 3 and all(type(part) is int for part in commit)
+        if not (partition.isascii() and partition.isdecimal() and numbers):
+            _garbage(flow, f"last of a local table has {_short(partition)}: {_short(commit)}")
+        last[int(partition)] = (commit[0], commit[1], commit[2])
+    return LocalTable(_take(content, flow, "table_id", str), _take(content, flow, "partitions", int), last)
 
 
 def _checkpoint(content: dict[str, Any], flow: str) -> CheckpointProgress | None:

@@ -23,7 +23,7 @@ from onceflow.state import rows
 from onceflow.state.api.joined_table import JoinedTable
 from onceflow.state.engine.choice import AnyEngine, engine_for, makes_calls
 from onceflow.state.joins.copies import JoinedCopies, JoinSource
-from onceflow.state.local.catch_up import Source
+from onceflow.state.local.catch_up import LOST, Source
 from onceflow.state.local.format import SNAPSHOT_KEY, snapshot
 from onceflow.state.local.opening import Opened, set_pending
 from onceflow.state.local.prepare import Prepared, open_local
@@ -129,7 +129,7 @@ class StateRun:
             run.engine.finish()
             self._drain(partition, run.engine)
             run.changes = run.engine.changes()
-            if run.changes:
+            if run.changes and self._spec.topics.changelog:
                 self._write(partition, run)
 
     def leave_pending(self, acknowledged: Mapping[tuple[str, int], Acknowledged]) -> list[StateReport]:
@@ -154,7 +154,7 @@ class StateRun:
             return known.engine
         spec, moment = self._spec, self._moment
         opened = open_local(spec, moment, partition, self._source, still_owner=self._still_owner)
-        if opened.records and spec.store.on_disk:
+        if (opened.records or opened.how == LOST) and spec.store.on_disk:
             self.brought_up.append(Prepared.of(opened, spec, partition))
         engine = engine_for(spec.processor, self._calls)(
             opened.store,
@@ -225,6 +225,8 @@ class StateRun:
         internal_end = None if internal is None else internal.end_offset
         if run.changes:
             goal = moment.goal(spec, partition)
+            if not spec.topics.changelog:
+                table_end = moment.batch
             set_pending(
                 run.opened.store,
                 goal,
@@ -232,6 +234,7 @@ class StateRun:
                 run.changes,
                 goal.table_end if table_end is None else table_end,
                 goal.internal_end if internal_end is None else internal_end,
+                lost=run.opened.how == LOST,
             )
         return StateReport(
             table=spec.table,
@@ -248,6 +251,7 @@ class StateRun:
             counts=dict(run.engine.counts),
             timers_left=run.engine.timers_left,
             causes=dict(run.engine.causes),
+            why=run.opened.why,
         )
 
 

@@ -81,7 +81,8 @@ class Moment:
     Args:
         now_ms: processing time in epoch milliseconds.
         watermark_ms: the watermark; None if it is not known.
-        table_ends, internal_ends: committed end offsets of the two topics, per partition.
+        table_ends, internal_ends: committed end offsets of the two topics, per partition. Without a changelog: the
+            number of the batch that has changed the partition last, and 0.
         last: per partition, the transaction that last committed something to it, if it is known.
         verified: place (`ProcessSpec.place`) and partition of the local stores that were verified in this run. After a
             restart, a machine counts as another place.
@@ -109,6 +110,7 @@ class Moment:
             table_end=self.table_ends[partition],
             internal_end=self.internal_ends[partition],
             last=self.last.get(partition),
+            changelog=spec.topics.changelog,
         )
 
     def to_json(self) -> str:
@@ -149,9 +151,10 @@ class StateReport:
 
     Args:
         place: the host since its last start, and its state folder (`ProcessSpec.place`).
-        how: how the local store was brought up to date, see `Opened`.
+        how, why: how the local store was brought up to date, and what was wrong with it, see `Opened`.
         restored: how many records were read for that.
         table_end, internal_end: end offsets of the topics after this batch; None: nothing was written to them.
+            Without a changelog, ``table_end`` is the number of this batch if it has changed the partition.
         max_event_ms: latest event time per source topic and partition.
         next_timer_ms: earliest remaining timer, per clock.
         counts: numbers of records, late, dead_letters, timers_fired, expired.
@@ -173,3 +176,9 @@ class StateReport:
     counts: Mapping[str, int] = field(default_factory=dict)
     timers_left: bool = False
     causes: Mapping[str, tuple[int, str]] = field(default_factory=dict)
+    why: str = ""
+
+    @property
+    def changed(self) -> bool:
+        """Whether the batch has changed the partition."""
+        return self.table_end is not None or self.internal_end is not None

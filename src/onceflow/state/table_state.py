@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from onceflow.errors import BatchAbortedError, ProgressConflictError
 from onceflow.protocol.progress import Progress, TableProgress
 from onceflow.state.dead_letter_limit import DeadLetters, letters_of
 from onceflow.state.engine.shapes import declared_fields
-from onceflow.state.local.catch_up import CAUGHT_UP, RESTORED
+from onceflow.state.local.catch_up import CAUGHT_UP, LOST, RESTORED
 from onceflow.state.local.format import Commit
 from onceflow.state.local.prepare import Prepared
 from onceflow.state.spec import Moment, ProcessSpec, StateReport
@@ -39,14 +40,26 @@ class TableState:
     ) -> None:
         self.spec = spec
         topics = spec.topics
-        self._table_ends: dict[int, int] = dict(progress.changelogs[topics.table])
-        self._internal_ends: dict[int, int] = dict(progress.changelogs[topics.internal])
+        known = progress.tables.get(topics.table, TableProgress())
+        self._local = known.local
+        self._table_ends: dict[int, int]
+        self._internal_ends: dict[int, int]
         # The transaction that wrote to a partition last. At a start, only that of the progress record is known.
-        last = _commit_of(progress)
-        self.last: dict[int, Commit] = {} if last is None else dict.fromkeys(range(topics.partitions), last)
+        self.last: dict[int, Commit]
+        if known.local is None:
+            self._table_ends = dict(progress.changelogs[topics.table])
+            self._internal_ends = dict(progress.changelogs[topics.internal])
+            last = _commit_of(progress)
+            self.last = {} if last is None else dict.fromkeys(range(topics.partitions), last)
+        else:
+            self.last = {partition: Commit(*commit) for partition, commit in known.local.last.items()}
+            nothing = dict.fromkeys(range(topics.partitions), 0)
+            self._table_ends = nothing | {partition: commit.batch for partition, commit in self.last.items()}
+            self._internal_ends = nothing
+        self._lost: set[int] = set()  # told, and not changed since
+        self._lost_now = 0  # since the last committed batch
         self._verified: set[tuple[str, int]] = set()
         self._now_ms = progress.time_ms
-        known = progress.tables.get(topics.table, TableProgress())
         self._lateness_ms = lateness_ms
         self.watermark = Watermark(
             source_partitions, lateness_ms=lateness_ms or 0, idle_s=idle_s, value_ms=known.watermark_ms
@@ -128,39 +141,65 @@ class TableState:
         self.dead_letters.check(letters_of(reports))
 
     def progress_after(self, reports: Sequence[StateReport]) -> tuple[dict[str, dict[int, int]], TableProgress]:
-        """What the progress record contains when these reports are committed: end offsets of both topics, and more."""
-        table_ends, internal_ends = self._ends_after(reports)
+        """What the progress record contains when these reports are committed: end offsets of both topics, and more.
+        Without a changelog there are no end offsets."""
         topics = self.spec.topics
         known = TableProgress(self.spec.processor.version, self._watermark_after(reports), self._fields)
+        if self._local is not None:
+            changed = {report.partition: report.commit for report in reports if report.changed}
+            return {}, replace(known, local=replace(self._local, last=self.last | changed))
+        table_ends, internal_ends = self._ends_after(reports)
         return {topics.table: table_ends, topics.internal: internal_ends}, known
 
     def on_commit(self, reports: Sequence[StateReport], moment: Moment) -> None:
         """Call this when the batch is committed."""
+        self.on_noop(reports)
         watermark_ms = self._watermark_after(reports)
         self._table_ends, self._internal_ends = self._ends_after(reports)
         self._now_ms = moment.now_ms
         self.watermark.on_commit(_latest(reports), watermark_ms)
         self.dead_letters.on_commit(letters_of(reports))
-        self.on_noop(reports)
         for report in reports:
-            if report.table_end is not None or report.internal_end is not None:
+            if report.changed:
                 self.last[report.partition] = moment.commit
-            _tell(report.table, report.partition, report.how, report.restored, report.restore_seconds)
+                self._lost.discard(report.partition)
 
     def prepared(self, found: Sequence[Prepared]) -> bool:
         """Note local copies that are up to date, without a committed batch. Returns whether any of them is new."""
         known = len(self._verified)
         for each in found:
             self._verified.add((each.place, each.partition))
-            _tell(each.table, each.partition, each.how, each.records, each.seconds)
+            self._tell(each.partition, each.how, each.records, each.seconds, each.why)
         return len(self._verified) > known
 
     def on_noop(self, reports: Sequence[StateReport]) -> None:
         """Note that the stores were opened, and nothing was committed: the batch had no effect."""
         for report in reports:
             self._verified.add((report.place, report.partition))
+            self._tell(report.partition, report.how, report.restored, report.restore_seconds, report.why)
             self._timers[report.partition] = dict(report.next_timer_ms)
             (self._left.add if report.timers_left else self._left.discard)(report.partition)
+
+    def take_lost(self) -> int:
+        """How many partitions have begun empty since the last call, although state was committed (`LOST`)."""
+        lost, self._lost_now = self._lost_now, 0
+        return lost
+
+    def _tell(self, partition: int, how: str, records: int, seconds: float, why: str) -> None:
+        if how in (RESTORED, CAUGHT_UP):
+            log.info("table %s-%d: %s, %d records read in %.2f s", self.spec.table, partition, how, records, seconds)
+        if how == LOST and partition not in self._lost:
+            self._lost.add(partition)
+            self._lost_now += 1
+            log.warning(
+                "flow %s: the state of table %s-%d is lost, and the partition begins empty: %s (batch %d has changed "
+                "the partition last; the table has no changelog that it could be restored from)",
+                self.spec.flow,
+                self.spec.table,
+                partition,
+                why,
+                self._table_ends[partition],
+            )
 
     def _ends_after(self, reports: Sequence[StateReport]) -> tuple[dict[int, int], dict[int, int]]:
         table_ends, internal_ends = dict(self._table_ends), dict(self._internal_ends)
@@ -178,11 +217,6 @@ class TableState:
         if self._lateness_ms is None:
             return None
         return self.watermark.after(_latest(reports))
-
-
-def _tell(table: str, partition: int, how: str, records: int, seconds: float) -> None:
-    if how in (RESTORED, CAUGHT_UP):
-        log.info("table %s-%d: %s, %d records read in %.2f s", table, partition, how, records, seconds)
 
 
 def _latest(reports: Sequence[StateReport]) -> dict[Origin, int]:

@@ -17,6 +17,7 @@ from onceflow.client.log_reader import read_log
 from onceflow.client.topics import create_own_topic, max_message_bytes, topic_config
 from onceflow.errors import PermissionDeniedError, ProgressConflictError, UnknownTopicError
 from onceflow.protocol.names import INTERNAL_SUFFIX
+from onceflow.protocol.progress import LocalTable
 
 log = logging.getLogger("onceflow.state")
 
@@ -40,6 +41,8 @@ class TableTopics:
         partitions: number of partitions of both topics.
         tombstone_ms: how long compaction keeps a tombstone, in milliseconds (``delete.retention.ms``).
         max_message_bytes: the smaller one of the two topics' limits.
+        changelog: False: the table has no topics at all. Its names are those of local folders, its id is made up, and
+            batch numbers take the place of offsets: the end of a partition is the batch that has changed it last.
     """
 
     table: str
@@ -49,11 +52,18 @@ class TableTopics:
     partitions: int
     tombstone_ms: int
     max_message_bytes: int
+    changelog: bool = True
 
     @property
     def ids(self) -> dict[str, str]:
-        """Topic ids by name, as the progress record contains them."""
-        return {self.table: self.table_id, self.internal: self.internal_id}
+        """Topic ids by name, as the progress record contains them; empty without a changelog."""
+        return {self.table: self.table_id, self.internal: self.internal_id} if self.changelog else {}
+
+
+def without_topics(table: str, local: LocalTable) -> TableTopics:
+    """A table that has no changelog."""
+    internal = table + INTERNAL_SUFFIX
+    return TableTopics(table, internal, local.table_id, local.table_id, local.partitions, 0, 0, changelog=False)
 
 
 def ensure_topics(cluster: Cluster, table: str, partitions: int, deadline: Deadline) -> TableTopics:

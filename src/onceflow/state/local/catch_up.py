@@ -42,6 +42,8 @@ _COMMITTED_ROWS, _COMMITTED_S = BULK_ROWS_MAX - 2 * _WRITTEN_ROWS, 10.0
 _ATTEMPTS = 10
 
 IN_SYNC, SETTLED, CAUGHT_UP, RESTORED = "in sync", "settled", "caught up", "restored"
+#: Without a changelog: what was committed is not on this host, and cannot be read from anywhere.
+LOST = "lost"
 
 
 class Source(Protocol):
@@ -127,6 +129,8 @@ class CatchUp:
                 raise StoreCorruptError("it has rows but no commit record")
             fresh = replace(CommitRecord.of(self.goal, self._now_ms), table_end=0, internal_end=0)
             raw = self._write(store, None, fresh, {})
+            if not self.goal.changelog:
+                return IN_SYNC if fresh.at(self.goal) else LOST
             self._read(store, raw, fresh)
             return RESTORED
         commit_record = CommitRecord.decode(raw)
@@ -155,6 +159,12 @@ class CatchUp:
         ):
             self._write(store, raw, CommitRecord.of(self.goal, self._now_ms), pending.changes, done=True)
             return SETTLED
+        if not self.goal.changelog:
+            if not commit_record.table_end:
+                return LOST  # it is empty, and stays at its beginning until a batch that has changed it is committed
+            raise StoreCorruptError(
+                f"it is at batch {commit_record.table_end}, but batch {self.goal.table_end} has changed it"
+            )
         if self._now_ms - commit_record.time_ms > self._tombstone_age_ms:
             raise StoreCorruptError("it is so old that Kafka may have removed tombstones that it has not read")
         self._read(store, raw, commit_record)

@@ -60,6 +60,8 @@ class Goal:
         table_id, internal_id: Kafka's ids of the two topics. A topic that was deleted and created again has a new id.
         table_end, internal_end: the offset after the last committed record of each topic.
         last: the transaction that committed last, if it is known.
+        changelog: False: the table has no topics. ``table_end`` is the number of the batch that has changed the
+            partition last (0: none), ``internal_end`` is 0.
     """
 
     flow: str
@@ -70,6 +72,7 @@ class Goal:
     table_end: int
     internal_end: int
     last: Commit | None = None
+    changelog: bool = True
 
     @property
     def internal(self) -> str:
@@ -114,7 +117,7 @@ class CommitRecord:
     @classmethod
     def of(cls, goal: Goal, time_ms: int) -> CommitRecord:
         fields = asdict(goal)
-        del fields["last"]
+        del fields["last"], fields["changelog"]
         return cls(**fields, time_ms=time_ms)
 
     def at(self, goal: Goal) -> bool:
@@ -125,6 +128,8 @@ class CommitRecord:
         if (self.flow, self.table, self.partition) != (goal.flow, goal.table, goal.partition):
             return f"it belongs to {self.table}-{self.partition} of flow {self.flow}"
         if (self.table_id, self.internal_id) != (goal.table_id, goal.internal_id):
+            if not goal.changelog:
+                return "it is of an earlier life of the flow, or of a table with a changelog"
             return "its topics were deleted and created again"
         if self.table_end > goal.table_end or self.internal_end > goal.internal_end:
             return AHEAD

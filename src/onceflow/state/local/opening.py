@@ -15,7 +15,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from onceflow.state.local.catch_up import CatchUp, Source
+from onceflow.state.local.catch_up import LOST, CatchUp, Source
 from onceflow.state.local.format import COMMIT_RECORD, PENDING, Commit, CommitRecord, Goal, Pending
 from onceflow.state.stores.base import Store, StoreCorruptError, unusable
 
@@ -31,7 +31,8 @@ class Opened:
     """A store that contains what is committed.
 
     Args:
-        how: ``in sync``, ``settled``, ``caught up`` or ``restored``.
+        how: ``in sync``, ``settled``, ``caught up`` or ``restored``; ``lost``: the store is empty, because the table
+            has no changelog, and what was committed is not on this host.
         records: how many records were read from Kafka for it.
         why: what was wrong with the copy on disk, if anything.
     """
@@ -84,8 +85,10 @@ def open_partition(
         why = problem.what
         remove_store(folder, opener)
         store, how = _brought_up(folder, opener, run, verify=False)
+    if how == LOST:
+        why = why or "there is no local copy of it on this host"
     opened = Opened(store, how, run.records, time.monotonic() - began, why)
-    if run.records or why:
+    if (run.records or why) and how != LOST:  # the driver tells of what is lost
         log.log(
             logging.WARNING if why else logging.INFO,
             "table %s-%d: local copy %s%s; %d records read in %.2f s, %.0f a second",
@@ -184,6 +187,8 @@ def set_pending(
     changes: Sequence[tuple[bytes, bytes | None]],
     table_end: int,
     internal_end: int,
+    *,
+    lost: bool = False,
 ) -> None:
     """Leaves a batch's changes as pending in a store that is at the goal. They replace earlier pending changes.
 
@@ -191,8 +196,10 @@ def set_pending(
         commit: the transaction that writes them to Kafka.
         changes: last row per row key, without index rows; None deletes the row.
         table_end, internal_end: end offsets of the topics when the transaction is committed.
+        lost: the store is not at the goal, but empty (`LOST`).
     """
-    pending = Pending(commit, (table_end, internal_end), (goal.table_end, goal.internal_end), changes)
+    base = (0, 0) if lost else (goal.table_end, goal.internal_end)
+    pending = Pending(commit, (table_end, internal_end), base, changes)
     store.write((), {PENDING: pending.encode()})
 
 

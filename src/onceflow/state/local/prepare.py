@@ -31,7 +31,7 @@ class Prepared:
 
     Args:
         place: see `ProcessSpec.place`.
-        how, records, seconds: see `Opened`.
+        how, records, seconds, why: see `Opened`.
     """
 
     table: str
@@ -40,10 +40,11 @@ class Prepared:
     how: str
     records: int
     seconds: float
+    why: str = ""
 
     @classmethod
     def of(cls, opened: Opened, spec: ProcessSpec, partition: int) -> Prepared:
-        return cls(spec.table, partition, spec.place(), opened.how, opened.records, opened.seconds)
+        return cls(spec.table, partition, spec.place(), opened.how, opened.records, opened.seconds, opened.why)
 
 
 def open_local(
@@ -116,12 +117,14 @@ def missing_records(folder: Path, opener: type[Store], goal: Goal, *, verified: 
     Returns:
         The number of records; None: there is a copy, and it has to be verified first.
     """
-    everything = goal.table_end + goal.internal_end
+    everything = goal.table_end + goal.internal_end if goal.changelog else 0
     died, there = found_in(folder, opener)
     if died or not there:
         return everything
     if not verified:
         return None
+    if not goal.changelog:
+        return 0
     try:
         store = opener.open(folder)
         try:

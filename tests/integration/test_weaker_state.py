@@ -1,0 +1,82 @@
+"""``changelog=False``: outputs stay exactly-once, state may be lost, and nobody has to guess whether it was."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections import Counter
+from typing import Any
+
+import pytest
+
+import onceflow
+from onceflow.client.cluster import Cluster
+from onceflow.client.deadline import Deadline
+from onceflow.client.settings import ClientSettings
+from onceflow.planning import placement
+from onceflow.state.stores.lmdb_environment import forget
+
+pytestmark = [pytest.mark.integration]
+
+LOCAL = {"changelog": False}
+
+
+def topics(pipe: Any) -> set[str]:
+    cluster = Cluster(ClientSettings(pipe.bootstrap, {}))
+    try:
+        return set(cluster.topics(None, Deadline(30, "listing topics")))
+    finally:
+        cluster.close()
+
+
+def test_state_without_a_changelog(
+    make_state_pipe: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By the driver, by tasks, with operators behind the step; then a copy is lost, and a switch is refused."""
+    monkeypatch.setattr(placement, "TASK_ROWS", 400)
+    pipe = make_state_pipe(partitions=3)
+    pipe.fill(1200)
+    pipe.run(process=LOCAL)
+    pipe.fill(1200)
+    pipe.run(process=LOCAL, small_batch_rows=0)
+    pipe.fill(700)
+    query = pipe.run(process=LOCAL, inside=True, small_batch_rows=0)
+    assert sum(batch.state_lost for batch in query.batches) == 0
+    pipe.check(topic=False)
+    assert not {pipe.table, f"{pipe.table}-internal"} & topics(pipe)
+    assert pipe.table not in query.position
+
+    shutil.rmtree(pipe.folder / "1")
+    forget(pipe.folder / "1")
+    pipe.fill(600)
+    query = pipe.run(process=LOCAL)
+    assert sum(batch.state_lost for batch in query.batches) == 1
+    assert f"the state of table {pipe.table}-1 is lost, and the partition begins empty" in caplog.text
+    wanted, sums, _ = pipe.ledger.expected(pipe.sent)
+    seen = pipe.outputs()
+    assert Counter(value["n"] for value in seen) == Counter(wanted.keys())  # exactly once, whatever state they show
+    stored = {key: json.loads(value) for key, value in onceflow.Table.of_flow(pipe.folder).range()}
+    begun_anew = {key for key in stored if stored[key] != sums[key]}
+    assert 0 < len(begun_anew) < len(stored)
+    assert all(stored[key]["count"] <= sums[key]["count"] for key in stored)
+
+    with pytest.raises(onceflow.ProgressConflictError, match=r"(?s)has no changelog.*changelog=False"):
+        pipe.run()
+    with pytest.raises(onceflow.UnknownTopicError, match=r"changelog=False has no topics.*Table\.of_flow"):
+        onceflow.Table(pipe.table, bootstrap_servers=pipe.bootstrap).start()
+
+
+def test_a_batch_that_changes_only_local_state_counts(make_state_pipe: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Timers that fire without an output write nothing to Kafka, yet the batch must be committed."""
+    caplog.set_level(logging.WARNING)
+    pipe = make_state_pipe(partitions=2)
+    pipe.fill(300)
+    quiet = {"processor": pipe.ledger.Quiet(), **LOCAL}
+    for _ in range(2):
+        pipe.run(process=quiet, once=True)
+    stored = {key: json.loads(value) for key, value in onceflow.Table.of_flow(pipe.folder).range()}
+    assert sum(each["records"] for each in stored.values()) == len(pipe.sent)
+    assert {each["rung"] for each in stored.values()} == {1}
+    assert pipe.outputs() == []
+    assert "lost" not in caplog.text
