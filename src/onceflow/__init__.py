@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from onceflow.calls.breaker import Breaker
     from onceflow.calls.concurrently import Calls, concurrently
     from onceflow.calls.target import Outcome
+    from onceflow.claim_check.claim import ClaimCheck
+    from onceflow.claim_check.stored_value import StoredValue
     from onceflow.errors import (
         AuthenticationFailedError,
         BadRecordError,
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
         BrokerUnsupportedError,
         CallTimeoutError,
         CircuitOpenError,
+        ClaimCheckError,
         DataLossError,
         DeadLetterLimitError,
         DeadlineExceededError,
@@ -36,6 +39,7 @@ if TYPE_CHECKING:
         ProgressConflictError,
         ProtocolError,
         SchemaError,
+        StorageUnavailableError,
         TransactionTimeoutError,
         UnknownTopicError,
         UnsupportedQueryError,
@@ -73,6 +77,8 @@ __all__ = [
     "Calls",
     "Change",
     "CircuitOpenError",
+    "ClaimCheck",
+    "ClaimCheckError",
     "ColumnProcessor",
     "DataLossError",
     "DeadLetterLimitError",
@@ -100,6 +106,8 @@ __all__ = [
     "SchemaError",
     "SqliteSink",
     "State",
+    "StorageUnavailableError",
+    "StoredValue",
     "Table",
     "Timer",
     "TransactionTimeoutError",
@@ -120,6 +128,7 @@ _HOMES = {
     "Breaker": "onceflow.calls.breaker",
     "Calls": "onceflow.calls.concurrently",
     "Change": "onceflow.tables.table",
+    "ClaimCheck": "onceflow.claim_check.claim",
     "ColumnProcessor": "onceflow.state.api.processor",
     "ExternalSink": "onceflow.external.sink",
     "Flow": "onceflow.flow",
@@ -134,6 +143,7 @@ _HOMES = {
     "Retry": "onceflow.state.retry",
     "SqliteSink": "onceflow.external.sqlite",
     "State": "onceflow.state.api.handle",
+    "StoredValue": "onceflow.claim_check.stored_value",
     "Timer": "onceflow.state.api.timers",
     "Table": "onceflow.tables.table",
     "concurrently": "onceflow.calls.concurrently",

@@ -191,5 +191,13 @@ class CircuitOpenError(OnceflowError):
     """A call was not made, because many calls before it have failed: see `Breaker`."""
 
 
+class StorageUnavailableError(EnvironmentUnusableError):
+    """The store of a claim check cannot be reached, or refuses a request. No record is to blame."""
+
+
+class ClaimCheckError(OnceflowError):
+    """A stored value is missing or was altered, or the reference to it cannot be read."""
+
+
 class ProcessorError(OnceflowError):
     """User code of a processor or one of its serdes raised, or this version of it cannot read the state."""

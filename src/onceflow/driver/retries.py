@@ -23,6 +23,7 @@ from onceflow.errors import (
     DeadlineExceededError,
     FencedError,
     OnceflowError,
+    StorageUnavailableError,
     TransactionTimeoutError,
 )
 from onceflow.planning.options import BatchSummary, SinkOptions
@@ -39,6 +40,7 @@ _WORTH_A_RERUN = (
     TransactionTimeoutError,
     DeadlineExceededError,
     BrokerUnreachableError,
+    StorageUnavailableError,
     FencedError,  # tasks get it after a transaction timeout; the abort has shown that no other driver owns the id
 )
 

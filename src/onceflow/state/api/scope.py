@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from onceflow.durations import duration_ms
-from onceflow.errors import ProcessorError
+from onceflow.errors import ClaimCheckError, EnvironmentUnusableError, OnceflowError, ProcessorError
 from onceflow.state import rows
 from onceflow.state.api.joined_table import JoinedTable
 from onceflow.state.api.serdes import BYTES
@@ -51,7 +51,7 @@ class Scope:
         self.header = rows.pack(b"", None if ttl_ms is None else _later(now_ms, ttl_ms), self.version)
         self._migrate = _migration(processor)
         self.tables: Mapping[str, JoinedTable] = {}
-        self.fatal: ProcessorError | None = None
+        self.fatal: OnceflowError | None = None
         """An error that no record has caused: the batch fails, even if user code has caught the error."""
 
     def read(self, row: bytes, decode: Callable[[bytes], Any], name: str | None) -> Any:
@@ -71,15 +71,22 @@ class Scope:
             return self.migrated(payload, version, name)
         try:
             return decode(payload)
+        except EnvironmentUnusableError as error:  # of storage that cannot be reached: the batch runs again
+            self.fatal = error
+            raise
         except Exception as error:
             raise self.unreadable(error) from error
 
     def unreadable(self, error: Exception) -> ProcessorError:
         """The error for state that its serde cannot decode. It fails the batch: no record of the key has caused it, so
         none of them may become a dead letter."""
+        stored = isinstance(error, ClaimCheckError)
         self.fatal = ProcessorError(
-            f"the state cannot be decoded as the processor declares it: {type(error).__name__}: {error}",
-            next_step="was its serde or state_fields changed? Then raise `version` and define migrate().",
+            f"the state cannot be {'read' if stored else 'decoded as the processor declares it'}: "
+            f"{type(error).__name__}: {error}",
+            next_step=""
+            if stored
+            else "was its serde or state_fields changed? Then raise `version` and define migrate().",
         )
         return self.fatal
 

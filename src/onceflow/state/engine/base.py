@@ -235,10 +235,11 @@ class BaseEngine:
         records = self._raw(batch.filter(mask))
         event_ms = times.filter(mask).to_pylist()
         topic, watermark_ms = self._late_topic, self.watermark_ms
-        self._collector.extend(
+        late_records = [
             dead_letters.late_record(record, topic, ms, watermark_ms)
             for record, ms in zip(records, event_ms, strict=True)
-        )
+        ]
+        self._collector.extend(late_records, as_read=True)
         self.counts["late"] += len(records)
         in_time: npt.NDArray[np.bool_] = ~late
         return in_time
@@ -257,7 +258,7 @@ class BaseEngine:
         if self._dead_letter_topic is None:
             where = f"offset {record.offset}, " if record.offset is not None else ""
             raise self._failed("a record could not be processed", error, record, f"{where}key {shown(record.key)}")
-        self._collector.extend([dead_letters.dead_letter(record, self._dead_letter_topic, error)])
+        self._collector.extend([dead_letters.dead_letter(record, self._dead_letter_topic, error)], as_read=True)
         self.counts["dead_letters"] += 1
         count, first = self.causes.get(type(error).__name__, (0, ""))
         self.causes[type(error).__name__] = count + 1, first or dead_letters.described(record, error)
@@ -292,6 +293,6 @@ class BaseEngine:
         except Exception as error:
             raise self._failed(f"{type(self.processor).__name__}.{name}() failed", error) from error
 
-    def _located(self, error: ProcessorError) -> ProcessorError:
+    def _located(self, error: OnceflowError) -> OnceflowError:
         error.detail = error.detail or f"table {self.table}-{self.partition}"
         return error.locate(flow=self.flow, batch=self.batch)

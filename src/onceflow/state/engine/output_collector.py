@@ -53,6 +53,8 @@ class OutputCollector:
         self._output_serde = output
         self._encode_key = key.encode
         self._encode_value = output.encode
+        # Only a serde that changes bytes has it, such as a claim check.
+        self._encode_bytes = getattr(output, "encode_bytes", None)
         self._keys: list[bytes | None] = []
         self._values: list[bytes | None] = []
         # Topic, headers and timestamp by index, because most records have none of them.
@@ -69,13 +71,16 @@ class OutputCollector:
         for at in [at for at in self._extras if at >= mark]:
             del self._extras[at]
 
-    def extend(self, records: Iterable[Record], key: Any = None, raw_key: bytes | None = None) -> None:
+    def extend(
+        self, records: Iterable[Record], key: Any = None, raw_key: bytes | None = None, *, as_read: bool = False
+    ) -> None:
         """Add the records that user code has returned.
 
         Args:
             records: what was returned. If it is a generator, it runs inside this call.
             key: the key that process() or on_timer() was called for.
             raw_key: the bytes of this key, so that it need not be encoded again.
+            as_read: values are bytes that were read, and go on unchanged: dead letters and late records.
 
         Raises:
             TypeError, ValueError: these are not records, or they cannot be written. Errors of a generator or serde are
@@ -87,7 +92,7 @@ class OutputCollector:
         if not hasattr(records, "__iter__") and not hasattr(records, "__getitem__"):
             raise _no_record(records, records)
         keys, values = self._keys, self._values
-        encode_value = self._encode_value
+        encode_value, encode_bytes = self._encode_value, None if as_read else self._encode_bytes
         for record in records:
             if type(record) is not Record and not isinstance(record, Record):
                 raise _no_record(record, records)
@@ -102,9 +107,9 @@ class OutputCollector:
                         not_encoded(error, "the key you yielded", record.key, self._key_serde, "key")
                         raise
             value = record.value
-            if value is not None and type(value) is not bytes:
+            if value is not None and (type(value) is not bytes or encode_bytes is not None):
                 try:
-                    value = encode_value(value)
+                    value = encode_bytes(value) if encode_bytes and type(value) is bytes else encode_value(value)
                     if type(value) is not bytes:
                         _checked(value, "value")
                 except Exception as error:

@@ -94,10 +94,13 @@ class Engine(BaseEngine):
                 if not batch.num_rows:
                     return
         raw_keys, ends, batch = input_batch.by_key(batch)
+        # A serde whose values are much larger than their bytes says so: then one key after the other is in memory.
+        large = getattr(self.processor.value, "decodes_large", None)
+        at_once = 1 if large is not None and large(batch.column("value")) else _RECORDS_AT_ONCE
         first = 0  # index of the first key of the part
         while first < len(raw_keys):
             start = ends[first - 1] if first else 0
-            last = bisect_left(ends, start + _RECORDS_AT_ONCE, first, len(ends) - 1)
+            last = bisect_left(ends, start + at_once, first, len(ends) - 1)
             part = batch.slice(start, ends[last] - start)
             self._feed_keys(part, raw_keys[first : last + 1], [end - start for end in ends[first : last + 1]])
             first = last + 1

@@ -1,0 +1,149 @@
+"""``onceflow claim-check``: maintain the store of a claim check."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from onceflow.cli.connection import connection, pair
+from onceflow.cli.interrupts import interruptible
+from onceflow.cli.progress import progress_bar
+from onceflow.cli.text import counted
+
+if TYPE_CHECKING:
+    from onceflow.admin.claim_collector import Collector
+    from onceflow.client.settings import ClientSettings
+
+_LEAST_DAYS = 1
+
+
+@click.group(name="claim-check")
+def claim_check() -> None:
+    """Maintain the store of large values (`onceflow.ClaimCheck`)."""
+
+
+@claim_check.command()
+@click.option("--store", required=True, metavar="URL", help="The same as in `ClaimCheck(...)`.")
+@click.option(
+    "--topic",
+    "topics",
+    multiple=True,
+    required=True,
+    metavar="NAME",
+    help="A topic with references to this store; give ALL of them, also tables and topics of dead letters.",
+)
+@click.option(
+    "--older-than", default="7 days", show_default=True, help="Objects that are younger are left alone; at least 1 day."
+)
+@click.option(
+    "--storage-option",
+    "storage_options",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="An option of fsspec for the store; may be repeated. Credentials are better left to the environment.",
+)
+@click.option("--dry-run", is_flag=True, help="List the objects, delete nothing.")
+@click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
+@click.option(
+    "--json", "as_json", is_flag=True, help="Print a line of JSON for each object, and a last one with the sums."
+)
+@connection
+def collect(
+    store: str,
+    topics: tuple[str, ...],
+    older_than: str,
+    storage_options: tuple[str, ...],
+    dry_run: bool,
+    yes: bool,
+    as_json: bool,
+    settings: ClientSettings,
+) -> None:
+    """Delete objects that no record refers to any more.
+
+    These are objects of batches that were aborted, and objects whose records have expired or were compacted away. The
+    given topics are read from beginning to end. An object stays if one of their records refers to it, or if it is
+    younger than --older-than. The companion topic of a table is read, too.
+
+    A reference in a topic that is not given does not count: what it refers to is deleted.
+    """
+    from onceflow.admin.claim_collector import Collector
+    from onceflow.claim_check.objects import ObjectStore
+    from onceflow.clock import clock_ms
+
+    objects = ObjectStore(store, dict(pair(option, "--storage-option") for option in storage_options))
+    with interruptible() as check, progress_bar() as show:
+        collector = Collector(
+            settings,
+            objects,
+            topics,
+            older_than_ms=_age_ms(older_than),
+            now_ms=clock_ms(),
+            show=show,
+            check=check,
+        )
+        with collector:
+            collector.find()
+            _print(collector, as_json=as_json, listed=dry_run or not yes)
+            deleted = bool(collector.found.orphans) and not dry_run
+            if deleted and not yes:
+                _confirm(collector, objects.url)
+            if deleted:
+                collector.delete()
+            _print_sums(collector, deleted=deleted, as_json=as_json)
+
+
+def _age_ms(text: str) -> int:
+    from onceflow.durations import duration_ms
+
+    try:
+        found = duration_ms(text)
+    except ValueError as error:
+        raise click.UsageError(f"--older-than: {error}") from error
+    if found < _LEAST_DAYS * 86_400_000:
+        raise click.UsageError("--older-than is shorter than a day: a batch that still runs may refer to such objects")
+    return found
+
+
+def _print(collector: Collector, *, as_json: bool, listed: bool) -> None:
+    if not as_json and not listed:
+        return
+    for name, size in collector.orphans():
+        click.echo(json.dumps({"name": name, "bytes": size}) if as_json else f"{name}  {size:,} bytes")
+
+
+def _confirm(collector: Collector, url: str) -> None:
+    from onceflow.sizes import size_text
+
+    found = collector.found
+    without = [topic for topic, count in found.references.items() if not count]
+    if without:
+        click.echo(f"No references at all are in {', '.join(without)}.", err=True)
+    what = f"{counted(found.orphans, 'object')} ({size_text(found.orphan_bytes)})"
+    click.confirm(
+        f"Delete {what} at {url} for good? Nothing in {', '.join(found.references)} refers to them.",
+        abort=True,
+        err=True,
+    )
+
+
+def _print_sums(collector: Collector, *, deleted: bool, as_json: bool) -> None:
+    from onceflow.sizes import size_text
+
+    found = collector.found
+    if as_json:
+        sums: dict[str, Any] = {
+            "orphans": found.orphans,
+            "orphan_bytes": found.orphan_bytes,
+            "deleted": deleted,
+            "old_objects": found.objects,
+            "references": found.references,
+        }
+        click.echo(json.dumps(sums))
+        return
+    references = ", ".join(f"{topic} {count:,}" for topic, count in found.references.items())
+    click.echo(f"References: {references}.", err=True)
+    what = f"{counted(found.orphans, 'object')} ({size_text(found.orphan_bytes)})"
+    kept = f"{counted(found.objects - found.orphans, 'old object')} referred to"
+    click.echo(f"{what} {'deleted' if deleted else 'without a reference, nothing deleted'}; {kept}.", err=True)

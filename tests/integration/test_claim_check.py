@@ -1,0 +1,317 @@
+"""The claim check with a bucket, and in queries: large values do not pass through Kafka, and come back unchanged."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+import onceflow
+from onceflow import ClaimCheck, ClaimCheckError, Record
+from onceflow.admin.claim_collector import Collector
+from onceflow.claim_check import objects as objects_module
+from onceflow.claim_check.reference import PREFIX, Reference
+from onceflow.cli.main import cli
+from onceflow.client.settings import ClientSettings
+from onceflow.clock import clock_ms
+from onceflow.errors import StorageUnavailableError, UnknownTopicError
+from onceflow.testing import independent
+from onceflow.testing.s3 import S3Server
+
+pytestmark = pytest.mark.integration
+
+DAY_MS = objects_module.DAY_MS
+
+
+def large(n: int, size: int = 20_000) -> bytes:
+    return b"%d " % n * (size // len(b"%d " % n))
+
+
+def bucket_claim(s3: S3Server, **options: Any) -> ClaimCheck:
+    return ClaimCheck(f"s3://{s3.make_bucket()}/claims", above=10_000, storage_options=s3.options, **options)
+
+
+def objects_of(claim: ClaimCheck) -> set[str]:
+    found = claim.objects
+    return {name for day in found.days(clock_ms() + 2 * DAY_MS) for name, _ in found.names(day)}
+
+
+# ---- a bucket ----------------------------------------------------------------------------------------------
+
+
+def test_values_in_a_bucket(s3: S3Server, tmp_path: Path) -> None:
+    claim = bucket_claim(s3)
+    value = os.urandom(20 << 20)  # in several parts
+    raw = claim.encode(value)
+    assert claim.encode(value) == raw
+    assert claim.decode(raw) == value
+    (tmp_path / "file").write_bytes(value)
+    assert claim.put_file(tmp_path / "file") == raw
+    claim.get_file(raw, tmp_path / "got")
+    assert (tmp_path / "got").read_bytes() == value
+    other = claim.put_file(Path(__file__))
+    (tmp_path / "file").write_bytes(value + b"1")
+    assert claim.decode(claim.put_file(tmp_path / "file")) == value + b"1"
+    assert objects_of(claim) >= {Reference.parse(raw).name, Reference.parse(other).name}
+    assert len(objects_of(claim)) == 3
+
+
+def test_missing_and_altered_objects_of_a_bucket(s3: S3Server) -> None:
+    claim = bucket_claim(s3)
+    raw = claim.encode(large(1))
+    path = f"{claim.objects.url.removeprefix('s3://')}/{Reference.parse(raw).name}"
+    s3.filesystem().pipe_file(path, large(2))
+    with pytest.raises(ClaimCheckError, match="was altered"):
+        claim.decode(raw)
+    s3.filesystem().rm(path)
+    with pytest.raises(ClaimCheckError, match="is missing"):
+        claim.decode(raw)
+
+
+def test_a_bucket_that_is_not_there(s3: S3Server) -> None:
+    claim = bucket_claim(s3)
+    raw = claim.encode(large(1))
+    elsewhere = ClaimCheck("s3://no-such-bucket/claims", above=10_000, storage_options=s3.options)
+    with pytest.raises(StorageUnavailableError, match="There is no store"):
+        elsewhere.decode(raw)
+    with pytest.raises(StorageUnavailableError, match="cannot be used"):
+        elsewhere.encode(large(1))
+    once = {"config_kwargs": {"retries": {"max_attempts": 0}}}
+    options = {**s3.options, **once, "endpoint_url": "http://127.0.0.1:9"}
+    refused = ClaimCheck(claim.objects.url, storage_options=options)
+    with pytest.raises(StorageUnavailableError) as caught:
+        refused.decode(raw)
+    assert "test-secret" not in f"{caught.value}{caught.value.__cause__!r}"
+
+
+_MEMORY = """
+import json, os, resource, sys
+from pathlib import Path
+import onceflow
+from onceflow.testing.s3 import S3Server
+
+def peak():  # of this process: ru_maxrss also has what its parent had
+    return next(int(l.split()[1]) * 1024 for l in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in l)
+
+url, store, folder = sys.argv[1:]
+options = S3Server(url).options if store.startswith("s3") else None
+claim = onceflow.ClaimCheck(store, storage_options=options)
+claim.encode(os.urandom(20 << 20))  # loads what is needed
+base = peak()
+raw = claim.put_file(folder + "/large")
+claim.get_file(raw, folder + "/got")
+files = peak() - base
+value = claim.decode(raw)
+decoded = peak() - base
+del value
+value = Path(folder + "/large").read_bytes()
+claim.objects.delete([json.loads(raw.partition(b" ")[2])["name"]])
+assert claim.encode(value) == raw
+print(json.dumps({"files": files, "decoded": decoded, "encoded": peak() - base}))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
+@pytest.mark.parametrize("kind", ["folder", "bucket"])
+def test_memory_of_large_values(s3: S3Server, tmp_path: Path, kind: str) -> None:
+    """100 MB: files in pieces, values in memory once."""
+    size = 100_000_000
+    store = f"s3://{s3.make_bucket()}/claims" if kind == "bucket" else str(tmp_path / "store")
+    with (tmp_path / "large").open("wb") as file:
+        for _ in range(100):
+            file.write(os.urandom(size // 100))
+    found = subprocess.run(
+        [sys.executable, "-c", _MEMORY, s3.url, store, str(tmp_path)], capture_output=True, text=True, check=False
+    )
+    assert found.returncode == 0, found.stderr
+    peaks = json.loads(found.stdout)
+    print(peaks)
+    assert peaks["files"] < 0.8 * size
+    assert peaks["decoded"] < 1.5 * size
+    assert peaks["encoded"] < 2.0 * size
+
+
+# ---- queries -----------------------------------------------------------------------------------------------
+
+
+class Keep(onceflow.Processor):
+    """Keeps the last value of a key in its state, and yields both."""
+
+    def __init__(self, claim: ClaimCheck) -> None:
+        self.value = self.output = self.state = claim
+
+    def process(self, key: Any, records: Any, state: Any) -> Iterator[Record]:
+        for record in records:
+            yield Record(key, (state.get() or b"none")[:8] + record.value)
+            state.put(record.value)
+
+
+def run(query: Any) -> None:
+    try:
+        query.processAllAvailable()
+    finally:
+        query.stop()
+
+
+@pytest.mark.short_form
+@pytest.mark.parametrize("small_batch_rows", [None, 0])
+def test_a_processor(
+    onceflow_broker: str, onceflow_spark: Any, make_topic: Callable[..., str], s3: S3Server, tmp_path: Path,
+    small_batch_rows: int | None,
+) -> None:  # fmt: skip
+    """By the driver and by tasks: values, outputs and state; a missing object is a dead letter."""
+    claim = bucket_claim(s3)
+    source, target, dead = make_topic("in", 2), make_topic("out", 3), make_topic("dead", 1)
+    raws = [(b"k%d" % (n % 3), claim.encode(large(n))) for n in range(6)]
+    claim.objects.delete([Reference.parse(raws[4][1]).name])
+    independent.fill(onceflow_broker, source, [*raws, (b"k0", b"small"), (b"k1", None), (b"k2", PREFIX + b"2 ")])
+    with onceflow.Flow(f"flow-{source}", onceflow_spark, bootstrap_servers=onceflow_broker) as flow:
+        outputs = flow.process(
+            flow.read(source).where("value is not null"),
+            Keep(claim),
+            table=f"table-{source}",
+            on_error="dead-letter",
+            dead_letter_topic=dead,
+            state_dir=tmp_path,
+        )
+        run(flow.write(outputs, topic=target, small_batch_rows=small_batch_rows).start())
+    seen = independent.read_topic(onceflow_broker, target)
+    assert all(len(record.value or b"") < 500 for record in seen)
+    got = [claim.decode(record.value or b"") for record in seen if record.key == b"k0"]
+    assert got == [b"none" + large(0), large(0)[:8] + large(3), large(3)[:8] + b"small"]
+    letters = independent.read_topic(onceflow_broker, dead)
+    assert {record.value for record in letters} == {raws[4][1], PREFIX + b"2 "}
+    with onceflow.Table(
+        f"table-{source}", bootstrap_servers=onceflow_broker, value=claim, state_dir=tmp_path / "view"
+    ) as table:
+        table.wait_until_current()
+        assert table.get(b"k2") == large(5)
+
+
+@pytest.mark.short_form
+def test_columns_of_a_query(
+    onceflow_broker: str, onceflow_spark: Any, make_topic: Callable[..., str], tmp_path: Path
+) -> None:
+    """Without a processor: loaded, made larger, stored before the shuffle; then read by a second flow."""
+    claim = ClaimCheck(tmp_path / "store", above=10_000)
+    source, target, sizes = make_topic("in", 2), make_topic("out", 3), make_topic("sizes", 1)
+    sent = [(b"k%d" % n, claim.encode(large(n)) if n % 2 else b"small %d" % n) for n in range(20)]
+    independent.fill(onceflow_broker, source, [*sent, (b"null", None)])
+    with onceflow.Flow(f"flow-{source}", onceflow_spark, bootstrap_servers=onceflow_broker) as flow:
+        twice = claim.load(flow.read(source)).selectExpr("key", "concat(value, value) AS value")
+        run(flow.write(claim.store(twice), topic=target).start())
+    seen = {record.key: record.value for record in independent.read_topic(onceflow_broker, target)}
+    expected = {b"k%d" % n: (large(n) if n % 2 else b"small %d" % n) * 2 for n in range(20)}
+    assert {key: None if raw is None else claim.decode(raw) for key, raw in seen.items()} == {**expected, b"null": None}
+    assert max(len(raw or b"") for raw in seen.values()) < 500
+    with onceflow.Flow(f"flow-{target}", onceflow_spark, bootstrap_servers=onceflow_broker) as flow:
+        rows = claim.load(flow.read(target)).selectExpr("key", "string(length(value)) AS value")
+        run(flow.write(rows, topic=sizes).start())
+    lengths = {
+        record.key: int(record.value) for record in independent.read_topic(onceflow_broker, sizes) if record.value
+    }
+    assert lengths == {key: len(value) for key, value in expected.items()}
+
+
+# ---- collecting ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def at_day(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """``at_day(-30)``: what is stored from now on was stored that many days ago."""
+
+    def set_(days: int) -> None:
+        monkeypatch.setattr(objects_module, "clock_ms", lambda: clock_ms() + days * DAY_MS)
+
+    return set_
+
+
+def orphans_of(servers: str, claim: ClaimCheck, topics: list[str], days: int = 0) -> set[str]:
+    with Collector(
+        ClientSettings(servers), claim.objects, topics, older_than_ms=7 * DAY_MS, now_ms=clock_ms() + days * DAY_MS
+    ) as collector:
+        found = collector.find()
+        names = {name for name, _ in collector.orphans()}
+        assert found.orphans == len(names)
+        return names
+
+
+def test_what_a_collector_leaves(
+    onceflow_broker: str, make_topic: Callable[..., str], tmp_path: Path, at_day: Callable[[int], None]
+) -> None:
+    """Committed records count, and those of open transactions; aborted ones do not. Young objects stay."""
+    import confluent_kafka
+
+    claim = ClaimCheck(tmp_path / "store", above=10_000)
+    topic = make_topic("claims", 2)
+    at_day(-30)
+    names = {
+        what: claim.encode(large(n)) for n, what in enumerate(["committed", "embedded", "aborted", "open", "none"])
+    }
+    at_day(-7)
+    young = claim.encode(large(9))
+    independent.fill(onceflow_broker, topic, [(b"k", names["committed"]), (b"m", b"\0" + names["embedded"])])
+    producers = []
+    for what in ("aborted", "open"):
+        producer = confluent_kafka.Producer(
+            {"bootstrap.servers": onceflow_broker, "transactional.id": f"{topic}-{what}"}
+        )
+        producer.init_transactions(30)
+        producer.begin_transaction()
+        producer.produce(topic, names[what], b"k")
+        producer.flush(30)
+        producers.append(producer)
+        if what == "aborted":
+            producer.abort_transaction(30)
+    expected = {Reference.parse(names[what]).name for what in ("aborted", "none")}
+    assert orphans_of(onceflow_broker, claim, [topic]) == expected
+    assert orphans_of(onceflow_broker, claim, [topic], days=2) == expected | {Reference.parse(young).name}
+    producers[1].commit_transaction(30)
+    assert orphans_of(onceflow_broker, claim, [topic]) == expected
+    with pytest.raises(UnknownTopicError, match="claimz"):
+        orphans_of(onceflow_broker, claim, [topic, topic.replace("claims", "claimz")])
+
+
+def test_the_command(
+    onceflow_broker: str, make_topic: Callable[..., str], s3: S3Server, at_day: Callable[[int], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    for name, value in s3.environment.items():
+        monkeypatch.setenv(name, value)
+    claim = ClaimCheck(f"s3://{s3.make_bucket()}/claims", above=10_000)
+    topic = make_topic("claims", 2)
+    at_day(-30)
+    kept, orphan = claim.encode(large(1)), claim.encode(large(2))
+    independent.fill(onceflow_broker, topic, [(b"k", kept)])
+    command = ["claim-check", "collect", "--bootstrap-servers", onceflow_broker, "--store", claim.objects.url]
+    command += ["--topic", topic]
+
+    def called(*arguments: str, **options: Any) -> Any:
+        return CliRunner().invoke(cli, [*command, *arguments], **options)
+
+    dry = called("--dry-run")
+    assert dry.exit_code == 0, dry.output
+    assert dry.stdout == f"{Reference.parse(orphan).name}  20,000 bytes\n"
+    assert f"{topic} 1" in dry.stderr
+    assert "nothing deleted" in dry.stderr
+    refused = called(input="n\n")
+    assert refused.exit_code == 1
+    assert "Delete 1 object (20.0 KB)" in refused.stderr
+    assert len(objects_of(claim)) == 2
+    assert called("--older-than", "1 hour", "--yes").exit_code == 2
+    deleted = called("--yes", "--json")
+    lines = [json.loads(line) for line in deleted.stdout.splitlines()]
+    assert lines[0]["name"] == Reference.parse(orphan).name
+    assert lines[1] == {
+        "orphans": 1, "orphan_bytes": 20_000, "deleted": True, "old_objects": 2, "references": {topic: 1},
+    }  # fmt: skip
+    assert objects_of(claim) == {Reference.parse(kept).name}
+    elsewhere = called("--yes", "--store", f"s3://{s3.make_bucket()}")
+    assert isinstance(elsewhere.exception, StorageUnavailableError)
