@@ -26,7 +26,6 @@ ALLOWED = {
     "client": {"clock", "errors", "protocol"},
     "calls": {"durations", "errors"},
     "external": {"durations", "errors"},
-    "external": {"errors"},
     "claim_check": {"clock", "errors", "sizes", "state"},
     "messages": {"client", "errors", "protocol", "state", "user_code"},
     "task": {"calls", "client", "clock", "errors", "external", "hooks", "messages", "protocol", "spark", "state"},
