@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from onceflow.external.sink import ExternalSink
     from onceflow.external.sqlite import SqliteSink
     from onceflow.flow import Flow
+    from onceflow.flow_chain import FlowChain
     from onceflow.query import FlowQuery
     from onceflow.serving import serve
     from onceflow.session import session
@@ -87,6 +88,7 @@ __all__ = [
     "ExternalSink",
     "FencedError",
     "Flow",
+    "FlowChain",
     "FlowQuery",
     "JoinTable",
     "LateRowsError",
@@ -132,6 +134,7 @@ _HOMES = {
     "ColumnProcessor": "onceflow.state.api.processor",
     "ExternalSink": "onceflow.external.sink",
     "Flow": "onceflow.flow",
+    "FlowChain": "onceflow.flow_chain",
     "FlowQuery": "onceflow.query",
     "JoinTable": "onceflow.state.joins.spec",
     "Outcome": "onceflow.calls.target",

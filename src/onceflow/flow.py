@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,10 @@ from onceflow.calls.concurrently import Calls
 from onceflow.client.settings import ClientSettings
 from onceflow.driver.joins import join_frame
 from onceflow.durations import option_seconds
+from onceflow.external.sink import ExternalSink
+from onceflow.flow_chain import ChainWriter
 from onceflow.flow_runs import FlowRuns
+from onceflow.flow_writer import FlowWriter
 from onceflow.flow_writes import FlowWrites
 from onceflow.planning import calls as planned_calls
 from onceflow.planning import joins, process, step_query
@@ -77,6 +80,14 @@ class Flow(FlowWrites):
         queries.check_session(spark, name)
         shipping.share_modules(spark)
         super().__init__(name, spark, FlowRuns(self._names, self._settings, refused_s))
+        self._beside: Flow | None = None  # the second flow of a chain
+        self._connection: dict[str, Any] = {
+            "bootstrap_servers": bootstrap_servers,
+            "options": options,
+            "transactional_id_prefix": transactional_id_prefix,
+            "group_id_prefix": group_id_prefix,
+            "connect_timeout": connect_timeout,
+        }
 
     def read(
         self,
@@ -310,9 +321,60 @@ class Flow(FlowWrites):
             startup.calls.append(checked)
             return frame
 
+    def write_chain(
+        self,
+        df: DataFrame,
+        sink: ExternalSink,
+        *,
+        topic: str,
+        rows: Callable[[DataFrame], DataFrame],
+        sink_flow: str | None = None,
+        trigger: str | None = None,
+        dead_letter_topic: str | None = None,
+        max_dead_letters: int | float | None = None,
+        once: bool = False,
+        **options: Any,
+    ) -> ChainWriter:
+        """Prepare to write a stream to a topic, and from there to another system; ``.start()`` runs both flows.
+
+        There is no transaction over Kafka and another system. So this flow writes ``topic`` in its transaction, and a
+        second flow applies the topic to the system. Each is exactly-once. Rows can be seen in Kafka first.
+
+        Args:
+            df, topic, options: as of `write`. The topic must exist.
+            sink: what is written in the end, for example a `PostgresSink`.
+            rows: makes the sink's rows of the topic's records. It gets what `read` returns; with headers if there is a
+                ``dead_letter_topic``.
+            sink_flow: name of the second flow; None: that of this one, and ``.sink``.
+            trigger, once: of both flows.
+            dead_letter_topic, max_dead_letters: as of `write_external`.
+
+        Raises:
+            OnceflowError: as of `write`, `read` and `write_external`.
+        """
+        changes = self.write(df, topic=topic, trigger=trigger, once=once, **options)
+        if self._beside is not None:
+            self._beside.close()
+        second = self._beside = Flow(sink_flow or f"{self.name}.sink", self._spark, **self._connection)
+
+        def applied() -> FlowWriter:
+            records = second.read(topic, include_headers=dead_letter_topic is not None)
+            return second.write_external(
+                rows(records),
+                sink,
+                trigger=trigger,
+                dead_letter_topic=dead_letter_topic,
+                max_dead_letters=max_dead_letters,
+                once=once,
+            )
+
+        return ChainWriter(changes, applied, once=once)
+
     def close(self) -> None:
         """Stop the running query, if there is one, and close the connections. Then you can call `read` again."""
         self._runs.close()
+        if self._beside is not None:
+            self._beside.close()
 
     def __enter__(self) -> Flow:
         return self

@@ -572,6 +572,7 @@ def test_the_image_that_a_service_is_built_on_is_ours() -> None:
         "Flow.write",
         "Flow.write_external",
         "Flow.write_postgres",
+        "Flow.write_chain",
         "SqliteSink",
         "ParquetSink",
         "ParquetTable",
