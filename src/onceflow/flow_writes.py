@@ -7,6 +7,7 @@ from pathlib import Path
 
 from pyspark.sql import DataFrame, SparkSession
 
+from onceflow.client.settings import ClientSettings
 from onceflow.driver.external_run import prepare_external_run
 from onceflow.driver.run import prepare_run
 from onceflow.external.postgres import PostgresSink
@@ -24,9 +25,10 @@ class FlowWrites:
         name: of the flow. runs: its runs, one after the other.
     """
 
-    def __init__(self, name: str, spark: SparkSession, runs: FlowRuns) -> None:
+    def __init__(self, name: str, spark: SparkSession, settings: ClientSettings, runs: FlowRuns) -> None:
         self._name = name
         self._spark = spark
+        self._settings = settings
         self._runs = runs
 
     @property

@@ -1,0 +1,109 @@
+"""The operators of a ``Flow`` that keep no state of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pyspark.sql import DataFrame
+
+from onceflow.calls.concurrently import Calls
+from onceflow.driver.joins import join_frame
+from onceflow.flow_writes import FlowWrites
+from onceflow.planning import calls as planned_calls
+from onceflow.planning import joins
+from onceflow.planning.write_options import check_no_dead_letters
+from onceflow.spark import queries
+from onceflow.spark.master import is_local
+from onceflow.state.api import serdes
+from onceflow.state.joins.spec import JoinTable
+from onceflow.task.call_rows import CallOrder
+
+
+class FlowOperators(FlowWrites):
+    """What a flow does with a DataFrame between its sources and its end."""
+
+    def join_table(
+        self,
+        df: DataFrame,
+        table: str | JoinTable,
+        *,
+        on: str,
+        columns: str | Mapping[str, str],
+        how: str = "inner",
+    ) -> DataFrame:
+        """Add columns of a table to the rows of a stream. All rows of a batch see the table at the same offsets.
+
+        Args:
+            df: a streaming DataFrame of this flow.
+            table: a compacted topic, but no table of this flow; or a `JoinTable`, which also names its serdes.
+            on: the column with the table's key: string or binary, or what the table's key serde takes.
+            columns: fields of the table's values and their types, for example ``{"name": "string", "tier": "int"}``
+                (with ``value=serdes.JSON`` or a struct); or the name of one new column for the whole value, which is
+                binary unless the serde is STRING, LONG or DOUBLE.
+            how: ``inner``: rows whose key is not in the table are left out. ``left``: their new columns are null.
+
+        Returns:
+            The columns of ``df`` and the new ones. Rows keep their order.
+
+        Raises:
+            OptionError, SchemaError: wrong arguments or columns.
+            UnknownTopicError, PermissionDeniedError: the topic does not exist, or may not be read.
+        """
+        with self._runs.lock:
+            startup = self._runs.startup
+            startup.known_progress()
+            checked = joins.checked_table(table, own=startup.table_names, flow=self.name)
+            queries.check_plan(df, self.name, checkpoint=True)  # `write` knows whether there is one
+            spec = startup.find_join(checked.topic, checked, local=is_local(self._spark))
+            joined = join_frame(df, spec, self._settings, on=on, how=how, columns=columns, flow=self.name)
+            startup.joins.append(spec)
+            return joined
+
+    def enrich(
+        self,
+        df: DataFrame,
+        calls: Calls,
+        *,
+        topic: str,
+        dead_letter_topic: str | None = None,
+        value: Any = None,
+        output: Any = None,
+    ) -> DataFrame:
+        """Call another service once for each row, many at a time, without state. Write the result with `write`, without
+        ``topic=``.
+
+        The function of ``calls`` gets a `Record` with the decoded value, and the key in bytes. It returns the value to
+        write under the same key, or a `Record`, or a list of `Record`s, or None for nothing. When a batch runs again,
+        its calls are made again.
+
+        Args:
+            df: a streaming DataFrame of this flow, with the columns key and value (string or binary). The columns
+                topic, partition, offset, timestamp and headers are optional; the function sees them where they are
+                present.
+            calls: what `concurrently` returns. Rows keep their order. Calls for rows of one key are made one after the
+                other, unless ``order=None``.
+            topic: where results go that name no other topic.
+            dead_letter_topic: where rows go whose call fails, with the cause in their headers. None: a call that fails
+                aborts the batch. With it, operators can only stand in front of this step.
+            value: serde of the values that are read; None: bytes.
+            output: serde of results that are not bytes; None: there are only bytes.
+
+        Returns:
+            A streaming DataFrame: key, value, topic, headers, timestamp.
+
+        Raises:
+            OptionError, SchemaError: wrong arguments or columns.
+            UnsupportedQueryError: ``df`` is not a stream of this flow.
+        """
+        with self._runs.lock:
+            startup = self._runs.startup
+            checked = planned_calls.check_enrich(calls, (topic, dead_letter_topic), startup.own_topics, self.name)
+            facts = queries.check_plan(df, self.name, checkpoint=True)  # `write` knows whether there is one
+            check_no_dead_letters(facts, "Flow.enrich", self.name)
+            order = CallOrder(
+                checked, topic, dead_letter_topic, value or serdes.BYTES, output or serdes.BYTES, self.name
+            )
+            frame = planned_calls.enrich_frame(df, order)
+            startup.calls.append(checked)
+            return frame
