@@ -21,6 +21,7 @@ from onceflow.planning.read_options import ReadOptions, check_read, source_optio
 from onceflow.planning.record_order import check_order
 from onceflow.planning.source_starts import StartingOffsets
 from onceflow.planning.step_frames import state_columns
+from onceflow.planning.write_options import check_no_dead_letters
 from onceflow.protocol.names import INTERNAL_SUFFIX, Names
 from onceflow.spark import queries, shipping
 from onceflow.spark.kafka_source import load_source
