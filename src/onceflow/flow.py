@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,21 +13,16 @@ from onceflow.client.settings import ClientSettings
 from onceflow.durations import option_seconds
 from onceflow.external.sink import ExternalSink
 from onceflow.flow_chain import ChainWriter
-from onceflow.flow_operators import FlowOperators
 from onceflow.flow_runs import FlowRuns
+from onceflow.flow_steps import FlowSteps
 from onceflow.flow_writer import FlowWriter
-from onceflow.planning import joins, process, step_query
 from onceflow.planning.process import StepOptions
 from onceflow.planning.read_options import ReadOptions, check_read, source_options
-from onceflow.planning.record_order import check_order
 from onceflow.planning.source_starts import StartingOffsets
 from onceflow.planning.step_frames import state_columns
-from onceflow.planning.write_options import check_no_dead_letters
-from onceflow.protocol.names import INTERNAL_SUFFIX, Names
+from onceflow.protocol.names import Names
 from onceflow.spark import queries, shipping
 from onceflow.spark.kafka_source import load_source
-from onceflow.spark.master import is_local
-from onceflow.spark.pickling import pickled
 from onceflow.state.api.processor import ColumnProcessor, Processor
 from onceflow.state.joins.spec import JoinTable
 from onceflow.state.stores.base import Store
@@ -36,7 +32,7 @@ from onceflow.state.stores.base import Store
 DEFAULT_RECORDS_PER_BATCH = 200_000
 
 
-class Flow(FlowOperators):
+class Flow(FlowSteps):
     """One service: a name, the topics it reads, and one query that writes. The name is its identity in Kafka.
 
     The transactional id is ``onceflow.<name>``, the consumer group is ``<name>``. Two drivers with the same name are
@@ -207,29 +203,7 @@ class Flow(FlowOperators):
             table, partitions, on_error, dead_letter_topic, late_topic, retention, snapshot_per_partition, store,
             state_dir, adopt_existing, idle_timeout, max_timers_per_batch, max_dead_letters, changelog,
         )  # fmt: skip
-        with self._runs.lock:
-            startup = self._runs.startup
-            checked = process.check_options(
-                options, processor, flow=self.name, sources=startup.sources, tables=startup.steps
-            )
-            # Pickled here only so that an error is raised at this line of user code. For the tasks it is pickled again
-            # at the start: by then the processor may have changed, and names that it uses may have been defined.
-            pickled(checked, flow=self.name)
-            startup.known_progress()
-            own = startup.table_names
-            joins.check_not_joined(table, startup.joins, self.name)
-            joined = joins.checked_tables(tables, own=own | {table, table + INTERNAL_SUFFIX}, flow=self.name)
-            facts = queries.check_plan(df, self.name)
-            check_order("Flow.process", facts, self.name)
-            check_no_dead_letters(facts, "Flow.process", self.name)
-            # The output rows of another step do not come from a topic.
-            one_topic = next(iter(startup.sources)) if len(startup.sources) == 1 and not facts.has_step else None
-            rows = state_columns(df, self.name, one_topic=one_topic is not None)
-            local = is_local(self._spark)
-            specs = [startup.find_join(*each, local=local, state_dir=state_dir) for each in joined.items()]
-            startup.add_step(options, checked, source_topic=one_topic, local=local, joins=specs)
-            startup.joins += specs
-            return step_query.step_frame(rows, table)
+        return self._step(df, options, processor, partial(state_columns, df, self.name), tables=tables)
 
     def write_chain(
         self,

@@ -27,9 +27,9 @@ def serve(*queries: FlowQuery, more: Callable[[FlowQuery], dict[str, Any]] | Non
     interrupts at once.
 
     For every committed batch, ``serve`` prints a line of JSON to stdout: ``flow``, ``batch`` (its number), ``records``
-    (written to the outputs), ``dead_letters``, ``late`` (late records), ``dropped`` (rows that Spark dropped because
-    they were older than its watermark) and ``seconds`` (the sum over its steps); also ``state_lost`` if partitions
-    without a changelog have lost their state. When a query starts or is being
+    (written to the outputs), ``dead_letters``, ``late`` (late records), ``duplicates`` (of ``Flow.deduplicate``),
+    ``dropped`` (rows that Spark dropped because they were older than its watermark) and ``seconds`` (the sum over its
+    steps); also ``state_lost`` if partitions without a changelog have lost their state. When a query starts or is being
     stopped, ``serve`` prints that to stderr.
 
     ::
@@ -90,6 +90,7 @@ def _line(query: FlowQuery, batch: BatchSummary) -> dict[str, Any]:
         "records": batch.records,
         "dead_letters": batch.dead_letters,
         "late": batch.late,
+        "duplicates": batch.duplicates,
         "dropped": batch.dropped,
         "seconds": seconds,
         **({"state_lost": batch.state_lost} if batch.state_lost else {}),

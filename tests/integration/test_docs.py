@@ -37,6 +37,7 @@ README = ROOT / "README.md"
 OPERATIONS = ROOT / "docs" / "operations.md"
 REFERENCE = ROOT / "docs" / "reference.md"
 STATE = ROOT / "docs" / "state.md"
+OPERATORS = ROOT / "docs" / "operators.md"
 TABLES = ROOT / "docs" / "tables.md"
 WINDOWS = ROOT / "docs" / "windows.md"
 SPARK_STATE = ROOT / "docs" / "spark-state.md"
@@ -212,6 +213,34 @@ def test_the_example_with_parquet_files(
         said = capsys.readouterr().out
         assert f"Row(account='ada', sum(amount)=Decimal('{total * 1.5:.2f}'))" in said
         assert len(re.findall(r"^\d+ +(ada|bob) +1.50", said, re.MULTILINE)) == total * 1.5
+
+
+def test_the_example_of_de_duplication(
+    onceflow_broker: str,
+    onceflow_spark: Any,
+    make_topic: Callable[..., str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It runs, twice: the second time, all records are repeated."""
+    monkeypatch.setenv("ONCEFLOW_STATE_DIR", str(tmp_path))
+    orders, unique, repeated = make_topic("orders", 2), make_topic("unique", 2), make_topic("repeated", 1)
+    names = {
+        '"orders"': orders,
+        'topic="unique-orders"': unique,
+        'Flow("unique-orders"': f"flow-{orders}",
+        'duplicates_topic="repeated-orders"': repeated,
+    }
+    code = only(blocks(OPERATORS, "python", "flow.deduplicate"))
+    assert code.endswith("    spark.stop()\n")
+    code = adapted(code.removesuffix("    spark.stop()\n"), onceflow_broker, names)
+    sent = [(b"customer-%d" % (n % 3), b'{"id": "order-%d"}' % n) for n in range(9)]
+    for expected in (0, 9):
+        independent.fill(onceflow_broker, orders, sent)
+        execute(code)
+        assert len(independent.read_topic(onceflow_broker, repeated, decided=True)) == expected
+        seen = independent.read_topic(onceflow_broker, unique, decided=True)
+        assert sorted((record.key, record.value) for record in seen) == sorted(sent)
 
 
 def test_the_examples_of_tables(
@@ -568,6 +597,7 @@ def test_the_image_that_a_service_is_built_on_is_ours() -> None:
         "Flow.enrich",
         "concurrently",
         "Breaker",
+        "Flow.deduplicate",
         "Flow.join_table",
         "Flow.write",
         "Flow.write_external",

@@ -363,7 +363,11 @@ def test_bad_records_are_found_by_halves() -> None:
         b"99",
     ]
     assert sum(state["total"] for state in driver.states.values()) == sum(i for i in range(100) if values[i] != "bad")
-    assert driver.counts == {"records": 100, "late": 0, "dead_letters": 4, "timers_fired": 0, "expired": 0}
+    assert {name: count for name, count in driver.counts.items() if count} == {
+        "records": 100,
+        "dead_letters": 4,
+        "aside": 4,
+    }
     assert len(calls) < 60
 
 

@@ -310,7 +310,7 @@ def test_late_records_go_to_their_topic_with_the_cause(own: bool) -> None:
             3999,
         )
     ]
-    assert driver.counts == {"records": 5, "late": 1, "dead_letters": 0, "timers_fired": 0, "expired": 0}
+    assert {name: count for name, count in driver.counts.items() if count} == {"records": 5, "late": 1, "aside": 1}
     send(1)
     assert len(driver.late) == 2
 

@@ -68,7 +68,7 @@ def test_every_batch_is_a_line_and_sigterm_an_orderly_end(capsys: pytest.Capture
     query = Query(asks=terminate)
     serve(query)
     assert query.calls == ["stop"]
-    put_aside = {"dead_letters": 0, "late": 0, "dropped": 0}
+    put_aside = {"dead_letters": 0, "late": 0, "duplicates": 0, "dropped": 0}
     said = capsys.readouterr()
     assert said.err == "onceflow: flow f runs; SIGTERM or Ctrl-C stops it\nonceflow: flow f is being stopped\n"
     assert [json.loads(line) for line in said.out.splitlines()] == [

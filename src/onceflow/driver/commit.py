@@ -310,7 +310,8 @@ class BatchCommit:
         summary.max_rss_kib = checked.max_rss_kib
         if self._state is not None:
             summary.dead_letters, summary.late = self._state.counted("dead_letters"), self._state.counted("late")
-            summary.records -= summary.dead_letters + summary.late
+            summary.duplicates = self._state.counted("duplicates")
+            summary.records -= self._state.counted("aside")
             summary.state_lost = self._state.take_lost()
         self._writer.on_commit(checked, summary)
 

@@ -298,6 +298,7 @@ class Startup:
             spec=spec,
             lateness_ms=None if lateness is None else duration_ms(lateness),
             idle_s=duration_ms(options.idle_timeout) / 1000,
+            source_keys=options.source_keys,
         )
 
     # ---- commit --------------------------------------------------------------------------------------

@@ -73,7 +73,9 @@ def divide(
     tree = _without_needless(spark, tree, options.partitioner, flow)
     used = {node.table: steps[node.table] for node in tree.all_steps()}
     streamed = source_frame(spark, branches)
-    source_keys = len(branches) == 1 and queries.has_source_keys(streamed)
+    source_keys = len(branches) == 1 and (
+        queries.has_source_keys(streamed) or all(step.source_keys for step in used.values())
+    )
     clock = clock and any(needs_clock(step.spec) for step in used.values())
     if clock:
         streamed = with_clock(streamed, flow)

@@ -42,11 +42,13 @@ class BatchSummary:
     """Summary of one committed batch, for users and benchmarks: seconds per step, sizes, attempts.
 
     Args:
-        records: how many records were written to the outputs, without state, dead letters and late records.
+        records: how many records were written to the outputs, without state, dead letters, late records and
+            duplicates.
         dead_letters: how many records became dead letters.
-        late: how many records went to the topic of late records.
+        late: how many records were late: they went to the topic of late records, or were dropped.
+        duplicates: how many records were duplicates: they went to the topic of duplicates, or were dropped.
         dropped: how many rows Spark dropped because they were later than its watermark.
-        nbytes: size of all that was written, including state, dead letters and late records.
+        nbytes: size of all that was written, including state, dead letters, late records and duplicates.
         lost: with at_most_once: whether rows of the batch were lost.
         state_lost: how many partitions of tables without a changelog began empty, although they had state.
     """
@@ -58,6 +60,7 @@ class BatchSummary:
     records: int = 0
     dead_letters: int = 0
     late: int = 0
+    duplicates: int = 0
     dropped: int = 0
     nbytes: int = 0
     max_rss_kib: int = 0

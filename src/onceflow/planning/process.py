@@ -11,6 +11,7 @@ from onceflow.durations import duration_ms
 from onceflow.errors import OptionError, ProgressConflictError
 from onceflow.protocol.names import INTERNAL_SUFFIX, OwnTopics
 from onceflow.protocol.progress import LocalTable, Progress, TableProgress
+from onceflow.state.api.deduplication import Deduplication
 from onceflow.state.api.processor import ColumnProcessor, Processor
 from onceflow.state.dead_letter_limit import check_limit
 from onceflow.state.engine.base import TIMERS_PER_BATCH
@@ -32,11 +33,16 @@ MOVES = (
 
 @dataclass(frozen=True)
 class Step:
-    """One ``Flow.process`` of a flow."""
+    """One ``Flow.process`` of a flow.
+
+    Args:
+        source_keys: whether its rows have the keys of their source, although the plan does not show it.
+    """
 
     spec: ProcessSpec
     lateness_ms: int | None
     idle_s: float
+    source_keys: bool = False
 
 
 def needs_clock(spec: ProcessSpec) -> bool:
@@ -64,6 +70,8 @@ class StepOptions:
     max_timers_per_batch: int | None = TIMERS_PER_BATCH
     max_dead_letters: int | float | None = None
     changelog: bool = True
+    duplicates_topic: str | None = None
+    source_keys: bool = False
 
 
 def check_options(
@@ -89,14 +97,15 @@ def check_options(
     check_windows(processor, flow)
     _check_table(options.table, flow, sources, tables)
     _check_dead_letters(options, processor, flow)
-    if (processor.allowed_lateness is not None) != (options.late_topic is not None):
+    goes_late = processor.allowed_lateness is not None
+    if goes_late != (options.late_topic is not None) and not isinstance(processor, Deduplication):
         raise OptionError(
             "allowed_lateness of the processor and late_topic= go together",
             flow=flow,
             next_step="give both (late records go to the topic, they never vanish), or neither (no record is late)",
         )
     own_tables = frozenset(topic for name in (*tables, options.table) for topic in (name, name + INTERNAL_SUFFIX))
-    check_side_topics((options.dead_letter_topic, options.late_topic), OwnTopics(frozenset(sources), own_tables), flow)
+    check_side_topics(side_topics_of(options), OwnTopics(frozenset(sources), own_tables), flow)
     _check_numbers(options, flow)
     _check_durations(options, processor, flow)
     check_store(options.store, flow)
@@ -198,7 +207,7 @@ def check_side_topics(topics: Iterable[str | None], own: OwnTopics, flow: str) -
         why = "" if topic is None else own.refusal(topic)
         if why:
             raise OptionError(
-                f"Dead letters or late records cannot go to {topic!r}, which {why}",
+                f"Dead letters, late records or duplicates cannot go to {topic!r}, which {why}",
                 flow=flow,
                 next_step="give them a topic of their own",
             )
@@ -387,11 +396,15 @@ def make_spec(
 
 
 def side_topics(steps: Mapping[str, Step]) -> dict[str, str]:
-    """Topics of dead letters and of late records, and which of the two each is for."""
+    """Topics of dead letters, late records and duplicates, and which of them each is for."""
     return {topic: role for step in steps.values() for topic, role in step.spec.side_topics.items()}
 
 
 def side_topics_of(options: StepOptions) -> dict[str, str]:
     """As `side_topics`, of a step that is not made yet."""
-    named = {"dead letter": options.dead_letter_topic, "late": options.late_topic}
+    named = {
+        "dead letter": options.dead_letter_topic,
+        "late": options.late_topic,
+        "duplicate": options.duplicates_topic,
+    }
     return {topic: role for role, topic in named.items() if topic is not None}

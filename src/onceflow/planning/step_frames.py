@@ -18,11 +18,12 @@ _OPTIONAL: dict[str, type[T.DataType]] = {
 }
 
 
-def state_columns(df: DataFrame, flow: str, *, one_topic: bool) -> DataFrame:
+def state_columns(df: DataFrame, flow: str, *, one_topic: bool, caller: str = "Flow.process") -> DataFrame:
     """Only the columns that a process step takes, because every column is copied several times on its way.
 
     Args:
         one_topic: whether all rows come from one topic: then no topic column is needed.
+        caller: what the user has called, for messages.
 
     Raises:
         SchemaError: key or value is missing, or a column has a wrong type.
@@ -30,16 +31,16 @@ def state_columns(df: DataFrame, flow: str, *, one_topic: bool) -> DataFrame:
     types = {field.name: field.dataType for field in df.schema.fields}
     for name, kind in _OPTIONAL.items():
         if name in types and not isinstance(types[name], kind):
-            raise _wrong_type(name, types[name], kind.typeName(), flow)
+            raise _wrong_type(name, types[name], kind.typeName(), flow, caller)
     if "headers" in types and not is_headers(types["headers"]):
-        raise _wrong_type("headers", types["headers"], HEADERS, flow)
+        raise _wrong_type("headers", types["headers"], HEADERS, flow, caller)
     for name in ("key", "value"):
         if not isinstance(types.get(name), (T.StringType, T.BinaryType)):
             there = types[name].simpleString() if name in types else "missing"
             select = "select key and value (and topic, partition, offset, timestamp, headers if they exist)"
             cast = f"for example .withColumn({name!r}, col({name!r}).cast('string'))"
             raise SchemaError(
-                f"Flow.process needs the column {name!r} as string or binary; it is {there}",
+                f"{caller} needs the column {name!r} as string or binary; it is {there}",
                 flow=flow,
                 next_step=f"convert it, {cast}" if name in types else select,
             )
@@ -53,9 +54,9 @@ def state_columns(df: DataFrame, flow: str, *, one_topic: bool) -> DataFrame:
     return df.select(*wanted)
 
 
-def _wrong_type(name: str, kind: T.DataType, wanted: str, flow: str) -> SchemaError:
+def _wrong_type(name: str, kind: T.DataType, wanted: str, flow: str, caller: str) -> SchemaError:
     return SchemaError(
-        f"Flow.process takes the column {name!r} as {wanted}; it is {kind.simpleString()}",
+        f"{caller} takes the column {name!r} as {wanted}; it is {kind.simpleString()}",
         flow=flow,
         next_step="cast it, give it another name, or leave it out with select",
     )

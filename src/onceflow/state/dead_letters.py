@@ -1,11 +1,11 @@
-"""Dead letters and late records: unchanged records, with additional headers that contain the cause."""
+"""Dead letters, late records and duplicates: unchanged records, with additional headers that contain the cause."""
 
 from __future__ import annotations
 
 import re
 
 from onceflow.state.api.record import Header, Record
-from onceflow.state.api.user_errors import MAX_MESSAGE, full_text_of, line_of, stack_of, text_of
+from onceflow.state.api.user_errors import MAX_MESSAGE, full_text_of, line_of, shown, stack_of, text_of
 from onceflow.user_code import cut
 
 PREFIX = "onceflow."
@@ -21,8 +21,13 @@ ORIGIN_OFFSET = "onceflow.origin.offset"
 ATTEMPT = "onceflow.attempt"
 """How often the record has become a dead letter, including this time."""
 
-LATE = "LateRecord"
-"""Class of the cause of a late record."""
+DUPLICATE_ID = "onceflow.duplicate.id"
+"""The id of a duplicate."""
+DUPLICATE_SEEN = "onceflow.duplicate.seen"
+"""The event time of the record with the same id that was passed on, in epoch milliseconds."""
+
+LATE, DUPLICATE = "LateRecord", "DuplicateRecord"
+"""Classes of the cause of a late record, and of a duplicate."""
 
 # The text of an error may contain the whole record. Headers count towards the topic's maximum record size.
 _STACK_CHARACTERS = 2000
@@ -72,6 +77,18 @@ def late_record(record: Record, topic: str, event_ms: int, watermark_ms: int) ->
     """A record that is older than the watermark, for the late topic."""
     message = f"event time {event_ms} is before the watermark {watermark_ms} (milliseconds)"
     return _with_cause(record, topic, LATE, message)
+
+
+def duplicate(record: Record, topic: str, id_: bytes, seen_ms: int | None) -> Record:
+    """A record whose id was seen before, for the topic of duplicates.
+
+    Args:
+        seen_ms: the event time of the record with this id that was passed on; None: it is not known.
+    """
+    when = "" if seen_ms is None else f" in a record of the time {seen_ms} (milliseconds)"
+    seen: tuple[Header, ...] = () if seen_ms is None else ((DUPLICATE_SEEN, str(seen_ms).encode()),)
+    message = f"the id {shown(id_)} was seen before{when}"
+    return _with_cause(record, topic, DUPLICATE, message, ((DUPLICATE_ID, id_), *seen))
 
 
 def dead_letter(record: Record, topic: str, error: BaseException) -> Record:

@@ -10,6 +10,7 @@ letter    rest of the row key                             row                   
 ``t``     escaped user key, timer's name                  when it is due         internal topic, unchanged
 ``T``     clock, time, escaped user key, timer's name     empty                  nowhere: an index of ``t``
 ``X``     time, row key                                   empty                  nowhere: an index of expiry
+``S``     stamp, checksum                                 user keys              nowhere: an index of stamps
 ========  ==============================================  =====================  =======================
 
 Escaped means that each zero byte becomes ``00 01``, and that ``00 00`` marks the end. This keeps the order of the
@@ -17,7 +18,8 @@ bytes, and shows where the part ends. Index rows are computed from the other row
 again wherever rows are applied.
 
 A row consists of a byte of flags, the fields that the flags announce, and the payload. In the table topic, flags and
-fields of ``v`` rows are in the record's headers, so that other readers see an ordinary table.
+fields of ``v`` rows are in the record's headers, so that other readers see an ordinary table. Only the flag of stamped
+rows (``stamps.py``) is not in the records: whoever reads the topic of such a table knows what it is.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ import struct
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
-VALUE, MAP, TIMER, TIMER_INDEX, EXPIRY_INDEX = b"v", b"m", b"t", b"T", b"X"
+VALUE, MAP, TIMER, TIMER_INDEX, EXPIRY_INDEX, STAMP_INDEX = b"v", b"m", b"t", b"T", b"X", b"S"
 
 #: LMDB's limit for a key.
 STORE_KEY_BYTES_MAX = 511
@@ -43,7 +45,7 @@ KEY_BYTES_MAX = 470
 EXPIRES_HEADER = "onceflow.expires"
 VERSION_HEADER = "onceflow.version"
 
-_HAS_EXPIRY, _HAS_VERSION = 1, 2
+_HAS_EXPIRY, _HAS_VERSION, STAMPED = 1, 2, 4
 _TIME = struct.Struct(">Q")
 _VERSION = struct.Struct(">I")
 _SIGN = 1 << 63
@@ -204,8 +206,8 @@ def after(prefix: bytes) -> bytes | None:
 
 
 def is_internal(row_key: bytes) -> bool:
-    """Whether the row belongs to the internal topic. Otherwise it belongs to the table topic."""
-    return row_key[:1] != VALUE
+    """Whether the row belongs to the internal topic. Otherwise it belongs to the table topic, or to none."""
+    return row_key[:1] not in (VALUE, STAMP_INDEX)
 
 
 def with_index(changes: Changes, old_row: Callable[[bytes], bytes | None]) -> Iterator[tuple[bytes, bytes | None]]:

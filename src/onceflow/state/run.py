@@ -29,6 +29,8 @@ from onceflow.state.local.opening import Opened, set_pending
 from onceflow.state.local.prepare import Prepared, open_local
 from onceflow.state.spec import Moment, ProcessSpec, StateReport
 
+# Flags of rows that are only a payload for other readers.
+_PLAIN = (0, rows.STAMPED)
 _HEADERS = pa.list_(pa.struct([("key", pa.string()), ("value", pa.binary())]))
 
 
@@ -210,7 +212,7 @@ class StateRun:
                 )
                 self._changelog.write_to(topics.table, partition, batch)
                 return
-            values = [change for change in run.changes if not rows.is_internal(change[0])]
+            values = [change for change in run.changes if change[0][:1] == rows.VALUE]
             internal = [change for change in run.changes if rows.is_internal(change[0])]
             if values:
                 self._changelog.write_to(topics.table, partition, _table_batch(values))
@@ -270,7 +272,7 @@ def _merged(run: _Open) -> list[tuple[bytes, bytes]]:
 def _table_batch(changes: list[tuple[bytes, bytes | None]]) -> pa.RecordBatch:
     """Rows as records that any reader understands: flags and their fields become headers."""
     keys = [key[1:] for key, _ in changes]
-    if all(row is None or not row[0] for _, row in changes):
+    if all(row is None or row[0] in _PLAIN for _, row in changes):
         values = [None if row is None else row[1:] for _, row in changes]
         return pa.record_batch({"key": pa.array(keys, pa.binary()), "value": pa.array(values, pa.binary())})
     parts = [None if row is None else rows.unpack(row) for _, row in changes]

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from onceflow.host.identity import host_identity
+from onceflow.state.api.deduplication import Deduplication
 from onceflow.state.api.processor import ColumnProcessor, Processor
 from onceflow.state.joins.spec import Ends, JoinSpec
 from onceflow.state.local.format import Commit, Goal, default_state_dir, partition_folder
@@ -57,8 +58,10 @@ class ProcessSpec:
 
     @property
     def side_topics(self) -> dict[str, str]:
-        """The topics of dead letters and late records, each with the kind of its records."""
+        """The topics of dead letters, late records and duplicates, each with the kind of its records."""
         named = {self.late_topic: "late", self.dead_letter_topic: "dead letter"}
+        if isinstance(self.processor, Deduplication):
+            named = {self.processor.duplicates_topic: "duplicate", **named}
         return {topic: role for topic, role in named.items() if topic is not None}
 
     def folder(self, partition: int) -> Path:
@@ -157,7 +160,7 @@ class StateReport:
             Without a changelog, ``table_end`` is the number of this batch if it has changed the partition.
         max_event_ms: latest event time per source topic and partition.
         next_timer_ms: earliest remaining timer, per clock.
-        counts: numbers of records, late, dead_letters, timers_fired, expired.
+        counts: see ``engine.base.COUNTS``.
         timers_left: whether more timers were due than one batch may fire.
         causes: of dead letters, by class of the cause: their number, and a description of the first one.
     """

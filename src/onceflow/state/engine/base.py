@@ -34,8 +34,9 @@ TIMERS_PER_BATCH = 1_000
 NOT_OF_A_RECORD = (StoreCorruptError, EnvironmentUnusableError, MemoryError)
 """Errors that neither a record nor the processor has caused: the caller restores the store, or runs the batch again."""
 
-COUNTS = ("records", "late", "dead_letters", "timers_fired", "expired")
-"""What is counted in a partition's part of a batch. ``records`` counts all records that were fed."""
+COUNTS = ("records", "late", "dead_letters", "duplicates", "aside", "timers_fired", "expired")
+"""What is counted in a partition's part of a batch. ``records`` counts all records that were fed, ``aside`` those that
+went to the topics of late records, dead letters and duplicates."""
 
 
 class BaseEngine:
@@ -72,6 +73,9 @@ class BaseEngine:
     Raises:
         OptionError: the topic of dead letters or late records is missing, or ttl or allowed_lateness is not a duration.
     """
+
+    may_drop_late = False
+    """Whether late records are only counted if there is no topic for them."""
 
     def __init__(
         self,
@@ -127,7 +131,7 @@ class BaseEngine:
             raise OptionError(f"on_error is {on_error!r}", next_step="use 'fail' or 'dead-letter'.", flow=self.flow)
         if on_error == "dead-letter" and dead_letter_topic is None:
             raise OptionError("on_error='dead-letter' needs a topic for dead letters", flow=self.flow)
-        if self.uses_event_time and late_topic is None:
+        if self.uses_event_time and late_topic is None and not self.may_drop_late:
             raise OptionError("a processor with allowed_lateness needs a topic for late records", flow=self.flow)
         check_windows(self.processor, self.flow)
         for name in ("ttl", "allowed_lateness"):
@@ -230,17 +234,18 @@ class BaseEngine:
         late = known & (times.fill_null(0).to_numpy() < self._late_before_ms)
         if not late.any():
             return None
-        assert self._late_topic is not None
-        mask = pa.array(late)
-        records = self._raw(batch.filter(mask))
-        event_ms = times.filter(mask).to_pylist()
-        topic, watermark_ms = self._late_topic, self.watermark_ms
-        late_records = [
-            dead_letters.late_record(record, topic, ms, watermark_ms)
-            for record, ms in zip(records, event_ms, strict=True)
-        ]
-        self._collector.extend(late_records, as_read=True)
-        self.counts["late"] += len(records)
+        if self._late_topic is not None:
+            mask = pa.array(late)
+            records = self._raw(batch.filter(mask))
+            event_ms = times.filter(mask).to_pylist()
+            topic, watermark_ms = self._late_topic, self.watermark_ms
+            late_records = [
+                dead_letters.late_record(record, topic, ms, watermark_ms)
+                for record, ms in zip(records, event_ms, strict=True)
+            ]
+            self._collector.extend(late_records, as_read=True)
+            self.counts["aside"] += len(records)
+        self.counts["late"] += int(late.sum())
         in_time: npt.NDArray[np.bool_] = ~late
         return in_time
 
@@ -260,6 +265,7 @@ class BaseEngine:
             raise self._failed("a record could not be processed", error, record, f"{where}key {shown(record.key)}")
         self._collector.extend([dead_letters.dead_letter(record, self._dead_letter_topic, error)], as_read=True)
         self.counts["dead_letters"] += 1
+        self.counts["aside"] += 1
         count, first = self.causes.get(type(error).__name__, (0, ""))
         self.causes[type(error).__name__] = count + 1, first or dead_letters.described(record, error)
 

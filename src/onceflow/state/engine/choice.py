@@ -8,12 +8,14 @@ from typing import Any
 
 from onceflow.calls.concurrently import calls_of
 from onceflow.calls.runner import CallRunner
+from onceflow.state.api.deduplication import Deduplication
 from onceflow.state.api.processor import ColumnProcessor, Processor
 from onceflow.state.engine.call_engine import CallEngine
 from onceflow.state.engine.column_engine import ColumnEngine
+from onceflow.state.engine.dedup_engine import DedupEngine
 from onceflow.state.engine.record_engine import Engine
 
-AnyEngine = Engine | ColumnEngine
+AnyEngine = Engine | ColumnEngine | DedupEngine
 
 
 def makes_calls(processor: Processor | ColumnProcessor) -> bool:
@@ -28,7 +30,9 @@ def engine_for(processor: Processor | ColumnProcessor, runner: CallRunner | None
         runner: makes its calls; None: it has one of its own if it needs one.
     """
     kind: Any = Engine
-    if isinstance(processor, ColumnProcessor):
+    if isinstance(processor, Deduplication):
+        kind = DedupEngine
+    elif isinstance(processor, ColumnProcessor):
         kind = ColumnEngine
     elif makes_calls(processor):
         kind = partial(CallEngine, runner=runner)

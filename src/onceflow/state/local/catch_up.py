@@ -29,6 +29,7 @@ from onceflow.state.local.format import (
     internal_changes,
     is_snapshot_row,
     rows_of_snapshot,
+    stamped_changes,
     table_changes,
 )
 from onceflow.state.local.spool import Spool
@@ -71,6 +72,7 @@ class CatchUp:
 
     Args:
         snapshot_per_partition: None: the records say whether they are snapshots.
+        stamped: the rows of the table are stamped (``stamps.py``).
 
     Attributes:
         snapshots: whether the records are snapshots, as far as is known.
@@ -88,7 +90,9 @@ class CatchUp:
         now_ms: int,
         progress: Callable[[int], None] | None,
         still_owner: Callable[[], bool] | None,
+        stamped: bool = False,
     ) -> None:
+        self._table_changes = stamped_changes if stamped else table_changes
         self.goal = goal
         self.records = self.ignored = 0
         self._folder = folder
@@ -198,7 +202,7 @@ class CatchUp:
     def _pieces(self, commit_record: CommitRecord) -> Iterator[tuple[CommitRecord, Changes]]:
         """The missing changes in parts, each with the commit record that is valid when the part is written."""
         for name, topic, changes_of in (
-            ("table_end", self.goal.table, table_changes),
+            ("table_end", self.goal.table, self._table_changes),
             ("internal_end", self.goal.internal, internal_changes),
         ):
             start, end = getattr(commit_record, name), getattr(self.goal, name)

@@ -18,7 +18,7 @@ import orjson
 
 from onceflow.errors import ProtocolError
 from onceflow.protocol.names import INTERNAL_SUFFIX
-from onceflow.state import rows
+from onceflow.state import rows, stamps
 from onceflow.state.stores.base import StoreCorruptError
 
 #: Names of blobs. The commit record was called marker earlier, and its blob still has that name.
@@ -225,6 +225,17 @@ def table_changes(chunk: Chunk, changes: Changes) -> int:
     fit = [(at, key) for at, key in enumerate(keys) if key is not None and len(key) < rows.ROW_KEY_BYTES_MAX]
     changes.update({rows.VALUE + key: packed[at] for at, key in fit})
     return len(keys) - len(fit)
+
+
+def stamped_changes(chunk: Chunk, changes: Changes) -> int:
+    """As `table_changes`, for a table of stamped rows."""
+    fit = [
+        (rows.VALUE + key, None if value is None else stamps.from_value(value))
+        for key, value in zip(chunk.keys, chunk.values, strict=True)
+        if key is not None and len(key) < rows.ROW_KEY_BYTES_MAX
+    ]
+    changes.update(fit)
+    return len(chunk.keys) - len(fit)
 
 
 def internal_changes(chunk: Chunk, changes: Changes) -> int:

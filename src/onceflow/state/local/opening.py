@@ -59,6 +59,7 @@ def open_partition(
     now_ms: int,
     progress: Callable[[int], None] | None = None,
     still_owner: Callable[[], bool] | None = None,
+    stamped: bool = False,
 ) -> Opened:
     """Open a store that contains exactly what is committed, whatever is on disk now.
 
@@ -71,13 +72,16 @@ def open_partition(
         progress: called repeatedly with the number of records read so far.
         still_owner: called if the copy is ahead of the goal. False: a newer driver of the flow has updated the copy,
             and the caller is fenced. Then the copy is not changed.
+        stamped: the rows of the table are stamped (``stamps.py``).
 
     Raises:
         FencedError: a newer driver has fenced this one.
         OnceflowError: Kafka could not be read, or the folder cannot be used. The copy on disk stays consistent.
     """
     began = time.monotonic()
-    run = CatchUp(folder, goal, source, snapshot_per_partition, tombstone_age_ms, now_ms, progress, still_owner)
+    run = CatchUp(
+        folder, goal, source, snapshot_per_partition, tombstone_age_ms, now_ms, progress, still_owner, stamped
+    )
     why = ""
     try:
         store, how = _brought_up(folder, opener, run, verify=verify)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from onceflow.clock import clock_ms
+from onceflow.state.api.deduplication import Deduplication
 from onceflow.state.local.catch_up import Source
 from onceflow.state.local.format import COMMIT_RECORD, PENDING, CommitRecord, Goal, Pending
 from onceflow.state.local.opening import Opened, found_in, open_partition
@@ -67,6 +68,7 @@ def open_local(
         now_ms=clock_ms(),
         progress=RestoreLog(f"{spec.table}-{partition}"),
         still_owner=still_owner,
+        stamped=isinstance(spec.processor, Deduplication),
     )
 
 

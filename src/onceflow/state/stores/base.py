@@ -21,7 +21,7 @@ from typing import ClassVar, NamedTuple
 import orjson
 
 from onceflow.errors import EnvironmentUnusableError, OnceflowError
-from onceflow.state import rows
+from onceflow.state import rows, stamps
 
 NO_BLOBS: Mapping[str, bytes | None] = {}
 
@@ -169,7 +169,8 @@ def _index_rows(changes: Mapping[bytes, bytes | None], old: Mapping[bytes, bytes
     concerned = {key for key, row in changes.items() if (row is not None and row[0] & 1) or key[0] == timer}
     concerned.update(key for key, row in old.items() if row and row[0] & 1)
     follow = dict(rows.with_index(((key, changes[key]) for key in concerned), old.get))
-    return {key: row for key, row in follow.items() if key not in concerned}
+    index: dict[bytes, bytes | None] = {key: row for key, row in follow.items() if key not in concerned}
+    return {**index, **stamps.index_of(changes.items())}
 
 
 class Store(abc.ABC):

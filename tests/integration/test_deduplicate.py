@@ -1,0 +1,86 @@
+"""``Flow.deduplicate`` as a user sees it: what passes, what is counted, where the rest goes, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from typing import Any
+
+import pytest
+
+import onceflow
+from onceflow.planning import placement
+from onceflow.testing import independent
+
+pytestmark = pytest.mark.integration
+
+COLUMNS = ("get_json_object(string(value), '$.id') as order", "bigint(get_json_object(string(value), '$.at')) as at")
+
+
+def values(pipe: Any, topic: str) -> list[int]:
+    return sorted(json.loads(seen.value or b"")["n"] for seen in independent.read_topic(pipe.bootstrap, topic))
+
+
+class Orders:
+    """A flow that de-duplicates the records of a topic by the id in their values."""
+
+    def __init__(self, pipe: Any) -> None:
+        self.pipe = pipe
+        self.number = 0
+
+    def send(self, *orders: tuple[str | None, int]) -> None:
+        """Records with an id and a time each, numbered. Records of an id have different keys."""
+        records: list[Any] = []
+        for id_, at in orders:
+            value = {"n": self.number, "id": id_, "at": at}
+            records.append((b"key-%d" % (self.number % 7), json.dumps(value).encode()))
+            self.number += 1
+        independent.fill(self.pipe.bootstrap, self.pipe.source, records)
+
+    def run(self, *, write: Any = None, after: Any = None, **how: Any) -> Any:
+        pipe = self.pipe
+        with onceflow.Flow(pipe.flow, pipe.spark, bootstrap_servers=pipe.bootstrap) as flow:
+            df = flow.read(pipe.source, include_headers=True).selectExpr("*", *COLUMNS)
+            given = {"id": "order", "state_dir": pipe.tmp_path, "idle_timeout": "1 ms", **how}
+            if "records" not in given:
+                given = {"within": "10 seconds", "event_time": "at", **given}
+            first = flow.deduplicate(df, **given)
+            first = first if after is None else after(first)
+            query = flow.write(first, topic=pipe.target, once=True, **(write or {})).start()
+            query.awaitTermination()
+        return query
+
+
+@pytest.mark.parametrize("tasks", [False, True], ids=["driver", "tasks"])
+def test_first_records_pass_and_the_rest_is_told(
+    make_pipe: Any, make_topic: Any, tasks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(placement, "TASK_ROWS", 4)
+    pipe = make_pipe(partitions=3)
+    aside: Any = {"late": make_topic("late", 1), "duplicates_topic": make_topic("twice", 2)}
+    orders = Orders(pipe)
+    write = {"small_batch_rows": 0 if tasks else None}
+    orders.send(*[(f"id-{n % 8}", 20_000 + n) for n in range(20)])  # numbers 0 to 19
+    (batch,) = orders.run(write=write, **aside).batches
+    assert (batch.records, batch.duplicates, batch.late) == (8, 12, 0)
+    by_id = {json.loads(seen.value or b"")["id"] for seen in independent.read_topic(pipe.bootstrap, pipe.target)}
+    assert by_id == {f"id-{n}" for n in range(8)}
+    assert len(values(pipe, pipe.target)) == 8
+
+    shutil.rmtree(pipe.tmp_path / pipe.flow)  # the ids come back from the table topic
+    long_id = "x" * 600
+    orders.send(("id-3", 9_000), ("id-4", 21_000), ("new", 60_000), (long_id, 60_000), (long_id, 60_001), ("a", 10_020))
+    orders.send(*[(f"later-{n}", 60_000) for n in range(7)])  # to every partition; numbers 26 to 32
+    (batch,) = orders.run(write=write, **aside).batches
+    assert (batch.records, batch.duplicates, batch.late) == (10, 2, 1)
+    orders.send(("id-4", 60_000), (long_id, 60_000), ("new", 1))
+    batch = orders.run(write=write, **aside).batches[-1]
+    assert (batch.records, batch.duplicates, batch.late) == (1, 1, 1), "id-4 is forgotten"
+    assert values(pipe, aside["late"]) == [20, 35]
+    assert {21, 34} < set(values(pipe, aside["duplicates_topic"]))
+    assert {22, 25, *range(26, 34)} < set(values(pipe, pipe.target))
+    everything = [*values(pipe, pipe.target), *values(pipe, aside["late"]), *values(pipe, aside["duplicates_topic"])]
+    assert sorted(everything) == list(range(36)), "nothing is lost, nothing is twice"
+    first = independent.read_topic(pipe.bootstrap, pipe.target)[0]
+    assert first.key is not None
+    assert first.key.startswith(b"key-")

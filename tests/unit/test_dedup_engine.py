@@ -1,0 +1,303 @@
+"""The engine of ``Flow.deduplicate`` against a model: which records pass, what is kept, what is deleted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from onceflow.errors import ProcessorError
+from onceflow.state import rows, stamps
+from onceflow.state.api.deduplication import EVENT_TIME, RECORD_KEY, Deduplication
+from onceflow.state.api.serdes import LONG
+from onceflow.state.engine import dedup_engine
+from onceflow.state.engine.dedup_engine import DedupEngine
+from onceflow.state.local.format import Changes, stamped_changes
+from onceflow.state.stores.memory_store import MemoryStore
+
+HEADERS = pa.list_(pa.struct([("key", pa.string()), ("value", pa.binary())]))
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Any:
+    yield MemoryStore.open(tmp_path)
+    MemoryStore.remove(tmp_path)
+
+
+def engine(store: Any, watermark_ms: int | None = None, *, options: Any = None, **how: Any) -> DedupEngine:
+    how = how or {"within_ms": 1000}
+    given_options = {"flow": "f", "table": "t", "partition": 2, "batch": 7, "now_ms": 5, **(options or {})}
+    run = DedupEngine(Deduplication(**how), store, watermark_ms=watermark_ms, **given_options)
+    run.start()
+    return run
+
+
+def batch(*records: tuple[Any, Any], **columns: Any) -> pa.RecordBatch:
+    """Records of an id and a time, each with its number as value."""
+    given_columns = {
+        "key": pa.array([id_ for id_, _ in records], pa.binary()),
+        "value": pa.array([b"%d" % number for number in range(len(records))], pa.binary()),
+        "timestamp": pa.array([ms for _, ms in records], pa.int64()),
+        **columns,
+    }
+    return pa.RecordBatch.from_arrays(list(given_columns.values()), names=list(given_columns))
+
+
+def ran(store: Any, run: DedupEngine, *batches: pa.RecordBatch) -> list[bytes]:
+    """Run a batch to its commit. Returns the values of the records that went to the default topic."""
+    for each in batches:
+        run.feed(each)
+    run.finish()
+    outputs = run.outputs()
+    store.write(run.changes(), index=True)
+    return [] if outputs is None else outputs.filter(outputs["topic"].is_null())["value"].to_pylist()
+
+
+def ids_in(store: Any) -> dict[bytes, int]:
+    found = dict(store.scan(b"v", b"w"))
+    return dict(zip([key[1:] for key in found], stamps.stamps_of(list(found.values())).tolist(), strict=True))
+
+
+def index_rows(store: Any) -> int:
+    return sum(1 for _ in store.scan(rows.STAMP_INDEX, rows.after(rows.STAMP_INDEX)))
+
+
+# ---- what passes -------------------------------------------------------------------------------------
+
+
+def test_the_first_record_of_an_id_passes_unchanged(store: Any) -> None:
+    headers = pa.array([[{"key": "h", "value": b"1"}], None, []], HEADERS)
+    run = engine(store)
+    run.feed(batch((b"a", 10), (b"b", 20), (b"a", 5), headers=headers, partition=pa.array([0, 1, 0])))
+    outputs = run.outputs()
+    assert outputs is not None
+    assert outputs.to_pylist() == [
+        {"key": b"a", "value": b"0", "topic": None, "headers": [{"key": "h", "value": b"1"}], "timestamp": 10},
+        {"key": b"b", "value": b"1", "topic": None, "headers": None, "timestamp": 20},
+    ]
+    run.feed(batch((b"b", 30), (b"c", 40)))
+    assert run.outputs().to_pydict()["key"] == [b"c"]  # type: ignore[union-attr]
+    assert dict(run.changes()) == {b"v" + key: stamps.row_of(ms) for key, ms in ((b"a", 10), (b"b", 20), (b"c", 40))}
+    assert run.counts["duplicates"] == 2
+    assert run.counts["records"] == 5
+    assert not run.counts["aside"]
+    assert run.max_event_ms == {(None, 0): 10, (None, 1): 20, (None, 2): 40}
+    assert run.next_timer_ms == {"event": None, "processing": None}
+
+
+def test_the_key_of_the_record_is_not_the_id(store: Any) -> None:
+    keys = pa.array([b"k", None, b"k"], pa.binary())
+    run = engine(store, within_ms=1000, id_is_key=False, id_name="order")
+    run.feed(batch((b"a", 1), (b"b", 2), (b"a", 3), **{RECORD_KEY: keys}))
+    assert run.outputs().to_pydict()["key"] == [b"k", None]  # type: ignore[union-attr]
+    run = engine(store, within_ms=1000)  # the id is the key, or its hash
+    run.feed(batch((b"sha256:1", 1), (b"b", 2), **{RECORD_KEY: pa.array([b"long", None], pa.binary())}))
+    assert run.outputs().to_pydict()["key"] == [b"long", b"b"]  # type: ignore[union-attr]
+
+
+def test_an_id_is_forgotten_when_the_watermark_has_passed_it(store: Any) -> None:
+    assert ran(store, engine(store), batch((b"a", 10), (b"b", 20))) == [b"0", b"1"]
+    assert ran(store, engine(store, 10), batch((b"a", 30), (b"b", 30))) == []
+    assert ran(store, engine(store, 11), batch((b"a", 30), (b"b", 30))) == [b"0"]
+    assert ids_in(store) == {b"a": 30, b"b": 20}
+    assert ran(store, engine(store, 31), batch((b"c", 40))) == [b"0"]
+    assert ids_in(store) == {b"c": 40}
+    assert index_rows(store) == 1
+    assert ran(store, engine(store, 41), batch()) == []
+    assert ids_in(store) == {}
+    assert not index_rows(store)
+
+
+def test_late_records_are_not_judged(store: Any) -> None:
+    late = engine(store, 10, options={"late_topic": "late"})
+    late.feed(batch((b"a", 9), (b"a", 10), (b"b", 3)))
+    outputs = late.outputs()
+    assert outputs is not None
+    assert [(each["key"], each["topic"]) for each in outputs.to_pylist()] == [
+        (b"a", None),
+        (b"a", "late"),
+        (b"b", "late"),
+    ]
+    assert late.counts["late"] == late.counts["aside"] == 2
+    assert ids_in(store) == {}
+    dropped = engine(store, 10)
+    assert ran(store, dropped, batch((b"a", 9), (b"a", 10))) == [b"1"]
+    assert dropped.counts["late"] == 1
+    assert not dropped.counts["aside"]
+
+
+def test_an_event_time_of_its_own(store: Any) -> None:
+    times = pa.array([7, 9], pa.int64())
+    run = engine(store, 8)
+    assert ran(store, run, batch((b"a", 100), (b"b", -1), **{EVENT_TIME: times})) == [b"1"]
+    assert ids_in(store) == {b"b": 9}
+    assert run.max_event_ms == {(None, 2): 9}
+
+
+def test_duplicates_go_to_their_topic(store: Any) -> None:
+    ran(store, engine(store), batch((b"a", 10)))
+    run = engine(store, within_ms=1000, duplicates_topic="twice")
+    run.feed(batch((b"b", 15), (b"a", 20), (b"b", 30), offset=pa.array([7, 8, 9])))
+    outputs = run.outputs()
+    assert outputs is not None
+    assert [(each["key"], each["topic"]) for each in outputs.to_pylist()].count((b"b", None)) == 1
+    aside = {each["key"]: each for each in outputs.to_pylist() if each["topic"] == "twice"}
+    headers = {key: {h["key"]: h["value"] for h in each["headers"]} for key, each in aside.items()}
+    assert {key: h["onceflow.duplicate.seen"] for key, h in headers.items()} == {b"a": b"10", b"b": b"15"}
+    assert headers[b"a"]["onceflow.error.class"] == b"DuplicateRecord"
+    assert headers[b"a"]["onceflow.duplicate.id"] == b"a"
+    assert headers[b"a"]["onceflow.error.offset"] == b"8"
+    assert aside[b"a"]["value"] == b"1"
+    assert aside[b"a"]["timestamp"] == 20
+    assert run.counts["duplicates"] == run.counts["aside"] == 2
+
+
+def test_a_record_without_id_or_time_is_bad(store: Any) -> None:
+    with pytest.raises(ProcessorError, match="no id: column 'order' is null"):
+        engine(store, within_ms=1000, id_name="order").feed(batch((None, 3)))
+    with pytest.raises(ProcessorError, match="no event time since 1970"):
+        engine(store).feed(batch((b"a", None)))
+    run = engine(store, options={"on_error": "dead-letter", "dead_letter_topic": "bad"})
+    run.feed(batch((b"a", -1), (b"b", 1), (None, 2)))
+    assert sorted(map(str, run.outputs().to_pydict()["topic"])) == ["None", "bad", "bad"]  # type: ignore[union-attr]
+    assert run.counts["dead_letters"] == run.counts["aside"] == 2
+    by_count = engine(store, records=3)  # no time is needed
+    by_count.feed(batch((b"x", -1), (b"y", None)))
+    assert by_count.outputs().to_pydict()["timestamp"] == [None, None]  # type: ignore[union-attr]
+
+
+# ---- the last ids ------------------------------------------------------------------------------------
+
+
+def test_the_last_ids_are_remembered(store: Any) -> None:
+    assert len(ran(store, engine(store, records=2), batch((b"a", 0), (b"b", 0), (b"c", 0), (b"a", 0)))) == 3
+    assert ids_in(store) == {b"a": 0, b"b": 1, b"c": 2}
+    assert ran(store, engine(store, records=2), batch((b"b", 0), (b"c", 0), (b"a", 0))) == [b"2"]
+    assert ids_in(store) == {b"b": 1, b"c": 2, b"a": 3}
+    assert ran(store, engine(store, records=2), batch((b"a", 0), (b"c", 0))) == []
+    assert ran(store, engine(store, records=2), batch((b"b", 0), (b"d", 0))) == [b"0", b"1"]
+    ran(store, engine(store, records=2), batch())
+    assert ids_in(store) == {b"b": 4, b"d": 5}
+
+
+def test_no_more_is_kept_than_asked_for(store: Any) -> None:
+    for number in range(40):
+        ran(store, engine(store, records=50), batch(*[(b"%d" % (number * 20 + i), 0) for i in range(20)]))
+        assert len(ids_in(store)) <= 50 + 20 + 20, "an index row of a batch, and the batch itself"
+    assert index_rows(store) <= 5
+
+
+def test_expired_ids_are_deleted_in_portions(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dedup_engine, "EXPIRED_PER_BATCH", 30)
+    monkeypatch.setattr(stamps, "CHUNK_IDS", 10)
+    ran(store, engine(store), batch(*[(b"%03d" % i, i) for i in range(100)]))
+    left = []
+    while ids_in(store):
+        run = engine(store, 1000)
+        assert ran(store, run, batch()) == []
+        left.append(len(ids_in(store)))
+        assert run.counts["expired"] == 30 or not left[-1]
+    assert left == [70, 40, 10, 0]
+    ran(store, engine(store), batch(*[(b"%03d" % i, i) for i in range(100)]))
+    assert len(ran(store, engine(store, 1000), batch(*[(b"%03d" % i, 2000) for i in range(100)]))) == 100
+    assert len(ids_in(store)) == 100
+
+
+# ---- a model -----------------------------------------------------------------------------------------
+
+RECORDS = st.lists(st.tuples(st.sampled_from([b"a", b"b", b"c", b"d", b"e", b"f\0", b"\xff"]), st.integers(0, 40)))
+BATCHES = st.lists(st.tuples(RECORDS, RECORDS), max_size=8)
+
+
+def model(batches: Iterable[tuple[list[Any], list[Any]]], within: int | None, kept: int) -> list[list[int]]:
+    """Which records of each batch pass."""
+    seen: dict[bytes, int] = {}
+    latest, number, found = None, 0, []
+    for parts in batches:
+        floor = number - kept if within is None else -1 if latest is None else latest - within
+        remembered = {id_ for id_, stamp in seen.items() if stamp >= floor}
+        passed = []
+        for at, (id_, ms) in enumerate([*parts[0], *parts[1]]):
+            latest = ms if latest is None else max(latest, ms)
+            if id_ not in remembered and (within is None or ms >= floor):
+                passed.append(at)
+                remembered.add(id_)
+                seen[id_] = number if within is None else ms
+                number += 1
+        found.append(passed)
+    return found
+
+
+@pytest.mark.parametrize("within", [10, None])
+@given(batches=BATCHES)
+@settings(max_examples=150, deadline=None)
+def test_model(within: int | None, batches: Any, tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = tmp_path_factory.mktemp("model")
+    store = MemoryStore.open(folder)
+    topic: dict[bytes, bytes] = {}
+    latest, found = None, []
+    for first, second in batches:
+        watermark = None if latest is None or within is None else latest - within
+        how: Any = {"records": 3} if within is None else {"within_ms": within}
+        run = engine(store, watermark, **how)
+        parts = []
+        for part, start in ((first, 0), (second, len(first))):
+            rows_ = batch(*part)
+            values = pa.array([b"%d" % (start + i) for i in range(len(part))], pa.binary())
+            parts.append(rows_.set_column(1, "value", values))
+        found.append([int(value) for value in ran(store, run, *parts)])
+        for key, row in run.changes():
+            if key[:1] == b"v":
+                topic.update({key[1:]: row[1:]}) if row is not None else topic.pop(key[1:])
+        latest = max([ms for _, ms in [*first, *second]] + ([] if latest is None else [latest]), default=None)
+        store = restored(store, folder, topic) if len(found) % 3 == 0 else store
+    assert found == model(batches, within, 3)
+    assert set(ids_in(store)) == set(topic)
+    MemoryStore.remove(folder)
+
+
+def restored(store: Any, folder: Path, topic: dict[bytes, bytes]) -> Any:
+    """A store with nothing but what is in the topic."""
+
+    class Chunk:
+        keys, values, headers = list(topic), list(topic.values()), {}  # type: ignore[var-annotated]
+
+    changes: Changes = {}
+    stamped_changes(Chunk, changes)  # type: ignore[arg-type]
+    store.close()
+    MemoryStore.remove(folder)
+    fresh = MemoryStore.open(folder)
+    fresh.write(changes, index=True)
+    return fresh
+
+
+# ---- stamps ------------------------------------------------------------------------------------------
+
+
+def test_a_stamp_is_a_long_for_readers_of_the_table() -> None:
+    assert LONG.decode(stamps.row_of(1_700_000_000_123)[1:]) == 1_700_000_000_123
+    assert stamps.rows_of(np.array([0, 5, 1 << 62])) == [stamps.row_of(stamp) for stamp in (0, 5, 1 << 62)]
+    assert stamps.stamps_of([stamps.row_of(7), None]).tolist() == [7, -1]
+    assert rows.unpack(stamps.row_of(7)).payload == LONG.encode(7)
+
+
+def test_records_of_others_are_soon_deleted() -> None:
+    for value in (b"", b"text", LONG.encode(-5), b"123456789"):
+        assert stamps.from_value(value) == stamps.row_of(0)
+    assert stamps.from_value(LONG.encode(5)) == stamps.row_of(5)
+
+
+def test_the_index_names_every_id_under_the_greatest_stamp() -> None:
+    changes = [(b"v%d" % i, stamps.row_of(5000 - i)) for i in range(2500)] + [(b"vgone", None), (b"vother", b"\0x")]
+    index = stamps.index_of(changes)
+    assert [len(stamps.keys_of(chunk)) for chunk in index.values()] == [1000, 1000, 500]
+    assert [int.from_bytes(key[1:9], "big") for key in index] == [3500, 4500, 5000]
+    listed = [key for chunk in index.values() for key in stamps.keys_of(chunk)]
+    assert listed == [b"v%d" % i for i in reversed(range(2500))]
+    assert not any(chunk[0] for chunk in index.values()), "no flag of a row with an index row of its own"
