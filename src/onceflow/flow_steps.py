@@ -49,7 +49,7 @@ class FlowSteps(FlowOperators):
         """The first record of every id; records with an id that is remembered are duplicates, and are left out.
 
         Ids are state in a table, as in `process`: they are committed together with the outputs. Give either ``within``
-        or ``records``. ``docs/operators.md`` says exactly what is remembered, and which records are late.
+        or ``records``. ``docs/deduplication.md`` says exactly what is remembered, and which records are late.
 
         Args:
             df: made from ``Flow.read`` or another step of this flow, with the columns key and value (string or binary).

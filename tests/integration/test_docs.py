@@ -37,7 +37,7 @@ README = ROOT / "README.md"
 OPERATIONS = ROOT / "docs" / "operations.md"
 REFERENCE = ROOT / "docs" / "reference.md"
 STATE = ROOT / "docs" / "state.md"
-OPERATORS = ROOT / "docs" / "operators.md"
+DEDUPLICATION = ROOT / "docs" / "deduplication.md"
 TABLES = ROOT / "docs" / "tables.md"
 WINDOWS = ROOT / "docs" / "windows.md"
 SPARK_STATE = ROOT / "docs" / "spark-state.md"
@@ -231,7 +231,7 @@ def test_the_example_of_de_duplication(
         'Flow("unique-orders"': f"flow-{orders}",
         'duplicates_topic="repeated-orders"': repeated,
     }
-    code = only(blocks(OPERATORS, "python", "flow.deduplicate"))
+    code = only(blocks(DEDUPLICATION, "python", "flow.deduplicate"))
     assert code.endswith("    spark.stop()\n")
     code = adapted(code.removesuffix("    spark.stop()\n"), onceflow_broker, names)
     sent = [(b"customer-%d" % (n % 3), b'{"id": "order-%d"}' % n) for n in range(9)]

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from onceflow.chaos.flows import LEDGER, OPERATORS
+from onceflow.chaos.flows import LEDGER, DEDUPLICATION
 from onceflow.chaos.spark_cluster import SparkCluster
 from onceflow.chaos.test_bed import Setup, TestBed
 from onceflow.hooks import STEPS
@@ -285,7 +285,7 @@ def _choose(bed: TestBed, rng: random.Random) -> None:
         bed.driver.choices,
         small_batch_rows=rows,
         records_per_batch=rng.choice((2_000, 10_000)),
-        operator=rng.choice(OPERATORS),
+        operator=rng.choice(DEDUPLICATION),
     )
 
 

@@ -30,7 +30,7 @@ ALARM_AFTER_MS = 500
 BAD_EVERY, BAD = 100, 13
 LATE_EVERY, LATE = 200, 50
 #: The operators that may follow the sorter's step. None of them changes a key or a value.
-OPERATORS = ("as it is", "select", "where", "repartition", "coalesce", "static join")
+DEDUPLICATION = ("as it is", "select", "where", "repartition", "coalesce", "static join")
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ class Choices:
     Args:
         small_batch_rows: the driver itself writes batches of at most so many rows; 0: tasks write all batches.
         records_per_batch: most records in a batch.
-        operator: one of `OPERATORS`.
+        operator: one of `DEDUPLICATION`.
     """
 
     small_batch_rows: int | None = None
@@ -216,7 +216,7 @@ def start(kind: str, spark: SparkSession, bootstrap_servers: str, names: Names, 
         return flow.write(_behind(rows, choices.operator), topic=names.output(kind), **choices.write()).start()
     if kind == JOINER:
         # On half of the starts each task has only its own partition of the ledger's table.
-        own_part = choices.operator in OPERATORS[::2]
+        own_part = choices.operator in DEDUPLICATION[::2]
         joined = onceflow.JoinTable(names.table, value=onceflow.serdes.JSON, co_partitioned=own_part)
         rows = flow.process(source, Joiner(), table=names.seen, tables={"accounts": joined}, state_dir=names.state)
         return flow.write(rows, topic=names.output(kind), **choices.write()).start()
