@@ -15,7 +15,7 @@ import pytest
 
 from onceflow import serdes
 from onceflow.errors import OptionError, ProgressConflictError, ProtocolError
-from onceflow.planning import process
+from onceflow.planning import process, table_plan
 from onceflow.planning.process import StepOptions
 from onceflow.protocol import progress as records
 from onceflow.protocol.partitioners import key_partitions
@@ -67,14 +67,14 @@ class Flow:
 
     def __init__(self, state_dir: Path, store: type[Store] = LmdbStore) -> None:
         options = made_options()
-        _, self.progress = process.plan_local_table(options, Count(), PARTITIONS, Progress("flow", 0, {}, {}, 0))
+        _, self.progress = table_plan.plan_local_table(options, Count(), PARTITIONS, Progress("flow", 0, {}, {}, 0))
         self.store = store
         self.epoch = 0
         self.restart(state_dir)
 
     def restart(self, state_dir: Path) -> None:
         self.progress = records.decode(*records.encode(self.progress))
-        topics, same = process.plan_local_table(made_options(), Count(), 99, self.progress)
+        topics, same = table_plan.plan_local_table(made_options(), Count(), 99, self.progress)
         assert same is self.progress
         self.spec = ProcessSpec("flow", "flow", Count(), topics, self.store, state_dir)
         self.table = TableState(self.spec, self.progress, source_partitions=[], lateness_ms=None, idle_s=30)
@@ -355,16 +355,16 @@ def test_the_progress_record_keeps_the_table() -> None:
 def test_a_table_keeps_its_kind_and_its_partitions() -> None:
     options = made_options()
     empty = Progress("flow", 0, {}, {}, 0)
-    _, local = process.plan_local_table(options, Count(), PARTITIONS, empty)
+    _, local = table_plan.plan_local_table(options, Count(), PARTITIONS, empty)
     topics = TableTopics("t", "t-internal", "a", "b", PARTITIONS, 0, 0)
     ends = {name: dict.fromkeys(range(PARTITIONS), 0) for name in topics.ids}
     with pytest.raises(ProgressConflictError, match=r"(?s)has no changelog.*changelog=False.*begins empty"):
-        process.check_kind(made_options(changelog=True), local)
-    in_kafka = process.plan_table(made_options(changelog=True), Count(), topics, ends, empty)
+        table_plan.check_kind(made_options(changelog=True), local)
+    in_kafka = table_plan.plan_table(made_options(changelog=True), Count(), topics, ends, empty)
     with pytest.raises(ProgressConflictError, match=r"(?s)has a changelog.*changelog=True.*begins empty"):
-        process.check_kind(options, in_kafka)
+        table_plan.check_kind(options, in_kafka)
     with pytest.raises(ProgressConflictError, match="has 2 partitions, but partitions=3"):
-        process.plan_local_table(made_options(partitions=3), Count(), 3, local)
+        table_plan.plan_local_table(made_options(partitions=3), Count(), 3, local)
 
 
 @pytest.mark.parametrize(

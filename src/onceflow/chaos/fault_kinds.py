@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from onceflow.chaos.flows import LEDGER, DEDUPLICATION
+from onceflow.chaos.flows import DEDUPLICATION, LEDGER
 from onceflow.chaos.spark_cluster import SparkCluster
 from onceflow.chaos.test_bed import Setup, TestBed
 from onceflow.hooks import STEPS

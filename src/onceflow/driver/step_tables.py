@@ -9,7 +9,7 @@ from onceflow.client.cluster import Cluster
 from onceflow.client.deadline import Deadline
 from onceflow.client.topics import find_topics
 from onceflow.errors import UnknownTopicError
-from onceflow.planning import process
+from onceflow.planning import process, table_plan
 from onceflow.planning.joins import check_co_partitioned
 from onceflow.planning.process import StepOptions
 from onceflow.protocol.progress import Progress
@@ -37,7 +37,7 @@ def ensure_table(
         sources: partition count of every source topic.
 
     Returns:
-        The topics, and what `process.plan_table` returns.
+        The topics, and what `table_plan.plan_table` returns.
 
     Raises:
         ProgressConflictError: the topics or their state are not what progress says.
@@ -45,15 +45,15 @@ def ensure_table(
         UnknownTopicError: there is no topic for dead letters or late records.
         OptionError: a table of ``joins`` has another number of partitions, although it is co-partitioned.
     """
-    process.check_kind(options, progress)
+    table_plan.check_kind(options, progress)
     known = progress.tables.get(options.table)
     if known is not None:
-        process.check_migration(processor, known.version, table=options.table, flow=flow)
+        table_plan.check_migration(processor, known.version, table=options.table, flow=flow)
     if side_topics := process.side_topics_of(options):
         find_topics(cluster, side_topics, deadline)
     partitions = options.partitions or max(sources.values())
     if not options.changelog:
-        topics, planned = process.plan_local_table(options, processor, partitions, progress)
+        topics, planned = table_plan.plan_local_table(options, processor, partitions, progress)
         check_co_partitioned(joins, options.table, topics.partitions, flow)
         return topics, planned
     if any(spec.co_partitioned for spec in joins):
@@ -63,4 +63,4 @@ def ensure_table(
     topics = ensure_topics(cluster, options.table, partitions, deadline)
     ends = committed_ends(cluster, topics, deadline)
     check_readable(cluster, ends, deadline)
-    return topics, process.plan_table(options, processor, topics, ends, progress)
+    return topics, table_plan.plan_table(options, processor, topics, ends, progress)

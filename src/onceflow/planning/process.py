@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from uuid import uuid4
 
 from onceflow.durations import duration_ms
-from onceflow.errors import OptionError, ProgressConflictError
+from onceflow.errors import OptionError
 from onceflow.protocol.names import INTERNAL_SUFFIX, OwnTopics
-from onceflow.protocol.progress import LocalTable, Progress, TableProgress
 from onceflow.state.api.deduplication import Deduplication
 from onceflow.state.api.processor import ColumnProcessor, Processor
 from onceflow.state.dead_letter_limit import check_limit
@@ -21,8 +19,8 @@ from onceflow.state.local.format import default_state_dir
 from onceflow.state.spec import ProcessSpec
 from onceflow.state.stores.base import Store
 from onceflow.state.stores.choice import check_store, store_class
-from onceflow.state.topics import TableTopics, check_known, without_topics
-from onceflow.state.windows.processor import WindowProcessor, check_windows
+from onceflow.state.topics import TableTopics
+from onceflow.state.windows.processor import check_windows
 
 ON_ERROR = ("fail", "dead-letter")
 MOVES = (
@@ -211,147 +209,6 @@ def check_side_topics(topics: Iterable[str | None], own: OwnTopics, flow: str) -
                 flow=flow,
                 next_step="give them a topic of their own",
             )
-
-
-def plan_table(
-    options: StepOptions,
-    processor: Processor | ColumnProcessor,
-    topics: TableTopics,
-    ends: Mapping[str, Mapping[int, int]],
-    progress: Progress,
-) -> Progress:
-    """Check that the flow may use the table's topics as they are, and add them to its progress.
-
-    Args:
-        processor: its state has a version, and maybe declared fields.
-        ends: last stable offsets of the topics, per partition.
-        progress: the flow's, as committed.
-
-    Returns:
-        Progress that knows the table. It is the same object if it knew the table already. Otherwise it must be
-        committed before anything is written to the topics.
-
-    Raises:
-        ProgressConflictError: the flow may not use them.
-    """
-    table = options.table
-    if table in progress.changelogs:
-        check_known(topics, progress.changelogs, progress.topic_ids)
-        _check_state(table, progress.tables.get(table, TableProgress()), processor)
-        return progress
-    if options.partitions is not None and topics.partitions != options.partitions:
-        raise ProgressConflictError(
-            f"Table topic {table} has {topics.partitions} partitions, but partitions={options.partitions} was given",
-            topic=table,
-            next_step="leave partitions= out, or give the table another name",
-        )
-    if any(end for by_partition in ends.values() for end in by_partition.values()) and not options.adopt_existing:
-        raise ProgressConflictError(
-            f"Table topic {table} holds records already, but the flow's progress does not know the table",
-            topic=table,
-            detail="they may be the state of another flow, or of this one before it was reset",
-            next_step="delete the topics "
-            f"{topics.table} and {topics.internal} to start empty, or give adopt_existing=True to take the rows over",
-        )
-    return replace(
-        progress,
-        changelogs={**progress.changelogs, **ends},
-        topic_ids={**progress.topic_ids, **topics.ids},
-        tables={**progress.tables, table: TableProgress(processor.version, fields=declared_fields(processor))},
-    )
-
-
-def plan_local_table(
-    options: StepOptions, processor: Processor | ColumnProcessor, partitions: int, progress: Progress
-) -> tuple[TableTopics, Progress]:
-    """As `plan_table`, for a table without a changelog.
-
-    Args:
-        partitions: how many a new table gets; a known one keeps its own.
-
-    Returns:
-        What takes the place of its topics, and progress that knows the table.
-    """
-    table = options.table
-    known = progress.tables.get(table)
-    if known is not None and known.local is not None:
-        if options.partitions not in (None, known.local.partitions):
-            raise ProgressConflictError(
-                f"Table {table} has {known.local.partitions} partitions, but partitions={options.partitions} was given",
-                topic=table,
-                next_step="leave partitions= out, or give the table another name: then its state begins empty",
-            )
-        _check_state(table, known, processor)
-        return without_topics(table, known.local), progress
-    local = LocalTable(uuid4().hex, partitions)
-    added = TableProgress(processor.version, fields=declared_fields(processor), local=local)
-    return without_topics(table, local), replace(progress, tables={**progress.tables, table: added})
-
-
-def check_kind(options: StepOptions, progress: Progress) -> None:
-    """Refuse to switch the changelog of a table on or off. Call this before topics are created.
-
-    Raises:
-        ProgressConflictError: the state is in topics or in local stores, and the step wants it in the other place.
-    """
-    table = options.table
-    local = progress.tables.get(table, TableProgress()).local is not None
-    if not options.changelog and table in progress.changelogs:
-        what, given = "has a changelog", "changelog=True"
-    elif options.changelog and local:
-        what, given = "has no changelog: its rows are only in local stores", "changelog=False"
-    else:
-        return
-    raise ProgressConflictError(
-        f"Table {table} {what}, and its state cannot move",
-        topic=table,
-        next_step=f"give {given} as before, or give the table another name: then its state begins empty. "
-        "`onceflow reset FLOW` makes the flow forget all of its progress",
-    )
-
-
-def check_migration(processor: Processor | ColumnProcessor, known: int, *, table: str, flow: str) -> None:
-    """Refuse a processor that cannot read the state that an older version of it has written.
-
-    Args:
-        known: the version that has written the state.
-
-    Raises:
-        ProgressConflictError: it has no ``migrate``.
-    """
-    if processor.version > known and not callable(getattr(processor, "migrate", None)):
-        raise ProgressConflictError(
-            f"The state of table {table} has version {known}; the processor has version {processor.version} and no "
-            "migrate()",
-            flow=flow,
-            topic=table,
-            next_step="add `def migrate(self, payload, from_version)` to the processor, or keep its version",
-        )
-
-
-def _check_state(table: str, known: TableProgress, processor: Processor | ColumnProcessor) -> None:
-    if processor.version < known.version:
-        raise ProgressConflictError(
-            f"The state of table {table} was written by version {known.version} of the processor, but this is version "
-            f"{processor.version}",
-            topic=table,
-            next_step="run the newer processor; state is not migrated backwards",
-        )
-    fields = declared_fields(processor)
-    if isinstance(processor, WindowProcessor) and known.fields and not known.fields.endswith(repr(processor.window)):
-        raise ProgressConflictError(
-            f"The state of table {table} is {known.fields}, but the processor declares {fields}",
-            topic=table,
-            next_step="give the table another name, or declare the windows as they were: what was added to other "
-            "windows cannot be divided",
-        )
-    if processor.version == known.version and None not in (fields, known.fields) and fields != known.fields:
-        raise ProgressConflictError(
-            f"The state of table {table} has the fields {known.fields}, but the processor declares {fields}",
-            topic=table,
-            next_step="raise the processor's `version` and define migrate(self, payload, from_version), or declare the "
-            "fields as they were",
-        )
 
 
 def make_spec(
