@@ -409,6 +409,14 @@ def external_flow() -> Any:
     return module
 
 
+@pytest.fixture(scope="session")
+def claim_check_flow() -> Any:
+    """The module ``tests/faults/claim_check_flow.py``."""
+    module = fault_module("claim_check_flow")
+    module.use()
+    return module
+
+
 @pytest.fixture
 def driver_process() -> Iterator[Callable[..., subprocess.Popen[str]]]:
     """``run_driver``; what is left of a driver is ended before the next one starts, and with the test."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import builtins
 import functools
+import hashlib
 import inspect
 import json
 import os
@@ -25,10 +26,12 @@ import pytest
 from click.testing import CliRunner
 
 import onceflow
+from onceflow import Record
 from onceflow.cli.main import cli
 from onceflow.session import submit_settings
 from onceflow.testing import independent
 from onceflow.testing.processor_driver import ProcessorDriver
+from onceflow.testing.s3 import S3Server
 
 pytestmark = pytest.mark.integration
 
@@ -38,6 +41,7 @@ OPERATIONS = ROOT / "docs" / "operations.md"
 REFERENCE = ROOT / "docs" / "reference.md"
 STATE = ROOT / "docs" / "state.md"
 DEDUPLICATION = ROOT / "docs" / "deduplication.md"
+CLAIM_CHECK = ROOT / "docs" / "claim-check.md"
 TABLES = ROOT / "docs" / "tables.md"
 WINDOWS = ROOT / "docs" / "windows.md"
 SPARK_STATE = ROOT / "docs" / "spark-state.md"
@@ -400,6 +404,28 @@ def test_the_processors_of_the_state_page(monkeypatch: pytest.MonkeyPatch) -> No
     assert driver.state(b"ada") == {"balance": 7, "count": 0}
 
 
+def test_the_examples_of_the_claim_check_page(s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in s3.environment.items():
+        monkeypatch.setenv(name, value)
+    s3.filesystem().mkdir("pictures")
+    monkeypatch.chdir(tmp_path)
+    large = bytes(2_000_000)
+
+    thumbnail = execute(only(blocks(CLAIM_CHECK, "python", "class Thumbnail")))
+    raw = thumbnail["claims"].encode(large)
+    driver = ProcessorDriver(thumbnail["Thumbnail"]())
+    assert driver.send(b"ada", raw) == [Record(b"ada", large[:1_000_000])]
+    assert driver.state(b"ada") == {"sizes": [2_000_000]}
+
+    fingerprint = execute(only(blocks(CLAIM_CHECK, "python", "class Fingerprint")))
+    expected = hashlib.blake2b(large).hexdigest().encode()
+    assert ProcessorDriver(fingerprint["Fingerprint"]()).send(b"ada", raw) == [Record(b"ada", expected)]
+
+    names = execute(only(blocks(CLAIM_CHECK, "python", "put_file")))
+    assert names["first"] == b"y" * 1000
+    assert (tmp_path / "copy.bin").read_bytes() == b"y" * 5_000_000
+
+
 def test_the_processors_of_the_windows_page() -> None:
     assert [run_tests(code) for code in blocks(WINDOWS, "python")] == [1, 1]
 
@@ -604,6 +630,7 @@ def test_the_image_that_a_service_is_built_on_is_ours() -> None:
         "Flow.write_postgres",
         "Flow.write_chain",
         "SqliteSink",
+        "ClaimCheck",
         "ParquetSink",
         "ParquetTable",
     ],

@@ -21,6 +21,7 @@ from onceflow.claim_check import reference as reference_module
 from onceflow.claim_check.columns import ColumnTask
 from onceflow.claim_check.reference import PREFIX, Reference, names_in
 from onceflow.errors import OptionError, ProcessorError, StorageUnavailableError
+from onceflow.planning.local_state import check_local
 from onceflow.sizes import size_bytes, size_text
 from onceflow.testing.processor_driver import ProcessorDriver
 
@@ -269,6 +270,17 @@ def test_state_that_cannot_be_read_is_not_the_fault_of_a_record(claim: ClaimChec
     with pytest.raises(StorageUnavailableError, match="no store"):
         driver.send(b"ada", b"")
     assert driver.dead_letters == []
+
+
+def test_state_without_a_topic_is_refused(claim: ClaimCheck) -> None:
+    """The collector would not see its references."""
+
+    class Keep(onceflow.Processor):
+        state = claim
+
+    with pytest.raises(OptionError, match="changelog=False"):
+        check_local(False, "lmdb", Keep(), "flow")
+    check_local(False, "lmdb", onceflow.Processor(), "flow")
 
 
 def test_bytes_of_an_output_are_stored_whatever_its_serde(claim: ClaimCheck, tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ class ClaimCheck:
         store: where large values are kept: a local folder (a path or ``file:///...``; all hosts must see it),
             ``s3://bucket/prefix``, or another object store of fsspec. One cluster has a store of its own.
         above: values of more bytes than this are stored: ``"1 MB"``, or a number of bytes.
-        inner: the serde of the values themselves.
+        inner: the serde of the values themselves; None: they are bytes.
         storage_options: options of fsspec for the store, for example ``{"key": ..., "secret": ...}`` for S3. Without
             them, credentials are those of the environment. They travel to tasks, but appear in no reference, error or
             log.
@@ -55,13 +55,14 @@ class ClaimCheck:
         store: str | os.PathLike[str],
         above: str | int = "1 MB",
         *,
-        inner: Any = BYTES,
+        inner: Any = None,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         try:
             self._above = size_bytes(above)
         except ValueError as error:
             raise OptionError(f"above={above!r}: {error}", next_step='for example above="1 MB"') from None
+        inner = BYTES if inner is None else inner
         if not is_serde(inner):
             raise OptionError(f"inner={inner!r} is not a serde", next_step="give serdes.STRING, serdes.JSON, ...")
         self._store = ObjectStore(store, storage_options)

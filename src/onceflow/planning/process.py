@@ -8,6 +8,7 @@ from pathlib import Path
 
 from onceflow.durations import duration_ms
 from onceflow.errors import OptionError
+from onceflow.planning.local_state import check_local
 from onceflow.protocol.names import INTERNAL_SUFFIX, OwnTopics
 from onceflow.state.api.deduplication import Deduplication
 from onceflow.state.api.processor import ColumnProcessor, Processor
@@ -108,28 +109,9 @@ def check_options(
     _check_durations(options, processor, flow)
     check_store(options.store, flow)
     if options.changelog is not True:
-        _check_local(options, flow)
+        of_topics = {name: getattr(options, name) for name in ("adopt_existing", "snapshot_per_partition")}
+        check_local(options.changelog, options.store, processor, flow, **of_topics)
     return processor
-
-
-def _check_local(options: StepOptions, flow: str) -> None:
-    """Check what does not go together with changelog=False."""
-    if options.changelog is not False:
-        raise OptionError(f"changelog={options.changelog!r} is no bool", flow=flow, next_step="give True or False")
-    if not store_class(options.store).on_disk:
-        raise OptionError(
-            f"changelog=False needs a store on disk, store={options.store!r} is in the memory of one process",
-            flow=flow,
-            detail="driver and Python workers process partitions in turn, and each process would have other state",
-            next_step='leave store= out, or give "lmdb" or "rocksdb"',
-        )
-    for name in ("adopt_existing", "snapshot_per_partition"):
-        if getattr(options, name):
-            raise OptionError(
-                f"{name}=True cannot be combined with changelog=False: there is no table topic",
-                flow=flow,
-                next_step="leave one of them out",
-            )
 
 
 def _check_table(table: str, flow: str, sources: Iterable[str], tables: Iterable[str]) -> None:
