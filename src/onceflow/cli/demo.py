@@ -127,6 +127,19 @@ def retry(**given: Any) -> int:
 
 
 @demo.command()
+@_options(records=2_000, kills=2, of="Requests")
+@click.option("--without-keys", is_flag=True, help="The service knows no idempotency keys: pay at most once.")
+def outbox(**given: Any) -> int:
+    """Call a payment service once for each request, with an idempotency key.
+
+    The service is slow, fails and loses answers; the flow is killed, once in the middle of a call. Every payment must
+    be charged exactly once, and the receipts on the topic must be those of the service. With --without-keys no payment
+    may be charged twice, and each one whose outcome is not known must be listed.
+    """
+    return _run("outbox", "OutboxChoices", **given)
+
+
+@demo.command()
 @_options(records=300, kills=2, of="Links")
 @click.option("--big", is_flag=True, help="Add a file of 1 GB.")
 def files(**given: Any) -> int:
