@@ -10,7 +10,6 @@ import gzip
 import http.client
 import io
 import os
-import random
 import re
 import socket
 import ssl
@@ -19,18 +18,19 @@ import tempfile
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
-from itertools import count, islice
 from pathlib import Path
-from typing import IO, Any, NamedTuple, TypeVar
+from typing import IO, Any, Generic, NamedTuple, TypeVar
 from urllib.parse import SplitResult, urljoin, urlsplit
+
+import onceflow
 
 CHUNK = 64 * 1024
 MAX_REDIRECTS = 5
 PORTS = {"http": 80, "https": 443}
+_GRACE_S = 5.0
 T = TypeVar("T")
 
 
@@ -183,48 +183,45 @@ class Downloads:
 
         Items are taken one by one, when there is room for them: their number does not matter.
         """
-        source = iter(items)
-        under_work: dict[Future[Download | Failure], T] = {}
-        leave = threading.Event()
-        with ThreadPoolExecutor(self.limits.parallel) as pool:
-            try:
-                while True:
-                    for item in islice(source, self.limits.parallel - len(under_work)):
-                        under_work[pool.submit(self.get, link_of(item), leave)] = item
-                    if not under_work:
-                        return
-                    for done in wait(under_work, return_when=FIRST_COMPLETED).done:
-                        with closing(done.result()) as result:
-                            yield under_work.pop(done), result
-            finally:  # also when the caller takes no more
-                leave.set()
-                for future in under_work:
-                    future.add_done_callback(_close)
-                    future.cancel()
+        with closing(self._results(items, link_of)) as results:
+            for item, result in results:
+                with closing(result):
+                    yield item, result
 
-    def get(self, link: str, leave: threading.Event | None = None) -> Download | Failure:
-        """One file. Every attempt begins at the beginning: two halves may be of two different files.
+    def get(self, link: str) -> Download | Failure:
+        """One file. Every attempt begins at the beginning: two halves may be of two different files."""
+        with closing(self._results([link], str)) as results:
+            return next(results)[1]
 
-        Args:
-            leave: makes it end early.
-        """
-        leave = leave or threading.Event()
-        end = time.monotonic() + self.limits.deadline_s
-        for attempt in count(1):
-            problem: Exception
-            try:
-                return self._attempt(link, end, leave)
-            except DownloadError as error:
-                problem = error
-            except (OSError, http.client.HTTPException, EOFError, zlib.error) as error:
-                problem = error
-            if time.monotonic() >= end:
-                problem = TooSlowError(f"not complete after {self.limits.deadline_s:g} s")
-            pause = self.limits.backoff_s * 2 ** (attempt - 1) * random.uniform(0.5, 1)
-            final = not getattr(problem, "again", True) or attempt >= self.limits.attempts
-            if final or time.monotonic() + pause >= end or leave.wait(pause):
-                return Failure(problem, attempt)
-        raise AssertionError("count() has no end")
+    def _results(
+        self, items: Iterable[T], link_of: Callable[[T], str]
+    ) -> Generator[tuple[T, Download | Failure], None, None]:
+        limits, leave = self.limits, threading.Event()
+        calls = onceflow.concurrently(
+            lambda wanted: self._in_time(wanted.link, wanted.end, leave),
+            limit=limits.parallel,
+            timeout=limits.deadline_s + _GRACE_S,  # an attempt notices by itself that the time is over
+            retries=limits.attempts - 1,
+            backoff=limits.backoff_s,
+            transient=_may_help,
+        )
+        wanted = (_Wanted(item, link_of(item), time.monotonic() + limits.deadline_s) for item in items)
+        try:
+            for one, (file, error, attempts) in calls.each(wanted, discard=Download.close):
+                if error is not None and not isinstance(error, _OF_LINKS):
+                    raise error  # it is not the link's fault
+                yield one.item, file if error is None else Failure(error, attempts)
+        finally:  # also when the caller takes no more
+            leave.set()
+
+    def _in_time(self, link: str, end: float, leave: threading.Event) -> Download:
+        """An attempt. When the time is over, that is what has gone wrong, and there is no other one."""
+        try:
+            return self._attempt(link, end, leave)
+        except _OF_LINKS as error:
+            if time.monotonic() < end:
+                raise
+            raise TooSlowError(f"not complete after {self.limits.deadline_s:g} s") from error
 
     def _attempt(self, link: str, end: float, leave: threading.Event) -> Download:
         found = self.places.check(link)
@@ -378,6 +375,18 @@ def _cut(sock: socket.socket) -> None:
         pass  # closed meanwhile
 
 
-def _close(future: Future[Download | Failure]) -> None:
-    if not future.cancelled() and future.exception() is None:
-        future.result().close()
+@dataclass(frozen=True)
+class _Wanted(Generic[T]):
+    """A link, and when the time for it is over."""
+
+    item: T
+    link: str
+    end: float
+
+
+_OF_LINKS = (DownloadError, OSError, http.client.HTTPException, EOFError, zlib.error, onceflow.CallTimeoutError)
+
+
+def _may_help(error: Exception) -> bool:
+    """Whether another attempt may help."""
+    return isinstance(error, _OF_LINKS) and getattr(error, "again", True)

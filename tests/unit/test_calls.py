@@ -239,6 +239,28 @@ def test_leaving_does_not_wait_for_calls_under_way() -> None:
     leave.set()
 
 
+def test_what_nobody_takes_is_discarded() -> None:
+    """Results that wait, and those of calls that end later."""
+    leave, discarded = threading.Event(), []
+    all_begun = threading.Barrier(4)
+
+    def ask(item: int) -> int:
+        all_begun.wait(10)
+        if item == 3:
+            leave.wait(10)
+        return item
+
+    results = quick(ask, limit=4).each([1, 2, 3, 4], discard=discarded.append)
+    taken, _ = next(results)
+    results.close()
+    leave.set()
+    end = time.monotonic() + 5
+    while len(discarded) < 3:
+        assert time.monotonic() < end, discarded
+        time.sleep(0.01)
+    assert sorted([taken, *discarded]) == [1, 2, 3, 4]
+
+
 @pytest.mark.parametrize("problem", [SystemExit(3), KeyboardInterrupt(), StopIteration()])
 @BOTH
 def test_what_would_end_a_thread_is_the_error_of_a_call(kind: str, problem: BaseException) -> None:

@@ -123,18 +123,22 @@ class Calls:
             runner.settle()
         return [call.outcome for call in calls if call.outcome is not None]
 
-    def each(self, items: Iterable[T]) -> Iterator[tuple[T, Outcome]]:
+    def each(self, items: Iterable[T], *, discard: Callable[[Any], None] | None = None) -> Iterator[tuple[T, Outcome]]:
         """Call the function with each item; every item with its outcome, in the order in which they are done.
 
         Items are taken when there is room for them: at most ``limit`` are under way or wait to be taken. So results may
         be large, such as open files. If the caller takes no more, calls under way are given up.
+
+        Args:
+            discard: called with the value of each call that nobody takes, for example to close a file. It may run in
+                any thread, and after the end of this call.
         """
         source = iter(items)
         item_of: dict[Call, T] = {}
         with closing(CallRunner()) as runner:
             while True:
                 for item in islice(source, self.target.options.limit - len(item_of)):
-                    item_of[runner.start(Call(self.target, (item,)))] = item
+                    item_of[runner.start(Call(self.target, (item,), discard=discard))] = item
                 if not item_of:
                     return
                 done = runner.take()

@@ -102,6 +102,10 @@ class CallRunner:
         except RuntimeError:  # the loop has ended by itself
             pass
         thread.join(_CLOSE_S)
+        while not self._results.empty():
+            call = self._results.get()
+            if call.outcome is not None:
+                call.dropped(call.outcome.value)
 
     def _used_s(self) -> float:
         return 0.0 if self._began_at is None else time.monotonic() - self._began_at
@@ -205,11 +209,15 @@ class CallRunner:
             work = await self._in_thread(call, args, lane, timeout_s)
         try:
             await asyncio.wait({work}, timeout=timeout_s)
-            if work.done():
-                return work.result()
-        finally:
+        except asyncio.CancelledError:
             if not work.done():
                 work.cancel()
+            elif not work.cancelled() and work.exception() is None:
+                call.dropped(work.result())
+            raise
+        if work.done():
+            return work.result()
+        work.cancel()
         if lane.is_async:
             await asyncio.wait({work}, timeout=_CANCEL_S)
         raise _timed_out(call.target, timeout_s, "did not return")
@@ -227,7 +235,9 @@ class CallRunner:
 
         def finish(value: Any, error: BaseException | None) -> None:
             lane.places.release()
-            if not future.done():
+            if future.done():  # given up
+                call.dropped(value)
+            else:
                 future.set_result(value) if error is None else future.set_exception(error)
 
         def job() -> None:
@@ -239,7 +249,7 @@ class CallRunner:
             try:
                 loop.call_soon_threadsafe(finish, value, error)
             except RuntimeError:  # the loop has ended: nobody waits any more
-                pass
+                call.dropped(value)
 
         self._threads.submit(job)
         return future

@@ -76,6 +76,7 @@ class Call:
     Args:
         done: called in the thread that waits for the calls.
         ahead: whether it was made before the turn of its record, see ``Journal``.
+        discard: called with a value that nobody takes any more, in any thread.
     """
 
     target: Target
@@ -83,4 +84,10 @@ class Call:
     kwargs: dict[str, Any] = field(default_factory=dict)
     done: Callable[[Call], None] | None = None
     ahead: bool = False
+    discard: Callable[[Any], None] | None = None
     outcome: Outcome | None = None
+
+    def dropped(self, value: Any) -> None:
+        """Nobody takes this value."""
+        if self.discard is not None and value is not None:
+            self.discard(value)
