@@ -97,6 +97,24 @@ class Quiet(onceflow.Processor):
         state.put({**known, "rung": known["rung"] + 1})
 
 
+class Hops(onceflow.windows.WindowProcessor):
+    """The numbers of overlapping windows, added up."""
+
+    value = onceflow.serdes.JSON
+    window: Any = onceflow.windows.Hopping("5 seconds", every="2 seconds")
+    allowed_lateness = "1 second"
+    aggregates = {"count": onceflow.windows.Count(), "sum": onceflow.windows.Sum("n")}  # noqa: RUF012
+
+    def event_time(self, record: onceflow.Record) -> int:
+        return int(record.value["at"])
+
+
+class Visits(Hops):
+    """The same of sessions."""
+
+    window = onceflow.windows.Session("1500 milliseconds")
+
+
 class Bells(onceflow.Processor):
     """Every record sets a timer for the same moment."""
 

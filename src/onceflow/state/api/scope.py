@@ -51,6 +51,8 @@ class Scope:
         self.header = rows.pack(b"", None if ttl_ms is None else _later(now_ms, ttl_ms), self.version)
         self._migrate = _migration(processor)
         self.tables: Mapping[str, JoinedTable] = {}
+        self.timers_left = False
+        """Whether a timer of this batch has left a part of its work to one that is due at once."""
         self.fatal: OnceflowError | None = None
         """An error that no record has caused: the batch fails, even if user code has caught the error."""
 

@@ -64,7 +64,7 @@ class BaseEngine:
         tables: tables that the flow joins with, by name.
 
     Attributes:
-        timers_left: whether more timers were due than one batch may fire.
+        timers_left: whether more timers were due than one batch may fire, or one of them has not done all of its work.
         max_event_ms: the latest event time by topic and partition of the source (None and the table's partition if
             those are not known); only if the processor has ``allowed_lateness``.
         counts: what happened so far.

@@ -80,6 +80,7 @@ class Engine(BaseEngine):
             if self._scope.fatal is not None:
                 raise self._located(self._scope.fatal)
             self.counts["timers_fired"] += 1
+        self.timers_left = self.timers_left or self._scope.timers_left
         self._overlay.savepoint()
 
     def _decide_what_is_late(self) -> None:

@@ -74,7 +74,8 @@ class Panes:
         for pane in panes[:count]:
             self._map.delete(pane)
         if count < len(panes):
-            self._state.timers.register(TIMER, self._kind.next_end(panes[count:], done_ms))
+            timers, next_end = self._state.timers, self._kind.next_end(panes[count:], done_ms)
+            (timers.register if done_ms == until_ms else timers.register_rest)(TIMER, next_end)
 
     def _changed(self, touched: dict[int, Any]) -> Iterator[tuple[Window, Any]]:
         reach_ms = self._kind.reach_ms

@@ -77,8 +77,11 @@ class Sessions:
         session that was extended since is due too early: it only moves on.
         """
         for closed, (window, accumulator) in enumerate(self._map.items()):
-            if window.end_ms >= until_ms or closed == CLOSED_AT_ONCE:
+            if window.end_ms >= until_ms:
                 self._state.timers.register(TIMER, window.end_ms + 1)
+                return
+            if closed == CLOSED_AT_ONCE:
+                self._state.timers.register_rest(TIMER, window.end_ms + 1)
                 return
             self._map.delete(window)
             yield window, accumulator
