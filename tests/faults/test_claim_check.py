@@ -139,7 +139,8 @@ def test_driver_killed(
     killed_together(flows, {step: {"write": small[step], "records_per_batch": 50} for step in flows})
     for step, flow in flows.items():
         seen = len(flow.referred(flow.pipe.target))
-        assert seen == {"init": 0, "settle": 100}.get(step, 50) or (step, seen) == ("end", 100)
+        # Markers of the transaction that is decided at `end` may still be on their way.
+        assert seen in {"init": (0,), "end": (50, 100)}.get(step, (50,)), step
 
     def recover(step: str) -> int:
         flows[step].pipe.fill(20)

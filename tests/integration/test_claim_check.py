@@ -159,7 +159,6 @@ def run(query: Any) -> None:
         query.stop()
 
 
-@pytest.mark.short_form
 @pytest.mark.parametrize("small_batch_rows", [None, 0])
 def test_a_processor(
     onceflow_broker: str, onceflow_spark: Any, make_topic: Callable[..., str], s3: S3Server, tmp_path: Path,
@@ -194,7 +193,6 @@ def test_a_processor(
         assert table.get(b"k2") == large(5)
 
 
-@pytest.mark.short_form
 def test_columns_of_a_query(
     onceflow_broker: str, onceflow_spark: Any, make_topic: Callable[..., str], tmp_path: Path
 ) -> None:
@@ -312,5 +310,12 @@ def test_the_command(
         "orphans": 1, "orphan_bytes": 20_000, "deleted": True, "old_objects": 2, "references": {topic: 1},
     }  # fmt: skip
     assert objects_of(claim) == {Reference.parse(kept).name}
+    other = make_topic("more", 1)
+    forgotten = called("--yes", "--topic", other)
+    assert forgotten.exit_code == 0, "one topic more"
+    command = [name if name != topic else other for name in command]
+    assert "has also read" in str(called("--dry-run").exception)
+    command = [*command, "--without-topic", topic]
+    assert called("--dry-run").exit_code == 0
     elsewhere = called("--yes", "--store", f"s3://{s3.make_bucket()}")
     assert isinstance(elsewhere.exception, StorageUnavailableError)

@@ -61,6 +61,7 @@ class Collector:
     Args:
         store: of the claim check.
         topics: all topics with references to objects of the store. The companion topic of a table is added.
+        without: topics that an earlier run has read, and that have no references any more.
         older_than_ms: the age from which on an object may be deleted.
         now_ms: the time, in epoch milliseconds.
         show: called with a text, how much is done, and of how much.
@@ -68,6 +69,7 @@ class Collector:
 
     Raises:
         StorageUnavailableError: this is not a store, or it cannot be reached.
+        OptionError: a topic of an earlier run is not given.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class Collector:
         *,
         older_than_ms: int,
         now_ms: int,
+        without: Sequence[str] = (),
         show: Show = lambda text, done, total: None,
         check: Callable[[], None] = lambda: None,
     ) -> None:
@@ -85,7 +88,7 @@ class Collector:
         self._until_ms = now_ms - older_than_ms
         self._show, self._check = show, check
         self.found = Collection()
-        store.check()
+        self._check_topics(store.check(), without)
         self._folder = tempfile.TemporaryDirectory(prefix="onceflow-claim-check-")
         self._names = sqlite3.connect(Path(self._folder.name) / "names.db", isolation_level=None)
         self._names.execute("PRAGMA synchronous = OFF")
@@ -121,6 +124,7 @@ class Collector:
 
     def delete(self) -> None:
         """Delete what `find` has found."""
+        self._store.remember(self._topics)
         done = 0
         rows = self._names.execute("SELECT name FROM objects ORDER BY name")
         while part := [name for (name,) in rows.fetchmany(_DELETED_AT_ONCE)]:
@@ -131,10 +135,20 @@ class Collector:
 
     # ---- inside --------------------------------------------------------------------------------------
 
-    def _partitions(self, cluster: Cluster) -> dict[str, list[int]]:
-        deadline = Deadline(_CALL_S, "looking for the topics of a claim check")
+    def _check_topics(self, earlier: Sequence[str], without: Sequence[str]) -> None:
+        """A topic that is forgotten would lose its values."""
         if not self._topics:
             raise OptionError("No topic is given", next_step="name every topic that has references to this store")
+        forgotten = [topic for topic in earlier if topic not in self._topics and topic not in without]
+        if forgotten:
+            raise OptionError(
+                f"An earlier collection of {self._store.url} has also read {', '.join(forgotten)}",
+                next_step=f"give --topic {forgotten[0]}, or --without-topic {forgotten[0]} if it has no references to "
+                "this store any more",
+            )
+
+    def _partitions(self, cluster: Cluster) -> dict[str, list[int]]:
+        deadline = Deadline(_CALL_S, "looking for the topics of a claim check")
         found = find_topics(cluster, dict.fromkeys(self._topics, ""), deadline)
         for name in self._topics:
             if name + INTERNAL_SUFFIX not in found:

@@ -56,15 +56,17 @@ class ColumnTask:
         at = batch.schema.get_field_index(self.column)
         values: list[bytes | None] = []
         start = size = 0
-        for row, value in enumerate(batch.column(at).cast(pa.binary())):
+        given = batch.column(at)
+        kind = pa.large_binary() if given.type in (pa.large_binary(), pa.large_string()) else pa.binary()
+        for row, value in enumerate(given.cast(kind)):
             new = self._new(batch, row, value.as_py())
             values.append(new)
             size += len(new or b"")
             if size >= _BATCH_BYTES:
-                yield _replaced(batch.slice(start, len(values)), at, values)
+                yield _replaced(batch.slice(start, len(values)), at, pa.array(values, kind))
                 start, size, values = row + 1, 0, []
         if values:
-            yield _replaced(batch.slice(start), at, values)
+            yield _replaced(batch.slice(start), at, pa.array(values, kind))
 
     def _new(self, batch: pa.RecordBatch, row: int, value: bytes | None) -> bytes | None:
         if value is None:
@@ -79,6 +81,6 @@ class ColumnTask:
             raise
 
 
-def _replaced(batch: pa.RecordBatch, at: int, values: list[bytes | None]) -> pa.RecordBatch:
-    columns = [pa.array(values, pa.binary()) if i == at else batch.column(i) for i in range(batch.num_columns)]
+def _replaced(batch: pa.RecordBatch, at: int, values: pa.Array) -> pa.RecordBatch:
+    columns = [values if i == at else batch.column(i) for i in range(batch.num_columns)]
     return pa.RecordBatch.from_arrays(columns, names=batch.schema.names)

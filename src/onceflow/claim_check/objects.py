@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import hashlib
+import json
 import os
 import re
 import uuid
@@ -147,14 +148,17 @@ class ObjectStore:
     def _mark(self) -> None:
         if self._marked:
             return
-        path = self._path(MARKER)
-        if not self._files.exists(path):
-            if self.local:
-                Path(self._path("")).mkdir(parents=True, exist_ok=True)
-                self._write(MARKER, [b'{"format":1}'])
-            else:
-                self._files.pipe_file(path, b'{"format":1}')
+        if not self._files.exists(self._path(MARKER)):
+            self._write_marker({"format": 1})
         self._marked = True
+
+    def _write_marker(self, document: Mapping[str, Any]) -> None:
+        content = json.dumps(document).encode()
+        if self.local:
+            Path(self._path("")).mkdir(parents=True, exist_ok=True)
+            self._write(MARKER, [content])
+        else:
+            self._files.pipe_file(self._path(MARKER), content)
 
     # ---- reading -------------------------------------------------------------------------------------
 
@@ -187,22 +191,31 @@ class ObjectStore:
         except Exception as error:
             raise self.failed("read", reference.name, error) from error
 
-    def check(self) -> None:
+    def check(self) -> list[str]:
         """Check that this is a store, and that it can be reached.
+
+        Returns:
+            The topics whose references have kept objects so far, see `remember`.
 
         Raises:
             StorageUnavailableError: it is not.
         """
         try:
-            there = self._files.exists(self._path(MARKER))
-        except Exception as error:
-            raise self.failed("read", MARKER, error) from error
-        if not there:
+            document = json.loads(self._files.cat_file(self._path(MARKER)))
+            return [str(topic) for topic in document.get("topics", ())]
+        except FileNotFoundError:
             raise StorageUnavailableError(
                 f"There is no store of a claim check at {self.url}: the object {MARKER} is not there",
                 next_step="check the name of the folder or bucket, and whether it is mounted. A store is made when the "
                 "first value is stored",
-            )
+            ) from None
+        except Exception as error:
+            raise self.failed("read", MARKER, error) from error
+
+    def remember(self, topics: Sequence[str]) -> None:
+        """Keep in the store which topics a collection has read, so that a later one does not forget any."""
+        with self._storing(MARKER):
+            self._write_marker({"format": 1, "topics": sorted(topics)})
 
     # ---- collecting ----------------------------------------------------------------------------------
 

@@ -35,6 +35,13 @@ def claim_check() -> None:
     help="A topic with references to this store; give ALL of them, also tables and topics of dead letters.",
 )
 @click.option(
+    "--without-topic",
+    "without",
+    multiple=True,
+    metavar="NAME",
+    help="A topic that an earlier run has read, and that has no references to this store any more.",
+)
+@click.option(
     "--older-than", default="7 days", show_default=True, help="Objects that are younger are left alone; at least 1 day."
 )
 @click.option(
@@ -53,6 +60,7 @@ def claim_check() -> None:
 def collect(
     store: str,
     topics: tuple[str, ...],
+    without: tuple[str, ...],
     older_than: str,
     storage_options: tuple[str, ...],
     dry_run: bool,
@@ -66,7 +74,8 @@ def collect(
     given topics are read from beginning to end. An object stays if one of their records refers to it, or if it is
     younger than --older-than. The companion topic of a table is read, too.
 
-    A reference in a topic that is not given does not count: what it refers to is deleted.
+    A reference in a topic that is not given does not count: what it refers to is deleted. The store remembers the
+    topics, so a later run does not forget one.
     """
     from onceflow.admin.claim_collector import Collector
     from onceflow.claim_check.objects import ObjectStore
@@ -80,6 +89,7 @@ def collect(
             topics,
             older_than_ms=_age_ms(older_than),
             now_ms=clock_ms(),
+            without=without,
             show=show,
             check=check,
         )
