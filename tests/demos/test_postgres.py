@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -49,9 +50,11 @@ class Run(Postgres):
 
 
 @pytest.fixture(scope="module")
-def database(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Database]:
-    folder = tmp_path_factory.mktemp("demo")
-    with Database(None, folder, "ledger-1", "deposits", batches=1, kills=0, rng=random.Random(1)) as found:
+def database() -> Iterator[Database]:
+    with (
+        tempfile.TemporaryDirectory(prefix="onceflow-") as folder,
+        Database(None, Path(folder), "ledger-1", "deposits", batches=1, kills=0, rng=random.Random(1)) as found,
+    ):
         yield found
 
 

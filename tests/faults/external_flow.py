@@ -1,5 +1,6 @@
-"""A flow that writes to an SQLite database or to Parquet files, for crash tests. ``drivers.py`` starts it in a
-process of its own.
+"""A flow that writes to a database (SQLite, or PostgreSQL by a DSN) or to Parquet files, for crash tests.
+
+``drivers.py`` starts it in a process of its own.
 """
 
 from __future__ import annotations
@@ -28,13 +29,15 @@ class LosesAnswers(onceflow.SqliteSink):
 
 
 def sink_of(target: str) -> onceflow.ExternalSink:
-    """A database file, or a folder of Parquet files."""
+    """A database file, a table by a DSN, or a folder of Parquet files."""
+    if target.startswith("postgresql:"):
+        return onceflow.PostgresSink(target, "ledger")
     return onceflow.SqliteSink(target, "ledger") if target.endswith(".db") else onceflow.ParquetSink(target)
 
 
 def start(given: dict[str, Any], spark: Any) -> Any:
     """Start the flow. The column ``attempt`` is another one whenever a batch is run again."""
-    flow = onceflow.Flow(given["flow"], spark, bootstrap_servers=given["bootstrap"])
+    flow = onceflow.Flow(given["flow"], spark, bootstrap_servers=given["bootstrap"], **given.get("open", {}))
     try:
         source = flow.read(given["source"], max_records_per_batch=given.get("records_per_batch", 500))
         rows = source.selectExpr("topic", "partition", "offset", "string(value) AS value", "uuid() AS attempt")

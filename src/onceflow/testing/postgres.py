@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import tempfile
@@ -42,8 +43,9 @@ class LocalPostgres:
     Root may start it, too: the server's processes then run as another user, whom the package adds (``pgserver``).
 
     Args:
-        folder: for data and log. It is made if it does not exist. Folders above it must let other users through; those
-            that do not are changed if root starts the server.
+        folder: for data and log, made if it does not exist; by default one that is removed at the end of the context.
+            If root starts the server, folders above it are made to let other users through. (pytest's are not for
+            that: every start of pytest closes them again.)
         port: for clients; by default a free one. It stays the same over restarts.
         settings: of ``postgresql.conf``, in addition to those here.
 
@@ -51,11 +53,14 @@ class LocalPostgres:
         EnvironmentUnusableError: the package is missing, or the server does not start.
     """
 
-    def __init__(self, folder: Path, *, port: int | None = None, settings: Mapping[str, str] | None = None) -> None:
-        self.folder = folder
+    def __init__(
+        self, folder: Path | None = None, *, port: int | None = None, settings: Mapping[str, str] | None = None
+    ) -> None:
+        self._removed = folder is None
+        self.folder = Path(tempfile.mkdtemp(prefix="onceflow-postgres-")) if folder is None else folder
         self.port = port or free_ports(1)[0]
-        self.data = folder / "data"
-        self.log_file = folder / "log"
+        self.data = self.folder / "data"
+        self.log_file = self.folder / "log"
         self.settings = {**_SETTINGS, **(settings or {})}
         self._process: subprocess.Popen[bytes] | None = None
         self.bin_path, self.user = _prepared(self.data)
@@ -174,6 +179,8 @@ class LocalPostgres:
     ) -> None:
         self.resume()
         self.stop()
+        if self._removed:
+            shutil.rmtree(self.folder, ignore_errors=True)
 
     # ---- inside --------------------------------------------------------------------------------------
 
