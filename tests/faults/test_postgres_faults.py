@@ -480,7 +480,7 @@ _KINDS: tuple[tuple[str, str, Callable[[int], Any]], ...] = (
     ("bigint", "9007199254740993 + offset", lambda n: 9007199254740993 + n),
     ("real", "float(offset / 4)", lambda n: n / 4),
     ("double precision", "double(offset) / 3", lambda n: n / 3),
-    ("numeric(20,5)", "decimal(concat(offset, '.12345'), 20, 5)", lambda n: Decimal(f"{n}.12345")),
+    ("numeric(20,5)", "cast(concat(offset, '.12345') AS decimal(20,5))", lambda n: Decimal(f"{n}.12345")),
     ("text", "concat('ü\\t', offset)", lambda n: f"ü\t{n}"),
     ("bytea", "binary(concat('b', offset))", lambda n: b"b%d" % n),
     ("date", "date_add(DATE'2020-01-01', int(offset))", lambda n: _MIDNIGHT.date() + dt.timedelta(n)),
