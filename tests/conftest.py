@@ -342,6 +342,27 @@ class StatePipe:
             }
             assert maps == digits
 
+    def check_at_least_once(self) -> int:
+        """Every record has been processed at least once: outputs are there, and no state counts less than a fold.
+
+        Returns:
+            How many outputs are there more than once.
+        """
+        outputs, sums, _ = self.ledger.expected(self.sent)
+        numbers = Counter(value["n"] for value in self.outputs())
+        assert not set(outputs) - set(numbers), f"lost: {sorted(set(outputs) - set(numbers))[:5]}"
+        assert not set(numbers) - set(outputs)
+        rows = self.table_rows()
+        less = {
+            key: (rows.get(key), row)
+            for key, row in sums.items()
+            if rows.get(key, {"count": 0})["count"] < row["count"]
+        }
+        assert not less, f"state counts less than there was: {less}"
+        ends = independent.end_offsets(self.bootstrap, self.source)
+        assert independent.committed_offsets(self.bootstrap, self.flow) == ends
+        return sum(count - 1 for count in numbers.values())
+
 
 def assert_same_records(seen: list[independent.Seen], sent: list[tuple[bytes | None, bytes | None]]) -> None:
     got, expected = Counter((s.key, s.value) for s in seen), Counter(sent)

@@ -62,6 +62,7 @@ class FlowWrites:
                 as the previous one is done.
             guarantee: ``exactly_once``: rows, progress and source offsets are written in one transaction.
                 ``at_least_once``: rows first, then progress, without transactions; a crash in between duplicates rows.
+                After ``Flow.process`` this includes changes of state, and older drivers are fenced.
                 ``at_most_once``: progress first, then rows; a crash or a failure in between loses rows.
             partitioner: ``key`` chooses partitions as the Java client does. ``source`` keeps the partition a row was
                 read from, without a shuffle. ``round_robin`` fills partitions evenly, without a shuffle; the records of

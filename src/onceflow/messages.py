@@ -111,6 +111,7 @@ class StateOrder:
         co_partitioned: whether keys are in the same partition numbers of source and table.
         due: partitions to open even if they have no rows, because something is due there.
         taken: with ``co_partitioned``, the source partitions that each task reads; empty if nothing is due.
+        owner: the transactional id of the flow, also if the batch is written without transactions.
     """
 
     spec: ProcessSpec
@@ -122,6 +123,7 @@ class StateOrder:
     co_partitioned: bool = False
     due: frozenset[int] = frozenset()
     taken: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    owner: str = ""
 
     def due_in(self, task: int) -> list[int]:
         """The due partitions that a task has to open. Task -1 is the driver, which runs all of them."""

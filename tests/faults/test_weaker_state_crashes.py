@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import signal
 from collections import Counter
@@ -9,14 +10,22 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from pyspark.errors import StreamingQueryException
 
 from onceflow import hooks
+from onceflow.driver import delivery
 from onceflow.testing import faults
 
 pytestmark = [pytest.mark.integration, pytest.mark.faults]
 
 BATCH = 2
 LOCAL = {"changelog": False}
+LOCAL_FLOW: dict[str, Any] = {"process": LOCAL}
+AT_LEAST_ONCE: dict[str, Any] = {"write": {"guarantee": "at_least_once"}}
+
+
+def merged(options: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+    return {**options, **more, "write": {**options.get("write", {}), **more.get("write", {})}}
 
 
 def driver_options(step: str) -> dict[str, Any]:
@@ -26,23 +35,28 @@ def driver_options(step: str) -> dict[str, Any]:
 
 
 def test_driver_killed(make_state_pipe: Any, killed_together: Any) -> None:
-    """One SIGKILL meets flows without a changelog at different steps. Their stores survive it: nothing is lost."""
-    pipes = {step: make_state_pipe(partitions=3) for step in ("write", "progress", "end")}
+    """One SIGKILL meets four flows at different steps, two of each kind. Their local stores survive it."""
+    pipes = {step: make_state_pipe(partitions=3) for step in ("write", "audit", "progress", "end")}
+    kinds = {"write": LOCAL_FLOW, "audit": AT_LEAST_ONCE, "progress": AT_LEAST_ONCE, "end": LOCAL_FLOW}
     for pipe in pipes.values():
-        pipe.fill(1200)
+        pipe.fill(900)
     killed_together(
-        pipes, {step: {**driver_options(step), "records_per_batch": 400, "process": LOCAL} for step in pipes}
+        pipes, {step: {**merged(driver_options(step), kinds[step]), "records_per_batch": 300} for step in pipes}
     )
     for pipe in pipes.values():
-        pipe.fill(300)
+        pipe.fill(200)
 
-    def recover(pipe: Any) -> None:
-        query = pipe.run(process=LOCAL)
+    def recover(step: str) -> None:
+        pipe, kind = pipes[step], kinds[step]
+        query = pipe.run(process=kind.get("process"), **kind.get("write", {}))
         assert sum(batch.state_lost for batch in query.batches) == 0
-        pipe.check(topic=False)
+        if kind is LOCAL_FLOW:
+            pipe.check(topic=False)
+        else:
+            assert (pipe.check_at_least_once() > 0) == (step == "audit")
 
     with ThreadPoolExecutor(2) as pool:
-        list(pool.map(recover, pipes.values()))
+        list(pool.map(recover, pipes))
 
 
 @pytest.mark.long
@@ -88,3 +102,82 @@ def test_a_task_that_dies(make_state_pipe: Any, inject: Any, monkeypatch: pytest
     assert once.exists()
     assert {b.batch: b.attempts for b in query.batches}[BATCH] == 2
     pipe.check(topic=False)
+
+
+# ---- at least once -----------------------------------------------------------------------------------
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("lost", [False, True])
+@pytest.mark.parametrize("step", hooks.STEPS)
+def test_at_least_once_a_driver_kills_itself(make_state_pipe: Any, step: str, lost: bool) -> None:
+    """At every step, with and without the local stores: every record is processed at least once."""
+    pipe = make_state_pipe()
+    pipe.fill(3000)
+    rule = faults.fault(step, "kill", **({} if step == "init" else {"batch": BATCH}))
+    process = pipe.driver(rule, **merged(driver_options(step), AT_LEAST_ONCE))
+    try:
+        output = process.communicate(timeout=120)[0]
+        assert process.returncode == -signal.SIGKILL, output
+        if lost:
+            shutil.rmtree(pipe.state_dir, ignore_errors=True)
+        pipe.fill(500)
+        pipe.run(guarantee="at_least_once")
+    finally:
+        pipe.end_driver(process)
+    doubled = pipe.check_at_least_once()
+    assert (doubled > 0) == (step in ("write", "audit"))
+    if not doubled:
+        pipe.check()
+
+
+@pytest.mark.long
+def test_a_second_driver_takes_over(make_state_pipe: Any) -> None:
+    """Both with one folder of local stores: the older one is fenced though there is no transaction."""
+    pipe = make_state_pipe()
+    pipe.fill(2000)
+    write = {"trigger": "50 milliseconds", "guarantee": "at_least_once"}
+    process = pipe.driver(forever=True, write=write)
+    try:
+        assert process.stdout is not None
+        lines = iter(process.stdout.readline, "")
+        assert any(line.startswith("started") for line in lines)
+        pipe.run(guarantee="at_least_once")
+        pipe.fill(1500)
+        pipe.run(guarantee="at_least_once")
+        process.wait(timeout=60)
+        rest = "".join(lines)
+        assert "FencedError" in rest, rest[-2000:]
+    finally:
+        pipe.end_driver(process)
+    pipe.check_at_least_once()
+
+
+def progress_first(patch: pytest.MonkeyPatch) -> None:
+    """Progress is written before the rows and the changes of state."""
+    patch.setattr(
+        delivery,
+        "AtLeastOnceWithState",
+        lambda session, progress: delivery.WithoutTransactions(session.cluster, session.names, progress_first=True),
+    )
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mutant", [None, progress_first])
+def test_a_broken_build_is_found_out(
+    make_state_pipe: Any, inject: Any, monkeypatch: pytest.MonkeyPatch, mutant: Any
+) -> None:
+    pipe = make_state_pipe()
+    pipe.fill(3000)
+    if mutant is not None:
+        mutant(monkeypatch)
+    inject("begin", "raise", where="task", batch=BATCH, task=0, once_file=str(pipe.tmp_path / "fired"))
+    with contextlib.suppress(StreamingQueryException):
+        pipe.run(guarantee="at_least_once", small_batch_rows=0)
+    inject("init", "raise", flow="nobody")
+    pipe.run(guarantee="at_least_once")
+    if mutant is None:
+        pipe.check_at_least_once()
+    else:
+        with pytest.raises(AssertionError, match="lost"):
+            pipe.check_at_least_once()

@@ -1,4 +1,8 @@
-"""``changelog=False``: outputs stay exactly-once, state may be lost, and nobody has to guess whether it was."""
+"""State that is not exactly-once.
+
+``changelog=False``: outputs stay exactly-once, state may be lost, and nobody has to guess whether it was. With
+``at_least_once`` records may be processed twice, and nothing is lost.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +10,11 @@ import json
 import logging
 import shutil
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
+from pyspark.errors import StreamingQueryException
 
 import onceflow
 from onceflow.client.cluster import Cluster
@@ -16,6 +22,7 @@ from onceflow.client.deadline import Deadline
 from onceflow.client.settings import ClientSettings
 from onceflow.planning import placement
 from onceflow.state.stores.lmdb_environment import forget
+from onceflow.testing import faults, independent
 
 pytestmark = [pytest.mark.integration]
 
@@ -80,3 +87,80 @@ def test_a_batch_that_changes_only_local_state_counts(make_state_pipe: Any, capl
     assert {each["rung"] for each in stored.values()} == {1}
     assert pipe.outputs() == []
     assert "lost" not in caplog.text
+
+
+# ---- at least once -----------------------------------------------------------------------------------
+
+AT_LEAST_ONCE = {"guarantee": "at_least_once"}
+
+
+def removed(folder: Path) -> None:
+    for partition in folder.iterdir():
+        shutil.rmtree(partition)
+        forget(partition)
+
+
+def test_at_least_once_with_state(make_state_pipe: Any, inject: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the driver, then by tasks, one of which fails when everything is acknowledged."""
+    monkeypatch.setattr(placement, "TASK_ROWS", 400)
+    pipe = make_state_pipe(partitions=3)
+    pipe.fill(900)
+    query = pipe.run(**AT_LEAST_ONCE)
+    assert query._sink._commit._delivery.transactional_id is None
+    pipe.check()  # without faults, once
+    end = independent.end_offsets(pipe.bootstrap, pipe.table)
+    assert sum(end.values()) == len(independent.read_topic(pipe.bootstrap, pipe.table)), "there are markers"
+
+    pipe.fill(900)
+    once = pipe.tmp_path / "fired"
+    inject("write", "raise", where="task", task=0, once_file=str(once))
+    query = pipe.run(**AT_LEAST_ONCE, small_batch_rows=0)
+    assert once.exists()
+    assert max(batch.attempts for batch in query.batches) == 2
+    assert pipe.check_at_least_once() > 0
+    # The batch has run again on the state before it, so state has counted once.
+    _, sums, _ = pipe.ledger.expected(pipe.sent)
+    assert {key: json.loads(row) for key, row in onceflow.Table.of_flow(pipe.folder).range()} == sums
+    assert pipe.table_rows() == sums
+
+
+@pytest.mark.long
+def test_at_least_once_when_the_copies_are_lost(
+    make_state_pipe: Any, inject: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a crashed driver had written counts when it has to be restored, and its records are processed again."""
+    pipe = make_state_pipe(partitions=3)
+    for inside in (False, True):
+        pipe.fill(600)
+        pipe.run(**AT_LEAST_ONCE, inside=inside, small_batch_rows=0)
+    pipe.check()
+    pipe.fill(600)
+    inject("audit", "raise")
+    with pytest.raises((StreamingQueryException, faults.InjectedFaultError), match="injected at"):
+        pipe.run(**AT_LEAST_ONCE)
+    inject("init", "raise", flow="nobody")
+    removed(pipe.folder)
+    pipe.run(**AT_LEAST_ONCE)
+    assert pipe.check_at_least_once() > 500
+    counted = {key: json.loads(row)["count"] for key, row in onceflow.Table.of_flow(pipe.folder).range()}
+    _, sums, _ = pipe.ledger.expected(pipe.sent)
+    assert any(count > sums[key]["count"] for key, count in counted.items())
+
+
+@pytest.mark.long
+def test_the_guarantee_of_a_step_can_be_changed_between_runs(make_state_pipe: Any, inject: Any) -> None:
+    """Also after a crash: exactly-once goes on from what at-least-once has left."""
+    pipe = make_state_pipe(partitions=2)
+    for guarantee in ("exactly_once", "at_least_once", "exactly_once"):
+        pipe.fill(500)
+        pipe.run(guarantee=guarantee)
+        pipe.check()
+    pipe.fill(500)
+    inject("audit", "raise")
+    with pytest.raises((StreamingQueryException, faults.InjectedFaultError), match="injected at"):
+        pipe.run(**AT_LEAST_ONCE)
+    inject("init", "raise", flow="nobody")
+    pipe.fill(200)
+    pipe.run()
+    assert pipe.check_at_least_once() > 0
+    assert pipe.table_rows() == pipe.ledger.expected(pipe.sent)[1]

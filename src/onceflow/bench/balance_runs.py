@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -65,16 +65,28 @@ def _started(bench: Bench, source: str, target: str, variant: str, records_per_b
 
 
 def start_flow(
-    bench: Bench, name: str, source: str, target: str, processor: Any, records_per_batch: int, **write: Any
+    bench: Bench,
+    name: str,
+    source: str,
+    target: str,
+    processor: Any,
+    records_per_batch: int,
+    *,
+    process: Mapping[str, Any] | None = None,
+    **write: Any,
 ) -> Any:
-    """A started query that processes everything there is; its table is called as the flow."""
+    """A started query that processes everything there is; its table is called as the flow.
+
+    Args:
+        process, write: further arguments of Flow.process and of Flow.write.
+    """
     from onceflow import Flow
 
     flow = Flow(name, bench.spark, bootstrap_servers=bench.servers)
     try:
         df = flow.read(source, max_records_per_batch=records_per_batch)
-        outputs = flow.process(df, processor, table=f"{name}-table", state_dir=bench.folder)
-        return flow.write(outputs, topic=target, once=True, **write).start()
+        outputs = flow.process(df, processor, table=f"{name}-table", state_dir=bench.folder, **(process or {}))
+        return flow.write(outputs, topic=target, **{"once": True, **write}).start()
     except BaseException:
         flow.close()
         raise

@@ -30,8 +30,9 @@ from onceflow.bench.environment import Bench
 from onceflow.bench.processes import worker_memory
 from onceflow.bench.restore import large, restore
 from onceflow.bench.spark_state import why_no_transform_with_state
+from onceflow.bench.weaker import weaker
 
-PARTS = ("throughput", "restore", "large")
+PARTS = ("throughput", "restore", "large", "weaker")
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,8 @@ def run(choices: Choices, say: Callable[[str], None]) -> Iterator[dict[str, Any]
                 yield from restore(bench, choices.keys)
             if "large" in choices.parts:
                 yield from large(bench, choices.large_keys, choices.records)
+            if "weaker" in choices.parts:
+                yield from weaker(bench, choices.records, choices.accounts, choices.rounds)
         finally:
             spark.stop()
 

@@ -104,7 +104,7 @@ def sink(records: int, records_per_batch: int, rounds: int, small_batches: int, 
     "--large-keys", type=click.IntRange(min=1000), default=5_000_000, show_default=True, help="Keys of the large table."
 )
 @click.option("--pandas", is_flag=True, help="Also measure transformWithStateInPandas, which is slow.")
-@click.option("--only", type=click.Choice(["throughput", "restore", "large"]), help="Run only this part.")
+@click.option("--only", type=click.Choice(["throughput", "restore", "large", "weaker"]), help="Run only this part.")
 @_output
 def state(
     records: int,
@@ -122,11 +122,12 @@ def state(
     """Compare processors with Spark's transformWithState.
 
     The service keeps balances of accounts. Also measures how fast lost state is restored, and the memory that a large
-    table takes. The exit code is 1 when the outputs or the state of a run were wrong.
+    table takes. `--only weaker` compares exactly-once with state without a changelog, and with at-least-once. The exit
+    code is 1 when the outputs or the state of a run were wrong.
     """
     from onceflow.bench.state import PARTS, Choices, run
 
-    parts = (only,) if only else PARTS if large else PARTS[:2]
+    parts = (only,) if only else PARTS[:3] if large else PARTS[:2]
     choices = Choices(records, accounts, rounds, often, spark_records_per_batch, keys, large_keys, parts, pandas)
     _run(run, choices, output)
 

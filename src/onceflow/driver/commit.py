@@ -233,7 +233,7 @@ class BatchCommit:
         now_ms = clock_ms()
         self._joins.begin(df, now_ms)
         if self._state is not None:
-            owner = str(self._delivery.transactional_id), producer
+            owner = self._names.transactional_id, producer
             self._state.prepare(df, self._settings, owner, again=attempt.summary.attempts > 1)
             self._state.begin(attempt.batch, producer, now_ms, self._joins.ends)
         return producer

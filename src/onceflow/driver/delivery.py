@@ -5,12 +5,14 @@ Everything else of a batch (plan, tasks, encoding, audit) is the same code for a
 - ``exactly_once``: rows, progress and source offsets in one transaction.
 - ``at_least_once``: rows, then progress. After a crash in between the rows are written again. There is no transaction.
   An idempotent producer keeps the records of a partition in order, and its own retries write no duplicates (KIP-98).
+  With state, it also fences older drivers.
 - ``at_most_once``: progress, then rows. A crash in between loses the rows; nothing is tried twice.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Protocol
 
 from onceflow.client.cluster import Cluster
@@ -24,7 +26,7 @@ from onceflow.planning.options import AT_MOST_ONCE, EXACTLY_ONCE
 from onceflow.protocol.batches import ProducerIdAndEpoch, next_sequence
 from onceflow.protocol.names import Names, TopicPartition
 from onceflow.protocol.progress import Offsets, Progress
-from onceflow.protocol.transaction import GIVEN, Event, Mode, Phase, Transaction
+from onceflow.protocol.transaction import GIVEN, Epoch, Event, Mode, Phase, Transaction
 
 _LOOK_S = 5.0
 
@@ -162,7 +164,7 @@ class WithoutTransactions:
 
     transactional_id: str | None = None
 
-    def __init__(self, cluster: Cluster, names: Names, *, progress_first: bool) -> None:
+    def __init__(self, cluster: Cluster, names: Names, *, progress_first: bool = False) -> None:
         self.progress_first = progress_first
         self._cluster = cluster
         self._names = names
@@ -203,12 +205,76 @@ class WithoutTransactions:
         self.machine.on(Event.ABORT)
 
 
-def delivery(guarantee: str, session: DriverSession, topics: Iterable[str]) -> Delivery:
+class AtLeastOnceWithState(WithoutTransactions):
+    """Rows and changes of state, then progress; an older driver of the flow is fenced.
+
+    With state, two drivers at once would not only duplicate rows: the older one could overwrite newer state. So
+    everything is written under the producer id and epoch of the flow's transactional id, but outside of transactions.
+    A partition's leader rejects the older epochs of a producer id as soon as it has a record of a newer one. The first
+    record of a run is its progress, once more: from then on an older driver cannot move progress.
+
+    Args:
+        progress: with which the run begins. It says that rows of the tables may follow which have no progress.
+    """
+
+    def __init__(self, session: DriverSession, progress: Progress) -> None:
+        super().__init__(session.cluster, session.names)
+        self._session = session
+        self._first: Progress | None = progress
+
+    def begin(self, deadline: Deadline) -> ProducerIdAndEpoch:
+        if self._producer is None:
+            self._producer = self._owned(deadline)
+            self._sequences = {}
+        if self._first is not None:
+            self._write(self._producer, self._first, {}, deadline)
+            self._first = None
+        return super().begin(deadline)
+
+    def write_progress(self, progress: Progress, offsets: Offsets, deadline: Deadline) -> None:
+        if self._producer is None:
+            raise RuntimeError("begin has not been called")
+        self._write(self._producer, progress, offsets, deadline)
+        self.machine.on(Event.PROGRESS_WRITTEN)
+
+    def abort(self, deadline: Deadline) -> None:
+        """The next attempt has another epoch. It fences tasks of the failed one where it writes itself.
+
+        Raises:
+            FencedError: a newer driver owns the flow.
+        """
+        self._session.transactions.renew(deadline)
+        super().abort(deadline)
+
+    def _owned(self, deadline: Deadline) -> ProducerIdAndEpoch:
+        """The flow's producer id, and an epoch that nothing was written under."""
+        transactions = self._session.transactions
+        self._session.markers.confirm(deadline)  # a partition with an open transaction takes no other records
+        if transactions.machine.epoch is not Epoch.FRESH:
+            transactions.renew(deadline)
+        return replace(transactions.identity, transactional=False)
+
+    def _write(self, producer: ProducerIdAndEpoch, progress: Progress, offsets: Offsets, deadline: Deadline) -> None:
+        place = progress_log.topic_partition_of(progress.flow)
+        sequence = self._sequences.get(place, 0)
+        progress_log.write_progress(
+            self._cluster, None, self._names, progress, offsets, deadline, producer=(producer, sequence)
+        )
+        self._sequences[place] = next_sequence(sequence, 1)
+        self._session.committed(progress)
+
+
+def delivery(
+    guarantee: str, session: DriverSession, topics: Iterable[str], *, with_state: Progress | None = None
+) -> Delivery:
     """The delivery for a guarantee, which has been checked.
 
     Args:
         topics: outputs and tables, as far as they are known at a start.
+        with_state: for a query with process steps, the progress with which its run begins.
     """
     if guarantee == EXACTLY_ONCE:
         return ExactlyOnce(session, topics)
+    if with_state is not None:
+        return AtLeastOnceWithState(session, with_state)
     return WithoutTransactions(session.cluster, session.names, progress_first=guarantee == AT_MOST_ONCE)

@@ -205,6 +205,8 @@ def write_progress(
     progress: Progress,
     offsets: Offsets,
     deadline: Deadline,
+    *,
+    producer: tuple[ProducerIdAndEpoch, int] = (_PLAIN, 0),
 ) -> int:
     """Step ``progress``: the record, then the group offsets that point to it. Returns the record's offset.
 
@@ -212,17 +214,18 @@ def write_progress(
         transactions: both become visible with the transaction; None: at once, in this order.
         offsets: what to commit to the group: offsets of the topics that are read. Progress may know other topics,
             which the query does not read any more and which may no longer exist.
+        producer: without transactions, the producer of the record, and its next sequence number there.
     """
     partition = partition_of(progress.flow)
     if transactions is not None and not transactions.version_2:
         transactions.add_partitions({PROGRESS_TOPIC: [partition]}, deadline)
     transactional_id = None if transactions is None else transactions.transactional_id
-    identity = _PLAIN if transactions is None else transactions.identity
+    identity, sequence = producer if transactions is None else (transactions.identity, 0)
     key, value = records.encode(progress)
-    producer = Producer(cluster, transactional_id=transactional_id, deadline=deadline)
-    batch = encode_single(key, value, timestamp_ms=progress.time_ms, identity=identity, base_sequence=0)
-    producer.send(PROGRESS_TOPIC, partition, batch)
-    written = producer.flush()[PROGRESS_TOPIC, partition].base_offset
+    sender = Producer(cluster, transactional_id=transactional_id, deadline=deadline)
+    batch = encode_single(key, value, timestamp_ms=progress.time_ms, identity=identity, base_sequence=sequence)
+    sender.send(PROGRESS_TOPIC, partition, batch)
+    written = sender.flush()[PROGRESS_TOPIC, partition].base_offset
     metadata = hint(partition, written)
     if offsets and transactions is None:
         kafka_offsets.commit_offsets(cluster, names.group_id, offsets, deadline, metadata=metadata)

@@ -172,7 +172,12 @@ def _sink(
         names=startup.names,
         settings=startup.settings,
         cluster=session.cluster,
-        delivery=delivery(query.options.guarantee, session, written),
+        delivery=delivery(
+            query.options.guarantee,
+            session,
+            written,
+            with_state=None if query.state is None else query.state.opened(progress),
+        ),
         progress=progress,
         options=query.options,
         columns=query.columns,

@@ -34,7 +34,7 @@ from onceflow.planning.ownership import Outgoing
 from onceflow.planning.placement import BatchFacts, Learnt, Placement, QueryShape
 from onceflow.planning.step_tree import StepQuery
 from onceflow.protocol.batches import ProducerIdAndEpoch
-from onceflow.protocol.progress import Progress
+from onceflow.protocol.progress import Progress, TableProgress
 from onceflow.state.dead_letter_limit import counted
 from onceflow.state.joins.spec import Ends
 from onceflow.state.local.format import Commit
@@ -67,6 +67,7 @@ class StateStep:
         self._batch = BatchFacts(0)
         self._moments: dict[str, Moment] = {}
         self._due: dict[str, frozenset[int]] = {}
+        self._owner = ""
         self._stages: Stages | None = None
         self._done: dict[str, TaskReport] = {}
 
@@ -88,6 +89,13 @@ class StateStep:
         """Topics of the tables, of dead letters and of late records, and what each topic is for."""
         sides = {topic: role for table in self.tables for topic, role in table.spec.side_topics.items()}
         return {**dict.fromkeys(self.topics, "table"), **sides}
+
+    def opened(self, progress: Progress) -> Progress:
+        """Progress with which a run begins: rows of its tables may follow that no batch has committed."""
+        known = dict(progress.tables)
+        for name, table in self._by_name.items():
+            known[name] = replace(known.get(name, TableProgress()), open_ended=table.open_ended)
+        return replace(progress, tables=known)
 
     def are_timers_left(self) -> bool:
         """Whether more timers were due than the last batch was allowed to fire."""
@@ -113,6 +121,7 @@ class StateStep:
         Args:
             owner: transactional id, and its producer id and epoch. They change when a newer driver takes the flow over.
         """
+        self._owner = owner[0]
         if not self._shape.local:
             return
         for table in self.tables:
@@ -274,4 +283,5 @@ class StateStep:
             topic=self._query.topic,
             modulus=1,
             due=self._due[table],
+            owner=self._owner,
         )

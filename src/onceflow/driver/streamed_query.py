@@ -9,7 +9,7 @@ from pyspark.sql import DataFrame, SparkSession
 
 from onceflow.driver.state_step import StateStep
 from onceflow.errors import OptionError
-from onceflow.planning.options import SinkOptions
+from onceflow.planning.options import EXACTLY_ONCE, SinkOptions
 from onceflow.planning.ownership import Columns
 from onceflow.planning.placement import SMALL_BATCH_ROWS, QueryShape, StepShape
 from onceflow.planning.process import Step, needs_clock
@@ -98,7 +98,8 @@ def divide(
         small_batch_rows=SMALL_BATCH_ROWS if options.small_batch_rows is None else options.small_batch_rows,
         clock=clock,
     )
-    tables = _tables(tree, used, progress, source_partitions)
+    transactions = options.guarantee == EXACTLY_ONCE
+    tables = _tables(tree, used, progress, source_partitions, transactions=transactions)
     return StreamedQuery(streamed, options, columns, StateStep(query, shape, tables, cores=current_cores(spark)))
 
 
@@ -119,7 +120,12 @@ def _without_needless(spark: SparkSession, tree: Tree, partitioner: str, flow: s
 
 
 def _tables(
-    tree: Tree, steps: Mapping[str, Step], progress: Progress, source_partitions: Mapping[str, list[int]]
+    tree: Tree,
+    steps: Mapping[str, Step],
+    progress: Progress,
+    source_partitions: Mapping[str, list[int]],
+    *,
+    transactions: bool,
 ) -> dict[str, TableState]:
     """What the driver knows of each step's table, at the start."""
     found = {}
@@ -133,6 +139,7 @@ def _tables(
             source_partitions=[(topic, number) for topic in sorted(topics) for number in source_partitions[topic]],
             lateness_ms=step.lateness_ms,
             idle_s=step.idle_s,
+            transactions=transactions,
         )
     return found
 

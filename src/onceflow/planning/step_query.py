@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pyspark.sql import DataFrame
 
 from onceflow.errors import UnsupportedQueryError
-from onceflow.planning.options import EXACTLY_ONCE
+from onceflow.planning.options import AT_MOST_ONCE
 from onceflow.planning.process import Step
 from onceflow.planning.step_tree import tree_of
 from onceflow.task.state_tasks import StepPlaceholder
@@ -29,12 +29,12 @@ def check_goes_with(
     """
     if not steps or tree_of(df, steps, flow) is None:
         return
-    if guarantee != EXACTLY_ONCE:
+    if guarantee == AT_MOST_ONCE:
         raise UnsupportedQueryError(
             f"Flow.process cannot be combined with guarantee={guarantee!r}",
             flow=flow,
-            detail="its state and its outputs are committed together, or not at all",
-            next_step="leave guarantee out; only queries without Flow.process can have another guarantee",
+            detail="it would move progress before the state has changed",
+            next_step='leave guarantee out, or give "at_least_once"',
         )
     if checkpoint is not None:
         raise UnsupportedQueryError(

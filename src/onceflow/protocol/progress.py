@@ -50,12 +50,15 @@ class TableProgress:
         watermark_ms: event-time watermark for the next batch, epoch milliseconds.
         fields: names and types of the state fields that the processor declares; None: it declares none.
         local: what takes the place of end offsets if the table has no changelog; None: it has one.
+        open_ended: whether the table was ever written without transactions (at_least_once). Then rows after the end
+            offsets may belong to a batch that has no progress, and compaction may have removed the rows before them.
     """
 
     version: int = 0
     watermark_ms: int | None = None
     fields: str | None = None
     local: LocalTable | None = None
+    open_ended: bool = False
 
 
 @dataclass(frozen=True)
@@ -218,6 +221,8 @@ def _table_content(table: TableProgress) -> dict[str, Any]:
     content: dict[str, Any] = {"version": int(table.version), "watermark_ms": table.watermark_ms}
     if table.fields is not None:
         content["fields"] = table.fields
+    if table.open_ended:
+        content["open_ended"] = True
     if table.local is not None:
         last = {
             int(partition): [int(part) for part in commit] for partition, commit in sorted(table.local.last.items())
@@ -284,6 +289,7 @@ def _tables(content: dict[str, Any], flow: str) -> dict[str, TableProgress]:
             version=_take(table, flow, "version", int),
             watermark_ms=None if watermark_ms is None else _take(table, flow, "watermark_ms", int),
             fields=_take(table, flow, "fields", str) if "fields" in table else None,
+            open_ended=table.get("open_ended") is True,
             local=_local(_take(table, flow, "local", dict), flow) if "local" in table else None,
         )
     return result

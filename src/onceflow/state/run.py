@@ -22,7 +22,7 @@ from onceflow.protocol.partitioners import group_by_partition, key_partitions
 from onceflow.state import rows
 from onceflow.state.api.joined_table import JoinedTable
 from onceflow.state.engine.choice import AnyEngine, engine_for, makes_calls
-from onceflow.state.joins.copies import JoinedCopies, JoinSource
+from onceflow.state.joins.copies import JoinedCopies
 from onceflow.state.local.catch_up import LOST, Source
 from onceflow.state.local.format import SNAPSHOT_KEY, snapshot
 from onceflow.state.local.opening import Opened, set_pending
@@ -71,7 +71,7 @@ class StateRun:
         opened: Callable[[int], None] | None = None,
         still_owner: Callable[[], bool] | None = None,
         own_topics: OwnTopics | None = None,
-        join_source: JoinSource | None = None,
+        join_source: Source | None = None,
         calls_s: float | None = None,
     ) -> None:
         self._own_topics = own_topics

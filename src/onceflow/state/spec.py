@@ -90,6 +90,7 @@ class Moment:
         verified: place (`ProcessSpec.place`) and partition of the local stores that were verified in this run. After a
             restart, a machine counts as another place.
         joined: at which offsets the batch sees the topics that the flow joins with, by topic and partition.
+        open_ended: see `TableProgress`.
     """
 
     batch: int
@@ -101,6 +102,7 @@ class Moment:
     last: Mapping[int, Commit]
     verified: frozenset[tuple[str, int]] = frozenset()
     joined: Ends = field(default_factory=dict)
+    open_ended: bool = False
 
     def goal(self, spec: ProcessSpec, partition: int) -> Goal:
         """What the local store of a partition must contain before anything is read from it."""
@@ -114,6 +116,7 @@ class Moment:
             internal_end=self.internal_ends[partition],
             last=self.last.get(partition),
             changelog=spec.topics.changelog,
+            open_ended=self.open_ended,
         )
 
     def to_json(self) -> str:
@@ -128,6 +131,7 @@ class Moment:
                 "internal_ends": list(self.internal_ends.items()),
                 "last": list(self.last.items()),
                 "verified": sorted(self.verified),
+                "open_ended": self.open_ended,
                 "joined": {topic: list(ends.items()) for topic, ends in self.joined.items()},
             }
         )
@@ -145,6 +149,7 @@ class Moment:
             last={partition: Commit(*commit) for partition, commit in fields["last"]},
             verified=frozenset((place, partition) for place, partition in fields["verified"]),
             joined={topic: dict(ends) for topic, ends in fields["joined"].items()},
+            open_ended=fields["open_ended"],
         )
 
 

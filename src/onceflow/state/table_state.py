@@ -27,6 +27,7 @@ class TableState:
     Args:
         progress: committed progress. It contains the table's topics, because ``Flow.process`` has added them.
         source_partitions: partitions of the topics that the flow reads, for event time.
+        transactions: whether the run writes in transactions.
     """
 
     def __init__(
@@ -37,11 +38,13 @@ class TableState:
         source_partitions: Iterable[Origin],
         lateness_ms: int | None,
         idle_s: float,
+        transactions: bool = True,
     ) -> None:
         self.spec = spec
         topics = spec.topics
         known = progress.tables.get(topics.table, TableProgress())
         self._local = known.local
+        self.open_ended = known.local is None and (known.open_ended or not transactions)
         self._table_ends: dict[int, int]
         self._internal_ends: dict[int, int]
         # The transaction that wrote to a partition last. At a start, only that of the progress record is known.
@@ -94,6 +97,7 @@ class TableState:
             internal_ends=dict(self._internal_ends),
             last=dict(self.last),
             verified=frozenset(self._verified),
+            open_ended=self.open_ended,
         )
 
     def due(self, now_ms: int) -> set[int]:
@@ -144,7 +148,8 @@ class TableState:
         """What the progress record contains when these reports are committed: end offsets of both topics, and more.
         Without a changelog there are no end offsets."""
         topics = self.spec.topics
-        known = TableProgress(self.spec.processor.version, self._watermark_after(reports), self._fields)
+        version, watermark_ms = self.spec.processor.version, self._watermark_after(reports)
+        known = TableProgress(version, watermark_ms, self._fields, open_ended=self.open_ended)
         if self._local is not None:
             changed = {report.partition: report.commit for report in reports if report.changed}
             return {}, replace(known, local=replace(self._local, last=self.last | changed))

@@ -27,3 +27,6 @@ class StoppableSource:
                 raise StoppingError("the table is being closed")
             self._tell(partition, chunk)
             yield chunk
+
+    def end(self, topic: str, partition: int) -> int:
+        return self._reader.end(topic, partition)

@@ -180,10 +180,8 @@ class StateWork:
     def _still_owner(self) -> bool:
         """Whether the transactional id still has this attempt's epoch. If not, a newer driver has fenced this one."""
         write = self._order.write
-        if write.transactional_id is None:
-            raise RuntimeError("a process step runs in transactions only")
         deadline = Deadline(write.deadline_s, f"looking up the owner of flow {write.flow}")
-        return is_owner(self._cluster, write.transactional_id, write.producer, deadline)
+        return is_owner(self._cluster, self._order.owner, write.producer, deadline)
 
     def _opened(self, partition: int) -> None:
         write = self._order.write

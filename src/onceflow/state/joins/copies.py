@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Protocol
 
 from onceflow.clock import clock_ms
 from onceflow.errors import BatchAbortedError
@@ -50,13 +49,6 @@ def _inexact(topics: Iterable[str], detail: str) -> InexactCopyError:
     )
 
 
-class JoinSource(Source, Protocol):
-    """Reads committed records, and says where the log ends."""
-
-    def end(self, topic: str, partition: int) -> int:
-        """The last stable offset now."""
-
-
 class JoinedCopies:
     """The copies of joined tables that a task has open, at the offsets of one batch.
 
@@ -70,7 +62,7 @@ class JoinedCopies:
         self,
         specs: Mapping[str, JoinSpec],
         ends: Ends,
-        source: JoinSource,
+        source: Source,
         *,
         still_owner: Callable[[], bool] | None = None,
     ) -> None:
@@ -145,7 +137,7 @@ def open_copy(
     spec: JoinSpec,
     partition: int,
     end: int,
-    source: JoinSource,
+    source: Source,
     *,
     still_owner: Callable[[], bool] | None = None,
 ) -> Store:
@@ -179,7 +171,7 @@ class _BringUp:
     """One call of `open_copy` that has to do something, under the lock of the folder."""
 
     def __init__(
-        self, spec: JoinSpec, partition: int, end: int, source: JoinSource, still_owner: Callable[[], bool] | None
+        self, spec: JoinSpec, partition: int, end: int, source: Source, still_owner: Callable[[], bool] | None
     ) -> None:
         self._spec = spec
         self._partition = partition
@@ -239,6 +231,9 @@ class _Noting:
         for chunk in self._source.read(topic, partition, start, end):
             self.whole = self.whole and chunk.whole
             yield chunk
+
+    def end(self, topic: str, partition: int) -> int:
+        return self._source.end(topic, partition)
 
 
 def _is_ready(store: Store, spec: JoinSpec, partition: int, end: int) -> bool:

@@ -52,6 +52,9 @@ class Source(Protocol):
 
     def read(self, topic: str, partition: int, start: int, end: int) -> Iterator[Chunk]: ...
 
+    def end(self, topic: str, partition: int) -> int:
+        """The last stable offset now."""
+
 
 class _MovedError(Exception):
     """Another process has written a newer commit record in the meantime, or the rest is to be read in another way."""
@@ -205,10 +208,16 @@ class CatchUp:
             ("table_end", self.goal.table, self._table_changes),
             ("internal_end", self.goal.internal, internal_changes),
         ):
-            start, end = getattr(commit_record, name), getattr(self.goal, name)
-            for changes, position in self._gathered(topic, start, end, changes_of):
-                commit_record = replace(commit_record, **{name: position})  # type: ignore[arg-type]
+            start, goal_end = getattr(commit_record, name), getattr(self.goal, name)
+            for changes, position in self._gathered(topic, start, self._end(topic, goal_end), changes_of):
+                if position < goal_end or not self.goal.open_ended:  # else rows after the goal may still be missing
+                    commit_record = replace(commit_record, **{name: position})  # type: ignore[arg-type]
                 yield commit_record, changes
+
+    def _end(self, topic: str, goal_end: int) -> int:
+        """Up to where a topic is read. Rows after the goal belong to batches without progress, which run again. They
+        have to be read, because compaction removes the committed rows of their keys."""
+        return max(goal_end, self._source.end(topic, self.goal.partition)) if self.goal.open_ended else goal_end
 
     def _write_spooled(self, store: Store, raw: bytes, spool: Spool[CommitRecord], *, done: bool = False) -> bytes:
         """Write all parts in one commit. Returns the new commit record.
@@ -251,7 +260,8 @@ class CatchUp:
     def _replaced(self, store: Store, commit_record: CommitRecord) -> dict[bytes, bytes | None]:
         """All rows of the last snapshot, and deletes of the stored rows that are not in it."""
         last: Chunk | None = None
-        for chunk in self._chunks(self.goal.table, commit_record.table_end, self.goal.table_end):
+        end = self._end(self.goal.table, self.goal.table_end)
+        for chunk in self._chunks(self.goal.table, commit_record.table_end, end):
             self.ignored += sum(key is None for key in chunk.keys)
             last = chunk if any(key is not None for key in chunk.keys) else last
         return {} if last is None else snapshot_changes(last, store)

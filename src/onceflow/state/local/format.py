@@ -62,6 +62,7 @@ class Goal:
         last: the transaction that committed last, if it is known.
         changelog: False: the table has no topics. ``table_end`` is the number of the batch that has changed the
             partition last (0: none), ``internal_end`` is 0.
+        open_ended: see `TableProgress`. Who reads the topics reads them to their ends.
     """
 
     flow: str
@@ -73,6 +74,7 @@ class Goal:
     internal_end: int
     last: Commit | None = None
     changelog: bool = True
+    open_ended: bool = False
 
     @property
     def internal(self) -> str:
@@ -117,7 +119,8 @@ class CommitRecord:
     @classmethod
     def of(cls, goal: Goal, time_ms: int) -> CommitRecord:
         fields = asdict(goal)
-        del fields["last"], fields["changelog"]
+        for name in ("last", "changelog", "open_ended"):
+            del fields[name]
         return cls(**fields, time_ms=time_ms)
 
     def at(self, goal: Goal) -> bool:
