@@ -23,6 +23,7 @@ from onceflow import (
     PostgresSink,
     SchemaError,
 )
+from onceflow.external.postgres_columns import shows_order
 from onceflow.external.sink import BatchAttempt, RefusedRow
 from onceflow.testing import faults, independent
 from onceflow.testing.external_sink_suite import ExternalSinkSuite
@@ -97,6 +98,36 @@ def test_modes(made: Callable[..., str]) -> None:
     by_flag = PostgresSink(dsn, "t", mode="delete-by-flag", key=["k"])
     written(by_flag, [{"k": "x", "a": 0, "deleted": True}, {"k": "z", "a": 9, "deleted": None}], batch=2)
     assert rows_of(dsn, "SELECT * FROM t ORDER BY k") == [("y", 2, 7), ("z", 9, 7)]
+
+
+@pytest.mark.parametrize(
+    "more, ordered",
+    [
+        ("", False),
+        ("b int DEFAULT 7", True),
+        ("n serial", True),
+        ("n int GENERATED ALWAYS AS IDENTITY", True),
+        ("a_twice int GENERATED ALWAYS AS (a * 2) STORED", True),
+    ],
+)
+def test_rows_are_inserted_in_order_where_that_shows(made: Callable[..., str], more: str, ordered: bool) -> None:
+    dsn = made(f"CREATE TABLE t (a int{', ' if more else ''}{more})")
+    with psycopg.connect(dsn) as connection:
+        assert shows_order(connection, "t", ["a"]) == ordered
+        connection.execute("CREATE FUNCTION f() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN RETURN NEW; END'")
+        connection.execute("CREATE TRIGGER g BEFORE INSERT ON t FOR EACH ROW EXECUTE FUNCTION f()")
+        assert shows_order(connection, "t", ["a"])
+    sink = PostgresSink(dsn, "t")
+    sink.check(pa.schema([("a", pa.int64())]))
+    attempt = BatchAttempt("f", sink.open("f", None).generation, 1, 1)
+    sink.begin(attempt)
+    parts = [[{"a": n} for n in range(start, start + 50)] for start in (50, 0)]
+    receipts = [
+        sink.write(attempt, str(9 - n), iter([pa.RecordBatch.from_pylist(part)])) for n, part in enumerate(parts)
+    ]
+    sink.commit(attempt, receipts, "{}")
+    order = "n" if more.startswith("n ") else "a"
+    assert rows_of(dsn, f"SELECT a FROM t ORDER BY {order}") == [(n,) for n in range(100)]
 
 
 def test_types(made: Callable[..., str]) -> None:

@@ -27,7 +27,7 @@ from onceflow.errors import (
     PermissionDeniedError,
     SchemaError,
 )
-from onceflow.external.postgres_columns import Column, check_digits, columns_of, staged_types
+from onceflow.external.postgres_columns import Column, check_digits, columns_of, shows_order, staged_types
 from onceflow.external.postgres_connection import completed, connect, reason, suppress_race
 from onceflow.external.postgres_moves import HEADERS, RECEIPT, ROW, Moves, Staged, refusals
 from onceflow.external.rows import DELETE_BY_FLAG, INSERT, TableWrite
@@ -83,6 +83,7 @@ class PostgresSink(ExternalSink):
         self._write = TableWrite(table, mode, tuple(key), flag)
         self._sets_aside = False
         self._columns: list[Column] = []
+        self._ordered = True
         self._record: list[Column] = []  # of the records, for dead letters
         self._connection: psycopg.Connection[Any] | None = None
         self._progress: dict[str, str | None] = {}  # the progress row of a flow, as this driver has left it
@@ -114,6 +115,7 @@ class PostgresSink(ExternalSink):
         staged = staged_types(rows)
         check_digits(known, staged, written, self._write.table)
         self._columns = [known[name].staged(staged[name]) for name in written]
+        self._ordered = shows_order(connection, self._write.table, written)
         if self._write.mode == DELETE_BY_FLAG:
             self._columns.append(Column(self._write.flag, "boolean", False, "boolean"))
         kinds = staged_types(pa.schema([schema.field(name) for name in record if name != "headers"]))
@@ -232,7 +234,7 @@ class PostgresSink(ExternalSink):
 
     @property
     def _moves(self) -> Moves:
-        return Moves(self._write, self._columns, self._record)
+        return Moves(self._write, self._columns, self._record, ordered=self._ordered)
 
     @contextmanager
     def _connected(self) -> Iterator[psycopg.Connection[Any]]:

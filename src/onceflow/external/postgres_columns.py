@@ -88,6 +88,21 @@ def columns_of(connection: psycopg.Connection[Any], table: str) -> dict[str, Col
     return {name: Column(name, kind, needed) for name, kind, needed, writable in found if writable}
 
 
+def shows_order(connection: psycopg.Connection[Any], table: str, written: Sequence[str]) -> bool:
+    """Whether one can see in which order rows were inserted: by a trigger, a rule, or the default of another column,
+    such as a number that counts up. Otherwise rows of a table have no order."""
+    quoted = ".".join('"' + part.replace('"', '""') + '"' for part in table.split(".", 1))
+    found = connection.execute(
+        "SELECT c.relkind <> 'r' OR c.relhasrules OR c.relispartition "
+        "OR EXISTS (SELECT FROM pg_trigger WHERE tgrelid = c.oid AND NOT tgisinternal) "
+        "OR EXISTS (SELECT FROM pg_attribute WHERE attrelid = c.oid AND attnum > 0 AND NOT attisdropped "
+        "AND (atthasdef OR attidentity <> '') AND attname <> ALL(%s)) "
+        "FROM pg_class AS c WHERE c.oid = to_regclass(%s)",
+        [list(written), quoted],
+    ).fetchone()
+    return found is None or bool(found[0])
+
+
 def check_digits(known: Mapping[str, Column], staged: Mapping[str, str], written: Sequence[str], table: str) -> None:
     """Check that no digits get lost.
 
