@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pyspark.errors import PySparkException, StreamingQueryException
 from pyspark.sql.streaming.query import StreamingQuery
 
+from onceflow.calls.runner import give_up
 from onceflow.driver.batch_sink import BatchSink
 from onceflow.errors import BrokerUnreachableError, EnvironmentUnusableError, OnceflowError
 from onceflow.planning.options import BatchSummary
@@ -125,6 +126,7 @@ class FlowQuery(SparkQuery):
             self._sink.held.set()
         ended = batch_s > 0 and self._sink.turn.acquire(timeout=batch_s)
         self._sink.stopping = True
+        give_up(self.flow)
         try:
             self._stop_in_spark(idle=ended)
         finally:
@@ -156,6 +158,7 @@ class FlowQuery(SparkQuery):
         thread.start()
         thread.join(_STOP_S)
         while thread.is_alive():
+            give_up(self.flow)  # the batch may have begun its calls only now
             # The lock is never released: if Spark still begins a batch, that batch ends at once.
             if idle or self._sink.turn.acquire(blocking=False):
                 self._left_behind = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -103,8 +104,41 @@ def test_rows(onceflow_broker: str, onceflow_spark: Any, make_topic: Callable[..
     assert in_order[b"k1"] == [n for n in good if n % 3 == 1]
 
 
+class Slow(onceflow.Processor):
+    def __init__(self, begun: Path) -> None:
+        self.begun = begun
+        self.call = onceflow.concurrently(self.ask, limit=1)
+
+    def ask(self, _: bytes) -> bytes:
+        self.begun.touch()
+        time.sleep(1)
+        return b""
+
+    def process(self, key: bytes, records: Sequence[Record], state: Any) -> Iterator[Record]:
+        yield Record(key, self.call(key))
+
+
+def test_a_flow_that_is_stopped_does_not_wait_for_its_calls(
+    onceflow_broker: str, onceflow_spark: Any, make_topic: Callable[..., str], tmp_path: Path
+) -> None:
+    source, target, begun = make_topic(partitions=1), make_topic(partitions=1), tmp_path / "begun"
+    independent.fill(onceflow_broker, source, [(b"k%d" % n, b"") for n in range(50)])
+    with onceflow.Flow(f"stop-{source}", onceflow_spark, bootstrap_servers=onceflow_broker) as flow:
+        rows = flow.process(flow.read(source), Slow(begun), table=f"{source}-state", state_dir=tmp_path)
+        query = flow.write(rows, topic=target).start()
+        end = time.monotonic() + 30
+        while not begun.exists():
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        began = time.monotonic()
+        query.stop()
+        assert time.monotonic() - began < 20, "all calls together take 50 seconds"
+        assert query.failure is None
+    assert not values(onceflow_broker, target)
+
+
 def test_calls_that_cannot_end_before_the_transaction(
-    onceflow_broker: str, onceflow_spark: Any, make_topic: Callable[..., str]
+    onceflow_broker: str, onceflow_spark: Any, make_topic: Callable[..., str], caplog: pytest.LogCaptureFixture
 ) -> None:
     source, target = make_topic(partitions=1), make_topic(partitions=1)
     with onceflow.Flow(f"slow-{source}", onceflow_spark, bootstrap_servers=onceflow_broker) as flow:
@@ -112,3 +146,8 @@ def test_calls_that_cannot_end_before_the_transaction(
         rows = flow.enrich(flow.read(source), calls, topic=target)
         with pytest.raises(OptionError, match=r"One call of double can take 90\.6 s .*transaction_timeout is 60 s"):
             flow.write(rows).start()
+        rows = flow.enrich(flow.read(source), onceflow.concurrently(double), topic=target)
+        flow.write(rows, once=True, transaction_timeout="2 minutes").start().awaitTermination(60)
+    assert (
+        "200,000 records. With limit=16, a task makes all calls of double in time only if one takes less" in caplog.text
+    )

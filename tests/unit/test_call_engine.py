@@ -12,8 +12,18 @@ import pytest
 
 import onceflow
 from onceflow import Record, serdes
+from onceflow.calls.threads import NAME
 from onceflow.errors import DeadlineExceededError, ProcessorError
 from onceflow.testing.processor_driver import ProcessorDriver
+
+
+@pytest.fixture(autouse=True)
+def no_threads_left() -> Iterator[None]:
+    yield
+    end = time.monotonic() + 5
+    while left := [thread.name for thread in threading.enumerate() if thread.name.startswith(NAME)]:
+        assert time.monotonic() < end, left
+        time.sleep(0.01)
 
 
 class Bank:
@@ -132,6 +142,19 @@ def test_a_call_that_fails_stops_the_flow() -> None:
     bank.bad.clear()
     driver.send_many(INPUT)
     assert driver.states == {key: sum(found) for key, found in RECEIPTS.items()}
+
+
+def test_an_error_in_user_code_ends_the_calls_of_other_records() -> None:
+    class Refuses(Pay):
+        def process(self, key: str, records: Sequence[Record], state: Any) -> Iterator[Record]:
+            for record in records:
+                if key == "bad":
+                    raise ValueError("refused")
+                yield Record(key, self.charge(key, record.value))
+
+    driver = ProcessorDriver(Refuses(Bank().charge))
+    with pytest.raises(ProcessorError, match="refused"):
+        driver.send_many([("good", 1), ("bad", 2)])
 
 
 class PayOnce(Pay):

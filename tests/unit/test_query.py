@@ -41,7 +41,7 @@ class Gone:
 )
 def query(request: pytest.FixtureRequest) -> FlowQuery:
     stopped: list[bool] = []
-    sink: Any = SimpleNamespace(stopping=False, failure=None, history=[], drained=[], awaited=0)
+    sink: Any = SimpleNamespace(flow="f", stopping=False, failure=None, history=[], drained=[], awaited=0)
     spark: Any = SimpleNamespace(_jsq=Gone(request.param))
     query = FlowQuery(spark, sink, lambda: stopped.append(True))
     query.stopped = stopped  # type: ignore[attr-defined]

@@ -16,11 +16,11 @@ from typing import Any
 
 from onceflow.calls.target import Call, Outcome, Target
 from onceflow.calls.threads import NAME, DaemonThreads
-from onceflow.errors import CallTimeoutError, CircuitOpenError, DeadlineExceededError
+from onceflow.errors import BatchAbortedError, CallTimeoutError, CircuitOpenError, DeadlineExceededError
 
 # How long a coroutine may take to notice that it is cancelled, and the loop to end.
 _CANCEL_S, _CLOSE_S = 1.0, 5.0
-_LOOK_S = 1.0
+_LOOK_S = 0.5
 
 
 class CallRunner:
@@ -28,10 +28,13 @@ class CallRunner:
 
     Args:
         limit_s: how long all calls together may take, from the first one on; None: as long as they like.
+        flow: whose calls they are, for `give_up`.
     """
 
-    def __init__(self, limit_s: float | None = None) -> None:
+    def __init__(self, limit_s: float | None = None, flow: str | None = None) -> None:
         self._limit_s = limit_s
+        self._flow = flow
+        self._given_up = False
         self._began_at: float | None = None
         self._results: queue.SimpleQueue[Call] = queue.SimpleQueue()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -63,6 +66,7 @@ class CallRunner:
 
         Raises:
             DeadlineExceededError: they take longer than ``limit_s``.
+            BatchAbortedError: the flow is being stopped.
         """
         while self._under_way:
             self.take()
@@ -71,9 +75,11 @@ class CallRunner:
         """Wait for a call that is done, and tell its owner.
 
         Raises:
-            DeadlineExceededError: see `settle`.
+            DeadlineExceededError, BatchAbortedError: see `settle`.
         """
         while True:
+            if self._given_up:
+                raise BatchAbortedError("Calls were given up, because the flow is being stopped", flow=self._flow)
             left_s = _LOOK_S if self._limit_s is None else self._limit_s - self._used_s()
             call: Call | None
             try:
@@ -95,6 +101,8 @@ class CallRunner:
     def close(self) -> None:
         """End the threads. Calls under way are cancelled; plain functions that cannot be, are left alone."""
         thread, loop, self._thread, self._loop = self._thread, self._loop, None, None
+        with _lock:
+            _open.discard(self)
         if thread is None or loop is None:
             return
         try:
@@ -106,6 +114,11 @@ class CallRunner:
             call = self._results.get()
             if call.outcome is not None:
                 call.dropped(call.outcome.value)
+
+    def give_up(self, flow: str) -> None:
+        """From another thread: do not wait for calls any more, if they are of this flow."""
+        if self._flow == flow:
+            self._given_up = True
 
     def _used_s(self) -> float:
         return 0.0 if self._began_at is None else time.monotonic() - self._began_at
@@ -123,6 +136,8 @@ class CallRunner:
 
     def _open(self) -> asyncio.AbstractEventLoop:
         loop = self._loop = asyncio.new_event_loop()
+        with _lock:
+            _open.add(self)
         self._leave = asyncio.Event()
         self._thread = threading.Thread(target=self._run_loop, args=(loop,), name=f"{NAME}-loop", daemon=True)
         self._thread.start()
@@ -265,6 +280,18 @@ class CallRunner:
                     lane.resource = self._resources.enter_context(made)
                 lane.is_open = True
         return lane.resource
+
+
+_open: set[CallRunner] = set()
+_lock = threading.Lock()
+
+
+def give_up(flow: str) -> None:
+    """Let a batch of a flow that runs in this process wait no longer for its calls: the flow is being stopped."""
+    with _lock:
+        runners = list(_open)
+    for runner in runners:
+        runner.give_up(flow)
 
 
 class _Lane:

@@ -22,7 +22,7 @@ from onceflow.driver.commit import timed
 from onceflow.driver.offset_log import SourceRange
 from onceflow.driver.pace import Pace
 from onceflow.driver.retries import Retries, Steps
-from onceflow.errors import OnceflowError, located
+from onceflow.errors import BatchAbortedError, OnceflowError, located
 from onceflow.planning.options import BatchSummary, SinkOptions
 from onceflow.protocol.progress import Progress
 from onceflow.spark import jvm
@@ -131,10 +131,12 @@ class BatchSink:
         # with a Java stack trace in its text). So causes are logged, not chained.
         except OnceflowError as error:
             log.debug("the batch failed here", exc_info=error)
-            self.failure = error.locate(flow=self.flow, batch=batch).with_traceback(None)
+            problem = error.locate(flow=self.flow, batch=batch).with_traceback(None)
+            if not (self.stopping and isinstance(error, BatchAbortedError)):  # else the query has not failed
+                self.failure = problem
             if not self.awaited and not self.stopping:
-                log.error("%s", self.failure)
-            raise self.failure from None
+                log.error("%s", problem)
+            raise problem from None
         except SPARK_ERRORS as error:
             stopped = batch_errors.stopped(self.flow, batch, error, on_purpose=self._is_stopped(df, error))
             log.debug("the batch failed here", exc_info=error)

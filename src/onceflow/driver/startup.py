@@ -62,6 +62,7 @@ class Startup:
         self.sources: dict[str, SourceTopic] = {}
         self.steps: dict[str, Step] = {}
         self.calls: list[Calls] = []  # of Flow.enrich
+        self._records: dict[str, int | None] = {}  # most of one batch, by source
         self.joins: list[JoinSpec] = []
         self._run = uuid4().hex
         self._refused_s = refused_s
@@ -190,6 +191,7 @@ class Startup:
         self.fence({options.topic: sorted(info.leaders)}, deadline)
         # Looked at after the fence: an older driver cannot move progress past these offsets any more.
         source = self.sources[options.topic] = self._source_topic(info, deadline)
+        self._records[options.topic] = options.max_records_per_batch
         start = source_starts.plan(
             source,
             self._progress,
@@ -328,7 +330,7 @@ class Startup:
         """
         session = self.session
         of_steps = [calls for step in self.steps.values() for calls in calls_of(step.spec.processor)]
-        check_times([*self.calls, *of_steps], options.transaction_timeout_s, self.flow)
+        check_times([*self.calls, *of_steps], options.transaction_timeout_s, self._records.values(), self.flow)
         side_topics = process.side_topics(self.steps)
         load_targets(session.cluster, options.topic, deadline, more=side_topics)
         outputs = [topic for topic in (options.topic, *side_topics) if topic is not None]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Iterable
-from typing import Any
 
 from pyspark.sql import DataFrame
 
@@ -13,6 +14,11 @@ from onceflow.planning.step_frames import state_columns
 from onceflow.protocol.names import OwnTopics
 from onceflow.task.call_rows import CallOrder, CallRows
 from onceflow.task.step_outputs import OUTPUT_SPARK_SCHEMA
+
+log = logging.getLogger("onceflow")
+
+# No service across a network answers as fast as that.
+_VERY_FAST_S = 0.02
 
 
 def check_enrich(calls: object, topics: Iterable[str | None], own: OwnTopics, flow: str) -> Calls:
@@ -51,17 +57,19 @@ def enrich_frame(df: DataFrame, order: CallOrder) -> DataFrame:
     return rows.mapInArrow(CallRows(order), OUTPUT_SPARK_SCHEMA)
 
 
-def check_times(calls: Iterable[Calls], transaction_s: float, flow: str) -> None:
-    """Check that a call can end before the transaction of its batch does.
+def check_times(calls: Iterable[Calls], transaction_s: float, records: Iterable[int | None], flow: str) -> None:
+    """Check that a call can end before the transaction of its batch does. Warn if the calls of a large batch can not.
 
     Args:
         transaction_s: for how long a transaction may be open.
+        records: most records of one batch, of each source; None: any number.
 
     Raises:
         OptionError: it cannot.
     """
+    counts = [math.inf if count is None else count for count in records]
     for each in calls:
-        options: Any = each.target.options
+        options = each.target.options
         if options.longest_s >= transaction_s:
             raise OptionError(
                 f"One call of {each.target.name} can take {options.longest_s:g} s with all its attempts, but "
@@ -70,4 +78,15 @@ def check_times(calls: Iterable[Calls], transaction_s: float, flow: str) -> None
                 detail=f"timeout {options.timeout_s:g} s, retries {options.retries}, backoff {options.backoff_s:g} s",
                 next_step="lower timeout= or retries= of onceflow.concurrently, give it a deadline=, or raise "
                 "transaction_timeout of Flow.write",
+            )
+        must_take_s = options.limit * transaction_s / max(1, sum(counts))
+        if must_take_s < _VERY_FAST_S:
+            log.warning(
+                "flow %s: a batch may have %s records. With limit=%d, a task makes all calls of %s in time only if one "
+                "takes less than %.0f ms; lower max_records_per_batch of Flow.read",
+                flow,
+                "any number of" if math.isinf(sum(counts)) else f"{sum(counts):,.0f}",
+                options.limit,
+                each.target.name,
+                must_take_s * 1000,
             )

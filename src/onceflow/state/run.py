@@ -88,7 +88,7 @@ class StateRun:
             by_name = {join.name: join for join in spec.joins}
             self._joined = JoinedCopies(by_name, moment.joined, join_source, still_owner=still_owner)
         # One for all partitions: calls for their records are made side by side, too.
-        self._calls = CallRunner(calls_s) if makes_calls(spec.processor) else None
+        self._calls = CallRunner(calls_s, spec.flow) if makes_calls(spec.processor) else None
         self._place = spec.place()
         #: Copies on disk that this run has brought up to date. They stay so, even if this attempt fails.
         self.brought_up: list[Prepared] = []

@@ -55,6 +55,14 @@ class CallEngine(Engine):
         self._goes_ahead = all(calls.order is None for calls in calls_of(processor))
         self._queues: dict[bytes, deque[_Waiting]] = {}
 
+    def feed(self, rows: pa.RecordBatch) -> None:
+        """See `BaseEngine.feed`. Afterwards, records may wait for their calls."""
+        try:
+            super().feed(rows)
+        except BaseException:
+            self._close()
+            raise
+
     def settle(self) -> None:
         """Process all records that wait. The calls of other engines with the same runner are waited for, too.
 
@@ -67,8 +75,11 @@ class CallEngine(Engine):
             if self._scope.fatal is not None:
                 raise self._located(self._scope.fatal)
         finally:
-            if self._owns_runner:
-                self._runner.close()
+            self._close()
+
+    def _close(self) -> None:
+        if self._owns_runner:
+            self._runner.close()
 
     def _process(
         self,
