@@ -9,7 +9,26 @@ from pathlib import Path
 
 import pytest
 
+from onceflow.chaos import external, run
+from onceflow.chaos.driver_process import DriverProcess
+from onceflow.chaos.test_bed import Setup
+
 pytestmark = [pytest.mark.integration, pytest.mark.faults]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(400)
+def test_a_broken_sink_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It commits rows of attempts that failed, and tasks die after writing."""
+    setup = Setup("mutant", flows=(external.SQLITE,))
+    monkeypatch.setattr(run, "SETUPS", {setup.name: setup})
+    monkeypatch.setattr(DriverProcess, "program", (str(Path(__file__).with_name("chaos_mutant.py")),))
+    kinds = ["task dies after writing"]
+    result = run.run(seconds=5, seed=1, setups=[setup.name], kinds=kinds, keep=tmp_path / "run")
+    assert result["verdict"] == "failed"
+    assert result["duplicated"] > 0
+    assert result["torn"] > 0
+    assert (result["lost"], result["others"]) == (0, {})
 
 
 @pytest.mark.long

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
+import pyarrow as pa
 import pytest
 from click.testing import CliRunner
 
+from onceflow import ExternalSink, ParquetSink, SqliteSink
+from onceflow.chaos import external
 from onceflow.chaos.fault_kinds import FAULT_KINDS
 from onceflow.chaos.run import Injected, Report
 from onceflow.chaos.test_bed import SETUPS
-from onceflow.chaos.verify import Findings
+from onceflow.chaos.verify import Findings, verify_external
 from onceflow.cli.chaos import chaos
 from onceflow.errors import OptionError
+from onceflow.external.sink import BatchAttempt
 from onceflow.testing import history
+from onceflow.testing.independent import Seen
 from onceflow.testing.processes import descendants
 from onceflow.testing.waiting import wait_until
 
@@ -78,6 +87,77 @@ def test_every_setup_can_be_broken_in_many_ways(setup: object) -> None:
 def test_every_kind_is_possible_somewhere() -> None:
     for kind, fault in FAULT_KINDS.items():
         assert any(fault.possible(setup) for setup in SETUPS.values()), kind
+
+
+class Doubles(SqliteSink):
+    def commit(self, attempt: BatchAttempt, receipts: Sequence[bytes], progress: str) -> None:
+        super().commit(attempt, [*receipts, *receipts], progress)
+
+
+class ProgressFirst(SqliteSink):
+    """It is killed before the rows come."""
+
+    def commit(self, attempt: BatchAttempt, receipts: Sequence[bytes], progress: str) -> None:
+        super().commit(attempt, [], progress)
+
+
+class RowsFirst(ParquetSink):
+    """It is killed before the progress row comes."""
+
+    def commit(self, attempt: BatchAttempt, receipts: Sequence[bytes], progress: str) -> None:
+        super().commit(attempt, receipts, json.dumps({"offsets": {"in": {"0": 0}}}))
+
+
+class ForgetsATask(ParquetSink):
+    def commit(self, attempt: BatchAttempt, receipts: Sequence[bytes], progress: str) -> None:
+        super().commit(attempt, receipts[1:], progress)
+
+
+def written_by(sink: ExternalSink, end: int = 6, start: int = 0) -> list[Seen]:
+    """A batch of two tasks. Returns the records of the source."""
+    records = [Seen("in", 0, n, b"key", b'{"n": %d}' % n, (), 0) for n in range(start, end)]
+    rows = [
+        {"partition": 0, "offset": each.offset, "key": "key", "value": str(each.value, "ascii")} for each in records
+    ]
+    attempt = BatchAttempt("f", sink.open("f", None).generation, 1, 1)
+    sink.begin(attempt)
+    halves = rows[: len(rows) // 2], rows[len(rows) // 2 :]
+    receipts = [sink.write(attempt, str(n), iter([pa.RecordBatch.from_pylist(half)])) for n, half in enumerate(halves)]
+    sink.commit(attempt, receipts, json.dumps({"offsets": {"in": {"0": end}}}))
+    return records
+
+
+@pytest.mark.parametrize(
+    "kind, mutant, verdict",
+    [
+        (external.SQLITE, None, (0, 0, 0)),
+        (external.PARQUET, None, (0, 0, 0)),
+        (external.SQLITE, Doubles, (0, 6, 1)),
+        (external.SQLITE, ProgressFirst, (6, 0, 1)),
+        (external.PARQUET, RowsFirst, (0, 0, 2)),
+        (external.PARQUET, ForgetsATask, (3, 0, 2)),
+    ],
+)
+def test_broken_sinks_are_found_out(tmp_path: Path, kind: str, mutant: Any, verdict: tuple[int, int, int]) -> None:
+    target = external.Target(kind, tmp_path)
+    target.create()
+    sink = target.sink()
+    if mutant is not None:
+        sink.__class__ = mutant
+    source = written_by(sink)
+    found = Findings(records=6)
+    verify_external(kind, target.state(), source, found)
+    assert (found.lost, found.duplicated, found.torn) == verdict
+    assert found.verdict == ("passed" if mutant is None else "failed")
+
+
+def test_damaged_files_are_found_out(tmp_path: Path) -> None:
+    target = external.Target(external.PARQUET, tmp_path)
+    written_by(target.sink())
+    (entry,) = target.path.glob("_onceflow/f/*/*1.json")
+    entry.unlink()
+    (problem,) = target.state().torn()
+    assert "the log goes on with 00000000000000000002.json after 0 entries" in problem
 
 
 def test_command_line() -> None:

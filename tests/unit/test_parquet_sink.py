@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import time
 from collections.abc import Iterator, Sequence
 from datetime import date, datetime, timezone
 from decimal import Decimal
@@ -80,6 +81,7 @@ class CommitsAllThatIsThere(ParquetSink):
 class TwoEntries(ParquetSink):
     def commit(self, attempt: BatchAttempt, receipts: Sequence[bytes], progress: str) -> None:
         super().commit(attempt, [], progress)
+        time.sleep(0.05)  # so that it is killed here
         super().commit(attempt, receipts, progress)
 
 

@@ -53,7 +53,13 @@ class Commits:
 
 
 class DriverProcess:
-    """One process of ``onceflow.chaos.driver``."""
+    """One process of ``onceflow.chaos.driver``.
+
+    Attributes:
+        program: what it runs. A test puts a broken build here, to see that a run finds it out.
+    """
+
+    program = ("-m", "onceflow.chaos.driver")
 
     def __init__(self, arguments: Mapping[str, Any], folder: Path, rule: str | None, commits: Commits) -> None:
         environment = {name: value for name, value in os.environ.items() if name != VARIABLE}
@@ -65,7 +71,7 @@ class DriverProcess:
         self._commits = commits
         with self.log_file.open("a") as log:
             self._child = subprocess.Popen(
-                [sys.executable, "-m", "onceflow.chaos.driver", json.dumps(arguments)],
+                [sys.executable, *self.program, json.dumps(arguments)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -258,6 +264,7 @@ class Driver:
         arguments = {
             "prefix": self.names.prefix,
             "folder": str(self.names.folder),
+            "dsn": self.names.dsn,
             "bootstrap": self._bootstrap_servers,
             "master": self._master,
             "spark": self._spark,

@@ -16,12 +16,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from onceflow.chaos.flows import DEDUPLICATION, LEDGER
+from onceflow.chaos import external
+from onceflow.chaos.flows import LEDGER, OPERATORS
 from onceflow.chaos.spark_cluster import SparkCluster
 from onceflow.chaos.test_bed import Setup, TestBed
-from onceflow.hooks import STEPS
+from onceflow.hooks import EXTERNAL_STEPS, STEPS
 from onceflow.testing.faults import fault, python_workers
 from onceflow.testing.network import CUT, DELAY, DIRECTIONS, DROP, DUPLICATE, REORDER, REQUEST, Network, Rule
+from onceflow.testing.postgres import LocalPostgres
 
 # Brokers reject records that are more than an hour ahead (KIP-937). There is no limit for a clock that is behind.
 AHEAD_MS, BEHIND_MS = 3_000_000, 7_200_000
@@ -63,9 +65,11 @@ def jvm_kill(bed: TestBed, rng: random.Random) -> str:
 
 def step_kill(bed: TestBed, rng: random.Random) -> str:
     """A driver that is killed right after a step, or raises there."""
-    step, action = rng.choice(STEPS), rng.choice(("kill", "kill", "raise"))
+    kind = rng.choice(bed.driver.kinds)
+    step = rng.choice(EXTERNAL_STEPS if kind in external.KINDS else STEPS)
+    action = rng.choice(("kill", "kill", "raise"))
     bed.driver.kill()
-    flow = bed.names.flow(rng.choice(bed.driver.kinds))
+    flow = bed.names.flow(kind)
     mark = bed.names.folder / f"step-{bed.driver.starts}"
     where = {} if step == "init" else {"batch_from": bed.driver.commits.batches.get(flow, -1) + rng.randint(1, 4)}
     bed.driver.start(fault(step, action, flow=flow, once_file=str(mark), **where))
@@ -73,6 +77,20 @@ def step_kill(bed: TestBed, rng: random.Random) -> str:
     while bed.driver.running.exit_code is None and time.monotonic() < end:
         time.sleep(0.05)
     return f"{action} at step {step} of {flow}" + ("" if mark.exists() else " (not reached)")
+
+
+def task_kill(bed: TestBed, rng: random.Random) -> str:
+    """A Python worker that is killed when it has written the rows of its task. The batch is run again."""
+    bed.driver.kill()
+    flow = bed.names.flow(rng.choice(bed.driver.kinds))
+    mark = bed.names.folder / f"task-{bed.driver.starts}"
+    bed.driver.choices = replace(bed.driver.choices, small_batch_rows=0)
+    batch = bed.driver.commits.batches.get(flow, -1) + rng.randint(1, 4)
+    bed.driver.start(fault("write", "kill", where="task", flow=flow, once_file=str(mark), batch_from=batch))
+    end = time.monotonic() + _STEP_WAIT_S
+    while not mark.exists() and bed.driver.running.exit_code is None and time.monotonic() < end:
+        time.sleep(0.05)
+    return f"SIGKILL to a task of {flow} that has written" + ("" if mark.exists() else " (not reached)")
 
 
 def driver_pause(bed: TestBed, rng: random.Random) -> str:
@@ -117,6 +135,25 @@ def clock_jump(bed: TestBed, rng: random.Random) -> str:
     ahead = rng.randint(-BEHIND_MS, AHEAD_MS)
     bed.names.clock.write_text(str(ahead))
     return f"the driver's clock is {ahead / 60_000:+.0f} minutes off"
+
+
+# ---- PostgreSQL --------------------------------------------------------------------------------------
+
+
+def postgres_kill(bed: TestBed, rng: random.Random) -> str:
+    server, crash = _postgres(bed), rng.random() < 0.5
+    (server.kill if crash else server.stop)()
+    time.sleep(rng.uniform(0, 4))
+    server.start()
+    return "SIGKILL to PostgreSQL" if crash else "PostgreSQL stopped and started"
+
+
+def postgres_pause(bed: TestBed, rng: random.Random) -> str:
+    seconds = rng.uniform(1, 6)
+    _postgres(bed).pause()
+    time.sleep(seconds)
+    _postgres(bed).resume()
+    return f"SIGSTOP to PostgreSQL, {seconds:.1f} s"
 
 
 # ---- executors ---------------------------------------------------------------------------------------
@@ -285,8 +322,14 @@ def _choose(bed: TestBed, rng: random.Random) -> None:
         bed.driver.choices,
         small_batch_rows=rows,
         records_per_batch=rng.choice((2_000, 10_000)),
-        operator=rng.choice(DEDUPLICATION),
+        operator=rng.choice(OPERATORS),
     )
+
+
+def _postgres(bed: TestBed) -> LocalPostgres:
+    if bed.postgres is None:
+        raise ValueError("this setup has no PostgreSQL")
+    return bed.postgres
 
 
 def _spark_cluster(bed: TestBed) -> SparkCluster:
@@ -299,6 +342,7 @@ FAULT_KINDS: dict[str, Fault] = {
     "driver killed": Fault(driver_kill, weight=3),
     "driver's JVM killed": Fault(jvm_kill, weight=1),
     "driver dies at a step": Fault(step_kill, weight=3),
+    "task dies after writing": Fault(task_kill),
     "driver stopped for a while": Fault(driver_pause),
     "workers killed": Fault(workers_kill, weight=3),
     "second driver": Fault(second_driver),
@@ -312,6 +356,8 @@ FAULT_KINDS: dict[str, Fault] = {
     "idle until forgotten": Fault(idle, lambda setup: bool(setup.properties), weight=6),
     "query server killed": Fault(server_kill, lambda setup: setup.servers > 0, weight=3),
     "query server stopped for a while": Fault(server_pause, lambda setup: setup.servers > 0, weight=3),
+    "PostgreSQL killed": Fault(postgres_kill, lambda setup: external.POSTGRES in setup.flows, weight=6),
+    "PostgreSQL stopped for a while": Fault(postgres_pause, lambda setup: external.POSTGRES in setup.flows, weight=3),
     "broker killed": Fault(broker_kill, weight=2),
     "broker stopped for a while": Fault(broker_pause, weight=3),
     "leaders moved": Fault(leaders_moved, lambda setup: setup.nodes > 1 and setup.copies is None, weight=3),

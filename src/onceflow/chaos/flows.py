@@ -5,6 +5,7 @@
 - ``totals``: an aggregation with state in Spark, in a checkpoint that is kept.
 - ``joiner``: looks up each key in the ledger's table, as it was at the offsets of the batch.
 - ``sorter``: a processor with dead letters and late records, followed by operators that change from start to start.
+- ``sqlite``, ``postgres``, ``parquet``: every record as a row of another system, see ``external.py``.
 
 Values are JSON ``{"n": number}``; ``n`` is unique in the source.
 """
@@ -20,25 +21,31 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
 import onceflow
+from onceflow.chaos import external
 from onceflow.testing.recorder import tag_of, tagged
 
 COPY, LEDGER, TOTALS, SORTER, JOINER = "copy", "ledger", "totals", "sorter", "joiner"
-FLOWS = (COPY, LEDGER, TOTALS, SORTER, JOINER)
+FLOWS = (COPY, LEDGER, TOTALS, SORTER, JOINER, *external.KINDS)
 ALARM_EVERY = 10
 ALARM_AFTER_MS = 500
 # Numbers that are bad for the sorter, and numbers that are late for it as soon as there is a watermark.
 BAD_EVERY, BAD = 100, 13
 LATE_EVERY, LATE = 200, 50
 #: The operators that may follow the sorter's step. None of them changes a key or a value.
-DEDUPLICATION = ("as it is", "select", "where", "repartition", "coalesce", "static join")
+OPERATORS = ("as it is", "select", "where", "repartition", "coalesce", "static join")
 
 
 @dataclass(frozen=True)
 class Names:
-    """Topics, flows and folders of one run. ``prefix`` makes the names of a run unique on a cluster."""
+    """Topics, flows and folders of one run. ``prefix`` makes the names of a run unique on a cluster.
+
+    Args:
+        dsn: of the PostgreSQL server; "": there is none.
+    """
 
     prefix: str
     folder: Path
+    dsn: str = ""
 
     @property
     def source(self) -> str:
@@ -99,9 +106,13 @@ class Names:
         """The file in which all drivers of all flows record."""
         return self.folder / "history.jsonl"
 
+    def target(self, kind: str) -> external.Target:
+        """Where a flow of one of ``external.KINDS`` writes."""
+        return external.Target(kind, self.folder, self.dsn)
+
     def outputs(self, kinds: Iterable[str]) -> list[str]:
         """All topics that the flows of these kinds write to, without tables."""
-        outputs = [self.output(kind) for kind in kinds]
+        outputs = [self.output(kind) for kind in kinds if kind not in external.KINDS]
         return (
             outputs + ([self.alarms] if LEDGER in kinds else []) + ([self.dead, self.late] if SORTER in kinds else [])
         )
@@ -176,7 +187,7 @@ class Choices:
     Args:
         small_batch_rows: the driver itself writes batches of at most so many rows; 0: tasks write all batches.
         records_per_batch: most records in a batch.
-        operator: one of `DEDUPLICATION`.
+        operator: one of `OPERATORS`.
     """
 
     small_batch_rows: int | None = None
@@ -198,6 +209,12 @@ def start(kind: str, spark: SparkSession, bootstrap_servers: str, names: Names, 
     # Drivers are also started while brokers are down.
     flow = onceflow.Flow(names.flow(kind), spark, bootstrap_servers=bootstrap_servers, connect_timeout="60 seconds")
     source = flow.read(names.source, max_records_per_batch=choices.records_per_batch)
+    if kind in external.KINDS:
+        rows = source.selectExpr(*external.COLUMNS)
+        sink = names.target(kind).sink()
+        return flow.write_external(
+            rows, sink, small_batch_rows=choices.small_batch_rows, trigger="100 milliseconds"
+        ).start()
     if kind == COPY:
         return flow.write(tagged(source, flow.name), topic=names.output(kind), **choices.write()).start()
     if kind == LEDGER:
@@ -216,7 +233,7 @@ def start(kind: str, spark: SparkSession, bootstrap_servers: str, names: Names, 
         return flow.write(_behind(rows, choices.operator), topic=names.output(kind), **choices.write()).start()
     if kind == JOINER:
         # On half of the starts each task has only its own partition of the ledger's table.
-        own_part = choices.operator in DEDUPLICATION[::2]
+        own_part = choices.operator in OPERATORS[::2]
         joined = onceflow.JoinTable(names.table, value=onceflow.serdes.JSON, co_partitioned=own_part)
         rows = flow.process(source, Joiner(), table=names.seen, tables={"accounts": joined}, state_dir=names.state)
         return flow.write(rows, topic=names.output(kind), **choices.write()).start()

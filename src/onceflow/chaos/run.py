@@ -14,10 +14,11 @@ from typing import Any
 
 from rich.table import Table
 
+from onceflow.chaos import external
 from onceflow.chaos.fault_kinds import AHEAD_MS, FAULT_KINDS
 from onceflow.chaos.flows import ALARM_EVERY, LEDGER
 from onceflow.chaos.test_bed import SETUPS, Setup, TestBed, open_test_bed
-from onceflow.chaos.verify import Findings, verify, verify_answers
+from onceflow.chaos.verify import Findings, check_state, verify, verify_answers
 from onceflow.demos.display import Display, print_result
 from onceflow.errors import DeadlineExceededError
 from onceflow.protocol.position import Position
@@ -141,6 +142,7 @@ def _run_setup(
         if setup.servers:
             bed.servers.start()
         before = len(report.injected)
+        findings = Findings()
         while possible and (time.monotonic() < until or len(report.injected) - before < MIN_FAULTS):
             display.count(seconds=int(time.monotonic() - started))
             (kind,) = rng.choices(list(possible), weights)
@@ -155,17 +157,25 @@ def _run_setup(
                 time.sleep(rng.uniform(0.0, 2.0))
             else:
                 display.say(f"{setup.name}: {what}; the next fault follows at once")
+            _look(bed, findings)
         _drain(bed, display)
         report.stops += bed.driver.stops
         report.frames += bed.frames
         report.batches += bed.driver.commits.count
         report.answers += len(bed.servers.answers)
-        findings = verify(bed.bootstrap_servers, bed.names, setup.flows)
+        verify(bed.bootstrap_servers, bed.names, setup.flows, findings)
         verify_answers(bed.bootstrap_servers, bed.names, bed.servers.answers, bed.servers.strange, findings)
         for stop in bed.driver.strange:
             findings.see("stopped by an error that is not onceflow's", f"{stop.error}: {stop.text[:300]}")
         report.findings[setup.name] = findings
         display.say(f"{setup.name}: {findings.records:,} records, {findings.verdict}")
+
+
+def _look(bed: TestBed, findings: Findings) -> None:
+    """Look into the other systems, while flows write them."""
+    for kind in external.KINDS:
+        if kind in bed.setup.flows:
+            check_state(kind, bed.names.target(kind).state(), findings)
 
 
 def _drain(bed: TestBed, display: Display) -> None:

@@ -8,11 +8,11 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from onceflow.broker.local import LocalBroker
-from onceflow.chaos import daemon
+from onceflow.chaos import daemon, external
 from onceflow.chaos.driver_process import Driver
 from onceflow.chaos.feeder import Feeder
 from onceflow.chaos.flows import COPY, JOINER, LEDGER, SORTER, TOTALS, Names
@@ -21,6 +21,7 @@ from onceflow.chaos.spark_cluster import SparkCluster
 from onceflow.driver.progress_log import PROGRESS_PARTITIONS
 from onceflow.protocol.progress import PROGRESS_TOPIC
 from onceflow.testing.broker import create_topic
+from onceflow.testing.postgres import LocalPostgres
 from onceflow.testing.proxy import Proxies, proxied_node_properties
 
 OLDER_KAFKA = "3.9.2"
@@ -71,16 +72,16 @@ _FORGETS = {
 
 
 SETUPS = {
-    setup.name: setup
+    setup.name: replace(setup, flows=tuple(filter(external.is_installed, setup.flows)))
     for setup in (
-        Setup("one-node", flows=(COPY, LEDGER, SORTER, JOINER), servers=2),
-        Setup("three-nodes", nodes=3),
+        Setup("one-node", flows=(COPY, LEDGER, SORTER, JOINER, external.SQLITE), servers=2),
+        Setup("three-nodes", nodes=3, flows=(COPY, LEDGER, external.PARQUET)),
         Setup("one-copy", nodes=3, copies=1),
-        Setup("executors", workers=2, flows=(LEDGER, SORTER, JOINER), rate=1_000),
-        Setup("forgetful", properties=_FORGETS),
+        Setup("executors", workers=2, flows=(LEDGER, SORTER, JOINER, external.PARQUET), rate=1_000),
+        Setup("forgetful", flows=(COPY, LEDGER, external.POSTGRES), properties=_FORGETS),
         Setup("checkpoint", flows=(COPY, TOTALS)),
-        Setup("version-1", features={"transaction.version": 1}),
-        Setup("kafka-3.9", version=OLDER_KAFKA),
+        Setup("version-1", flows=(COPY, LEDGER, external.SQLITE), features={"transaction.version": 1}),
+        Setup("kafka-3.9", flows=(COPY, LEDGER, external.POSTGRES), version=OLDER_KAFKA),
     )
 }
 
@@ -102,6 +103,7 @@ class TestBed:
     driver: Driver
     servers: Servers
     spark_cluster: SparkCluster | None
+    postgres: LocalPostgres | None = None
     frames: Counter[str] = field(default_factory=Counter)
 
     @property
@@ -140,7 +142,13 @@ def open_test_bed(setup: Setup, folder: Path) -> Iterator[TestBed]:
             )
         )
         proxies = stack.enter_context(Proxies(ports))
-        names = Names("chaos", folder)
+        postgres = None
+        if external.POSTGRES in setup.flows:
+            postgres = stack.enter_context(LocalPostgres(folder / "postgres"))
+        names = Names("chaos", folder, postgres.dsn if postgres else "")
+        for kind in external.KINDS:
+            if kind in setup.flows:
+                names.target(kind).create()
         for topic in [names.source, *names.outputs(setup.flows)]:
             create_topic(broker.bootstrap_servers, topic, setup.partitions)
         if setup.copies is not None:  # otherwise a flow would create it with more copies
@@ -157,4 +165,4 @@ def open_test_bed(setup: Setup, folder: Path) -> Iterator[TestBed]:
         stack.callback(driver.close)
         servers = stack.enter_context(Servers(names, proxies.bootstrap_servers, setup.servers))
         feeder = stack.enter_context(Feeder(broker.bootstrap_servers, names.source, setup.rate))
-        yield TestBed(setup, names, broker, proxies, feeder, driver, servers, spark_cluster)
+        yield TestBed(setup, names, broker, proxies, feeder, driver, servers, spark_cluster, postgres)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from onceflow import Table
+from onceflow.chaos import external
 from onceflow.chaos.flows import (
     ALARM_EVERY,
     BAD,
@@ -84,10 +85,9 @@ class Findings:
             self.see("wrong value", f"{what}: {[item for item in more if item not in expected][:3]}", foreign)
 
 
-def verify(bootstrap_servers: str, names: Names, kinds: Iterable[str]) -> Findings:
+def verify(bootstrap_servers: str, names: Names, kinds: Iterable[str], found: Findings) -> None:
     """Read and check everything. No driver may be running any more."""
     kinds = list(kinds)
-    found = Findings()
     source = independent.read_topic(bootstrap_servers, names.source, decided=True, seconds=READ_S)
     found.records = len(source) * len(kinds)
     for kind in (COPY, LEDGER):
@@ -104,7 +104,25 @@ def verify(bootstrap_servers: str, names: Names, kinds: Iterable[str]) -> Findin
         _sorter(bootstrap_servers, names, source, found)
     if JOINER in kinds:
         _joiner(bootstrap_servers, names, source, found)
-    return found
+    for kind in external.KINDS:
+        if kind in kinds:
+            verify_external(kind, names.target(kind).state(), source, found)
+
+
+def verify_external(kind: str, state: external.State, source: Sequence[independent.Seen], found: Findings) -> None:
+    """The system must have one row for each record."""
+    check_state(kind, state, found)
+    expected = Counter(
+        (record.partition, record.offset, (record.key or b"").decode(), (record.value or b"").decode())
+        for record in source
+    )
+    found.compare(f"rows of {kind}", state.rows, expected)
+
+
+def check_state(kind: str, state: external.State, found: Findings) -> None:
+    """At any moment, the system must have the rows that its progress row says, each once, and no others."""
+    for problem in state.torn():
+        found.see(history.TORN, f"{kind}: {problem}")
 
 
 def verify_answers(
