@@ -44,6 +44,7 @@ if TYPE_CHECKING:
         UnknownTopicError,
         UnsupportedQueryError,
     )
+    from onceflow.external.delta import DeltaSink
     from onceflow.external.parquet import ParquetSink
     from onceflow.external.parquet_table import ParquetTable
     from onceflow.external.postgres import PostgresSink
@@ -84,6 +85,7 @@ __all__ = [
     "DataLossError",
     "DeadLetterLimitError",
     "DeadlineExceededError",
+    "DeltaSink",
     "EnvironmentUnusableError",
     "ExternalSink",
     "FencedError",
@@ -126,6 +128,7 @@ __all__ = [
 
 # Every other public name is an error.
 _HOMES = {
+    "DeltaSink": "onceflow.external.delta",
     "BadRows": "onceflow.state.api.processor",
     "Breaker": "onceflow.calls.breaker",
     "Calls": "onceflow.calls.concurrently",

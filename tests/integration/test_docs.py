@@ -633,6 +633,7 @@ def test_the_image_that_a_service_is_built_on_is_ours() -> None:
         "ClaimCheck",
         "ParquetSink",
         "ParquetTable",
+        "DeltaSink",
     ],
 )
 def test_options_are_those_of_the_code(what: str) -> None:

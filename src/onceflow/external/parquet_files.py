@@ -69,10 +69,11 @@ class TaskFiles:
         self._folder = folder
         self._name = name
         self._open: dict[tuple[str | None, ...], _Open] = {}
-        self._schema: pa.Schema | None = None
+        self._schema: Any = None  # None: there were no rows so far
         self._buffered = 0
         self.partition_by: Sequence[str] = ()
         self.compression = "zstd"
+        self.keeps_partitions = True  # whether files have the columns of ``partition_by``, too
 
     def write(self, batch: pa.RecordBatch) -> None:
         if not batch.num_rows:
@@ -82,6 +83,8 @@ class TaskFiles:
         if batch.schema != self._schema:
             (batch,) = pa.Table.from_batches([batch]).cast(self._schema).combine_chunks().to_batches()
         for values, rows in divided(batch, self.partition_by):
+            if not self.keeps_partitions:
+                rows = rows.drop_columns(list(self.partition_by))
             file = self._open.get(values) or self._new(values)
             file.rows.append(rows)
             file.count += rows.num_rows
@@ -104,15 +107,19 @@ class TaskFiles:
         folders = [folder_name(name, value) for name, value in partition.items()]
         path = "/".join([self._folder, *folders, self._name])
         out = _Counted(self._stack.enter_context(self._storage.writing(path)))
-        writer = pq.ParquetWriter(out, self._schema, compression=self.compression)
+        writer = pq.ParquetWriter(out, self._kept(), compression=self.compression)
         self._stack.callback(_give_up, writer)
         self._open[values] = _Open(path, partition, out, writer)
         return self._open[values]
 
+    def _kept(self) -> pa.Schema:
+        dropped = () if self.keeps_partitions else self.partition_by
+        return pa.schema([field for field in self._schema if field.name not in dropped])
+
     def _flush(self) -> None:
         for each in self._open.values():
             if each.rows:
-                each.writer.write_table(pa.Table.from_batches(each.rows, self._schema).combine_chunks())
+                each.writer.write_table(pa.Table.from_batches(each.rows, self._kept()).combine_chunks())
                 each.rows.clear()
         self._buffered = 0
 
