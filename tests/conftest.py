@@ -255,17 +255,26 @@ class StatePipe:
         *,
         read: dict[str, Any] | None = None,
         process: dict[str, Any] | None = None,
+        deduplicate: dict[str, Any] | None = None,
         inside: bool = False,
         **write: Any,
     ) -> Any:
-        """The running query. ``inside``: the step is a part of the query instead of written as it is."""
+        """The running query. ``inside``: the step is a part of the query instead of written as it is.
+
+        Args:
+            deduplicate: the step is a ``Flow.deduplicate`` of the records of ``tests/faults/dedup_ledger.py``.
+        """
         from onceflow import Flow
 
         flow = Flow(self.flow, self.spark, bootstrap_servers=self.bootstrap)
         try:
             source = flow.read(self.source, **{"max_records_per_batch": 1000, **(read or {})})
-            options = {"processor": self.ledger.Ledger(), "table": self.table, "state_dir": self.state_dir}
-            output = flow.process(source, **{**options, **(process or {})})
+            options: dict[str, Any] = {"table": self.table, "state_dir": self.state_dir}
+            if deduplicate is not None:
+                rows = source.selectExpr("*", *fault_module("dedup_ledger").COLUMNS)
+                output = flow.deduplicate(rows, **options, **deduplicate)
+            else:
+                output = flow.process(source, **{"processor": self.ledger.Ledger(), **options, **(process or {})})
             if inside:
                 output = output.where("value is not null")
             return flow.write(output, topic=self.target, **write).start()

@@ -6,6 +6,7 @@ import json
 import sys
 from typing import Any
 
+import dedup_ledger
 import ledger
 from driver import session
 
@@ -18,13 +19,25 @@ def start(given: dict[str, Any], spark: Any) -> Any:
     placement.TASK_ROWS = given.get("task_rows", 400)
     flow = onceflow.Flow(given["flow"], spark, bootstrap_servers=given["bootstrap"])
     source = flow.read(given["source"], max_records_per_batch=given.get("records_per_batch", 1000))
-    processor = getattr(ledger, given.get("processor", "Ledger"))()
-    output = flow.process(
-        source, processor, **{"table": given["table"], "state_dir": given["state_dir"], **given.get("process", {})}
-    )
+    if "deduplicate" in given:
+        output = deduplicated(flow, source, given)
+    else:
+        output = processed(flow, source, given)
     if given.get("inside"):
         output = output.where("value is not null")
     return flow.write(output, topic=given["target"], **given.get("write", {})).start()
+
+
+def deduplicated(flow: Any, source: Any, given: dict[str, Any]) -> Any:
+    rows = source.selectExpr("*", *dedup_ledger.COLUMNS)
+    return flow.deduplicate(rows, table=given["table"], state_dir=given["state_dir"], **given["deduplicate"])
+
+
+def processed(flow: Any, source: Any, given: dict[str, Any]) -> Any:
+    processor = getattr(ledger, given.get("processor", "Ledger"))()
+    return flow.process(
+        source, processor, **{"table": given["table"], "state_dir": given["state_dir"], **given.get("process", {})}
+    )
 
 
 def main() -> None:

@@ -134,6 +134,33 @@ def state(
 
 @bench.command()
 @click.option(
+    "--ids",
+    type=click.IntRange(min=10_000),
+    multiple=True,
+    default=(100_000, 1_000_000),
+    show_default=True,
+    help="How many ids are remembered; may be given several times. 10,000,000 take a minute and some GB of disk.",
+)
+@click.option(
+    "--records-per-batch",
+    type=click.IntRange(min=1000),
+    default=100_000,
+    show_default=True,
+    help="Records of one partition in a batch.",
+)
+@_output
+def dedup(ids: tuple[int, ...], records_per_batch: int, output: Path) -> None:
+    """Measure de-duplication on one core, without Spark and Kafka, and its memory.
+
+    The exit code is 1 when a record was judged wrongly.
+    """
+    from onceflow.bench.dedup import Choices, run
+
+    _run(run, Choices(ids, records_per_batch), output)
+
+
+@bench.command()
+@click.option(
     "--rounds",
     type=click.IntRange(1, 50),
     default=5,

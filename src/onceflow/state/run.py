@@ -215,7 +215,7 @@ class StateRun:
             values = [change for change in run.changes if change[0][:1] == rows.VALUE]
             internal = [change for change in run.changes if rows.is_internal(change[0])]
             if values:
-                self._changelog.write_to(topics.table, partition, _table_batch(values))
+                self._changelog.write_to(topics.table, partition, table_batch(values))
             if internal:
                 self._changelog.write_to(topics.internal, partition, _internal_batch(internal))
 
@@ -269,7 +269,7 @@ def _merged(run: _Open) -> list[tuple[bytes, bytes]]:
     return sorted(merged.items())
 
 
-def _table_batch(changes: list[tuple[bytes, bytes | None]]) -> pa.RecordBatch:
+def table_batch(changes: list[tuple[bytes, bytes | None]]) -> pa.RecordBatch:
     """Rows as records that any reader understands: flags and their fields become headers."""
     keys = [key[1:] for key, _ in changes]
     if all(row is None or row[0] in _PLAIN for _, row in changes):

@@ -1,0 +1,160 @@
+"""De-duplication: ids per second of one core, and memory, with a few or with millions of ids that are remembered.
+
+Everything that a task does with a partition's rows is measured but network and Spark: judging the ids, encoding the
+changes of the table, leaving them in the local store as pending, and applying them. Every record that passes or not is
+compared with what is known of the ids.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from onceflow.bench.processes import memory_of
+from onceflow.protocol.batches import ProducerIdAndEpoch, encode_batches
+from onceflow.state import run as state_run
+from onceflow.state import stamps
+from onceflow.state.api.deduplication import Deduplication
+from onceflow.state.engine.dedup_engine import DedupEngine
+from onceflow.state.local.format import Commit, Pending
+from onceflow.state.stores.lmdb_store import LmdbStore
+
+_BATCHES, _FILLED_AT_ONCE = 10, 250_000
+#: Share of the records whose id is new.
+_VARIANTS = {"all new": 1.0, "half new": 0.5, "one in ten new": 0.1}
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What to measure.
+
+    Args:
+        ids: how many ids are remembered, one number for each window. records_per_batch: of one partition.
+    """
+
+    ids: tuple[int, ...]
+    records_per_batch: int
+
+
+def run(choices: Choices, say: Callable[[str], None]) -> Iterator[dict[str, Any]]:
+    """Run all windows; yields one result (a JSON object) after the other. ``correct`` is what a check found."""
+    for ids in choices.ids:
+        with tempfile.TemporaryDirectory(prefix="onceflow-") as folder:
+            before = _anonymous_mib()
+            store = LmdbStore.open(Path(folder))
+            say(f"{ids:,} ids: filling")
+            _fill(store, ids)
+            window = _Window(store, ids)
+            for name, share in _VARIANTS.items():
+                yield {
+                    "bench": "dedup",
+                    "ids": ids,
+                    "variant": name,
+                    **window.measured(choices.records_per_batch, share),
+                    "disk_mib": round(sum(file.stat().st_size for file in Path(folder).iterdir()) / (1 << 20)),
+                    "rss_anon_mib_before": round(before),
+                    "rss_anon_mib": round(_anonymous_mib()),
+                }
+            store.close()
+            LmdbStore.remove(Path(folder))
+
+
+def _anonymous_mib() -> float:
+    """Memory of this process without the pages of files, which the kernel may drop."""
+    return memory_of(Path("/proc/self/status").read_text())[1]
+
+
+def _id(number: int) -> bytes:
+    return hashlib.blake2b(number.to_bytes(8, "big"), digest_size=16).hexdigest().encode()
+
+
+def _fill(store: LmdbStore, ids: int) -> None:
+    """Ids 0 to ``ids``, each with its number as its time."""
+    with store.bulk() as commit:
+        for first in range(0, ids, _FILLED_AT_ONCE):
+            numbers = range(first, min(ids, first + _FILLED_AT_ONCE))
+            rows = stamps.rows_of(np.arange(numbers.start, numbers.stop, dtype=np.int64))
+            store.write(zip([b"v" + _id(number) for number in numbers], rows, strict=True), index=True)
+            if first % (8 * _FILLED_AT_ONCE) == 0:
+                commit()
+
+
+class _Window:
+    """A window of so many ids that moves on with the new ones."""
+
+    def __init__(self, store: LmdbStore, ids: int) -> None:
+        self.store, self.ids, self.next = store, ids, ids
+        self._chance = np.random.default_rng(7)
+
+    def measured(self, records: int, share: float) -> dict[str, Any]:
+        cpu_s = wall_s = 0.0
+        problems = []
+        for turn in range(_BATCHES):
+            fresh = round(records * share)
+            repeated = self._chance.integers(self.next - self.ids // 2, self.next, records - fresh)
+            numbers = np.concatenate([np.arange(self.next, self.next + fresh), repeated])
+            self._chance.shuffle(numbers)
+            rows = _rows(numbers)
+            floor, self.next = self.next - self.ids, self.next + fresh
+            began, began_cpu = time.monotonic(), time.process_time()
+            passed = self._batch(rows, floor)
+            if turn:  # the first one warms up
+                wall_s += time.monotonic() - began
+                cpu_s += time.process_time() - began_cpu
+            if passed != fresh:
+                problems.append(f"{passed} records passed, {fresh} were new")
+        count = records * (_BATCHES - 1)
+        return {
+            "records_per_batch": records,
+            "ids_per_s": round(count / wall_s),
+            "ids_per_cpu_s": round(count / cpu_s),
+            "correct": "; ".join(problems) or "yes",
+        }
+
+    def _batch(self, rows: pa.RecordBatch, floor: int) -> int:
+        engine = DedupEngine(
+            Deduplication(within_ms=self.ids),
+            self.store,
+            flow="bench",
+            table="ids",
+            partition=0,
+            batch=1,
+            now_ms=0,
+            watermark_ms=floor,
+        )
+        engine.start()
+        for at in range(0, rows.num_rows, 10_000):  # as Spark sends them
+            engine.feed(rows.slice(at, 10_000))
+        engine.finish()
+        outputs, changes = engine.outputs(), engine.changes()
+        table = state_run.table_batch([change for change in changes if change[0][:1] == b"v"])
+        encoded = encode_batches(
+            table["key"],
+            table["value"],
+            None,
+            None,
+            identity=ProducerIdAndEpoch(1, 1),
+            base_sequence=0,
+            max_batch_bytes=1 << 20,
+            default_timestamp_ms=0,
+        )
+        assert sum(1 for _ in encoded) or not changes
+        pending = Pending(Commit(1, 1, 1), (1, 1), (0, 0), changes).encode()
+        self.store.write({}, {"pending": pending})
+        applied = Pending.decode(self.store.blob("pending"))
+        assert applied is not None
+        self.store.write(dict(applied.changes), {"pending": None}, index=True)
+        return 0 if outputs is None else outputs.num_rows
+
+
+def _rows(numbers: Any) -> pa.RecordBatch:
+    ids = pa.array([_id(number) for number in numbers.tolist()], pa.binary())
+    return pa.record_batch({"key": ids, "value": ids, "timestamp": pa.array(numbers, pa.int64())})
