@@ -84,3 +84,40 @@ def test_first_records_pass_and_the_rest_is_told(
     first = independent.read_topic(pipe.bootstrap, pipe.target)[0]
     assert first.key is not None
     assert first.key.startswith(b"key-")
+
+
+def test_the_last_ids_by_key_with_operators_behind(make_pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The id is the key, so that tasks take whole source partitions; a long one is somewhere else. Null is refused."""
+    monkeypatch.setattr(placement, "TASK_ROWS", 4)
+    pipe = make_pipe(partitions=2)
+    orders = Orders(pipe)
+    tasks = {"small_batch_rows": 0}
+    by_key: dict[str, Any] = {"id": "key", "records": 100, "write": tasks}
+    orders.send(*[("x", n) for n in range(21)])
+    (batch,) = orders.run(**by_key).batches
+    assert (batch.records, batch.duplicates) == (7, 14)
+    independent.fill(pipe.bootstrap, pipe.source, [(b"k" * 500, b"{}"), (b"key-3", b"{}"), (b"k" * 500, b"{}")])
+    (batch,) = orders.run(**by_key, after=lambda df: df.where("length(key) > 5")).batches
+    assert (batch.records, batch.duplicates) == (1, 2)
+    assert {seen.key for seen in independent.read_topic(pipe.bootstrap, pipe.target)} >= {b"k" * 500, b"key-0"}
+    independent.fill(pipe.bootstrap, pipe.source, [(None, b"{}")])
+    with pytest.raises(onceflow.OnceflowError, match="no id: column 'key' is null"):
+        orders.run(**by_key)
+    with pytest.raises(onceflow.ProgressConflictError, match="has the fields"):
+        orders.run(id="key", within="1 hour")
+
+
+def test_columns_that_cannot_be_used(make_pipe: Any) -> None:
+    pipe = make_pipe(partitions=1)
+    orders = Orders(pipe)
+    for how, message in (
+        ({"id": "oder"}, "'oder', which does not exist"),
+        ({"id": "headers"}, "cannot take ids of the type"),
+        ({"event_time": "order"}, "it is string"),
+        ({"late": pipe.source}, "cannot go to"),
+        ({"duplicates_topic": "no-such-topic"}, "no-such-topic"),
+        ({"within": None}, "neither is given"),
+    ):
+        with pytest.raises(onceflow.OnceflowError) as caught:
+            orders.run(**how)
+        assert message in str(caught.value)
