@@ -8,6 +8,7 @@ compared with what is known of the ids.
 from __future__ import annotations
 
 import hashlib
+import multiprocessing
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -48,10 +49,13 @@ def run(choices: Choices, say: Callable[[str], None]) -> Iterator[dict[str, Any]
     """Run all windows; yields one result (a JSON object) after the other. ``correct`` is what a check found."""
     for ids in choices.ids:
         with tempfile.TemporaryDirectory(prefix="onceflow-") as folder:
+            say(f"{ids:,} ids: filling")
+            # In a process of its own: what it keeps of its memory is not that of the batches.
+            filling = multiprocessing.get_context("spawn").Process(target=_fill, args=(folder, ids))
+            filling.start()
+            filling.join()
             before = _anonymous_mib()
             store = LmdbStore.open(Path(folder))
-            say(f"{ids:,} ids: filling")
-            _fill(store, ids)
             window = _Window(store, ids)
             for name, share in _VARIANTS.items():
                 yield {
@@ -76,8 +80,9 @@ def _id(number: int) -> bytes:
     return hashlib.blake2b(number.to_bytes(8, "big"), digest_size=16).hexdigest().encode()
 
 
-def _fill(store: LmdbStore, ids: int) -> None:
+def _fill(folder: str, ids: int) -> None:
     """Ids 0 to ``ids``, each with its number as its time."""
+    store = LmdbStore.open(Path(folder))
     with store.bulk() as commit:
         for first in range(0, ids, _FILLED_AT_ONCE):
             numbers = range(first, min(ids, first + _FILLED_AT_ONCE))
