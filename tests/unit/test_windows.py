@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -385,6 +386,8 @@ def test_declarations_are_checked_before_anything_runs(declared: dict[str, Any],
         check_options(options, Changed(**declared), flow="f", sources=["s"], tables=[])
     assert caught.value.flow == "f"
     check_options(options, Sales(), flow="f", sources=["s"], tables=[])
+    with pytest.raises(OptionError, match="Sales: it has windows, but late_topic= is missing"):
+        check_options(replace(options, late_topic=None), Sales(), flow="f", sources=["s"], tables=[])
 
 
 @pytest.mark.parametrize(
@@ -436,3 +439,22 @@ def test_what_is_late_is_the_processors_to_say() -> None:
     driver.send(b"a", b"", timestamp_ms=1001)
     with pytest.raises(ProcessorError, match=r"Patient.late_before_ms\(\) failed: TypeError"):
         driver.send(b"a", b"", timestamp_ms=1002)
+
+
+@pytest.mark.parametrize("kind", [windows.Tumbling(1), windows.Session(0.5)], ids=repr)
+def test_many_windows_close_in_bounded_batches_that_follow_at_once(monkeypatch: pytest.MonkeyPatch, kind: Any) -> None:
+    monkeypatch.setattr(panes, "CLOSED_AT_ONCE", 2)
+    monkeypatch.setattr(sessions, "CLOSED_AT_ONCE", 2)
+    driver = ProcessorDriver(Numbers(kind))
+    batches: list[tuple[int, bool]] = []
+    batch = driver._batch
+
+    def counted() -> Any:
+        results, due, left = batch()
+        batches.append((len(results), left))
+        return results, due, left
+
+    monkeypatch.setattr(driver, "_batch", counted)
+    driver.send_many([Record(b"a", number, timestamp_ms=1000 * number) for number in range(6)])
+    # The flow waits for its clock, unless a batch says that something is left.
+    assert batches == [(0, False), (2, True), (2, True), (1, False)]

@@ -93,7 +93,7 @@ def check_options(
             flow=flow,
             next_step="give an instance of your subclass: Balance(), not Balance",
         )
-    check_windows(processor, flow)
+    check_windows(processor, flow, late_topic=options.late_topic is not None)
     _check_table(options.table, flow, sources, tables)
     _check_dead_letters(options, processor, flow)
     goes_late = processor.allowed_lateness is not None

@@ -144,8 +144,11 @@ class WindowProcessor(Processor):
         return index(at_ms)
 
 
-def check_windows(processor: object, flow: str | None) -> None:
+def check_windows(processor: object, flow: str | None, *, late_topic: bool = True) -> None:
     """Check the declarations of a processor, if it is one with windows.
+
+    Args:
+        late_topic: whether the step has a topic for late records.
 
     Raises:
         OptionError: something is missing, or does not fit together.
@@ -161,6 +164,8 @@ def check_windows(processor: object, flow: str | None) -> None:
         raise _option(processor, f"emit is {processor.emit!r}", 'declare "close" or "update"', flow)
     if lateness is None:
         raise _option(processor, "allowed_lateness is None", "declare one: without it no window is ever closed", flow)
+    if not late_topic:
+        raise _option(processor, "it has windows, but late_topic= is missing", "name a topic for late records", flow)
     for name, aggregate in processor.aggregates.items():
         if not isinstance(aggregate, Aggregate):
             raise _option(processor, f"aggregates: {name!r} is {aggregate!r}", "give one like windows.Count()", flow)
