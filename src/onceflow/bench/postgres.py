@@ -27,8 +27,9 @@ from onceflow.testing.independent import fill
 from onceflow.testing.postgres import LocalPostgres
 from onceflow.testing.processes import descendants
 
-FLOW, JDBC, READ, COPY, COPIES = "onceflow", "spark jdbc", "only read", "copy", "copy, 2 connections"
-CONTENDERS = (FLOW, JDBC, READ, COPY, COPIES)
+FLOW, JDBC, PLAIN_JDBC, READ = "onceflow", "spark jdbc", "spark jdbc, its defaults", "only read"
+COPY, COPIES = "copy", "copy, 2 connections"
+CONTENDERS = (FLOW, JDBC, PLAIN_JDBC, READ, COPY, COPIES)
 _DRIVER = Coordinate("org.postgresql", "postgresql", "42.7.8", ("42.7.7", "42.7.4"))
 # As a server has them that is used for more than tests: commits reach the disk.
 _SETTINGS = {"fsync": "on", "shared_buffers": "512MB", "max_wal_size": "8GB", "checkpoint_timeout": "30min"}
@@ -122,7 +123,7 @@ class Bench:
                 rate = self._run_once(contender, in_memory, measured)
                 measured.rates.append(rate)
                 what = f"round {turn} of {self.choices.rounds}" if turn else "warming up"
-                self.say(f"{name}, {what}: {contender:20} {rate:10,.0f} rows/s")
+                self.say(f"{name}, {what}: {contender:26} {rate:10,.0f} rows/s")
         base = statistics.median(found[JDBC].rates)
         for contender, measured in found.items():
             rate = statistics.median(measured.rates)
@@ -153,8 +154,8 @@ class Bench:
             try:
                 if contender == FLOW:
                     rate = self._flow(table, measured)
-                elif contender in (JDBC, READ):
-                    rate = self._jdbc(table, written=contender == JDBC)
+                elif contender in (JDBC, PLAIN_JDBC, READ):
+                    rate = self._jdbc(table, contender)
                 else:
                     rate = self._copy(table, in_memory, 2 if contender == COPIES else 1)
                 measured.cpu_us.append((tree_cpu_s(os.getpid()) - before) / self.records * 1e6)
@@ -187,8 +188,8 @@ class Bench:
                     measured.steps[step] = measured.steps.get(step, 0.0) + seconds
             return _rate(query)
 
-    def _jdbc(self, table: str, *, written: bool) -> float:
-        """As people write it. ``written=False``: the rows are made, and thrown away."""
+    def _jdbc(self, table: str, contender: str) -> float:
+        """As people write it, with the driver's best settings or without any. For ``READ`` the rows are thrown away."""
         from psycopg import conninfo
 
         given = conninfo.conninfo_to_dict(self.dsn)
@@ -197,12 +198,11 @@ class Bench:
             "driver": "org.postgresql.Driver",
             "user": str(given.get("user") or ""),
             "password": str(given.get("password") or ""),
-            "batchsize": "10000",
-            "reWriteBatchedInserts": "true",
+            **({"batchsize": "10000", "reWriteBatchedInserts": "true"} if contender == JDBC else {}),
         }
 
         def write(df: Any, _: int) -> None:
-            if written:
+            if contender != READ:
                 df.write.jdbc(url, table, mode="append", properties=options)
             else:
                 df.write.format("noop").mode("overwrite").save()
