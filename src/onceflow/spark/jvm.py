@@ -77,7 +77,7 @@ def has_class(java: Any, name: str) -> bool:
 def kind(node: Any) -> str:
     """Class of a plan's node, without its package. If Spark has renamed it, the newest name."""
     name = str(node.getClass().getSimpleName())
-    return versions.RENAMED_DEDUPLICATION.get(name, name)
+    return versions.RENAMED_OPERATORS.get(name, name)
 
 
 def nodes(tree: Any, mark: Any = None) -> Iterator[Any]:

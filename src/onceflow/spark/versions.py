@@ -57,7 +57,7 @@ _PACKAGES = {
     "StatefulOperatorStateInfo": "operators.stateful",
 }
 #: Names that logical operators had in older versions, and those that they have since.
-RENAMED_DEDUPLICATION = {"PythonMapInArrow": "MapInArrow"}
+RENAMED_OPERATORS = {"PythonMapInArrow": "MapInArrow"}
 #: Kinds of query that only newer versions of Spark have, for `refuse`.
 QUERY_SINCE: dict[str, Version] = {"transformWithState": (4, 1), "transformWithStateInPandas": (4, 0)}
 
