@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -44,8 +45,11 @@ from onceflow.external.sink import (
 if TYPE_CHECKING:  # the extra is needed where it is used only
     import psycopg
 
+log = logging.getLogger("onceflow.sink")
+
 _PROGRESS = "onceflow_progress"
 _LOCK_S = 60  # how long a transaction waits for a row that another one has locked
+_CHECK_S = 2  # how long the check of a start waits for the table
 _CLEAN_MS = 200
 
 
@@ -307,8 +311,11 @@ class PostgresSink(ExternalSink):
         attempt = BatchAttempt("onceflow check", 0, 0, 0)
         try:
             with connection.transaction(force_rollback=True):
+                connection.execute(f"SET LOCAL lock_timeout = '{_CHECK_S}s'")
                 self.begin(attempt)
                 self._moves.all_of(connection, Staged(_staging(attempt), []))
+        except psycopg.errors.LockNotAvailable:
+            log.warning("%s is locked by another session; it is not tried before the first batch", self.target)
         except psycopg.errors.InvalidColumnReference as error:
             raise SchemaError(
                 f"Rows cannot be written to table {self._write.table} with mode={self._write.mode!r}",
