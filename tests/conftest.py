@@ -13,9 +13,10 @@ import subprocess
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -447,6 +448,14 @@ def claim_check_flow() -> Any:
     return module
 
 
+@pytest.fixture(scope="session")
+def call_flow() -> Any:
+    """The module ``tests/faults/call_flow.py``."""
+    module = fault_module("call_flow")
+    module.use()
+    return module
+
+
 @pytest.fixture
 def driver_process() -> Iterator[Callable[..., subprocess.Popen[str]]]:
     """``run_driver``; what is left of a driver is ended before the next one starts, and with the test."""
@@ -468,13 +477,20 @@ def driver_process() -> Iterator[Callable[..., subprocess.Popen[str]]]:
 @pytest.fixture
 def killed_together(tmp_path: Path) -> Iterator[Callable[..., None]]:
     """``killed_together({step: pipe}, {step: options})``: one driver runs all these flows, each up to its step in
-    batch 2, and is killed (SIGKILL) when all are there. What it leaves behind is ended with the test."""
+    batch 2, and is killed (SIGKILL) when all are there. What it leaves behind is ended with the test.
+
+    A flow with ``trapped={step: file}`` waits by itself in place of the step; it makes the file then.
+    """
     killed: list[tuple[subprocess.Popen[str], threading.Thread]] = []
 
-    def kill(pipes: dict[str, Any], options: dict[str, dict[str, Any]]) -> None:
-        reached = {step: tmp_path / f"at-{step}" for step in pipes}
+    def kill(
+        pipes: dict[str, Any], options: dict[str, dict[str, Any]], trapped: Mapping[str, Path] = MappingProxyType({})
+    ) -> None:
+        reached = {step: tmp_path / f"at-{step}" for step in pipes} | dict(trapped)
         rules = []
         for step, pipe in pipes.items():
+            if step in trapped:
+                continue
             batch = {} if step == "init" else {"batch": 2}
             rule = faults.fault(step, "pause", flow=pipe.flow, once_file=str(reached[step]), **batch)
             rules += faults.rules_of(rule)

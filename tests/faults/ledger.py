@@ -5,9 +5,15 @@ Pickled by value into tasks, which cannot import test modules: ``use()`` sees to
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import signal
 import sys
+import time
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from pyspark import cloudpickle
@@ -40,6 +46,37 @@ class Ledger(onceflow.Processor):
                 state.put(known)
                 digits.put(str(n % 10), digits.get(str(n % 10), 0) + 1)
             yield onceflow.Record(key, {"n": n, **known})
+
+
+def answer(trap: dict[str, Any] | None, n: int) -> int:
+    """Another service, which takes a while. At one number, the first call goes into a trap.
+
+    Args:
+        trap: ``at``: the number; ``once``: a file that shows that it has happened; ``kill``: whether the process is
+            killed, which otherwise waits.
+    """
+    time.sleep((n * 7 % 5) / 1000)  # answers come in another order than they were asked for
+    if trap is not None and trap["at"] == n:
+        with contextlib.suppress(FileExistsError):
+            Path(trap["once"]).open("x").close()
+            if trap.get("kill"):
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(20)
+    return n
+
+
+class Charged(Ledger):
+    """The same as ``Ledger``, with two calls for each record: before its change and output, and after them."""
+
+    def __init__(self, trap: dict[str, Any] | None = None, order: str | None = "key") -> None:
+        self.ask = onceflow.concurrently(partial(answer, trap), limit=8, timeout="30 seconds", retries=0, order=order)
+        self.tell = onceflow.concurrently(partial(answer, None), limit=8, order=order)
+
+    def process(self, key: bytes, records: Sequence[onceflow.Record], state: Any) -> Iterator[onceflow.Record]:
+        for record in records:
+            record.value = {**record.value, "n": self.ask(record.value["n"])}
+            yield from super().process(key, [record], state)
+            self.tell(record.value["n"])
 
 
 class Priced(onceflow.Processor):

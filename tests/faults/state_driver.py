@@ -34,7 +34,7 @@ def deduplicated(flow: Any, source: Any, given: dict[str, Any]) -> Any:
 
 
 def processed(flow: Any, source: Any, given: dict[str, Any]) -> Any:
-    processor = getattr(ledger, given.get("processor", "Ledger"))()
+    processor = getattr(ledger, given.get("processor", "Ledger"))(**given.get("arguments", {}))
     return flow.process(
         source, processor, **{"table": given["table"], "state_dir": given["state_dir"], **given.get("process", {})}
     )
