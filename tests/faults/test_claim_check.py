@@ -126,7 +126,8 @@ def make_claims(make_pipe: Callable[..., Any], claim_check_flow: Any, tmp_path: 
     return make
 
 
-@pytest.mark.parametrize("steps", [("write",), pytest.param(hooks.STEPS, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("steps", [("write",), hooks.STEPS])
 def test_driver_killed(
     make_claims: Callable[..., Claims], killed_together: Any, s3: Any, steps: tuple[str, ...]
 ) -> None:

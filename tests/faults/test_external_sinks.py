@@ -157,7 +157,13 @@ def rows_of(step: str) -> int:
 
 
 @pytest.mark.short_form
-@pytest.mark.parametrize("kind, steps", [(External, hooks.EXTERNAL_STEPS), (Files, ("write", "audit", "commit"))])
+@pytest.mark.parametrize(
+    "kind, steps",
+    [
+        (External, hooks.EXTERNAL_STEPS),
+        pytest.param(Files, ("write", "audit", "commit"), marks=pytest.mark.long),
+    ],
+)
 def test_driver_killed(
     make_external: Callable[..., External], killed_together: Any, kind: type[External], steps: tuple[str, ...]
 ) -> None:

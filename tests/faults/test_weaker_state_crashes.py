@@ -34,6 +34,7 @@ def driver_options(step: str) -> dict[str, Any]:
     return {"write": {"small_batch_rows": 0 if turn else 4000}, "inside": turn == 2}
 
 
+@pytest.mark.long
 def test_driver_killed(make_state_pipe: Any, killed_together: Any) -> None:
     """One SIGKILL meets four flows at different steps, two of each kind. Their local stores survive it."""
     pipes = {step: make_state_pipe(partitions=3) for step in ("write", "audit", "progress", "end")}

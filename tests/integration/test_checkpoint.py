@@ -781,7 +781,7 @@ def test_output_modes_that_are_refused(make_service: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "write, words", [({"checkpoint": "somewhere"}, "checkpoint="), ({"guarantee": "at_least_once"}, "guarantee=")]
+    "write, words", [({"checkpoint": "somewhere"}, "checkpoint="), ({"guarantee": "at_most_once"}, "guarantee=")]
 )
 def test_processors_keep_their_state_elsewhere(make_state_pipe: Any, write: dict[str, str], words: str) -> None:
     pipe = make_state_pipe(partitions=1)

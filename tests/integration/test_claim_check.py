@@ -119,7 +119,8 @@ print(json.dumps({"files": files, "decoded": decoded, "encoded": peak() - base})
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
-@pytest.mark.parametrize("kind", ["bucket", pytest.param("folder", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["bucket", "folder"])
 def test_memory_of_large_values(s3: S3Server, tmp_path: Path, kind: str) -> None:
     """100 MB: files in pieces, values in memory once."""
     size = 100_000_000
