@@ -17,7 +17,7 @@ from onceflow.spark import queries
 from onceflow.spark.master import is_local
 from onceflow.state.api import serdes
 from onceflow.state.joins.spec import JoinTable
-from onceflow.task.call_rows import CallOrder
+from onceflow.task.call_rows import CallOrder, CallReports
 
 
 class FlowOperators(FlowWrites):
@@ -69,6 +69,7 @@ class FlowOperators(FlowWrites):
         dead_letter_topic: str | None = None,
         value: Any = None,
         output: Any = None,
+        max_dead_letters: int | float | None = None,
     ) -> DataFrame:
         """Call another service once for each row, many at a time, without state. Write the result with `write`, without
         ``topic=``.
@@ -85,9 +86,11 @@ class FlowOperators(FlowWrites):
                 other, unless ``order=None``.
             topic: where results go that name no other topic.
             dead_letter_topic: where rows go whose call fails, with the cause in their headers. None: a call that fails
-                aborts the batch. With it, operators can only stand in front of this step.
+                stops the flow with ProcessorError. With it, operators can only stand in front of this step.
             value: serde of the values that are read; None: bytes.
             output: serde of results that are not bytes; None: there are only bytes.
+            max_dead_letters: stop the flow when one run has more dead letters than this: a count (``100``), or a share
+                of the rows (``0.01``), which counts from the 100th row on. Nothing of that batch becomes visible.
 
         Returns:
             A streaming DataFrame: key, value, topic, headers, timestamp.
@@ -98,12 +101,13 @@ class FlowOperators(FlowWrites):
         """
         with self._runs.lock:
             startup = self._runs.startup
-            checked = planned_calls.check_enrich(calls, (topic, dead_letter_topic), startup.own_topics, self.name)
+            order = CallOrder(
+                calls, topic, dead_letter_topic, value or serdes.BYTES, output or serdes.BYTES, self.name,
+                self._spark.sparkContext.accumulator({}, CallReports()), max_dead_letters,
+            )  # fmt: skip
+            planned_calls.check_enrich(order, startup.own_topics)
             facts = queries.check_plan(df, self.name, checkpoint=True)  # `write` knows whether there is one
             check_no_dead_letters(facts, "Flow.enrich", self.name)
-            order = CallOrder(
-                checked, topic, dead_letter_topic, value or serdes.BYTES, output or serdes.BYTES, self.name
-            )
             frame = planned_calls.enrich_frame(df, order)
-            startup.calls.append(checked)
+            startup.calls.append(order)
             return frame

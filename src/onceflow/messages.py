@@ -34,6 +34,9 @@ if TYPE_CHECKING:  # so that tasks that only write do not load ``state``
 
 #: A local property of Spark: at which offsets the batch sees the tables that the flow joins with. It has no secrets.
 JOINED_PROPERTY = "onceflow.joined"
+#: Another one, for ``Flow.enrich``: which attempt runs (``attempt``), when it has begun (``begun_ms``), and how long
+#: the calls of one task may take (``limit_s``).
+CALLS_PROPERTY = "onceflow.calls"
 
 # ---- orders ----------------------------------------------------------------------------------------------
 

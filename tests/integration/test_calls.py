@@ -14,7 +14,7 @@ from pyspark.sql import functions as F
 
 import onceflow
 from onceflow import Record, serdes
-from onceflow.errors import OptionError, UnsupportedQueryError
+from onceflow.errors import DeadLetterLimitError, OptionError, ProcessorError, UnsupportedQueryError
 from onceflow.testing import independent
 
 pytestmark = pytest.mark.integration
@@ -70,7 +70,9 @@ def test_a_process_step(
     assert ("driver" in summary.path) == (where == "driver")
 
 
-def test_rows(onceflow_broker: str, onceflow_spark: Any, make_topic: Callable[..., str]) -> None:
+def test_rows(
+    onceflow_broker: str, onceflow_spark: Any, make_topic: Callable[..., str], caplog: pytest.LogCaptureFixture
+) -> None:
     source, target, failed = make_topic(partitions=2), make_topic(partitions=3), make_topic(partitions=1)
     inputs: list[tuple[bytes | None, bytes | None]] = [(b"k%d" % (n % 3), b"%d" % n) for n in range(30)]
     independent.fill(onceflow_broker, source, [*inputs, (None, b"100"), (b"k0", None), (b"k1", b"no JSON")])
@@ -88,8 +90,15 @@ def test_rows(onceflow_broker: str, onceflow_spark: Any, make_topic: Callable[..
             flow.enrich(df, double, topic=target)  # type: ignore[arg-type]
         with pytest.raises(OptionError, match="cannot write to"):
             flow.enrich(df, calls, topic=source)
+        with pytest.raises(OptionError, match="Results and dead letters would both go to"):
+            flow.enrich(df, calls, topic=failed, dead_letter_topic=failed)
+        with pytest.raises(OptionError, match="there are no dead letters"):
+            flow.enrich(df, calls, topic=target, max_dead_letters=5)
         query = flow.write(rows, once=True).start()
         query.awaitTermination(60)
+        assert [(batch.records, batch.dead_letters) for batch in query.batches] == [(28, 4)]
+    assert f"the first dead letters of this run went to {failed}: 3 x ValueError, first {source}-" in caplog.text
+    assert "1 x JSONDecodeError" in caplog.text
     found = [json.loads(record.value or b"") for record in independent.read_topic(onceflow_broker, target)]
     good = [n for n in range(30) if n % 10 != 7]
     assert sorted(each["was"] for each in found) == [*good, 100]
@@ -102,6 +111,55 @@ def test_rows(onceflow_broker: str, onceflow_spark: Any, make_topic: Callable[..
     for record in independent.read_topic(onceflow_broker, target):
         in_order.setdefault(record.key, []).append(json.loads(record.value or b"")["was"])
     assert in_order[b"k1"] == [n for n in good if n % 3 == 1]
+
+
+class SlowOnce:
+    """A service that takes long for the records of the first attempt."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __call__(self, record: Record) -> bytes | None:
+        if not self.file.exists():
+            if record.value == b"2":
+                self.file.touch()
+            time.sleep(0.8)
+        return record.value
+
+
+def refuse(record: Record) -> None:
+    raise ValueError(f"{record.value!r} is refused")
+
+
+@pytest.mark.parametrize("small_batch_rows", [None, pytest.param(0, marks=pytest.mark.long)])
+def test_rows_that_stop_a_flow(
+    onceflow_broker: str, onceflow_spark: Any, make_topic: Callable[..., str], tmp_path: Path, caplog: Any,
+    small_batch_rows: int | None,
+) -> None:  # fmt: skip
+    """Too many dead letters, a call that fails, calls that take too long: as with a processor."""
+    source, target, failed = make_topic(partitions=1), make_topic(partitions=1), make_topic(partitions=1)
+    independent.fill(onceflow_broker, source, [(b"k%d" % n, b"%d" % n) for n in range(10)])
+    with onceflow.Flow(f"stops-{source}", onceflow_spark, bootstrap_servers=onceflow_broker) as flow:
+
+        def write(function: Any, dead_letter_topic: str | None, most: int | None, timeout: str = "1 minute") -> Any:
+            calls = onceflow.concurrently(function, limit=1, retries=0, timeout="1 second")
+            rows = flow.enrich(
+                flow.read(source), calls, topic=target, dead_letter_topic=dead_letter_topic, max_dead_letters=most
+            )
+            query = flow.write(rows, once=True, small_batch_rows=small_batch_rows, transaction_timeout=timeout).start()
+            query.awaitTermination(60)
+            return query.batches[-1]
+
+        with pytest.raises(DeadLetterLimitError, match=r"10 of 10 records .*max_dead_letters is 9"):
+            write(refuse, failed, 9)
+        with pytest.raises(ProcessorError, match=r"refuse failed for a record: ValueError: b'0' is refused"):
+            write(refuse, None, None)
+        assert not values(onceflow_broker, failed)
+        assert not values(onceflow_broker, target)
+        batch = write(SlowOnce(tmp_path / "done"), failed, 0, "2 seconds")
+    assert batch.attempts >= 2
+    assert "The calls of a batch take longer than 2 s" in caplog.text
+    assert values(onceflow_broker, target) == Counter(map(str, range(10)))
 
 
 class Slow(onceflow.Processor):

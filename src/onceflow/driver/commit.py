@@ -36,6 +36,7 @@ from onceflow.driver.numbering import Numbering
 from onceflow.driver.offset_log import SourceRange, check_contiguous, read_range
 from onceflow.driver.output_writer import OutputWriter
 from onceflow.driver.retries import Attempt
+from onceflow.driver.row_calls import RowCalls
 from onceflow.driver.state_step import StateStep
 from onceflow.errors import (
     AuthenticationFailedError,
@@ -73,6 +74,7 @@ class BatchCommit:
         source_starts: where partitions that progress does not know may start.
         state: the process steps of the query, if it has any.
         joins: the tables that it joins with.
+        calls: its calls of other services row by row.
     """
 
     def __init__(
@@ -92,9 +94,11 @@ class BatchCommit:
         source_partitions: dict[str, int],
         state: StateStep | None = None,
         joins: Joins,
+        calls: RowCalls,
     ) -> None:
         self._names = names
         self._joins = joins
+        self._calls = calls
         self._state = state
         self._settings = settings
         self._cores = cores
@@ -232,6 +236,7 @@ class BatchCommit:
         df.sparkSession.sparkContext.setLocalProperty("onceflow.transaction", json.dumps(described))
         now_ms = clock_ms()
         self._joins.begin(df, now_ms)
+        self._calls.begin(df, attempt)
         if self._state is not None:
             owner = self._names.transactional_id, producer
             self._state.prepare(df, self._settings, owner, again=attempt.summary.attempts > 1)
@@ -240,13 +245,15 @@ class BatchCommit:
 
     def _write(self, df: DataFrame, attempt: Attempt) -> list[Part]:
         """Produce every row, and collect what was acknowledged."""
-        return self._writer.write(df, attempt)
+        with self._calls.errors():
+            return self._writer.write(df, attempt)
 
     def _audit(self, df: DataFrame, parts: list[Part], batch: int) -> Audit:
         """One writer per partition, one attempt of every task and stage, all rows acknowledged (I3, I4)."""
         checked = [audit_part(df, part, flow=self._names.flow, batch=batch) for part in parts]
         if self._state is not None:
             self._state.audit()
+        self._calls.check()
         return combined(checked, self._tables, flow=self._names.flow, batch=batch)
 
     def _outputs(self, checked: Audit) -> tuple[str, ...]:
@@ -302,17 +309,13 @@ class BatchCommit:
 
     def _on_commit(self, progress: Progress, checked: Audit, summary: BatchSummary) -> None:
         self.progress = progress
-        if self._state is not None:
-            self._state.on_commit()
-        if self._late_rows is not None:
-            self._late_rows.on_commit(summary.batch, summary.dropped)
         summary.records, summary.nbytes = checked.records, checked.nbytes
         summary.max_rss_kib = checked.max_rss_kib
         if self._state is not None:
-            summary.dead_letters, summary.late = self._state.counted("dead_letters"), self._state.counted("late")
-            summary.duplicates = self._state.counted("duplicates")
-            summary.records -= self._state.counted("aside")
-            summary.state_lost = self._state.take_lost()
+            self._state.on_commit(summary)
+        self._calls.on_commit(summary)
+        if self._late_rows is not None:
+            self._late_rows.on_commit(summary.batch, summary.dropped)
         self._writer.on_commit(checked, summary)
 
     # ---- when it goes wrong --------------------------------------------------------------------------

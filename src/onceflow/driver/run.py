@@ -15,6 +15,7 @@ from onceflow.driver.checkpoint_location import CheckpointLocation, kept_locatio
 from onceflow.driver.commit import BatchCommit
 from onceflow.driver.delivery import delivery
 from onceflow.driver.joins import Joins
+from onceflow.driver.row_calls import RowCalls
 from onceflow.driver.startup import Startup
 from onceflow.driver.state_step import StateStep
 from onceflow.driver.streamed_query import StreamedQuery, divide
@@ -186,6 +187,7 @@ def _sink(
         numbering=location.numbering,
         source_starts={name: dict(source.earliest) for name, source in startup.sources.items()},
         source_partitions={name: len(source.earliest) for name, source in startup.sources.items()},
+        calls=RowCalls(startup.calls, query.options.transaction_timeout_s),
         joins=Joins(startup.joins, session.cluster, progress, settings=startup.settings, flow=startup.flow),
     )
     return BatchSink(commit, query.options, before_first=imports.finish)

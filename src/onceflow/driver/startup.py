@@ -13,7 +13,7 @@ from pathlib import Path
 from uuid import uuid4
 
 from onceflow import hooks, interactive
-from onceflow.calls.concurrently import Calls, calls_of
+from onceflow.calls.concurrently import calls_of
 from onceflow.client import offsets as kafka_offsets
 from onceflow.client.brokers import warn_of_settings
 from onceflow.client.cluster import Cluster, TopicInfo
@@ -42,6 +42,7 @@ from onceflow.protocol.names import Names, OwnTopics
 from onceflow.protocol.progress import PROGRESS_TOPIC, Progress
 from onceflow.state.api.processor import ColumnProcessor, Processor
 from onceflow.state.joins.spec import JoinSpec, JoinTable
+from onceflow.task.call_rows import CallOrder
 
 log = logging.getLogger("onceflow")
 
@@ -61,7 +62,7 @@ class Startup:
         self.settings = settings
         self.sources: dict[str, SourceTopic] = {}
         self.steps: dict[str, Step] = {}
-        self.calls: list[Calls] = []  # of Flow.enrich
+        self.calls: list[CallOrder] = []  # of Flow.enrich
         self._records: dict[str, int | None] = {}  # most of one batch, by source
         self.joins: list[JoinSpec] = []
         self._run = uuid4().hex
@@ -330,7 +331,8 @@ class Startup:
         """
         session = self.session
         of_steps = [calls for step in self.steps.values() for calls in calls_of(step.spec.processor)]
-        check_times([*self.calls, *of_steps], options.transaction_timeout_s, self._records.values(), self.flow)
+        calls = [*(order.calls for order in self.calls), *of_steps]
+        check_times(calls, options.transaction_timeout_s, self._records.values(), self.flow)
         side_topics = process.side_topics(self.steps)
         load_targets(session.cluster, options.topic, deadline, more=side_topics)
         outputs = [topic for topic in (options.topic, *side_topics) if topic is not None]

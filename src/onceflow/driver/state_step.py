@@ -30,6 +30,7 @@ from onceflow.messages import (
     WriteOrder,
 )
 from onceflow.planning import placement
+from onceflow.planning.options import BatchSummary
 from onceflow.planning.ownership import Outgoing
 from onceflow.planning.placement import BatchFacts, Learnt, Placement, QueryShape
 from onceflow.planning.step_tree import StepQuery
@@ -209,17 +210,9 @@ class StateStep:
         for name, table in self._by_name.items():
             table.check(self._reports(name), self._moments[name])
 
-    def counted(self, what: str) -> int:
-        """How many records of this attempt became ``dead_letters`` or were ``late``."""
-        return sum(counted(done.states, what) for done in self._done.values())
-
     def changed(self) -> bool:
         """Whether this attempt has changed state. Without a changelog, nothing in Kafka shows it."""
         return any(report.changed for done in self._done.values() for report in done.states)
-
-    def take_lost(self) -> int:
-        """How many partitions have lost their state since the last call, see `TableState.take_lost`."""
-        return sum(table.take_lost() for table in self.tables)
 
     def progress(self, progress: Progress) -> Progress:
         """The progress of the batch, completed with that of the tables."""
@@ -231,10 +224,14 @@ class StateStep:
             known[name] = more
         return replace(progress, changelogs=changelogs, tables=known)
 
-    def on_commit(self) -> None:
-        """The batch is committed."""
+    def on_commit(self, summary: BatchSummary) -> None:
+        """The batch is committed. Its summary is completed."""
         for name, table in self._by_name.items():
             table.on_commit(self._reports(name), self._moments[name])
+        summary.dead_letters, summary.late = self._counted("dead_letters"), self._counted("late")
+        summary.duplicates = self._counted("duplicates")
+        summary.records -= self._counted("aside")
+        summary.state_lost = sum(table.take_lost() for table in self.tables)
 
     def on_noop(self) -> None:
         """The batch had no effect, and was not committed."""
@@ -269,6 +266,10 @@ class StateStep:
             settle_copies(table)
 
     # ---- inside --------------------------------------------------------------------------------------
+
+    def _counted(self, what: str) -> int:
+        """How many records of this attempt became ``dead_letters``, were ``late``, and so on."""
+        return sum(counted(done.states, what) for done in self._done.values())
 
     def _reports(self, table: str) -> Sequence[StateReport]:
         return self._done.get(table, _NOTHING).states

@@ -12,6 +12,7 @@ from onceflow.calls.concurrently import Calls
 from onceflow.errors import OptionError
 from onceflow.planning.step_frames import state_columns
 from onceflow.protocol.names import OwnTopics
+from onceflow.state.dead_letter_limit import check_limit
 from onceflow.task.call_rows import CallOrder, CallRows
 from onceflow.task.step_outputs import OUTPUT_SPARK_SCHEMA
 
@@ -21,22 +22,34 @@ log = logging.getLogger("onceflow")
 _VERY_FAST_S = 0.02
 
 
-def check_enrich(calls: object, topics: Iterable[str | None], own: OwnTopics, flow: str) -> Calls:
+def check_enrich(order: CallOrder, own: OwnTopics) -> None:
     """Check the arguments of ``Flow.enrich``.
-
-    Args:
-        topics: that it writes to.
 
     Raises:
         OptionError: see its text.
     """
+    calls: object = order.calls
+    flow, letters = order.flow, order.dead_letter_topic
     if not isinstance(calls, Calls):
         raise OptionError(
             f"Flow.enrich takes what onceflow.concurrently returns, not {calls!r:.100}",
             flow=flow,
             next_step="for example flow.enrich(df, onceflow.concurrently(score), topic=...)",
         )
-    for topic in topics:
+    check_limit(order.max_dead_letters, flow)
+    if order.max_dead_letters is not None and letters is None:
+        raise OptionError(
+            "max_dead_letters= is given, but there are no dead letters",
+            flow=flow,
+            next_step="give dead_letter_topic=, too; without it, the first call that fails stops the flow",
+        )
+    if letters == order.topic:
+        raise OptionError(
+            f"Results and dead letters would both go to {letters!r}",
+            flow=flow,
+            next_step="give the dead letters a topic of their own",
+        )
+    for topic in (order.topic, letters):
         why = "" if topic is None else own.refusal(topic)
         if topic == "" or why:
             raise OptionError(
@@ -44,7 +57,6 @@ def check_enrich(calls: object, topics: Iterable[str | None], own: OwnTopics, fl
                 flow=flow,
                 next_step="give its records and its dead letters topics of their own",
             )
-    return calls
 
 
 def enrich_frame(df: DataFrame, order: CallOrder) -> DataFrame:

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import starmap
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
+from pyspark.accumulators import AccumulatorParam
 
 from onceflow.calls.concurrently import Calls
 from onceflow.calls.runner import CallRunner
 from onceflow.calls.target import Call, Outcome
+from onceflow.clock import clock_ms
 from onceflow.errors import ProcessorError
+from onceflow.messages import CALLS_PROPERTY
 from onceflow.spark import queries
 from onceflow.state import dead_letters
 from onceflow.state.api import user_errors
@@ -25,9 +29,40 @@ from onceflow.state.engine.output_collector import NotRecordsError, OutputCollec
 from onceflow.task.step_outputs import output_rows
 
 
+@dataclass
+class CallReport:
+    """What a task of ``Flow.enrich`` has done.
+
+    Args:
+        records: how many rows it has read. dead_letters: how many of them became dead letters.
+        causes: by class of the cause: the number of dead letters, and a description of the first one.
+    """
+
+    records: int = 0
+    dead_letters: int = 0
+    causes: dict[str, tuple[int, str]] = field(default_factory=dict)
+
+
+class CallReports(AccumulatorParam[dict[tuple[str, int], CallReport]]):
+    """An accumulator for the reports, by attempt and number of the task. So a task that Spark has run twice counts
+    once, and tasks of an attempt that has failed do not count."""
+
+    def zero(self, value: dict[tuple[str, int], CallReport]) -> dict[tuple[str, int], CallReport]:
+        return {}
+
+    def addInPlace(
+        self, value1: dict[tuple[str, int], CallReport], value2: dict[tuple[str, int], CallReport]
+    ) -> dict[tuple[str, int], CallReport]:
+        return value1 | value2
+
+
 @dataclass(frozen=True)
 class CallOrder:
-    """What the tasks of ``Flow.enrich`` do; see there."""
+    """What the tasks of ``Flow.enrich`` do; see there.
+
+    Args:
+        reports: the accumulator for the reports of the tasks, see `CallReports`.
+    """
 
     calls: Calls
     topic: str
@@ -35,6 +70,36 @@ class CallOrder:
     value: Any
     output: Any
     flow: str
+    reports: Any = None
+    max_dead_letters: int | float | None = None
+
+
+@dataclass(frozen=True)
+class _Moment:
+    """The attempt of a batch in which a task runs.
+
+    Args:
+        limit_s: how long its calls may take in all; None: as long as they like.
+    """
+
+    attempt: str
+    task: int
+    limit_s: float | None
+
+    @classmethod
+    def now(cls) -> _Moment:
+        """The moment of the task in which this code runs."""
+        from pyspark import TaskContext
+
+        context = TaskContext.get()
+        described = None if context is None else context.getLocalProperty(CALLS_PROPERTY)
+        if context is None or described is None:  # a batch that is drained: nothing of it is written
+            return cls("", -1, None)
+        given = json.loads(described)
+        limit_s = float(given["limit_s"])
+        if context.attemptNumber():  # the time of Spark's first attempt counts, too
+            limit_s = max(0.001, limit_s - max(0, clock_ms() - given["begun_ms"]) / 1000)
+        return cls(given["attempt"], context.partitionId(), limit_s)
 
 
 class CallRows:
@@ -45,17 +110,21 @@ class CallRows:
         self.__name__ = queries.calls_name(order.calls.target.name, dead_letters=order.dead_letter_topic is not None)
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        with closing(CallRunner()) as runner:
+        moment, report = _Moment.now(), CallReport()
+        with closing(CallRunner(moment.limit_s)) as runner:
             for batch in batches:
                 records = _records(batch)
                 outcomes = _Round(self.order, runner).outcomes(records)
-                found = self._written(records, outcomes)
+                found = self._written(records, outcomes, report)
                 if found is not None:
                     at = found.schema.get_field_index("topic")
                     yield output_rows(found.set_column(at, "topic", pc.fill_null(found.column(at), self.order.topic)))
+        if self.order.reports is not None:
+            self.order.reports.add({(moment.attempt, moment.task): report})
 
-    def _written(self, records: list[Record], outcomes: list[Outcome]) -> pa.RecordBatch | None:
-        """The results in the order of the rows, with dead letters at their places."""
+    def _written(self, records: list[Record], outcomes: list[Outcome], report: CallReport) -> pa.RecordBatch | None:
+        """The results in the order of the rows, with dead letters at their places. Both are counted."""
+        report.records += len(records)
         collector = OutputCollector(output=self.order.output)
         for record, outcome in zip(records, outcomes, strict=True):
             mark = collector.mark()
@@ -68,6 +137,9 @@ class CallRows:
                 if self.order.dead_letter_topic is None or isinstance(error, MemoryError):
                     raise self._failed(record, error) from error
                 collector.extend([dead_letters.dead_letter(record, self.order.dead_letter_topic, error)])
+                report.dead_letters += 1
+                count, first = report.causes.get(type(error).__name__, (0, ""))
+                report.causes[type(error).__name__] = count + 1, first or dead_letters.described(record, error)
         return collector.take()
 
     def _failed(self, record: Record, error: Exception) -> ProcessorError:

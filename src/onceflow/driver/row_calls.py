@@ -1,0 +1,102 @@
+"""The driver's part of ``Flow.enrich`` in a batch: how long its calls may take, its dead letters, and its errors."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from collections.abc import Iterator, Sequence
+
+from pyspark.sql import DataFrame
+
+from onceflow.clock import clock_ms
+from onceflow.driver.retries import Attempt
+from onceflow.errors import DeadlineExceededError, OnceflowError, ProcessorError
+from onceflow.messages import CALLS_PROPERTY
+from onceflow.planning.options import BatchSummary
+from onceflow.spark.jvm import SPARK_ERRORS
+from onceflow.state.dead_letter_limit import DeadLetters, Letters, merged
+from onceflow.task.call_rows import CallOrder
+
+_CLASSES = {each.__name__: each for each in (DeadlineExceededError, ProcessorError)}
+# An error as the worker of a task has written it, see `OnceflowError`.
+_RAISED = re.compile(
+    rf"^onceflow\.errors\.({'|'.join(_CLASSES)}): (.+?)"
+    r"(?: \[(?:flow=[^,\]]*)?(?:, )?(?:topic=([^\]]*))?\])?\n  detail: (.*?)\n  next step: ([^\n]*)",
+    re.MULTILINE | re.DOTALL,
+)
+
+
+class RowCalls:
+    """The calls row by row of one query.
+
+    Args:
+        orders: of the ``Flow.enrich`` steps of the flow. The query may use some of them only.
+        limit_s: how long the calls of one task may take.
+    """
+
+    def __init__(self, orders: Sequence[CallOrder], limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._steps = [(order, _letters_of(order)) for order in orders]
+        self._found: list[Letters] = []
+        self._attempt = ""
+
+    def begin(self, df: DataFrame, attempt: Attempt) -> None:
+        """An attempt begins: tell its tasks."""
+        if not self._steps:
+            return
+        self._attempt = f"{attempt.batch}/{attempt.summary.attempts}"
+        self._found = []
+        for order, _ in self._steps:
+            order.reports.value = {}
+        described = {"attempt": self._attempt, "begun_ms": clock_ms(), "limit_s": self._limit_s}
+        df.sparkSession.sparkContext.setLocalProperty(CALLS_PROPERTY, json.dumps(described))
+
+    @contextlib.contextmanager
+    def errors(self) -> Iterator[None]:
+        """Errors of the tasks are raised with the class that they have there, and not as an error of Spark."""
+        try:
+            yield
+        except SPARK_ERRORS as problem:
+            error = raised_error(str(problem)) if self._steps else None
+            if error is None:
+                raise
+            raise error from problem
+
+    def check(self) -> None:
+        """All rows are written: check the number of dead letters.
+
+        Raises:
+            DeadLetterLimitError: there are more than ``max_dead_letters`` of a step allows.
+        """
+        self._found = []
+        for order, letters in self._steps:
+            reports = [each for (attempt, _), each in order.reports.value.items() if attempt == self._attempt]
+            found = Letters(
+                sum(each.records for each in reports),
+                sum(each.dead_letters for each in reports),
+                merged(each.causes for each in reports),
+            )
+            letters.check(found)
+            self._found.append(found)
+
+    def on_commit(self, summary: BatchSummary) -> None:
+        """The batch is committed."""
+        for (_, letters), found in zip(self._steps, self._found, strict=True):
+            letters.on_commit(found)
+            summary.dead_letters += found.count
+            summary.records -= found.count
+
+
+def raised_error(text: str) -> OnceflowError | None:
+    """The error that ``Flow.enrich`` has raised in a task, from the text of Spark's error. None: it is another one."""
+    found = _RAISED.search(text)
+    if found is None:
+        return None
+    name, what, topic, detail, next_step = found.groups()
+    return _CLASSES[name](what, topic=topic, detail=detail, next_step=next_step)
+
+
+def _letters_of(order: CallOrder) -> DeadLetters:
+    source = f"calls of {order.calls.target.name}"
+    return DeadLetters(order.flow, order.dead_letter_topic, order.max_dead_letters, source)

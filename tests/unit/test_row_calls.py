@@ -1,0 +1,68 @@
+"""The driver's part of ``Flow.enrich``: errors of its tasks, and the dead letters that count."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import onceflow
+from onceflow.driver.retries import Attempt
+from onceflow.driver.row_calls import RowCalls, raised_error
+from onceflow.errors import DeadLetterLimitError, DeadlineExceededError, OnceflowError, ProcessorError
+from onceflow.planning.options import BatchSummary
+from onceflow.task.call_rows import CallOrder, CallReport
+
+SPARK = """An exception was thrown from the Python worker. Please see the stack trace below.
+Traceback (most recent call last):
+  File "/opt/lib/python3.11/site-packages/onceflow/task/call_rows.py", line 61, in __call__
+    outcomes = _Round(self.order, runner).outcomes(records)
+onceflow.errors.{error}
+\tat org.apache.spark.api.python.BasePythonRunner
+"""
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        DeadlineExceededError("Too slow", detail="one task: 4 calls", next_step="lower max_records_per_batch"),
+        ProcessorError("score failed: [a], b", flow="f", topic="in", detail="in-0, offset 3", next_step="correct it"),
+        ProcessorError("score failed", flow="f", detail="a record", next_step="correct it"),
+        ProcessorError("first line\nsecond line", topic="in", detail="one\ntwo", next_step="correct it"),
+    ],
+)
+def test_errors_of_tasks_keep_their_class(error: OnceflowError) -> None:
+    found = raised_error(SPARK.format(error=f"{type(error).__name__}: {error}"))
+    assert type(found) is type(error)
+    assert found is not None
+    assert (found.what, found.topic, found.detail) == (error.what, error.topic, error.detail)
+    assert found.next_step == error.next_step
+
+
+@pytest.mark.parametrize("error", ["BadRecordError: x\n  detail: d\n  next step: n", "OnceflowError: x"])
+def test_other_errors_are_left_as_they_are(error: str) -> None:
+    assert raised_error(SPARK.format(error=error)) is None
+    assert raised_error("Job aborted due to stage failure") is None
+
+
+def test_only_reports_of_this_attempt_count() -> None:
+    reports: Any = SimpleNamespace(value={})
+    calls = onceflow.concurrently(len)
+    order = CallOrder(calls, "out", "failed", None, None, "flow", reports, max_dead_letters=3)
+    properties: dict[str, str] = {}
+    session = SimpleNamespace(sparkContext=SimpleNamespace(setLocalProperty=properties.__setitem__))
+    df: Any = SimpleNamespace(sparkSession=session)
+    rows, source = RowCalls([order], 60), Any
+    summary = BatchSummary(7, 10, attempts=2, records=10)
+    rows.begin(df, Attempt(7, source, summary))  # type: ignore[arg-type]
+    assert '"7/2"' in properties["onceflow.calls"]
+    two = CallReport(5, 2, {"ValueError": (2, "in-0, offset 3")})
+    reports.value = {("7/2", 0): two, ("7/1", 1): CallReport(5, 5), ("7/2", 1): CallReport(5, 1)}
+    rows.check()
+    rows.on_commit(summary)
+    assert (summary.records, summary.dead_letters) == (7, 3)
+    rows.begin(df, Attempt(8, source, BatchSummary(8, 10, attempts=1)))  # type: ignore[arg-type]
+    reports.value = {("8/1", 0): CallReport(5, 1)}
+    with pytest.raises(DeadLetterLimitError, match="4 of 15 records"):
+        rows.check()
