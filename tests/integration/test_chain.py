@@ -54,7 +54,7 @@ def test_a_chain(make_pipe: Callable[..., Any], make_topic: Callable[..., str], 
             onceflow.SqliteSink(database, "counts", mode="upsert", key=["name"]),
             topic=pipe.target,
             rows=lambda changes: changes.selectExpr(
-                "string(key) AS name", "key", "conv(hex(value), 16, 10)::bigint AS count", "value", "offset"
+                "string(key) AS name", "key", "bigint(conv(hex(value), 16, 10)) AS count", "value", "offset"
             ),
             dead_letter_topic=dead,
             **options,
