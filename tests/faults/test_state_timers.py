@@ -228,6 +228,23 @@ def test_timers_of_a_partition_whose_records_are_filtered_out(
     assert Counter(record.key for record in seen) == Counter(keys)
 
 
+@pytest.mark.long
+def test_a_run_with_once_fires_what_exceeds_the_limit_and_leaves_what_its_last_batch_makes_due(
+    make_state_pipe: Any, late_topic: str
+) -> None:
+    """Timers of a run whose records bring event time to their moment fire in the next run, which needs no records."""
+    pipe = make_state_pipe()
+    count = 2500
+    independent.fill(pipe.bootstrap, pipe.source, pipe.ledger.bell_inputs(count))
+    process = {"processor": pipe.ledger.Bells(), "late_topic": late_topic, "max_timers_per_batch": 100}
+    for number in range(3):
+        query = pipe.start(process=process, read={"max_records_per_batch": 100_000}, once=True)
+        query.awaitTermination(60)
+        fired = [value["timer"] for value in pipe.outputs()]
+        assert sorted(fired, key=int) == ([str(n) for n in range(count)] if number else [])
+        assert len(query.batches) == 1 if number == 0 else len(query.batches) > 5 if number == 1 else not query.batches
+
+
 def test_timers_are_due_while_the_plan_has_the_clock(make_state_pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The plan of some batches is that of the records alone, whose partitions can be taken as they are. That of others
     has the rows of the clock, too: a union, which a batch with due timers has to shuffle."""
