@@ -12,6 +12,7 @@ from pyspark import cloudpickle
 
 import onceflow
 from onceflow.driver import output_writer
+from onceflow.task.call_rows import CallRows
 from onceflow.testing import independent
 
 
@@ -70,6 +71,20 @@ def check(pipe: Any, failed: str) -> None:
         origin = "/".join(headers[f"onceflow.origin.{part}"] for part in ("topic", "partition", "offset"))
         assert origin == places[letter.value]
         assert headers["onceflow.error.class"] == "ValueError"
+
+
+class Shifted(CallRows):
+    """A broken build: every row gets the result of the row before it."""
+
+    def _written(self, records: Any, outcomes: Any, report: Any) -> Any:
+        return super()._written(records, [outcomes[-1], *outcomes[:-1]], report)
+
+
+class Unordered(CallRows):
+    """A broken build: results come in any order."""
+
+    def _written(self, records: Any, outcomes: Any, report: Any) -> Any:
+        return super()._written(records[::-1], outcomes[::-1], report)
 
 
 def use() -> None:

@@ -16,6 +16,7 @@ import pytest
 from onceflow import hooks
 from onceflow.calls.runner import CallRunner
 from onceflow.driver import output_writer
+from onceflow.planning import calls as planned_calls
 from onceflow.planning import placement
 from onceflow.state.engine.output_collector import OutputCollector
 from onceflow.state.stores.overlay import Overlay
@@ -142,8 +143,9 @@ def test_worker_killed_in_a_call_for_a_row(
     pipe.fill(1000)
     trap = {"at": 600, "once": str(tmp_path / "killed"), "kill": True}
     given = {"trap": trap, "failed": failed, "write": TASKS}
-    call_flow.run(pipe.arguments(**given), pipe.spark)
+    query = call_flow.run(pipe.arguments(**given), pipe.spark)
     assert (tmp_path / "killed").exists()
+    assert sum(batch.dead_letters for batch in query.batches) == 100, "what a killed worker has counted does not count"
     call_flow.check(pipe, failed)
 
 
@@ -194,3 +196,15 @@ def test_the_check_notices(
     pipe.run(process=charged(pipe))
     with pytest.raises(AssertionError, match=r"doubled|lost|=="):
         pipe.check()
+
+
+@pytest.mark.parametrize("mutant", ["Shifted", pytest.param("Unordered", marks=pytest.mark.long)])
+def test_the_check_of_rows_notices(
+    make_pipe: Any, make_topic: Any, call_flow: Any, monkeypatch: pytest.MonkeyPatch, mutant: str
+) -> None:
+    monkeypatch.setattr(planned_calls, "CallRows", getattr(call_flow, mutant))
+    pipe, failed = make_pipe(1), make_topic("failed", 1)
+    pipe.fill(200)
+    call_flow.run(pipe.arguments(failed=failed), pipe.spark)
+    with pytest.raises(AssertionError, match=r"lost" if mutant == "Shifted" else r"out of order"):
+        call_flow.check(pipe, failed)

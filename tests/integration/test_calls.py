@@ -113,6 +113,38 @@ def test_rows(
     assert in_order[b"k1"] == [n for n in good if n % 3 == 1]
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("guarantee", ["exactly_once", "at_least_once"])
+@pytest.mark.parametrize("small_batch_rows", [None, 0])
+def test_rows_behind_a_process_step(
+    onceflow_broker: str, onceflow_spark: Any, make_topic: Callable[..., str], tmp_path: Path, guarantee: str,
+    small_batch_rows: int | None,
+) -> None:  # fmt: skip
+    """Dead letters of both are counted, also when they go to one topic."""
+    source, target, failed = make_topic(partitions=2), make_topic(partitions=3), make_topic(partitions=1)
+    independent.fill(onceflow_broker, source, [(b"k%d" % (n % 3), b"%d" % n) for n in range(30)])
+    with onceflow.Flow(f"behind-{source}", onceflow_spark, bootstrap_servers=onceflow_broker) as flow:
+        rows = flow.process(
+            flow.read(source), Charge(), table=f"{source}-sums", on_error="dead-letter", dead_letter_topic=failed,
+            state_dir=tmp_path,
+        )  # fmt: skip
+        rows = flow.enrich(
+            rows.select("key", "value"), onceflow.concurrently(refuse_some, retries=0), topic=target,
+            dead_letter_topic=failed,
+        )  # fmt: skip
+        query = flow.write(rows, once=True, small_batch_rows=small_batch_rows, guarantee=guarantee).start()
+        query.awaitTermination(60)
+        assert [(batch.records, batch.dead_letters) for batch in query.batches] == [(24, 6)]
+    assert sum(values(onceflow_broker, target).values()) == 24
+    assert values(onceflow_broker, failed) == Counter(["7", "17", "27", "0", "20", "40"])
+
+
+def refuse_some(record: Record) -> bytes | None:
+    if int(record.value) % 20 == 0:
+        raise ValueError(f"{record.value!r} is refused")
+    return record.value
+
+
 class SlowOnce:
     """A service that takes long for the records of the first attempt."""
 

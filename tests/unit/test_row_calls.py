@@ -12,7 +12,7 @@ from onceflow.driver.retries import Attempt
 from onceflow.driver.row_calls import RowCalls, raised_error
 from onceflow.errors import DeadLetterLimitError, DeadlineExceededError, OnceflowError, ProcessorError
 from onceflow.planning.options import BatchSummary
-from onceflow.task.call_rows import CallOrder, CallReport
+from onceflow.task.call_rows import CallOrder, CallReport, CallReports
 
 SPARK = """An exception was thrown from the Python worker. Please see the stack trace below.
 Traceback (most recent call last):
@@ -49,7 +49,7 @@ def test_other_errors_are_left_as_they_are(error: str) -> None:
 def test_only_reports_of_this_attempt_count() -> None:
     reports: Any = SimpleNamespace(value={})
     calls = onceflow.concurrently(len)
-    order = CallOrder(calls, "out", "failed", None, None, "flow", reports, max_dead_letters=3)
+    order = CallOrder(calls, "out", "failed", None, None, "flow", reports, max_dead_letters=4)
     properties: dict[str, str] = {}
     session = SimpleNamespace(sparkContext=SimpleNamespace(setLocalProperty=properties.__setitem__))
     df: Any = SimpleNamespace(sparkSession=session)
@@ -58,11 +58,15 @@ def test_only_reports_of_this_attempt_count() -> None:
     rows.begin(df, Attempt(7, source, summary))  # type: ignore[arg-type]
     assert '"7/2"' in properties["onceflow.calls"]
     two = CallReport(5, 2, {"ValueError": (2, "in-0, offset 3")})
-    reports.value = {("7/2", 0): two, ("7/1", 1): CallReport(5, 5), ("7/2", 1): CallReport(5, 1)}
+    one = CallReport(5, 1)
+    reports.value = {("7/2", 0, 0): [two], ("7/1", 1, 0): [CallReport(5, 5)], ("7/2", 0, 1): [two]}
+    param = CallReports()
+    for _ in range(2):  # a task that reads two partitions
+        reports.value = param.addInPlace(reports.value, {("7/2", 1, 0): [one]})
     rows.check()
     rows.on_commit(summary)
-    assert (summary.records, summary.dead_letters) == (7, 3)
+    assert (summary.records, summary.dead_letters) == (6, 4)
     rows.begin(df, Attempt(8, source, BatchSummary(8, 10, attempts=1)))  # type: ignore[arg-type]
-    reports.value = {("8/1", 0): CallReport(5, 1)}
-    with pytest.raises(DeadLetterLimitError, match="4 of 15 records"):
+    reports.value = {("8/1", 0, 0): [CallReport(5, 1)]}
+    with pytest.raises(DeadLetterLimitError, match="5 of 20 records"):
         rows.check()

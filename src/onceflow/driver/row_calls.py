@@ -16,7 +16,7 @@ from onceflow.messages import CALLS_PROPERTY
 from onceflow.planning.options import BatchSummary
 from onceflow.spark.jvm import SPARK_ERRORS
 from onceflow.state.dead_letter_limit import DeadLetters, Letters, merged
-from onceflow.task.call_rows import CallOrder
+from onceflow.task.call_rows import CallOrder, reports_of
 
 _CLASSES = {each.__name__: each for each in (DeadlineExceededError, ProcessorError)}
 # An error as the worker of a task has written it, see `OnceflowError`.
@@ -71,7 +71,7 @@ class RowCalls:
         """
         self._found = []
         for order, letters in self._steps:
-            reports = [each for (attempt, _), each in order.reports.value.items() if attempt == self._attempt]
+            reports = reports_of(order.reports.value, self._attempt)
             found = Letters(
                 sum(each.records for each in reports),
                 sum(each.dead_letters for each in reports),

@@ -43,17 +43,25 @@ class CallReport:
     causes: dict[str, tuple[int, str]] = field(default_factory=dict)
 
 
-class CallReports(AccumulatorParam[dict[tuple[str, int], CallReport]]):
-    """An accumulator for the reports, by attempt and number of the task. So a task that Spark has run twice counts
-    once, and tasks of an attempt that has failed do not count."""
+#: Reports by attempt of the batch, number of the task, and attempt of the task. A task that reads several partitions of
+#: its input has several.
+Reports = dict[tuple[str, int, int], list[CallReport]]
 
-    def zero(self, value: dict[tuple[str, int], CallReport]) -> dict[tuple[str, int], CallReport]:
+
+class CallReports(AccumulatorParam[Reports]):
+    """An accumulator for the reports."""
+
+    def zero(self, value: Reports) -> Reports:
         return {}
 
-    def addInPlace(
-        self, value1: dict[tuple[str, int], CallReport], value2: dict[tuple[str, int], CallReport]
-    ) -> dict[tuple[str, int], CallReport]:
-        return value1 | value2
+    def addInPlace(self, value1: Reports, value2: Reports) -> Reports:
+        return {key: value1.get(key, []) + value2.get(key, []) for key in {**value1, **value2}}
+
+
+def reports_of(reports: Reports, attempt: str) -> list[CallReport]:
+    """The reports of one attempt of a batch. A task that Spark has run twice counts once."""
+    by_task = {task: found for (given, task, _), found in sorted(reports.items()) if given == attempt}
+    return [report for found in by_task.values() for report in found]
 
 
 @dataclass(frozen=True)
@@ -84,6 +92,7 @@ class _Moment:
 
     attempt: str
     task: int
+    task_attempt: int
     limit_s: float | None
 
     @classmethod
@@ -94,12 +103,12 @@ class _Moment:
         context = TaskContext.get()
         described = None if context is None else context.getLocalProperty(CALLS_PROPERTY)
         if context is None or described is None:  # a batch that is drained: nothing of it is written
-            return cls("", -1, None)
+            return cls("", -1, 0, None)
         given = json.loads(described)
         limit_s = float(given["limit_s"])
         if context.attemptNumber():  # the time of Spark's first attempt counts, too
             limit_s = max(0.001, limit_s - max(0, clock_ms() - given["begun_ms"]) / 1000)
-        return cls(given["attempt"], context.partitionId(), limit_s)
+        return cls(given["attempt"], context.partitionId(), context.attemptNumber(), limit_s)
 
 
 class CallRows:
@@ -120,7 +129,7 @@ class CallRows:
                     at = found.schema.get_field_index("topic")
                     yield output_rows(found.set_column(at, "topic", pc.fill_null(found.column(at), self.order.topic)))
         if self.order.reports is not None:
-            self.order.reports.add({(moment.attempt, moment.task): report})
+            self.order.reports.add({(moment.attempt, moment.task, moment.task_attempt): [report]})
 
     def _written(self, records: list[Record], outcomes: list[Outcome], report: CallReport) -> pa.RecordBatch | None:
         """The results in the order of the rows, with dead letters at their places. Both are counted."""
