@@ -13,13 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onceflow.errors import ProcessorError
-from onceflow.state import rows, stamps
+from onceflow.state import rows, segments, stamps
 from onceflow.state.api.deduplication import EVENT_TIME, RECORD_KEY, Deduplication
 from onceflow.state.api.serdes import LONG
 from onceflow.state.engine import dedup_engine
 from onceflow.state.engine.dedup_engine import DedupEngine
 from onceflow.state.local.format import Changes, stamped_changes
+from onceflow.state.segments import Segments
 from onceflow.state.stores.memory_store import MemoryStore
+from onceflow.state.stores.stamped_view import StampedView
 
 HEADERS = pa.list_(pa.struct([("key", pa.string()), ("value", pa.binary())]))
 
@@ -60,12 +62,12 @@ def ran(store: Any, run: DedupEngine, *batches: pa.RecordBatch) -> list[bytes]:
 
 
 def ids_in(store: Any) -> dict[bytes, int]:
-    found = dict(store.scan(b"v", b"w"))
+    found = dict(StampedView(store).scan(b"v", b"w"))
     return dict(zip([key[1:] for key in found], stamps.stamps_of(list(found.values())).tolist(), strict=True))
 
 
-def index_rows(store: Any) -> int:
-    return sum(1 for _ in store.scan(rows.STAMP_INDEX, rows.after(rows.STAMP_INDEX)))
+def segments_in(store: Any) -> int:
+    return len(Segments(store).listed)
 
 
 # ---- what passes -------------------------------------------------------------------------------------
@@ -108,10 +110,10 @@ def test_an_id_is_forgotten_when_the_watermark_has_passed_it(store: Any) -> None
     assert ids_in(store) == {b"a": 30, b"b": 20}
     assert ran(store, engine(store, 31), batch((b"c", 40))) == [b"0"]
     assert ids_in(store) == {b"c": 40}
-    assert index_rows(store) == 1
+    assert segments_in(store) == 1
     assert ran(store, engine(store, 41), batch()) == []
     assert ids_in(store) == {}
-    assert not index_rows(store)
+    assert not list(store.scan(b""))
 
 
 def test_late_records_are_not_judged(store: Any) -> None:
@@ -175,7 +177,8 @@ def test_a_record_without_id_or_time_is_bad(store: Any) -> None:
 # ---- the last ids ------------------------------------------------------------------------------------
 
 
-def test_the_last_ids_are_remembered(store: Any) -> None:
+def test_the_last_ids_are_remembered(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(segments, "LEAST_CAPACITY", 1)
     assert len(ran(store, engine(store, records=2), batch((b"a", 0), (b"b", 0), (b"c", 0), (b"a", 0)))) == 3
     assert ids_in(store) == {b"a": 0, b"b": 1, b"c": 2}
     assert ran(store, engine(store, records=2), batch((b"b", 0), (b"c", 0), (b"a", 0))) == [b"2"]
@@ -186,16 +189,16 @@ def test_the_last_ids_are_remembered(store: Any) -> None:
     assert ids_in(store) == {b"b": 4, b"d": 5}
 
 
-def test_no_more_is_kept_than_asked_for(store: Any) -> None:
+def test_no_more_is_kept_than_asked_for(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(segments, "LEAST_CAPACITY", 20)
     for number in range(40):
         ran(store, engine(store, records=50), batch(*[(b"%d" % (number * 20 + i), 0) for i in range(20)]))
         assert len(ids_in(store)) <= 50 + 20 + 20, "an index row of a batch, and the batch itself"
-    assert index_rows(store) <= 5
+    assert segments_in(store) <= 5
 
 
 def test_expired_ids_are_deleted_in_portions(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dedup_engine, "EXPIRED_PER_BATCH", 30)
-    monkeypatch.setattr(stamps, "CHUNK_IDS", 10)
+    monkeypatch.setattr(dedup_engine, "DELETED_PER_BATCH", 30)
     ran(store, engine(store), batch(*[(b"%03d" % i, i) for i in range(100)]))
     left = []
     while ids_in(store):
@@ -238,7 +241,13 @@ def model(batches: Iterable[tuple[list[Any], list[Any]]], within: int | None, ke
 @given(batches=BATCHES)
 @settings(max_examples=150, deadline=None)
 def test_model(within: int | None, batches: Any, tmp_path_factory: pytest.TempPathFactory) -> None:
-    folder = tmp_path_factory.mktemp("model")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(segments, "LEAST_CAPACITY", 2)  # so that there are many
+        patch.setattr(dedup_engine, "DELETED_PER_BATCH", 3)
+        play(within, batches, tmp_path_factory.mktemp("model"))
+
+
+def play(within: int | None, batches: Any, folder: Path) -> None:
     store = MemoryStore.open(folder)
     topic: dict[bytes, bytes] = {}
     latest, found = None, []
@@ -291,13 +300,3 @@ def test_records_of_others_are_soon_deleted() -> None:
     for value in (b"", b"text", LONG.encode(-5), b"123456789"):
         assert stamps.from_value(value) == stamps.row_of(0)
     assert stamps.from_value(LONG.encode(5)) == stamps.row_of(5)
-
-
-def test_the_index_names_every_id_under_the_greatest_stamp() -> None:
-    changes = [(b"v%d" % i, stamps.row_of(5000 - i)) for i in range(2500)] + [(b"vgone", None), (b"vother", b"\0x")]
-    index = stamps.index_of(changes)
-    assert [len(stamps.keys_of(chunk)) for chunk in index.values()] == [1000, 1000, 500]
-    assert [int.from_bytes(key[1:9], "big") for key in index] == [3500, 4500, 5000]
-    listed = [key for chunk in index.values() for key in stamps.keys_of(chunk)]
-    assert listed == [b"v%d" % i for i in reversed(range(2500))]
-    assert not any(chunk[0] for chunk in index.values()), "no flag of a row with an index row of its own"

@@ -22,13 +22,15 @@ import pyarrow as pa
 from onceflow.bench.processes import memory_of
 from onceflow.protocol.batches import ProducerIdAndEpoch, encode_batches
 from onceflow.state import run as state_run
-from onceflow.state import stamps
+from onceflow.state import segments, stamps
 from onceflow.state.api.deduplication import Deduplication
 from onceflow.state.engine.dedup_engine import DedupEngine
 from onceflow.state.local.format import Commit, Pending
 from onceflow.state.stores.lmdb_store import LmdbStore
 
-_BATCHES, _FILLED_AT_ONCE = 10, 250_000
+#: At least so many batches, and so many segments of new ids. Meanwhile as many old ones are deleted.
+_BATCHES, _SEGMENTS = 10, 2
+_COMMITTED_IDS = 2_000_000
 #: Share of the records whose id is new.
 _VARIANTS = {"all new": 1.0, "half new": 0.5, "one in ten new": 0.1}
 
@@ -51,12 +53,14 @@ def run(choices: Choices, say: Callable[[str], None]) -> Iterator[dict[str, Any]
         with tempfile.TemporaryDirectory(prefix="onceflow-") as folder:
             say(f"{ids:,} ids: filling")
             # In a process of its own: what it keeps of its memory is not that of the batches.
-            filling = multiprocessing.get_context("spawn").Process(target=_fill, args=(folder, ids))
+            filling = multiprocessing.get_context("spawn").Process(
+                target=_fill, args=(folder, ids, choices.records_per_batch)
+            )
             filling.start()
             filling.join()
             before = _anonymous_mib()
             store = LmdbStore.open(Path(folder))
-            window = _Window(store, ids)
+            window = _Window(store, ids, _share(ids, choices.records_per_batch))
             for name, share in _VARIANTS.items():
                 yield {
                     "bench": "dedup",
@@ -80,51 +84,66 @@ def _id(number: int) -> bytes:
     return hashlib.blake2b(number.to_bytes(8, "big"), digest_size=16).hexdigest().encode()
 
 
-def _fill(folder: str, ids: int) -> None:
-    """Ids 0 to ``ids``, each with its number as its time."""
+def _share(ids: int, records: int) -> int:
+    """How many ids a segment has."""
+    return max(ids // segments.SHARES, records)
+
+
+def _fill(folder: str, ids: int, records: int) -> None:
+    """Ids 0 to ``ids``, and one segment more, each with its number as its time."""
     store = LmdbStore.open(Path(folder))
+    share = _share(ids, records)
     with store.bulk() as commit:
-        for first in range(0, ids, _FILLED_AT_ONCE):
-            numbers = range(first, min(ids, first + _FILLED_AT_ONCE))
-            rows = stamps.rows_of(np.arange(numbers.start, numbers.stop, dtype=np.int64))
-            store.write(zip([b"v" + _id(number) for number in numbers], rows, strict=True), index=True)
-            if first % (8 * _FILLED_AT_ONCE) == 0:
+        uncommitted = 0
+        for first in range(0, ids + share, share):
+            numbers = np.arange(first, min(ids + share, first + share), dtype=np.int64)
+            keys = [b"v" + _id(number) for number in numbers.tolist()]
+            store.write(zip(keys, stamps.rows_of(numbers), strict=True), index=True)
+            uncommitted += share
+            if uncommitted > _COMMITTED_IDS:
                 commit()
+                uncommitted = 0
 
 
 class _Window:
     """A window of so many ids that moves on with the new ones."""
 
-    def __init__(self, store: LmdbStore, ids: int) -> None:
-        self.store, self.ids, self.next = store, ids, ids
+    def __init__(self, store: LmdbStore, ids: int, share: int) -> None:
+        self.store, self.ids, self.next = store, ids, ids + share
+        self.share = share
         self._chance = np.random.default_rng(7)
 
     def measured(self, records: int, share: float) -> dict[str, Any]:
         cpu_s = wall_s = 0.0
         problems = []
-        for turn in range(_BATCHES):
-            fresh = round(records * share)
+        fresh = round(records * share)
+        batches = max(_BATCHES, _SEGMENTS * self.share // max(1, fresh))
+        deleted = 0
+        for turn in range(batches + 1):
             repeated = self._chance.integers(self.next - self.ids // 2, self.next, records - fresh)
             numbers = np.concatenate([np.arange(self.next, self.next + fresh), repeated])
             self._chance.shuffle(numbers)
             rows = _rows(numbers)
             floor, self.next = self.next - self.ids, self.next + fresh
             began, began_cpu = time.monotonic(), time.process_time()
-            passed = self._batch(rows, floor)
+            passed, gone = self._batch(rows, floor)
             if turn:  # the first one warms up
+                deleted += gone
                 wall_s += time.monotonic() - began
                 cpu_s += time.process_time() - began_cpu
             if passed != fresh:
                 problems.append(f"{passed} records passed, {fresh} were new")
-        count = records * (_BATCHES - 1)
+        count = records * batches
         return {
             "records_per_batch": records,
+            "deleted_per_new_id": round(deleted / max(1, fresh * batches), 2),
             "ids_per_s": round(count / wall_s),
             "ids_per_cpu_s": round(count / cpu_s),
             "correct": "; ".join(problems) or "yes",
         }
 
-    def _batch(self, rows: pa.RecordBatch, floor: int) -> int:
+    def _batch(self, rows: pa.RecordBatch, floor: int) -> tuple[int, int]:
+        """How many records have passed, and how many ids were deleted."""
         engine = DedupEngine(
             Deduplication(within_ms=self.ids),
             self.store,
@@ -157,7 +176,7 @@ class _Window:
         applied = Pending.decode(self.store.blob("pending"))
         assert applied is not None
         self.store.write(dict(applied.changes), {"pending": None}, index=True)
-        return 0 if outputs is None else outputs.num_rows
+        return 0 if outputs is None else outputs.num_rows, engine.counts["expired"]
 
 
 def _rows(numbers: Any) -> pa.RecordBatch:

@@ -10,7 +10,8 @@ letter    rest of the row key                             row                   
 ``t``     escaped user key, timer's name                  when it is due         internal topic, unchanged
 ``T``     clock, time, escaped user key, timer's name     empty                  nowhere: an index of ``t``
 ``X``     time, row key                                   empty                  nowhere: an index of expiry
-``S``     stamp, checksum                                 user keys              nowhere: an index of stamps
+``S``     segment, user key                               a stamped row          table topic: key, stamp
+``F``     segment, or nothing                             filter, or the list    nowhere: see ``segments.py``
 ========  ==============================================  =====================  =======================
 
 Escaped means that each zero byte becomes ``00 01``, and that ``00 00`` marks the end. This keeps the order of the
@@ -29,7 +30,7 @@ import struct
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
-VALUE, MAP, TIMER, TIMER_INDEX, EXPIRY_INDEX, STAMP_INDEX = b"v", b"m", b"t", b"T", b"X", b"S"
+VALUE, MAP, TIMER, TIMER_INDEX, EXPIRY_INDEX, SEGMENT, FILTER = b"v", b"m", b"t", b"T", b"X", b"S", b"F"
 
 #: LMDB's limit for a key.
 STORE_KEY_BYTES_MAX = 511
@@ -207,7 +208,7 @@ def after(prefix: bytes) -> bytes | None:
 
 def is_internal(row_key: bytes) -> bool:
     """Whether the row belongs to the internal topic. Otherwise it belongs to the table topic, or to none."""
-    return row_key[:1] not in (VALUE, STAMP_INDEX)
+    return row_key[:1] not in (VALUE, FILTER)
 
 
 def with_index(changes: Changes, old_row: Callable[[bytes], bytes | None]) -> Iterator[tuple[bytes, bytes | None]]:

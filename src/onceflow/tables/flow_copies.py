@@ -16,6 +16,7 @@ from onceflow.state.stores.base import Store
 from onceflow.state.stores.lmdb_store import LmdbStore
 from onceflow.state.stores.memory_store import MemoryStore
 from onceflow.state.stores.rocksdb_store import RocksdbStore
+from onceflow.state.stores.stamped_view import StampedView
 from onceflow.tables.lag import Lag
 
 _MAX_NAMES = 10  # in an error
@@ -139,7 +140,7 @@ def _open(folder: Path) -> Store | None:
     for opener in _OPENERS:
         try:
             if opener.exists(folder):
-                return opener.open(folder, read_only=True)
+                return StampedView.of(opener.open(folder, read_only=True))
         except FileNotFoundError:
             continue  # the store is being removed or created
     return None

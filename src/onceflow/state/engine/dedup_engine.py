@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice, repeat
 from typing import Any
 
 import numpy as np
@@ -13,11 +14,13 @@ import pyarrow.compute as pc
 from onceflow.state import dead_letters, rows, stamps
 from onceflow.state.api.deduplication import EVENT_TIME, RECORD_KEY, Deduplication
 from onceflow.state.engine import input_batch
-from onceflow.state.engine.base import EXPIRED_PER_BATCH, BaseEngine
+from onceflow.state.engine.base import BaseEngine
 from onceflow.state.engine.output_collector import SCHEMA
+from onceflow.state.segments import Segments
 
-_PREFIX = pa.scalar(rows.VALUE, pa.binary())
-_NO_SEPARATOR = pa.scalar(b"", pa.binary())
+DELETED_PER_BATCH = 20_000
+"""How many ids a batch may delete, if it does not have many records."""
+
 Flags = npt.NDArray[np.bool_]
 
 
@@ -35,13 +38,15 @@ class DedupEngine(BaseEngine):
     def start(self) -> None:
         """Find out which ids are forgotten."""
         self._new: dict[bytes, bytes] = {}
-        self._deleted: list[tuple[bytes, None]] = []
+        self._kept: dict[bytes, bytes] = {}
+        self._deleted: list[bytes] = []
+        self._drained: dict[bytes, bytes | None] = {}
+        self._segments = Segments(self._overlay.store)
         self._next = 0
         self._floor = self.watermark_ms
         remembered = self.processor.records
         if remembered is not None:
-            backwards = self._overlay.store.scan(rows.STAMP_INDEX, rows.after(rows.STAMP_INDEX), reverse=True)
-            last = stamps.greatest(backwards)
+            last = self._segments.greatest
             self._next = 0 if last is None else last + 1
             self._floor = self._next - remembered
 
@@ -72,21 +77,31 @@ class DedupEngine(BaseEngine):
         """
         if self._floor is None or self._floor <= 0:
             return
-        limit = max(EXPIRED_PER_BATCH, 2 * self.counts["records"])
         lowest_kept = stamps.row_of(self._floor)
-        for chunk_key, chunk in self._overlay.store.scan(*stamps.before(self._floor)):
-            keys = sorted(key for key in stamps.keys_of(chunk) if key not in self._new)
-            found = self._overlay.store.get_many(keys)
-            gone = [key for key, row in zip(keys, found, strict=True) if row is not None and row < lowest_kept]
-            self.counts["expired"] += len(gone)
-            self._deleted += [(key, None) for key in gone]
-            self._deleted.append((chunk_key, None))
-            if self.counts["expired"] >= limit:
+        left = max(DELETED_PER_BATCH, 2 * self.counts["records"])
+        for segment in self._segments.due(self._floor):
+            entries = list(islice(self._segments.entries(segment), left))
+            # An id that came again is moved by its new row.
+            forgotten = [id_ for id_, row in entries if row < lowest_kept and id_ not in self._new]
+            self.counts["expired"] += len(forgotten)
+            self._deleted += forgotten
+            # The segment ends, so the others that are in it are written again, and thereby put into another one.
+            self._kept.update((id_, row) for id_, row in entries if row >= lowest_kept and id_ not in self._new)
+            ended = len(entries) < left
+            self._drained[segment.filter_key] = None if ended else b""
+            left -= len(entries)
+            if not ended:
                 break
 
     def changes(self) -> list[tuple[bytes, bytes | None]]:
-        """As `BaseEngine.changes`, and the index rows that were read: they belong to no topic."""
-        return [*self._new.items(), *dict(self._deleted).items()]
+        """As `BaseEngine.changes`, and what becomes of segments (`segments.placed`), which belongs to no topic."""
+        written = {**self._kept, **self._new}
+        changes: list[tuple[bytes, bytes | None]] = list(
+            zip(map(rows.VALUE.__add__, written), written.values(), strict=True)
+        )
+        changes += zip(map(rows.VALUE.__add__, self._deleted), repeat(None))
+        changes += self._drained.items()
+        return changes
 
     @property
     def next_timer_ms(self) -> dict[str, int | None]:
@@ -110,15 +125,15 @@ class DedupEngine(BaseEngine):
     def _judge(self, batch: pa.RecordBatch, ids: Any, times: npt.NDArray[np.int64] | None) -> None:
         encoded = ids.dictionary_encode()
         codes = encoded.indices.to_numpy()
-        row_keys = pc.binary_join_element_wise(_PREFIX, encoded.dictionary, _NO_SEPARATOR).to_pylist()
-        first = np.empty(len(row_keys), dtype=np.int64)
+        known = encoded.dictionary.to_pylist()
+        first = np.empty(len(known), dtype=np.int64)
         first[codes[::-1]] = np.arange(len(codes) - 1, -1, -1)  # the last assignment to a place remains
-        found = self._found(row_keys)
+        found = self._found(known)
         is_new = np.fromiter((row is None for row in found), dtype=bool, count=len(found))
         passed = np.zeros(len(codes), dtype=bool)
         passed[first[is_new]] = True
         if is_new.any():
-            new = [key for key, row in zip(row_keys, found, strict=True) if row is None]
+            new = [key for key, row in zip(known, found, strict=True) if row is None]
             self._new.update(zip(new, self._stamped(first[is_new], times), strict=True))
         if passed.all():
             self._pass_on(batch)
@@ -126,19 +141,19 @@ class DedupEngine(BaseEngine):
         duplicates = ~passed
         self.counts["duplicates"] += int(duplicates.sum())
         if self.processor.duplicates_topic is not None:
-            self._set_aside(batch, ids, [row_keys[code] for code in codes[duplicates].tolist()], duplicates)
+            self._set_aside(batch, ids, duplicates)
         self._pass_on(batch.filter(pa.array(passed)))
 
-    def _found(self, row_keys: list[bytes]) -> list[bytes | None]:
+    def _found(self, ids: list[bytes]) -> list[bytes | None]:
         """The row of each id that is remembered."""
-        found: list[bytes | None] = list(map(self._new.get, row_keys)) if self._new else [None] * len(row_keys)
-        absent = sorted(key for key, row in zip(row_keys, found, strict=True) if row is None)
-        committed = self._overlay.store.get_many(absent)
+        found: list[bytes | None] = list(map(self._new.get, ids)) if self._new else [None] * len(ids)
+        absent = [id_ for id_, row in zip(ids, found, strict=True) if row is None]
+        committed = self._segments.find(absent)
         if not any(committed):
             return found
         lowest_kept = stamps.row_of(max(0, self._floor or 0))
-        kept = {key: row for key, row in zip(absent, committed, strict=True) if row is not None and row >= lowest_kept}
-        return [kept.get(key) if row is None else row for key, row in zip(row_keys, found, strict=True)]
+        kept = {id_: row for id_, row in zip(absent, committed, strict=True) if row is not None and row >= lowest_kept}
+        return [kept.get(id_) if row is None else row for id_, row in zip(ids, found, strict=True)]
 
     def _stamped(self, first: npt.NDArray[np.int64], times: npt.NDArray[np.int64] | None) -> Sequence[bytes]:
         """The rows of new ids. Args: the place of the first record of each."""
@@ -161,16 +176,16 @@ class DedupEngine(BaseEngine):
             columns.append(column if column.type == field.type else column.cast(field.type))
         self._collector.add_batch(pa.RecordBatch.from_arrays(columns, schema=SCHEMA))
 
-    def _set_aside(self, batch: pa.RecordBatch, ids: Any, row_keys: list[bytes], duplicates: Flags) -> None:
+    def _set_aside(self, batch: pa.RecordBatch, ids: Any, duplicates: Flags) -> None:
         """Write duplicates to their topic."""
         topic = self.processor.duplicates_topic
         assert topic is not None
         mask = pa.array(duplicates)
         records, own_ids = self._raw(batch.filter(mask)), ids.filter(mask).to_pylist()
-        committed = dict(zip(row_keys, map(self._new.get, row_keys), strict=True))
-        unknown = sorted(key for key, row in committed.items() if row is None)
-        committed.update(zip(unknown, self._overlay.store.get_many(unknown), strict=True))
-        seen = stamps.stamps_of([committed[key] for key in row_keys]).tolist()
+        known = dict(zip(own_ids, map(self._new.get, own_ids), strict=True))
+        unknown = [id_ for id_, row in known.items() if row is None]
+        known.update(zip(unknown, self._segments.find(unknown), strict=True))
+        seen = stamps.stamps_of([known[id_] for id_ in own_ids]).tolist()
         by_time = self.processor.within_ms is not None
         aside = [
             dead_letters.duplicate(record, topic, id_, stamp if by_time else None)

@@ -95,6 +95,7 @@ class CatchUp:
         still_owner: Callable[[], bool] | None,
         stamped: bool = False,
     ) -> None:
+        self._stamped = stamped
         self._table_changes = stamped_changes if stamped else table_changes
         self.goal = goal
         self.records = self.ignored = 0
@@ -152,6 +153,8 @@ class CatchUp:
                     "written twice",
                 )
             raise StoreCorruptError(problem)
+        if self._stamped and next(store.scan(rows.VALUE, rows.after(rows.VALUE)), None) is not None:
+            raise StoreCorruptError("its ids are in the format of an earlier version")
         if commit_record.at(self.goal):
             if self._now_ms - commit_record.time_ms > REFRESHED_MS:
                 self._write(store, raw, replace(commit_record, time_ms=self._now_ms), {})

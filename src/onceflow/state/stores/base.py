@@ -16,13 +16,14 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from operator import lt
 from pathlib import Path
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, TypeVar
 
 import orjson
 
 from onceflow.errors import EnvironmentUnusableError, OnceflowError
-from onceflow.state import rows, stamps
+from onceflow.state import rows, segments
 
+_T = TypeVar("_T")
 NO_BLOBS: Mapping[str, bytes | None] = {}
 
 #: Name of the blob that contains the checksum. No other blob's name begins with a zero byte.
@@ -136,8 +137,11 @@ def plan(
         changes: row keys and rows; None deletes the row.
         tally: the tally before the write.
         fetch: returns the current rows for sorted keys.
-        index: the changes are of ``v``, ``m`` and ``t`` rows, and the changes of index rows have to be added.
+        index: the changes are of ``v``, ``m`` and ``t`` rows, and the changes of index rows have to be added. Stamped
+            rows are placed in their segments.
     """
+    if index and (placed := segments.placed(changes, fetch)) is not None:
+        changes, index = placed, False
     keys = sorted(changes)
     if keys and not (keys[0] and max(map(len, changes)) <= rows.STORE_KEY_BYTES_MAX):
         raise ValueError(f"row keys have 1 to {rows.STORE_KEY_BYTES_MAX} bytes")
@@ -170,7 +174,7 @@ def _index_rows(changes: Mapping[bytes, bytes | None], old: Mapping[bytes, bytes
     concerned.update(key for key, row in old.items() if row and row[0] & 1)
     follow = dict(rows.with_index(((key, changes[key]) for key in concerned), old.get))
     index: dict[bytes, bytes | None] = {key: row for key, row in follow.items() if key not in concerned}
-    return {**index, **stamps.index_of(changes.items())}
+    return index
 
 
 class Store(abc.ABC):
@@ -211,6 +215,11 @@ class Store(abc.ABC):
     @abc.abstractmethod
     def get_many(self, keys: Sequence[bytes]) -> list[bytes | None]:
         """The row of each key, in the order of the keys; sorted keys are found faster."""
+
+    def read_in_place(self, key: bytes, work: Callable[[bytes | memoryview | None], _T]) -> _T:
+        """What a function makes of a row (None: there is none). The row is not copied if this engine can do without;
+        then it is gone when the function returns."""
+        return work(self.get(key))
 
     @abc.abstractmethod
     def scan(self, start: bytes, end: bytes | None = None, *, reverse: bool = False) -> Iterator[tuple[bytes, bytes]]:

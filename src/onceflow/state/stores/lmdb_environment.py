@@ -175,10 +175,14 @@ class Environment:
         finally:
             self.readers.leave()
 
-    def read(self, work: Callable[[Any, Any], _T]) -> _T:
-        """Runs a function in a read transaction. It is called with the transaction and the database of the rows."""
+    def read(self, work: Callable[[Any, Any], _T], *, in_place: bool = False) -> _T:
+        """Runs a function in a read transaction. It is called with the transaction and the database of the rows.
+
+        Args:
+            in_place: rows are views of the file's pages, which end with the transaction.
+        """
         try:
-            txn = self._begin_read()
+            txn = self._begin_read(in_place)
             try:
                 with txn:
                     return work(txn, self.rows)
@@ -187,16 +191,17 @@ class Environment:
         except (lmdb.Error, struct.error) as error:
             raise _translate(error, self.folder) from error
 
-    def _begin_read(self) -> Any:
+    def _begin_read(self, in_place: bool = False) -> Any:
         """A read transaction, after ``readers.enter``."""
         for attempt in range(_MAP_ATTEMPTS):
             self.readers.enter()
+            begin: Any = self._env.begin  # its declared type takes no variable
             try:
                 try:
-                    return self._env.begin()
+                    return begin(buffers=in_place)
                 except lmdb.ReadersFullError:
                     self._env.reader_check()  # removes readers whose process has died
-                    return self._env.begin()
+                    return begin(buffers=in_place)
             except lmdb.MapResizedError:
                 self.readers.leave()
                 if attempt + 1 == _MAP_ATTEMPTS:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from onceflow.state import rows
 from onceflow.state.stores.base import (
@@ -25,6 +25,7 @@ from onceflow.state.stores.lmdb_environment import DATA, LOCK, Environment, acqu
 from onceflow.state.stores.lmdb_lock import NAME as WRITER
 from onceflow.state.stores.lmdb_pages import check_pages
 
+_T = TypeVar("_T")
 _SCANNED_FIRST, _SCANNED_AT_ONCE = 16, 1024
 # Two pages for each row, because each may be in another page that has to be split, and room for rows that are so large
 # that they have pages of their own.
@@ -69,6 +70,9 @@ class LmdbStore(Store):
             return list(map(cursor.get, keys))
 
         return self._environment.read(read)
+
+    def read_in_place(self, key: bytes, work: Callable[[bytes | memoryview | None], _T]) -> _T:
+        return self._environment.read(lambda txn, db: work(txn.get(key, db=db)), in_place=True)
 
     def scan(self, start: bytes, end: bytes | None = None, *, reverse: bool = False) -> Iterator[tuple[bytes, bytes]]:
         # In parts: while a read transaction is open, free pages cannot be reused, and the map cannot grow.

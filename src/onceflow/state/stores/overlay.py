@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import repeat
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from sortedcontainers import SortedSet
 
 if TYPE_CHECKING:
     from onceflow.state.stores.base import Store
 
+_T = TypeVar("_T")
 _MISSING: Any = object()
 
 
@@ -22,6 +23,9 @@ class NoRows:
 
     def get_many(self, row_keys: Sequence[bytes]) -> list[None]:
         return [None] * len(row_keys)
+
+    def read_in_place(self, key: bytes, work: Callable[[bytes | memoryview | None], _T]) -> _T:
+        return work(None)
 
     def scan(self, start: bytes, end: bytes | None, *, reverse: bool = False) -> Iterator[tuple[bytes, bytes]]:
         return iter(())
