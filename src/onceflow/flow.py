@@ -11,6 +11,7 @@ from pyspark.sql import DataFrame, SparkSession
 
 from onceflow.client.settings import ClientSettings
 from onceflow.durations import option_seconds
+from onceflow.errors import OptionError
 from onceflow.external.sink import ExternalSink
 from onceflow.flow_chain import ChainWriter
 from onceflow.flow_runs import FlowRuns
@@ -236,6 +237,12 @@ class Flow(FlowSteps):
         Raises:
             OnceflowError: as of `write`, `read` and `write_external`.
         """
+        if sink_flow == self.name:
+            raise OptionError(
+                f"sink_flow={sink_flow!r} is the name of the first flow",
+                flow=self.name,
+                next_step="give the second flow a name of its own, or leave sink_flow out",
+            )
         changes = self.write(df, topic=topic, trigger=trigger, once=once, **options)
         if self._beside is not None:
             self._beside.close()

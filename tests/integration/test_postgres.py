@@ -147,6 +147,7 @@ def test_types(made: Callable[..., str]) -> None:
         ("k smallint", {"k": 70_000}, "smallint out of range.*'k': 70000"),
         ("k jsonb", {"k": "{"}, "invalid input syntax for type json"),
         ("k varchar(2)", {"k": "abc"}, "value too long"),
+        ("k text", {"k": "a\0b"}, "column k has the character 0x00.*'k': 'a.b'"),
     ],
 )
 def test_a_row_that_the_table_does_not_take(
@@ -261,11 +262,13 @@ def test_rows_that_are_set_aside(made: Callable[..., str], mode: str) -> None:
     )
     rows = [{"k": n, "a": 1, "j": "1", "u": n} for n in range(5000)]
     rows[10]["a"], rows[11]["a"], rows[3000]["j"], rows[4999]["u"] = 70_000, 5, "{", 1
+    rows[20]["j"] = "\0"
     bad = {10: "NumericValueOutOfRange", 11: "CheckViolation", 77: "RaiseException"}
-    bad |= {3000: "InvalidTextRepresentation", 4999: "UniqueViolation"}
+    bad |= {20: "UntranslatableCharacter", 3000: "InvalidTextRepresentation", 4999: "UniqueViolation"}
     sink = PostgresSink(dsn, "t", mode=mode, key=["k"] if mode == "upsert" else [])
     found = refused_of(sink, pa.RecordBatch.from_pylist(rows))
     assert {each.row["k"]: each.kind for each in found} == bad
+    rows[20]["j"] = "\ufffd"
     assert [each.row for each in found] == [rows[number] for number in sorted(bad)]
     assert "Key (u)=(1) already exists" in found[-1].message
     assert rows_of(dsn, "SELECT k FROM t ORDER BY k") == [(n,) for n in range(5000) if n not in bad]

@@ -28,9 +28,9 @@ from onceflow.errors import (
     PermissionDeniedError,
     SchemaError,
 )
-from onceflow.external.postgres_columns import Column, check_digits, columns_of, shows_order, staged_types
+from onceflow.external.postgres_columns import Column, check_digits, columns_of, shows_order, staged_types, without_nul
 from onceflow.external.postgres_connection import completed, connect, reason, suppress_race
-from onceflow.external.postgres_moves import HEADERS, RECEIPT, ROW, Moves, Staged, refusals
+from onceflow.external.postgres_moves import HEADERS, PROBLEM, RECEIPT, ROW, Moves, Staged, refusals
 from onceflow.external.rows import DELETE_BY_FLAG, INSERT, TableWrite
 from onceflow.external.sink import (
     RECORD_COLUMNS,
@@ -84,7 +84,7 @@ class PostgresSink(ExternalSink):
                 next_step="pip install 'onceflow[postgres]', on executors, too",
             ) from error
         self._dsn = completed(dsn)
-        self._write = TableWrite(table, mode, tuple(key), flag)
+        self._write = TableWrite(table, mode, (key,) if isinstance(key, str) else tuple(key), flag)
         self._sets_aside = False
         self._columns: list[Column] = []
         self._ordered = True
@@ -155,10 +155,11 @@ class PostgresSink(ExternalSink):
         ]
         with self._connected() as connection:
             connection.execute(
-                sql.SQL("CREATE UNLOGGED TABLE IF NOT EXISTS {} ({} text, {} bigint, {})").format(
+                sql.SQL("CREATE UNLOGGED TABLE IF NOT EXISTS {} ({} text, {} bigint, {} text, {})").format(
                     sql.Identifier(_staging(attempt)),
                     sql.Identifier(RECEIPT),
                     sql.Identifier(ROW),
+                    sql.Identifier(PROBLEM),
                     sql.SQL(", ").join(columns),
                 )
             )
@@ -173,7 +174,7 @@ class PostgresSink(ExternalSink):
         wanted = [each.name for each in [*self._columns, *self._record]]
         first = _with_headers(first, wanted)
         fields = [(name, first.schema.field(name).type) for name in wanted]
-        schema = pa.schema([(RECEIPT, pa.string()), (ROW, pa.int64()), *fields])
+        schema = pa.schema([(RECEIPT, pa.string()), (ROW, pa.int64()), (PROBLEM, pa.string()), *fields])
 
         def numbered() -> Iterator[pa.RecordBatch]:
             nonlocal rows
@@ -181,8 +182,8 @@ class PostgresSink(ExternalSink):
                 places = pa.array(np.arange(rows, rows + batch.num_rows))
                 rows += batch.num_rows
                 names = pa.repeat(receipt, batch.num_rows)
-                columns = [names, places, *(batch.column(name) for name in wanted)]
-                yield pa.RecordBatch.from_arrays(columns, schema=schema)
+                problems, columns = without_nul([batch.column(name) for name in wanted], wanted)
+                yield pa.RecordBatch.from_arrays([names, places, problems, *columns], schema=schema)
 
         with dbapi.connect(self._dsn) as connection, connection.cursor() as cursor:
             reader = pa.RecordBatchReader.from_batches(schema, numbered())

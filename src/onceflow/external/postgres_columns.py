@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.types as kinds
 
 from onceflow.errors import SchemaError
@@ -143,3 +144,22 @@ def _staged(kind: pa.DataType) -> str | None:
         inner = _staged(kind.value_type)
         return None if inner is None or inner.endswith("[]") else f"{inner}[]"
     return next((name for is_kind, name in _SIMPLE if is_kind(kind)), None)
+
+
+def without_nul(columns: Sequence[pa.Array], names: Sequence[str]) -> tuple[pa.Array, list[pa.Array]]:
+    """Text without the character 0x00, which PostgreSQL has no place for: COPY would fail, and not name the row.
+
+    Returns:
+        What is wrong with each row (mostly null), and the columns with another character (U+FFFD) in its place.
+    """
+    problems = pa.nulls(len(columns[0]) if columns else 0, pa.string())
+    sound = []
+    for name, column in zip(names, columns, strict=True):
+        if kinds.is_string(column.type) or kinds.is_large_string(column.type):
+            bad = pc.fill_null(pc.match_substring(column, "\0"), False)
+            if pc.any(bad).as_py():
+                text = f"column {name} has the character 0x00, which PostgreSQL cannot store"
+                problems = pc.if_else(bad, text, problems)
+                column = pc.replace_substring(column, "\0", "\ufffd")
+        sound.append(column)
+    return problems, sound

@@ -17,12 +17,17 @@ if TYPE_CHECKING:  # the extra is needed where it is used only
 
 #: Columns of a staging table: which task has staged the row, and where it stands in the task's rows.
 RECEIPT, ROW = "onceflow_receipt", "onceflow_row"
+#: Another one: why the row cannot be in the table, which only tasks could see; mostly null.
+PROBLEM = "onceflow_problem"
 #: The headers of a record as two arrays, because structs cannot be staged.
 HEADERS = {"onceflow_header_names": "text[]", "onceflow_header_values": "bytea[]"}
 
 _PLACE = "onceflow_place"
 # Rows are tried in ranges of this many, which are divided until the refused rows are found.
 _RANGE = 1_000
+# A row with a problem makes the statement fail, as one does that the table refuses.
+_SOUND = " AND ({0} IS NULL OR {0}::int IS NULL)"
+UNTRANSLATABLE = "UntranslatableCharacter"  # PostgreSQL's class for it
 
 
 @dataclass(frozen=True)
@@ -59,6 +64,7 @@ class Moves:
         from psycopg import sql
 
         rows = sql.SQL("{} WHERE {} = ANY(%(receipts)s)").format(sql.Identifier(staged.table), sql.Identifier(RECEIPT))
+        rows += sql.SQL(_SOUND).format(sql.Identifier(PROBLEM))
         with connection.transaction():
             self._run(connection, self._statements(rows, (RECEIPT, ROW)), {"receipts": list(staged.receipts)})
 
@@ -81,7 +87,7 @@ class Moves:
             rows = self._rows(connection, numbered[0], found)
         return BadRecordError(
             f"Table {self._write.table} does not take a row",
-            detail=f"{_message(error)}; {f'the row: {dict(rows[0].row)!s:.500}' if rows else ''}",
+            detail=f"{rows[0].message}; the row: {dict(rows[0].row)!s:.500}" if rows else _message(error),
             next_step="correct the row in the query, or the table's constraints; with dead_letter_topic= it becomes a "
             "dead letter",
         )
@@ -136,6 +142,7 @@ class Moves:
         from psycopg import sql
 
         rows = sql.SQL("{} WHERE {} BETWEEN %(low)s AND %(high)s").format(sql.Identifier(table), sql.Identifier(_PLACE))
+        rows += sql.SQL(_SOUND).format(sql.Identifier(PROBLEM))
         statements = self._statements(rows, [_PLACE])
         left = [(low, min(low + _RANGE - 1, total)) for low in range(1, total + 1, _RANGE)][::-1]
         while left:
@@ -155,19 +162,20 @@ class Moves:
     ) -> list[RefusedRow]:
         from psycopg import sql
 
-        names = [*self._columns, *self._record]
+        names = [PROBLEM, *self._columns, *self._record]
         select = sql.SQL("SELECT {}, {} FROM {} WHERE {} = ANY(%s) ORDER BY 1").format(
             sql.Identifier(_PLACE), _listed(names), sql.Identifier(table), sql.Identifier(_PLACE)
         )
         rows = []
-        for number, *values in connection.execute(select, [[*found]]):
+        for number, problem, *values in connection.execute(select, [[*found]]):
             error = found[number]
-            row = dict(zip(names, values, strict=True))
+            row = dict(zip(names[1:], values, strict=True))
             record = {name: row.pop(name) for name in self._record}
             headers = [record.pop(name, None) or () for name in HEADERS]
             if headers[0]:
                 record["headers"] = [{"key": key, "value": value} for key, value in zip(*headers, strict=True)]
-            rows.append(RefusedRow(row, type(error).__name__, _message(error), record))
+            kind = type(error).__name__ if problem is None else UNTRANSLATABLE
+            rows.append(RefusedRow(row, kind, problem or _message(error), record))
         return rows
 
 

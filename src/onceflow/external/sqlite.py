@@ -54,7 +54,7 @@ class SqliteSink(ExternalSink):
         self, path: str | Path, table: str, *, mode: str = INSERT, key: Sequence[str] = (), flag: str = "deleted"
     ) -> None:
         self.path = Path(path).absolute()
-        self._write = TableWrite(table, mode, tuple(key), flag)
+        self._write = TableWrite(table, mode, (key,) if isinstance(key, str) else tuple(key), flag)
         self._sets_aside = False
         self._record: list[str] = []  # columns of the records, for dead letters
         self._progress: dict[str, str | None] = {}  # the progress row of a flow, as this driver has left it
