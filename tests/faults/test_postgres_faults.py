@@ -151,7 +151,7 @@ def test_driver_killed(make_ledger: Callable[..., Ledger], killed_together: Any)
     for step, ledger in ledgers.items():
         ledger.check_rows_iff_progress()
         reached = ledger.progress().get("batch_id", 0)
-        assert reached == {"init": 0, "commit": 2, "end": 2, "settle": 2}.get(step, 1), step
+        assert reached == {"init": 0, "commit": 2, "progress": 2, "end": 2, "settle": 2}.get(step, 1), step
 
     def recover(step: str) -> None:
         ledgers[step].pipe.fill(500)

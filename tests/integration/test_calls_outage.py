@@ -96,6 +96,7 @@ def orders(first: int, count: int) -> list[tuple[bytes, bytes]]:
     return [(b"customer-%d" % (n % KEYS), b"%d" % n) for n in range(first, first + count)]
 
 
+@pytest.mark.long
 def test_a_service_that_is_down_for_a_while(
     onceflow_broker: str, onceflow_spark: Any, make_topic: Callable[..., str], tmp_path: Path, shop: Shop
 ) -> None:
