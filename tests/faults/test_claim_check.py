@@ -23,9 +23,17 @@ from onceflow.admin.claim_collector import Collector
 from onceflow.claim_check.objects import DAY_MS, ObjectStore
 from onceflow.client.settings import ClientSettings
 from onceflow.clock import clock_ms
+from onceflow.planning import placement
 from onceflow.testing import independent
 
 pytestmark = [pytest.mark.integration, pytest.mark.faults]
+
+
+@pytest.fixture(autouse=True)
+def restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The flow's module changes this number, in the process of the tests, too."""
+    monkeypatch.setattr(placement, "TASK_ROWS", placement.TASK_ROWS)
+
 
 PREFIX = b"\xffonceflow-claim-check/1 "
 
