@@ -117,9 +117,36 @@ def test_rows_are_inserted_in_order_where_that_shows(made: Callable[..., str], m
     receipts = [
         sink.write(attempt, str(9 - n), iter([pa.RecordBatch.from_pylist(part)])) for n, part in enumerate(parts)
     ]
-    sink.commit(attempt, receipts, "{}")
+    sink.commit(attempt, receipts[::-1], "{}")
     order = "n" if more.startswith("n ") else "a"
     assert rows_of(dsn, f"SELECT a FROM t ORDER BY {order}") == [(n,) for n in range(100)]
+
+
+@pytest.mark.parametrize("sets_aside", [False, True])
+def test_tasks_have_the_order_of_their_receipts(made: Callable[..., str], sets_aside: bool) -> None:
+    """Task 10 comes after task 2, although its name is smaller. They may read one partition, with minPartitions."""
+    dsn = made("CREATE TABLE t (n serial, id bigint PRIMARY KEY, text text CHECK (text <> 'bad'))")
+    schema = pa.schema([("id", pa.int64()), ("text", pa.string())])
+    given = {f"7-{task}": [{"id": 1, "text": f"task {task}"}, {"id": 2 + task, "text": "new"}] for task in range(12)}
+    if sets_aside:
+        given["7-3"].append({"id": 99, "text": "bad"})
+    for sink in PostgresSink(dsn, "t", mode="upsert", key="id"), PostgresSink(dsn, "t"):
+        if sets_aside:
+            sink.set_aside()
+        sink.check(schema)
+        at = BatchAttempt("orders", sink.open("orders", None).generation, 1, 1)
+        sink.begin(at)
+        receipts = [sink.write(at, task, iter([pa.RecordBatch.from_pylist(r, schema)])) for task, r in given.items()]
+        if sets_aside:
+            sink.commit_accepted(at, receipts, lambda refused: str(len(refused)))
+        else:
+            sink.commit(at, receipts, "{}")
+        sink.close()
+        if sink._write.mode == "upsert":
+            assert rows_of(dsn, "SELECT text FROM t WHERE id = 1") == [("task 11",)]
+            made("DELETE FROM t")
+            given = {task: rows[1:] for task, rows in given.items()}
+    assert [id_ for (id_,) in rows_of(dsn, "SELECT id FROM t ORDER BY n")] == [*range(2, 14)]
 
 
 def test_types(made: Callable[..., str]) -> None:

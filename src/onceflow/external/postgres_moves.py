@@ -66,7 +66,8 @@ class Moves:
         rows = sql.SQL("{} WHERE {} = ANY(%(receipts)s)").format(sql.Identifier(staged.table), sql.Identifier(RECEIPT))
         rows += sql.SQL(_SOUND).format(sql.Identifier(PROBLEM))
         with connection.transaction():
-            self._run(connection, self._statements(rows, (RECEIPT, ROW)), {"receipts": list(staged.receipts)})
+            order = _in_order_of_tasks(sql.SQL("%(receipts)s"))
+            self._run(connection, self._statements(rows, order), {"receipts": list(staged.receipts)})
 
     def all_accepted(self, connection: psycopg.Connection[Any], staged: Staged) -> list[RefusedRow]:
         """Move the rows that the table takes. Returns the others."""
@@ -101,11 +102,11 @@ class Moves:
             connection.execute(statement, values)
         connection.execute("SET CONSTRAINTS ALL IMMEDIATE")  # else deferred ones would fail in the commit
 
-    def _statements(self, rows: sql.Composed, order: Sequence[str]) -> list[sql.Composed]:
+    def _statements(self, rows: sql.Composed, order: Sequence[sql.Composed]) -> list[sql.Composed]:
         """How rows are moved.
 
         Args:
-            rows: a table and a condition. order: its columns that say in which order they apply.
+            rows: a table and a condition. order: what says in which order they apply.
         """
         from psycopg import sql
 
@@ -116,8 +117,9 @@ class Moves:
         insert = sql.SQL("INSERT INTO {} ({}) SELECT {} FROM ").format(table, _listed(names), values)
         if self._write.mode == INSERT:
             # To sort them takes a third of the time of the whole transaction.
-            return [insert + rows + (sql.SQL(" ORDER BY ") + _listed(order) if self._ordered else sql.SQL(""))]
-        newest = sql.SQL(", ").join(sql.SQL("{} DESC").format(sql.Identifier(name)) for name in order)
+            shown = order if self._ordered else ()
+            return [insert + rows + sql.SQL(" ORDER BY " if self._ordered else "") + sql.SQL(", ").join(shown)]
+        newest = sql.SQL(", ").join(each + sql.SQL(" DESC") for each in order)
         last = sql.SQL("(SELECT DISTINCT ON ({}) * FROM {} ORDER BY {}, {}) AS last").format(key, rows, key, newest)
         others = [name for name in names if name not in self._write.key]
         change = sql.SQL(", ").join(
@@ -143,7 +145,7 @@ class Moves:
 
         rows = sql.SQL("{} WHERE {} BETWEEN %(low)s AND %(high)s").format(sql.Identifier(table), sql.Identifier(_PLACE))
         rows += sql.SQL(_SOUND).format(sql.Identifier(PROBLEM))
-        statements = self._statements(rows, [_PLACE])
+        statements = self._statements(rows, [sql.Composed([sql.Identifier(_PLACE)])])
         left = [(low, min(low + _RANGE - 1, total)) for low in range(1, total + 1, _RANGE)][::-1]
         while left:
             low, high = left.pop()
@@ -191,16 +193,17 @@ class _Numbered:
         from psycopg import sql
 
         # A statement that creates a table takes no parameters.
+        receipts = sql.Literal(list(self._staged.receipts))
         made = self._connection.execute(
             sql.SQL(
                 "CREATE UNLOGGED TABLE {} AS SELECT row_number() OVER (ORDER BY {}) AS {}, * FROM {} WHERE {} = ANY({})"
             ).format(
                 sql.Identifier(self._table),
-                _listed((RECEIPT, ROW)),
+                sql.SQL(", ").join(_in_order_of_tasks(receipts)),
                 sql.Identifier(_PLACE),
                 sql.Identifier(self._staged.table),
                 sql.Identifier(RECEIPT),
-                sql.Literal(list(self._staged.receipts)),
+                receipts,
             )
         )
         self._connection.execute(
@@ -226,6 +229,14 @@ def refusals() -> tuple[type[psycopg.DatabaseError], ...]:
 def _message(error: psycopg.DatabaseError) -> str:
     detail = error.diag.message_detail
     return f"{error.diag.message_primary}{f'; {detail:.500}' if detail else ''}"
+
+
+def _in_order_of_tasks(receipts: sql.Composable) -> list[sql.Composed]:
+    """What staged rows are ordered by: tasks have the order of their receipts, and names of receipts have another."""
+    from psycopg import sql
+
+    place = sql.SQL("array_position({}::text[], {})").format(receipts, sql.Identifier(RECEIPT))
+    return [place, sql.Composed([sql.Identifier(ROW)])]
 
 
 def _listed(names: Sequence[str]) -> sql.Composed:
