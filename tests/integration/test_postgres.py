@@ -21,9 +21,11 @@ from onceflow import (
     PermissionDeniedError,
     PostgresSink,
     SchemaError,
+    UnsupportedQueryError,
 )
 from onceflow.external.postgres_columns import shows_order
 from onceflow.external.sink import BatchAttempt, RefusedRow
+from onceflow.spark.collect import arrow_schema
 from onceflow.testing import faults, independent
 from onceflow.testing.external_sink_suite import ExternalSinkSuite
 from onceflow.testing.postgres import LocalPostgres
@@ -190,7 +192,28 @@ def test_a_row_that_the_table_does_not_take(
     "arguments, names, message",
     [
         ({"table": "tt"}, ["k"], "no table 'tt'"),
-        ({"table": "t"}, ["k", "x"], "has no columns x"),
+        ({"table": "T"}, ["k"], "(?s)no table 'T'.*did you mean table='t'"),
+        ({"table": '"t"'}, ["k"], "did you mean table='t'"),
+        ({"table": "other.t"}, ["k"], "did you mean table='t'"),
+        ({"table": "zebra"}, ["k"], "create it, or check the search_path"),
+        ({"table": "t"}, ["k", "amuont"], "(?s)no columns amuont.*did you mean amount for amuont"),
+        ({"table": "t"}, ["k", "x"], r"(?s)has no columns x.*next step: add them"),
+        (
+            {"table": "t"},
+            ["k", "n"],
+            r"n of table t is GENERATED ALWAYS AS IDENTITY: .*\n.*leave it out .*\"n\" SET GEN",
+        ),
+        (
+            {"table": "t"},
+            ["k", "twice"],
+            "twice of table t is a generated column: .*\n.*leave it out of the DataFrame$",
+        ),
+        ({"table": "t", "mode": "upsert", "key": ["n"]}, ["k"], r"n of table t is GENERATED ALWAYS.*\n.*other columns"),
+        (
+            {"table": "t", "mode": "delete-by-flag", "key": ["k"]},
+            ["k", "deleted"],
+            "flag deleted .* is int64, not bool",
+        ),
         ({"table": "t"}, ["a"], "Columns k of table t must not be null"),
         ({"table": "t", "mode": "upsert", "key": ["a"]}, ["k", "a"], "primary key, or of a unique index"),
         ({"table": "t", "mode": "upsert", "key": ["q"]}, ["k", "a"], "lack the columns q"),
@@ -199,7 +222,10 @@ def test_a_row_that_the_table_does_not_take(
 def test_what_does_not_fit_is_found_at_the_start(
     made: Callable[..., str], arguments: dict[str, Any], names: list[str], message: str
 ) -> None:
-    dsn = made("CREATE TABLE t (k int NOT NULL PRIMARY KEY, a int)")
+    dsn = made(
+        "CREATE TABLE t (k int NOT NULL PRIMARY KEY, a int, amount int, n int GENERATED ALWAYS AS IDENTITY, "
+        "twice int GENERATED ALWAYS AS (a * 2) STORED)"
+    )
     with pytest.raises(SchemaError, match=message):
         PostgresSink(dsn, **arguments).check(pa.schema([(name, pa.int64()) for name in names]))
 
@@ -208,8 +234,64 @@ def test_types_that_do_not_fit(made: Callable[..., str]) -> None:
     sink = PostgresSink(made("CREATE TABLE t (k int, s text)"), "t")
     with pytest.raises(SchemaError, match="digits would get lost"):
         sink.check(pa.schema([("k", pa.float64())]))
-    with pytest.raises(SchemaError, match="no type for"):
-        sink.check(pa.schema([("k", pa.struct([("x", pa.int64())]))]))
+    for kind, message in (
+        (pa.struct([("x", pa.int64())]), r"no type for\n.*select to_json\(s\)"),
+        (pa.null(), r"no type for\n.*CAST\(s AS STRING\), or leave it out"),
+        (pa.list_(pa.null()), r"CAST\(s AS STRING\)"),
+        (pa.time64("us"), r"select string\(s\)"),
+    ):
+        with pytest.raises(SchemaError, match=message):
+            sink.check(pa.schema([("s", kind)]))
+
+
+def test_a_table_in_a_schema_that_is_not_searched(made: Callable[..., str], postgres: LocalPostgres) -> None:
+    """The table is found, and named as it has to be given; or the permission that is missing."""
+    name = f"ledger_{uuid.uuid4().hex[:8]}"
+    other = f"other_{uuid.uuid4().hex[:8]}"
+    dsn = made(f"CREATE SCHEMA {other}", f"CREATE TABLE {other}.{name} (k int)", f"CREATE ROLE u_{other} LOGIN")
+    rows = pa.schema([("k", pa.int32())])
+    with pytest.raises(SchemaError, match=f"did you mean table='{other}.{name}'"):
+        PostgresSink(dsn, name).check(rows)
+    with pytest.raises(SchemaError, match=f'GRANT USAGE ON SCHEMA "{other}"'):
+        PostgresSink(f"{dsn}&user=u_{other}", name).check(rows)
+
+
+def test_what_postgresql_converts(made: Callable[..., str]) -> None:
+    """Numbers are rounded to the digits of the column, as with COPY and JDBC. Day-time intervals are intervals."""
+    dsn = made("CREATE TABLE t (a numeric(10,2), b real, c interval, d time)")
+    day = dt.timedelta(days=-1, hours=2, microseconds=3)
+    written(
+        PostgresSink(dsn, "t"), [{"a": Decimal("1.005"), "b": 0.1, "c": day, "d": "12:30"}, {"a": Decimal("-1.004")}]
+    )
+    assert rows_of(dsn, "SELECT a, c, d FROM t ORDER BY a DESC") == [
+        (Decimal("1.01"), day, dt.time(12, 30)),
+        (Decimal("-1.00"), None, None),
+    ]
+
+
+def test_columns_of_a_query(make_pipe: Callable[..., Any], made: Callable[..., str]) -> None:
+    """Those that Arrow has no type for are named, with what can be selected."""
+    spark = make_pipe().spark
+    rows = spark.sql("SELECT 1 AS k, INTERVAL '1-2' YEAR TO MONTH AS y")
+    with pytest.raises(SchemaError, match=r"Column y is interval year to month") as refused:
+        arrow_schema(rows)
+    advised = refused.value.next_step.removeprefix("select ").removesuffix(", or leave it out")
+    dsn = made("CREATE TABLE t (y interval)")
+    written(PostgresSink(dsn, "t"), [row.asDict() for row in rows.selectExpr(advised).collect()])
+    assert rows_of(dsn, "SELECT y = INTERVAL '14 months' FROM t") == [(True,)]
+    found = arrow_schema(spark.sql("SELECT 1 AS k, INTERVAL '1' HOUR AS d, null AS n, map('a', 1) AS m"))
+    assert (found.field("d").type, found.field("n").type) == (pa.duration("us"), pa.null())
+
+
+def test_a_query_with_state_in_spark(make_pipe: Callable[..., Any], made: Callable[..., str]) -> None:
+    dsn = made("CREATE TABLE t (key text, count bigint)")
+    pipe = make_pipe()
+    with pipe.open() as flow:
+        counts = flow.read(pipe.source).groupBy("key").count()
+        with pytest.raises(
+            UnsupportedQueryError, match=r"(?s)takes no checkpoint.*two flows.*Flow.write\(\.\.\., check"
+        ):
+            flow.write_postgres(counts, table="t", dsn=dsn)
 
 
 def test_a_flow(

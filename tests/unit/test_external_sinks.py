@@ -158,6 +158,7 @@ def test_a_row_that_the_table_does_not_take(tmp_path: Path, rows: list[dict[str,
         ({"table": "t", "mode": "upsert", "key": ["a"]}, ["k", "a"], "primary key, or of a unique index"),
         ({"table": "t", "mode": "upsert", "key": ["q"]}, ["k", "a"], "lack the columns q"),
         ({"table": "t", "mode": "delete-by-flag", "key": ["k"]}, ["k", "a"], "lack the columns deleted"),
+        ({"table": "t", "mode": "delete-by-flag", "key": ["k"]}, ["k", "deleted"], "deleted of .* int64, not boolean"),
     ],
 )
 def test_what_does_not_fit_is_found_at_the_start(

@@ -28,7 +28,15 @@ from onceflow.errors import (
     PermissionDeniedError,
     SchemaError,
 )
-from onceflow.external.postgres_columns import Column, check_digits, columns_of, shows_order, staged_types, without_nul
+from onceflow.external.postgres_columns import (
+    Column,
+    check_digits,
+    check_taken,
+    columns_of,
+    shows_order,
+    staged_types,
+    without_nul,
+)
 from onceflow.external.postgres_connection import completed, connect, reason, suppress_race
 from onceflow.external.postgres_moves import HEADERS, PROBLEM, RECEIPT, ROW, Moves, Staged, refusals
 from onceflow.external.rows import DELETE_BY_FLAG, INSERT, TableWrite
@@ -63,7 +71,7 @@ class PostgresSink(ExternalSink):
         dsn: how to connect, as libpq takes it: ``postgresql://user:password@host/database`` or ``host=... dbname=...``.
         table: an existing table, ``name`` or ``schema.name``.
         mode: ``insert``; ``upsert``: a row replaces the columns of the row with its key; ``delete-by-flag``: likewise,
-            but a row whose ``flag`` is true deletes the row with its key.
+            but a row whose ``flag`` is true deletes the row with its key. A flag that is null counts as false.
         key: the columns of a primary key or unique index, for ``upsert`` and ``delete-by-flag``.
         flag: name of the boolean column for ``delete-by-flag``. It is no column of the table.
 
@@ -110,9 +118,12 @@ class PostgresSink(ExternalSink):
             self._check(connection, schema)
 
     def _check(self, connection: psycopg.Connection[Any], schema: pa.Schema) -> None:
-        known = columns_of(connection, self._write.table)
+        columns = columns_of(connection, self._write.table)
+        known = {name: column for name, column in columns.items() if not column.always}
         record = [name for name in RECORD_COLUMNS if self._sets_aside and name in schema.names and name not in known]
         rows = pa.schema([column for column in schema if column.name not in record])
+        check_taken(columns, rows.names, self._write.key, self._write.table)
+        self._write.check_flag(rows)
         written = self._write.columns(rows.names)
         needed = [name for name, column in known.items() if column.needed]
         self._write.check_table(written, list(known), needed)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+
+import pyarrow as pa
 
 from onceflow.errors import OptionError, SchemaError
 
@@ -48,6 +51,21 @@ class TableWrite:
             )
         return [name for name in given if self.mode != DELETE_BY_FLAG or name != self.flag]
 
+    def check_flag(self, schema: pa.Schema) -> None:
+        """Check that the flag is a boolean: the text ``false`` must not delete a row.
+
+        Raises:
+            SchemaError: it is not.
+        """
+        if self.mode != DELETE_BY_FLAG or self.flag not in schema.names:
+            return
+        kind = schema.field(self.flag).type
+        if not pa.types.is_boolean(kind):
+            raise SchemaError(
+                f"The flag {self.flag} of the rows for table {self.table} is {kind}, not boolean",
+                next_step=f"make it one in the query, for example {self.flag} = 'true' AS {self.flag}",
+            )
+
     def check_table(self, written: Sequence[str], known: Sequence[str], needed: Collection[str]) -> None:
         """Check that the table has the columns that are written, and gets those that it needs.
 
@@ -62,7 +80,7 @@ class TableWrite:
             raise SchemaError(
                 f"Table {self.table} has no columns {', '.join(missing)}",
                 detail=f"it has {', '.join(known)}",
-                next_step="add them to the table, or do not select them",
+                next_step=f"{_similar(missing, known)}add them to the table, or do not select them",
             )
         lacking = [name for name in known if name in needed and name not in written]
         if lacking:
@@ -70,3 +88,11 @@ class TableWrite:
                 f"Columns {', '.join(lacking)} of table {self.table} must not be null, and are not written",
                 next_step="select them, or give them a default",
             )
+
+
+def _similar(missing: Sequence[str], known: Sequence[str]) -> str:
+    """A question about columns of a similar name, or ""."""
+    plain = {name.lower(): name for name in known}
+    pairs = [(name, difflib.get_close_matches(name.lower(), plain, 1)) for name in missing]
+    found = [f"{plain[close[0]]} for {name}" for name, close in pairs if close]
+    return f"did you mean {', '.join(found)}? If not, " if found else ""

@@ -104,7 +104,8 @@ class ExternalSink(ABC):
 
     Whatever a method raises must not contain secrets. `OnceflowError`s stop the flow; other exceptions of ``begin``,
     ``write`` and ``abort`` make the batch run again. ``ConnectionError`` of ``check``, ``open`` and ``begin`` means
-    that the system cannot be reached at the moment: the driver waits for it, for two minutes at most.
+    that the system cannot be reached at the moment: the driver waits for it, for two minutes at most; at a start for
+    what is left of the start's minute.
 
     Attributes:
         local_only: whether tasks must run on the driver's machine.

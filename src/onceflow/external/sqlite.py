@@ -74,6 +74,7 @@ class SqliteSink(ExternalSink):
             spare = RECORD_COLUMNS if self._sets_aside else ()
             self._record = [name for name in schema.names if name in spare and name not in known]
             columns = self._columns(schema)
+            self._write.check_flag(schema)
             needed = [name for name, row in known.items() if row[3] and row[4] is None]
             self._write.check_table(columns, list(known), needed)
             for statement in self._statements(columns):

@@ -16,11 +16,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import pyarrow as pa
+from pyspark.errors import PySparkException
 from pyspark.errors.exceptions.captured import unwrap_spark_exception
 from pyspark.sql import DataFrame
 from pyspark.sql.pandas.serializers import ArrowCollectSerializer
 from pyspark.sql.pandas.types import to_arrow_schema
+from pyspark.sql.types import StructField, StructType, YearMonthIntervalType
 
+from onceflow.errors import SchemaError
 from onceflow.spark import versions
 
 _PROJECTIONS = "spark.sql.codegen.factoryMode"
@@ -47,7 +50,11 @@ def collect(df: DataFrame, *, interpreted: bool) -> list[pa.RecordBatch]:
 
 
 def arrow_schema(df: DataFrame) -> pa.Schema:
-    """The columns of a DataFrame as its rows have them in Arrow, here and in tasks."""
+    """The columns of a DataFrame as its rows have them in Arrow, here and in tasks.
+
+    Raises:
+        SchemaError: Arrow has no type for one.
+    """
     conf = df.sparkSession.conf
     # Spark 4.2 knows no time zone but the one it is given; older versions take no such arguments.
     given: dict[str, Any] = {
@@ -55,7 +62,24 @@ def arrow_schema(df: DataFrame) -> pa.Schema:
         "prefers_large_types": conf.get("spark.sql.execution.arrow.useLargeVarTypes", "false") == "true",
     }
     known = inspect.signature(to_arrow_schema).parameters
-    return to_arrow_schema(df.schema, **{name: value for name, value in given.items() if name in known})
+    given = {name: value for name, value in given.items() if name in known}
+    fields = []
+    for field in df.schema:
+        try:
+            fields += to_arrow_schema(StructType([field]), **given)
+        except (PySparkException, TypeError, ValueError) as error:
+            raise SchemaError(
+                f"Column {field.name} is {field.dataType.simpleString()}, which tasks cannot bring to another system",
+                next_step=f"select {_as_text(field)} AS {field.name}, or leave it out",
+            ) from error
+    return pa.schema(fields)
+
+
+def _as_text(field: StructField) -> str:
+    """An expression that other systems understand."""
+    if isinstance(field.dataType, YearMonthIntervalType):
+        return f"concat(extract(YEAR FROM {field.name}), ' years ', extract(MONTH FROM {field.name}), ' months')"
+    return f"string({field.name})"
 
 
 def _collected(df: DataFrame) -> list[pa.RecordBatch]:

@@ -20,6 +20,7 @@ MARK = "onceflow.flow"
 #: Spark's setting for adaptive execution.
 ADAPTIVE = "spark.sql.adaptive.enabled"
 _starting = threading.Lock()
+_WRITE = "Flow.write"
 
 # Logical operators that keep state between micro-batches when their input is a stream
 # (Spark: UnsupportedOperationChecker, and the stateful operators of IncrementalExecution).
@@ -232,15 +233,19 @@ class PlanFacts:
     dead_letters: str = "none"
 
 
-def check_plan(df: DataFrame, flow: str, *, checkpoint: bool = False) -> PlanFacts:
+def check_plan(df: DataFrame, flow: str, *, checkpoint: bool = False, call: str = _WRITE) -> PlanFacts:
     """Refuse queries that cannot continue from progress in Kafka and, if there is one, from a checkpoint.
+
+    Args:
+        checkpoint: whether there is one.
+        call: what has got the DataFrame, for errors. Only ``Flow.write`` takes a checkpoint.
 
     Raises:
         UnsupportedQueryError: it is not a stream, has a foreign source, or has state in Spark without a checkpoint.
     """
     if not isinstance(df, DataFrame):
         raise UnsupportedQueryError(
-            f"Flow.write takes a DataFrame, not {type(df).__name__}", flow=flow, next_step="give a streaming DataFrame"
+            f"{call} takes a DataFrame, not {type(df).__name__}", flow=flow, next_step="give a streaming DataFrame"
         )
     if not df.isStreaming:
         raise UnsupportedQueryError(
@@ -255,7 +260,7 @@ def check_plan(df: DataFrame, flow: str, *, checkpoint: bool = False) -> PlanFac
             continue
         kind = jvm.kind(node)
         if kind in ("StreamingRelationV2", "StreamingRelation", "StreamingExecutionRelation"):
-            ours = _check_source(node, kind, flow, checkpoint)
+            ours = _check_source(node, kind, flow, checkpoint, call)
             topics, others = topics or ours, others or not ours
             splitting = splitting or (_splitting(node) if ours else None)
         has_step = has_step or step_table(node) is not None
@@ -268,17 +273,24 @@ def check_plan(df: DataFrame, flow: str, *, checkpoint: bool = False) -> PlanFac
             what = "a join of two streams"
         stateful = stateful or what is not None
         if what is not None and not checkpoint:
-            raise _needs_checkpoint(what, df, flow)
+            raise _needs_checkpoint(what, df, flow, call)
     return PlanFacts(topics, others, stateful, watermark, has_step, dealt_out, splitting, letters)
 
 
-def _needs_checkpoint(what: str, df: DataFrame, flow: str) -> UnsupportedQueryError:
+def _needs_checkpoint(what: str, df: DataFrame, flow: str, call: str) -> UnsupportedQueryError:
     if any(step_table(node) is not None for node in jvm.nodes(df._jdf.queryExecution().analyzed())):
         # A checkpoint would be refused next: see step_query.check_goes_with.
         return UnsupportedQueryError(
             f"The query keeps state in Spark ({what}) after Flow.process, whose state is in Kafka",
             flow=flow,
             next_step="divide it into two flows: one writes what the processor yields to a topic, the other reads it",
+        )
+    if call != _WRITE:
+        return UnsupportedQueryError(
+            f"{call} cannot write a query that keeps state in Spark ({what}): it takes no checkpoint",
+            flow=flow,
+            next_step="divide it into two flows: the first one writes the result to a topic, with Flow.write(..., "
+            "checkpoint=...), the second one reads that topic; or use Flow.process with Flow.write_chain",
         )
     return UnsupportedQueryError(
         f"The query keeps state in Spark ({what}), which needs a checkpoint",
@@ -293,7 +305,7 @@ def _splitting(source: Any) -> tuple[str, str] | None:
     return next(((name, str(options.get("subscribe"))) for name in _SPLITTING if options.containsKey(name)), None)
 
 
-def _check_source(node: Any, kind: str, flow: str, checkpoint: bool) -> bool:
+def _check_source(node: Any, kind: str, flow: str, checkpoint: bool, call: str) -> bool:
     """Whether a source is a topic of this flow."""
     marked = node.extraOptions().get(MARK) if kind == "StreamingRelationV2" else None
     named = kind != "StreamingExecutionRelation"
@@ -304,8 +316,10 @@ def _check_source(node: Any, kind: str, flow: str, checkpoint: bool) -> bool:
         raise UnsupportedQueryError(
             f"The query reads a stream that was made by {of_other}",
             flow=flow,
-            next_step="read every topic with Flow.read of the flow that writes it; other sources (files, rate) need "
-            "checkpoint=...",
+            next_step="read every topic with Flow.read of the flow that writes it; other sources (files, rate) "
+            + (
+                "need checkpoint=..." if call == _WRITE else "go to a topic first, with Flow.write(..., checkpoint=...)"
+            ),
         )
     return True
 
