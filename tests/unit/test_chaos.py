@@ -21,7 +21,7 @@ from onceflow.chaos import external
 from onceflow.chaos.fault_kinds import FAULT_KINDS
 from onceflow.chaos.run import Injected, Report
 from onceflow.chaos.test_bed import SETUPS
-from onceflow.chaos.verify import Findings, verify_external
+from onceflow.chaos.verify import Findings, check_unlogged, verify_external
 from onceflow.cli.chaos import chaos
 from onceflow.errors import OptionError
 from onceflow.external.sink import BatchAttempt
@@ -151,6 +151,30 @@ def test_broken_sinks_are_found_out(tmp_path: Path, kind: str, mutant: Any, verd
     assert found.verdict == ("passed" if mutant is None else "failed")
 
 
+@pytest.mark.parametrize(
+    "accounts, deletions, verdict",
+    [
+        ([(1, 0), (2, 1), (3, 3)], 0, (0, 0, {})),
+        ([(1, 0), (1, 1), (2, 3)], 1, (0, 0, {})),
+        ([(1, 0), (1, 1), (2, 3)], 0, (0, 0, {history.STATE: 1})),
+        ([(1, 0), (1, 1), (1, 2)], 1, (0, 0, {history.STATE: 1})),
+        ([(1, 0), (3, 2), (4, 4)], 1, (0, 0, {history.STATE: 1})),
+        ([(1, 0), (2, 1)], 1, (1, 0, {"order": 1})),
+    ],
+)
+def test_accounts_without_a_changelog(
+    accounts: list[tuple[int, int]], deletions: int, verdict: tuple[int, int, dict[str, int]]
+) -> None:
+    source = [Seen("in", 0, n, b"key", b'{"n": %d}' % n, (), 0) for n in range(3)]
+    outputs = [
+        Seen("out", 0, n, b"key", json.dumps({"n": n, "count": count, "sum": total}).encode(), (), 0)
+        for n, (count, total) in enumerate(accounts)
+    ]
+    found = Findings(records=3)
+    check_unlogged(source, outputs, deletions, found)
+    assert (found.lost, found.duplicated, dict(found.others)) == verdict
+
+
 def test_damaged_files_are_found_out(tmp_path: Path) -> None:
     target = external.Target(external.PARQUET, tmp_path)
     written_by(target.sink())
@@ -164,8 +188,9 @@ def test_command_line() -> None:
     listed = CliRunner().invoke(chaos, ["--list"])
     assert "three-nodes" in listed.output
     assert "rolling restart" in listed.output
-    wrong = CliRunner().invoke(chaos, ["--setup", "moon"])
-    assert isinstance(wrong.exception, OptionError)
+    assert "unlogged" in listed.output
+    for wrong in (["--setup", "moon"], ["--flow", "moon"], ["--flow", "joiner"]):
+        assert isinstance(CliRunner().invoke(chaos, wrong).exception, OptionError)
 
 
 def test_descendants() -> None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from onceflow.chaos import external
-from onceflow.chaos.flows import LEDGER, OPERATORS
+from onceflow.chaos.flows import LEDGER, OPERATORS, UNLOGGED
 from onceflow.chaos.spark_cluster import SparkCluster
 from onceflow.chaos.test_bed import Setup, TestBed
 from onceflow.hooks import EXTERNAL_STEPS, STEPS
@@ -127,6 +127,8 @@ def second_driver(bed: TestBed, rng: random.Random) -> str:
 def state_deleted(bed: TestBed, rng: random.Random) -> str:
     bed.driver.kill()
     shutil.rmtree(bed.names.state, ignore_errors=True)
+    with bed.names.deletions.open("a") as deletions:
+        deletions.write("deleted\n")
     bed.driver.start()
     return "SIGKILL to the driver, local state deleted"
 
@@ -346,7 +348,7 @@ FAULT_KINDS: dict[str, Fault] = {
     "driver stopped for a while": Fault(driver_pause),
     "workers killed": Fault(workers_kill, weight=3),
     "second driver": Fault(second_driver),
-    "local state deleted": Fault(state_deleted, lambda setup: LEDGER in setup.flows, weight=1),
+    "local state deleted": Fault(state_deleted, lambda setup: bool({LEDGER, UNLOGGED} & {*setup.flows}), weight=1),
     "clock jumps": Fault(clock_jump, lambda setup: LEDGER in setup.flows),
     "executor killed": Fault(executor_kill, lambda setup: setup.workers > 0, weight=6),
     "shuffle files lost": Fault(shuffle_lost, lambda setup: setup.workers > 0, weight=3),

@@ -2,6 +2,7 @@
 
 - ``copy``: every record once, unchanged. Tagged, so that the history checker can check it.
 - ``ledger``: a processor with state per key, and processing-time timers. Tagged, too.
+- ``unlogged``: count and sum of a key, too, in a table without a changelog.
 - ``totals``: an aggregation with state in Spark, in a checkpoint that is kept.
 - ``joiner``: looks up each key in the ledger's table, as it was at the offsets of the batch.
 - ``sorter``: a processor with dead letters and late records, followed by operators that change from start to start.
@@ -24,8 +25,9 @@ import onceflow
 from onceflow.chaos import external
 from onceflow.testing.recorder import tag_of, tagged
 
-COPY, LEDGER, TOTALS, SORTER, JOINER = "copy", "ledger", "totals", "sorter", "joiner"
-FLOWS = (COPY, LEDGER, TOTALS, SORTER, JOINER, *external.KINDS)
+COPY, LEDGER, UNLOGGED = "copy", "ledger", "unlogged"
+TOTALS, SORTER, JOINER = "totals", "sorter", "joiner"
+FLOWS = (COPY, LEDGER, UNLOGGED, TOTALS, SORTER, JOINER, *external.KINDS)
 ALARM_EVERY = 10
 ALARM_AFTER_MS = 500
 # Numbers that are bad for the sorter, and numbers that are late for it as soon as there is a watermark.
@@ -87,6 +89,11 @@ class Names:
         return self.folder / "state"
 
     @property
+    def deletions(self) -> Path:
+        """The file with one line for each time that `state` was deleted."""
+        return self.folder / "deletions"
+
+    @property
     def checkpoint(self) -> Path:
         return self.folder / "checkpoint"
 
@@ -141,6 +148,25 @@ class Ledger(onceflow.Processor):
 
     def on_timer(self, key: bytes, timer: Any, state: Any) -> Iterator[onceflow.Record]:
         yield onceflow.Record(key, {"n": int(timer.name)}, topic=self.alarms)
+
+
+class Unlogged(onceflow.Processor):
+    """Writes count and sum of a key with every record."""
+
+    value = onceflow.serdes.JSON
+    state = onceflow.serdes.JSON
+    output = onceflow.serdes.JSON
+
+    def __init__(self, flow: str) -> None:
+        self.flow = flow
+
+    def process(self, key: bytes, records: Any, state: Any) -> Iterator[onceflow.Record]:
+        account = state.get() or {"count": 0, "sum": 0}
+        for record in records:
+            n = record.value["n"]
+            account = {"count": account["count"] + 1, "sum": account["sum"] + n}
+            yield onceflow.Record(key, {"n": n, **account}, headers=[tag_of(record, flow=self.flow)])
+        state.put(account)
 
 
 class Sorter(onceflow.Processor):
@@ -220,6 +246,11 @@ def start(kind: str, spark: SparkSession, bootstrap_servers: str, names: Names, 
     if kind == LEDGER:
         accounts = flow.process(source, Ledger(flow.name, names.alarms), table=names.table, state_dir=names.state)
         return flow.write(accounts, topic=names.output(kind), **choices.write()).start()
+    if kind == UNLOGGED:
+        rows = flow.process(
+            source, Unlogged(flow.name), table=f"{names.prefix}-unlogged", state_dir=names.state, changelog=False
+        )
+        return flow.write(rows, topic=names.output(kind), **choices.write()).start()
     if kind == SORTER:
         rows = flow.process(
             source,

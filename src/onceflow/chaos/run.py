@@ -8,7 +8,7 @@ import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -101,12 +101,19 @@ class Report:
 
 
 def run(
-    *, seconds: float, seed: int, setups: Sequence[str], kinds: Sequence[str] = (), keep: Path | None = None
+    *,
+    seconds: float,
+    seed: int,
+    setups: Sequence[str],
+    kinds: Sequence[str] = (),
+    flows: Sequence[str] = (),
+    keep: Path | None = None,
 ) -> dict[str, Any]:
     """Inject faults for about this long, divided evenly among the setups. Each setup gets at least ``MIN_FAULTS``.
 
     Args:
         kinds: kinds of faults, keys of ``FAULT_KINDS``. When empty, all that make sense in a setup.
+        flows: kinds of flows, instead of those of the setups. Query servers need the ledger.
         keep: folder in which logs and histories are kept; None: they are deleted.
 
     Returns:
@@ -120,10 +127,16 @@ def run(
             for number, name in enumerate(setups, 1):
                 display.say(f"{name}: {number} of {len(setups)} setups; seed {seed}")
                 until = started + seconds * number / len(setups)
-                _run_setup(SETUPS[name], base / name, report, until, kinds, display, started)
+                _run_setup(_with_flows(SETUPS[name], flows), base / name, report, until, kinds, display, started)
     report.seconds = time.monotonic() - started
     print_result([_table(report)], [example for f in report.findings.values() for example in f.examples + f.unknown])
     return report.as_json()
+
+
+def _with_flows(setup: Setup, flows: Sequence[str]) -> Setup:
+    if not flows:
+        return setup
+    return replace(setup, flows=tuple(flows), servers=setup.servers if LEDGER in flows else 0)
 
 
 def _run_setup(

@@ -15,7 +15,7 @@ from onceflow.broker.local import LocalBroker
 from onceflow.chaos import daemon, external
 from onceflow.chaos.driver_process import Driver
 from onceflow.chaos.feeder import Feeder
-from onceflow.chaos.flows import COPY, JOINER, LEDGER, SORTER, TOTALS, Names
+from onceflow.chaos.flows import COPY, JOINER, LEDGER, SORTER, TOTALS, UNLOGGED, Names
 from onceflow.chaos.servers import Servers
 from onceflow.chaos.spark_cluster import SparkCluster
 from onceflow.driver.progress_log import PROGRESS_PARTITIONS
@@ -80,6 +80,7 @@ SETUPS = {
         Setup("executors", workers=2, flows=(LEDGER, SORTER, JOINER, external.PARQUET), rate=1_000),
         Setup("forgetful", flows=(COPY, LEDGER, external.POSTGRES), properties=_FORGETS),
         Setup("checkpoint", flows=(COPY, TOTALS)),
+        Setup("no-changelog", flows=(COPY, UNLOGGED)),
         Setup("version-1", flows=(COPY, LEDGER, external.SQLITE), features={"transaction.version": 1}),
         Setup("kafka-3.9", flows=(COPY, LEDGER, external.POSTGRES), version=OLDER_KAFKA),
     )

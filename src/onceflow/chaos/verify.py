@@ -25,6 +25,7 @@ from onceflow.chaos.flows import (
     LEDGER,
     SORTER,
     TOTALS,
+    UNLOGGED,
     Names,
 )
 from onceflow.protocol.position import Position
@@ -90,7 +91,7 @@ def verify(bootstrap_servers: str, names: Names, kinds: Iterable[str], found: Fi
     kinds = list(kinds)
     source = independent.read_topic(bootstrap_servers, names.source, decided=True, seconds=READ_S)
     found.records = len(source) * len(kinds)
-    for kind in (COPY, LEDGER):
+    for kind in (COPY, LEDGER, UNLOGGED):
         if kind in kinds:
             _judge(bootstrap_servers, names, kind, found)
     if COPY in kinds:
@@ -98,6 +99,9 @@ def verify(bootstrap_servers: str, names: Names, kinds: Iterable[str], found: Fi
         found.compare("copies", _pairs(copied), _pairs(source))
     if LEDGER in kinds:
         _ledger(bootstrap_servers, names, source, found)
+    if UNLOGGED in kinds:
+        deletions = len(names.deletions.read_text().splitlines()) if names.deletions.exists() else 0
+        check_unlogged(source, _read(bootstrap_servers, names.output(UNLOGGED)), deletions, found)
     if TOTALS in kinds:
         _totals(bootstrap_servers, names, source, found)
     if SORTER in kinds:
@@ -181,6 +185,38 @@ def _ledger(bootstrap_servers: str, names: Names, source: list[independent.Seen]
     }
     if local != table:
         found.see(history.STATE, f"local copy of {names.table}: {_difference(local, table)}")
+
+
+def check_unlogged(
+    source: Sequence[independent.Seen], outputs: Sequence[independent.Seen], deletions: int, found: Findings
+) -> None:
+    """Every number must be written once, in the order of its key. Each account must follow from the one before. It may
+    begin again only as often as the local copies were deleted."""
+    values = [(record.key or b"", json.loads(record.value or b"")) for record in outputs]
+    numbers = [(record.key or b"", _number(record)) for record in source]
+    found.compare("numbers of unlogged", Counter((key, value["n"]) for key, value in values), Counter(numbers))
+    wanted, written = defaultdict(list), defaultdict(list)
+    for key, n in numbers:
+        wanted[key].append(n)
+    known: dict[bytes, tuple[int, int]] = {}
+    begun: Counter[bytes] = Counter()
+    wrong = []
+    for key, value in values:
+        written[key].append(value["n"])
+        count, total = known.get(key, (0, 0))
+        known[key] = account = value["count"], value["sum"]
+        if account == (1, value["n"]):
+            begun[key] += 1
+        elif account != (count + 1, total + value["n"]):
+            wrong.append((key, value, (count, total)))
+    if wrong:
+        found.see(history.STATE, f"accounts of unlogged: {wrong[:3]}", len(wrong))
+    disordered = [key for key in wanted if written[key] != wanted[key]]
+    if disordered:
+        found.see("order", f"keys of unlogged: {disordered[:3]}", len(disordered))
+    early = {key: count - 1 for key, count in begun.items() if count - 1 > deletions}
+    if early:
+        found.see(history.STATE, f"unlogged: {deletions} deletions, accounts begun again {early}"[:300], len(early))
 
 
 def _sorter(bootstrap_servers: str, names: Names, source: list[independent.Seen], found: Findings) -> None:

@@ -31,7 +31,10 @@ from onceflow.errors import OptionError
 @click.option(
     "--kind", "kinds", multiple=True, help="A kind of fault to inject; may be repeated.  [default: all that make sense]"
 )
-@click.option("--list", "list_only", is_flag=True, help="List the setups and the kinds of faults, and run nothing.")
+@click.option(
+    "--flow", "flows", multiple=True, help="A flow to run; may be repeated.  [default: the flows of each setup]"
+)
+@click.option("--list", "list_only", is_flag=True, help="List setups, kinds of faults and flows, and run nothing.")
 @click.option(
     "--keep", type=click.Path(file_okay=False, path_type=Path), help="Keep logs and histories in this new folder."
 )
@@ -40,6 +43,7 @@ def chaos(
     seed: int | None,
     setups: tuple[str, ...],
     kinds: tuple[str, ...],
+    flows: tuple[str, ...],
     list_only: bool,
     keep: Path | None,
 ) -> int:
@@ -50,14 +54,19 @@ def chaos(
     lost, duplicated, torn or wrong.
     """
     from onceflow.chaos.fault_kinds import FAULT_KINDS
+    from onceflow.chaos.flows import FLOWS, JOINER, LEDGER
     from onceflow.chaos.test_bed import SETUPS
 
     if list_only:
         click.echo("setups: " + ", ".join(SETUPS))
         click.echo("kinds:  " + ", ".join(FAULT_KINDS))
+        click.echo("flows:  " + ", ".join(FLOWS))
         return 0
     _check(setups, list(SETUPS), "--setup")
     _check(kinds, list(FAULT_KINDS), "--kind")
+    _check(flows, list(FLOWS), "--flow")
+    if JOINER in flows and LEDGER not in flows:
+        raise OptionError("--flow joiner reads the table of ledger", next_step="add --flow ledger")
     if keep is not None and keep.exists() and any(keep.iterdir()):
         raise OptionError(f"{keep} is not empty", next_step="name a new folder")
     from onceflow.chaos.run import run
@@ -65,7 +74,14 @@ def chaos(
     # `timeout`, CI and make end a run with SIGTERM; it must not leave brokers and JVMs behind.
     signal.signal(signal.SIGTERM, _interrupt)
     chosen = random.SystemRandom().randrange(1_000_000) if seed is None else seed
-    result = run(seconds=seconds, seed=chosen, setups=setups or list(SETUPS), kinds=kinds, keep=keep)
+    result = run(
+        seconds=seconds,
+        seed=chosen,
+        setups=setups or list(SETUPS),
+        kinds=kinds,
+        flows=tuple(dict.fromkeys(flows)),
+        keep=keep,
+    )
     click.echo(json.dumps(result))
     return 0 if result["verdict"] == "passed" else 1
 
