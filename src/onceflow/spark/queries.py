@@ -289,8 +289,9 @@ def _needs_checkpoint(what: str, df: DataFrame, flow: str, call: str) -> Unsuppo
         return UnsupportedQueryError(
             f"{call} cannot write a query that keeps state in Spark ({what}): it takes no checkpoint",
             flow=flow,
-            next_step="divide it into two flows: the first one writes the result to a topic, with Flow.write(..., "
-            "checkpoint=...), the second one reads that topic; or use Flow.process with Flow.write_chain",
+            next_step="divide it into two flows: one writes a topic, with Flow.write(..., checkpoint=...), "
+            "the other one reads it. Flow.write_chain(..., checkpoint=...) sets both up. Or use Flow.process "
+            "in place of state in Spark",
         )
     return UnsupportedQueryError(
         f"The query keeps state in Spark ({what}), which needs a checkpoint",
