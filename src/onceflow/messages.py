@@ -78,6 +78,7 @@ class WriteOrder:
         sequences: the next sequence numbers, if producer id and epoch are used for more than one batch.
         transaction_version: the version that the driver sees. Tasks must use the same protocol as the driver's EndTxn.
         deadline_s: how long a task may take to write its rows, counted from the first write.
+        calls_s: how long the processor's calls of other services may take: what is left of the transaction.
         faults: rules of the driver's environment (tests only), see onceflow.hooks.
     """
 
@@ -94,6 +95,7 @@ class WriteOrder:
     deadline_s: float
     own_topics: OwnTopics = field(default_factory=OwnTopics)
     sequences: Mapping[TopicPartition, int] = field(default_factory=dict)
+    calls_s: float | None = None
     faults: str | None = None
 
 

@@ -167,7 +167,8 @@ class FlowQuery(SparkQuery):
                 )
                 return
             thread.join(_LOOK_S)
-        if raised:
+        # A signal to the group of processes ends Spark at the same time, and its queries with it.
+        if raised and "stopped SparkContext" not in str(raised[0]):
             raise raised[0]
 
     @property

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
 from onceflow.errors import OptionError
+from onceflow.interactive import is_interactive
 from onceflow.planning.options import AT_MOST_ONCE, BatchSummary
 from onceflow.query import FlowQuery
 
 _LOOK_EVERY_S = 0.1
+_REPEATED_S = 1.0  # signals that come together are one
 _BATCH_S = 60.0  # how long a running batch may take to finish, if it must not be aborted
 
 
@@ -24,7 +28,9 @@ def serve(*queries: FlowQuery, more: Callable[[FlowQuery], dict[str, Any]] | Non
 
     A batch that is running then is aborted, and the next start runs it again. (With ``at_most_once``, the batch gets a
     minute to finish.) Call ``serve`` in the main thread, because only this thread can handle signals. A second signal
-    interrupts at once.
+    within a second is ignored, because it often comes with the first one: ``timeout`` signals both a process and its
+    group. A later one ends the process at once, with exit code 143 (SIGTERM) or 130 (Ctrl-C); the next start continues
+    as after a crash. In a notebook it raises KeyboardInterrupt instead.
 
     For every committed batch, ``serve`` prints a line of JSON to stdout: ``flow``, ``batch`` (its number), ``records``
     (written to the outputs), ``dead_letters``, ``late`` (late records), ``duplicates`` (of ``Flow.deduplicate``),
@@ -61,14 +67,16 @@ def serve(*queries: FlowQuery, more: Callable[[FlowQuery], dict[str, Any]] | Non
                     line = _line(query, batch) | ({} if more is None else more(query))
                     print(json.dumps(line), flush=True)
 
+    stop = _Stop()
     try:
-        with _asked_to_stop() as asked, contextlib.ExitStack() as stack:
+        with stop as asked, contextlib.ExitStack() as stack:
             for query in queries:
                 stack.enter_context(query.awaited())
                 print(f"onceflow: flow {query.flow} runs; SIGTERM or Ctrl-C stops it", file=sys.stderr, flush=True)
             while all(query.isActive for query in queries) and not asked.wait(_LOOK_EVERY_S):
                 tell()
-            ended = [query for query in queries if not query.isActive]
+            # A signal to the group has ended Spark's JVM as well. That is a stop, too, and no failure of the query.
+            ended = [query for query in queries if not query.isActive and not (asked.is_set() and not query.failure)]
             for query in queries:
                 if asked.is_set() and query.isActive:
                     print(f"onceflow: flow {query.flow} is being stopped", file=sys.stderr, flush=True)
@@ -104,19 +112,46 @@ def _end(query: FlowQuery) -> None:
     query.stop(batch_s=_BATCH_S if query.guarantee == AT_MOST_ONCE else 0.0)
 
 
-@contextlib.contextmanager
-def _asked_to_stop() -> Iterator[threading.Event]:
-    """Yields an event that SIGTERM and Ctrl-C set."""
-    asked = threading.Event()
+class _Stop:
+    """Yields an event that SIGTERM and Ctrl-C set; and says what further signals do."""
 
-    def ask(number: int, frame: FrameType | None) -> None:
-        if asked.is_set():
-            raise KeyboardInterrupt
-        asked.set()
+    def __init__(self) -> None:
+        self._asked = threading.Event()
+        self._asked_at = 0.0
+        self._before: dict[int, Any] = {}
 
-    before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield asked
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    def __enter__(self) -> threading.Event:
+        self._before = {number: signal.signal(number, self._ask) for number in (signal.SIGTERM, signal.SIGINT)}
+        return self._asked
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            # The second signal of a pair may arrive when everything is stopped already.
+            signal.signal(number, self._late if self._asked.is_set() else handler)
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        if not self._asked.is_set():
+            self._asked_at = time.monotonic()
+            self._asked.set()
+        elif not self._is_repeated():
+            _end_at_once(number)
+
+    def _late(self, number: int, frame: FrameType | None) -> None:
+        if self._is_repeated():
+            return
+        for each, handler in self._before.items():
+            if signal.getsignal(each) == self._late:  # not one that was set since then
+                signal.signal(each, handler)
+        signal.raise_signal(number)
+
+    def _is_repeated(self) -> bool:
+        return time.monotonic() - self._asked_at < _REPEATED_S
+
+
+def _end_at_once(number: int) -> None:
+    """End the process without waiting for anything. Its batch is aborted by the next start, as after a crash."""
+    if is_interactive():  # the notebook must survive
+        raise KeyboardInterrupt
+    # The process may be in the middle of a print, so this does not use the buffers of sys.stderr.
+    os.write(2, b"onceflow: ended before everything was stopped; the next start continues as after a crash\n")
+    os._exit(128 + number)

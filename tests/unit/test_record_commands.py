@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -241,3 +242,22 @@ def test_an_interrupt_that_was_swallowed_is_not_forgotten() -> None:
         with pytest.raises(KeyboardInterrupt):
             check()
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_confirmation_without_a_terminal_names_the_option(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import click
+
+    from onceflow.cli import main as entry
+
+    @click.command()
+    def ask() -> None:
+        click.confirm("Sure?", abort=True, err=True)
+
+    monkeypatch.setattr(entry, "cli", ask)
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    with pytest.raises(SystemExit) as ended:
+        entry.main([])
+    assert ended.value.code == 1
+    assert capsys.readouterr().err.endswith("not confirmed, nothing was done (without a terminal, give --yes)\n")

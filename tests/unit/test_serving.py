@@ -6,12 +6,17 @@ import contextlib
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import onceflow
+from onceflow import serving
 from onceflow.errors import OptionError
 from onceflow.planning.options import BatchSummary
 
@@ -63,7 +68,9 @@ def lines(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
-def test_every_batch_is_a_line_and_sigterm_an_orderly_end(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_batch_is_a_line_and_sigterm_an_orderly_end(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
     query = Query(asks=terminate)
     serve(query)
@@ -74,6 +81,11 @@ def test_every_batch_is_a_line_and_sigterm_an_orderly_end(capsys: pytest.Capture
     assert [json.loads(line) for line in said.out.splitlines()] == [
         {"flow": "f", "batch": number, "records": 10 * number, **put_aside, "seconds": 0.375} for number in (1, 2, 3)
     ]
+    # For a second they ignore what comes with the first signal, and then do what they did before.
+    number = signal.SIGINT
+    monkeypatch.setattr(serving.time, "monotonic", lambda: 1e12)
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(number)
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
 
 
@@ -83,15 +95,59 @@ def test_ctrl_c_is_an_orderly_end_too() -> None:
     assert query.calls == ["stop"]
 
 
-def test_whoever_asks_twice_does_not_wait() -> None:
+def test_signals_that_come_together_are_one() -> None:
+    """As from `timeout`, which signals a process and its group; also if the second one finds everything stopped."""
+
     def twice(query: Query) -> None:
         terminate(query)
         terminate(query)
 
     query = Query(asks=twice)
+    serve(query)
+    assert query.calls == ["stop"]
+    signal.raise_signal(signal.SIGINT)
+
+
+_SLOW = """
+import sys, time
+sys.path.insert(0, sys.argv[1])
+from test_serving import Query, serve
+
+class Slow(Query):
+    def stop(self, *, batch_s=0.0):
+        time.sleep(60)
+
+serve(Slow())
+"""
+
+
+@pytest.mark.parametrize("first, second", [("SIGTERM", "SIGTERM"), ("SIGINT", "SIGINT"), ("SIGTERM", "SIGINT")])
+def test_a_later_second_signal_ends_the_process_at_once(first: str, second: str) -> None:
+    numbers = signal.Signals[first], signal.Signals[second]
+    command = [sys.executable, "-c", _SLOW, str(Path(__file__).parent)]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as service:
+        assert service.stderr is not None
+        assert "runs" in service.stderr.readline()
+        service.send_signal(numbers[0])
+        assert "is being stopped" in service.stderr.readline()
+        service.send_signal(numbers[0])  # with the first one
+        time.sleep(serving._REPEATED_S + 0.1)
+        assert service.poll() is None
+        service.send_signal(numbers[1])
+        assert service.wait(10) == 128 + numbers[1]
+        assert len(service.stderr.read().splitlines()) == 1
+
+
+def test_a_notebook_survives_a_second_signal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving, "is_interactive", lambda: True)
+    monkeypatch.setattr(serving, "_REPEATED_S", 0.0)
+
+    def twice(query: Query) -> None:
+        terminate(query)
+        terminate(query)
+
     with pytest.raises(KeyboardInterrupt):
-        serve(query)
-    assert query.calls[-1] == "stop"
+        serve(Query(asks=twice))
 
 
 def test_why_a_query_ended_is_raised_and_the_others_are_stopped() -> None:

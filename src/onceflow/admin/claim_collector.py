@@ -88,7 +88,9 @@ class Collector:
         self._until_ms = now_ms - older_than_ms
         self._show, self._check = show, check
         self.found = Collection()
-        self._check_topics(store.check(), without)
+        self.earlier = store.check()
+        """The topics that the last run which was no dry run has read; none if there was no such run."""
+        self._check_topics(self.earlier, without)
         self._folder = tempfile.TemporaryDirectory(prefix="onceflow-claim-check-")
         self._names = sqlite3.connect(Path(self._folder.name) / "names.db", isolation_level=None)
         self._names.execute("PRAGMA synchronous = OFF")
@@ -122,9 +124,13 @@ class Collector:
         """Names and bytes of what `find` has found, the oldest first."""
         yield from self._names.execute("SELECT name, bytes FROM objects ORDER BY name")
 
-    def delete(self) -> None:
-        """Delete what `find` has found."""
+    def remember(self) -> None:
+        """Let the store know the topics of this run, so that a later one that leaves out one of them is refused."""
         self._store.remember(self._topics)
+
+    def delete(self) -> None:
+        """Delete what `find` has found, after `remember`."""
+        self.remember()
         done = 0
         rows = self._names.execute("SELECT name FROM objects ORDER BY name")
         while part := [name for (name,) in rows.fetchmany(_DELETED_AT_ONCE)]:

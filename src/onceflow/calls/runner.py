@@ -126,7 +126,8 @@ class CallRunner:
     def _too_slow(self) -> DeadlineExceededError:
         limits = ", ".join(f"{target.name}: limit={target.options.limit}" for target in self._lanes)
         return DeadlineExceededError(
-            f"The calls of a batch take longer than {self._limit_s:g} s, for which its transaction may be open",
+            f"The calls of a batch take longer than {round(self._limit_s or 0, 1):g} s, "
+            "for which its transaction may still be open",
             detail=f"one task: {self._done} calls are done, {self._under_way} are not; {limits}",
             next_step="lower max_records_per_batch of Flow.read, raise limit= of onceflow.concurrently, or raise "
             "transaction_timeout of Flow.write",

@@ -183,8 +183,9 @@ class ObjectStore:
             raise ClaimCheckError(
                 f"Object {reference.name} is missing in {self.url}",
                 detail=f"it had {reference.size:,} bytes; the store itself is there",
-                next_step="restore it from a backup; was it deleted by somebody else than `onceflow claim-check "
-                "collect`, or was the topic of its reference not given to that command?",
+                next_step="check that this is the store it was written to. If so, it was collected too early (the "
+                "topic of its reference was not given to `onceflow claim-check collect`, or that was written after "
+                "--older-than), or somebody else has deleted it: restore it from a backup",
             ) from None
         except (ClaimCheckError, EnvironmentUnusableError):
             raise

@@ -51,7 +51,7 @@ def claim_check() -> None:
     metavar="NAME=VALUE",
     help="An option of fsspec for the store; may be repeated. Credentials are better left to the environment.",
 )
-@click.option("--dry-run", is_flag=True, help="List the objects, delete nothing.")
+@click.option("--dry-run", is_flag=True, help="List the objects, delete and remember nothing.")
 @click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
 @click.option(
     "--json", "as_json", is_flag=True, help="Print a line of JSON for each object, and a last one with the sums."
@@ -75,7 +75,7 @@ def collect(
     younger than --older-than. The companion topic of a table is read, too.
 
     A reference in a topic that is not given does not count: what it refers to is deleted. The store remembers the
-    topics, so a later run does not forget one.
+    topics of each run that is no dry run, and a later run that leaves one of them out is refused, dry or not.
     """
     from onceflow.admin.claim_collector import Collector
     from onceflow.claim_check.objects import ObjectStore
@@ -101,6 +101,8 @@ def collect(
                 _confirm(collector, objects.url)
             if deleted:
                 collector.delete()
+            elif not dry_run:
+                collector.remember()
             _print_sums(collector, deleted=deleted, as_json=as_json)
 
 
@@ -154,6 +156,8 @@ def _print_sums(collector: Collector, *, deleted: bool, as_json: bool) -> None:
         return
     references = ", ".join(f"{topic} {count:,}" for topic, count in found.references.items())
     click.echo(f"References: {references}.", err=True)
+    if not collector.earlier:
+        click.echo("The store knows of no earlier collection, so only you know whether a topic is missing.", err=True)
     what = f"{counted(found.orphans, 'object')} ({size_text(found.orphan_bytes)})"
     kept = f"{counted(found.objects - found.orphans, 'old object')} referred to"
     click.echo(f"{what} {'deleted' if deleted else 'without a reference, nothing deleted'}; {kept}.", err=True)

@@ -89,8 +89,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         error.show()
         sys.exit(error.exit_code)
     except (KeyboardInterrupt, click.Abort) as error:
-        if isinstance(error, click.Abort) and error.__context__ is None:  # with a context it comes from a Ctrl-C
-            click.echo("onceflow: not confirmed, nothing was done", err=True)
+        if isinstance(error, click.Abort) and not isinstance(error.__context__, KeyboardInterrupt):
+            # At the end of standard input, click raises the Abort while it handles an EOFError.
+            how = " (without a terminal, give --yes)" if isinstance(error.__context__, EOFError) else ""
+            click.echo(f"onceflow: not confirmed, nothing was done{how}", err=True)
             sys.exit(1)
         click.echo("onceflow: interrupted", err=True)
         sys.exit(INTERRUPTED)

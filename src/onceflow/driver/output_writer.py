@@ -197,6 +197,7 @@ class OutputWriter:
             routing=routing,
             transaction_version=self._cluster.transaction_version,
             deadline_s=self._patience_s,
+            calls_s=max(0.001, self._options.transaction_timeout_s - attempt.open_s),
             own_topics=OwnTopics(frozenset(self._source_partitions), frozenset(tables)),
             faults=hooks.configured(),
         )

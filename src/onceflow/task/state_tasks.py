@@ -138,7 +138,7 @@ class StateWork:
             opened=self._opened,
             still_owner=self._still_owner,
             own_topics=order.write.own_topics,
-            calls_s=order.write.deadline_s,
+            calls_s=order.write.calls_s,
         )
         self._prepared = run.brought_up
         with contextlib.closing(run):
