@@ -69,7 +69,8 @@ class FlowSteps(FlowOperators):
 
         Returns:
             A streaming DataFrame of the records that were not seen before: key, value, topic (null), headers,
-            timestamp.
+            timestamp; and source_topic, source_partition, source_offset: where the record was read. `write` leaves
+            these out, and steps take them for topic, partition and offset.
 
         Raises:
             OptionError, SchemaError: wrong arguments or columns.
@@ -124,4 +125,4 @@ class FlowSteps(FlowOperators):
             specs = [startup.find_join(*each, local=local, state_dir=options.state_dir) for each in joined.items()]
             startup.add_step(options, checked, source_topic=one_topic, local=local, joins=specs)
             startup.joins += specs
-            return step_query.step_frame(rows, table)
+            return step_query.step_frame(rows, table, checked)

@@ -7,6 +7,7 @@ import shutil
 from typing import Any
 
 import pytest
+from confluent_kafka import Producer
 
 import onceflow
 from onceflow.planning import placement
@@ -105,6 +106,101 @@ def test_the_last_ids_by_key_with_operators_behind(make_pipe: Any, monkeypatch: 
         orders.run(**by_key)
     with pytest.raises(onceflow.ProgressConflictError, match="has the fields"):
         orders.run(id="key", within="1 hour")
+
+
+class Ship(onceflow.Processor):
+    """Knows where its records were read; fails the first time."""
+
+    def process(self, key: bytes, records: Any, state: Any) -> Any:
+        for record in records:
+            if b'"id": "bad"' in record.value and b"onceflow.attempt" not in str(record.headers).encode():
+                raise ValueError("the printer is out of paper")
+            yield onceflow.Record(key, f"{onceflow.idempotency_key(record)} {record.value.decode()}".encode())
+
+
+async def place(record: Any) -> bytes:
+    return onceflow.idempotency_key(record).encode()
+
+
+@pytest.mark.parametrize("tasks", [False, True], ids=["driver", "tasks"])
+def test_steps_behind_know_where_a_record_was_read_and_get_its_retries(
+    make_pipe: Any, make_topic: Any, tasks: bool
+) -> None:
+    """The pattern of docs/deduplication.md: the retry topic joins behind the step."""
+    pipe = make_pipe(partitions=2)
+    names = {"failed": make_topic("failed", 1), "retry": make_topic("retry", 1)}
+    orders = Orders(pipe)
+    orders.send(("a", 20_000), ("bad", 20_001), ("a", 20_002), ("bad", 20_003), ("c", 20_004))
+    read = {
+        f"{pipe.source}/{each.partition}/{each.offset}": json.loads(each.value or b"")["n"]
+        for each in independent.read_topic(pipe.bootstrap, pipe.source)
+    }
+    own = {n: place for place, n in read.items()}
+
+    def run() -> Any:
+        with onceflow.Flow(pipe.flow, pipe.spark, bootstrap_servers=pipe.bootstrap) as flow:
+            df = flow.read(pipe.source, include_headers=True).selectExpr("*", *COLUMNS)
+            unique = flow.deduplicate(
+                df, id="order", event_time="at", within="10 seconds", state_dir=pipe.tmp_path, idle_timeout="1 ms"
+            )
+            again = flow.read(names["retry"], include_headers=True)
+            rows = unique.unionByName(again, allowMissingColumns=True)
+            shipped = flow.process(
+                rows, Ship(), table=f"{pipe.flow}-shipped", on_error="dead-letter", dead_letter_topic=names["failed"],
+                state_dir=pipe.tmp_path,
+            )  # fmt: skip
+            small = 0 if tasks else None
+            query = flow.write(shipped, topic=pipe.target, once=True, small_batch_rows=small).start()
+            query.awaitTermination()
+            return query.batches[-1]
+
+    batch = run()
+    assert (batch.records, batch.duplicates, batch.dead_letters) == (2, 2, 1)
+    (letter,) = independent.read_topic(pipe.bootstrap, names["failed"])
+    headers = dict(letter.headers)
+    origin = "/".join(headers[f"onceflow.origin.{part}"].decode() for part in ("topic", "partition", "offset"))
+    assert origin in (own[1], own[3])
+    assert origin == own[json.loads(letter.value or b"")["n"]]
+    # As `Retry` writes it.
+    kept = [(name, value) for name, value in letter.headers if "error" not in name]
+    producer = Producer({"bootstrap.servers": pipe.bootstrap})
+    producer.produce(names["retry"], key=letter.key, value=letter.value, headers=kept)
+    assert producer.flush(30) == 0
+    batch = run()
+    assert (batch.records, batch.duplicates, batch.dead_letters) == (1, 0, 0)
+    shipped = [
+        (each.value or b"").decode().split(" ", 1) for each in independent.read_topic(pipe.bootstrap, pipe.target)
+    ]
+    assert sorted(json.loads(value)["id"] for _, value in shipped) == ["a", "bad", "c"]
+    assert all(own[json.loads(value)["n"]] == place for place, value in shipped)
+
+
+@pytest.mark.parametrize("small", [None, 0], ids=["driver", "tasks"])
+def test_calls_behind_know_where_a_record_was_read_and_all_go_to_the_topic_given(
+    make_pipe: Any, make_topic: Any, small: int | None
+) -> None:
+    pipe = make_pipe(partitions=2, target_partitions=1)
+    orders, results = Orders(pipe), make_topic("results", 1)
+    orders.send(*[(f"id-{n % 5}", 20_000 + n) for n in range(10)])
+    places = {
+        f"{pipe.source}/{each.partition}/{each.offset}".encode()
+        for each in independent.read_topic(pipe.bootstrap, pipe.source)
+    }
+    twice = make_topic("twice", 1)
+    with onceflow.Flow(pipe.flow, pipe.spark, bootstrap_servers=pipe.bootstrap) as flow:
+        df = flow.read(pipe.source, include_headers=True).selectExpr("*", *COLUMNS)
+        how: Any = {"event_time": "at", "within": "10 s", "state_dir": pipe.tmp_path, "duplicates_topic": twice}
+        unique = flow.deduplicate(df, id="order", **how)
+        called = flow.enrich(unique.where("length(value) > 1"), onceflow.concurrently(place), topic=results)
+        flow.write(called, once=True, small_batch_rows=small).start().awaitTermination()
+    found = [each.value for each in independent.read_topic(pipe.bootstrap, results)]
+    assert len(found) == 5
+    assert set(found) < places
+    orders.send(*[(f"new-{n % 5}", 20_000 + n) for n in range(10)])
+    query = orders.run(**how, after=lambda df: df.where("source_offset >= 0"), write={"small_batch_rows": small})
+    assert (query.batches[-1].records, query.batches[-1].duplicates) == (5, 5)
+    assert len(values(pipe, pipe.target)) == 5, "with one partition, whatever partitions the source has"
+    assert len(values(pipe, twice)) == 10
 
 
 def test_columns_that_cannot_be_used(make_pipe: Any) -> None:

@@ -235,7 +235,7 @@ def test_the_example_of_de_duplication(
         'Flow("unique-orders"': f"flow-{orders}",
         'duplicates_topic="repeated-orders"': repeated,
     }
-    code = only(blocks(DEDUPLICATION, "python", "flow.deduplicate"))
+    code = only(blocks(DEDUPLICATION, "python", "flow.write(unique"))
     assert code.endswith("    spark.stop()\n")
     code = adapted(code.removesuffix("    spark.stop()\n"), onceflow_broker, names)
     sent = [(b"customer-%d" % (n % 3), b'{"id": "order-%d"}' % n) for n in range(9)]

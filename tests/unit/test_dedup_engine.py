@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onceflow.errors import ProcessorError
+from onceflow.protocol.names import OwnTopics
 from onceflow.state import rows, segments, stamps
-from onceflow.state.api.deduplication import EVENT_TIME, RECORD_KEY, Deduplication
+from onceflow.state.api.deduplication import EVENT_TIME, RECORD_KEY, SOURCE_COLUMNS, Deduplication
 from onceflow.state.api.serdes import LONG
 from onceflow.state.engine import dedup_engine
 from onceflow.state.engine.dedup_engine import DedupEngine
@@ -79,7 +80,8 @@ def test_the_first_record_of_an_id_passes_unchanged(store: Any) -> None:
     run.feed(batch((b"a", 10), (b"b", 20), (b"a", 5), headers=headers, partition=pa.array([0, 1, 0])))
     outputs = run.outputs()
     assert outputs is not None
-    assert outputs.to_pylist() == [
+    record = ["key", "value", "topic", "headers", "timestamp"]
+    assert outputs.select(record).to_pylist() == [
         {"key": b"a", "value": b"0", "topic": None, "headers": [{"key": "h", "value": b"1"}], "timestamp": 10},
         {"key": b"b", "value": b"1", "topic": None, "headers": None, "timestamp": 20},
     ]
@@ -172,6 +174,65 @@ def test_a_record_without_id_or_time_is_bad(store: Any) -> None:
     by_count = engine(store, records=3)  # no time is needed
     by_count.feed(batch((b"x", -1), (b"y", None)))
     assert by_count.outputs().to_pydict()["timestamp"] == [None, None]  # type: ignore[union-attr]
+
+
+def places(run: DedupEngine) -> list[tuple[Any, ...]]:
+    """Value, topic, and where it was read, of each output."""
+    found: Any = run.outputs()
+    return [tuple(row.values()) for row in found.select(["value", "topic", *SOURCE_COLUMNS.values()]).to_pylist()]
+
+
+def test_what_passes_says_where_it_was_read(store: Any) -> None:
+    """Side outputs do not: their headers say it."""
+    run = engine(store, options={"source_topic": "orders"}, within_ms=1000, duplicates_topic="twice")
+    place = {"partition": pa.array([3, 4, 5], pa.int32()), "offset": pa.array([70, 80, 90], pa.int64())}
+    run.feed(batch((b"a", 10), (b"b", 20), (b"a", 5), **place))
+    assert places(run) == [
+        (b"0", None, "orders", 3, 70),
+        (b"1", None, "orders", 4, 80),
+        (b"2", "twice", None, None, None),
+    ]
+    run.feed(batch((b"c", 10)))
+    assert places(run) == [(b"0", None, "orders", None, None)]
+    run.feed(batch((b"d", 10), (b"e", 10), topic=pa.array(["x", None]), offset=pa.array([1, None], pa.int64())))
+    assert places(run) == [(b"0", None, "x", None, 1), (b"1", None, "orders", None, None)]
+
+
+def failed(*topics: str | None) -> Any:
+    """Headers of dead letters that were first read from these topics; None: of a record that was none."""
+    return pa.array(
+        [
+            topic
+            and [{"key": "onceflow.origin.topic", "value": topic.encode()}, {"key": "onceflow.attempt", "value": b"1"}]
+            for topic in topics
+        ],
+        HEADERS,
+    )
+
+
+@pytest.mark.parametrize("way", ["dead-letter", "fail"])
+def test_a_record_that_comes_back_in_front_is_not_dropped_as_its_own_duplicate(store: Any, way: str) -> None:
+    options = {
+        "on_error": way, "dead_letter_topic": "failed" if way == "dead-letter" else None,
+        "own_topics": OwnTopics(frozenset({"orders", "retry"})),
+    }  # fmt: skip
+    ran(store, engine(store, options=options), batch((b"a", 5000)))
+    again = batch((b"a", 5000), (b"a", 5000), (b"a", 5000), (b"b", 1), (b"c", 5000))
+    headers = failed("orders", None, "of-another-flow", "orders", "orders")
+    again = again.append_column("headers", headers)
+    run = engine(store, 4000, options=options)
+    if way == "fail":
+        with pytest.raises(ProcessorError, match="read the retry topic behind the step"):
+            run.feed(again)
+        return
+    run.feed(again)
+    outputs: Any = run.outputs()
+    assert outputs.select(["value", "topic"]).to_pylist() == [
+        {"value": b"4", "topic": None},
+        {"value": b"0", "topic": "failed"},
+        {"value": b"3", "topic": "failed"},
+    ]
+    assert (run.counts["duplicates"], run.counts["dead_letters"], run.counts["late"]) == (2, 2, 0)
 
 
 # ---- the last ids ------------------------------------------------------------------------------------

@@ -19,8 +19,9 @@ from onceflow.planning.placement import Placement
 from onceflow.planning.step_frames import sink_columns, with_default_topic
 from onceflow.planning.step_tree import StepNode, StepQuery, Tree, branch_frames
 from onceflow.spark import jvm, plans, queries
+from onceflow.state.api.deduplication import SOURCE_COLUMNS
 from onceflow.task.state_tasks import RowsTask
-from onceflow.task.step_outputs import OUTPUT_SPARK_SCHEMA
+from onceflow.task.step_outputs import rows_schema
 
 
 class Stages:
@@ -86,11 +87,11 @@ class Stages:
         collected = self._query.collected[node.table]
         collected.value = []
         self.tasks[node.table] = tasks
-        rows = moved.mapInArrow(RowsTask(order, collected), OUTPUT_SPARK_SCHEMA)
+        rows = moved.mapInArrow(RowsTask(order, collected), rows_schema(order.spec.processor))
         if not self._placement.exchanged:
             return rows
         rows = plans.exchanged(rows, tasks)
-        self._sides.append(rows.where("topic IS NOT NULL"))
+        self._sides.append(rows.where("topic IS NOT NULL").drop(*SOURCE_COLUMNS.values()))
         return rows.where("topic IS NULL")
 
 

@@ -11,7 +11,7 @@ from pyspark.sql import types as T
 
 from onceflow.durations import duration_ms
 from onceflow.errors import OptionError, SchemaError
-from onceflow.planning.step_frames import state_columns
+from onceflow.planning.step_frames import optional_columns, state_columns
 from onceflow.state import rows
 from onceflow.state.api.deduplication import EVENT_TIME, RECORD_KEY, Deduplication
 
@@ -113,7 +113,7 @@ def dedup_columns(df: DataFrame, options: DedupOptions, flow: str, *, one_topic:
     types = {field.name: field.dataType for field in df.schema.fields}
     id_ = _id_column(options.id, types, flow)
     plain = df.select(*[F.col(_quoted(name)) for name in types if name in _KAFKA])
-    taken = set(state_columns(plain, flow, one_topic=one_topic, caller="Flow.deduplicate").columns)
+    state_columns(plain, flow, one_topic=one_topic, caller="Flow.deduplicate")  # for its checks
     further = [_event_time(options, types, flow)] if options.within is not None else []
     # One projection, in which every expression sees the columns of ``df``.
     binary_key = F.col("key") if isinstance(types["key"], T.BinaryType) else F.col("key").cast("binary")
@@ -123,7 +123,7 @@ def dedup_columns(df: DataFrame, options: DedupOptions, flow: str, *, one_topic:
     wanted.append((F.when(is_long, id_) if options.id == "key" else binary_key).alias(RECORD_KEY))
     value = F.col("value") if isinstance(types["value"], T.BinaryType) else F.col("value").cast("binary")
     wanted.append(value.alias("value"))
-    wanted += [F.col(name) for name in types if name in taken and name not in ("key", "value")]
+    wanted += optional_columns(types, one_topic=one_topic)
     return df.select(*wanted, *[column for column in further if column is not None])
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql import types as T
@@ -9,6 +11,7 @@ from pyspark.sql import types as T
 from onceflow.errors import SchemaError
 from onceflow.planning.ownership import HEADERS, Columns, is_headers
 from onceflow.spark import expressions, queries
+from onceflow.state.api.deduplication import SOURCE_COLUMNS
 
 _OPTIONAL: dict[str, type[T.DataType]] = {
     "topic": T.StringType,
@@ -49,9 +52,30 @@ def state_columns(df: DataFrame, flow: str, *, one_topic: bool, caller: str = "F
         if name in ("key", "value"):
             binary = isinstance(types[name], T.BinaryType)
             wanted.append(F.col(name) if binary else F.col(name).cast("binary").alias(name))
-        elif name == "headers" or (name in _OPTIONAL and not (name == "topic" and one_topic)):
-            wanted.append(F.col(name))
-    return df.select(*wanted)
+    return df.select(*wanted, *optional_columns(types, one_topic=one_topic))
+
+
+def optional_columns(types: Mapping[str, T.DataType], *, one_topic: bool) -> list[Column]:
+    """What a step takes besides key and value.
+
+    Where a record was read is also known behind ``Flow.deduplicate``, in columns of other names. A union may have rows
+    with either.
+
+    Args:
+        types: of the columns of its rows, which have been checked.
+    """
+    read = {name: source for name, source in SOURCE_COLUMNS.items() if isinstance(types.get(source), _OPTIONAL[name])}
+    if len(read) < len(SOURCE_COLUMNS):
+        read = {}
+    names = [name for name in types if name == "headers" or name in _OPTIONAL]
+    names += [name for name in read if name not in types]
+    wanted = []
+    for name in names:
+        if name == "topic" and one_topic:
+            continue
+        given = [F.col(each) for each in (name, SOURCE_COLUMNS.get(name, name)) if each in types]
+        wanted.append(F.coalesce(*given).alias(name) if name in read else F.col(name))
+    return wanted
 
 
 def _wrong_type(name: str, kind: T.DataType, wanted: str, flow: str, caller: str) -> SchemaError:

@@ -11,12 +11,12 @@ from onceflow.planning.options import AT_MOST_ONCE
 from onceflow.planning.process import Step
 from onceflow.planning.step_tree import tree_of
 from onceflow.task.state_tasks import StepPlaceholder
-from onceflow.task.step_outputs import OUTPUT_SPARK_SCHEMA
+from onceflow.task.step_outputs import rows_schema
 
 
-def step_frame(rows: DataFrame, table: str) -> DataFrame:
+def step_frame(rows: DataFrame, table: str, processor: object) -> DataFrame:
     """What ``Flow.process`` returns: a placeholder for the step in the plan, with the columns of its outputs."""
-    return rows.mapInArrow(StepPlaceholder(table), OUTPUT_SPARK_SCHEMA)
+    return rows.mapInArrow(StepPlaceholder(table), rows_schema(processor))
 
 
 def check_goes_with(

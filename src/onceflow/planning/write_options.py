@@ -21,6 +21,7 @@ from onceflow.protocol.compression import compression_code
 from onceflow.protocol.names import OwnTopics
 from onceflow.spark import queries
 from onceflow.spark.queries import PlanFacts
+from onceflow.state.api.deduplication import SOURCE_COLUMNS
 
 log = logging.getLogger("onceflow")
 
@@ -79,8 +80,8 @@ def check_write(df: DataFrame, given: WriteOptions, own: OwnTopics, flow: str) -
     check_dead_letters(facts, given.topic, flow)
     check_output(given.topic, own, flow)
     columns = check_columns(df.schema, topic=given.topic, flow=flow)
-    if columns.ignored:
-        log.info("flow %s: columns not written: %s", flow, ", ".join(columns.ignored))
+    if ignored := [name for name in columns.ignored if name not in SOURCE_COLUMNS.values()]:
+        log.info("flow %s: columns not written: %s", flow, ", ".join(ignored))
     sink = SinkOptions(
         given.topic,
         given.partitioner,

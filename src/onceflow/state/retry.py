@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from onceflow.durations import duration_ms
 from onceflow.errors import OptionError, SchemaError
 from onceflow.state import dead_letters
+from onceflow.state.api.deduplication import SOURCE_COLUMNS
 from onceflow.state.api.processor import Processor
 from onceflow.state.api.record import Header, Record
 from onceflow.state.api.serdes import STRING, Serde
@@ -167,27 +168,31 @@ class Retry(Processor):
         from pyspark.sql import functions as F
 
         needed = ("key", "value", "headers", "topic", "partition", "offset", "timestamp")
-        missing = [name for name in needed if name not in df.columns]
+        missing = [name for name in needed if not {name, SOURCE_COLUMNS.get(name)} & {*df.columns}]
         if missing:
             raise SchemaError(
                 f"Retry.by_origin needs the columns {', '.join(missing)}, which the DataFrame does not have",
                 next_step="give it what flow.read(..., include_headers=True) returns",
             )
 
+        def own(name: str) -> Any:
+            given = [F.col(each) for each in (name, SOURCE_COLUMNS[name]) if each in df.columns]
+            return F.coalesce(*given)
+
         def header(name: str) -> Any:
             return F.expr(f"cast(try_element_at(filter(headers, h -> h.key = '{name}'), -1).value AS string)")
 
         # `\z`, because `$` would also match before a line feed at the end.
         places = [
-            (header(dead_letters.ORIGIN_TOPIC), r"^[a-zA-Z0-9._-]{1,249}\z", F.col("topic")),
-            (header(dead_letters.ORIGIN_PARTITION), r"^[0-9]{1,10}\z", F.col("partition").cast("string")),
-            (header(dead_letters.ORIGIN_OFFSET), r"^[0-9]{1,19}\z", F.col("offset").cast("string")),
+            (header(dead_letters.ORIGIN_TOPIC), r"^[a-zA-Z0-9._-]{1,249}\z", own("topic")),
+            (header(dead_letters.ORIGIN_PARTITION), r"^[0-9]{1,10}\z", own("partition").cast("string")),
+            (header(dead_letters.ORIGIN_OFFSET), r"^[0-9]{1,19}\z", own("offset").cast("string")),
         ]
         complete = F.lit(True)
         for found, pattern, _ in places:
             complete = complete & F.coalesce(found.rlike(pattern), F.lit(False))
         identity = F.when(complete, F.concat_ws("/", *(found for found, _, _ in places))).otherwise(
-            F.concat_ws("/", *(own for _, _, own in places))
+            F.concat_ws("/", *(place for _, _, place in places))
         )
         kept = (
             f"filter(coalesce(headers, cast(array() AS {_HEADERS_TYPE})), h -> h.key NOT IN ('{KEY}', '{NULL_VALUE}'))"
@@ -195,7 +200,8 @@ class Retry(Processor):
         own_key = f"filter(array(named_struct('key', '{KEY}', 'value', cast(key AS binary))), h -> h.value IS NOT NULL)"
         headers = F.expr(f"concat({kept}, {own_key})").alias("headers")
         # Without the column `partition`: a dead letter is not in the partition of its new key, so a shuffle is needed.
-        return df.select(identity.alias("key"), "value", headers, "topic", "offset", "timestamp")
+        place = [own(name).alias(name) for name in ("topic", "offset")]
+        return df.select(identity.alias("key"), "value", headers, *place, "timestamp")
 
     def delay_ms(self, origin: str, attempt: int) -> int:
         """How long a record waits after a failure.

@@ -15,6 +15,7 @@ import pyarrow.compute as pc
 from onceflow.errors import BadRecordError
 from onceflow.messages import NotColocatedError
 from onceflow.protocol.partitioners import group_by_partition, key_partitions
+from onceflow.state.api.deduplication import SOURCE_COLUMNS, Deduplication
 from onceflow.task.row_writer import RowWriter
 
 #: How many rows a task may return to the driver instead of writing them. With more, the batch runs in two stages.
@@ -37,6 +38,17 @@ OUTPUT_SCHEMA = pa.schema(
         ("timestamp", pa.timestamp("us", tz="UTC")),
     ]
 )
+_SOURCE_TYPES = dict(zip(SOURCE_COLUMNS.values(), (pa.string(), pa.int32(), pa.int64()), strict=True))
+_SOURCE_SPARK_SCHEMA = ", ".join(map(" ".join, zip(SOURCE_COLUMNS.values(), ("string", "int", "bigint"), strict=True)))
+_WITH_SOURCE = pa.schema([*OUTPUT_SCHEMA, *_SOURCE_TYPES.items()])
+_WRITTEN = ["key", "value", "headers", "timestamp"]
+
+
+def rows_schema(processor: object) -> str:
+    """The schema of the rows that a step yields, for Spark. Only a de-duplication passes on the records themselves, so
+    only its rows say where they were read."""
+    is_record = isinstance(processor, Deduplication)
+    return f"{OUTPUT_SPARK_SCHEMA}, {_SOURCE_SPARK_SCHEMA}" if is_record else OUTPUT_SPARK_SCHEMA
 
 
 class TaskOutputs:
@@ -78,7 +90,7 @@ class TaskOutputs:
 
     def _by_topic(self, batch: pa.RecordBatch) -> Iterator[tuple[str, pa.RecordBatch]]:
         column = batch.column("topic")
-        rows = batch.drop_columns(["topic"])
+        rows = batch.select(_WRITTEN)
         if column.null_count == len(column):
             yield self._default(), rows
             return
@@ -131,12 +143,14 @@ class TaskOutputs:
 
 
 def output_rows(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """The outputs of an engine as rows of ``OUTPUT_SCHEMA``."""
+    """The outputs of an engine as rows of ``OUTPUT_SCHEMA``; with the columns of the source, if they are there."""
     millis = batch.column("timestamp")
     if not pa.types.is_timestamp(millis.type):
         millis = pc.multiply(millis, 1000).cast(pa.timestamp("us", tz="UTC"))
     columns = {name: batch.column(name) for name in ("key", "value", "topic", "headers")}
-    return pa.record_batch([*columns.values(), millis], schema=OUTPUT_SCHEMA)
+    source = [batch.column(name) for name in _SOURCE_TYPES if name in batch.schema.names]
+    schema = _WITH_SOURCE if source else OUTPUT_SCHEMA
+    return pa.record_batch([*columns.values(), millis, *source], schema=schema)
 
 
 def written_rows(batch: pa.RecordBatch) -> pa.RecordBatch:

@@ -7,6 +7,10 @@ from onceflow.state.api.processor import ColumnProcessor
 #: Columns of the rows of a de-duplication, besides those of every step. ``key`` is the id there.
 RECORD_KEY, EVENT_TIME = "record_key", "event_time"
 
+SOURCE_COLUMNS = {"topic": "source_topic", "partition": "source_partition", "offset": "source_offset"}
+"""Where a record was read, and the columns that say so behind the step. There, ``topic`` and ``partition`` would say
+where to write."""
+
 
 class Deduplication(ColumnProcessor):
     """How long ids are remembered.

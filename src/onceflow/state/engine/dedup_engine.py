@@ -12,15 +12,17 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from onceflow.state import dead_letters, rows, stamps
-from onceflow.state.api.deduplication import EVENT_TIME, RECORD_KEY, Deduplication
+from onceflow.state.api.deduplication import EVENT_TIME, RECORD_KEY, SOURCE_COLUMNS, Deduplication
 from onceflow.state.engine import input_batch
 from onceflow.state.engine.base import BaseEngine
-from onceflow.state.engine.output_collector import SCHEMA
+from onceflow.state.engine.output_collector import SCHEMA, OutputCollector
+from onceflow.state.engine.returned import ReturnedRecordError, returned
 from onceflow.state.segments import Segments
 
 DELETED_PER_BATCH = 20_000
 """How many ids a batch may delete, if it does not have many records."""
 
+_WITH_SOURCE = pa.schema([*SCHEMA, *zip(SOURCE_COLUMNS.values(), (pa.string(), pa.int32(), pa.int64()), strict=True)])
 Flags = npt.NDArray[np.bool_]
 
 
@@ -37,6 +39,7 @@ class DedupEngine(BaseEngine):
 
     def start(self) -> None:
         """Find out which ids are forgotten."""
+        self._collector = OutputCollector(own_topics=self._own_topics, schema=_WITH_SOURCE)
         self._new: dict[bytes, bytes] = {}
         self._kept: dict[bytes, bytes] = {}
         self._deleted: list[bytes] = []
@@ -64,6 +67,9 @@ class DedupEngine(BaseEngine):
             good = pa.array(~bad_rows)
             batch, ids = batch.filter(good), ids.filter(good)
             times = None if times is None else times.filter(good)
+        if (back := returned(batch, self._own_topics.sources)) is not None:
+            left = self._without_returned(batch, ids, times, back)
+            batch, ids, times = batch.filter(left), ids.filter(left), None if times is None else times.filter(left)
         if times is not None and (in_time := self._see_times(batch, times)) is not None:
             mask = pa.array(in_time)
             batch, ids, times = batch.filter(mask), ids.filter(mask), times.filter(mask)
@@ -122,6 +128,20 @@ class DedupEngine(BaseEngine):
             what = f"no id: column {self.processor.id_name!r} is null" if id_ is None else "no event time since 1970"
             self._reject(record, ValueError(f"the record has {what}"))
 
+    def _without_returned(self, batch: pa.RecordBatch, ids: Any, times: Any, back: npt.NDArray[np.int64]) -> Any:
+        """Refuse records that have come back and would be dropped here. Returns a mask of the others."""
+        keys = ids.take(pa.array(back)).to_pylist()
+        distinct = list(dict.fromkeys(keys))
+        known = {id_ for id_, row in zip(distinct, self._found(distinct), strict=True) if row is not None}
+        wrong = np.fromiter((id_ in known for id_ in keys), dtype=bool, count=len(keys))
+        if times is not None and self.watermark_ms is not None:
+            wrong |= times.to_numpy()[back] < self.watermark_ms
+        for record in self._raw(batch.take(pa.array(back[wrong]))):
+            self._reject(record, ReturnedRecordError())
+        left = np.ones(batch.num_rows, dtype=bool)
+        left[back[wrong]] = False
+        return pa.array(left)
+
     def _judge(self, batch: pa.RecordBatch, ids: Any, times: npt.NDArray[np.int64] | None) -> None:
         encoded = ids.dictionary_encode()
         codes = encoded.indices.to_numpy()
@@ -174,7 +194,17 @@ class DedupEngine(BaseEngine):
                 # Some clients write negative timestamps, but brokers do not accept them from us.
                 column = pc.if_else(pc.less(column, 0), pa.scalar(None, pa.int64()), column)
             columns.append(column if column.type == field.type else column.cast(field.type))
-        self._collector.add_batch(pa.RecordBatch.from_arrays(columns, schema=SCHEMA))
+        columns += [self._source(batch, field) for field in list(_WITH_SOURCE)[len(columns) :]]
+        self._collector.add_batch(pa.RecordBatch.from_arrays(columns, schema=_WITH_SOURCE))
+
+    def _source(self, batch: pa.RecordBatch, field: pa.Field) -> Any:
+        """A column that says where the records were read."""
+        name = next(name for name, source in SOURCE_COLUMNS.items() if source == field.name)
+        topic = self._source_topic if name == "topic" else None
+        if name not in batch.schema.names:
+            return pa.nulls(batch.num_rows, field.type) if topic is None else pa.repeat(topic, batch.num_rows)
+        column = batch.column(name)
+        return column if topic is None else pc.fill_null(column, topic)
 
     def _set_aside(self, batch: pa.RecordBatch, ids: Any, duplicates: Flags) -> None:
         """Write duplicates to their topic."""

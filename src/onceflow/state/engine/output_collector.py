@@ -40,6 +40,7 @@ class OutputCollector:
     Args:
         key, output: serdes of keys and values that are not bytes.
         own_topics: topics that no record may name.
+        schema: of the batches that are added, which has `SCHEMA` and maybe more columns.
     """
 
     def __init__(
@@ -47,7 +48,9 @@ class OutputCollector:
         key: Any = BYTES,
         output: Any = BYTES,
         own_topics: OwnTopics = _NO_TOPICS,
+        schema: pa.Schema = SCHEMA,
     ) -> None:
+        self._schema = schema
         self._own_topics = own_topics
         self._key_serde = key
         self._output_serde = output
@@ -146,12 +149,12 @@ class OutputCollector:
             self._check(topic, Record(batch.column("key")[first].as_py(), None))
 
     def add_batch(self, batch: pa.RecordBatch) -> None:
-        """Add records that are columns of `SCHEMA` already."""
+        """Add records that are columns of the schema already."""
         if batch.num_rows:
             self._batches.append(batch)
 
     def take(self) -> pa.RecordBatch | None:
-        """The records that were added since the last call, in `SCHEMA`; None: nothing."""
+        """The records that were added since the last call, in the schema; None: nothing."""
         count = len(self._keys)
         if count:
             topics: Any = pa.nulls(count, SCHEMA.field("topic").type)
@@ -164,7 +167,8 @@ class OutputCollector:
                 if any(each[1] for each in self._extras.values()):
                     headers = pa.array([each[1] or None for each in listed], headers.type)
             columns = [pa.array(self._keys, pa.binary()), pa.array(self._values, pa.binary()), topics, headers, times]
-            self._batches.append(pa.RecordBatch.from_arrays(columns, schema=SCHEMA))
+            columns += [pa.nulls(count, field.type) for field in list(self._schema)[len(columns) :]]
+            self._batches.append(pa.RecordBatch.from_arrays(columns, schema=self._schema))
             self._keys.clear()
             self._values.clear()
             self._extras.clear()
