@@ -218,6 +218,22 @@ def test_columns_of_a_query(
     assert lengths == {key: len(value) for key, value in expected.items()}
 
 
+def test_a_missing_object_of_a_column_is_looked_for_once(
+    onceflow_broker: str, onceflow_spark: Any, make_topic: Callable[..., str], tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    claim = ClaimCheck(tmp_path / "store", above=10_000)
+    source = make_topic("in", 1)
+    raw = claim.encode(large(1))
+    claim.objects.delete([Reference.parse(raw).name])
+    independent.fill(onceflow_broker, source, [(b"k", raw)])
+    with onceflow.Flow(f"flow-{source}", onceflow_spark, bootstrap_servers=onceflow_broker) as flow:
+        query = flow.write(claim.load(flow.read(source)).select("key", "value"), topic=make_topic("out", 1)).start()
+        with pytest.raises(ClaimCheckError, match=r"(?s)is missing in .*at offset 0.*collected too early"):
+            query.processAllAvailable()
+    assert "attempt 1 of 4" not in caplog.text
+
+
 # ---- collecting ----------------------------------------------------------------------------------------------
 
 

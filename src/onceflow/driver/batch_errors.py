@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
-from onceflow.errors import BatchAbortedError, FencedError, OnceflowError, TransactionTimeoutError
+import re
+
+from onceflow.errors import BatchAbortedError, ClaimCheckError, FencedError, OnceflowError, TransactionTimeoutError
 from onceflow.spark import jvm
+
+_CLAIM = re.compile(r"ClaimCheckError: ([^\n]+)(?:\n  detail: ([^\n]+))?(?:\n  next step: ([^\n]+))?")
+
+
+def claim_of(problem: BaseException) -> ClaimCheckError | None:
+    """The error of ``ClaimCheck.load`` in a task, if Spark's job has failed by it. No attempt finds the object."""
+    found = None if isinstance(problem, OnceflowError) else _CLAIM.search(str(problem))
+    return None if found is None else ClaimCheckError(found[1], detail=found[2] or "", next_step=found[3] or "")
 
 
 def in_short(problem: BaseException) -> str:

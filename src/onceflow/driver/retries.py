@@ -163,7 +163,9 @@ class Retries:
         if cause is not None and attempt.begun_at is None and isinstance(problem, DeadlineExceededError):
             problem = batch_errors.after(problem, cause)  # it could not begin, because of the error before
         self._steps.abort(problem, attempt.batch)
-        missing = None if isinstance(problem, OnceflowError) else cannot_import(problem)
+        missing = (
+            None if isinstance(problem, OnceflowError) else cannot_import(problem) or batch_errors.claim_of(problem)
+        )
         if missing is not None:
             raise missing from None  # another attempt does not help
         if isinstance(problem, OnceflowError) and not isinstance(problem, _WORTH_A_RERUN):
