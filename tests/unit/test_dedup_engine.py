@@ -58,7 +58,11 @@ def ran(store: Any, run: DedupEngine, *batches: pa.RecordBatch) -> list[bytes]:
         run.feed(each)
     run.finish()
     outputs = run.outputs()
-    store.write(run.changes(), index=True)
+    changes = run.local_changes()
+    assert len(changes) == len(dict(changes))
+    store.write(changes, index=True)
+    assert store.checksum_holds()
+    assert StampedView.of(store).row_count() == len(ids_in(store))
     return [] if outputs is None else outputs.filter(outputs["topic"].is_null())["value"].to_pylist()
 
 

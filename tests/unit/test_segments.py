@@ -111,16 +111,32 @@ def test_times_in_the_far_future_do_not_keep_a_segment(store: Store) -> None:
 def test_a_segment_ends_or_is_closed(store: Store) -> None:
     put(store, numbered(0, 3))
     (segment,) = Segments(store).listed
-    store.write({b"vid-0": None, b"vid-2": stamps.row_of(2), segment.filter_key: b""}, index=True)
+    located: dict[bytes, bytes | None] = {segments.LOCATED: b""}
+    moved = {segment.prefix + b"id-0": None, segment.prefix + b"id-2": None, b"vid-2": stamps.row_of(2)}
+    store.write({**moved, segment.filter_key: b"", **located}, index=True)
     assert [each.capacity > 0 for each in Segments(store).listed] == [False, True]
     check(store, numbered(1, 3))
-    store.write({b"vid-1": None, segment.filter_key: None}, index=True)
+    store.write({segment.prefix + b"id-1": b"", segment.filter_key: None, **located}, index=True)
     assert [each.number for each in Segments(store).listed] == [1]
     check(store, numbered(2, 3))
     (segment,) = Segments(store).listed
-    store.write({b"vid-2": None, segment.filter_key: None}, index=True)
+    store.write({segment.prefix + b"id-2": b"", segment.filter_key: None, **located}, index=True)
     assert not list(store.scan(b""))
     assert store.checksum_holds()
+
+
+def test_a_part_of_a_segment_is_deleted(store: Store) -> None:
+    put(store, numbered(0, 9))
+    put(store, numbered(10, 300))
+    first, _ = Segments(store).listed
+    gone: dict[bytes, bytes | None] = {first.prefix + b"id-4": b"", first.filter_key: b"", segments.LOCATED: b""}
+    store.write(gone, index=True)
+    check(store, numbered(5, 9) | numbered(10, 300))
+    # An id of that part is written again, one of the rest is replaced, and one is deleted that is not there.
+    again = {b"vid-3": stamps.row_of(7), b"vid-6": stamps.row_of(8), first.prefix + b"id-6": None}
+    store.write({**again, first.prefix + b"id-2": None, segments.LOCATED: b""}, index=True)
+    ids = {b"id-3": stamps.row_of(7), b"id-6": stamps.row_of(8)}
+    check(store, numbered(5, 9) | numbered(10, 300) | ids)
 
 
 def test_bulk_writes_see_what_they_have_placed(store: Store) -> None:

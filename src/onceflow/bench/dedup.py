@@ -158,8 +158,8 @@ class _Window:
         for at in range(0, rows.num_rows, 10_000):  # as Spark sends them
             engine.feed(rows.slice(at, 10_000))
         engine.finish()
-        outputs, changes = engine.outputs(), engine.changes()
-        table = state_run.table_batch([change for change in changes if change[0][:1] == b"v"])
+        outputs, changes, local = engine.outputs(), engine.changes(), engine.local_changes()
+        table = state_run.table_batch(changes)
         encoded = encode_batches(
             table["key"],
             table["value"],
@@ -171,7 +171,7 @@ class _Window:
             default_timestamp_ms=0,
         )
         assert sum(1 for _ in encoded) or not changes
-        pending = Pending(Commit(1, 1, 1), (1, 1), (0, 0), changes).encode()
+        pending = Pending(Commit(1, 1, 1), (1, 1), (0, 0), local).encode()
         self.store.write({}, {"pending": pending})
         applied = Pending.decode(self.store.blob("pending"))
         assert applied is not None

@@ -45,6 +45,7 @@ class _Open:
     opened: Opened
     engine: AnyEngine
     changes: list[tuple[bytes, bytes | None]]
+    local_changes: list[tuple[bytes, bytes | None]]
 
 
 class StateRun:
@@ -130,7 +131,7 @@ class StateRun:
         for partition, run in self._open.items():
             run.engine.finish()
             self._drain(partition, run.engine)
-            run.changes = run.engine.changes()
+            run.changes, run.local_changes = run.engine.changes(), run.engine.local_changes()
             if run.changes and self._spec.topics.changelog:
                 self._write(partition, run)
 
@@ -175,7 +176,7 @@ class StateRun:
             max_timers_per_batch=spec.max_timers_per_batch,
             tables=self._tables(partition),
         )
-        self._open[partition] = _Open(opened, engine, [])
+        self._open[partition] = _Open(opened, engine, [], [])
         if self._opened is not None:
             self._opened(partition)
         engine.start()
@@ -225,7 +226,7 @@ class StateRun:
         internal = acknowledged.get((spec.topics.internal, partition))
         table_end = None if table is None else table.end_offset
         internal_end = None if internal is None else internal.end_offset
-        if run.changes:
+        if run.local_changes:
             goal = moment.goal(spec, partition)
             if not spec.topics.changelog:
                 table_end = moment.batch
@@ -233,7 +234,7 @@ class StateRun:
                 run.opened.store,
                 goal,
                 moment.commit,
-                run.changes,
+                run.local_changes,
                 goal.table_end if table_end is None else table_end,
                 goal.internal_end if internal_end is None else internal_end,
                 lost=run.opened.how == LOST,

@@ -10,7 +10,8 @@ nothing depends on hashes but time.
 
 Three kinds of rows: `rows.SEGMENT` with number and id, the stamped row; `rows.FILTER` with a number, the filter and a
 sample of the stamps; `rows.FILTER` alone, the list of segments. Changes name the row ``v`` and the id; `placed` turns
-them into these rows, inside the transaction that writes them.
+them into these rows, inside the transaction that writes them. The engine of de-duplication knows where ids are that it
+deletes. It says that with `LOCATED`, so that they need not be looked for once more.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, TypeVar
+from itertools import islice
+from typing import NamedTuple, Protocol, TypeVar
 from zlib import crc32
 
 import numpy as np
@@ -28,6 +30,8 @@ from onceflow.state import rows, stamps
 
 _T = TypeVar("_T")
 LIST = rows.FILTER
+#: Key of a change that is no row: all deletes among the changes are located, that is, of `rows.SEGMENT` keys.
+LOCATED = rows.FILTER + b"located"
 #: About so many segments hold all ids.
 SHARES = 32
 #: A segment is not made for fewer ids.
@@ -38,9 +42,11 @@ _SAMPLE_MAX = 128
 _HEAD = 2 + _SAMPLE_MAX
 _SEGMENT = struct.Struct("<IIIqq")
 _NUMBER = struct.Struct(">I")
+_PREFIX = len(rows.SEGMENT) + _NUMBER.size
 
 Words = npt.NDArray[np.uint64]
 Fetch = Callable[[Sequence[bytes]], Iterable["bytes | None"]]
+Scan = Callable[[bytes, bytes], Iterable[tuple[bytes, bytes]]]
 
 
 class Rows(Protocol):
@@ -108,63 +114,96 @@ class Segments:
         """The segments in which nearly all stamps are smaller."""
         return [segment for segment in self.listed if segment.due < stamp]
 
-    def entries(self, segment: Segment) -> Iterator[tuple[bytes, bytes]]:
-        """The ids of a segment and their rows, in the order of ids."""
-        at = len(segment.prefix)
-        for key, row in self._store.scan(segment.prefix, end_of(segment.prefix)):
-            yield key[at:], row
+    def first_of(self, segment: Segment, limit: int) -> list[tuple[bytes, bytes]]:
+        """The first ids of a segment, in the order of ids, and their rows."""
+        found = self._store.scan(segment.prefix, end_of(segment.prefix))
+        return [(key[_PREFIX:], row) for key, row in islice(found, limit)]
 
-    def find(self, ids: Sequence[bytes]) -> list[bytes | None]:
-        """The row of each id, or None."""
+    def find(self, ids: Sequence[bytes], places: list[bytes] | None = None) -> list[bytes | None]:
+        """The row of each id, or None.
+
+        Args:
+            places: the keys of the rows that are found are added to it.
+        """
         found: list[bytes | None] = [None] * len(ids)
         hashes = _Hashes(ids)
         for segment in reversed(self.listed):
-            places = self._store.read_in_place(segment.filter_key, hashes.may_be_in)
-            wanted = sorted((at for at in places if found[at] is None), key=ids.__getitem__)
+            maybe = self._store.read_in_place(segment.filter_key, hashes.may_be_in)
+            wanted = sorted((at for at in maybe if found[at] is None), key=ids.__getitem__)
             prefix = segment.prefix
             for at, row in zip(wanted, self._store.get_many([prefix + ids[at] for at in wanted]), strict=True):
                 found[at] = row
+                if places is not None and row is not None:
+                    places.append(prefix + ids[at])
         return found
 
 
-def placed(changes: Mapping[bytes, bytes | None], fetch: Fetch) -> dict[bytes, bytes | None] | None:
+class Placed(NamedTuple):
+    """What changes of stamped rows become.
+
+    Args:
+        changes: of the rows of the store. known: the current rows of some of their keys; None: there is no row.
+    """
+
+    changes: dict[bytes, bytes | None]
+    known: dict[bytes, bytes | None]
+
+
+def placed(changes: Mapping[bytes, bytes | None], fetch: Fetch, scan: Scan) -> Placed | None:
     """The changes of the store that changes of stamped rows become; None: this is no store of stamped rows.
 
     Args:
-        changes: of ``v`` rows; and those of `rows.FILTER` rows that the engine of de-duplication adds: None for a
-            segment of which no id is left, and an empty one for a segment that is to be closed.
-        fetch: returns the current rows for keys.
+        changes: of ``v`` rows; or with `LOCATED` of ``v`` rows that are new, `rows.SEGMENT` keys with None for rows
+            that are gone, those with an empty row for all rows of the segment up to this one, and `rows.FILTER` keys
+            for their segments: None if no id is left in it, and an empty row if it is to be closed.
+        fetch: returns the current rows for keys. scan: those with ``start <= key < end``.
     """
     (raw,) = fetch([LIST])
     new = {key[1:]: row for key, row in changes.items() if row is not None and row[:1] == stamps.FLAGS}
     if raw is None and not new:
         return None
-    known = listed(raw)
+    segments = listed(raw)
+    left = [segment for segment in segments if changes.get(segment.filter_key, b"") is not None]
+    left = [replace(each, capacity=0) if each.filter_key in changes else each for each in left]
+    is_located = LOCATED in changes
+    result, known = _located(changes, scan) if is_located else (_searched(changes, segments, fetch), {})
+    if new:
+        before = set(result)
+        left, put = _put(left, segments[-1].number + 1 if segments else 0, new, fetch)
+        if is_located:
+            known.update(dict.fromkeys(key for key in put if key[:1] == rows.SEGMENT and key not in before))
+        result.update(put)
+    result[LIST] = b"".join(_SEGMENT.pack(*vars(segment).values()) for segment in left) or None
+    return Placed(result, known)
+
+
+def _located(
+    changes: Mapping[bytes, bytes | None], scan: Scan
+) -> tuple[dict[bytes, bytes | None], dict[bytes, bytes | None]]:
+    """The deletes, and the rows that are known because they were in a range."""
+    known: dict[bytes, bytes | None] = {}
+    gone = [key for key, row in changes.items() if row is None]
+    for key, row in changes.items():
+        if key[:1] == rows.SEGMENT and row is not None:
+            known.update(scan(key[:_PREFIX], key + b"\0"))
+    return dict.fromkeys([*known, *gone]), known
+
+
+def _searched(changes: Mapping[bytes, bytes | None], known: list[Segment], fetch: Fetch) -> dict[bytes, bytes | None]:
+    """The deletes of all rows that the changed ids may have. Keys that do not exist do no harm."""
     ids = [key[1:] for key in changes if key[:1] == rows.VALUE]
-    # Wherever an id was, it is not there any more. Keys that do not exist are not deleted either.
     result: dict[bytes, bytes | None] = {}
     hashes = _Hashes(ids)
     for segment, filter_ in zip(known, fetch([segment.filter_key for segment in known]), strict=True):
         prefix = segment.prefix
         result.update(dict.fromkeys([prefix + ids[at] for at in hashes.may_be_in(filter_)]))
-    left = []
-    for segment in known:
-        if segment.filter_key not in changes:
-            left.append(segment)
-        elif changes[segment.filter_key] is None:
-            result[segment.filter_key] = None
-        else:
-            left.append(replace(segment, capacity=0))
-    if new:
-        left = _put(result, left, known[-1].number + 1 if known else 0, new, fetch)
-    result[LIST] = b"".join(_SEGMENT.pack(*vars(segment).values()) for segment in left) or None
     return result
 
 
 def _put(
-    result: dict[bytes, bytes | None], left: list[Segment], next_number: int, new: Mapping[bytes, bytes], fetch: Fetch
-) -> list[Segment]:
-    """Adds new ids to the open segment, or to the next one. Returns the list as it is then."""
+    left: list[Segment], next_number: int, new: Mapping[bytes, bytes], fetch: Fetch
+) -> tuple[list[Segment], dict[bytes, bytes]]:
+    """Adds new ids to the open segment, or to the next one. Returns the list as it is then, and what is written."""
     if left and left[-1].ids + len(new) <= left[-1].capacity:
         *closed, segment = left
         (raw,) = fetch([segment.filter_key])
@@ -181,9 +220,9 @@ def _put(
     segment = replace(segment, ids=segment.ids + len(new), greatest=greatest, due=due)
     _Hashes(list(new)).add_to(words[_HEAD:])
     prefix = segment.prefix
-    result.update(zip([prefix + id_ for id_ in new], new.values(), strict=True))
-    result[segment.filter_key] = words.astype("<u8").tobytes()
-    return [*closed, segment]
+    put = dict(zip(map(prefix.__add__, new), new.values(), strict=True))
+    put[segment.filter_key] = words.astype("<u8").tobytes()
+    return [*closed, segment], put
 
 
 def _sampled(words: Words, before: int, values: npt.NDArray[np.int64]) -> int:

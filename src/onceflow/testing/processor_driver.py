@@ -251,7 +251,7 @@ class ProcessorDriver:
             self._latest[place] = max(ms, self._latest.get(place, ms))
         for name, count in engine.counts.items():
             self.counts[name] = self.counts.get(name, 0) + count
-        store.write(engine.changes(), index=True)
+        store.write(engine.local_changes(), index=True)
 
     def _move_watermark(self) -> None:
         if self._latest:

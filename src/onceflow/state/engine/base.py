@@ -200,6 +200,10 @@ class BaseEngine:
         """Row keys and rows (None: deleted) that differ from those in the store; without index rows."""
         return self._overlay.changes()
 
+    def local_changes(self) -> list[tuple[bytes, bytes | None]]:
+        """The same changes for the local store. It may know them in another form (``segments.py``)."""
+        return self.changes()
+
     @property
     def next_timer_ms(self) -> dict[str, int | None]:
         """The earliest time at which something is due after the changes, for the clocks ``event`` and ``processing``.

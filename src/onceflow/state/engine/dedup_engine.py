@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import islice, repeat
+from collections.abc import Iterator, Sequence
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from onceflow.state.engine import input_batch
 from onceflow.state.engine.base import BaseEngine
 from onceflow.state.engine.output_collector import SCHEMA, OutputCollector
 from onceflow.state.engine.returned import ReturnedRecordError, returned
-from onceflow.state.segments import Segments
+from onceflow.state.segments import LOCATED, Segments
 
 DELETED_PER_BATCH = 20_000
 """How many ids a batch may delete, if it does not have many records."""
@@ -44,6 +44,7 @@ class DedupEngine(BaseEngine):
         self._kept: dict[bytes, bytes] = {}
         self._deleted: list[bytes] = []
         self._drained: dict[bytes, bytes | None] = {}
+        self._replaced: list[bytes] = []  # keys of rows of forgotten ids that came again
         self._segments = Segments(self._overlay.store)
         self._next = 0
         self._floor = self.watermark_ms
@@ -86,7 +87,7 @@ class DedupEngine(BaseEngine):
         lowest_kept = stamps.row_of(self._floor)
         left = max(DELETED_PER_BATCH, 2 * self.counts["records"])
         for segment in self._segments.due(self._floor):
-            entries = list(islice(self._segments.entries(segment), left))
+            entries = self._segments.first_of(segment, left)
             # An id that came again is moved by its new row.
             forgotten = [id_ for id_, row in entries if row < lowest_kept and id_ not in self._new]
             self.counts["expired"] += len(forgotten)
@@ -95,19 +96,20 @@ class DedupEngine(BaseEngine):
             self._kept.update((id_, row) for id_, row in entries if row >= lowest_kept and id_ not in self._new)
             ended = len(entries) < left
             self._drained[segment.filter_key] = None if ended else b""
+            if entries:
+                self._drained[segment.prefix + entries[-1][0]] = b""
             left -= len(entries)
             if not ended:
                 break
 
     def changes(self) -> list[tuple[bytes, bytes | None]]:
-        """As `BaseEngine.changes`, and what becomes of segments (`segments.placed`), which belongs to no topic."""
-        written = {**self._kept, **self._new}
-        changes: list[tuple[bytes, bytes | None]] = list(
-            zip(map(rows.VALUE.__add__, written), written.values(), strict=True)
-        )
-        changes += zip(map(rows.VALUE.__add__, self._deleted), repeat(None))
-        changes += self._drained.items()
-        return changes
+        return [*self._written(), *zip(map(rows.VALUE.__add__, self._deleted), repeat(None))]
+
+    def local_changes(self) -> list[tuple[bytes, bytes | None]]:
+        """See `segments.placed`."""
+        gone: dict[bytes, bytes | None] = {**dict.fromkeys(self._replaced), **self._drained}
+        changes = [*self._written(), *gone.items()]
+        return [*changes, (LOCATED, b"")] if changes else []
 
     @property
     def next_timer_ms(self) -> dict[str, int | None]:
@@ -115,6 +117,10 @@ class DedupEngine(BaseEngine):
         return {"event": None, "processing": None}
 
     # ---- inside --------------------------------------------------------------------------------------
+
+    def _written(self) -> Iterator[tuple[bytes, bytes]]:
+        written = {**self._kept, **self._new}
+        return zip(map(rows.VALUE.__add__, written), written.values(), strict=True)
 
     def _times(self, given: pa.RecordBatch, batch: pa.RecordBatch) -> Any:
         """Event times in milliseconds, -1 where there is none; None: they do not matter."""
@@ -172,6 +178,8 @@ class DedupEngine(BaseEngine):
         if not any(committed):
             return found
         lowest_kept = stamps.row_of(max(0, self._floor or 0))
+        if again := [id_ for id_, row in zip(absent, committed, strict=True) if row is not None and row < lowest_kept]:
+            self._segments.find(again, self._replaced)
         kept = {id_: row for id_, row in zip(absent, committed, strict=True) if row is not None and row >= lowest_kept}
         return [kept.get(id_) if row is None else row for id_, row in zip(ids, found, strict=True)]
 

@@ -128,6 +128,7 @@ def plan(
     changes: dict[bytes, bytes | None],
     tally: Tally,
     fetch: Callable[[Sequence[bytes]], Iterable[bytes | None]],
+    scan: Callable[[bytes, bytes], Iterable[tuple[bytes, bytes]]],
     *,
     index: bool,
 ) -> Plan:
@@ -137,15 +138,20 @@ def plan(
         changes: row keys and rows; None deletes the row.
         tally: the tally before the write.
         fetch: returns the current rows for sorted keys.
+        scan: returns the current rows with ``start <= key < end``.
         index: the changes are of ``v``, ``m`` and ``t`` rows, and the changes of index rows have to be added. Stamped
             rows are placed in their segments.
     """
-    if index and (placed := segments.placed(changes, fetch)) is not None:
-        changes, index = placed, False
+    known: Mapping[bytes, bytes | None] = {}
+    if index and (placed := segments.placed(changes, fetch, scan)) is not None:
+        (changes, known), index = placed, False
     keys = sorted(changes)
     if keys and not (keys[0] and max(map(len, changes)) <= rows.STORE_KEY_BYTES_MAX):
         raise ValueError(f"row keys have 1 to {rows.STORE_KEY_BYTES_MAX} bytes")
-    old = _found(keys, fetch) if tally.rows else {}
+    old = {}
+    if tally.rows:
+        old = _found([key for key in keys if key not in known] if known else keys, fetch)
+        old.update((key, row) for key, row in known.items() if row is not None)
     if index and (follow := _index_rows(changes, old)):
         if tally.rows:
             old.update(_found(sorted(follow), fetch))
@@ -155,7 +161,7 @@ def plan(
     if None in changes.values():
         puts = {key: row for key, row in changes.items() if row is not None}
         deletes = [key for key in keys if changes[key] is None and key in old]
-        keys = sorted(puts)
+        keys = [key for key in keys if key in puts]
     values: list[bytes] = list(map(puts.__getitem__, keys))  # type: ignore[arg-type]  # no None is left
     # In the order of the changes, not of the keys, because this is their order in memory.
     total = tally.total - checksum(list(old), list(old.values()))

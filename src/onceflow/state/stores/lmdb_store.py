@@ -6,7 +6,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import islice
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -111,7 +111,9 @@ class LmdbStore(Store):
                 return False
             tally = Tally.decode(txn.get(TALLY.encode(), db=environment.blobs))
             cursor = txn.cursor(db)
-            planned = plan(wanted, tally, lambda keys: map(cursor.get, keys), index=index)
+            planned = plan(
+                wanted, tally, lambda keys: map(cursor.get, keys), lambda *ends: _between(cursor, *ends), index=index
+            )
             for key in planned.deletes:
                 txn.delete(key, db=db)
             # Appending fills each page. Otherwise full pages are split in halves.
@@ -215,6 +217,12 @@ def _part_read(start: bytes, end: bytes | None, reverse: bool, wanted: int) -> C
         return part if part[-1][0] >= start else [(key, row) for key, row in part if key >= start]
 
     return read
+
+
+def _between(cursor: Any, start: bytes, end: bytes) -> Iterator[tuple[bytes, bytes]]:
+    """Rows with ``start <= key < end`` that a write transaction sees."""
+    if _seek(cursor, start):
+        yield from takewhile(lambda item: item[0] < end, cursor.iternext())
 
 
 def _seek(cursor: Any, key: bytes) -> bool:

@@ -96,7 +96,7 @@ class MemoryStore(Store):
         with data.lock:
             if expect is not None and data.blobs.get(expect[0]) != expect[1]:
                 return False
-            planned = plan(wanted, data.tally, self.get_many, index=index)
+            planned = plan(wanted, data.tally, self.get_many, self.scan, index=index)
             for key in planned.deletes:
                 del data.rows[key]
             data.rows.update(zip(planned.keys, planned.values, strict=True))

@@ -104,7 +104,7 @@ class RocksdbStore(Store):
             # No other process has it open, so what is read here does not change before the batch is written.
             if expect is not None and self.blob(expect[0]) != expect[1]:
                 return False
-            planned = plan(wanted, self._tally(), self.get_many, index=index)
+            planned = plan(wanted, self._tally(), self.get_many, self.scan, index=index)
             batch = library().WriteBatch(raw_mode=True)
             for key in planned.deletes:
                 batch.delete(_ROW + key)
