@@ -109,17 +109,17 @@ def written_before_the_commit(patch: pytest.MonkeyPatch) -> None:
 
 def forgets(patch: pytest.MonkeyPatch) -> None:
     """Some ids are not kept."""
-    original = DedupEngine.changes
-    patch.setattr(DedupEngine, "changes", lambda self: [c for c in original(self) if c[0][-1:] != b"7"])
+    original = DedupEngine._written
+    patch.setattr(DedupEngine, "_written", lambda self: (c for c in original(self) if c[0][-1:] != b"7"))
 
 
 def never_forgets(patch: pytest.MonkeyPatch) -> None:
     """Ids that are not deleted yet count as remembered."""
     original = DedupEngine._found
 
-    def found(self: Any, row_keys: Any) -> Any:
+    def found(self: Any, row_keys: Any, **how: Any) -> Any:
         self._floor, floor = 0, self._floor
-        rows = original(self, row_keys)
+        rows = original(self, row_keys, **how)
         self._floor = floor
         return rows
 

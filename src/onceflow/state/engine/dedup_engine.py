@@ -154,7 +154,7 @@ class DedupEngine(BaseEngine):
         known = encoded.dictionary.to_pylist()
         first = np.empty(len(known), dtype=np.int64)
         first[codes[::-1]] = np.arange(len(codes) - 1, -1, -1)  # the last assignment to a place remains
-        found = self._found(known)
+        found = self._found(known, replaced=self._replaced)
         is_new = np.fromiter((row is None for row in found), dtype=bool, count=len(found))
         passed = np.zeros(len(codes), dtype=bool)
         passed[first[is_new]] = True
@@ -170,16 +170,21 @@ class DedupEngine(BaseEngine):
             self._set_aside(batch, ids, duplicates)
         self._pass_on(batch.filter(pa.array(passed)))
 
-    def _found(self, ids: list[bytes]) -> list[bytes | None]:
-        """The row of each id that is remembered."""
+    def _found(self, ids: list[bytes], replaced: list[bytes] | None = None) -> list[bytes | None]:
+        """The row of each id that is remembered.
+
+        Args:
+            replaced: the keys of the rows of ids that are there, but forgotten, are added to it.
+        """
         found: list[bytes | None] = list(map(self._new.get, ids)) if self._new else [None] * len(ids)
         absent = [id_ for id_, row in zip(ids, found, strict=True) if row is None]
         committed = self._segments.find(absent)
         if not any(committed):
             return found
         lowest_kept = stamps.row_of(max(0, self._floor or 0))
-        if again := [id_ for id_, row in zip(absent, committed, strict=True) if row is not None and row < lowest_kept]:
-            self._segments.find(again, self._replaced)
+        again = [id_ for id_, row in zip(absent, committed, strict=True) if row is not None and row < lowest_kept]
+        if again and replaced is not None:
+            self._segments.find(again, replaced)
         kept = {id_: row for id_, row in zip(absent, committed, strict=True) if row is not None and row >= lowest_kept}
         return [kept.get(id_) if row is None else row for id_, row in zip(ids, found, strict=True)]
 
