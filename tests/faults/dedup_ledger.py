@@ -110,10 +110,11 @@ def check_table(pipe: Any, stamps: dict[str, int], watermark: int | None) -> Non
 
     table: dict[str, int] = {}
     for seen in independent.read_topic(pipe.bootstrap, pipe.table, decided=True):
+        id_ = (seen.key or b"").decode()
         if seen.value is None:
-            table.pop((seen.key or b"").decode())
+            assert table.pop(id_, None) is not None, f"{id_} is deleted twice"
         else:
-            table[(seen.key or b"").decode()] = int.from_bytes(seen.value, "big")
+            table[id_] = int.from_bytes(seen.value, "big")
     assert not {id_: ms for id_, ms in table.items() if stamps[id_] != ms}, "the table has other times"
     lacking = [id_ for id_, ms in stamps.items() if (watermark is None or ms >= watermark) and id_ not in table]
     assert not lacking, f"the table lacks {lacking[:3]}"

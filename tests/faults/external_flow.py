@@ -1,4 +1,4 @@
-"""A flow that writes to a database (SQLite, or PostgreSQL by a DSN) or to Parquet files, for crash tests.
+"""A flow that writes to a database (SQLite, or PostgreSQL by a DSN), Parquet files or a Delta table, for crash tests.
 
 ``drivers.py`` starts it in a process of its own.
 """
@@ -28,11 +28,17 @@ class LosesAnswers(onceflow.SqliteSink):
             raise ConnectionError("the connection was lost")
 
 
-def sink_of(target: str) -> onceflow.ExternalSink:
-    """A database file, a table by a DSN, or a folder of Parquet files."""
+def sink_of(target: str, storage: dict[str, Any] | None = None) -> onceflow.ExternalSink:
+    """A database file, a table by a DSN, a Delta table, or a folder or bucket of Parquet files."""
+    if target.endswith(".delta"):
+        return onceflow.DeltaSink(target)
     if target.startswith("postgresql:"):
         return onceflow.PostgresSink(target, "ledger")
-    return onceflow.SqliteSink(target, "ledger") if target.endswith(".db") else onceflow.ParquetSink(target)
+    return (
+        onceflow.SqliteSink(target, "ledger")
+        if target.endswith(".db")
+        else onceflow.ParquetSink(target, storage_options=storage)
+    )
 
 
 def start(given: dict[str, Any], spark: Any) -> Any:
@@ -41,7 +47,7 @@ def start(given: dict[str, Any], spark: Any) -> Any:
     try:
         source = flow.read(given["source"], max_records_per_batch=given.get("records_per_batch", 500))
         rows = source.selectExpr("topic", "partition", "offset", "string(value) AS value", "uuid() AS attempt")
-        sink = given.get("sink") or sink_of(given["database"])
+        sink = given.get("sink") or sink_of(given["database"], given.get("storage"))
         return flow.write_external(rows, sink, **given.get("write", {})).start()
     except BaseException:
         flow.close()

@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from onceflow.chaos import external, run
+from onceflow.chaos import external, fault_kinds, run
 from onceflow.chaos.driver_process import DriverProcess
+from onceflow.chaos.flows import UNLOGGED
 from onceflow.chaos.test_bed import Setup
+from onceflow.testing import history
 
 pytestmark = [pytest.mark.integration, pytest.mark.faults]
 
@@ -29,6 +31,20 @@ def test_a_broken_sink_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert result["duplicated"] > 0
     assert result["torn"] > 0
     assert (result["lost"], result["others"]) == (0, {})
+
+
+@pytest.mark.long
+@pytest.mark.timeout(400)
+def test_a_broken_local_store_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a changelog: it applies changes of aborted batches, and drivers die before the commit."""
+    setup = Setup("mutant", flows=(UNLOGGED,), rate=100)  # so that the driver, which is broken, runs all batches
+    monkeypatch.setattr(run, "SETUPS", {setup.name: setup})
+    monkeypatch.setattr(fault_kinds, "STEPS", ("audit",))
+    monkeypatch.setattr(DriverProcess, "program", (str(Path(__file__).with_name("chaos_state_mutant.py")),))
+    result = run.run(seconds=5, seed=1, setups=[setup.name], kinds=["driver dies at a step"], keep=tmp_path / "run")
+    assert result["verdict"] == "failed"
+    assert result["others"].keys() == {history.STATE}
+    assert (result["lost"], result["duplicated"], result["torn"]) == (0, 0, 0)
 
 
 @pytest.mark.long

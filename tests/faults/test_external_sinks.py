@@ -16,11 +16,14 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
+from deltalake import DeltaTable
+from pyarrow.fs import FileSelector, S3FileSystem
 from pyspark.errors import StreamingQueryException
 
 import onceflow
 from onceflow import hooks
 from onceflow.testing import faults, independent
+from onceflow.testing.s3 import S3Server
 
 pytestmark = [pytest.mark.integration, pytest.mark.faults]
 
@@ -39,7 +42,7 @@ class External:
     """A flow from a topic into the database, and what must be there."""
 
     pipe: Any
-    database: Path
+    database: Path | str
     module: Any
     letters: str | None = None
 
@@ -114,17 +117,21 @@ class External:
 class Files(External):
     """The same with Parquet files. Reads them as the page says, without onceflow."""
 
+    def log(self) -> list[bytes]:
+        return [path.read_bytes() for path in sorted(Path(self.database).glob(f"_onceflow/{self.flow}/*/*.json"))]
+
+    def open(self, path: str) -> Any:
+        return Path(self.database) / path
+
     def entries(self) -> list[dict[str, Any]]:
-        found = [json.loads(path.read_text()) for path in sorted(self.database.glob(f"_onceflow/{self.flow}/*/*.json"))]
+        found = [json.loads(entry) for entry in self.log()]
         assert [entry["number"] for entry in found] == list(range(1, len(found) + 1))
         return found
 
     def rows(self) -> list[Any]:
         columns = ["partition", "offset", "value"]
         tables = [
-            pq.ParquetFile(self.database / file["path"]).read(columns)
-            for entry in self.entries()
-            for file in entry["files"]
+            pq.ParquetFile(self.open(file["path"])).read(columns) for entry in self.entries() for file in entry["files"]
         ]
         return [tuple(row.values()) for table in tables for row in table.to_pylist()]
 
@@ -133,9 +140,67 @@ class Files(External):
         return json.loads(entries[-1]["progress"]) if entries and entries[-1]["progress"] else {}
 
 
+@dataclass
+class Bucket(Files):
+    """The same in a bucket, read with pyarrow's own client of S3."""
+
+    server: S3Server | None = None
+
+    def arguments(self, **options: Any) -> dict[str, Any]:
+        assert self.server is not None
+        return super().arguments(storage=self.server.options, **options)
+
+    def client(self) -> S3FileSystem:
+        assert self.server is not None
+        options = self.server.options
+        return S3FileSystem(
+            access_key=options["key"],
+            secret_key=options["secret"],
+            endpoint_override=options["endpoint_url"],
+            region="us-east-1",
+        )
+
+    def root(self) -> str:
+        return str(self.database).removeprefix("s3://")
+
+    def log(self) -> list[bytes]:
+        client = self.client()
+        folder = FileSelector(f"{self.root()}/_onceflow/{self.flow}", allow_not_found=True, recursive=True)
+        paths = sorted(info.path for info in client.get_file_info(folder) if info.path.endswith(".json"))
+        return [client.open_input_file(path).read() for path in paths]
+
+    def open(self, path: str) -> Any:
+        return self.client().open_input_file(f"{self.root()}/{path}")
+
+
+@dataclass
+class Delta(External):
+    """The same with a table of Delta Lake. Its own reader says which rows and which entry are committed."""
+
+    def rows(self) -> list[Any]:
+        if not DeltaTable.is_deltatable(str(self.database)):
+            return []
+        found = DeltaTable(self.database).to_pyarrow_table(columns=["partition", "offset", "value"])
+        return [tuple(row.values()) for row in found.to_pylist()]
+
+    def progress(self) -> dict[str, Any]:
+        if not DeltaTable.is_deltatable(str(self.database)):
+            return {}
+        number = DeltaTable(self.database).transaction_version(f"onceflow.{self.flow}")
+        if number is None:
+            return {}
+        (entry,) = Path(self.database).glob(f"_onceflow/{self.flow}/*/{number:020d}.json")
+        progress = json.loads(entry.read_text())["progress"]
+        return json.loads(progress) if progress else {}
+
+
 @pytest.fixture
 def make_external(
-    make_pipe: Callable[..., Any], make_topic: Callable[..., str], external_flow: Any, tmp_path: Path
+    make_pipe: Callable[..., Any],
+    make_topic: Callable[..., str],
+    external_flow: Any,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
 ) -> Callable[..., External]:
     """``make_external()``: an empty topic, an empty target and a flow name. ``letters``: it refuses some rows."""
 
@@ -143,6 +208,11 @@ def make_external(
         pipe = make_pipe()
         if kind is Files:
             return Files(pipe, tmp_path / f"{pipe.flow}-files", external_flow)
+        if kind is Delta:
+            return Delta(pipe, tmp_path / f"{pipe.flow}.delta", external_flow)
+        if kind is Bucket:
+            server = request.getfixturevalue("s3")
+            return Bucket(pipe, f"s3://{server.make_bucket()}/table", external_flow, server=server)
         path = tmp_path / f"{pipe.flow}.db"
         with closing(sqlite3.connect(path)) as connection:
             connection.execute(_LEDGER + (', CHECK ("offset" % 7 <> 3))' if letters else ")"))
@@ -162,6 +232,8 @@ def rows_of(step: str) -> int:
     [
         (External, hooks.EXTERNAL_STEPS),
         pytest.param(Files, ("write", "audit", "commit"), marks=pytest.mark.long),
+        pytest.param(Bucket, hooks.EXTERNAL_STEPS, marks=pytest.mark.long),
+        pytest.param(Delta, hooks.EXTERNAL_STEPS, marks=pytest.mark.long),
     ],
 )
 def test_driver_killed(
@@ -209,7 +281,7 @@ def test_workers_die(make_external: Callable[..., External], inject: Any, kind: 
     """The rows of a task are there, then its worker dies: only those of the second attempt are committed."""
     flow = make_external(kind)
     flow.pipe.fill(1500)
-    inject("write", "kill", where="task", batch=2, times=1, once_file=str(flow.database.with_suffix(".fired")))
+    inject("write", "kill", where="task", batch=2, times=1, once_file=str(Path(flow.database).with_suffix(".fired")))
     query = flow.run(write={"small_batch_rows": 0})
     assert max(batch.attempts for batch in query.batches) > 1
     flow.check()
@@ -243,10 +315,11 @@ def test_an_older_state_of_the_database_is_restored(make_external: Callable[...,
     flow = make_external()
     flow.pipe.fill(900)
     flow.run()
-    backup = flow.database.read_bytes()
+    database = Path(flow.database)
+    backup = database.read_bytes()
     flow.pipe.fill(900)
     flow.run()
-    flow.database.write_bytes(backup)
+    database.write_bytes(backup)
     flow.run()
     flow.check()
     assert "an older state of" in caplog.text

@@ -469,6 +469,63 @@ def test_full_disk(
         connection.execute(f"DROP TABLESPACE small_{full}")
 
 
+@pytest.mark.long
+def test_no_room_for_the_write_ahead_log(
+    make_ledger: Callable[..., Ledger], small_disk: Any, space: Path, caplog: Any
+) -> None:
+    """The server ends with PANIC while it commits a batch, and cannot recover before there is room. The flow waits."""
+    other = LocalPostgres(settings={"max_wal_size": "32MB", "min_wal_size": "32MB", "checkpoint_timeout": "1h"})
+    wal = other.data / "pg_wal"
+    shutil.copytree(wal, space, dirs_exist_ok=True)
+    shutil.rmtree(wal)
+    wal.symlink_to(space)  # as with initdb --waldir
+    space.chmod(0o700)
+    if other.user is not None:
+        for each in (space, *space.rglob("*")):
+            shutil.chown(each, other.user)
+    full: list[threading.Timer] = []
+
+    def mend() -> None:
+        wait_until(lambda: "PANIC" in other.log_file.read_text(), 60, lambda: f"a PANIC\n{other.log_tail()}")
+        wait_until(lambda: "cannot be reached" in caplog.text or "not known yet" in caplog.text, 60, "the flow waits")
+        small_disk.mend()
+        other.kill()  # if it has not ended by itself
+        other.start()
+
+    def fill(step: str, batch: int) -> None:
+        if (step, batch) == ("audit", 2) and not full:
+            small_disk.fill(1_000_000)
+            _use_up_segments(other.dsn)
+            full.append(threading.Timer(0, mend))
+            full[0].start()
+
+    with other:
+        ledger = make_ledger(other.schema())
+        ledger.pipe.fill(3000)
+        with at_steps(fill):
+            query = ledger.run(write={"small_batch_rows": 0})
+        full[0].join()
+        assert "PANIC" in other.log_file.read_text()
+        assert "No space left on device" in other.log_file.read_text()
+        assert {batch.batch: batch.attempts for batch in query.batches}[2] > 1, "what was staged is gone"
+        ledger.check()
+
+
+def _use_up_segments(dsn: str) -> None:
+    """Leave 20 kB in the last segment of the write-ahead log that exists."""
+    position = "pg_current_wal_insert_lsn()"
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        while connection.execute(
+            f"SELECT max(name) > pg_walfile_name({position}) FROM pg_ls_waldir() WHERE name ~ '^[0-9A-F]{{24}}$'"
+        ).fetchone() == (True,):
+            connection.execute("SELECT pg_logical_emit_message(false, 'test', 'x')")
+            connection.execute("SELECT pg_switch_wal()")
+        connection.execute(
+            f"SELECT pg_logical_emit_message(false, 'test', repeat('x', "
+            f"greatest(16777216 - mod({position} - '0/0'::pg_lsn, 16777216) - 20000, 1)::int))"
+        )
+
+
 # ---- many columns, many rows -----------------------------------------------------------------------------
 
 _MIDNIGHT = dt.datetime(2020, 1, 1)
