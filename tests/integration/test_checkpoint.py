@@ -7,6 +7,7 @@ import re
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -789,3 +790,11 @@ def test_processors_keep_their_state_elsewhere(make_state_pipe: Any, write: dict
         pipe.start(**write)
     assert caught.value.flow == pipe.flow
     assert caught.value.next_step
+
+
+def test_a_processor_takes_no_state_in_spark(make_service: Any) -> None:
+    service = make_service(totals)
+    with closing(onceflow.Flow(service.name, service.spark, bootstrap_servers=service.bootstrap)) as flow:
+        sums = totals(parsed(flow.read(service.sources[0])))
+        with pytest.raises(onceflow.UnsupportedQueryError, match=r"Flow.process cannot take .*an aggregation"):
+            flow.process(sums, onceflow.Processor(), table="sums")

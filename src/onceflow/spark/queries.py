@@ -20,7 +20,7 @@ MARK = "onceflow.flow"
 #: Spark's setting for adaptive execution.
 ADAPTIVE = "spark.sql.adaptive.enabled"
 _starting = threading.Lock()
-_WRITE = "Flow.write"
+_WRITE, _EXTERNAL = "Flow.write", "Flow.write_external"
 
 # Logical operators that keep state between micro-batches when their input is a stream
 # (Spark: UnsupportedOperationChecker, and the stateful operators of IncrementalExecution).
@@ -286,12 +286,12 @@ def _needs_checkpoint(what: str, df: DataFrame, flow: str, call: str) -> Unsuppo
             next_step="divide it into two flows: one writes what the processor yields to a topic, the other reads it",
         )
     if call != _WRITE:
+        both = "Flow.write_chain(..., checkpoint=...) sets both up. " if call == _EXTERNAL else ""
         return UnsupportedQueryError(
-            f"{call} cannot write a query that keeps state in Spark ({what}): it takes no checkpoint",
+            f"{call} cannot take a query that keeps state in Spark ({what}): it takes no checkpoint",
             flow=flow,
             next_step="divide it into two flows: one writes a topic, with Flow.write(..., checkpoint=...), "
-            "the other one reads it. Flow.write_chain(..., checkpoint=...) sets both up. Or use Flow.process "
-            "in place of state in Spark",
+            f"the other one reads it. {both}Or use Flow.process in place of state in Spark",
         )
     return UnsupportedQueryError(
         f"The query keeps state in Spark ({what}), which needs a checkpoint",

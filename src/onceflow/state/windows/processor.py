@@ -138,7 +138,10 @@ class WindowProcessor(Processor):
     def _time_of(self, record: Record) -> int:
         at_ms = self.event_time(record)
         if at_ms is None:
-            raise ValueError("the record has no event time, so it belongs to no window")
+            raise ValueError(
+                "the record has no event time, so it belongs to no window: define event_time, or if it comes from "
+                "another processor, yield it there with timestamp_ms"
+            )
         if abs(at_ms) > _FAR_MS:
             raise ValueError(f"event time {at_ms} is too far away for a window")
         return index(at_ms)
