@@ -156,10 +156,11 @@ def test_driver_killed(make_ledger: Callable[..., Ledger], killed_together: Any)
     def recover(step: str) -> None:
         ledgers[step].pipe.fill(500)
         ledgers[step].run(**options[step])
-        ledgers[step].check()
 
     with ThreadPoolExecutor(3) as pool:
         list(pool.map(recover, ledgers))
+    for ledger in ledgers.values():  # now that no transaction of another flow hides the end of the progress topic
+        ledger.check()
 
 
 @pytest.mark.long
