@@ -15,8 +15,11 @@ import pytest
 
 import onceflow
 from onceflow.calls import breaker as breakers
+from onceflow.calls.runner import CallRunner
+from onceflow.calls.target import Call
 from onceflow.calls.threads import NAME
 from onceflow.errors import CallTimeoutError, CircuitOpenError, OptionError
+from onceflow.testing.waiting import wait_until
 
 BOTH = pytest.mark.parametrize("kind", ["plain", "async"])
 
@@ -259,6 +262,35 @@ def test_what_nobody_takes_is_discarded() -> None:
         assert time.monotonic() < end, discarded
         time.sleep(0.01)
     assert sorted([taken, *discarded]) == [1, 2, 3, 4]
+
+
+def test_what_returns_while_the_loop_ends_is_discarded() -> None:
+    """The loop forgets what it was asked to call after its last round."""
+    leave, asked, discarded = threading.Event(), threading.Event(), []
+
+    def ask() -> str:
+        leave.wait(10)
+        return "a file"
+
+    runner = CallRunner()
+    runner.start(Call(quick(ask).target, (), discard=discarded.append))
+    loop: Any = runner._loop
+    close, call_soon = loop.close, loop.call_soon_threadsafe
+
+    def late(function: Callable[..., Any], *args: Any) -> None:
+        call_soon(function, *args)
+        if leave.is_set():
+            asked.set()
+
+    def close_late() -> None:
+        leave.set()
+        assert asked.wait(10)
+        close()
+
+    loop.call_soon_threadsafe, loop.close = late, close_late
+    wait_until(lambda: any(t.name == NAME for t in threading.enumerate()), 10, "the function is called")
+    runner.close()
+    assert discarded == ["a file"]
 
 
 @pytest.mark.parametrize("problem", [SystemExit(3), KeyboardInterrupt(), StopIteration()])

@@ -11,7 +11,10 @@ import asyncio
 import queue
 import threading
 import time
+from collections import deque
+from collections.abc import Callable
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import Any
 
 from onceflow.calls.target import Call, Outcome, Target
@@ -42,6 +45,7 @@ class CallRunner:
         self._leave: asyncio.Event | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._lanes: dict[Target, _Lane] = {}
+        self._returned: deque[tuple[Callable[[], None], Callable[[], None]]] = deque()
         self._under_way = 0
         self._done = 0
 
@@ -152,6 +156,7 @@ class CallRunner:
         finally:
             loop.run_until_complete(loop.shutdown_asyncgens())
             loop.close()
+            self._drop_returned()
             threads.close()
 
     async def _serve(self, threads: DaemonThreads) -> None:
@@ -262,13 +267,29 @@ class CallRunner:
                 value = call.target.function(*args, **call.kwargs)
             except BaseException as problem:
                 error = _as_exception(problem)
+            self._returned.append((partial(finish, value, error), partial(call.dropped, value)))
             try:
-                loop.call_soon_threadsafe(finish, value, error)
-            except RuntimeError:  # the loop has ended: nobody waits any more
-                call.dropped(value)
+                loop.call_soon_threadsafe(self._finish_returned)
+            except RuntimeError:  # the loop has ended
+                self._drop_returned()
 
         self._threads.submit(job)
         return future
+
+    def _finish_returned(self) -> None:
+        """In the loop: hand on what plain functions have returned."""
+        while self._returned:
+            self._returned.popleft()[0]()
+
+    def _drop_returned(self) -> None:
+        """After the end of the loop: nobody waits any more. It has also forgotten what it was still asked to call, so
+        this is called by its own thread, and by each function that returns later."""
+        while True:
+            try:
+                _, drop = self._returned.popleft()
+            except IndexError:
+                return
+            drop()
 
     async def _resource(self, target: Target, lane: _Lane) -> Any:
         assert target.resource is not None

@@ -265,6 +265,7 @@ class Copies:
         self._due: list[tuple[float, int, Copy, bytearray, float | None]] = []
         self._numbers = itertools.count()  # frames are not compared
         self._done: list[Copy] = []
+        self._asked = 0
         self._closed = False
         self._thread: threading.Thread | None = None
         self._socket: socket.socket | None = None
@@ -286,10 +287,23 @@ class Copies:
                 raise TimeoutError(f"{len(self._done)} of {count} copies were sent in {seconds:g} s")
             return list(self._done)
 
+    def wait_for_all(self, seconds: float = 30.0) -> list[Copy]:
+        """Everything that has been sent, as soon as nothing is left to be sent. A request whose connection ended before
+        its answer has no copy.
+
+        Raises:
+            TimeoutError: there is still something left.
+        """
+        with self._changed:
+            if not self._changed.wait_for(lambda: len(self._done) == self._asked, seconds):
+                raise TimeoutError(f"{len(self._done)} of {self._asked} copies were sent in {seconds:g} s")
+            return list(self._done)
+
     def put(self, copy: Copy, frame: bytearray, again_s: float | None, *, after_s: float = 0.0) -> None:
         with self._changed:
             if self._closed:
                 return
+            self._asked += 1
             heapq.heappush(self._due, (time.monotonic() + after_s, next(self._numbers), copy, frame, again_s))
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, daemon=True, name="proxy-copies")
