@@ -5,14 +5,21 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pyarrow as pa
 import pytest
 
 import onceflow
 from onceflow.driver.retries import Attempt
 from onceflow.driver.row_calls import RowCalls, raised_error
-from onceflow.errors import DeadLetterLimitError, DeadlineExceededError, OnceflowError, ProcessorError
+from onceflow.errors import (
+    DeadLetterLimitError,
+    DeadlineExceededError,
+    OnceflowError,
+    ProcessorError,
+    StorageUnavailableError,
+)
 from onceflow.planning.options import BatchSummary
-from onceflow.task.call_rows import CallOrder, CallReport, CallReports
+from onceflow.task.call_rows import CallOrder, CallReport, CallReports, CallRows
 
 SPARK = """An exception was thrown from the Python worker. Please see the stack trace below.
 Traceback (most recent call last):
@@ -70,3 +77,45 @@ def test_only_reports_of_this_attempt_count() -> None:
     reports.value = {("8/1", 0, 0): [CallReport(5, 1)]}
     with pytest.raises(DeadLetterLimitError, match="5 of 20 records"):
         rows.check()
+
+
+class Stores:
+    """A serde whose store can be away."""
+
+    away = False
+
+    def encode(self, value: Any) -> bytes:
+        return self.encode_bytes(str(value).encode())
+
+    def encode_bytes(self, raw: bytes) -> bytes:
+        return b"stored " + raw
+
+    def decode(self, raw: bytes) -> str:
+        if self.away:
+            raise StorageUnavailableError("the store does not answer", next_step="look at it")
+        return raw.decode()
+
+
+def enriched(stores: Stores) -> Any:
+    def ask(record: onceflow.Record) -> str:
+        if record.value == "bad":
+            raise ValueError("refused")
+        return f"{record.value} asked"
+
+    order = CallOrder(onceflow.concurrently(ask), "out", "failed", stores, stores, "flow")
+    rows = pa.record_batch({"key": [b"a", b"b"], "value": [b"good", b"bad"], "topic": ["in", "in"]})
+    return next(iter(CallRows(order)(iter([rows]))))
+
+
+def test_a_dead_letter_has_the_value_that_was_read() -> None:
+    found = enriched(Stores())
+    assert found.column("topic").to_pylist() == ["out", "failed"]
+    assert found.column("value").to_pylist() == [b"stored good asked", b"bad"]
+
+
+def test_a_store_that_is_away_makes_no_dead_letters() -> None:
+    stores = Stores()
+    stores.away = True
+    with pytest.raises(StorageUnavailableError) as caught:
+        enriched(stores)
+    assert type(raised_error(SPARK.format(error=f"StorageUnavailableError: {caught.value}"))) is StorageUnavailableError

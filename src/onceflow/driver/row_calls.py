@@ -11,14 +11,26 @@ from pyspark.sql import DataFrame
 
 from onceflow.clock import clock_ms
 from onceflow.driver.retries import Attempt
-from onceflow.errors import DeadlineExceededError, OnceflowError, ProcessorError
+from onceflow.errors import (
+    DeadlineExceededError,
+    EnvironmentUnusableError,
+    OnceflowError,
+    ProcessorError,
+    StorageUnavailableError,
+)
 from onceflow.messages import CALLS_PROPERTY
 from onceflow.planning.options import BatchSummary
 from onceflow.spark.jvm import SPARK_ERRORS
 from onceflow.state.dead_letter_limit import DeadLetters, Letters, merged
 from onceflow.task.call_rows import CallOrder, reports_of
 
-_CLASSES = {each.__name__: each for each in (DeadlineExceededError, ProcessorError)}
+_RAISED_THERE: tuple[type[OnceflowError], ...] = (
+    DeadlineExceededError,
+    ProcessorError,
+    EnvironmentUnusableError,
+    StorageUnavailableError,
+)
+_CLASSES = {each.__name__: each for each in _RAISED_THERE}
 # An error as the worker of a task has written it, see `OnceflowError`.
 _RAISED = re.compile(
     rf"^onceflow\.errors\.({'|'.join(_CLASSES)}): (.+?)"

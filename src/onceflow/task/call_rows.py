@@ -18,7 +18,7 @@ from onceflow.calls.concurrently import Calls
 from onceflow.calls.runner import CallRunner
 from onceflow.calls.target import Call, Outcome
 from onceflow.clock import clock_ms
-from onceflow.errors import ProcessorError
+from onceflow.errors import EnvironmentUnusableError, ProcessorError
 from onceflow.messages import CALLS_PROPERTY
 from onceflow.spark import queries
 from onceflow.state import dead_letters
@@ -143,9 +143,12 @@ class CallRows:
                 raise self._failed(record, error) from error
             except Exception as error:
                 collector.truncate(mark)
+                if isinstance(error, EnvironmentUnusableError):  # such as storage: the batch runs again
+                    error.detail = error.detail or dead_letters.described(record, error)
+                    raise error.locate(flow=self.order.flow, topic=record.topic) from error.__cause__
                 if self.order.dead_letter_topic is None or isinstance(error, MemoryError):
                     raise self._failed(record, error) from error
-                collector.extend([dead_letters.dead_letter(record, self.order.dead_letter_topic, error)])
+                collector.extend([dead_letters.dead_letter(record, self.order.dead_letter_topic, error)], as_read=True)
                 report.dead_letters += 1
                 count, first = report.causes.get(type(error).__name__, (0, ""))
                 report.causes[type(error).__name__] = count + 1, first or dead_letters.described(record, error)
