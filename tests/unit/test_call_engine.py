@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections import defaultdict
@@ -272,3 +273,34 @@ def test_calls_have_a_limit_of_time_in_all() -> None:
         runner.settle()
     leave.set()
     runner.close()
+
+
+def test_a_function_may_make_calls_itself() -> None:
+    """They are calls of the function, and not of the record."""
+    bank = Bank()
+    inner = onceflow.concurrently(bank.charge, retries=0)
+
+    async def outer(key: str, amount: int) -> int:
+        return await asyncio.to_thread(inner, key, amount)
+
+    driver = ProcessorDriver(Pay(outer, timeout="5 seconds"))
+    assert receipts(driver.send_many([("a", 1), ("b", 2)])) == {"a": [10], "b": [20]}
+    assert sorted(bank.calls) == [("a", 1), ("b", 2)]
+
+
+@pytest.mark.parametrize("order", ["key", None])
+def test_the_clean_up_of_a_generator_may_make_a_call(order: str | None) -> None:
+    class Releases(Pay):
+        def process(self, key: str, records: Sequence[Record], state: Any) -> Iterator[Record]:
+            for record in records:
+                self.charge(key, record.value)
+                try:
+                    yield Record(key, object() if record.value == 2 else record.value)  # cannot be encoded
+                finally:
+                    self.charge(key, -record.value)
+
+    bank = Bank()
+    driver = ProcessorDriver(Releases(bank.charge, order=order), on_error="dead-letter")
+    assert receipts(driver.send_many([("a", n) for n in (1, 2, 3)])) == {"a": [1, 3]}
+    assert [letter.value for letter in driver.dead_letters] == [b"2"]
+    assert sorted(amount for _, amount in bank.calls) == [-3, -2, -1, 1, 2, 3]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 from onceflow.calls.options import seconds
@@ -18,10 +19,11 @@ class Breaker:
     is made as a trial. If it succeeds, calls are made again; if not, they are refused for another ``pause``. Errors
     that are not transient do not count: the other side has answered.
 
-    Each Python process has breakers of its own. They live as long as the process, over many batches.
+    Each Python process has a breaker of its own for each function, or function and text that `functools.partial` binds
+    to it, such as a URL. They live as long as the process, over many batches.
 
     Args:
-        failures: how many in a row, over all calls of the process.
+        failures: how many in a row, over all calls of the function in the process.
         pause: how long calls are refused.
 
     Raises:
@@ -77,11 +79,16 @@ class Circuit:
                 self._closed_until = time.monotonic() + self._pause_s
 
 
-_circuits: dict[tuple[str, Breaker], Circuit] = {}
+_circuits: dict[tuple[Hashable, Breaker], Circuit] = {}
 _lock = threading.Lock()
 
 
-def circuit_of(name: str, breaker: Breaker) -> Circuit:
-    """The circuit of this process for calls with this name: tasks that follow each other share it."""
+def circuit_of(name: str, identity: Hashable, breaker: Breaker) -> Circuit:
+    """The circuit of this process for a function: tasks that follow each other share it.
+
+    Args:
+        name: of the function, for messages.
+        identity: what tells it from other functions.
+    """
     with _lock:
-        return _circuits.setdefault((name, breaker), Circuit(name, breaker))
+        return _circuits.setdefault((identity, breaker), Circuit(name, breaker))

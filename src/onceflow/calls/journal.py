@@ -84,7 +84,7 @@ class Journal:
         if at < len(self._calls) and not self._is_same(self._calls[at], target, args, kwargs):
             del self._calls[at:]  # what is still under way there is not waited for
         if at == len(self._calls):
-            self._calls.append(self._runner.start(Call(target, args, kwargs, self._done, self._ahead)))
+            self._calls.append(self._started(Call(target, args, kwargs, self._done, self._ahead)))
         found = self._calls[at]
         if found.outcome is None:
             self.waits = True
@@ -95,6 +95,14 @@ class Journal:
     def settled(self) -> None:
         """The record is done: forget what is not needed any more."""
         self._calls.clear()
+
+    def _started(self, call: Call) -> Call:
+        """The function runs in a copy of this context. Calls that it makes itself are not calls of the record."""
+        token = _current.set(None)
+        try:
+            return self._runner.start(call)
+        finally:
+            _current.reset(token)
 
     def _is_same(self, call: Call, target: Target, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         if call.target is not target:

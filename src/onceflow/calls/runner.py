@@ -8,6 +8,7 @@ can be interrupted at any time, whatever the functions do.
 from __future__ import annotations
 
 import asyncio
+import inspect
 import queue
 import threading
 import time
@@ -43,7 +44,7 @@ class CallRunner:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._leave: asyncio.Event | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Future[Any]] = set()
         self._lanes: dict[Target, _Lane] = {}
         self._returned: deque[tuple[Callable[[], None], Callable[[], None]]] = deque()
         self._under_way = 0
@@ -167,7 +168,7 @@ class CallRunner:
             tasks = list(self._tasks)
             for task in tasks:
                 task.cancel()
-            if tasks:
+            if tasks:  # the functions of the user may still need the resources
                 await asyncio.wait(tasks, timeout=_CANCEL_S)
 
     def _end(self) -> None:
@@ -175,9 +176,13 @@ class CallRunner:
         self._leave.set()
 
     def _begin(self, call: Call) -> None:
-        task = asyncio.get_running_loop().create_task(self._run(call))
+        self._keep(asyncio.get_running_loop().create_task(self._run(call)))
+
+    def _keep(self, task: asyncio.Task[Any]) -> asyncio.Task[Any]:
+        """`_serve` cancels it, and waits for it."""
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     async def _run(self, call: Call) -> None:
         lane = self._lanes.get(call.target)
@@ -186,8 +191,11 @@ class CallRunner:
         async with lane.turns:
             try:
                 call.outcome = await self._attempts(call, lane)
-            except Exception as error:  # of `transient` or `resource`, which are of the user's
-                call.outcome = Outcome(None, error, 0)
+            except BaseException as problem:  # of `transient` or `resource`, which are of the user's
+                assert self._leave is not None
+                if self._leave.is_set() and not isinstance(problem, Exception):
+                    raise
+                call.outcome = Outcome(None, _as_exception(problem), 0)  # else the call would be waited for
         self._results.put(call)
 
     async def _attempts(self, call: Call, lane: _Lane) -> Outcome:
@@ -225,19 +233,26 @@ class CallRunner:
         if call.target.resource is not None:
             args = (await self._resource(call.target, lane), *args)
         if lane.is_async:
-            work: asyncio.Future[Any] = asyncio.ensure_future(_converted(call.target.function(*args, **call.kwargs)))
+            work: asyncio.Future[Any] = self._keep(
+                asyncio.get_running_loop().create_task(_converted(call.target.function(*args, **call.kwargs)))
+            )
+            left_s = timeout_s
         else:
+            began_at = time.monotonic()
             work = await self._in_thread(call, args, lane, timeout_s)
+            left_s = max(0.0, timeout_s - (time.monotonic() - began_at))
         try:
-            await asyncio.wait({work}, timeout=timeout_s)
+            await asyncio.wait({work}, timeout=left_s)
         except asyncio.CancelledError:
-            if not work.done():
+            if not lane.is_async:  # a coroutine was cancelled by `_serve`; a second time would disturb its clean-up
                 work.cancel()
-            elif not work.cancelled() and work.exception() is None:
-                call.dropped(work.result())
+            work.add_done_callback(partial(_discard, call))
             raise
         if work.done():
+            if work.cancelled():  # not by us
+                raise _as_exception(asyncio.CancelledError("what it waited for was cancelled"))
             return work.result()
+        work.add_done_callback(partial(_discard, call))
         work.cancel()
         if lane.is_async:
             await asyncio.wait({work}, timeout=_CANCEL_S)
@@ -264,7 +279,7 @@ class CallRunner:
         def job() -> None:
             value, error = None, None
             try:
-                value = call.target.function(*args, **call.kwargs)
+                value = _returned(call.target.function(*args, **call.kwargs))
             except BaseException as problem:
                 error = _as_exception(problem)
             self._returned.append((partial(finish, value, error), partial(call.dropped, value)))
@@ -333,8 +348,27 @@ async def _converted(awaitable: Any) -> Any:
     """Wait for it. SystemExit and the like would end the loop, and nobody would hear of it."""
     try:
         return await awaitable
-    except (KeyboardInterrupt, SystemExit) as problem:
+    except (Exception, asyncio.CancelledError, GeneratorExit):
+        raise
+    except BaseException as problem:
         raise _as_exception(problem) from problem
+
+
+def _returned(value: Any) -> Any:
+    """What a plain function has returned. Nobody would wait for a coroutine, so the call would never be made."""
+    if inspect.iscoroutine(value):
+        value.close()
+        raise TypeError(
+            f"the function is a plain one, and has returned a coroutine of {value.__qualname__}: give concurrently a "
+            "function that is defined with async def"
+        )
+    return value
+
+
+def _discard(call: Call, work: asyncio.Future[Any]) -> None:
+    """A function was given up. What it has returned all the same is discarded."""
+    if not work.cancelled() and work.exception() is None:
+        call.dropped(work.result())
 
 
 def _as_exception(problem: BaseException) -> Exception:

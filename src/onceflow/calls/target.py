@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from types import CellType
 from typing import Any, NamedTuple
 
 from onceflow.calls.breaker import Breaker, Circuit, circuit_of
 from onceflow.calls.options import CallOptions, Transient
+
+log = logging.getLogger("onceflow")
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,8 +45,23 @@ class Target:
         return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(called)
 
     def circuit(self) -> Circuit | None:
-        module = getattr(self.function, "__module__", "")
-        return None if self.breaker is None else circuit_of(f"{module}.{self.name}".lstrip("."), self.breaker)
+        if self.breaker is None:
+            return None
+        return circuit_of(self.name, _identity(self.function), self.breaker)
+
+
+def _identity(function: Callable[..., Any]) -> Hashable:
+    """What tells a function from others, also after it was pickled anew for another task.
+
+    Texts that it was bound to count, because they are addresses: ``partial(ask, url)`` is made for several services.
+    """
+    if isinstance(function, functools.partial):
+        bound = (*function.args, *function.keywords.values())
+        return _identity(function.func), tuple(each for each in bound if isinstance(each, str))
+    name = getattr(function, "__qualname__", type(function).__qualname__)
+    cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or () if cell != CellType()]
+    texts = tuple(each for each in cells if isinstance(each, str))
+    return getattr(function, "__module__", None), name, getattr(function, "__code__", None), texts
 
 
 class Outcome(NamedTuple):
@@ -89,5 +109,9 @@ class Call:
 
     def dropped(self, value: Any) -> None:
         """Nobody takes this value."""
-        if self.discard is not None and value is not None:
+        if self.discard is None or value is None:
+            return
+        try:
             self.discard(value)
+        except Exception:  # other values still have to be discarded
+            log.warning("a result of %s that nobody takes could not be discarded", self.target.name, exc_info=True)

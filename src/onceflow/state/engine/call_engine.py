@@ -137,7 +137,8 @@ class CallEngine(Engine):
                 problem = error
                 user_errors.handed_over(error, self.processor.process, result)
             if problem is not None or journal.waits:
-                end_generator(result)
+                with suppress(Suspended):  # its clean-up makes a call
+                    end_generator(result)
         if problem is None and not journal.waits:
             return True
         overlay.roll_back()
@@ -163,6 +164,7 @@ class CallEngine(Engine):
                 result = self.processor.process(record.key, [record], State(self._scope, raw_key))
                 if result is not None:
                     collector.extend(result, record.key, raw_key)
-            end_generator(result)
+            with suppress(Suspended):
+                end_generator(result)
         overlay.roll_back()
         collector.truncate(mark)
