@@ -7,14 +7,18 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import pytest
 
 import onceflow
 from onceflow import Record, serdes
+from onceflow.calls.runner import CallRunner, give_up
 from onceflow.calls.threads import NAME
-from onceflow.errors import DeadlineExceededError, ProcessorError
+from onceflow.errors import BatchAbortedError, DeadlineExceededError, OnceflowError, ProcessorError
+from onceflow.state.engine.choice import engine_for
+from onceflow.testing import processor_driver
 from onceflow.testing.processor_driver import ProcessorDriver
 
 
@@ -261,7 +265,6 @@ def test_looking_for_the_cause_of_an_error_makes_no_calls() -> None:
 
 
 def test_calls_have_a_limit_of_time_in_all() -> None:
-    from onceflow.calls.runner import CallRunner
     from onceflow.calls.target import Call
 
     leave = threading.Event()
@@ -304,3 +307,41 @@ def test_the_clean_up_of_a_generator_may_make_a_call(order: str | None) -> None:
     assert receipts(driver.send_many([("a", n) for n in (1, 2, 3)])) == {"a": [1, 3]}
     assert [letter.value for letter in driver.dead_letters] == [b"2"]
     assert sorted(amount for _, amount in bank.calls) == [-3, -2, -1, 1, 2, 3]
+
+
+@pytest.mark.parametrize("method", ["open", "on_timer", "close"])
+@pytest.mark.parametrize("why", ["time", "stop"])
+def test_calls_outside_of_process_have_the_limits_of_the_batch(
+    method: str, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leave, begun = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        begun.set()
+        leave.wait(10)
+
+    class Asks(onceflow.Processor):
+        ask = onceflow.concurrently(wait)
+
+        def process(self, key: bytes, records: Sequence[Record], state: Any) -> None:
+            state.timers.register("due", state.now_ms + 1000, "processing")
+
+        def on_timer(self, key: bytes, timer: Any, state: Any) -> None:
+            pass
+
+    def asks(self: Asks, *_: object) -> None:
+        with suppress(OnceflowError):  # user code may not notice
+            self.ask()
+
+    driver = ProcessorDriver(Asks())
+    driver.send(b"a", b"1")
+    setattr(Asks, method, asks)
+    runner = CallRunner(0.05 if why == "time" else None, "flow")
+    monkeypatch.setattr(processor_driver, "engine_for", lambda processor: engine_for(processor, runner))
+    stop = threading.Thread(target=lambda: begun.wait(10) and give_up("flow"))
+    if why == "stop":
+        stop.start()
+    with pytest.raises(DeadlineExceededError if why == "time" else BatchAbortedError, match="alls "):
+        driver.advance(2)
+    leave.set()
+    runner.close()

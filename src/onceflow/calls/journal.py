@@ -8,24 +8,63 @@ returns at once. So calls for many keys are under way at a time, and for each ke
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from contextvars import ContextVar
 from typing import Any
 
 from onceflow.calls.runner import CallRunner
 from onceflow.calls.target import Call, Target
+from onceflow.errors import OnceflowError
 
 
 class Suspended(BaseException):
     """User code waits for a call. No Exception: user code must not take it for a failure of the call."""
 
 
-_current: ContextVar[Journal | None] = ContextVar("onceflow_journal", default=None)
+_current: ContextVar[Journal | OneByOne | None] = ContextVar("onceflow_journal", default=None)
 
 
-def current() -> Journal | None:
-    """The journal of the user code that runs now; None: nobody could run it again."""
+def current() -> Journal | OneByOne | None:
+    """What makes the calls of the user code that runs now; None: it does not run in a flow, or not in `Processor`."""
     return _current.get()
+
+
+class OneByOne:
+    """Calls of user code that is not run again, such as ``on_timer``: each one is waited for.
+
+    Args:
+        runner: whose limits these calls have.
+    """
+
+    def __init__(self, runner: CallRunner) -> None:
+        self._runner = runner
+        self.problem: OnceflowError | None = None
+        """Why no more calls are made, even if user code has caught it."""
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        token = _current.set(self)
+        try:
+            yield
+        finally:
+            _current.reset(token)
+
+    def result(self, target: Target, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The value of a call.
+
+        Raises:
+            DeadlineExceededError, BatchAbortedError: see `CallRunner.settle`.
+            Exception: the call has failed.
+        """
+        with closing(self._runner.alone()) as runner:
+            call = runner.start(Call(target, args, kwargs))
+            try:
+                runner.settle()
+            except OnceflowError as problem:
+                self.problem = problem
+                raise
+        assert call.outcome is not None
+        return call.outcome.get()
 
 
 class Journal:

@@ -125,6 +125,15 @@ class CallRunner:
         if self._flow == flow:
             self._given_up = True
 
+    def alone(self) -> CallRunner:
+        """For a call that is waited for by itself, within the same limits."""
+        with _lock:
+            _open.add(self)  # until it is closed
+        self._began_at = self._began_at or time.monotonic()
+        runner = CallRunner(self._limit_s and max(0.001, self._limit_s - self._used_s()), self._flow)
+        runner._given_up = self._given_up
+        return runner
+
     def _used_s(self) -> float:
         return 0.0 if self._began_at is None else time.monotonic() - self._began_at
 

@@ -9,16 +9,17 @@ the state never has half of a record, and outputs of a key are in order.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
 import pyarrow as pa
 
 from onceflow.calls.concurrently import calls_of
-from onceflow.calls.journal import Journal, Suspended
+from onceflow.calls.journal import Journal, OneByOne, Suspended
 from onceflow.calls.runner import CallRunner
+from onceflow.errors import ProcessorError
 from onceflow.state.api import user_errors
 from onceflow.state.api.handle import State
 from onceflow.state.api.processor import Processor
@@ -54,6 +55,34 @@ class CallEngine(Engine):
         self._owns_runner = runner is None
         self._goes_ahead = all(calls.order is None for calls in calls_of(processor))
         self._queues: dict[bytes, deque[_Waiting]] = {}
+
+    def start(self) -> None:
+        """See `Engine.start`.
+
+        Raises:
+            DeadlineExceededError, BatchAbortedError: the calls of timers take too long; the flow is being stopped.
+        """
+        with self._one_by_one():
+            super().start()
+
+    def finish(self) -> None:
+        """See `BaseEngine.finish`."""
+        with self._one_by_one():
+            super().finish()
+
+    @contextmanager
+    def _one_by_one(self) -> Iterator[None]:
+        calls = OneByOne(self._runner)
+        try:
+            with calls.used():
+                yield
+        except ProcessorError:
+            if calls.problem is None:
+                raise
+        finally:
+            self._close()
+        if calls.problem is not None:  # no timer has caused it
+            raise self._located(calls.problem)
 
     def feed(self, rows: pa.RecordBatch) -> None:
         """See `BaseEngine.feed`. Afterwards, records may wait for their calls."""
