@@ -213,3 +213,53 @@ def test_each_function_has_a_breaker_of_its_own() -> None:
         assert type(outcome_of(calls(bad)).error) is ConnectionError
         assert outcome_of(calls(good)).value == 1
     assert type(outcome_of(calls(functools.partial(get, "http://down"))).error) is CircuitOpenError
+
+
+def test_a_call_that_gets_its_place_as_everything_ends_is_not_made() -> None:
+    """Until Python 3.12, asyncio.wait_for loses such a cancellation."""
+    leave, called = threading.Event(), []
+
+    def ask(item: int) -> None:
+        called.append(item)
+        leave.wait(10)
+
+    runner = CallRunner()
+    target = onceflow.concurrently(ask, limit=1, timeout=0.05, retries=0).target
+    later = onceflow.concurrently(ask, limit=1, timeout=30, retries=0).target
+    runner.start(Call(target, (1,)))
+    runner.take()  # its thread keeps the place
+    lane = runner._lanes[target]
+    runner._lanes[later] = lane
+    runner.start(Call(later, (2,)))
+    wait_until(lambda: bool(lane.places._waiters), 10, "the second one waits for the place")
+
+    def end() -> None:
+        lane.places.release()
+        runner._end()
+
+    loop: Any = runner._loop
+    loop.call_soon_threadsafe(end)
+    runner.close()
+    leave.set()
+    assert called == [1]
+
+
+def test_a_runner_can_begin_again_after_its_end() -> None:
+    said: list[str] = []
+
+    class Session:
+        def __enter__(self) -> list[str]:
+            said.append("enter")
+            return said
+
+        def __exit__(self, *_: object) -> None:
+            said.append("exit")
+
+    target = onceflow.concurrently(lambda session, item: session.append(item), limit=1, resource=Session).target
+    runner = CallRunner(5)
+    for item in ("one", "two"):
+        for _ in range(2):
+            runner.start(Call(target, (item,)))
+        runner.settle()
+        runner.close()
+    assert said == ["enter", "one", "one", "exit", "enter", "two", "two", "exit"]

@@ -138,7 +138,7 @@ class CallRunner:
         return 0.0 if self._began_at is None else time.monotonic() - self._began_at
 
     def _too_slow(self) -> DeadlineExceededError:
-        limits = ", ".join(f"{target.name}: limit={target.options.limit}" for target in self._lanes)
+        limits = ", ".join(f"{target.name}: limit={target.options.limit}" for target in list(self._lanes))
         return DeadlineExceededError(
             f"The calls of a batch take longer than {round(self._limit_s or 0, 1):g} s, "
             "for which its transaction may still be open",
@@ -153,7 +153,7 @@ class CallRunner:
         loop = self._loop = asyncio.new_event_loop()
         with _lock:
             _open.add(self)
-        self._leave = asyncio.Event()
+        self._leave, self._lanes = asyncio.Event(), {}  # locks and resources of an earlier loop are of no use
         self._thread = threading.Thread(target=self._run_loop, args=(loop,), name=f"{NAME}-loop", daemon=True)
         self._thread.start()
         return loop
@@ -275,6 +275,10 @@ class CallRunner:
         except asyncio.TimeoutError:
             what = "was not made, because earlier calls that were given up still run: no place was free"
             raise _timed_out(call.target, timeout_s, what) from None
+        assert self._leave is not None
+        if self._leave.is_set():  # before Python 3.12, wait_for does not notice if it is cancelled as it gets the place
+            lane.places.release()
+            raise asyncio.CancelledError
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Any] = loop.create_future()
 
