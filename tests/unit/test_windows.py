@@ -458,3 +458,21 @@ def test_many_windows_close_in_bounded_batches_that_follow_at_once(monkeypatch: 
     driver.send_many([Record(b"a", number, timestamp_ms=1000 * number) for number in range(6)])
     # The flow waits for its clock, unless a batch says that something is left.
     assert batches == [(0, False), (2, True), (2, True), (1, False)]
+
+
+@pytest.mark.parametrize("aggregate", [windows.Sum("amount"), windows.Mean("amount")])
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_record_with_which_a_sum_overflows_is_bad_and_the_others_are_summed(aggregate: Any, at_once: bool) -> None:
+    class Total(windows.WindowProcessor):
+        key, value = serdes.STRING, serdes.JSON
+        window = windows.Tumbling("1 minute")
+        aggregates = {"total": aggregate}  # noqa: RUF012
+
+    driver = ProcessorDriver(Total(), on_error="dead-letter")
+    for number, amount in enumerate((1e308, 1e308, -1e308, 6)):
+        driver.send("a", {"amount": amount}, timestamp_ms=number, run=not at_once)
+    driver.send("a", {"amount": 1}, timestamp_ms=70_000)
+    driver.run()
+    expected = 6 if isinstance(aggregate, windows.Sum) else 2
+    assert [record.value["total"] for record in driver.outputs] == [expected]
+    assert len(driver.dead_letters) == 1

@@ -78,6 +78,11 @@ class Count(Aggregate):
 class Sum(Aggregate):
     """The sum of the numbers; null if there is none. Whole numbers are summed exactly."""
 
+    def add(self, part: Any, record: Record) -> Any:
+        found = super().add(part, record)
+        _check_total(found, self._of)
+        return found
+
     def part(self, value: Any) -> Any:
         return _number(value, self._of)
 
@@ -105,6 +110,11 @@ class Mean(Aggregate):
     def initial(self) -> Any:
         return [0, 0]
 
+    def add(self, part: Any, record: Record) -> Any:
+        found = super().add(part, record)
+        _check_total(found[0], self._of)
+        return found
+
     def part(self, value: Any) -> Any:
         return [_number(value, self._of), 1]
 
@@ -125,3 +135,9 @@ def _number(value: Any, of: Source) -> Any:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         raise ValueError(f"{of if isinstance(of, str) else 'the value'} is {value!r:.100}, not a finite number")
     return value
+
+
+def _check_total(total: Any, of: Source) -> None:
+    # As in `_number`: the sum of the window would begin again, without the records that it had.
+    if isinstance(total, float) and not math.isfinite(total):
+        raise ValueError(f"with this record, the sum of {of if isinstance(of, str) else 'the values'} is too large")
