@@ -125,6 +125,22 @@ def test_a_segment_ends_or_is_closed(store: Store) -> None:
     assert store.checksum_holds()
 
 
+@pytest.mark.parametrize("reverse", [False, True])
+def test_a_scan_sees_ids_that_move_meanwhile(store: Store, reverse: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("lmdb_store", "memory_store"):  # as if the store were much larger
+        monkeypatch.setattr(f"onceflow.state.stores.{name}._SCANNED_AT_ONCE", 10)
+    monkeypatch.setattr("onceflow.state.stores.stamped_view._SCANNED_AT_ONCE", 8)
+    ids = numbered(100, 300)
+    put(store, ids)
+    scan = StampedView(store).scan(b"", reverse=reverse)
+    found = [next(scan) for _ in range(8)]
+    for id_, row in sorted(ids.items(), reverse=not reverse):
+        put(store, {id_: row})
+        found += [] if len(found) == len(ids) else [next(scan)]
+    found += list(scan)
+    assert found == sorted(((b"v" + id_, row) for id_, row in ids.items()), reverse=reverse)
+
+
 def test_a_part_of_a_segment_is_deleted(store: Store) -> None:
     put(store, numbered(0, 9))
     put(store, numbered(10, 300))

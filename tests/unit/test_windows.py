@@ -476,3 +476,19 @@ def test_a_record_with_which_a_sum_overflows_is_bad_and_the_others_are_summed(ag
     expected = 6 if isinstance(aggregate, windows.Sum) else 2
     assert [record.value["total"] for record in driver.outputs] == [expected]
     assert len(driver.dead_letters) == 1
+
+
+@pytest.mark.parametrize("aggregate", [windows.Min, windows.Max])
+def test_what_json_cannot_keep_is_neither_least_nor_most(aggregate: Any) -> None:
+    class Extreme(windows.WindowProcessor):
+        key, value = serdes.STRING, serdes.JSON
+        window = windows.Tumbling("1 minute")
+        aggregates = {"extreme": aggregate(lambda record: float(record.value))}  # noqa: RUF012
+
+    driver = ProcessorDriver(Extreme(), on_error="dead-letter")
+    for number, value in enumerate(("inf", "5", "nan", "-inf")):
+        driver.send("a", value, timestamp_ms=number)
+    driver.send("a", "1", timestamp_ms=70_000)
+    driver.run()
+    assert [record.value["extreme"] for record in driver.outputs] == [5.0]
+    assert len(driver.dead_letters) == 3

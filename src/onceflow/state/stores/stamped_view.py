@@ -5,11 +5,14 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import islice
 from pathlib import Path
 
 from onceflow.state import rows, segments
 from onceflow.state.segments import Segments
 from onceflow.state.stores.base import NO_BLOBS, Store, Tally
+
+_SCANNED_AT_ONCE = 1000
 
 
 class StampedView(Store):
@@ -41,12 +44,20 @@ class StampedView(Store):
         after = rows.after(rows.VALUE)
         assert after is not None
         low, high = max(start, rows.VALUE), after if end is None else min(end, after)
-        if low < high:
-            parts = [
-                self._part(segment.prefix, low[1:], None if high == after else high[1:], reverse)
-                for segment in Segments(self._store).listed
-            ]
-            yield from heapq.merge(*parts, reverse=reverse)
+        wanted = _SCANNED_AT_ONCE
+        while low < high:
+            current = Segments(self._store).listed
+            parts = [self._part(each.prefix, low[1:], None if high == after else high[1:], reverse) for each in current]
+            merged = heapq.merge(*parts, reverse=reverse)
+            while found := list(islice(merged, wanted)):
+                if segments.listed(self._store.get(segments.LIST)) != current:  # an id may have moved
+                    break
+                yield from found
+                low, high = (low, found[-1][0]) if reverse else (found[-1][0] + b"\0", high)
+                wanted = min(2 * wanted, _SCANNED_AT_ONCE)
+            else:
+                return
+            wanted = max(1, wanted // 2)  # a writer that never rests does not keep a reader from going on
 
     def _part(self, prefix: bytes, low: bytes, high: bytes | None, reverse: bool) -> Iterator[tuple[bytes, bytes]]:
         end = segments.end_of(prefix) if high is None else prefix + high

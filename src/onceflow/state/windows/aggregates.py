@@ -93,12 +93,18 @@ class Sum(Aggregate):
 class Min(Aggregate):
     """The smallest value; null if there is none."""
 
+    def part(self, value: Any) -> Any:
+        return _number(value, self._of) if isinstance(value, float) else value
+
     def merge(self, left: Any, right: Any) -> Any:
         return right if left is None else left if right is None else min(left, right)
 
 
 class Max(Aggregate):
     """The largest value; null if there is none."""
+
+    def part(self, value: Any) -> Any:
+        return _number(value, self._of) if isinstance(value, float) else value
 
     def merge(self, left: Any, right: Any) -> Any:
         return right if left is None else left if right is None else max(left, right)
