@@ -104,7 +104,7 @@ def session(
 
     class_path_open = not driver_jvm.is_started()
     if class_path_open:
-        user = {**_file_settings(), **submit_settings(os.environ.get("PYSPARK_SUBMIT_ARGS", "")), **given}
+        user = {**configured_settings(), **given}
     else:
         driver_jvm.started()
         _require_connector()
@@ -166,6 +166,11 @@ def parse_defaults(text: str) -> dict[str, str]:
         if match:
             settings[match[1]] = match[2]
     return settings
+
+
+def configured_settings() -> dict[str, str]:
+    """The settings in spark-defaults.conf and in PYSPARK_SUBMIT_ARGS."""
+    return {**_file_settings(), **submit_settings(os.environ.get("PYSPARK_SUBMIT_ARGS", ""))}
 
 
 def _conf_folder() -> Path:

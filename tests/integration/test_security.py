@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 import shutil
@@ -18,10 +19,19 @@ from confluent_kafka.admin import (
 )
 
 import onceflow
+from onceflow.admin import doctor
+from onceflow.admin.doctor_local import Host
+from onceflow.admin.finding import Level
 from onceflow.client.brokers import Safety, StableOffsets, held_back, read_safety, warn_of_settings
+from onceflow.client.cluster import Cluster
 from onceflow.client.deadline import Deadline
+from onceflow.client.settings import ClientSettings
+from onceflow.client.transaction_requests import describe_transaction
+from onceflow.driver import progress_log
+from onceflow.driver.driver_session import DriverSession
 from onceflow.driver.progress_log import partition_of
-from onceflow.protocol.progress import PROGRESS_TOPIC
+from onceflow.protocol.names import Names
+from onceflow.protocol.progress import PROGRESS_TOPIC, Progress
 from onceflow.testing import independent
 from onceflow.testing.broker import create_topic
 from onceflow.testing.secure import SCRAM, SECRET, Secure, connected, grant
@@ -99,6 +109,34 @@ def test_each_missing_privilege_is_named(secure: Secure, pipe: Any, missing: str
     assert step in caught.value.next_step
     assert SECRET not in text
     assert independent.read_topic(secure.internal, pipe.target) == []
+
+
+@pytest.mark.parametrize("missing", ["", "source", "target", "progress-read", "transactional-id", "group"])
+def test_the_doctor_names_each_missing_privilege(secure: Secure, pipe: Any, missing: str) -> None:
+    """Nothing is written to find that out. The flow has progress, of which the doctor has the topics."""
+    acls = needed(pipe)
+    names = Names(pipe.flow)
+    with contextlib.closing(Cluster(ClientSettings(secure.internal))) as cluster:
+        deadline = Deadline(30, "a test")
+        progress_log.ensure_topic(cluster, deadline)
+        session = DriverSession(cluster, names)
+        session.init(deadline)  # Kafka's own topics exist then
+        ids = {pipe.source: cluster.topic(pipe.source, deadline).topic_id}
+        progress = Progress(pipe.flow, 1, {pipe.source: dict.fromkeys(range(4), 0)}, ids, 1, outputs=(pipe.target,))
+        progress_log.write_progress(cluster, None, names, progress, progress.offsets, deadline)
+        before = describe_transaction(cluster, names.transactional_id, deadline)
+        lacks = acls.pop(missing, None)
+        grant(secure, list(acls.values()))
+        found = list(doctor.cluster_findings(ClientSettings(secure.servers, secure.options()), names, [], Host(())))
+        assert describe_transaction(cluster, names.transactional_id, deadline) == before
+    denied = {each.fix.partition(": ")[0]: each.subject for each in found if each.level is Level.ERROR}
+    if lacks is None:
+        assert denied == {}
+        told = {each.fix for each in found if each.level is Level.WARNING and each.check == "permissions"}
+        assert any("--operation DescribeConfigs --topic" in fix for fix in told)
+        return
+    _, name, operation = lacks
+    assert {fix: subject.split()[-1] for fix, subject in denied.items()} == {f"grant {operation.name}": name}
 
 
 def test_write_is_missing_where_describe_is_not(secure: Secure, pipe: Any) -> None:

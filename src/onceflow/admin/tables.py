@@ -124,7 +124,7 @@ def _completed(
     first = list_offsets(cluster, spans, EARLIEST, deadline)
     stable = list_offsets(cluster, spans, LATEST, deadline)
     end = list_offsets(cluster, spans, LATEST, deadline, committed=False)
-    progress = list(_progress(cluster, deadline))
+    progress = list(all_progress(cluster, deadline))
     return [
         TableTopic(
             name,
@@ -152,7 +152,7 @@ def _owner(info: TopicInfo, progress: list[Progress]) -> Owner | None:
     return Owner(last.flow, last.batch_id, last.changelogs[info.name], last.topic_ids.get(info.name, ""))
 
 
-def _progress(cluster: Cluster, deadline: Deadline) -> Iterator[Progress]:
+def all_progress(cluster: Cluster, deadline: Deadline) -> Iterator[Progress]:
     """The committed progress of each flow. Open transactions of others may hide the newest ones.
 
     Records that this version cannot read are left out: it is not their flow that is asked for.

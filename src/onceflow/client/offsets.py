@@ -14,6 +14,7 @@ from onceflow.client.leaders import ask_leaders
 from onceflow.protocol import codes
 
 EARLIEST, LATEST = -2, -1
+NEWEST_TIMESTAMP = -3
 
 
 def list_offsets(
@@ -43,6 +44,25 @@ def list_offsets(
     for (topic, partition), offset in answers.items():
         found[topic][partition] = offset
     return found
+
+
+def newest_timestamps(cluster: Cluster, partitions: Mapping[str, Sequence[int]], deadline: Deadline) -> dict[str, int]:
+    """The newest timestamp in each topic, in epoch milliseconds; -1 if it has no records. No records are read.
+
+    Raises:
+        BrokerUnsupportedError: it needs Kafka 3.0.
+    """
+    cluster.connect(deadline)
+    version = cluster.version(ListOffsetsRequest, min_version=7, max_version=7)
+    answers = ask_leaders(
+        cluster,
+        [(topic, partition) for topic, numbers in partitions.items() for partition in numbers],
+        deadline,
+        api="ListOffsets",
+        request=lambda wanted: _list_offsets_request(version, wanted, NEWEST_TIMESTAMP, False),
+        read=lambda answer: int(answer.timestamp),
+    )
+    return {topic: max((ms for (name, _), ms in answers.items() if name == topic), default=-1) for topic in partitions}
 
 
 def _list_offsets_request(version: int, wanted: Mapping[str, Sequence[int]], timestamp: int, committed: bool) -> Any:

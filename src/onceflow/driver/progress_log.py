@@ -81,26 +81,38 @@ def ensure_topic(cluster: Cluster, deadline: Deadline) -> TopicInfo:
             configs=_CONFIGS,
             deadline=deadline,
         )
-    if info.partitions < PROGRESS_PARTITIONS:
-        raise ProgressConflictError(
-            f"The progress topic {PROGRESS_TOPIC} has {info.partitions} partitions, but needs {PROGRESS_PARTITIONS}",
-            topic=PROGRESS_TOPIC,
-            next_step=f"add partitions: kafka-topics.sh --alter --topic {PROGRESS_TOPIC} "
-            f"--partitions {PROGRESS_PARTITIONS} (a flow's partition does not depend on the count)",
-        )
     policy = topic_config(cluster, PROGRESS_TOPIC, "cleanup.policy", deadline)
+    check_topic(info.partitions, policy)
     if policy is None:
         log.warning(
             "no permission to read the settings of %s: make sure that its cleanup.policy is compact", PROGRESS_TOPIC
         )
-    elif policy != "compact":
+    return info
+
+
+def check_topic(partitions: int, policy: str | None) -> None:
+    """Refuse a progress topic that cannot be used.
+
+    Args:
+        policy: its ``cleanup.policy``; None: it may not be read.
+
+    Raises:
+        ProgressConflictError: it has too few partitions or is not compacted.
+    """
+    if partitions < PROGRESS_PARTITIONS:
+        raise ProgressConflictError(
+            f"The progress topic {PROGRESS_TOPIC} has {partitions} partitions, but needs {PROGRESS_PARTITIONS}",
+            topic=PROGRESS_TOPIC,
+            next_step=f"add partitions: kafka-topics.sh --alter --topic {PROGRESS_TOPIC} "
+            f"--partitions {PROGRESS_PARTITIONS} (a flow's partition does not depend on the count)",
+        )
+    if policy not in (None, "compact"):
         raise ProgressConflictError(
             f"The progress topic {PROGRESS_TOPIC} has cleanup.policy={policy}: progress of an idle flow would expire",
             topic=PROGRESS_TOPIC,
             next_step=f"kafka-configs.sh --alter --entity-type topics --entity-name {PROGRESS_TOPIC} "
             "--add-config cleanup.policy=compact",
         )
-    return info
 
 
 def read_progress(

@@ -113,7 +113,12 @@ def cluster_jars() -> list[Path]:
 
 def spark_has_connector() -> bool:
     """Whether Spark's own jars include the Kafka connector, as in an image that was built with it."""
-    return any(_spark_jars_folder().glob("spark-sql-kafka-*.jar"))
+    return any(name.startswith("spark-sql-kafka-") for name in spark_jars())
+
+
+def spark_jars() -> list[str]:
+    """The names of Spark's own jars."""
+    return sorted(jar.name for jar in _spark_jars_folder().glob("*.jar"))
 
 
 def kafka_broker_classpath(version: str = BROKER_VERSION) -> list[Path]:
@@ -143,10 +148,20 @@ def installed_spark_version() -> str:
 
 def scala_version() -> str:
     """The version of Scala, ``2.12`` or ``2.13``, that the installed Spark was built with."""
+    return _spark_core()[0]
+
+
+def jars_version() -> str:
+    """The version of Spark whose jars are used. It differs from that of pyspark if SPARK_HOME names another Spark."""
+    return _spark_core()[1]
+
+
+def _spark_core() -> tuple[str, str]:
+    """The versions of Scala and Spark in the name of Spark's main jar."""
     for jar in _spark_jars_folder().glob("spark-core_*.jar"):
-        match = re.match(r"spark-core_(\d+\.\d+)-", jar.name)
+        match = re.match(r"spark-core_(\d+\.\d+)-(.+)\.jar", jar.name)
         if match:
-            return match[1]
+            return match[1], match[2]
     raise EnvironmentUnusableError(
         f"There is no Spark in {_spark_jars_folder()}.", next_step="Install pyspark again, or correct SPARK_HOME."
     )
@@ -180,6 +195,11 @@ def resolve(coordinates: Sequence[Coordinate], *, transitive: bool) -> list[Path
             )
         log.info("%d jars in %.1f s", len(jars), time.monotonic() - started)
         return jars
+
+
+def cached(coordinates: Sequence[Coordinate]) -> list[Path] | None:
+    """These jars, without their dependencies, if they are in the cache. None: `resolve` would download them."""
+    return _read_set(cache_dir() / "jars" / cache_key(coordinates, transitive=False))
 
 
 def cache_key(coordinates: Sequence[Coordinate], *, transitive: bool) -> str:

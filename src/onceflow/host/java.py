@@ -37,7 +37,7 @@ def find_java() -> Path:
                 next_step=f"Install Java {MAJOR_MIN} or later, or set JAVA_HOME.",
             )
         java = Path(found)
-    version = _version(java)
+    version = java_version(java)
     major = major_version(version)
     if major is None or major < MAJOR_MIN:
         raise EnvironmentUnusableError(
@@ -53,7 +53,8 @@ def major_version(version: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def _version(java: Path) -> str:
+def java_version(java: Path) -> str:
+    """The version of a java executable; empty if it cannot be found out."""
     # Every JDK and JRE since Java 9 has this file next to bin/. Running java instead would start a JVM.
     release = java.resolve().parent.parent / "release"
     try:

@@ -1,0 +1,134 @@
+"""``onceflow doctor``: the list of its checks, and how they are run.
+
+Each check is a function that yields findings. Those of a cluster are functions of what was read from it before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+from onceflow.admin.doctor_cluster import (
+    check_broker_settings,
+    check_brokers,
+    check_clock,
+    check_cluster_topics,
+    check_progress_topic,
+    check_unknown_flows,
+    check_versions,
+)
+from onceflow.admin.doctor_disk import check_disk, check_local_state, check_scratch, local_flows
+from onceflow.admin.doctor_facts import Facts
+from onceflow.admin.doctor_local import (
+    Host,
+    check_connector,
+    check_java,
+    check_open_files,
+    check_packages,
+    check_python,
+    check_spark,
+)
+from onceflow.admin.doctor_permissions import check_permissions
+from onceflow.admin.doctor_reading import Reading
+from onceflow.admin.doctor_topics import (
+    check_cleanup,
+    check_lag,
+    check_message_size,
+    check_progress,
+    check_safety,
+    check_topics,
+)
+from onceflow.admin.finding import Check, Finding, examine, of_error, ok, warning
+from onceflow.client.addresses import contact, parse_servers
+from onceflow.client.cluster import Cluster
+from onceflow.client.deadline import Deadline
+from onceflow.client.settings import ClientSettings
+from onceflow.errors import OnceflowError
+from onceflow.protocol.names import Names
+from onceflow.session import configured_settings
+from onceflow.state.local.format import default_state_dir
+
+#: For how long the first connection is tried while all addresses refuse it, in seconds. Nothing waits for the brokers.
+REFUSED_S = 5.0
+_CONNECT_S = 20.0
+
+LOCAL: tuple[Check[Host], ...] = (
+    Check("python", check_python),
+    Check("java", check_java),
+    Check("spark", check_spark),
+    Check("connector", check_connector),
+    Check("packages", check_packages),
+    Check("open-files", check_open_files),
+    Check("disk", check_disk),
+    Check("scratch", check_scratch),
+    Check("local-state", check_local_state),
+)
+CLUSTER: tuple[Check[Facts], ...] = (
+    Check("brokers", check_brokers),
+    Check("versions", check_versions),
+    Check("clock", check_clock),
+    Check("broker-settings", check_broker_settings),
+    Check("kafka-topics", check_cluster_topics),
+    Check("progress-topic", check_progress_topic),
+    Check("unknown-flows", check_unknown_flows),
+)
+FLOW: tuple[Check[Facts], ...] = (
+    Check("progress", check_progress),
+    Check("topics", check_topics),
+    Check("safety", check_safety),
+    Check("cleanup-policy", check_cleanup),
+    Check("lag", check_lag),
+    Check("message-size", check_message_size),
+    Check("permissions", check_permissions),
+)
+#: The connection itself is no function of facts: without it there are none.
+CONNECTION = "connection"
+
+
+def this_machine(state_dirs: Sequence[Path]) -> Host:
+    """This machine.
+
+    Args:
+        state_dirs: folders of local state; empty: the default one.
+    """
+    try:
+        configured = configured_settings()
+    except ImportError:  # a check says that there is no pyspark
+        configured = {}
+    return Host(tuple(state_dirs) or (default_state_dir(),), configured)
+
+
+def local_findings(host: Host) -> Iterator[Finding]:
+    """What there is to say of this machine."""
+    return examine(LOCAL, host)
+
+
+def cluster_findings(
+    settings: ClientSettings, names: Names | None, topics: Sequence[str], host: Host
+) -> Iterator[Finding]:
+    """What there is to say of the cluster, and of a flow and topics. If no broker answers, that is one finding.
+
+    Args:
+        names: the flow; None: none.
+        topics: topics to look at, besides those of the flow.
+    """
+    with closing(Cluster(settings, refused_s=REFUSED_S)) as cluster:
+        try:
+            cluster.connect(Deadline(_CONNECT_S, f"connecting to {settings.bootstrap_servers}"))
+        except OnceflowError as problem:
+            yield replace(of_error(settings.bootstrap_servers, problem), check=CONNECTION)
+            return
+        yield replace(ok(settings.bootstrap_servers, "a broker answers"), check=CONNECTION)
+        for address in parse_servers(settings.bootstrap_servers):
+            met = contact(address)
+            if met.text:
+                found = warning(str(address), met.text, "start that broker, or remove it from bootstrap_servers")
+                yield replace(found, check=CONNECTION)
+        local = {flow.flow: flow.folder for folder in host.state_dirs for flow in local_flows(folder)}
+        reading = Reading(cluster)
+        facts = reading.read(names, topics, local)
+    yield from examine(CLUSTER, facts)
+    yield from examine(FLOW, facts)
+    yield from reading.problems
