@@ -7,6 +7,7 @@ test pins that; when it fails, Kafka has been mended. The others show that no fl
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 import uuid
@@ -16,11 +17,13 @@ from functools import cached_property
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 
 from onceflow import hooks
 from onceflow.broker.local import LocalBroker
+from onceflow.cli.main import cli
 from onceflow.client.cluster import TRANSACTION, Cluster
 from onceflow.client.deadline import Deadline
 from onceflow.client.produce import Producer
@@ -243,6 +246,34 @@ def test_others_open_transactions_are_left_alone(
     assert not caplog.records
     stranger.transactions.end(soon(), commit=False)
     assert flow.seen() == [b"committed"]
+
+
+@pytest.mark.long
+def test_an_administrator_aborts_what_has_no_marker(flow: Flow, driver: DriverSession) -> None:
+    """`onceflow transactions`, when the producer itself does not come back."""
+
+    def command(*arguments: str, code: int = 0) -> str:
+        given = ["transactions", *arguments, "--bootstrap-servers", flow.broker.bootstrap_servers]
+        answer = CliRunner().invoke(cli, given, standalone_mode=False)
+        assert answer.exception is None, repr(answer.exception)
+        assert (answer.return_value or 0) == code
+        return answer.stdout
+
+    driver.transactions.begin(soon())
+    flow.write(driver, "aborted")
+    flow.end_without_leader(driver, commit=False)
+    stranger = flow.driver(flow.name + "-other")
+    stranger.transactions.init(soon())
+    stranger.transactions.begin(soon())
+    flow.write(stranger, "committed")
+    stranger.transactions.end(soon(), commit=True)
+    assert independent.read_topic(flow.broker.bootstrap_servers, flow.out) == []
+    (found,) = [json.loads(line) for line in command("list", "--hanging", "--fail", "--json", code=1).splitlines()]
+    assert (found["topic"], found["transactional_id"]) == (flow.out, flow.names.transactional_id)
+    assert found["hanging"]
+    command("abort", flow.names.transactional_id, "--yes")
+    assert flow.seen() == [b"committed"]
+    assert command("list", "--fail") == ""
 
 
 def started_again(flow: Flow, starts: int, *, batch_id: int) -> DriverSession:

@@ -167,7 +167,7 @@ def test_somebody_elses_open_transaction(cluster: Cluster, make_topic: MakeTopic
     assert 1.0 <= time.monotonic() - began < 10
     assert caught.value.topic == f"{topic}-0"
     assert f"last stable offset is {stable}" in caught.value.detail
-    assert "kafka-transactions.sh" in caught.value.next_step
+    assert f"onceflow transactions list --topic {topic}" in caught.value.next_step
     # Once it has ended, reading goes on where it was.
     read_on = CommittedReader(cluster, 30).read(topic, 0, chunk.next_offset, end)
     other.end(commit=True)

@@ -129,14 +129,14 @@ SEEN = OpenTransaction(producer_id=4001, producer_epoch=2, start_offset=17, last
     "transaction, words",
     [
         (None, ["offset 17 of in-3", "65 s", "23 offsets wait", "could not be found out"]),
-        (SEEN, ["4001", "epoch 2", "2023-11-14T22:13:20", "no coordinator", "--partition 3 --start-offset 17"]),
+        (SEEN, ["4001", "epoch 2", "2023-11-14T22:13:20", "no coordinator", "--producer-id 4001 --topic"]),
         (
             OpenTransaction(4001, 2, 17, 1_700_000_000_000, "loader", "Ongoing", 1_699_999_999_000, 900_000),
             ["'loader'", "begun 2023-11-14T22:13:19", "900 s after", "4001"],
         ),
         (
             OpenTransaction(4001, 2, 17, -1, "loader", "CompleteCommit", -1, 900_000),
-            ["'loader' is CompleteCommit", "it hangs", "last write at an unknown time", "--start-offset 17"],
+            ["'loader' is CompleteCommit", "it hangs", "last write at an unknown time", "transactions describe"],
         ),
     ],
 )

@@ -64,7 +64,7 @@ def test_aborted_records_are_told(
     with caplog.at_level(logging.WARNING, "onceflow.client"):
         confirm(transactions, committed=False)
     (warning,) = caplog.messages
-    assert "kafka-transactions.sh abort --topic out --partition 0 --start-offset 10" in warning
+    assert f"onceflow transactions abort --producer-id {OLD} --topic out" in warning
 
 
 @pytest.mark.parametrize("committed", [True, False])

@@ -31,6 +31,7 @@ COMMANDS = {
     "setup": "onceflow.cli.setup:setup",
     "table": "onceflow.cli.table:table",
     "topic": "onceflow.cli.topic:topic",
+    "transactions": "onceflow.cli.transactions:transactions",
 }
 
 # For `onceflow --help`, which must not import the commands only to learn their first lines.
@@ -49,6 +50,7 @@ SUMMARIES = {
     "setup": "Download the jars for Spark and for the local broker.",
     "table": "Look into tables, serve them over HTTP, maintain those of flows.",
     "topic": "Create, list, describe and delete topics.",
+    "transactions": "List, describe and abort open transactions.",
 }
 
 

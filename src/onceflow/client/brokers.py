@@ -15,15 +15,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 
-from kafka.protocol.admin import ListTransactionsRequest
 from kafka.protocol.metadata import MetadataRequest
 
-from onceflow.client.cluster import Cluster, ConnectionFailedError
+from onceflow.client.cluster import Cluster
 from onceflow.client.deadline import Deadline
 from onceflow.client.offsets import LATEST, list_offsets
 from onceflow.client.producers import OpenTransaction, open_transactions
 from onceflow.client.topics import topic_configs
 from onceflow.client.transaction_requests import describe_transaction
+from onceflow.client.transactional_ids import list_transactional_ids
 from onceflow.errors import OnceflowError
 
 log = logging.getLogger("onceflow")
@@ -236,8 +236,8 @@ def held_back_warning(held: Held, transaction: OpenTransaction | None) -> str:
     else:
         text += f"; its transactional id {transaction.transactional_id!r} is {transaction.state}, so it hangs"
     return (
-        f"{text}. See `kafka-transactions.sh find-hanging`, and `abort --topic {held.topic} "
-        f"--partition {held.partition} --start-offset {transaction.start_offset}`"
+        f"{text}. See `onceflow transactions describe --producer-id {transaction.producer_id} --topic {held.topic}`, "
+        "and `abort` with the same arguments"
     )
 
 
@@ -260,29 +260,19 @@ def _open_transaction(cluster: Cluster, held: Held, deadline: Deadline) -> OpenT
 
 
 def _named(cluster: Cluster, seen: OpenTransaction, deadline: Deadline) -> OpenTransaction:
-    """The same transaction, with what its coordinator knows of it. Any broker may be that coordinator, so all brokers
-    are asked."""
-    for broker in cluster.manager.cluster.brokers():
-        request = ListTransactionsRequest(
-            version=cluster.version(ListTransactionsRequest, min_version=0, max_version=0),
-            state_filters=[],
-            producer_id_filters=[seen.producer_id],
-        )
-        try:
-            response = cluster.exchange(request, broker.node_id, deadline)
-        except ConnectionFailedError:
-            continue
-        for state in response.transaction_states or []:
-            name = str(state.transactional_id)
-            described = describe_transaction(cluster, name, deadline)
-            return replace(
-                seen,
-                transactional_id=name,
-                state=str(described["state"]),
-                started_ms=int(described.get("started_ms", -1)),
-                timeout_ms=int(described.get("timeout_ms", -1)),
-            )
-    return seen
+    """The same transaction, with what its coordinator knows of it."""
+    listing = list_transactional_ids(cluster, deadline, producer_ids=[seen.producer_id])
+    known = listing.by_producer.get(seen.producer_id)
+    if known is None:
+        return seen
+    described = describe_transaction(cluster, known.name, deadline)
+    return replace(
+        seen,
+        transactional_id=known.name,
+        state=str(described["state"]),
+        started_ms=int(described.get("started_ms", -1)),
+        timeout_ms=int(described.get("timeout_ms", -1)),
+    )
 
 
 def _time(epoch_ms: int) -> str:

@@ -180,9 +180,8 @@ class _CommittedRead(PartitionFetch[Chunk]):
             topic=self.name,
             detail=f"the last stable offset is {self.last_stable_offset}, the log ends at {self.high_watermark}; read "
             f"up to {self.position}",
-            next_step="find the producer whose transaction is open: kafka-transactions.sh describe-producers "
-            f"--topic {self.topic} --partition {self.partition} lists open transactions (CurrentTransactionStartOffset "
-            f"{self.last_stable_offset}); end that producer, or abort its transaction with kafka-transactions.sh abort",
+            next_step=f"`onceflow transactions list --topic {self.topic}` shows whose transaction is open; end that "
+            "producer, or abort its transaction with `onceflow transactions abort`",
         )
 
     def _too_short(self, last: int) -> DataLossError:

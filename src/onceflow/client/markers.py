@@ -203,10 +203,10 @@ class Markers:
         for (topic, partition), each in forgotten.items():
             log.warning(
                 "flow %s: an aborted attempt has left records undecided in %s-%d, and Kafka has forgotten its "
-                "transactional id since: readers wait there until you run `kafka-transactions.sh abort --topic %s "
-                "--partition %d --start-offset %d`",
+                "transactional id since: readers wait there until you run `onceflow transactions abort "
+                "--producer-id %d --topic %s`",
                 *(self._name, topic, partition),
-                *(topic, partition, each.start_offset),
+                *(each.producer_id, topic),
             )
         return {topic_partition: each for topic_partition, each in own.items() if topic_partition not in forgotten}
 

@@ -24,6 +24,8 @@ class OpenTransaction:
         transactional_id: None: no coordinator has returned it.
         state: state of the transactional id: ``Ongoing``, unless the transaction hangs.
         started_ms, timeout_ms: -1 if they are not known.
+        coordinator_epoch: that of the coordinator that has written the last marker of this producer in the partition;
+            -1: there was none.
     """
 
     producer_id: int
@@ -34,6 +36,7 @@ class OpenTransaction:
     state: str = ""
     started_ms: int = -1
     timeout_ms: int = -1
+    coordinator_epoch: int = -1
 
 
 def open_transactions(
@@ -69,4 +72,5 @@ def _open(producer: Any) -> OpenTransaction:
         producer_epoch=int(producer.producer_epoch),
         start_offset=int(producer.current_txn_start_offset),
         last_write_ms=int(producer.last_timestamp),
+        coordinator_epoch=int(producer.coordinator_epoch),
     )

@@ -89,6 +89,13 @@ def flow_of_transactional_id(transactional_id: str, prefix: str = "") -> str | N
     return _after(transactional_id, prefix + _MARK)
 
 
+def progress_keys_of(transactional_id: str) -> set[str]:
+    """The keys that the progress of the flow with a transactional id may have, if the prefix is not known: one for each
+    ``onceflow.`` in the id. Empty: it is not the id of a flow."""
+    parts = transactional_id.split(_MARK)
+    return {_MARK.join(parts[:n]) + _MARK.join(parts[n:]) for n in range(1, len(parts))}
+
+
 def flow_of_group_id(group_id: str, prefix: str = "") -> str | None:
     """The flow that would have a group id. None: no flow can have it. The group may still be one of another client."""
     return _after(group_id, prefix)
