@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from onceflow.external.sqlite import SqliteSink
     from onceflow.flow import Flow
     from onceflow.flow_chain import FlowChain
+    from onceflow.metrics.endpoint import MetricsEndpoint, serve_metrics
     from onceflow.query import FlowQuery
     from onceflow.serving import serve
     from onceflow.session import session
@@ -94,6 +95,7 @@ __all__ = [
     "FlowQuery",
     "JoinTable",
     "LateRowsError",
+    "MetricsEndpoint",
     "OnceflowError",
     "OptionError",
     "Outcome",
@@ -122,6 +124,7 @@ __all__ = [
     "idempotency_key",
     "serdes",
     "serve",
+    "serve_metrics",
     "session",
     "windows",
 ]
@@ -140,6 +143,7 @@ _HOMES = {
     "FlowChain": "onceflow.flow_chain",
     "FlowQuery": "onceflow.query",
     "JoinTable": "onceflow.state.joins.spec",
+    "MetricsEndpoint": "onceflow.metrics.endpoint",
     "Outcome": "onceflow.calls.target",
     "ParquetSink": "onceflow.external.parquet",
     "ParquetTable": "onceflow.external.parquet_table",
@@ -155,6 +159,7 @@ _HOMES = {
     "concurrently": "onceflow.calls.concurrently",
     "idempotency_key": "onceflow.state.dead_letters",
     "serve": "onceflow.serving",
+    "serve_metrics": "onceflow.metrics.endpoint",
     "session": "onceflow.session",
 }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from onceflow import interactive
+from onceflow import hooks, interactive
 from onceflow.client.settings import ClientSettings
 from onceflow.driver.run import Run
 from onceflow.driver.startup import Startup
@@ -75,6 +75,7 @@ class FlowRuns:
                 self._running = query = FlowQuery(run.start(), run.sink, ended)
                 query_listener.started(query)
                 interactive.started(self._settings.bootstrap_servers, self._names.transactional_id, query)
+                hooks.at(hooks.STARTED, where="driver", flow=self._names.flow, query=query)
             except BaseException:
                 ended()
                 raise

@@ -23,9 +23,13 @@ STEPS = ("init", "plan", "begin", "write", "audit", "progress", "end", "settle")
 EXTERNAL_STEPS = tuple(each for step in STEPS for each in (("commit", step) if step == "progress" else (step,)))
 #: Also announced: an attempt was aborted, and nothing of it can become visible any more. Faults are not injected here.
 ABORTED = "aborted"
+#: And: the query of a flow was started; a batch was given up after its progress was written (at_most_once); a query
+#: has failed.
+STARTED, LOST, FAILED = "started", "lost", "failed"
 
 #: Called with the step, and with the keyword arguments ``flow``, ``batch`` and more facts: at ``begin`` the producer id
-#: and epoch as ``producer``, and the ``source`` range.
+#: and epoch as ``producer``, and the ``source`` range; at ``end`` and ``lost`` the ``summary`` of the batch; at
+#: ``aborted`` and ``failed`` the ``error``; at ``started`` the ``query``.
 Observer = Callable[..., None]
 _observers: list[Observer] = []
 

@@ -24,6 +24,9 @@ log = logging.getLogger("onceflow")
 # The Spark thread of a query normally ends in milliseconds, unless it waits for brokers.
 _STOP_S, _LOOK_S = 10.0, 0.1
 
+#: The conditions of a query.
+STARTING, RUNNING, STOPPED, FAILED = "starting", "running", "stopped", "failed"
+
 
 class FlowQuery(SparkQuery):
     """Returned by ``Flow.write(...).start()``.
@@ -40,6 +43,7 @@ class FlowQuery(SparkQuery):
         self._awaiting = threading.Lock()
         self._released = False
         self._left_behind = False
+        self._has_begun = False
 
     def __repr__(self) -> str:
         progress = self._sink.progress
@@ -194,6 +198,39 @@ class FlowQuery(SparkQuery):
     def failure(self) -> BaseException | None:
         """The error with which onceflow has stopped the query, or None."""
         return self._sink.failure
+
+    @property
+    def condition(self) -> str:
+        """``starting`` until the first batch is committed or there is nothing to read; then ``running``. At the end
+        ``stopped`` (by ``stop``, or because everything is read with ``once=True``) or ``failed``."""
+        if self.failure is not None:
+            return FAILED
+        if self._sink.stopping:
+            return STOPPED
+        try:
+            with jvm_needed():
+                if super().isActive:
+                    self._has_begun = self._has_begun or self._is_under_way()
+                    return RUNNING if self._has_begun else STARTING
+                return STOPPED if self.spark_error() is None else FAILED
+        except EnvironmentUnusableError:
+            return FAILED
+
+    def _is_under_way(self) -> bool:
+        return bool(self._sink.history or self._sink.drained or self._sink.idle) or self.spark_waits()
+
+    @property
+    def lag(self) -> dict[str, dict[int, int]]:
+        """How many offsets of each source partition were left to read at the last batch, by topic.
+
+        It is what Spark knew when it planned the batch; brokers are not asked. Empty before the first batch, and when
+        Spark's JVM has ended.
+        """
+        try:
+            with jvm_needed():
+                return self.spark_lag()
+        except EnvironmentUnusableError:
+            return {}
 
     @property
     def position(self) -> str:

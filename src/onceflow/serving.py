@@ -9,12 +9,14 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
 from onceflow.errors import OptionError
+from onceflow.flow_writer import FlowWriter
 from onceflow.interactive import is_interactive
+from onceflow.metrics.endpoint import serve_metrics
 from onceflow.planning.options import AT_MOST_ONCE, BatchSummary
 from onceflow.query import FlowQuery
 
@@ -23,7 +25,12 @@ _REPEATED_S = 1.0  # signals that come together are one
 _BATCH_S = 60.0  # how long a running batch may take to finish, if it must not be aborted
 
 
-def serve(*queries: FlowQuery, more: Callable[[FlowQuery], dict[str, Any]] | None = None) -> None:
+def serve(
+    *queries: FlowQuery | FlowWriter,
+    more: Callable[[FlowQuery], dict[str, Any]] | None = None,
+    metrics_port: int | None = None,
+    metrics_host: str = "127.0.0.1",
+) -> None:
     """Run queries until SIGTERM or Ctrl-C, or until one of them ends. Then stop all of them gracefully.
 
     A batch that is running then is aborted, and the next start runs it again. (With ``at_most_once``, the batch gets a
@@ -42,13 +49,19 @@ def serve(*queries: FlowQuery, more: Callable[[FlowQuery], dict[str, Any]] | Non
 
         onceflow.serve(flow.write(rows, topic="validated", trigger="200 milliseconds").start())
 
+    With ``metrics_port``, metrics for Prometheus and probes are served meanwhile (``serve_metrics``). If the port is in
+    use, no query that is given without ``.start()`` is started, and those that run are stopped.
+
     Args:
-        queries: what ``Flow.write(...).start()`` returned.
+        queries: what ``Flow.write(...)`` or ``Flow.write(...).start()`` returned. ``serve`` starts the former.
         more: a function that returns further fields for the line of a query. They must be valid in JSON.
+        metrics_port: port of the metrics, for example 9404; 0: a free port; None: there are none.
+        metrics_host: address to listen on; ``0.0.0.0``: all addresses of this machine.
 
     Raises:
         OnceflowError: a query has failed. ``serve`` shuts the others down gracefully and re-raises the failure.
-        OptionError: no query was given, or this is not the main thread.
+        OptionError: no query was given, or this is not the main thread; ``metrics_port`` is no port.
+        EnvironmentUnusableError: the address of the metrics is in use.
     """
     if not queries:
         raise OptionError("serve() was given no query", next_step="give it what Flow.write(...).start() returned")
@@ -57,6 +70,26 @@ def serve(*queries: FlowQuery, more: Callable[[FlowQuery], dict[str, Any]] | Non
             "serve() must run in the main thread: it handles SIGTERM and Ctrl-C",
             next_step="in another thread, wait with query.awaitTermination()",
         )
+    running = [query for query in queries if not isinstance(query, FlowWriter)]
+    try:
+        with contextlib.ExitStack() as stack:
+            if metrics_port is not None:
+                endpoint = stack.enter_context(serve_metrics(metrics_port, metrics_host))
+                print(f"onceflow: metrics at {endpoint.url}", file=sys.stderr, flush=True)
+                for query in running:
+                    endpoint.add(query)
+            for writer in queries:
+                if isinstance(writer, FlowWriter):
+                    running.append(writer.start())
+            _run(running, more)
+    finally:
+        for query in running:
+            if query.isActive:
+                query.stop()
+
+
+def _run(queries: Sequence[FlowQuery], more: Callable[[FlowQuery], dict[str, Any]] | None) -> None:
+    """Run until a signal, or until a query ends."""
     told = dict.fromkeys(queries, 0)
 
     def tell() -> None:
@@ -68,26 +101,21 @@ def serve(*queries: FlowQuery, more: Callable[[FlowQuery], dict[str, Any]] | Non
                     print(json.dumps(line), flush=True)
 
     stop = _Stop()
-    try:
-        with stop as asked, contextlib.ExitStack() as stack:
-            for query in queries:
-                stack.enter_context(query.awaited())
-                print(f"onceflow: flow {query.flow} runs; SIGTERM or Ctrl-C stops it", file=sys.stderr, flush=True)
-            while all(query.isActive for query in queries) and not asked.wait(_LOOK_EVERY_S):
-                tell()
-            # A signal to the group has ended Spark's JVM as well. That is a stop, too, and no failure of the query.
-            ended = [query for query in queries if not query.isActive and not (asked.is_set() and not query.failure)]
-            for query in queries:
-                if asked.is_set() and query.isActive:
-                    print(f"onceflow: flow {query.flow} is being stopped", file=sys.stderr, flush=True)
-                _end(query)
-            tell()
-        for query in ended:
-            query.awaitTermination()  # raises the error for which the query has stopped
-    finally:
+    with stop as asked, contextlib.ExitStack() as stack:
         for query in queries:
-            if query.isActive:
-                query.stop()
+            stack.enter_context(query.awaited())
+            print(f"onceflow: flow {query.flow} runs; SIGTERM or Ctrl-C stops it", file=sys.stderr, flush=True)
+        while all(query.isActive for query in queries) and not asked.wait(_LOOK_EVERY_S):
+            tell()
+        # A signal to the group has ended Spark's JVM as well. That is a stop, too, and no failure of the query.
+        ended = [query for query in queries if not query.isActive and not (asked.is_set() and not query.failure)]
+        for query in queries:
+            if asked.is_set() and query.isActive:
+                print(f"onceflow: flow {query.flow} is being stopped", file=sys.stderr, flush=True)
+            _end(query)
+        tell()
+    for query in ended:
+        query.awaitTermination()  # raises the error for which the query has stopped
 
 
 def _line(query: FlowQuery, batch: BatchSummary) -> dict[str, Any]:

@@ -630,6 +630,8 @@ def test_the_image_that_a_service_is_built_on_is_ours() -> None:
         "Flow.write_postgres",
         "Flow.write_chain",
         "SqliteSink",
+        "serve",
+        "serve_metrics",
         "ClaimCheck",
         "ParquetSink",
         "ParquetTable",

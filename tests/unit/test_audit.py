@@ -42,7 +42,7 @@ def idle(task: int, **more: Any) -> Report:
     return report(task, None, -1, 0, **{"base_offset": -1, **more})
 
 
-COUNTS = {"a": 7, "b": 2}
+COUNTS, SIZES = {"a": 7, "b": 2}, {"a": 70, "b": 20}
 CLEAN = [report(0, "a", 0, 3, 5), report(0, "b", 2, 2, 5), report(1, "a", 1, 4), idle(2)]
 
 
@@ -52,7 +52,7 @@ def check(given: Sequence[Report], tasks: int | None = 3, stages: dict[int, int]
 
 def test_clean() -> None:
     assert check(CLEAN) == Audit(
-        records=9, nbytes=90, partitions={"a": [0, 1], "b": [2]}, max_rss_kib=1002, counts=COUNTS
+        records=9, nbytes=90, partitions={"a": [0, 1], "b": [2]}, max_rss_kib=1002, counts=COUNTS, sizes=SIZES
     )
 
 
@@ -208,6 +208,7 @@ def test_stages_combined() -> None:
     outputs = check([report(0, "a", 0, 3)], 1)
     both = combined([outputs, state], {"table"}, flow="orders", batch=8)
     assert (both.records, both.nbytes) == (3, 80)
+    assert both.written == {"a": (3, 30), "table": (5, 50)}
     assert both.partitions == {"a": [0], "table": [0, 1]}
     with pytest.raises(ProgressConflictError, match="Two stages wrote to table-1"):
         combined([check([report(0, "table", 1, 1)], 1), state], {"table"}, flow="orders", batch=8)

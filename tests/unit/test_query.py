@@ -150,3 +150,61 @@ def test_errors_of_java_are_not_taken_for_it() -> None:
     spark: Any = SimpleNamespace(_jsq=Gone(JavaError("an exception")))
     with pytest.raises(JavaError):
         FlowQuery(spark, SimpleNamespace(failure=None, awaited=0), lambda: None).processAllAvailable()  # type: ignore[arg-type]
+
+
+class Spark:
+    """A query of Spark as far as its condition is asked for."""
+
+    def __init__(self, *, active: bool = True, message: str = "Initializing sources", failed: bool = False) -> None:
+        self.active, self.message, self.failed = active, message, failed
+
+    def isActive(self) -> bool:
+        return self.active
+
+    def status(self) -> Any:
+        return SimpleNamespace(message=lambda: self.message)
+
+    def exception(self) -> Any:
+        error = Py4JError("for the test")
+        return SimpleNamespace(isDefined=lambda: self.failed, get=lambda: error)
+
+    def lastProgress(self) -> Any:
+        sources = '[{"endOffset": {"s": {"0": 5}}, "latestOffset": {"s": {"0": 9}}}]'
+        return None if not self.active else SimpleNamespace(json=lambda: f'{{"sources": {sources}}}')
+
+
+def condition_of(spark: Any, **more: Any) -> str:
+    facts = {"stopping": False, "failure": None, "history": [], "drained": [], "idle": False, **more}
+    query: Any = FlowQuery(SimpleNamespace(_jsq=spark), SimpleNamespace(flow="f", **facts), lambda: None)  # type: ignore[arg-type]
+    return str(query.condition)
+
+
+def test_conditions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("onceflow.spark.streaming_query.convert_exception", lambda error: error)
+    assert condition_of(Spark()) == "starting"
+    assert condition_of(Spark(message="Getting offsets from KafkaV2[Subscribe[s]]")) == "starting"
+    assert condition_of(Spark(message="Waiting for data to arrive")) == "running"
+    assert condition_of(Spark(), history=["batch"]) == "running"
+    assert condition_of(Spark(), drained=[3]) == condition_of(Spark(), idle=True) == "running"
+    assert condition_of(Spark(active=False)) == "stopped", "with once=True everything is read"
+    assert condition_of(Spark(active=False), stopping=True) == condition_of(Spark(), stopping=True) == "stopped"
+    assert condition_of(Spark(active=False, failed=True)) == "failed"
+    assert condition_of(Spark(), failure=ValueError()) == "failed"
+    assert condition_of(Spark(active=False, failed=True), stopping=True) == "stopped", "by the interrupt of stop()"
+
+
+def test_a_query_that_runs_is_not_starting_again() -> None:
+    spark = Spark(message="Waiting for next trigger")
+    sink = SimpleNamespace(flow="f", stopping=False, failure=None, history=[], drained=[], idle=False)
+    query: Any = FlowQuery(SimpleNamespace(_jsq=spark), sink, lambda: None)  # type: ignore[arg-type]
+    assert query.condition == "running"
+    spark.message = "Processing new data"
+    assert query.condition == "running"
+    assert query.lag == {"s": {0: 4}}
+    spark.active = False
+    assert query.lag == {}
+
+
+def test_condition_and_lag_without_a_jvm(query: FlowQuery) -> None:
+    assert query.condition == "failed"
+    assert query.lag == {}

@@ -17,7 +17,8 @@ import pytest
 
 import onceflow
 from onceflow import serving
-from onceflow.errors import OptionError
+from onceflow.errors import EnvironmentUnusableError, OptionError
+from onceflow.flow_writer import FlowWriter
 from onceflow.planning.options import BatchSummary
 
 
@@ -186,3 +187,35 @@ def test_no_query_and_other_threads_are_refused() -> None:
     thread.start()
     thread.join(10)
     assert "main thread" in str(raised[0])
+
+
+def test_a_writer_is_started_and_stopped(capsys: pytest.CaptureFixture[str]) -> None:
+    query = Query(asks=terminate)
+    serve(FlowWriter(lambda: query))  # type: ignore[arg-type, return-value]
+    assert [line["batch"] for line in lines(capsys)] == [1, 2, 3]
+    assert query.calls == ["stop"]
+
+
+def test_without_its_port_nothing_is_started() -> None:
+    started: list[str] = []
+    running = Query()
+
+    def start() -> Any:
+        started.append("started")
+
+    with onceflow.serve_metrics(0) as other, pytest.raises(EnvironmentUnusableError, match="in use") as caught:
+        serve(FlowWriter(start), running, metrics_port=other.port)
+    assert started == []
+    assert running.calls == ["stop"]
+    assert f"127.0.0.1:{other.port}" in str(caught.value)
+
+
+def test_if_a_writer_cannot_be_started_the_others_are_stopped() -> None:
+    first = Query()
+
+    def start() -> Any:
+        raise OptionError("for the test")
+
+    with pytest.raises(OptionError, match="for the test"):
+        serve(FlowWriter(lambda: first), FlowWriter(start))  # type: ignore[arg-type, return-value]
+    assert first.calls == ["stop"]

@@ -19,6 +19,12 @@ class Audit:
     partitions: dict[str, list[int]]
     max_rss_kib: int
     counts: dict[str, int] = field(default_factory=dict)  # records per topic
+    sizes: dict[str, int] = field(default_factory=dict)  # bytes per topic
+
+    @property
+    def written(self) -> dict[str, tuple[int, int]]:
+        """Records and bytes per topic."""
+        return {topic: (count, self.sizes.get(topic, 0)) for topic, count in self.counts.items()}
 
 
 @dataclass(frozen=True)
@@ -81,11 +87,14 @@ def audit(
                 f"task {task} received {rows} rows and got {per_task_count.get(task, 0)} acknowledged", flow, batch
             )
     counts: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     for report in reports:
         if report.topic is not None:
             counts[report.topic] = counts.get(report.topic, 0) + report.count
+            sizes[report.topic] = sizes.get(report.topic, 0) + report.nbytes
     return Audit(
         counts=counts,
+        sizes=sizes,
         records=sum(r.count for r in reports),
         nbytes=sum(r.nbytes for r in reports),
         partitions={topic: sorted(numbers) for topic, numbers in partitions.items()},
@@ -97,7 +106,7 @@ def combined(audits: Sequence[Audit], tables: Container[str], *, flow: str, batc
     """What all stages of a batch wrote.
 
     Args:
-        tables: topics that hold state; their records are not counted.
+        tables: topics that hold state; ``records`` does not count theirs.
 
     Raises:
         ProgressConflictError: two stages wrote to one partition.
@@ -116,8 +125,16 @@ def combined(audits: Sequence[Audit], tables: Container[str], *, flow: str, batc
                     "If not, report this, with the query's plan (df.explain())",
                 )
             partitions[topic] = sorted([*partitions.get(topic, ()), *numbers])
+    counts: dict[str, int] = {}
+    sizes: dict[str, int] = {}
+    for checked in audits:
+        for topic, count in checked.counts.items():
+            counts[topic] = counts.get(topic, 0) + count
+            sizes[topic] = sizes.get(topic, 0) + checked.sizes[topic]
     return Audit(
-        records=sum(count for checked in audits for topic, count in checked.counts.items() if topic not in tables),
+        counts=counts,
+        sizes=sizes,
+        records=sum(count for topic, count in counts.items() if topic not in tables),
         nbytes=sum(checked.nbytes for checked in audits),
         partitions=partitions,
         max_rss_kib=max((checked.max_rss_kib for checked in audits), default=0),

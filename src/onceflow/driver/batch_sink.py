@@ -91,6 +91,7 @@ class BatchSink:
         held: set while no further batch may begin.
         history: the last 200 batches. drained: numbers of the batches that were committed before this run and were
             drained.
+        idle: whether Spark has asked for a batch that had nothing to do.
     """
 
     def __init__(
@@ -111,6 +112,7 @@ class BatchSink:
         self.held = threading.Event()
         self.history: collections.deque[BatchSummary] = collections.deque(maxlen=200)
         self.drained: list[int] = []
+        self.idle = False
 
     @property
     def progress(self) -> Progress:
@@ -133,7 +135,7 @@ class BatchSink:
             log.debug("the batch failed here", exc_info=error)
             problem = error.locate(flow=self.flow, batch=batch).with_traceback(None)
             if not (self.stopping and isinstance(error, BatchAbortedError)):  # else the query has not failed
-                self.failure = problem
+                self._failed(problem, batch)
             if not self.awaited and not self.stopping:
                 log.error("%s", problem)
             raise problem from None
@@ -141,10 +143,10 @@ class BatchSink:
             stopped = batch_errors.stopped(self.flow, batch, error, on_purpose=self._is_stopped(df, error))
             log.debug("the batch failed here", exc_info=error)
             if not self.stopping:  # else the query has not failed
-                self.failure = stopped
+                self._failed(stopped, batch)
             raise stopped from None
         except BaseException as error:
-            self.failure = error
+            self._failed(error, batch)
             raise
         finally:
             self._commit.ended_batch(df)
@@ -153,6 +155,10 @@ class BatchSink:
     def ended(self) -> None:
         """The query is over."""
         self._commit.ended()
+
+    def _failed(self, error: BaseException, batch: int) -> None:
+        self.failure = error
+        hooks.at(hooks.FAILED, where="driver", flow=self.flow, batch=batch, error=error)
 
     def _run(self, df: DataFrame, spark_batch_id: int, batch: int) -> None:
         self._commit.settle()
@@ -174,6 +180,7 @@ class BatchSink:
             self.drained.append(self.progress.batch_id)
             return
         if self._commit.is_idle(source):
+            self.idle = True
             return
         self._run_planned(df, batch, source, summary)
         self._fire_left(df, source)
@@ -199,12 +206,14 @@ class BatchSink:
                 return  # not committed: the timers were only set again, and nothing has changed
 
     def _run_planned(self, df: DataFrame, batch: int, source: SourceRange, summary: BatchSummary) -> None:
-        summary.max_rows = source.max_rows
+        summary.max_rows, summary.read = source.max_rows, source.by_topic()
         committed = self._retries.run(df, batch, source, summary)
         if committed or summary.lost:
             self.history.append(summary)
         if committed:
-            hooks.at("end", where="driver", flow=self.flow, batch=batch)
+            hooks.at("end", where="driver", flow=self.flow, batch=batch, summary=summary)
+        elif summary.lost:
+            hooks.at(hooks.LOST, where="driver", flow=self.flow, batch=batch, summary=summary)
 
     def _is_stopped(self, df: DataFrame, problem: BaseException) -> bool:
         """Whether the batch has failed because somebody stops the query, its jobs or Spark."""

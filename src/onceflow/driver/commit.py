@@ -309,7 +309,7 @@ class BatchCommit:
 
     def _on_commit(self, progress: Progress, checked: Audit, summary: BatchSummary) -> None:
         self.progress = progress
-        summary.records, summary.nbytes = checked.records, checked.nbytes
+        summary.records, summary.nbytes, summary.written = checked.records, checked.nbytes, checked.written
         summary.max_rss_kib = checked.max_rss_kib
         if self._state is not None:
             self._state.on_commit(summary)
@@ -333,7 +333,7 @@ class BatchCommit:
         except OnceflowError as error:
             log.warning("flow %s: abort of batch %d failed, too: %s", self._names.flow, batch, error.what)
             raise problem from error
-        hooks.at(hooks.ABORTED, where="driver", flow=self._names.flow, batch=batch)
+        hooks.at(hooks.ABORTED, where="driver", flow=self._names.flow, batch=batch, error=problem)
 
     def learn(self, problem: BaseException) -> bool:
         """Learn from the failure for the next attempt. Returns whether the failed attempt is not counted: it had to

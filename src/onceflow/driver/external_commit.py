@@ -182,6 +182,7 @@ class ExternalCommit:
         summary.dead_letters = self._refused.letters.num_rows
         summary.records = checked.records - summary.dead_letters
         summary.nbytes, summary.max_rss_kib = checked.nbytes, checked.max_rss_kib
+        summary.written = {self._sink.target: (summary.records, checked.nbytes)}
         self._rows_out = max(self._rows_out, checked.records / max(1, summary.max_rows))
         hooks.at("commit", where="driver", flow=self.flow, batch=batch)
         with timed(summary, "end"):
@@ -314,7 +315,7 @@ class ExternalCommit:
                 self._sink.abort(self._at)
             except Exception as error:  # it is rid of at the next start
                 log.warning("flow %s: %s: %s", self.flow, self._sink.target, in_short(error))
-        hooks.at(hooks.ABORTED, where="driver", flow=self.flow, batch=batch)
+        hooks.at(hooks.ABORTED, where="driver", flow=self.flow, batch=batch, error=problem)
 
     def learn(self, problem: BaseException) -> bool:
         return False

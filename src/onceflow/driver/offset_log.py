@@ -39,6 +39,13 @@ class SourceRange:
         """Upper bound of the records in the range (markers and aborted records count, too)."""
         return sum(count for _, count in self._counts())
 
+    def by_topic(self) -> dict[str, int]:
+        """How many offsets of each topic are in the range."""
+        found = dict.fromkeys(self.end, 0)
+        for (topic, _), count in self._counts():
+            found[topic] += count
+        return found
+
     def news(self) -> list[tuple[str, int]]:
         """Topics and partitions that have offsets in the range."""
         return [place for place, count in self._counts() if count > 0]

@@ -230,6 +230,7 @@ class StateStep:
             table.on_commit(self._reports(name), self._moments[name])
         summary.dead_letters, summary.late = self._counted("dead_letters"), self._counted("late")
         summary.duplicates = self._counted("duplicates")
+        summary.timers_fired, summary.expired = self._counted("timers_fired"), self._counted("expired")
         summary.records -= self._counted("aside")
         summary.state_lost = sum(table.take_lost() for table in self.tables)
 

@@ -47,8 +47,12 @@ class BatchSummary:
         dead_letters: how many records became dead letters.
         late: how many records were late: they went to the topic of late records, or were dropped.
         duplicates: how many records were duplicates: they went to the topic of duplicates, or were dropped.
+        timers_fired: how many timers have fired. expired: how many rows of state have expired.
         dropped: how many rows Spark dropped because they were later than its watermark.
         nbytes: size of all that was written, including state, dead letters, late records and duplicates.
+        written: records and bytes by topic, also of state, dead letters, late records and duplicates. With an external
+            sink it has the rows under the name of the target, without its dead letters.
+        read: how many offsets of each source topic the batch has read (transaction markers and aborted records count).
         lost: with at_most_once: whether rows of the batch were lost.
         state_lost: how many partitions of tables without a changelog began empty, although they had state.
     """
@@ -61,9 +65,13 @@ class BatchSummary:
     dead_letters: int = 0
     late: int = 0
     duplicates: int = 0
+    timers_fired: int = 0
+    expired: int = 0
     dropped: int = 0
     nbytes: int = 0
     max_rss_kib: int = 0
     lost: bool = False
     state_lost: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
+    written: dict[str, tuple[int, int]] = field(default_factory=dict)
+    read: dict[str, int] = field(default_factory=dict)

@@ -1,0 +1,1 @@
+"""Metrics of running flows for Prometheus, and probes of their health."""

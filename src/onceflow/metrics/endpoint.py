@@ -1,0 +1,166 @@
+"""``serve_metrics``: metrics of the flows of this process for Prometheus, and probes, over HTTP."""
+
+from __future__ import annotations
+
+import json
+import socket
+import socketserver
+import threading
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler
+from typing import Any
+
+from onceflow.errors import EnvironmentUnusableError, OptionError
+from onceflow.metrics.watch import FlowWatch, WatchedQuery
+
+# How long a client may be silent.
+_SILENT_S = 10.0
+# How often the server looks whether it is to end.
+_LOOK_S = 0.1
+
+
+class MetricsEndpoint:
+    """What ``serve_metrics`` returns. It ends with ``close``, with the ``with`` statement, or with the process.
+
+    Attributes:
+        host, port: where it listens.
+    """
+
+    def __init__(self, server: _Server, watch: FlowWatch, host: str) -> None:
+        self._server = server
+        self._watch = watch
+        self.host = host
+        self.port = int(server.server_address[1])
+        threading.Thread(target=server.serve_forever, args=(_LOOK_S,), daemon=True, name="onceflow-metrics").start()
+
+    def __repr__(self) -> str:
+        return f"<metrics at {self.url}>"
+
+    @property
+    def url(self) -> str:
+        """Address of the metrics."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{host}:{self.port}/metrics"
+
+    def add(self, query: WatchedQuery) -> None:
+        """Show a query that was started before the endpoint. Its last 200 batches are counted, too."""
+        self._watch.add(query)
+
+    def close(self) -> None:
+        """Stop listening. The second call has no effect."""
+        server, self._server = self._server, None  # type: ignore[assignment]
+        if server is not None:
+            server.shutdown()
+            server.server_close()
+            self._watch.close()
+
+    def __enter__(self) -> MetricsEndpoint:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def serve_metrics(port: int, host: str = "127.0.0.1") -> MetricsEndpoint:
+    """Serve metrics of all flows of this process over HTTP, from now on. Call it before the flows start.
+
+    ``/metrics`` is for Prometheus. ``/healthz`` answers 503 when a query has failed and was not started again, else
+    200. ``/readyz`` answers 200 when every query has committed a batch or has nothing to read, else 503. There is no
+    login.
+
+    ::
+
+        onceflow.serve_metrics(9404)
+        flow.write(rows, topic="validated").start().awaitTermination()
+
+    Args:
+        port: 0: a free one, see ``MetricsEndpoint.port``.
+        host: address to listen on; ``0.0.0.0``: all addresses of this machine.
+
+    Raises:
+        OptionError: the port is no port.
+        EnvironmentUnusableError: the address is in use or not one of this machine, or prometheus-client is missing.
+    """
+    given: Any = port
+    if isinstance(given, bool) or not isinstance(given, int) or not 0 <= given <= 65535:
+        raise OptionError(f"The port of metrics is {port!r}", next_step="give a number from 0 to 65535, such as 9404")
+    if not host:
+        raise OptionError(f"The host of metrics is {host!r}", next_step='give an address, such as "0.0.0.0"')
+    try:
+        from prometheus_client import CollectorRegistry, exposition
+
+        from onceflow.metrics.families import Collector
+    except ImportError as missing:
+        raise EnvironmentUnusableError(
+            "Metrics need the package prometheus-client",
+            detail=str(missing),
+            next_step="pip install 'onceflow[metrics]'",
+        ) from missing
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        server = _Server((host, port), family)
+    except OSError as error:
+        raise EnvironmentUnusableError(
+            f"Metrics cannot be served at {host}:{port}",
+            detail=error.strerror or str(error),
+            next_step="choose another port, or end the process that listens there; several flows of one process share "
+            "one endpoint",
+        ) from error
+    watch = FlowWatch()
+    registry: Any = CollectorRegistry()
+    registry.register(Collector(watch))
+
+    def metrics(accept: str) -> tuple[bytes, str]:
+        encode, content_type = exposition.choose_encoder(accept)
+        return encode(registry), content_type
+
+    server.metrics, server.watch = metrics, watch
+    return MetricsEndpoint(server, watch, host)
+
+
+class _Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
+    daemon_threads = True
+    block_on_close = False
+    allow_reuse_address = True  # connections of an earlier process may still be in TIME_WAIT
+    metrics: Any
+    watch: FlowWatch
+
+    def __init__(self, address: tuple[str, int], family: int) -> None:
+        self.address_family = family
+        super().__init__(address, _Handler)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that has gone away is no error."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    timeout = _SILENT_S
+    server_version, sys_version = "onceflow", ""
+    server: _Server
+
+    def do_GET(self) -> None:
+        path = self.path.partition("?")[0]
+        watch = self.server.watch
+        if path in ("/metrics", "/"):
+            self._answer(HTTPStatus.OK, *self.server.metrics(self.headers.get("Accept", "")))
+        elif path == "/healthz":
+            self._probe(watch.is_healthy(), watch)
+        elif path == "/readyz":
+            self._probe(watch.is_ready(), watch)
+        else:
+            self._answer(HTTPStatus.NOT_FOUND, b"try /metrics, /healthz or /readyz\n", "text/plain")
+
+    def _probe(self, good: bool, watch: FlowWatch) -> None:
+        """The conditions of all flows, as JSON."""
+        body = json.dumps({"flows": watch.conditions()}).encode() + b"\n"
+        self._answer(HTTPStatus.OK if good else HTTPStatus.SERVICE_UNAVAILABLE, body, "application/json")
+
+    def _answer(self, status: HTTPStatus, body: bytes, content_type: str) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", content_type)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *args: Any) -> None:
+        """Requests are not logged."""

@@ -1,0 +1,175 @@
+"""Metrics of real flows: what is scraped is what consumers see."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from pyspark.errors import StreamingQueryException
+
+import onceflow
+from onceflow import EnvironmentUnusableError, hooks
+from onceflow.testing import faults, independent
+from onceflow.testing.waiting import wait_until
+
+pytestmark = pytest.mark.integration
+
+
+def status(endpoint: onceflow.MetricsEndpoint, path: str) -> int:
+    try:
+        with urllib.request.urlopen(endpoint.url.replace("/metrics", path), timeout=20) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code
+
+
+class Scrape:
+    """What one scrape of an endpoint has shown."""
+
+    def __init__(self, url: str) -> None:
+        with urllib.request.urlopen(url, timeout=20) as answer:
+            self._families = list(text_string_to_metric_families(answer.read().decode()))
+
+    def sum(self, name: str, **labels: str) -> float | None:
+        """Of all samples with these labels; None: there are none."""
+        found = [
+            sample.value
+            for family in self._families
+            for sample in family.samples
+            if sample.name == f"onceflow_{name}" and labels.items() <= sample.labels.items()
+        ]
+        return sum(found) if found else None
+
+
+class Seen(onceflow.Processor):
+    """Remembers the last value of a key, passes all values on, and refuses some."""
+
+    def process(self, key: bytes, records: Any, state: Any) -> Any:
+        for record in records:
+            if record.value.endswith(b"13"):
+                raise ValueError("unlucky")
+            state.put(record.value)
+            yield onceflow.Record(key=key, value=record.value)
+
+
+def visible(pipe: Any, topics: Mapping[str, str]) -> dict[str, int]:
+    """How many records librdkafka sees in each topic, read_committed."""
+    return {name: len(independent.read_topic(pipe.bootstrap, topic)) for name, topic in topics.items()}
+
+
+def test_sums_are_what_consumers_see(
+    make_pipe: Any, make_topic: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A flow with a table and dead letters, of whose batches one is aborted and run again. Beside it a copy, which
+    fails and is started again."""
+    pipe, copy = make_pipe(), make_pipe()
+    letters = make_topic("letters", 1)
+    pipe.fill(2500)
+    copy.fill(300)
+    rules = [
+        {"step": "write", "action": "raise", "where": "task", "task": 0, "batch": 2, "once_file": str(tmp_path / "1")},
+        {"step": "progress", "action": "raise", "batch": 3, "flow": copy.flow, "once_file": str(tmp_path / "2")},
+    ]
+    monkeypatch.setenv(hooks.VARIABLE, faults.value_of(*rules))
+    with onceflow.serve_metrics(0) as endpoint:
+        assert (status(endpoint, "/healthz"), status(endpoint, "/readyz")) == (200, 503)
+        flow = pipe.open()
+        rows = flow.process(
+            flow.read(pipe.source, max_records_per_batch=1000),
+            Seen(),
+            table=(table := make_topic("seen", 4, cleanup_policy="compact")),
+            on_error="dead-letter",
+            dead_letter_topic=letters,
+        )
+        query = flow.write(rows, topic=pipe.target, small_batch_rows=0).start()
+        try:
+            query.processAllAvailable()
+            with pytest.raises(StreamingQueryException, match="injected"):
+                copy.run(read={"max_records_per_batch": 100})
+            assert (status(endpoint, "/healthz"), status(endpoint, "/readyz")) == (503, 503)
+            copy.run(read={"max_records_per_batch": 100})
+            found = Scrape(endpoint.url)
+            assert (status(endpoint, "/healthz"), status(endpoint, "/readyz")) == (200, 200)
+        finally:
+            query.stop()
+    named = {"flow": pipe.flow}
+    topics = {"outputs": pipe.target, "table": table, "letters": letters}
+    counted = {name: found.sum("records_written_total", topic=topic, **named) for name, topic in topics.items()}
+    assert counted == visible(pipe, topics)
+    assert counted["outputs"] == 2475
+    assert found.sum("dead_letters_total", **named) == counted["letters"] == 25
+    assert found.sum("offsets_read_total", topic=pipe.source, **named) == 2500
+    assert found.sum("attempts_aborted_total", **named) == 1
+    assert found.sum("batches_committed_total", **named) == len(query.batches) == 3
+    assert found.sum("attempts_total", **named) == 4
+    assert found.sum("step_seconds_count", step="end", **named) == 3
+    assert found.sum("bytes_written_total", **named) == sum(batch.nbytes for batch in query.batches)
+    lag = [found.sum("source_lag", topic=pipe.source, partition=str(number), **named) for number in range(4)]
+    assert lag == [0, 0, 0, 0]
+    assert (found.sum("up", **named), found.sum("ready", **named), found.sum("up", flow=copy.flow)) == (1, 1, 0)
+    # The other flow.
+    named = {"flow": copy.flow}
+    assert found.sum("records_written_total", topic=copy.target, **named) == 300 == visible(copy, {"": copy.target})[""]
+    counters = ("attempts_total", "attempts_aborted_total", "batches_committed_total", "failures_total")
+    assert [found.sum(name, **named) for name in counters] == [3, 1, 3, 1]
+
+
+def test_serve_starts_a_query_behind_its_endpoint(
+    make_pipe: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An empty topic is no reason to wait; a port in use is one not to start; a failure shows."""
+    pipe = make_pipe()
+
+    def writer() -> Any:
+        flow = pipe.open()
+        return flow.write(flow.read(pipe.source).select("key", "value"), topic=pipe.target)
+
+    with onceflow.serve_metrics(0) as other, pytest.raises(EnvironmentUnusableError, match="cannot be served"):
+        onceflow.serve(writer(), metrics_port=other.port)
+    assert [query.name for query in pipe.spark.streams.active] == []
+    told: list[Any] = []
+
+    def ask() -> None:
+        try:
+            said = ""
+
+            def url() -> str:
+                nonlocal said
+                said += capsys.readouterr().err
+                return said.partition("metrics at ")[2].partition("\n")[0]
+
+            wait_until(lambda: url() != "", 30, lambda: said)
+            endpoint: Any = type("Endpoint", (), {"url": url()})
+            wait_until(lambda: status(endpoint, "/readyz") == 200, 60, "ready")
+            told.append(Scrape(endpoint.url).sum("batches_committed_total", flow=pipe.flow))
+            pipe.fill(10)
+            wait_until(lambda: Scrape(endpoint.url).sum("records_written_total", flow=pipe.flow) == 10, 60, "written")
+            told.append("written")
+        finally:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    onceflow.serve(writer(), metrics_port=0)
+    asking.join(60)
+    assert told == [0, "written"]
+    # A query that fails.
+    monkeypatch.setenv(hooks.VARIABLE, faults.fault("plan", "raise", flow=pipe.flow))
+    faults._fired.clear()
+    pipe.fill(10)
+    with onceflow.serve_metrics(0) as endpoint:
+        query = writer().start()
+        wait_until(lambda: status(endpoint, "/healthz") == 503, 60, "failed")
+        found = Scrape(endpoint.url)
+        assert (found.sum("up", flow=pipe.flow), found.sum("failures_total", flow=pipe.flow)) == (0, 1)
+        with pytest.raises(Exception, match="injected"):
+            query.awaitTermination(60)

@@ -1,0 +1,296 @@
+"""Metrics of running flows: what is counted, what is scraped, and what the probes answer."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+import onceflow
+from onceflow import hooks
+from onceflow.errors import BatchAbortedError, EnvironmentUnusableError, FencedError, OptionError
+from onceflow.metrics import watch as watching
+from onceflow.metrics.counts import BUCKETS_S, METRICS, Distribution
+from onceflow.planning.options import BatchSummary
+from onceflow.spark.streaming_query import _lag_of
+
+ORDER = ("flow", "topic", "partition", "step", "error")
+OPERATIONS = Path(__file__).parents[2] / "docs" / "operations.md"
+
+
+class Query:
+    """A query as far as an endpoint asks it."""
+
+    def __init__(self, flow: str = "f", condition: str = "running") -> None:
+        self.flow, self._condition = flow, condition
+        self.batches: list[BatchSummary] = []
+        self.lag: Mapping[str, Mapping[int, int]] = {}
+        self.hangs = threading.Event()
+        self.hangs.set()
+
+    @property
+    def condition(self) -> str:
+        self.hangs.wait(10)
+        return self._condition
+
+    def becomes(self, condition: str) -> None:
+        self._condition = condition
+
+    def start(self) -> Query:
+        hooks.at(hooks.STARTED, where="driver", flow=self.flow, query=self)
+        return self
+
+    def commit(self, number: int, **more: Any) -> BatchSummary:
+        """As `BatchSink` does it."""
+        batch = BatchSummary(number, 10, **{"attempts": 1, **more})
+        self.batches.append(batch)
+        step = hooks.LOST if batch.lost else "end"
+        hooks.at(step, where="driver", flow=self.flow, batch=number, summary=batch)
+        return batch
+
+
+@pytest.fixture
+def endpoint() -> Iterator[onceflow.MetricsEndpoint]:
+    with onceflow.serve_metrics(0) as endpoint:
+        yield endpoint
+
+
+def get(endpoint: onceflow.MetricsEndpoint, path: str, **headers: str) -> tuple[int, str, str]:
+    request = urllib.request.Request(f"http://127.0.0.1:{endpoint.port}{path}", headers=headers)
+    try:
+        with urllib.request.urlopen(request, timeout=20) as answer:
+            return answer.status, answer.read().decode(), answer.headers["Content-Type"]
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read().decode(), error.headers["Content-Type"]
+
+
+def scrape(endpoint: onceflow.MetricsEndpoint) -> dict[tuple[str, ...], float]:
+    """Values by name and labels, in the order of METRICS; then the bound of a bucket."""
+    status, text, _ = get(endpoint, "/metrics")
+    assert status == 200
+    return {
+        (sample.name, *(sample.labels[name] for name in (*ORDER, "le") if name in sample.labels)): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def test_committed_batches_are_counted(endpoint: onceflow.MetricsEndpoint) -> None:
+    query = Query().start()
+    first = {"written": {"a": (5, 50), "b": (1, 9)}, "read": {"s": 7}, "seconds": {"write": 0.02, "end": 0.001}}
+    query.commit(1, **first)
+    query.commit(2, attempts=3, dead_letters=2, late=3, duplicates=4, dropped=5, timers_fired=6, expired=7)
+    query.commit(3, written={"a": (2, 20)}, read={"s": 3}, state_lost=1, seconds={"write": 400.0})
+    found = scrape(endpoint)
+    assert found["onceflow_records_written_total", "f", "a"] == 7
+    assert found["onceflow_bytes_written_total", "f", "a"] == 70
+    assert found["onceflow_records_written_total", "f", "b"] == 1
+    assert found["onceflow_offsets_read_total", "f", "s"] == 10
+    expected = {"batches_committed": 3, "attempts": 5, "dead_letters": 2, "late_records": 3, "duplicates": 4}
+    expected |= {"rows_dropped": 5, "timers_fired": 6, "rows_expired": 7, "state_lost": 1, "batches_lost": 0}
+    assert {name: found[f"onceflow_{name}_total", "f"] for name in expected} == expected
+    assert found["onceflow_last_batch", "f"] == 3
+    assert found["onceflow_last_commit_timestamp_seconds", "f"] > 1.7e9
+    assert found["onceflow_step_seconds_count", "f", "write"] == 2
+    assert found["onceflow_step_seconds_sum", "f", "write"] == pytest.approx(400.02)
+    assert found["onceflow_step_seconds_bucket", "f", "write", "0.01"] == 0
+    assert found["onceflow_step_seconds_bucket", "f", "write", "0.025"] == 1
+    assert found["onceflow_step_seconds_bucket", "f", "write", "120.0"] == 1
+    assert found["onceflow_step_seconds_bucket", "f", "write", "+Inf"] == 2
+    assert found["onceflow_batch_seconds_count", "f"] == 3
+
+
+def test_what_is_not_committed_is_counted_apart(endpoint: onceflow.MetricsEndpoint) -> None:
+    query = Query().start()
+    at = {"where": "driver", "flow": "f", "batch": 1}
+    for _ in range(2):
+        hooks.at("begin", **at, producer=None, source=None)
+        hooks.at(hooks.ABORTED, **at, error=BatchAbortedError("for the test"))
+    hooks.at(hooks.ABORTED, **at)  # an observer of an older driver
+    query.commit(1, lost=True, written={"a": (5, 50)})
+    hooks.at(hooks.FAILED, **at, error=FencedError("for the test"))
+    hooks.at(hooks.FAILED, **at, error=ValueError("for the test"))
+    found = scrape(endpoint)
+    assert found["onceflow_attempts_aborted_total", "f", "BatchAbortedError"] == 2
+    assert found["onceflow_batches_lost_total", "f"] == 1
+    assert found["onceflow_batches_committed_total", "f"] == 0
+    assert (
+        found["onceflow_failures_total", "f", "FencedError"] == found["onceflow_failures_total", "f", "ValueError"] == 1
+    )
+    assert found["onceflow_fences_total", "f"] == 1
+    assert not [name for name in found if name[0] == "onceflow_records_written_total"]
+
+
+def test_batches_before_the_endpoint_are_counted_once() -> None:
+    query = Query()
+    query.commit(1, written={"a": (1, 1)})
+    with onceflow.serve_metrics(0) as endpoint:
+        # Spark's thread has put the batch into the list, and announces it only after the query was added.
+        late = BatchSummary(2, 10, written={"a": (10, 1)})
+        query.batches.append(late)
+        endpoint.add(query)
+        hooks.at("end", where="driver", flow="f", batch=2, summary=late)
+        query.commit(3, written={"a": (100, 1)})
+        endpoint.add(query)
+        assert scrape(endpoint)["onceflow_records_written_total", "f", "a"] == 111
+        # Another run, after a reset: its numbers begin again.
+        again = Query()
+        again.start().commit(1, written={"a": (1000, 1)})
+        endpoint.add(again)
+        assert scrape(endpoint)["onceflow_records_written_total", "f", "a"] == 1111
+
+
+def test_flows_of_a_process_share_an_endpoint(endpoint: onceflow.MetricsEndpoint) -> None:
+    one, two = Query("one").start(), Query('two "2"\n\\').start()
+    one.commit(1, written={"a": (1, 10)})
+    two.commit(1, written={"a": (2, 20)})
+    one.lag, two.lag = {"s": {0: 5, 1: 0}}, {"s": {0: 7}}
+    found = scrape(endpoint)
+    assert found["onceflow_records_written_total", "one", "a"] == 1
+    assert found["onceflow_records_written_total", two.flow, "a"] == 2
+    places = (("one", "s", "0"), ("one", "s", "1"), (two.flow, "s", "0"))
+    assert [found[("onceflow_source_lag", *place)] for place in places] == [5, 0, 7]
+    two.becomes("stopped")
+    found = scrape(endpoint)
+    assert (found["onceflow_up", "one"], found["onceflow_up", two.flow]) == (1, 0)
+    assert ("onceflow_source_lag", two.flow, "s", "0") not in found, "it says nothing any more"
+
+
+def probes(endpoint: onceflow.MetricsEndpoint) -> tuple[int, int]:
+    return get(endpoint, "/healthz")[0], get(endpoint, "/readyz")[0]
+
+
+def test_probes(endpoint: onceflow.MetricsEndpoint) -> None:
+    assert probes(endpoint) == (200, 503), "nothing has been started yet"
+    query = Query(condition="starting").start()
+    assert probes(endpoint) == (200, 503)
+    query.becomes("running")
+    assert probes(endpoint) == (200, 200)
+    other = Query("g", "starting").start()
+    assert probes(endpoint) == (200, 503)
+    other.becomes("failed")
+    assert probes(endpoint) == (503, 503)
+    assert json.loads(get(endpoint, "/healthz")[1]) == {"flows": {"f": "running", "g": "failed"}}
+    other = Query("g").start()
+    assert probes(endpoint) == (200, 200), "started again"
+    other.becomes("stopped")
+    assert probes(endpoint) == (200, 200), "a query that has read all of its source holds nothing up"
+    query.becomes("stopped")
+    assert probes(endpoint) == (200, 503)
+
+
+def test_a_jvm_that_does_not_answer_holds_no_scrape_up(
+    endpoint: onceflow.MetricsEndpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    query = Query().start()
+    assert probes(endpoint) == (200, 200)
+    monkeypatch.setattr(watching, "_ANSWER_S", 0.05)
+    query.hangs.clear()
+    query.becomes("failed")
+    assert probes(endpoint) == (200, 200), "what was known last"
+    assert scrape(endpoint)["onceflow_up", "f"] == 1
+    query.hangs.set()
+    monkeypatch.setattr(watching, "_ANSWER_S", 10)
+    assert probes(endpoint) == (503, 503)
+
+
+def test_an_error_of_the_metrics_is_none_of_the_batch(
+    endpoint: onceflow.MetricsEndpoint, caplog: pytest.LogCaptureFixture
+) -> None:
+    query = Query().start()
+    query.commit(1, seconds=None)
+    assert "flow f: the metrics of batch 1 are incomplete" in caplog.text
+    query.commit(2, written={"a": (1, 1)})
+    assert scrape(endpoint)["onceflow_records_written_total", "f", "a"] == 1
+
+
+def test_formats_and_paths(endpoint: onceflow.MetricsEndpoint) -> None:
+    assert endpoint.url == f"http://127.0.0.1:{endpoint.port}/metrics"
+    assert get(endpoint, "/metrics")[2].startswith("text/plain")
+    _, text, kind = get(endpoint, "/metrics", Accept="application/openmetrics-text; version=1.0.0")
+    assert kind.startswith("application/openmetrics-text")
+    assert text.endswith("# EOF\n")
+    assert get(endpoint, "/metrics?name=x")[0] == 200
+    assert get(endpoint, "/secret")[0] == 404
+
+
+def test_nothing_is_observed_after_the_end() -> None:
+    with onceflow.serve_metrics(0) as endpoint:
+        assert len(hooks._observers) == 1
+        url = endpoint.url
+    endpoint.close()
+    assert hooks._observers == []
+    with pytest.raises(OSError, match="refused"):
+        urllib.request.urlopen(url, timeout=5)
+    with onceflow.serve_metrics(endpoint.port):
+        pass  # the port is free again
+
+
+def test_a_port_in_use_is_an_error(endpoint: onceflow.MetricsEndpoint) -> None:
+    with pytest.raises(EnvironmentUnusableError, match=f"127.0.0.1:{endpoint.port}") as caught:
+        onceflow.serve_metrics(endpoint.port)
+    assert "in use" in str(caught.value)
+    assert "choose another port" in str(caught.value)
+    with pytest.raises(EnvironmentUnusableError, match=r"192\.0\.2\.1:0"):
+        onceflow.serve_metrics(0, "192.0.2.1")  # an address of no machine
+
+
+@pytest.mark.parametrize("port", [-1, 65536, "9404", True, None])
+def test_a_port_that_is_none(port: Any) -> None:
+    with pytest.raises(OptionError, match="port"):
+        onceflow.serve_metrics(port)
+
+
+def test_distribution() -> None:
+    found = Distribution()
+    for seconds in (0.0, 0.005, 0.0051, 120.0, 121.0):
+        found.add(seconds)
+    cumulative = dict(found.cumulative())
+    assert [cumulative[bound] for bound in ("0.005", "0.01", "60.0", "120.0", "+Inf")] == [2, 3, 3, 4, 5]
+    assert sorted(BUCKETS_S) == list(BUCKETS_S)
+
+
+@pytest.mark.parametrize(
+    "sources, expected",
+    [
+        ([], {}),
+        ([{"endOffset": {"s": {"0": 5, "1": 7}}, "latestOffset": {"s": {"0": 9, "1": 7}}}], {"s": {0: 4, 1: 0}}),
+        ([{"endOffset": {"s": {"0": 5}}, "latestOffset": None}], {}),
+        ([{"endOffset": 3, "latestOffset": 4}], {}),
+        # A partition that was added since; an end behind which the log was cut.
+        ([{"endOffset": {"s": {"0": 5}}, "latestOffset": {"s": {"0": 4, "1": 8}}}], {"s": {0: 0, 1: 0}}),
+    ],
+)
+def test_lag_from_the_report_of_spark(sources: Any, expected: Any) -> None:
+    assert _lag_of({"sources": sources}) == expected
+
+
+def test_the_page_names_all_metrics() -> None:
+    section = OPERATIONS.read_text().partition("\n## Metrics\n")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| `(onceflow_\w+)` \| (\w+) \| ([^|]*) \|", section, re.MULTILINE)
+    told = [(name, kind, tuple(re.findall(r"`(\w+)`", labels))) for name, kind, labels in rows]
+    assert told == [(name, metric.kind, metric.labels) for name, metric in METRICS.items()]
+
+
+def test_a_scrape_shows_all_metrics(endpoint: onceflow.MetricsEndpoint) -> None:
+    _, text, _ = get(endpoint, "/metrics")
+    kinds = dict(re.findall(r"^# TYPE (\w+) (\w+)$", text, re.MULTILINE))
+    assert kinds == {name: metric.kind for name, metric in METRICS.items()}
+
+
+def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    with pytest.raises(EnvironmentUnusableError, match=r"onceflow\[metrics\]"):
+        onceflow.serve_metrics(0)
+    assert hooks._observers == []
