@@ -41,7 +41,7 @@ from onceflow.errors import OptionError, PermissionDeniedError, UnknownTopicErro
 from onceflow.protocol.batches import encode_single
 from onceflow.protocol.names import Names
 from onceflow.protocol.progress import Progress
-from onceflow.testing import independent
+from onceflow.testing import faults, independent
 from onceflow.testing.broker import create_topic
 from onceflow.testing.secure import Secure, grant
 from onceflow.testing.waiting import wait_until
@@ -165,7 +165,7 @@ def test_an_ordinary_open_transaction(run: Run, make_topic: Any, onceflow_broker
     topic, empty = make_topic("loaded", 2), make_topic("empty", 2)
     answer = run("list", "--topic", empty, "--fail")
     assert answer.stdout == ""
-    assert "No transaction is open: 2 partitions" in answer.stderr
+    assert "No transaction is open: looked in 2 partitions" in answer.stderr
     plain(onceflow_broker, topic, b"before", partition=1)
     producer, name = left_open(onceflow_broker, topic, partition=1)
     plain(onceflow_broker, topic, b"after", partition=1)
@@ -177,7 +177,7 @@ def test_an_ordinary_open_transaction(run: Run, make_topic: Any, onceflow_broker
     assert (found["producer_id"], found["producer_epoch"]) == (described["producer_id"], described["producer_epoch"])
     assert 0 <= found["age_seconds"] < 60
     assert name in run("list").stdout, "all topics"
-    assert "None of 1 open transaction" in run("list", "--topic", topic, "--hanging", "--fail").stderr
+    assert "None of 1 open transaction is one of these" in run("list", "--topic", topic, "--hanging", "--fail").stderr
     assert run("list", "--topic", topic, "--min-age", "1 hour", "--fail").stdout == ""
     words = run("describe", name).stdout
     assert f"transactional id {name}, producer id {described['producer_id']}" in words
@@ -269,6 +269,43 @@ def test_a_flow_that_seems_to_run(
     assert run("list", "--topic", topic, "--fail").stdout == ""
 
 
+def aborted_by_hand(run: Run, pipe: Any, onceflow_broker: str) -> None:
+    """The flow has an open transaction in its second batch. Its commit of the first one was a moment ago."""
+    name = Names(pipe.flow).transactional_id
+    (state,) = {each["state"] for each in lines(run("list", "--topic", pipe.target, "--json"))}
+    assert state == "Ongoing"
+    assert "seems to run" in str(run("abort", name, "--yes", error=OptionError).exception)
+    run("abort", name, "--yes", "--force")
+    assert run("list", "--topic", pipe.target, "--fail").stdout == ""
+
+
+@pytest.mark.parametrize("how", ["kill", pytest.param("pause", marks=pytest.mark.long)])
+def test_a_flow_goes_on_after_an_abort_by_hand(
+    run: Run, make_pipe: Callable[..., Any], onceflow_broker: str, how: str
+) -> None:
+    """After SIGKILL to its driver in mid-batch; and a running driver is fenced."""
+    pipe = make_pipe()
+    pipe.fill(2500)
+    ready, go_on = pipe.tmp_path / "reached", pipe.tmp_path / "go-on"
+    more = {"seconds": 60, "until": str(go_on)} if how == "pause" else {}
+    process = pipe.driver(faults.fault("progress", how, batch=2, once_file=str(ready), **more))
+    try:
+        wait_until(ready.exists, 60, "the driver is in its second batch")
+        if how == "kill":
+            process.communicate(timeout=60)
+        aborted_by_hand(run, pipe, onceflow_broker)
+        go_on.touch()
+        if how == "pause":
+            output = process.communicate(timeout=60)[0]
+            assert process.returncode != 0
+            assert "FencedError" in output
+    finally:
+        pipe.end_driver(process)
+    assert len(independent.read_topic(onceflow_broker, pipe.target)) < len(pipe.sent)
+    pipe.run()
+    pipe.check()
+
+
 def test_mistakes(run: Run, make_topic: Any, onceflow_broker: str) -> None:
     topic = make_topic("orders", 1)
     assert topic in str(run("list", "--topic", topic.upper(), error=UnknownTopicError).exception)
@@ -316,3 +353,14 @@ def test_missing_permissions(run: Run, secure: Secure) -> None:
     may(read, state, ids, (ResourceType.BROKER, "kafka-cluster", AclOperation.ALTER))
     run(*by, servers=secure.servers)
     owner.close()
+
+    _, name = left_open(secure.internal, topic)
+    may(read, state)
+    answer = run("describe", name, *options, servers=secure.servers, error=PermissionDeniedError)
+    assert f"may not describe the transactional id {name!r}" in str(answer.exception)
+    may(read, state, ids)
+    answer = run("abort", name, "--yes", *options, servers=secure.servers, error=PermissionDeniedError)
+    assert f"may not take over the transactional id {name!r}" in str(answer.exception)
+    may(read, state, ids, (ResourceType.TRANSACTIONAL_ID, name, AclOperation.WRITE))
+    run("abort", name, "--yes", *options, servers=secure.servers)
+    assert run("list", "--topic", topic, "--fail", *options, servers=secure.servers).stdout == ""

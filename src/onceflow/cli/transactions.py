@@ -81,8 +81,9 @@ def list_(
     else:
         # What was looked for is not there, or nothing is.
         more = counted(len(search.found), "open transaction")
-        which = f"None of {more} is listed with these options" if search.found else "No transaction is open"
-        click.echo(f"{which}: {counted(search.partitions, 'partition')} at {settings.bootstrap_servers}.", err=True)
+        which = f"None of {more} is one of these" if search.found else "No transaction is open"
+        where = f"{counted(search.partitions, 'partition')} at {settings.bootstrap_servers}"
+        click.echo(f"{which}: looked in {where}.", err=True)
     _warn(search)
     return 1 if fail and found else 0
 
@@ -129,9 +130,7 @@ def describe(
 @click.option(
     "--yes", is_flag=True, help="Do it without asking. Without a terminal, nothing is done unless this is given."
 )
-@click.option(
-    "--force", is_flag=True, help="Also when there is a reason not to; what is said without it has to be true."
-)
+@click.option("--force", is_flag=True, help="Also when the command refuses. Read its reasons first.")
 @click.option("--json", "as_json", is_flag=True, help="Print what was or would be done as JSON.")
 @connection
 def abort(
@@ -256,9 +255,9 @@ def _intentions(plan: AbortPlan, *, is_flow: bool) -> list[str]:
     if plan.fence:
         then = "its next start continues after the last committed batch" if is_flow else "it has to be started again"
         lines.append(
-            f"The coordinator of {name!r} aborts the transaction (begun {_time(producer.started_ms)}, "
-            f"{counted(len(producer.partitions), 'partition')}). A running producer is fenced by that: it stops with "
-            f"an error, and {then}."
+            f"The coordinator of {name!r} aborts the transaction, begun {_time(producer.started_ms)}, in all "
+            f"of its {counted(len(producer.partitions), 'partition')}. A running producer is fenced by that: it stops "
+            f"with an error, and {then}."
         )
     for each in plan.markers:
         lines.append(
