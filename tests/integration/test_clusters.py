@@ -14,6 +14,8 @@ import pytest
 from confluent_kafka import KafkaError, KafkaException, Producer
 from kafka.protocol.metadata import MetadataRequest
 
+from onceflow.admin import doctor
+from onceflow.admin.doctor_local import Host
 from onceflow.broker import LocalBroker
 from onceflow.broker.nodes import Partition, partitions
 from onceflow.broker.process import admin_client
@@ -27,6 +29,7 @@ from onceflow.errors import BrokerUnsupportedError, DeadlineExceededError
 from onceflow.protocol.batches import encode_single
 from onceflow.testing import independent
 from onceflow.testing.broker import create_topic
+from onceflow.testing.waiting import wait_until
 
 # `make test` has three nodes, killed and started again while flows run, in test_missing_markers.py and test_chaos.py.
 pytestmark = [pytest.mark.integration, pytest.mark.long, pytest.mark.timeout(240)]
@@ -316,3 +319,18 @@ def test_the_transaction_version_changes_while_the_cluster_runs(tmp_path: Path) 
         assert values(broker, "changing") == [b"first", b"second", b"third", b"fourth"]
     finally:
         broker.stop()
+
+
+def test_the_doctor_names_a_broker_that_is_down(three: LocalBroker, topic: str) -> None:
+    def told() -> dict[str, str]:
+        settings = ClientSettings(three.bootstrap_servers)
+        found = doctor.cluster_findings(settings, None, [topic], Host(()))
+        return {f"{each.check} {each.level.value}": each.subject + ": " + each.found for each in found}
+
+    assert not any(each.endswith((" error", " warning")) for each in told())
+    three.kill(2)
+    wait_until(lambda: "topics warning" in told(), 60, lambda: str(told()))
+    found = told()
+    assert found["brokers error"].startswith("broker 2 at 127.0.0.1:")
+    assert "under-replicated" in found["topics warning"]
+    assert "refused" in found["connection warning"]

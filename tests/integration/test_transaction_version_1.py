@@ -12,6 +12,7 @@ from onceflow import FencedError
 from onceflow.broker.local import LocalBroker
 from onceflow.client.cluster import Cluster
 from onceflow.client.deadline import Deadline
+from onceflow.client.nodes import look_at_nodes
 from onceflow.client.settings import ClientSettings
 from onceflow.client.transaction_requests import describe_transaction
 from onceflow.client.transactions import Outcome, Transactions
@@ -47,6 +48,8 @@ def test_the_cluster_is_what_it_should_be(version_1: str) -> None:
     cluster = Cluster(ClientSettings(version_1))
     cluster.connect(Deadline(20, "test"))
     assert cluster.transaction_version == 1
+    (node,) = look_at_nodes(cluster, soon())
+    assert (node.finalized["transaction.version"], node.supported["transaction.version"]) == (1, 2)
     cluster.close()
 
 

@@ -20,7 +20,15 @@ import pytest
 from click.testing import CliRunner
 from packaging.requirements import Requirement
 
-from onceflow.admin import doctor, doctor_cluster, doctor_disk, doctor_local, doctor_permissions, doctor_topics
+from onceflow.admin import (
+    doctor,
+    doctor_cluster,
+    doctor_disk,
+    doctor_local,
+    doctor_machine,
+    doctor_permissions,
+    doctor_topics,
+)
 from onceflow.admin.doctor_facts import (
     CLUSTER,
     INTERNAL,
@@ -342,7 +350,7 @@ def test_clocks() -> None:
     late = flow(progress=Progress("f", 7, {}, {}, NOW_MS + 9_000))
     the_bad_one(run(doctor_cluster.check_clock, facts(flow=late)), Level.WARNING, "progress is 9.0 s later")
     (found,) = run(doctor_cluster.check_clock, facts(replace(stamped, newest_ms=NOW_MS), flow=flow()))
-    assert (found.level, "none of 2 times" in found.found) == (Level.SKIPPED, True)
+    assert (found.level, "2 times of others compared" in found.found) == (Level.SKIPPED, True)
 
 
 @pytest.mark.parametrize(
@@ -554,7 +562,7 @@ def test_the_local_part_is_shown_when_no_broker_answers(monkeypatch: pytest.Monk
     arguments = ["doctor", "f", "--bootstrap-servers", "127.0.0.1:1", "--state-dir", str(tmp_path)]
     answer = CliRunner().invoke(cli, [*arguments, "--json"], standalone_mode=False)
     found = [json.loads(line) for line in answer.stdout.splitlines()]
-    assert {each["check"] for each in found} == {check.name for check in doctor.LOCAL} | {"connection"}
+    assert {each["check"] for each in found} == {check.name for check in doctor_machine.LOCAL} | {"connection"}
     assert [each["level"] for each in found if each["check"] == "connection"] == ["error"]
     assert answer.return_value == 1
     plain = CliRunner().invoke(cli, arguments, standalone_mode=False).stdout
@@ -562,12 +570,28 @@ def test_the_local_part_is_shown_when_no_broker_answers(monkeypatch: pytest.Monk
     assert re.search(r"^ok      python: ", plain, re.MULTILINE)
 
 
+@pytest.mark.parametrize("package", ["kafka", "pyarrow"])
+def test_a_package_that_cannot_be_imported_is_a_finding(package: str) -> None:
+    program = (
+        f"import sys; sys.modules[{package!r}] = None\n"
+        "from onceflow.cli.main import main; main(['doctor', '--json', '--bootstrap-servers', '127.0.0.1:1'])"
+    )
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    found = [json.loads(line) for line in run.stdout.splitlines()]
+    assert run.stderr == ""
+    assert {each["check"] for each in found} == {check.name for check in doctor_machine.LOCAL} | {"connection"}
+    (connection,) = [each for each in found if each["check"] == "connection"]
+    assert "nothing of Kafka was checked: " in connection["found"]
+    assert package in connection["found"]
+    assert run.returncode == 1
+
+
 def test_the_page_lists_the_checks() -> None:
     page = (ROOT / "docs" / "operations.md").read_text().partition("\n## Is everything set up right?\n")[2]
     section = page.partition("\n## ")[0]
     listed = re.findall(r"^\| `([a-z-]+)` \|", section, re.MULTILINE)
     assert listed == [
-        *(check.name for check in doctor.LOCAL),
-        doctor.CONNECTION,
+        *(check.name for check in doctor_machine.LOCAL),
+        doctor_machine.CONNECTION,
         *(check.name for check in (*doctor.CLUSTER, *doctor.FLOW)),
     ]

@@ -1,14 +1,10 @@
-"""``onceflow doctor``: the list of its checks, and how they are run.
-
-Each check is a function that yields findings. Those of a cluster are functions of what was read from it before.
-"""
+"""The checks of ``onceflow doctor`` of a cluster and of a flow: functions of what was read from Kafka before."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
-from pathlib import Path
 
 from onceflow.admin.doctor_cluster import (
     check_broker_settings,
@@ -19,17 +15,10 @@ from onceflow.admin.doctor_cluster import (
     check_unknown_flows,
     check_versions,
 )
-from onceflow.admin.doctor_disk import check_disk, check_local_state, check_scratch, local_flows
+from onceflow.admin.doctor_disk import local_flows
 from onceflow.admin.doctor_facts import Facts
-from onceflow.admin.doctor_local import (
-    Host,
-    check_connector,
-    check_java,
-    check_open_files,
-    check_packages,
-    check_python,
-    check_spark,
-)
+from onceflow.admin.doctor_local import Host
+from onceflow.admin.doctor_machine import CONNECTION
 from onceflow.admin.doctor_permissions import check_permissions
 from onceflow.admin.doctor_reading import Reading
 from onceflow.admin.doctor_topics import (
@@ -47,24 +36,11 @@ from onceflow.client.deadline import Deadline
 from onceflow.client.settings import ClientSettings
 from onceflow.errors import OnceflowError
 from onceflow.protocol.names import Names
-from onceflow.session import configured_settings
-from onceflow.state.local.format import default_state_dir
 
 #: For how long the first connection is tried while all addresses refuse it, in seconds. Nothing waits for the brokers.
 REFUSED_S = 5.0
 _CONNECT_S = 20.0
 
-LOCAL: tuple[Check[Host], ...] = (
-    Check("python", check_python),
-    Check("java", check_java),
-    Check("spark", check_spark),
-    Check("connector", check_connector),
-    Check("packages", check_packages),
-    Check("open-files", check_open_files),
-    Check("disk", check_disk),
-    Check("scratch", check_scratch),
-    Check("local-state", check_local_state),
-)
 CLUSTER: tuple[Check[Facts], ...] = (
     Check("brokers", check_brokers),
     Check("versions", check_versions),
@@ -83,26 +59,6 @@ FLOW: tuple[Check[Facts], ...] = (
     Check("message-size", check_message_size),
     Check("permissions", check_permissions),
 )
-#: The connection itself is no function of facts: without it there are none.
-CONNECTION = "connection"
-
-
-def this_machine(state_dirs: Sequence[Path]) -> Host:
-    """This machine.
-
-    Args:
-        state_dirs: folders of local state; empty: the default one.
-    """
-    try:
-        configured = configured_settings()
-    except ImportError:  # a check says that there is no pyspark
-        configured = {}
-    return Host(tuple(state_dirs) or (default_state_dir(),), configured)
-
-
-def local_findings(host: Host) -> Iterator[Finding]:
-    """What there is to say of this machine."""
-    return examine(LOCAL, host)
 
 
 def cluster_findings(

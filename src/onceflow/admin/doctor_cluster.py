@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from onceflow.admin.doctor_facts import CLUSTER, Facts
-from onceflow.admin.finding import Finding, error, of_error, ok, skipped, warning
+from onceflow.admin.finding import Finding, counted, error, of_error, ok, skipped, warning
 from onceflow.client.brokers import Safety, settings_warnings
 from onceflow.driver import progress_log
 from onceflow.errors import ProgressConflictError, UnknownTopicError
@@ -75,7 +75,9 @@ def check_clock(facts: Facts) -> Iterator[Finding]:
             "synchronise the clocks (NTP) of brokers, drivers and this machine",
         )
     if not ahead:
-        looked = f"none of {len(seen)} times that others wrote is in the future" if seen else "no times to compare"
+        looked = (
+            f"{counted(len(seen), 'time')} of others compared, none in the future" if seen else "no times to compare"
+        )
         yield skipped("clock", f"Kafka's protocol does not tell a broker's time; {looked}")
 
 
@@ -113,7 +115,7 @@ def check_progress_topic(facts: Facts) -> Iterator[Finding]:
         in_sync = topic.settings.get("min.insync.replicas") or "unknown"
         yield ok(
             PROGRESS_TOPIC,
-            f"{len(topic.copies)} partitions, cleanup.policy={policy or 'unknown'}, {replicas} replicas, "
+            f"{len(topic.copies)} partitions, cleanup.policy={policy or 'unknown'}, {counted(replicas, 'replica')}, "
             f"min.insync.replicas={in_sync}",
         )
     yield from safety([topic.safety], len(facts.brokers), "")

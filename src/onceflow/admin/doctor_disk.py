@@ -16,12 +16,12 @@ from onceflow.admin.finding import Finding, error, ok, skipped, warning
 from onceflow.host import jars
 from onceflow.host.leftovers import scratch_of_ended_processes
 from onceflow.sizes import size_text
-from onceflow.tables.opening import TABLES_FOLDER
 
 ROOM_MIN, ROOM_GOOD = 100 * 1024**2, 2 * 1024**3
 UNUSED_DAYS = 30
 _DAY_S = 86_400.0
 _MOST = 10
+_NO_FLOW = "@"  # no name of a flow begins with it: copies of `Table` are in @tables
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def local_flows(state_dir: Path) -> Iterator[LocalFlow]:
     if not state_dir.is_dir():
         return
     for folder in sorted(state_dir.iterdir()):
-        if folder.is_dir() and folder.name != TABLES_FOLDER:
+        if folder.is_dir() and not folder.name.startswith(_NO_FLOW):
             size, changed = _usage(folder)
             yield LocalFlow(unquote(folder.name), folder, size, changed)
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from onceflow.admin.doctor_cluster import safety
 from onceflow.admin.doctor_facts import INTERNAL, JOINED, NAMED, OUTPUT, SOURCE, TABLE, Facts, Topic
-from onceflow.admin.finding import Finding, error, of_error, ok, skipped, warning
+from onceflow.admin.finding import Finding, counted, error, of_error, ok, skipped, warning
 from onceflow.errors import OnceflowError, PermissionDeniedError
 from onceflow.planning import source_starts
 from onceflow.state.compacted_topic import check_policy
@@ -84,7 +84,10 @@ def check_topics(facts: Facts) -> Iterator[Finding]:
                 "start the brokers with the missing replicas, or wait until they are in sync",
             )
         else:
-            yield ok(subject, f"{len(topic.copies)} partitions, {topic.safety.replicas} replicas, all in sync")
+            yield ok(
+                subject,
+                f"{counted(len(topic.copies), 'partition')}, {counted(topic.safety.replicas, 'replica')}, all in sync",
+            )
 
 
 def check_safety(facts: Facts) -> Iterator[Finding]:

@@ -23,27 +23,37 @@ _CALL_S = 60.0
 def connection(command: Callable[..., Any]) -> Callable[..., Any]:
     """Give a command ``--bootstrap-servers`` and ``--option``; it is called with ``settings``, a `ClientSettings`."""
 
-    @click.option(
+    @connection_options
+    @functools.wraps(command)
+    def with_settings(*arguments: Any, bootstrap_servers: str | None, options: tuple[str, ...], **named: Any) -> Any:
+        return command(*arguments, settings=settings_of(bootstrap_servers, options), **named)
+
+    return with_settings
+
+
+def connection_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The same options; the command is called with ``bootstrap_servers`` and ``options``, for `settings_of`."""
+    servers = click.option(
         "--bootstrap-servers",
         help=f"host:port of brokers, separated by commas.  [default: ${VARIABLE}, else the broker that "
         f"`onceflow broker start` runs in its default folder, else {LAST_RESORT}]",
     )
-    @click.option(
+    option = click.option(
         "--option",
         "options",
         multiple=True,
         metavar="NAME=VALUE",
         help="A connection option under its name in Kafka's Java clients; may be repeated.",
     )
-    @functools.wraps(command)
-    def with_settings(*arguments: Any, bootstrap_servers: str | None, options: tuple[str, ...], **named: Any) -> Any:
-        from onceflow.client.settings import ClientSettings
+    return servers(option(command))
 
-        pairs = dict(pair(option, "--option") for option in options)
-        settings = ClientSettings(default_servers() if bootstrap_servers is None else bootstrap_servers, pairs)
-        return command(*arguments, settings=settings, **named)
 
-    return with_settings
+def settings_of(bootstrap_servers: str | None, options: tuple[str, ...]) -> ClientSettings:
+    """The settings of a connection, from the values of both options."""
+    from onceflow.client.settings import ClientSettings
+
+    pairs = dict(pair(option, "--option") for option in options)
+    return ClientSettings(default_servers() if bootstrap_servers is None else bootstrap_servers, pairs)
 
 
 @contextlib.contextmanager

@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING
 
 import click
 
-from onceflow.cli.connection import connection
+from onceflow.cli.connection import connection_options, settings_of
 from onceflow.cli.text import shown
 
 if TYPE_CHECKING:
     from onceflow.admin.finding import Finding
-    from onceflow.client.settings import ClientSettings
 
 _COLOURS = {"ok": "green", "skipped": "cyan", "warning": "yellow", "error": "red"}
 
@@ -35,7 +34,7 @@ _COLOURS = {"ok": "green", "skipped": "cyan", "warning": "yellow", "error": "red
 @click.option("--group-id-prefix", default="", help="The same as in `Flow(...)`.")
 @click.option("--strict", is_flag=True, help="Warnings are failures, too.")
 @click.option("--json", "as_json", is_flag=True, help="Print a line of JSON for each finding.")
-@connection
+@connection_options
 def doctor(
     flow: str | None,
     topics: tuple[str, ...],
@@ -44,7 +43,8 @@ def doctor(
     group_id_prefix: str,
     strict: bool,
     as_json: bool,
-    settings: ClientSettings,
+    bootstrap_servers: str | None,
+    options: tuple[str, ...],
 ) -> int:
     """Check this machine, the cluster, and the topics and permissions of FLOW.
 
@@ -56,16 +56,23 @@ def doctor(
       onceflow doctor validated-deposits --bootstrap-servers localhost:9092
       onceflow doctor --topic deposits --strict --json
     """
-    from onceflow.admin import doctor as checks
+    from onceflow.admin import doctor_machine
     from onceflow.admin.finding import failed
     from onceflow.protocol.names import Names
 
     names = None if flow is None else Names(flow, transactional_id_prefix, group_id_prefix)
-    title = f"Kafka at {settings.bootstrap_servers}" + (f", flow {flow}" if flow else "")
     with _quiet():
-        host = checks.this_machine(state_dirs)
-        found = _told("This machine", checks.local_findings(host), as_json)
-        found += _told(title, checks.cluster_findings(settings, names, topics, host), as_json)
+        host = doctor_machine.this_machine(state_dirs)
+        found = _told("This machine", doctor_machine.local_findings(host), as_json)
+        try:
+            from onceflow.admin import doctor as of_cluster
+
+            settings = settings_of(bootstrap_servers, options)
+        except ImportError as problem:  # of the Kafka client, for example
+            found += _told("Kafka", iter([doctor_machine.not_importable(problem)]), as_json)
+        else:
+            title = f"Kafka at {settings.bootstrap_servers}" + (f", flow {flow}" if flow else "")
+            found += _told(title, of_cluster.cluster_findings(settings, names, topics, host), as_json)
     if not as_json:
         counts = {level: sum(each.level.value == level for each in found) for level in _COLOURS}
         click.echo(", ".join(f"{count} {level}" for level, count in counts.items()))

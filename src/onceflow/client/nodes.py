@@ -68,9 +68,14 @@ def _fenced(cluster: Cluster, deadline: Deadline) -> list[Node]:
 
 
 def _look_at(cluster: Cluster, node: int, address: Address) -> Node:
-    request = ApiVersionsRequest(version=3, client_software_name="onceflow", client_software_version="0")
+    # Answers of version 3 leave out the features that a broker need not have, such as transaction.version.
+    versions = range(cluster.version(ApiVersionsRequest, min_version=3, max_version=4), 2, -1)
     try:
-        response = cluster.exchange(request, node, Deadline(_ANSWER_S, f"asking broker {node}"))
+        for version in versions:
+            request = ApiVersionsRequest(version=version, client_software_name="onceflow", client_software_version="0")
+            response = cluster.exchange(request, node, Deadline(_ANSWER_S, f"asking broker {node}"))
+            if not response.error_code:  # else this broker is older than others
+                break
     except (ConnectionFailedError, OnceflowError) as problem:
         return Node(node, str(address), contact(address).text or str(problem))
     known = BrokerVersionData(None, {key.api_key: (key.min_version, key.max_version) for key in response.api_keys})
