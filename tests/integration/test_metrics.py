@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import sqlite3
 import threading
 import urllib.error
 import urllib.request
@@ -173,3 +175,54 @@ def test_serve_starts_a_query_behind_its_endpoint(
         assert (found.sum("up", flow=pipe.flow), found.sum("failures_total", flow=pipe.flow)) == (0, 1)
         with pytest.raises(Exception, match="injected"):
             query.awaitTermination(60)
+
+
+def test_other_systems_lost_batches_and_newer_drivers(
+    make_pipe: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with onceflow.serve_metrics(0) as endpoint:
+        outside = make_pipe()
+        outside.fill(500)
+        path = tmp_path / "outside.db"
+        with contextlib.closing(sqlite3.connect(path)) as database:
+            database.execute("create table seen (key text, value text)")
+            flow = outside.open()
+            df = flow.read(outside.source, max_records_per_batch=200)
+            rows = df.selectExpr("cast(key as string) as key", "cast(value as string) as value")
+            flow.write_external(rows, onceflow.SqliteSink(path, "seen"), once=True).start().awaitTermination(60)
+            ((there,),) = database.execute("select count(*) from seen")
+        found = Scrape(endpoint.url)
+        assert found.sum("records_written_total", flow=outside.flow, topic="outside.db:seen") == there == 500
+        assert found.sum("batches_committed_total", flow=outside.flow) == 3
+        assert (status(endpoint, "/healthz"), found.sum("up", flow=outside.flow)) == (200, 0)
+
+        lost = make_pipe()
+        lost.fill(200)
+        rule = faults.fault("write", "raise", where="task", batch=1, task=0, once_file=str(tmp_path / "lost"))
+        monkeypatch.setenv(hooks.VARIABLE, rule)
+        lost.run(guarantee="at_most_once", small_batch_rows=0)
+        monkeypatch.delenv(hooks.VARIABLE)
+        found = Scrape(endpoint.url)
+        assert found.sum("batches_lost_total", flow=lost.flow) == 1
+        assert found.sum("batches_committed_total", flow=lost.flow) == 0
+        assert found.sum("records_written_total", flow=lost.flow) is None
+
+        pipe = make_pipe()
+        pipe.fill(100)
+        queries = []
+        for _ in range(2):
+            flow = pipe.open()
+            queries.append(flow.write(flow.read(pipe.source).select("key", "value"), topic=pipe.target).start())
+            queries[-1].processAllAvailable()
+        pipe.fill(100)
+        try:
+            wait_until(lambda: queries[0].failure is not None, 60, "the older driver is fenced")
+            queries[1].processAllAvailable()
+            found = Scrape(endpoint.url)
+            assert found.sum("fences_total", flow=pipe.flow) == 1
+            assert found.sum("failures_total", flow=pipe.flow, error="FencedError") == 1
+            assert (status(endpoint, "/healthz"), found.sum("up", flow=pipe.flow)) == (200, 1), "the newer one counts"
+            seen = visible(pipe, {"outputs": pipe.target})["outputs"]
+            assert found.sum("records_written_total", flow=pipe.flow, topic=pipe.target) == seen == 200
+        finally:
+            queries[1].stop()
