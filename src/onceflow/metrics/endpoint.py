@@ -6,12 +6,13 @@ import json
 import socket
 import socketserver
 import threading
+from collections.abc import Callable, Iterable
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
 from typing import Any
 
 from onceflow.errors import EnvironmentUnusableError, OptionError
-from onceflow.metrics.watch import FlowWatch, WatchedQuery
+from onceflow.metrics.watch import FlowWatch, WatchedQuery, are_healthy, are_ready
 
 # How long a client may be silent.
 _SILENT_S = 10.0
@@ -140,20 +141,22 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         path = self.path.partition("?")[0]
-        watch = self.server.watch
         if path in ("/metrics", "/"):
             self._answer(HTTPStatus.OK, *self.server.metrics(self.headers.get("Accept", "")))
         elif path == "/healthz":
-            self._probe(watch.is_healthy(), watch)
+            self._probe(are_healthy)
         elif path == "/readyz":
-            self._probe(watch.is_ready(), watch)
+            self._probe(are_ready)
         else:
             self._answer(HTTPStatus.NOT_FOUND, b"try /metrics, /healthz or /readyz\n", "text/plain")
 
-    def _probe(self, good: bool, watch: FlowWatch) -> None:
+    def _probe(self, are_good: Callable[[Iterable[str]], bool]) -> None:
         """The conditions of all flows, as JSON."""
-        body = json.dumps({"flows": watch.conditions()}).encode() + b"\n"
-        self._answer(HTTPStatus.OK if good else HTTPStatus.SERVICE_UNAVAILABLE, body, "application/json")
+        conditions = self.server.watch.conditions()
+        body = json.dumps({"flows": conditions}).encode() + b"\n"
+        self._answer(
+            HTTPStatus.OK if are_good(conditions.values()) else HTTPStatus.SERVICE_UNAVAILABLE, body, "application/json"
+        )
 
     def _answer(self, status: HTTPStatus, body: bytes, content_type: str) -> None:
         self.send_response(status)

@@ -6,7 +6,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent import futures
 from typing import Any, Protocol
 
@@ -19,8 +19,18 @@ log = logging.getLogger("onceflow")
 
 #: The conditions of a query (``onceflow.query``).
 STARTING, RUNNING, STOPPED, FAILED = "starting", "running", "stopped", "failed"
-# How long a scrape waits for Spark's JVM.
-_ANSWER_S = 2.0
+# How long a request waits for Spark's JVM. Kubernetes waits a second for a probe.
+_ANSWER_S = 0.5
+
+
+def are_healthy(conditions: Iterable[str]) -> bool:
+    """Whether no query has failed without being started again."""
+    return FAILED not in conditions
+
+
+def are_ready(conditions: Iterable[str]) -> bool:
+    """Whether there is a query that has begun to commit or has nothing to read, and none that has not."""
+    return {*conditions} - {STOPPED} == {RUNNING}
 
 
 class WatchedQuery(Protocol):
@@ -100,14 +110,6 @@ class FlowWatch:
 
         self._lags = self._ask(look, self._lags)
         return self._lags
-
-    def is_healthy(self) -> bool:
-        """Whether no query has failed without being started again."""
-        return FAILED not in self.conditions().values()
-
-    def is_ready(self) -> bool:
-        """Whether there is a query that has begun to commit or has nothing to read, and none that has not."""
-        return {*self.conditions().values()} - {STOPPED} == {RUNNING}
 
     def _known(self) -> list[tuple[str, WatchedQuery]]:
         with self.counts.lock:
