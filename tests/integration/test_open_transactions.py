@@ -10,6 +10,8 @@ import contextlib
 import json
 import uuid
 from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import click
@@ -26,6 +28,7 @@ from confluent_kafka.admin import (
 )
 
 from onceflow.admin import transaction_abort
+from onceflow.broker.local import LocalBroker
 from onceflow.cli import transactions as transactions_command
 from onceflow.cli.main import cli
 from onceflow.client.cluster import Cluster
@@ -118,27 +121,27 @@ def cluster(onceflow_broker: str) -> Iterator[Cluster]:
     cluster.close()
 
 
+def hung(cluster: Cluster, topic: str, *, committed: bool = False) -> Transactions:
+    """Leaves a hanging transaction in partition 0; its last transaction was committed, if ``committed`` says so."""
+    transactions = Transactions(cluster, f"hanging-{uuid.uuid4().hex[:8]}")
+    transactions.init(soon())
+    if committed:
+        transactions.begin(soon())
+        transactions.add_partitions({topic: [1]}, soon())
+        transactions.end(soon(), commit=True)
+    write(cluster, transactions, topic, "hangs")
+    return transactions
+
+
 @pytest.fixture
 def hang(cluster: Cluster, onceflow_broker: str) -> Iterator[Callable[..., Transactions]]:
-    """Leaves a hanging transaction in partition 0 of a topic; whose last transaction was committed, if it says so."""
-
-    def leave(topic: str, name: str = "", *, committed: bool = False) -> Transactions:
-        transactions = Transactions(cluster, name or f"hanging-{uuid.uuid4().hex[:8]}")
-        transactions.init(soon())
-        if committed:
-            transactions.begin(soon())
-            transactions.add_partitions({topic: [1]}, soon())
-            transactions.end(soon(), commit=True)
-        write(cluster, transactions, topic, "hangs")
-        return transactions
-
     with unverified(onceflow_broker):
-        yield leave
+        yield partial(hung, cluster)
 
 
 def left_open(servers: str, topic: str, *, partition: int = 0) -> tuple[LibrdkafkaProducer, str]:
     name = f"loader-{topic}"
-    producer = LibrdkafkaProducer({"bootstrap.servers": servers, "transactional.id": name})
+    producer = LibrdkafkaProducer({"bootstrap.servers": servers, "transactional.id": name, "log_level": 0})
     producer.init_transactions(30)
     producer.begin_transaction()
     producer.produce(topic, b"undecided", b"k", partition=partition)
@@ -147,7 +150,7 @@ def left_open(servers: str, topic: str, *, partition: int = 0) -> tuple[Librdkaf
 
 
 def plain(servers: str, topic: str, text: bytes, *, partition: int = 0) -> None:
-    producer = LibrdkafkaProducer({"bootstrap.servers": servers})
+    producer = LibrdkafkaProducer({"bootstrap.servers": servers, "log_level": 0})
     producer.produce(topic, text, b"k", partition=partition)
     assert producer.flush(30) == 0
 
@@ -225,6 +228,26 @@ def test_a_hanging_transaction(run: Run, make_topic: Any, onceflow_broker: str, 
     hanging.begin(soon())
     hanging.add_partitions({topic: [0]}, soon())
     hanging.end(soon(), commit=True)
+
+
+@pytest.mark.long
+def test_kafka_3_9(run: Run, tmp_path: Path) -> None:
+    """It takes a marker in version 1 of the request, too."""
+    verify = {"transaction.partition.verification.enable": "false"}
+    with LocalBroker(tmp_path / "broker", version="3.9.2", properties=verify) as broker:
+        servers = broker.bootstrap_servers
+        create_topic(servers, "orders", 2)
+        with contextlib.closing(Cluster(ClientSettings(servers))) as cluster:
+            cluster.connect(soon())
+            hanging = hung(cluster, "orders", committed=True)
+            plain(servers, "orders", b"after")
+            assert seen(servers, "orders") == []
+            run("abort", hanging.transactional_id, "--yes", servers=servers, error=OptionError)
+            run("abort", hanging.transactional_id, "--yes", "--force", servers=servers)
+            assert seen(servers, "orders") == [b"after"]
+            _, name = left_open(servers, "orders")
+            run("abort", name, "--yes", servers=servers)
+            assert run("list", "--fail", servers=servers).stdout == ""
 
 
 def test_what_may_be_committed_is_not_aborted_without_force(

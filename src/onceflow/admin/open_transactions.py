@@ -30,8 +30,9 @@ from onceflow.protocol.progress import PROGRESS_TOPIC
 log = logging.getLogger("onceflow.admin")
 
 T = TypeVar("T")
+ONGOING = "Ongoing"
 #: States in which a coordinator will still end the transaction in the partitions that it lists.
-_PENDING = frozenset({"Ongoing", "PrepareCommit", "PrepareAbort", "PrepareEpochFence"})
+PENDING = frozenset({ONGOING, "PrepareCommit", "PrepareAbort", "PrepareEpochFence"})
 
 
 @dataclass(frozen=True)
@@ -215,7 +216,7 @@ def _completed(
     if known is not None:
         name, described = known
         topic, partition = place
-        hanging = not (described["state"] in _PENDING and partition in described["partitions"].get(topic, ()))
+        hanging = not (described["state"] in PENDING and partition in described["partitions"].get(topic, ()))
         seen = replace(
             seen,
             transactional_id=name,

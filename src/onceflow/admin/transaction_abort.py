@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from onceflow.admin.open_transactions import OpenInPartition, Search, find_open
+from onceflow.admin.open_transactions import ONGOING, PENDING, OpenInPartition, Search, find_open
 from onceflow.admin.tables import all_progress
 from onceflow.client.abort_markers import still_open, write_abort_marker
 from onceflow.client.cluster import Cluster
@@ -29,8 +29,6 @@ log = logging.getLogger("onceflow.admin")
 
 #: A flow that has committed within this time is taken for a running one.
 RECENT_MS = 5 * 60_000
-ONGOING = "Ongoing"
-_ENDING = ("PrepareCommit", "PrepareAbort", "PrepareEpochFence")
 
 
 @dataclass(frozen=True)
@@ -40,7 +38,8 @@ class Producer:
     Args:
         transactional_id: None: no coordinator has returned it.
         state: of the transactional id; ``Dead`` if there is none.
-        started_ms, timeout_ms: -1 if they are not known.
+        started_ms: begin of the transaction that is open, or that was the last one; -1: not known.
+        timeout_ms: -1: not known.
         partitions: those that the coordinator has in the transaction.
         search: where leaders have a transaction of this producer open.
     """
@@ -53,6 +52,11 @@ class Producer:
     timeout_ms: int
     partitions: Sequence[TopicPartition]
     search: Search
+
+    @property
+    def is_open(self) -> bool:
+        """Whether its coordinator has the transaction open, or is ending it."""
+        return self.state in PENDING
 
 
 @dataclass(frozen=True)
@@ -126,7 +130,7 @@ def plan(producer: Producer, flow_committed_ms: int | None) -> AbortPlan:
     Raises:
         OptionError: its coordinator is already ending the transaction.
     """
-    if producer.state in _ENDING:
+    if producer.is_open and producer.state != ONGOING:
         raise OptionError(
             f"The transaction of {producer.transactional_id!r} is {producer.state}: its coordinator is ending it",
             next_step="wait; if it stays so, look for partitions without a leader: markers cannot be written there",

@@ -157,12 +157,16 @@ def abort(
         producer = aborting.describe(cluster, transactional_id, producer_id, topics, deadline)
         ago_ms = aborting.flow_committed_ms(cluster, producer.transactional_id, deadline)
         plan = aborting.plan(producer, ago_ms)
+    doing = bool(plan.fence or plan.markers)
+    refused = bool(plan.refusals) and not force and (yes or _terminal())
     if not as_json:
         _warn(producer.search)
         for line in _intentions(plan, is_flow=ago_ms is not None):
             click.echo(line)
-    doing = bool(plan.fence or plan.markers)
-    if doing and plan.refusals and not force and (yes or _terminal()):
+        before = "In spite of this (--force)" if force else "Refused without --force"
+        for reason in [] if refused else plan.refusals:
+            click.echo(f"{before}: {reason}.")
+    if refused:
         raise OptionError(
             "The transaction was not aborted",
             detail="; ".join(plan.refusals),
@@ -236,7 +240,7 @@ def _lines(found: Producer, now_ms: int) -> list[str]:
     if found.transactional_id is None:
         return [f"{who}: no coordinator has returned a transactional id"]
     lines = [f"transactional id {shown(found.transactional_id)}, {who}: {found.state}"]
-    if found.started_ms >= 0:
+    if found.started_ms >= 0 and found.is_open:
         lines.append(
             f"begun {_time(found.started_ms)}, {_age(now_ms - found.started_ms)} ago; Kafka aborts it "
             f"{_age(found.timeout_ms)} after its begin"
@@ -267,7 +271,7 @@ def _intentions(plan: AbortPlan, *, is_flow: bool) -> list[str]:
         )
     if not lines:
         lines.append(f"Nothing of {name or producer.producer_id} is open: there is nothing to abort.")
-    return [*lines, *(f"Refused without --force: {reason}." for reason in plan.refusals)]
+    return lines
 
 
 def _named(places: Sequence[tuple[str, int]]) -> str:
@@ -316,7 +320,7 @@ def _description(found: Producer, now_ms: int) -> dict[str, Any]:
         "producer_id": found.producer_id,
         "producer_epoch": found.producer_epoch,
         "state": found.state if found.transactional_id else None,
-        "started": _time(found.started_ms) if found.started_ms >= 0 else None,
+        "started": _time(found.started_ms) if found.started_ms >= 0 and found.is_open else None,
         "timeout_seconds": found.timeout_ms / 1000 if found.timeout_ms >= 0 else None,
         "partitions": [_place(place) for place in found.partitions],
         "open": [_summary(each, now_ms) for each in found.search.found],
