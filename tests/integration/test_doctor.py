@@ -19,9 +19,9 @@ from onceflow.client.settings import ClientSettings
 from onceflow.client.transaction_requests import describe_transaction
 from onceflow.clock import clock_ms
 from onceflow.driver import progress_log
-from onceflow.driver.driver_session import DriverSession
 from onceflow.protocol.names import Names
 from onceflow.protocol.progress import Progress
+from onceflow.testing import independent
 
 pytestmark = pytest.mark.integration
 
@@ -64,11 +64,16 @@ def commit(cluster: Cluster, flow: str, source: str, at: dict[int, int], **field
     progress_log.write_progress(cluster, None, Names(flow), progress, progress.offsets, deadline)
 
 
-def test_a_healthy_flow_that_runs(doctor: Doctor, connected: Cluster, make_topic: Callable[..., str]) -> None:
-    source, target = make_topic("in", 2), make_topic("out", 2)
+def test_a_healthy_flow_in_the_middle_of_a_transaction(
+    doctor: Doctor, connected: Cluster, make_topic: Callable[..., str], onceflow_broker: str
+) -> None:
+    source, target = make_topic("in", 2), make_topic("out", 1)
     flow, deadline = f"flow-{source}", Deadline(30, "a test")
-    session = DriverSession(connected, Names(flow))
-    session.init(deadline)
+    driver = Producer({"bootstrap.servers": onceflow_broker, "transactional.id": f"onceflow.{flow}"})
+    driver.init_transactions(30)
+    driver.begin_transaction()
+    driver.produce(target, b"1")
+    driver.flush(30)
     commit(connected, flow, source, {0: 0, 1: 0}, outputs=(target,))
     before = describe_transaction(connected, f"onceflow.{flow}", deadline)
 
@@ -89,7 +94,11 @@ def test_a_healthy_flow_that_runs(doctor: Doctor, connected: Cluster, make_topic
     }
     assert {each["found"] for each in of(found, "broker-settings", "ok")} >= {"900000 ms"}
     after = describe_transaction(connected, f"onceflow.{flow}", deadline)
-    assert after == before, "nobody was fenced"
+    assert after == before
+    assert before["state"] == "Ongoing"
+    driver.produce(target, b"2")
+    driver.commit_transaction(30)  # it was not fenced
+    assert [record.value for record in independent.read_topic(onceflow_broker, target)] == [b"1", b"2"]
 
 
 def test_a_flow_with_bad_topics(
