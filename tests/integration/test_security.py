@@ -22,6 +22,7 @@ import onceflow
 from onceflow.admin import doctor
 from onceflow.admin.doctor_local import Host
 from onceflow.admin.finding import Level
+from onceflow.admin.flow_status_reader import StatusReader
 from onceflow.client.brokers import Safety, StableOffsets, held_back, read_safety, warn_of_settings
 from onceflow.client.cluster import Cluster
 from onceflow.client.deadline import Deadline
@@ -229,6 +230,35 @@ def test_missing_read_shows_at_the_first_start(secure: Secure, pipe: Any) -> Non
     with pytest.raises(onceflow.PermissionDeniedError, match=PROGRESS_TOPIC):
         run(secure, fresh)
     assert independent.read_topic(secure.internal, fresh.target) == []
+
+
+@pytest.mark.parametrize("missing", ["", "source", "progress-read", "transactional-id"])
+def test_the_status_of_a_flow_names_missing_permissions(secure: Secure, pipe: Any, missing: str) -> None:
+    """READ implies DESCRIBE, and so does WRITE. What is permitted is shown."""
+    names = Names(pipe.flow)
+    with contextlib.closing(Cluster(ClientSettings(secure.internal))) as cluster:
+        deadline = Deadline(30, "a test")
+        progress_log.ensure_topic(cluster, deadline)
+        ids = {pipe.source: cluster.topic(pipe.source, deadline).topic_id}
+        done = Progress(pipe.flow, 3, {pipe.source: dict.fromkeys(range(4), 0)}, ids, 1_700_000_000_000)
+        progress_log.write_progress(cluster, None, names, done, {}, deadline)
+    acls = {key: needed(pipe)[key] for key in ("source", "progress-read", "transactional-id") if key != missing}
+    grant(secure, list(acls.values()))
+    with contextlib.closing(connected(secure, secure.options())) as cluster:
+        (found,) = StatusReader(cluster).read([pipe.flow], Deadline(30, "a test"))
+        if missing == "progress-read":
+            with pytest.raises(onceflow.PermissionDeniedError, match="may not be read"):
+                StatusReader(cluster).read([], Deadline(30, "a test"))
+    expected = {
+        "": [],
+        "source": [f"DESCRIBE on topic {pipe.source}"],
+        "progress-read": [f"READ on topic {PROGRESS_TOPIC}"],
+        "transactional-id": [f"DESCRIBE on transactional id {names.transactional_id}"],
+    }
+    assert (found.missing, found.warnings) == (expected[missing], [])
+    assert found.lag == (300 if missing in ("", "transactional-id") else None)
+    assert found.batch == (None if missing == "progress-read" else 3)
+    assert (found.transaction is None) is (missing == "transactional-id")
 
 
 @pytest.mark.parametrize(

@@ -35,14 +35,22 @@ def counted(count: int, noun: str = "record") -> str:
 
 def print_columns(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
     """Print rows under the names of columns: the first column is aligned to the left, the others to the right."""
+    for line in in_columns(columns, rows):
+        click.echo(line)
+
+
+def in_columns(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
+    """The lines of `print_columns`."""
     cells = [[str(cell) for cell in row] for row in rows]
     widths = [max(len(row[n]) for row in [[*columns], *cells]) for n in range(len(columns))]
+    lines = []
     for row in [[*columns], *cells]:
         first, *others = (
             cell.ljust(width) if n == 0 else cell.rjust(width)
             for n, (cell, width) in enumerate(zip(row, widths, strict=True))
         )
-        click.echo("  ".join([first, *others]).rstrip())
+        lines.append("  ".join([first, *others]).rstrip())
+    return lines
 
 
 def timeout_ms(text: str, option: str) -> int:

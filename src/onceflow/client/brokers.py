@@ -211,7 +211,7 @@ def held_back(
     span = {topic: list(numbers) for topic, numbers in partitions.items()}
     stable = list_offsets(cluster, span, LATEST, deadline)
     high = list_offsets(cluster, span, LATEST, deadline, committed=False)
-    return [held_back_warning(held, _open_transaction(cluster, held, deadline)) for held in watch.look(stable, high)]
+    return [held_back_warning(held, oldest_transaction(cluster, held, deadline)) for held in watch.look(stable, high)]
 
 
 def held_back_warning(held: Held, transaction: OpenTransaction | None) -> str:
@@ -241,8 +241,8 @@ def held_back_warning(held: Held, transaction: OpenTransaction | None) -> str:
     )
 
 
-def _open_transaction(cluster: Cluster, held: Held, deadline: Deadline) -> OpenTransaction | None:
-    """The oldest open transaction of the partition; None if it could not be found."""
+def oldest_transaction(cluster: Cluster, held: Held, deadline: Deadline) -> OpenTransaction | None:
+    """The oldest open transaction of the partition; None if it could not be found. READ on the topic is needed."""
     place = (held.topic, held.partition)
     try:
         found = open_transactions(cluster, [place], deadline)[place]

@@ -1,0 +1,157 @@
+"""What is known of a flow from Kafka alone: where it is, how far behind, its tables, and warnings."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from onceflow.errors import OptionError
+from onceflow.protocol.progress import PROGRESS_TOPIC
+
+_ALIKE_SHARE = 0.6
+
+
+@dataclass(frozen=True)
+class PartitionStatus:
+    """A partition of a source. Offsets and counts of offsets; transaction markers are counted, too.
+
+    Args:
+        offset: what the flow has committed; None: it does not know the partition yet.
+        first, stable, end: the first offset, the last stable offset, and the high watermark.
+        lag: offsets from the committed one to the last stable offset.
+        lag_seconds: age of the first record that is not committed; 0 if there is none, None if it is not known.
+        held_back: offsets behind an open transaction, which no read_committed reader gets.
+    """
+
+    partition: int
+    offset: int | None
+    first: int
+    stable: int
+    end: int
+    lag: int
+    lag_seconds: float | None
+    held_back: int
+
+
+@dataclass(frozen=True)
+class SourceStatus:
+    """A source topic. ``partitions`` is None if they could not be read, or belong to another topic of this name."""
+
+    topic: str
+    offsets: Mapping[int, int]
+    partitions: Sequence[PartitionStatus] | None
+
+
+@dataclass(frozen=True)
+class TableStatus:
+    """A table or its companion topic.
+
+    Args:
+        offsets: committed end offsets by partition; empty for a table without a changelog.
+        records_at_most: an upper bound; None: not known.
+    """
+
+    topic: str
+    offsets: Mapping[int, int]
+    records_at_most: int | None
+
+
+@dataclass(frozen=True)
+class TransactionStatus:
+    """What the coordinator knows of the flow's transactional id.
+
+    Args:
+        state: ``Empty``, ``Ongoing``, ...; ``Dead`` if it is not known there.
+        age_s: how long the running transaction is open, in seconds; None: none is.
+    """
+
+    transactional_id: str
+    state: str
+    producer_id: int
+    producer_epoch: int
+    age_s: float | None
+
+
+@dataclass
+class FlowStatus:
+    """A flow.
+
+    Args:
+        flow: its name, after its prefix of transactional ids if it has one.
+        batch, last_commit_ms: number and time (epoch milliseconds) of the last committed batch. None: not known.
+        age_s: seconds since that commit.
+        transaction: None: not permitted.
+        producer_id, producer_epoch: those of the last committed batch; -1: its record does not have them.
+        missing: permissions without which something is not known here.
+    """
+
+    flow: str
+    batch: int | None = None
+    last_commit_ms: int | None = None
+    age_s: float | None = None
+    producer_id: int = -1
+    producer_epoch: int = -1
+    transaction: TransactionStatus | None = None
+    sources: list[SourceStatus] = field(default_factory=list)
+    tables: list[TableStatus] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+
+    @property
+    def lag(self) -> int | None:
+        """Records (offsets) behind, in all sources. None: not known for at least one of them."""
+        parts = [source.partitions for source in self.sources]
+        if self.batch is None or any(part is None for part in parts):
+            return None
+        return sum(each.lag for part in parts for each in part or ())
+
+    @property
+    def lag_seconds(self) -> float | None:
+        """The largest of all partitions. None: not known for at least one of them."""
+        found = [each.lag_seconds for source in self.sources for each in source.partitions or ()]
+        if self.lag is None or None in found:
+            return None
+        return max((each for each in found if each is not None), default=0.0)
+
+
+def exceeded(status: FlowStatus, max_lag: int | None, max_age_s: float | None) -> list[str]:
+    """Which limits a flow exceeds, a sentence each. A lag that is not known exceeds them: a monitor must not be silent.
+
+    Args:
+        max_lag: records behind. None: any number.
+        max_age_s: seconds since the last commit while there is lag. None: any time.
+    """
+    if status.lag is None or status.age_s is None:
+        return [f"{status.flow}: its lag is not known"] if (max_lag, max_age_s) != (None, None) else []
+    found = []
+    if max_lag is not None and status.lag > max_lag:
+        found.append(f"{status.flow}: a lag of {status.lag:,} exceeds --max-lag {max_lag:,}")
+    if max_age_s is not None and status.lag and status.age_s > max_age_s:
+        found.append(
+            f"{status.flow}: a lag of {status.lag:,} and no commit for {status.age_s:,.0f} s "
+            f"exceed --max-age {max_age_s:g} s"
+        )
+    return found
+
+
+def unknown_flow(name: str, known: Iterable[str]) -> OptionError:
+    """The error for a flow that has no progress, with similar names."""
+    alike = difflib.get_close_matches(name, sorted(known), 3, _ALIKE_SHARE)
+    step = "`onceflow status` lists the flows; a flow with a transactional_id_prefix has it in front of its name"
+    return OptionError(
+        f"There is no flow {name} here: {PROGRESS_TOPIC} has no progress of it",
+        detail=f"flows of a similar name: {', '.join(alike)}" if alike else "",
+        next_step=f"did you mean {alike[0]}? If not, {step}" if alike else step,
+    )
+
+
+def expired(topic: str, parts: Iterable[PartitionStatus]) -> list[str]:
+    """Warnings about records that are gone although the flow has not read them."""
+    return [
+        f"{topic}-{part.partition} starts at offset {part.first}, the flow is at {part.offset}: "
+        f"{part.first - part.offset} offsets have expired unread, so records are lost"
+        for part in parts
+        if part.offset is not None and part.first > part.offset
+    ]

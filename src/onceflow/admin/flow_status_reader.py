@@ -1,0 +1,342 @@
+"""Reads where flows are from Kafka. Everything is read-only: nobody is fenced, and no consumer group is joined."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeVar
+
+from onceflow.admin.committed_progress import CommittedProgress
+from onceflow.admin.flow_status import (
+    FlowStatus,
+    PartitionStatus,
+    SourceStatus,
+    TableStatus,
+    TransactionStatus,
+    expired,
+    unknown_flow,
+)
+from onceflow.client.brokers import Held, held_back_warning, oldest_transaction, read_safety, settings_warnings
+from onceflow.client.cluster import Cluster, TopicInfo
+from onceflow.client.committed import CommittedReader
+from onceflow.client.deadline import Deadline
+from onceflow.client.log_reader import LogRecord
+from onceflow.client.offsets import EARLIEST, LATEST, fetch_committed, list_offsets
+from onceflow.client.producers import open_transactions
+from onceflow.client.transaction_requests import DEAD, describe_transaction
+from onceflow.driver.progress_log import hint
+from onceflow.errors import OnceflowError, OptionError, PermissionDeniedError, UnknownTopicError
+from onceflow.protocol import progress as records
+from onceflow.protocol.names import Names
+from onceflow.protocol.progress import PROGRESS_TOPIC, Progress
+
+T = TypeVar("T")
+
+#: A transaction that is open for so long, in seconds, is worth a warning.
+HELD_AFTER_S = 60.0
+#: A partition without a record for so long, in seconds, is worth a note.
+IDLE_S = 3600.0
+_SMALL_FETCH_BYTES = 16 * 1024
+
+
+class StatusReader:
+    """Reads the status of flows, once or repeatedly.
+
+    Args:
+        transactional_id_prefix, group_id_prefix: as the flows have them.
+        clock: seconds since the epoch.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        *,
+        transactional_id_prefix: str = "",
+        group_id_prefix: str = "",
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._cluster = cluster
+        self._prefixes = transactional_id_prefix, group_id_prefix
+        self._clock = clock
+        self._progress = CommittedProgress()
+
+    def read(self, flows: Sequence[str], deadline: Deadline) -> list[FlowStatus]:
+        """The status of the named flows, or of all flows of the cluster.
+
+        Raises:
+            OptionError: there is no flow of this name.
+            PermissionDeniedError: the progress topic may not be read, and no flow is named.
+        """
+        prefix = self._prefixes[0]
+        try:
+            found = self._progress.read(self._cluster, deadline)
+        except PermissionDeniedError as refused:
+            if not flows:
+                raise PermissionDeniedError(
+                    "The flows of this cluster are not known: their progress may not be read",
+                    topic=PROGRESS_TOPIC,
+                    detail=refused.detail,
+                    next_step=f"grant READ and DESCRIBE on topic {PROGRESS_TOPIC}, or name a flow to see the rest",
+                ) from refused
+            statuses = [FlowStatus(name, missing=[f"READ on topic {PROGRESS_TOPIC}"]) for name in flows]
+            for status in statuses:
+                self._transaction(status, deadline)
+            return statuses
+        known = {key.decode(errors="replace"): (key, *place) for key, place in found.items()}
+        for name in flows:
+            if name not in known and prefix + name not in known:
+                raise unknown_flow(name, known)
+        chosen = [name if name in known else prefix + name for name in flows] or sorted(
+            name for name in known if name.startswith(prefix)
+        )
+        there = self._cluster.topics(None, deadline) if chosen else {}
+        settings = self._settings(deadline) if chosen else []
+        return [self._flow(name, *known[name], there, settings, deadline) for name in dict.fromkeys(chosen)]
+
+    def _settings(self, deadline: Deadline) -> list[str]:
+        """Warnings about settings of the progress topic with which it can be lost."""
+        topics, brokers = read_safety(self._cluster, [PROGRESS_TOPIC], deadline)
+        return settings_warnings([each for each in topics if each.topic == PROGRESS_TOPIC], brokers)
+
+    def _flow(
+        self,
+        name: str,
+        key: bytes,
+        partition: int,
+        record: LogRecord,
+        there: Mapping[str, TopicInfo],
+        settings: Sequence[str],
+        deadline: Deadline,
+    ) -> FlowStatus:
+        status = FlowStatus(name, warnings=[*settings])
+        self._transaction(status, deadline)
+        try:
+            progress = records.decode(key, record.value or b"")
+        except OnceflowError as unreadable:
+            status.warnings.append(unreadable.what)
+            return status
+        status.batch, status.last_commit_ms = progress.batch_id, progress.time_ms
+        status.age_s = self._age_s(progress.time_ms)
+        status.producer_id, status.producer_epoch = progress.producer_id, progress.producer_epoch
+        read = self._topics_read(status, progress, hint(partition, record.offset), deadline)
+        for topic, offsets in sorted(progress.offsets.items()):
+            if topic in read:
+                status.sources.append(self._source(status, progress, topic, offsets, there, deadline))
+            else:
+                status.notes.append(f"{topic} is not read any more; its offsets are kept")
+        for topic, offsets in sorted(progress.changelogs.items()):
+            status.tables.append(self._table(status, topic, offsets, there, deadline))
+        for topic, table in sorted(progress.tables.items()):
+            if table.local is not None:
+                status.tables.append(TableStatus(topic, {}, None))
+        return status
+
+    def _age_s(self, epoch_ms: int) -> float:
+        return max(0.0, self._clock() - epoch_ms / 1000)
+
+    def _names(self, flow: str) -> Names:
+        prefix, group_prefix = self._prefixes
+        return Names(flow.removeprefix(prefix), prefix, group_prefix)
+
+    def _transaction(self, status: FlowStatus, deadline: Deadline) -> None:
+        try:
+            name = self._names(status.flow).transactional_id
+        except OptionError:
+            return  # a record that no flow of ours has written
+        found = _permitted(
+            status,
+            f"DESCRIBE on transactional id {name}",
+            lambda: describe_transaction(self._cluster, name, deadline),
+        )
+        if found is not None:
+            started_ms = int(found.get("started_ms", -1))
+            status.transaction = TransactionStatus(
+                name,
+                str(found["state"]),
+                int(found["producer_id"]),
+                int(found["producer_epoch"]),
+                self._age_s(started_ms) if found["state"] != DEAD and started_ms >= 0 else None,
+            )
+
+    def _topics_read(self, status: FlowStatus, progress: Progress, mark: str, deadline: Deadline) -> set[str]:
+        """The sources that the last batch has read: only their offsets in the consumer group point to its progress."""
+        if len(progress.offsets) < 2:
+            return set(progress.offsets)
+        group = self._names(status.flow).group_id
+        committed = _permitted(
+            status,
+            f"DESCRIBE on group {group} (so topics that are not read any more are counted as sources)",
+            lambda: fetch_committed(self._cluster, group, None, deadline, stable=False),
+        )
+        read = {
+            topic
+            for topic, partitions in (committed or {}).items()
+            if any(metadata == mark for _, metadata in partitions.values())
+        }
+        return read & set(progress.offsets) or set(progress.offsets)
+
+    def _source(
+        self,
+        status: FlowStatus,
+        progress: Progress,
+        topic: str,
+        offsets: Mapping[int, int],
+        there: Mapping[str, TopicInfo],
+        deadline: Deadline,
+    ) -> SourceStatus:
+        info = there.get(topic)
+        if info is None:
+            status.warnings += _gone(self._cluster, status, topic, deadline)
+            return SourceStatus(topic, offsets, None)
+        if progress.topic_ids.get(topic) not in (None, info.topic_id):
+            status.warnings.append(
+                f"source topic {topic} was deleted and created anew; the flow's offsets are of the old"
+            )
+            return SourceStatus(topic, offsets, None)
+        leaderless = [number for number, leader in info.leaders.items() if leader < 0]
+        if leaderless:
+            status.warnings.append(f"{_places(topic, leaderless)} has no leader, so its lag is not known")
+            return SourceStatus(topic, offsets, None)
+        ends = _permitted(
+            status, f"DESCRIBE on topic {topic}", lambda: self._ends(topic, sorted(info.leaders), deadline)
+        )
+        if ends is None:
+            return SourceStatus(topic, offsets, None)
+        parts = [
+            self._partition(status, topic, number, offsets.get(number), *ends[number], deadline)
+            for number in sorted(ends)
+        ]
+        status.warnings += expired(topic, parts)
+        status.warnings += self._held(status, topic, parts, deadline)
+        _unknown_partitions(status, topic, parts)
+        idle = self._idle(topic, sorted(info.leaders), deadline)
+        if idle:
+            status.notes.append(f"no record for {IDLE_S / 3600:g} h: {_places(topic, idle)}")
+        return SourceStatus(topic, offsets, parts)
+
+    def _ends(self, topic: str, numbers: Sequence[int], deadline: Deadline) -> dict[int, tuple[int, int, int]]:
+        """First offset, last stable offset and high watermark."""
+        span = {topic: numbers}
+        first = list_offsets(self._cluster, span, EARLIEST, deadline)[topic]
+        stable = list_offsets(self._cluster, span, LATEST, deadline)[topic]
+        high = list_offsets(self._cluster, span, LATEST, deadline, committed=False)[topic]
+        return {number: (first[number], stable[number], high[number]) for number in numbers}
+
+    def _partition(
+        self,
+        status: FlowStatus,
+        topic: str,
+        number: int,
+        offset: int | None,
+        first: int,
+        stable: int,
+        high: int,
+        deadline: Deadline,
+    ) -> PartitionStatus:
+        begin = first if offset is None else offset
+        lag = max(0, stable - begin)
+        seconds: float | None = 0.0
+        if lag:
+            permission = f"READ on topic {topic}"
+            if permission in status.missing:
+                seconds = None
+            else:
+                seconds = _permitted(status, permission, lambda: self._first_age_s(topic, number, begin, stable))
+        return PartitionStatus(number, offset, first, stable, high, lag, seconds, max(0, high - stable))
+
+    def _first_age_s(self, topic: str, number: int, begin: int, stable: int) -> float | None:
+        """Age of the first committed record; 0 if there are only markers and records of aborted transactions."""
+        reader = CommittedReader(self._cluster, fetch_bytes=_SMALL_FETCH_BYTES)
+        for chunk in reader.read(topic, number, begin, stable):
+            if chunk.keys:
+                stamp = int(chunk.timestamps_ms[0])
+                return self._age_s(stamp) if stamp >= 0 else None
+        return 0.0
+
+    def _held(self, status: FlowStatus, topic: str, parts: Iterable[PartitionStatus], deadline: Deadline) -> list[str]:
+        """Warnings about transactions of others that have been open for long."""
+        found = []
+        for part in parts:
+            if not part.held_back:
+                continue
+            if not self._may_see(status, topic, part.partition, deadline):
+                continue
+            held = Held(topic, part.partition, part.stable, part.end, 0.0)
+            transaction = oldest_transaction(self._cluster, held, deadline)
+            if transaction is None:
+                continue  # it has ended meanwhile, or may not be seen; the count is shown in any case
+            begun_ms = transaction.started_ms if transaction.started_ms >= 0 else transaction.last_write_ms
+            age_s = self._age_s(begun_ms)
+            if age_s >= HELD_AFTER_S:
+                found.append(held_back_warning(Held(topic, part.partition, part.stable, part.end, age_s), transaction))
+        return found
+
+    def _may_see(self, status: FlowStatus, topic: str, number: int, deadline: Deadline) -> bool:
+        """Whether this principal may see the transactions of a partition."""
+        look = functools.partial(open_transactions, self._cluster, [(topic, number)], deadline)
+        return _permitted(status, f"READ on topic {topic}", look) is not None
+
+    def _idle(self, topic: str, numbers: Sequence[int], deadline: Deadline) -> list[int]:
+        since_ms = int((self._clock() - IDLE_S) * 1000)
+        later = list_offsets(self._cluster, {topic: numbers}, since_ms, deadline, committed=False)[topic]
+        return sorted(number for number, offset in later.items() if offset < 0)
+
+    def _table(
+        self,
+        status: FlowStatus,
+        topic: str,
+        offsets: Mapping[int, int],
+        there: Mapping[str, TopicInfo],
+        deadline: Deadline,
+    ) -> TableStatus:
+        info = there.get(topic)
+        if info is None:
+            status.warnings += _gone(self._cluster, status, topic, deadline, role="table")
+            return TableStatus(topic, offsets, None)
+        numbers = sorted(number for number in offsets if info.leaders.get(number, -1) >= 0)
+        first = _permitted(
+            status,
+            f"DESCRIBE on topic {topic}",
+            lambda: list_offsets(self._cluster, {topic: numbers}, EARLIEST, deadline)[topic],
+        )
+        if first is None or len(numbers) < len(offsets):
+            return TableStatus(topic, offsets, None)
+        return TableStatus(topic, offsets, sum(max(0, offsets[number] - first[number]) for number in numbers))
+
+
+def _unknown_partitions(status: FlowStatus, topic: str, parts: Iterable[PartitionStatus]) -> None:
+    """Partitions that the flow does not know yet: a warning where there are records, else a note."""
+    new = [part for part in parts if part.offset is None]
+    for found, says in (
+        ([part.partition for part in new if part.lag], status.warnings),
+        ([part.partition for part in new if not part.lag], status.notes),
+    ):
+        if found:
+            says.append(f"the flow does not know {_places(topic, found)} yet")
+
+
+def _gone(cluster: Cluster, status: FlowStatus, topic: str, deadline: Deadline, *, role: str = "source") -> list[str]:
+    """A topic that is not listed: a warning if it was deleted. If it may not be seen, a permission is missing."""
+    try:
+        cluster.topics([topic], deadline, once=True)
+    except PermissionDeniedError:
+        status.missing.append(f"DESCRIBE on topic {topic}")
+        return []
+    except UnknownTopicError:
+        pass
+    return [f"{role} topic {topic} was deleted"]
+
+
+def _permitted(status: FlowStatus, permission: str, call: Callable[[], T]) -> T | None:
+    """What the call returns; None if this principal may not: then the permission is named in ``missing``."""
+    try:
+        return call()
+    except PermissionDeniedError:
+        if permission not in status.missing:
+            status.missing.append(permission)
+        return None
+
+
+def _places(topic: str, numbers: Iterable[int]) -> str:
+    return ", ".join(f"{topic}-{number}" for number in numbers)

@@ -1,0 +1,226 @@
+"""``onceflow status``: where flows are, and how far behind, from Kafka alone."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import datetime, timezone
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from onceflow.cli.connection import connection
+from onceflow.cli.interrupts import interruptible, until_interrupted
+from onceflow.cli.text import counted, in_columns, shown, timeout_ms
+
+if TYPE_CHECKING:
+    from onceflow.admin.flow_status import FlowStatus, PartitionStatus
+    from onceflow.client.settings import ClientSettings
+
+_CALL_S = 60.0
+_EVERY_S = 2.0
+_PAUSE_S = 0.1
+
+
+@click.command(
+    epilog="Example: `onceflow status` lists all flows; `onceflow status validated-deposits --max-lag 10000 --max-age "
+    "'5 minutes'` is for monitoring."
+)
+@click.argument("flows", nargs=-1, metavar="[FLOW]...")
+@click.option(
+    "--watch", is_flag=False, flag_value=f"{_EVERY_S:g}", metavar="[SECONDS]", help="Repeat until Ctrl-C.  [every 2 s]"
+)
+@click.option("--json", "as_json", is_flag=True, help="Print a line of JSON for each flow, with everything.")
+@click.option("--max-lag", type=click.IntRange(min=0), metavar="N", help="Exit code 1 if a flow is further behind.")
+@click.option(
+    "--max-age",
+    metavar="DURATION",
+    help="Exit code 1 if a flow with lag has not committed for longer, for example '5 minutes'.",
+)
+@click.option("--transactional-id-prefix", default="", help="The same as in `Flow(...)`.")
+@click.option("--group-id-prefix", default="", help="The same as in `Flow(...)`.")
+@connection
+def status(
+    flows: tuple[str, ...],
+    watch: str | None,
+    as_json: bool,
+    max_lag: int | None,
+    max_age: str | None,
+    transactional_id_prefix: str,
+    group_id_prefix: str,
+    settings: ClientSettings,
+) -> int:
+    """Show where flows are, and how far behind: all flows as a table, or each FLOW in detail.
+
+    It reads Kafka only, and changes nothing: no flow is fenced, no consumer group is joined. LAG counts offsets up to
+    the last stable offset of each partition, transaction markers too; LAG S is the age of the oldest record that is
+    not committed. `?` means that it is not known.
+    """
+    from onceflow.admin.flow_status import exceeded
+    from onceflow.admin.flow_status_reader import StatusReader
+    from onceflow.client.cluster import Cluster
+    from onceflow.client.deadline import Deadline
+
+    every_s, flows = _every(watch, flows)
+    age_s = None if max_age is None else timeout_ms(max_age, "--max-age") / 1000
+    if every_s is not None and (max_lag is not None or age_s is not None):
+        raise click.UsageError("--max-lag and --max-age are for one look: call it without --watch")
+    with contextlib.closing(Cluster(settings)) as cluster:
+        reader = StatusReader(cluster, transactional_id_prefix=transactional_id_prefix, group_id_prefix=group_id_prefix)
+
+        def look() -> list[FlowStatus]:
+            return reader.read(flows, Deadline(_CALL_S, "reading the status of flows"))
+
+        def lines(found: list[FlowStatus]) -> list[str]:
+            if as_json:
+                return [json.dumps(to_json(each)) for each in found]
+            return details(found) if flows else overview(found)
+
+        if every_s is not None:
+            _repeat(look, lines, every_s, live=not as_json)
+        found = look()
+    for line in lines(found):
+        click.echo(line)
+    if not found:
+        click.echo(f"No flow has committed anything at {settings.bootstrap_servers}.", err=True)
+    over = [text for each in found for text in exceeded(each, max_lag, age_s)]
+    for text in over:
+        click.echo(f"onceflow: {text}", err=True)
+    return 1 if over else 0
+
+
+def _every(watch: str | None, flows: tuple[str, ...]) -> tuple[float | None, tuple[str, ...]]:
+    """Seconds between two looks, and the flows: in ``--watch FLOW`` the word after the option is a flow."""
+    if watch is None:
+        return None, flows
+    try:
+        every_s = float(watch)
+    except ValueError:
+        return _EVERY_S, (watch, *flows)
+    if not 0.1 <= every_s <= 86_400:
+        raise click.UsageError(f"--watch {watch}: between 0.1 and 86,400 seconds")
+    return every_s, flows
+
+
+def _repeat(
+    look: Callable[[], list[FlowStatus]], lines: Callable[[list[FlowStatus]], list[str]], every_s: float, *, live: bool
+) -> None:
+    """Look again and again. Ends with Ctrl-C."""
+    with until_interrupted(), interruptible() as check, _screen(live) as show:
+        while True:
+            show(lines(look()))
+            until = time.monotonic() + every_s
+            while time.monotonic() < until:
+                check()
+                time.sleep(min(_PAUSE_S, max(0.0, until - time.monotonic())))
+
+
+@contextlib.contextmanager
+def _screen(live: bool) -> Iterator[Callable[[list[str]], None]]:
+    """Shows lines: in place of those before on a terminal, else after them."""
+    from rich.console import Console
+    from rich.live import Live
+    from rich.text import Text
+
+    console = Console()
+    if not (live and console.is_terminal):
+        yield lambda lines: click.echo("\n".join(lines)) if lines else None
+        return
+    with Live(console=console, auto_refresh=False) as screen:
+        yield lambda lines: screen.update(Text("\n".join(lines) or "no flow has committed anything"), refresh=True)
+
+
+# ---- as text ---------------------------------------------------------------------------------------------
+
+
+def overview(found: Sequence[FlowStatus]) -> list[str]:
+    """A table of flows, and below it what is wrong with them."""
+    if not found:
+        return []
+    rows = [
+        [
+            shown(each.flow),
+            _known(each.batch),
+            _known(each.lag),
+            _seconds(each.lag_seconds),
+            "?" if each.last_commit_ms is None else _time(each.last_commit_ms),
+            len(each.warnings) + len(each.missing),
+        ]
+        for each in found
+    ]
+    lines = in_columns(["FLOW", "BATCH", "LAG", "LAG S", "LAST COMMIT", "WARNINGS"], rows)
+    return lines + [f"{shown(each.flow)}: {text}" for each in found for text in _remarks(each)]
+
+
+def details(found: Sequence[FlowStatus]) -> list[str]:
+    """Everything about each flow."""
+    lines: list[str] = []
+    for each in found:
+        lines += [*([""] if lines else []), *_detail(each)]
+    return lines
+
+
+def _detail(flow: FlowStatus) -> list[str]:
+    lag = "an unknown lag" if flow.lag is None else f"a lag of {counted(flow.lag)}, {_seconds(flow.lag_seconds)} s"
+    lines = [f"{shown(flow.flow)}: batch {_known(flow.batch)}, {lag}"]
+    if flow.last_commit_ms is not None:
+        lines.append(f"last commit {_time(flow.last_commit_ms)}, {_seconds(flow.age_s)} s ago")
+    if flow.producer_id >= 0:
+        lines.append(f"committed by producer id {flow.producer_id}, epoch {flow.producer_epoch}")
+    if (known := flow.transaction) is not None:
+        text = f"transactional id {known.transactional_id}: {known.state}"
+        if known.producer_id >= 0:
+            text += f", producer id {known.producer_id}, epoch {known.producer_epoch}"
+        lines.append(text + ("" if known.age_s is None else f", open for {_seconds(known.age_s)} s"))
+    for source in flow.sources:
+        columns = ["SOURCE", "OFFSET", "FIRST", "STABLE", "END", "LAG", "LAG S", "HELD BACK"]
+        if source.partitions is None:
+            rows = [[f"{source.topic}-{n}", offset, *"??????"] for n, offset in sorted(source.offsets.items())]
+        else:
+            rows = [[f"{source.topic}-{part.partition}", *_cells(part)] for part in source.partitions]
+        lines += in_columns(columns, rows)
+    if flow.tables:
+        rows = [
+            [each.topic, _known(each.records_at_most), ".".join(str(o) for _, o in sorted(each.offsets.items())) or "-"]
+            for each in flow.tables
+        ]
+        lines += in_columns(["TABLE", "RECORDS AT MOST", "END OFFSETS"], rows)
+    return lines + _remarks(flow) + [f"note: {shown(text)}" for text in flow.notes]
+
+
+def _cells(part: PartitionStatus) -> list[Any]:
+    offset = "-" if part.offset is None else part.offset
+    return [offset, part.first, part.stable, part.end, part.lag, _seconds(part.lag_seconds), part.held_back]
+
+
+def _remarks(flow: FlowStatus) -> list[str]:
+    missing = [f"not permitted: {shown(text)}" for text in flow.missing]
+    return [f"warning: {shown(text)}" for text in flow.warnings] + missing
+
+
+def _known(number: int | None) -> str:
+    return "?" if number is None else str(number)
+
+
+def _seconds(seconds: float | None) -> str:
+    if seconds is None:
+        return "?"
+    return f"{seconds:.1f}" if 0 < seconds < 10 else f"{seconds:.0f}"
+
+
+def _time(epoch_ms: int) -> str:
+    """UTC, to the second."""
+    try:
+        return datetime.fromtimestamp(epoch_ms / 1000, tz=timezone.utc).isoformat(timespec="seconds")
+    except (OverflowError, ValueError, OSError):
+        return "?"
+
+
+def to_json(flow: FlowStatus) -> dict[str, Any]:
+    """Everything about a flow."""
+    from dataclasses import asdict
+
+    summary = {"flow": flow.flow, "batch": flow.batch, "lag": flow.lag, "lag_seconds": flow.lag_seconds}
+    return {**summary, **asdict(flow)}

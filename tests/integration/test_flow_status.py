@@ -1,0 +1,150 @@
+"""`onceflow status` on a real Kafka: a flow that runs, one that is behind, and one whose topics have changed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+from confluent_kafka import Producer, TopicPartition
+from confluent_kafka.admin import AdminClient
+
+from onceflow.admin import committed_progress, flow_status_reader
+from onceflow.cli.main import cli
+from onceflow.client.cluster import Cluster
+from onceflow.client.deadline import Deadline
+from onceflow.client.settings import ClientSettings
+from onceflow.driver import progress_log
+from onceflow.errors import OptionError
+from onceflow.protocol.names import Names
+from onceflow.protocol.progress import PROGRESS_TOPIC, Progress
+from onceflow.testing import independent
+
+pytestmark = pytest.mark.integration
+
+Call = Callable[..., Result]
+
+
+@pytest.fixture
+def call(onceflow_broker: str, monkeypatch: pytest.MonkeyPatch) -> Call:
+    monkeypatch.setenv("ONCEFLOW_BOOTSTRAP_SERVERS", onceflow_broker)
+    return lambda *arguments: CliRunner().invoke(cli, ["status", *arguments], standalone_mode=False)
+
+
+@pytest.fixture
+def open_transaction(onceflow_broker: str) -> Iterator[Callable[[str, str, int], None]]:
+    """Leaves a transaction of a transactional id open, with one record in a partition."""
+    producers = []
+
+    def begin(name: str, topic: str, partition: int) -> None:
+        producer = Producer({"bootstrap.servers": onceflow_broker, "transactional.id": name})
+        producers.append(producer)
+        producer.init_transactions(30)
+        producer.begin_transaction()
+        producer.produce(topic, b"undecided", partition=partition)
+        assert producer.flush(30) == 0
+
+    yield begin
+    for producer in producers:
+        producer.abort_transaction(30)
+
+
+def told(answer: Result) -> dict[str, Any]:
+    (line,) = answer.stdout.splitlines()
+    found: dict[str, Any] = json.loads(line)
+    return found
+
+
+def test_a_flow_that_runs_and_then_is_behind(
+    make_pipe: Callable[..., Any],
+    call: Call,
+    open_transaction: Callable[[str, str, int], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(flow_status_reader, "HELD_AFTER_S", 0.0)
+    pipe = make_pipe()
+    pipe.fill(200)
+    flow = pipe.open()
+    query = flow.write(flow.read(pipe.source).select("key", "value"), topic=pipe.target).start()
+    query.processAllAvailable()
+    running = told(call(pipe.flow, "--json", "--max-lag", "0", "--max-age", "1 hour"))
+    assert (running["lag"], running["lag_seconds"], running["warnings"]) == (0, 0.0, [])
+    assert running["batch"] == query.batches[-1].batch
+    assert running["transaction"]["transactional_id"] == f"onceflow.{pipe.flow}"
+    assert running["transaction"]["producer_id"] == running["producer_id"] >= 0
+    pipe.fill(100)
+    query.processAllAvailable()  # it was not fenced
+    flow.close()
+    pipe.check()
+
+    # Another transaction is open in the progress topic, and hides nothing.
+    open_transaction(f"other-{pipe.flow}", PROGRESS_TOPIC, progress_log.partition_of(pipe.flow))
+    hanging = f"hanging-{pipe.flow}"
+    open_transaction(hanging, pipe.source, 0)
+    pipe.fill(100)
+    answer = call(pipe.flow, "--json", "--max-lag", "1")
+    behind = told(answer)
+    parts = behind["sources"][0]["partitions"]
+    assert behind["batch"] > running["batch"]
+    assert parts[0]["lag"] == 0
+    assert parts[0]["held_back"] > 1
+    assert behind["lag"] == sum(part["stable"] - part["offset"] for part in parts) > 0
+    assert behind["lag_seconds"] == max(part["lag_seconds"] for part in parts) > 0
+    (warning,) = behind["warnings"]
+    assert f" of {pipe.source}-0 " in warning
+    assert f"({parts[0]['held_back']} offsets wait there)" in warning
+    assert repr(hanging) in warning
+    assert answer.return_value == 1
+    assert answer.stderr == f"onceflow: {pipe.flow}: a lag of {behind['lag']} exceeds --max-lag 1\n"
+
+    columns, *rows = call().stdout.splitlines()
+    assert columns.startswith("FLOW ")
+    (row,) = [line.split() for line in rows if line.startswith(f"{pipe.flow} ")]
+    assert (row[1], row[2], row[-1]) == (str(behind["batch"]), str(behind["lag"]), "1")
+
+    unknown = call(pipe.flow.upper()[:1] + pipe.flow[1:]).exception
+    assert isinstance(unknown, OptionError)
+    assert pipe.flow in unknown.detail
+
+
+def test_topics_that_have_changed(call: Call, onceflow_broker: str, make_topic: Callable[..., str]) -> None:
+    source, other, table = make_topic("in", 3), make_topic("anew", 1), make_topic("sums", 1, cleanup_policy="compact")
+    flow = f"of-{source}"
+    independent.fill(onceflow_broker, source, [(b"%d" % n, b"v") for n in range(60)])
+    independent.fill(onceflow_broker, table, [(b"%d" % n, b"v") for n in range(5)])
+    admin, place = AdminClient({"bootstrap.servers": onceflow_broker}), TopicPartition(source, 0, 3)
+    admin.delete_records([place])[place].result(30)
+    with closing(Cluster(ClientSettings(onceflow_broker))) as cluster:
+        deadline = Deadline(60, "a test")
+        progress_log.ensure_topic(cluster, deadline)
+        ids = {source: cluster.topic(source, deadline).topic_id, other: "of the old topic"}
+        offsets = {source: {0: 1, 1: 2}, other: {0: 5}, f"{source}-gone": {0: 5}}
+        done = Progress(flow, 3, offsets, ids, 1_700_000_000_000, changelogs={table: {0: 5}})
+        progress_log.write_progress(cluster, None, Names(flow), done, {}, deadline)
+    found = told(call(flow, "--json"))
+    assert (found["batch"], found["lag"], found["transaction"]["state"]) == (3, None, "Dead")
+    assert found["tables"] == [{"topic": table, "offsets": {"0": 5}, "records_at_most": 5}]
+    by_topic = {each["topic"]: each["partitions"] for each in found["sources"]}
+    assert (by_topic[other], by_topic[f"{source}-gone"]) == (None, None)
+    first, second, new = by_topic[source]
+    assert (first["first"], second["lag"], new["offset"]) == (3, second["stable"] - 2, None)
+    assert new["lag"] == new["stable"] > 0
+    says = "\n".join(found["warnings"])
+    assert len(found["warnings"]) == 4
+    assert f"source topic {other} was deleted and created anew" in says
+    assert f"source topic {source}-gone was deleted" in says
+    assert f"{source}-0 starts at offset 3, the flow is at 1: 2 offsets have expired unread" in says
+    assert f"does not know {source}-2 yet" in says
+    assert f"{source}-1" in call(flow).stdout
+    assert call(flow, "--max-lag", "1000000").return_value == 1  # not known
+
+
+def test_a_cluster_without_flows(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(committed_progress, "PROGRESS_TOPIC", "__onceflow_progress_of_nobody")
+    answer = call("--json")
+    assert (answer.exit_code, answer.stdout) == (0, "")
+    assert answer.stderr.startswith("No flow has committed anything at ")
+    assert isinstance(call("anything").exception, OptionError)

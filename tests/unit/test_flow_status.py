@@ -1,0 +1,196 @@
+"""`onceflow status` without Kafka: what it says, its exit codes, and which progress is committed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from onceflow.admin.committed_progress import _Partition
+from onceflow.admin.flow_status import (
+    FlowStatus,
+    PartitionStatus,
+    SourceStatus,
+    TableStatus,
+    TransactionStatus,
+    exceeded,
+    expired,
+    unknown_flow,
+)
+from onceflow.admin.flow_status_reader import StatusReader
+from onceflow.cli.main import cli
+from onceflow.client.log_reader import LogRecord, Marker
+
+Call = Callable[..., Result]
+
+
+def flow(name: str = "orders", lag: int = 3, age_s: float = 9.5) -> FlowStatus:
+    parts = [
+        PartitionStatus(0, 7, 0, 7 + lag, 12 + lag, lag, 4.25 if lag else 0.0, 5),
+        PartitionStatus(1, None, 0, 0, 0, 0, 0.0, 0),
+    ]
+    return FlowStatus(
+        name,
+        batch=4,
+        last_commit_ms=1_700_000_000_000,
+        age_s=age_s,
+        producer_id=17,
+        producer_epoch=2,
+        transaction=TransactionStatus(f"onceflow.{name}", "Ongoing", 17, 3, 1.5),
+        sources=[SourceStatus("in", {0: 7}, parts)],
+        tables=[TableStatus("sums", {0: 5, 1: 6}, 9)],
+    )
+
+
+@pytest.fixture
+def found(monkeypatch: pytest.MonkeyPatch) -> list[FlowStatus]:
+    flows: list[FlowStatus] = []
+    monkeypatch.setattr(StatusReader, "read", lambda *_: flows)
+    return flows
+
+
+@pytest.fixture
+def call() -> Call:
+    def run(*arguments: str, code: int = 0) -> Result:
+        answer = CliRunner().invoke(cli, ["status", *arguments, "--bootstrap-servers", "h:1"], standalone_mode=False)
+        returned = answer.return_value if isinstance(answer.return_value, int) else 0
+        assert (answer.exit_code or returned) == code, answer.output + repr(answer.exception)
+        return answer
+
+    return run
+
+
+def test_a_table_of_flows(found: list[FlowStatus], call: Call) -> None:
+    blind = FlowStatus("blind", warnings=["w"], missing=["READ on topic in"])
+    found += [flow(), blind]
+    columns, orders, unknown, *more = call().stdout.splitlines()
+    assert columns.split() == ["FLOW", "BATCH", "LAG", "LAG", "S", "LAST", "COMMIT", "WARNINGS"]
+    assert orders.split() == ["orders", "4", "3", "4.2", "2023-11-14T22:13:20+00:00", "0"]
+    assert unknown.split() == ["blind", "?", "?", "?", "?", "2"]
+    assert more == ["blind: warning: w", "blind: not permitted: READ on topic in"]
+
+
+def test_details(found: list[FlowStatus], call: Call) -> None:
+    found.append(flow())
+    found[0].notes.append("quiet")
+    assert call("orders").stdout.splitlines() == [
+        "orders: batch 4, a lag of 3 records, 4.2 s",
+        "last commit 2023-11-14T22:13:20+00:00, 9.5 s ago",
+        "committed by producer id 17, epoch 2",
+        "transactional id onceflow.orders: Ongoing, producer id 17, epoch 3, open for 1.5 s",
+        "SOURCE  OFFSET  FIRST  STABLE  END  LAG  LAG S  HELD BACK",
+        "in-0         7      0      10   15    3    4.2          5",
+        "in-1         -      0       0    0    0      0          0",
+        "TABLE  RECORDS AT MOST  END OFFSETS",
+        "sums                 9          5.6",
+        "note: quiet",
+    ]
+
+
+def test_json_has_everything(found: list[FlowStatus], call: Call) -> None:
+    found += [flow(), flow("b", lag=0)]
+    first, second = map(json.loads, call("--json").stdout.splitlines())
+    assert (first["flow"], first["lag"], first["lag_seconds"], first["batch"]) == ("orders", 3, 4.25, 4)
+    assert first["sources"][0]["partitions"][0]["held_back"] == 5
+    assert first["transaction"]["age_s"] == 1.5
+    assert (second["lag"], second["lag_seconds"]) == (0, 0.0)
+
+
+def test_no_flow(found: list[FlowStatus], call: Call) -> None:
+    answer = call("--max-lag", "0")
+    assert answer.stdout == ""
+    assert "No flow has committed anything" in answer.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments, code, said",
+    [
+        (["--max-lag", "3"], 0, ""),
+        (["--max-lag", "2"], 1, "onceflow: orders: a lag of 3 exceeds --max-lag 2\n"),
+        (["--max-age", "10 seconds"], 0, ""),
+        (["--max-age", "9"], 1, "onceflow: orders: a lag of 3 and no commit for 10 s exceed --max-age 9 s\n"),
+    ],
+)
+def test_exit_codes(found: list[FlowStatus], call: Call, arguments: list[str], code: int, said: str) -> None:
+    found.append(flow())
+    assert call(*arguments, code=code).stderr == said
+
+
+def test_without_lag_no_age_is_too_long() -> None:
+    assert exceeded(flow(lag=0, age_s=1e9), 0, 1.0) == []
+
+
+def test_a_lag_that_is_not_known_exceeds_every_limit() -> None:
+    blind = FlowStatus("blind", batch=1, age_s=1.0, sources=[SourceStatus("in", {0: 1}, None)])
+    assert exceeded(blind, 10, None) == exceeded(blind, None, 10.0) == ["blind: its lag is not known"]
+    assert exceeded(blind, None, None) == []
+
+
+@pytest.mark.parametrize("arguments", [["--watch", "0"], ["--watch", "--max-lag", "1"], ["--max-age", "soon"]])
+def test_wrong_usage(found: list[FlowStatus], call: Call, arguments: list[str]) -> None:
+    call(*arguments, code=1)
+
+
+def test_watching_ends_with_ctrl_c(monkeypatch: pytest.MonkeyPatch, call: Call) -> None:
+    """The word after --watch may be a flow."""
+    asked: list[Any] = []
+
+    def read(_: Any, flows: tuple[str, ...], __: Any) -> list[FlowStatus]:
+        asked.append(flows)
+        if len(asked) == 3:
+            raise KeyboardInterrupt
+        return [flow()]
+
+    monkeypatch.setattr(StatusReader, "read", read)
+    monkeypatch.setattr("onceflow.cli.status._EVERY_S", 0.01)
+    answer = call("--json", "--watch", "orders", code=130)
+    assert asked == [("orders",)] * 3
+    assert [json.loads(line)["flow"] for line in answer.stdout.splitlines()] == ["orders"] * 2
+
+
+def test_similar_names() -> None:
+    error = unknown_flow("order", ["orders", "else"])
+    assert error.detail == "flows of a similar name: orders"
+    assert error.next_step.startswith("did you mean orders?")
+    assert unknown_flow("x", []).detail == ""
+
+
+def test_expired_records_are_a_loss() -> None:
+    (text,) = expired("in", [PartitionStatus(0, 3, 8, 9, 9, 6, 0.0, 0), PartitionStatus(1, 3, 3, 9, 9, 6, 0.0, 0)])
+    assert text.startswith("in-0 starts at offset 8, the flow is at 3: 5 offsets have expired unread")
+
+
+# ---- which progress is committed -------------------------------------------------------------------------
+
+
+def record(offset: int, producer_id: int, value: bytes | None = b"v", key: bytes = b"a") -> LogRecord:
+    return LogRecord(offset, key, value, 0, producer_id, 0)
+
+
+def offsets(part: _Partition) -> dict[bytes, int]:
+    return {key: each.offset for key, each in part.committed.items()}
+
+
+def test_open_and_aborted_transactions_are_not_committed() -> None:
+    part = _Partition(0)
+    for item in (record(0, 1), Marker(1, 1, 0, True), record(2, 2, key=b"b"), record(3, 1), Marker(4, 1, 0, False)):
+        part.add(item)
+    part.settle(2)  # held back by producer 2
+    assert offsets(part) == {b"a": 0}
+    part.add(record(5, 1))
+    part.add(Marker(6, 1, 0, True))
+    assert offsets(part) == {b"a": 5}
+    part.add(Marker(7, 2, 0, True))
+    assert offsets(part) == {b"a": 5, b"b": 2}
+
+
+def test_a_decided_record_without_a_marker_is_committed() -> None:
+    part = _Partition(0)
+    part.add(record(0, 1))
+    part.add(record(1, -1, key=b"b"))
+    part.settle(1)
+    assert offsets(part) == {b"a": 0, b"b": 1}
+    assert part.undecided == {}
