@@ -23,13 +23,20 @@ from onceflow.client.producers import OpenTransaction, open_transactions
 from onceflow.client.topics import find_topics
 from onceflow.client.transaction_requests import DEAD, describe_transaction
 from onceflow.client.transactional_ids import Listing, list_surely
-from onceflow.errors import DataLossError, OnceflowError, PermissionDeniedError, UnknownTopicError
+from onceflow.errors import (
+    DataLossError,
+    DeadlineExceededError,
+    OnceflowError,
+    PermissionDeniedError,
+    UnknownTopicError,
+)
 from onceflow.protocol.names import TopicPartition
 from onceflow.protocol.progress import PROGRESS_TOPIC
 
 log = logging.getLogger("onceflow.admin")
 
 T = TypeVar("T")
+_TRY_S = 15.0
 ONGOING = "Ongoing"
 #: States in which a coordinator will still end the transaction in the partitions that it lists.
 PENDING = frozenset({ONGOING, "PrepareCommit", "PrepareAbort", "PrepareEpochFence"})
@@ -98,6 +105,19 @@ def find_open(
         PermissionDeniedError: this principal lacks READ on one of ``topics``.
         BrokerUnsupportedError: the brokers are older than Kafka 3.0.
     """
+    while not topics and deadline.remaining > _TRY_S:
+        # A leader that fails meanwhile is waited for in vain. At the next try its partitions are known to have none.
+        try:
+            return _find(cluster, topics, Deadline(_TRY_S, "listing open transactions"), producer_ids)
+        except DeadlineExceededError as late:
+            log.debug("looking at all topics again: %s", late)
+    return _find(cluster, topics, deadline, producer_ids)
+
+
+# ---- how -------------------------------------------------------------------------------------------------
+
+
+def _find(cluster: Cluster, topics: Sequence[str], deadline: Deadline, producer_ids: Iterable[int] | None) -> Search:
     unseen: dict[str, str] = {}
     chosen = find_topics(cluster, dict.fromkeys(topics, ""), deadline) if topics else _ordinary(cluster, deadline)
     places = _led(chosen, unseen)
@@ -122,9 +142,6 @@ def find_open(
         if _same(each) in {_same(other) for other in second.get(place, [])}
     ]
     return Search(found, unseen, gap, len(places))
-
-
-# ---- how -------------------------------------------------------------------------------------------------
 
 
 def _ordinary(cluster: Cluster, deadline: Deadline) -> dict[str, TopicInfo]:
