@@ -16,6 +16,7 @@ from onceflow.admin import committed_progress, flow_status_reader
 from onceflow.cli.main import cli
 from onceflow.client.cluster import Cluster
 from onceflow.client.deadline import Deadline
+from onceflow.client.offsets import commit_offsets
 from onceflow.client.settings import ClientSettings
 from onceflow.driver import progress_log
 from onceflow.errors import OptionError
@@ -122,11 +123,14 @@ def test_topics_that_have_changed(call: Call, onceflow_broker: str, make_topic: 
         progress_log.ensure_topic(cluster, deadline)
         ids = {source: cluster.topic(source, deadline).topic_id, other: "of the old topic"}
         offsets = {source: {0: 1, 1: 2}, other: {0: 5}, f"{source}-gone": {0: 5}}
+        commit_offsets(cluster, flow, {table: {0: 1}}, deadline, metadata="onceflow:0:1")  # of an earlier batch
+        offsets[table] = {0: 1}
         done = Progress(flow, 3, offsets, ids, 1_700_000_000_000, changelogs={table: {0: 5}})
         progress_log.write_progress(cluster, None, Names(flow), done, {}, deadline)
     found = told(call(flow, "--json"))
     assert (found["batch"], found["lag"], found["transaction"]["state"]) == (3, None, "Dead")
     assert found["tables"] == [{"topic": table, "offsets": {"0": 5}, "records_at_most": 5}]
+    assert f"{table} is not read any more; its offsets are kept" in found["notes"]
     by_topic = {each["topic"]: each["partitions"] for each in found["sources"]}
     assert (by_topic[other], by_topic[f"{source}-gone"]) == (None, None)
     first, second, new = by_topic[source]

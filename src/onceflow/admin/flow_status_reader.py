@@ -160,7 +160,7 @@ class StatusReader:
             )
 
     def _topics_read(self, status: FlowStatus, progress: Progress, mark: str, deadline: Deadline) -> set[str]:
-        """The sources that the last batch has read: only their offsets in the consumer group point to its progress."""
+        """The sources without those that the last batch has not read: their offsets in the group point elsewhere."""
         if len(progress.offsets) < 2:
             return set(progress.offsets)
         group = self._names(status.flow).group_id
@@ -169,12 +169,12 @@ class StatusReader:
             f"DESCRIBE on group {group} (so topics that are not read any more are counted as sources)",
             lambda: fetch_committed(self._cluster, group, None, deadline, stable=False),
         )
-        read = {
+        left = {
             topic
             for topic, partitions in (committed or {}).items()
-            if any(metadata == mark for _, metadata in partitions.values())
+            if all(metadata != mark for _, metadata in partitions.values())
         }
-        return read & set(progress.offsets) or set(progress.offsets)
+        return set(progress.offsets) - left or set(progress.offsets)
 
     def _source(
         self,

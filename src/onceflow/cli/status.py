@@ -170,7 +170,8 @@ def _detail(flow: FlowStatus) -> list[str]:
     if flow.producer_id >= 0:
         lines.append(f"committed by producer id {flow.producer_id}, epoch {flow.producer_epoch}")
     if (known := flow.transaction) is not None:
-        text = f"transactional id {known.transactional_id}: {known.state}"
+        state = "not known to its coordinator" if known.state == "Dead" else known.state
+        text = f"transactional id {known.transactional_id}: {state}"
         if known.producer_id >= 0:
             text += f", producer id {known.producer_id}, epoch {known.producer_epoch}"
         lines.append(text + ("" if known.age_s is None else f", open for {_seconds(known.age_s)} s"))
