@@ -65,6 +65,7 @@ if TYPE_CHECKING:
     from onceflow.state.joins.spec import JoinTable
     from onceflow.state.retry import Retry
     from onceflow.tables.table import Change, Table
+    from onceflow.topic_frame import peek
 
     from onceflow import windows  # isort: skip
 
@@ -122,6 +123,7 @@ __all__ = [
     "__version__",
     "concurrently",
     "idempotency_key",
+    "peek",
     "serdes",
     "serve",
     "serve_metrics",
@@ -158,6 +160,7 @@ _HOMES = {
     "Table": "onceflow.tables.table",
     "concurrently": "onceflow.calls.concurrently",
     "idempotency_key": "onceflow.state.dead_letters",
+    "peek": "onceflow.topic_frame",
     "serve": "onceflow.serving",
     "serve_metrics": "onceflow.metrics.endpoint",
     "session": "onceflow.session",

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from pyspark.sql import DataFrame, SparkSession
 
+from onceflow import topic_frame
 from onceflow.client.settings import ClientSettings
 from onceflow.durations import option_seconds
 from onceflow.errors import OptionError
@@ -49,6 +51,7 @@ class Flow(FlowSteps):
             prefixed ACL covers many flows.
         connect_timeout: how long a start waits while all ``bootstrap_servers`` refuse connections or do not resolve.
             Raise it for a flow that is started before its brokers.
+        read_only: the object can only `peek`. Everything that would fence a running driver or write raises OptionError.
 
     Raises:
         OptionError: a name, address or option is invalid.
@@ -65,13 +68,14 @@ class Flow(FlowSteps):
         transactional_id_prefix: str = "",
         group_id_prefix: str = "",
         connect_timeout: str = "15 seconds",
+        read_only: bool = False,
     ) -> None:
         names = Names(name, transactional_id_prefix, group_id_prefix)
         settings = ClientSettings(bootstrap_servers, options or {})
         refused_s = option_seconds(connect_timeout, "connect_timeout", name)
         queries.check_session(spark, name)
         shipping.share_modules(spark)
-        super().__init__(name, spark, settings, FlowRuns(names, settings, refused_s))
+        super().__init__(name, spark, settings, FlowRuns(names, settings, refused_s, read_only=read_only))
         self._beside: Flow | None = None  # the second flow of a chain
         self._connection: dict[str, Any] = {
             "bootstrap_servers": bootstrap_servers,
@@ -128,6 +132,22 @@ class Flow(FlowSteps):
             queries.check_connector(self._spark, self.name)
             offsets = self._runs.startup.add_source(given)
         return load_source(self._spark, self._settings, source_options(given, offsets, self.name))
+
+    def peek(
+        self,
+        topic: str,
+        *,
+        last: int | None = None,
+        first: int | None = None,
+        since: str | float | datetime | None = None,
+        partitions: Sequence[int] | None = None,
+    ) -> DataFrame:
+        """Some committed records of a topic as a batch DataFrame, with the connection options of this flow.
+
+        It fences nobody, and works while the flow runs. Arguments, columns and errors are those of ``onceflow.peek``.
+        """
+        wanted = topic_frame.excerpt(topic, last=last, first=first, since=since, partitions=partitions)
+        return topic_frame.frame(self._spark, self._settings, topic, wanted)
 
     def process(
         self,

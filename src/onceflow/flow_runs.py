@@ -20,26 +20,52 @@ class FlowRuns:
 
     Args:
         refused_s: how long the first connection waits while all bootstrap servers refuse, in seconds.
+        read_only: there are no runs.
 
     Attributes:
         lock: to be held while a start is prepared.
-        startup: of the next run.
     """
 
-    def __init__(self, names: Names, settings: ClientSettings, refused_s: float) -> None:
+    def __init__(self, names: Names, settings: ClientSettings, refused_s: float, *, read_only: bool = False) -> None:
         self._names = names
         self._settings = settings
         self._refused_s = refused_s
+        self._read_only = read_only
         self.lock = threading.RLock()
-        self.startup = self._new_startup()
+        self._startup = self._new_startup()
         self._running: FlowQuery | None = None
+
+    @property
+    def startup(self) -> Startup:
+        """Of the next run.
+
+        Raises:
+            OptionError: the flow may only look.
+        """
+        self.check_may_run()
+        return self._startup
+
+    def check_may_run(self) -> None:
+        """Check that the flow may fence older drivers and write. Nothing is sent to Kafka.
+
+        Raises:
+            OptionError: the flow may only look.
+        """
+        if self._read_only:
+            raise OptionError(
+                "The flow has read_only=True: it cannot read a stream, keep state or write",
+                flow=self._names.flow,
+                next_step="look at topics with Flow.peek, or leave read_only out to run the flow; that fences a "
+                "running driver of the same name",
+            )
 
     def check_readable(self, topic: str) -> None:
         """Check that sources may be added. In a notebook, the query of an earlier cell is stopped.
 
         Raises:
-            OptionError: the flow is running.
+            OptionError: the flow is running, or may only look.
         """
+        self.check_may_run()
         if self._is_running() and interactive.is_interactive():
             self.startup.check_source(topic)  # before that query is stopped
             interactive.stop_earlier(self._settings.bootstrap_servers, self._names.transactional_id)
@@ -86,7 +112,7 @@ class FlowRuns:
         with self.lock:
             if self._running is not None and self._running.isActive:
                 self._running.stop()
-            self._release(self.startup)
+            self._release(self._startup)
 
     def _new_startup(self) -> Startup:
         return Startup(self._names, self._settings, refused_s=self._refused_s)
@@ -96,7 +122,7 @@ class FlowRuns:
         if self._running is not None and not self._running.isActive:
             self._running.release()
             # Another thread may be about to do the same. It must not close the connections of the next start.
-            self._release(self.startup)
+            self._release(self._startup)
             self._running = None
         return self._running is not None
 
@@ -104,5 +130,5 @@ class FlowRuns:
         """Close the connections of one run. Connections of a newer start of this flow stay open."""
         with self.lock:
             startup.close()
-            if self.startup is startup:
-                self.startup = self._new_startup()
+            if self._startup is startup:
+                self._startup = self._new_startup()

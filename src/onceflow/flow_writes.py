@@ -133,6 +133,7 @@ class FlowWrites:
             OptionError, SchemaError, UnsupportedQueryError, ProgressConflictError: raised here or in ``start()``,
                 before anything is written.
         """
+        self._runs.check_may_run()
         given = ExternalOptions(trigger, dead_letter_topic, max_dead_letters, small_batch_rows, once)
         write = check_external(df, sink, given, self.name)
         return FlowWriter(lambda: self._runs.start(lambda startup: prepare_external_run(self._spark, startup, write)))

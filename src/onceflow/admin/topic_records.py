@@ -23,7 +23,7 @@ from onceflow.state.api.record import Record
 
 _CALL_S = 60.0
 _LOOK_S = 0.1
-_FETCH_BYTES = 1_000_000
+FETCH_BYTES = 1_000_000
 _RECORD_OVERHEAD_BYTES, _HEADER_OVERHEAD_BYTES = 200, 10  # upper bounds of what the format needs
 
 
@@ -118,7 +118,7 @@ def read(
         UnknownTopicError: there is no such topic. OptionError: it has no such partition.
         OnceflowError: the brokers do not answer, or refuse a request.
     """
-    reader = CommittedReader(cluster, fetch_bytes=_FETCH_BYTES)
+    reader = CommittedReader(cluster, fetch_bytes=FETCH_BYTES)
     positions: dict[int, int] = {}
     while True:
         deadline = Deadline(_CALL_S, f"reading {topic}")
@@ -132,7 +132,7 @@ def read(
                 positions[number] = chunk.next_offset
                 if chunk.keys:
                     found = True
-                    yield _records(chunk, topic, number)
+                    yield records_of(chunk, topic, number)
         if not follow:
             return
         check()
@@ -140,23 +140,27 @@ def read(
             time.sleep(_LOOK_S)
 
 
-def stable_offsets(cluster: Cluster, topic: str, partition: int | None, deadline: Deadline) -> dict[int, int]:
+def stable_offsets(
+    cluster: Cluster, topic: str, wanted: int | Sequence[int] | None, deadline: Deadline
+) -> dict[int, int]:
     """Last stable offsets, by partition.
 
     Args:
-        partition: only this one; None: all.
+        wanted: only this partition, or these; None: all.
 
     Raises:
         UnknownTopicError: there is no such topic. OptionError: it has no such partition.
     """
     there = sorted(find_topics(cluster, {topic: ""}, deadline)[topic].leaders)
-    if partition is not None and partition not in there:
-        raise OptionError(
-            f"Topic {topic} has no partition {partition}",
-            topic=topic,
-            next_step=f"it has {len(there)}, counted from 0",
-        )
-    span = {topic: there if partition is None else [partition]}
+    numbers = there if wanted is None else [wanted] if isinstance(wanted, int) else sorted(set(wanted))
+    for number in numbers:
+        if number not in there:
+            raise OptionError(
+                f"Topic {topic} has no partition {number}",
+                topic=topic,
+                next_step=f"it has {len(there)}, counted from 0",
+            )
+    span = {topic: numbers}
     return dict(sorted(list_offsets(cluster, span, LATEST, deadline)[topic].items()))
 
 
@@ -179,7 +183,8 @@ def _positions(cluster: Cluster, topic: str, start: int, ends: Mapping[int, int]
     return dict.fromkeys(ends, start)
 
 
-def _records(chunk: Chunk, topic: str, partition: int) -> list[Record]:
+def records_of(chunk: Chunk, topic: str, partition: int) -> list[Record]:
+    """The records of a chunk that was read from a partition."""
     rows = zip(chunk.keys, chunk.values, chunk.timestamps_ms.tolist(), chunk.offsets.tolist(), strict=True)
     return [
         Record(key, value, topic, chunk.headers.get(row, ()), stamp, partition, offset)

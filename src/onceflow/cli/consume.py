@@ -12,6 +12,7 @@ from onceflow.cli.interrupts import interruptible, until_interrupted
 from onceflow.cli.text import counted, in_words, shown
 
 if TYPE_CHECKING:
+    from onceflow.client.cluster import Cluster
     from onceflow.client.settings import ClientSettings
     from onceflow.state.api.record import Record
 
@@ -54,7 +55,6 @@ def consume(
     from onceflow.admin import topic_records
     from onceflow.admin.record_lines import to_json
     from onceflow.client.cluster import Cluster
-    from onceflow.client.deadline import Deadline
 
     first = _start(start)
     count = 0
@@ -64,17 +64,23 @@ def consume(
         for records in found:
             wanted = records if max_records is None else records[: max_records - count]
             # One write for many lines.
-            click.echo("\n".join(to_json(r) if as_json else _line(r, headers) for r in wanted))
+            click.echo("\n".join(to_json(r) if as_json else line_of(r, headers) for r in wanted))
             count += len(wanted)
             if count == max_records:
                 return
-        stable = topic_records.stable_offsets(cluster, topic, partition, Deadline(30.0, f"reading {topic}"))
-        for number, offsets in topic_records.held_back(cluster, topic, stable).items():
-            click.echo(
-                f"{topic}-{number}: {counted(offsets, 'offset')} not shown, behind an open transaction", err=True
-            )
+        tell_held_back(cluster, topic, partition)
     if not count:
         click.echo(f"No committed records in {topic}{'' if start == 'earliest' else f' from {start} on'}.", err=True)
+
+
+def tell_held_back(cluster: Cluster, topic: str, partition: int | None) -> None:
+    """Say on stderr how many offsets are not shown, because a transaction before them is open."""
+    from onceflow.admin import topic_records
+    from onceflow.client.deadline import Deadline
+
+    stable = topic_records.stable_offsets(cluster, topic, partition, Deadline(30.0, f"reading {topic}"))
+    for number, offsets in topic_records.held_back(cluster, topic, stable).items():
+        click.echo(f"{topic}-{number}: {counted(offsets, 'offset')} not shown, behind an open transaction", err=True)
 
 
 def _start(text: str) -> int:
@@ -87,7 +93,8 @@ def _start(text: str) -> int:
     return int(text)
 
 
-def _line(record: Record, with_headers: bool) -> str:
+def line_of(record: Record, with_headers: bool) -> str:
+    """A record as a line for people."""
     parts = [in_words(record.key), in_words(record.value)]
     if with_headers:
         parts.append(", ".join(f"{shown(name)}={in_words(content)}" for name, content in record.headers))
