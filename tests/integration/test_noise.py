@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,10 @@ from onceflow.testing import independent
 
 pytestmark = pytest.mark.integration
 
+# A Python worker of Spark that ends after its task has failed may find its socket closed, and says so. That is chance.
+OF_A_WORKER = re.compile(
+    r"Traceback \(most recent call last\):\n(  File \"[^\"]*/pyspark/daemon\.py\".*\n)+BrokenPipeError: .*\n"
+)
 SERVICE = """
 import sys
 import onceflow
@@ -56,7 +61,7 @@ def test_a_service_that_fails(make_topic: Any, onceflow_broker: str, tmp_path: P
     assert [line for line in said.splitlines() if cause in line][-1].startswith("  detail: ")
     assert said.count(cause) == 4, "three attempts that are done again, and the error"
     assert "\tat " not in said, "a stack trace of Java"
-    assert len(said.splitlines()) < 40, said
+    assert len(OF_A_WORKER.sub("", said).splitlines()) < 30, said
     (log,) = tmp_path.glob("onceflow-spark-pid*.log")
     assert "\tat org.apache.spark" in log.read_text()
 

@@ -13,10 +13,7 @@ from typing import Any
 
 import pytest
 from confluent_kafka import Producer
-from confluent_kafka.admin import (
-    AclOperation,
-    ResourceType,
-)
+from confluent_kafka.admin import AclOperation, AdminClient, ResourceType
 
 import onceflow
 from onceflow.admin import doctor
@@ -30,12 +27,12 @@ from onceflow.client.settings import ClientSettings
 from onceflow.client.transaction_requests import describe_transaction
 from onceflow.driver import progress_log
 from onceflow.driver.driver_session import DriverSession
-from onceflow.driver.progress_log import partition_of
 from onceflow.protocol.names import Names
 from onceflow.protocol.progress import PROGRESS_TOPIC, Progress
 from onceflow.testing import independent
 from onceflow.testing.broker import create_topic
 from onceflow.testing.secure import SCRAM, SECRET, Secure, connected, grant
+from onceflow.testing.waiting import wait_until
 
 pytestmark = pytest.mark.integration
 
@@ -217,19 +214,22 @@ def test_privileges_of_a_flow_that_joins(secure: Secure, pipe: Any, tmp_path: Pa
 
 
 def test_missing_read_shows_at_the_first_start(secure: Secure, pipe: Any) -> None:
-    """The flow's partition of the progress topic is empty, so there is nothing to read yet."""
-    ends = independent.end_offsets(secure.internal, PROGRESS_TOPIC)
-    flows = (f"{pipe.flow}-{number}" for number in range(1000))
-    fresh = replace(
-        pipe,
-        flow=next(name for name in flows if not ends[PROGRESS_TOPIC, partition_of(f"onceflow.{name}")]),
-    )
-    acls = needed(fresh)
+    """The progress topic is empty, so there is nothing to read yet. (Other tests have used all its partitions.)"""
+    with contextlib.closing(Cluster(ClientSettings(secure.internal))) as cluster:
+        progress_log.ensure_topic(cluster, Deadline(30, "a test"))
+        admin = AdminClient({"bootstrap.servers": secure.internal})
+        admin.delete_topics([PROGRESS_TOPIC])[PROGRESS_TOPIC].result(30)
+        wait_until(
+            lambda: PROGRESS_TOPIC not in admin.list_topics(timeout=10).topics, 30, "the deletion of the progress topic"
+        )
+        progress_log.ensure_topic(cluster, Deadline(30, "a test"))
+    assert set(independent.end_offsets(secure.internal, PROGRESS_TOPIC).values()) == {0}
+    acls = needed(pipe)
     acls.pop("progress-read")
     grant(secure, list(acls.values()))
     with pytest.raises(onceflow.PermissionDeniedError, match=PROGRESS_TOPIC):
-        run(secure, fresh)
-    assert independent.read_topic(secure.internal, fresh.target) == []
+        run(secure, pipe)
+    assert independent.read_topic(secure.internal, pipe.target) == []
 
 
 @pytest.mark.parametrize("missing", ["", "source", "progress-read", "transactional-id"])
