@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import pytest
 from click.testing import CliRunner
@@ -113,7 +114,7 @@ def test_a_flow_with_bad_topics(
         producer.produce(source, b"v", timestamp=clock_ms() - 45_000)
         producer.produce(stamped, b"v")
     assert producer.flush(30) == 0
-    flow = f"flow-{source}"
+    flow = f"misspelt-{uuid4().hex}"  # unlike the names of other tests, which the next step would list as well
     commit(connected, flow, source, {0: 1}, outputs=(risky, f"{risky}-gone"), changelogs={table: {0: 0}})
 
     found = doctor(flow, "--topic", stamped, code=1)
