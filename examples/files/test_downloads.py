@@ -158,6 +158,7 @@ def test_gzip_of_several_parts() -> None:
         (b"id,account", "BadGzipFile"),
         (PACKED[:20] + b"\xff" * 10 + PACKED[30:], "error"),
     ],
+    ids=["no end", "zeros at the end", "plain text", "damaged"],  # the bytes carry the time, which differs per process
 )
 def test_damaged_gzip_is_nothing(content: bytes, error: str) -> None:
     assert problem_of(get(lambda to, n: reply(to, content), "/a.csv.gz"))[::2] == (error, 3)
