@@ -12,6 +12,7 @@ from pyspark.sql import DataFrame, SparkSession
 
 from onceflow import topic_frame
 from onceflow.client.settings import ClientSettings
+from onceflow.clock import clock_ms
 from onceflow.durations import option_seconds
 from onceflow.errors import OptionError
 from onceflow.external.sink import ExternalSink
@@ -21,6 +22,7 @@ from onceflow.flow_steps import FlowSteps
 from onceflow.flow_writer import FlowWriter
 from onceflow.planning.process import StepOptions
 from onceflow.planning.read_options import ReadOptions, check_read, source_options
+from onceflow.planning.read_until import Until, check_until
 from onceflow.planning.source_starts import StartingOffsets
 from onceflow.planning.step_frames import state_columns
 from onceflow.protocol.names import Names
@@ -94,6 +96,7 @@ class Flow(FlowSteps):
         fail_on_data_loss: bool = True,
         include_headers: bool = False,
         options: Mapping[str, str] | None = None,
+        until: Until | None = None,
     ) -> DataFrame:
         """A streaming DataFrame of one topic. It continues after the last committed batch of the flow.
 
@@ -114,6 +117,11 @@ class Flow(FlowSteps):
             options: further options of Spark's Kafka source, for example ``groupIdPrefix``. With ``minPartitions`` or
                 ``maxRecordsPerPartition`` several tasks read one partition, and records lose their order. So these two
                 are refused except with ``partitioner="round_robin"`` and in queries that keep state in Spark.
+            until: where the read ends; None: it does not end. ``latest``: at the end of the topic now, that is at this
+                call. A time (a datetime with a time zone, a text such as ``2025-01-31T08:00:00Z``, or epoch
+                milliseconds): in each partition before the first record with this timestamp or a later one. A dict
+                with an offset for every partition: before these offsets. The query ends when all partitions of all
+                reads are there. See ``docs/operations.md``, "A backfill that ends".
 
         Returns:
             Spark's Kafka columns: key, value, topic, partition, offset, timestamp, timestampType[, headers].
@@ -123,15 +131,17 @@ class Flow(FlowSteps):
             DataLossError, ProgressConflictError: see ``docs/guarantees.md``, "What stops a start".
             EnvironmentUnusableError: the session has no Kafka connector.
         """
+        bound = check_until(until, topic=topic, flow=self.name, now_ms=clock_ms())
         given = ReadOptions(
-            topic, starting_offsets, max_records_per_batch, fail_on_data_loss, include_headers, options or {}
+            topic, starting_offsets, max_records_per_batch, fail_on_data_loss, include_headers, options or {}, bound
         )
         check_read(given, self.name)
         with self._runs.lock:
             self._runs.check_readable(topic)
             queries.check_connector(self._spark, self.name)
             offsets = self._runs.startup.add_source(given)
-        return load_source(self._spark, self._settings, source_options(given, offsets, self.name))
+            ends = self._runs.startup.until.get(topic)
+        return load_source(self._spark, self._settings, source_options(given, offsets, self.name), ends)
 
     def peek(
         self,
@@ -262,6 +272,12 @@ class Flow(FlowSteps):
                 f"sink_flow={sink_flow!r} is the name of the first flow",
                 flow=self.name,
                 next_step="give the second flow a name of its own, or leave sink_flow out",
+            )
+        if self._runs.startup.until and not once:
+            raise OptionError(
+                "A read with until= ends the first flow of a chain, and with it the second one, which may be behind",
+                flow=self.name,
+                next_step="give once=True: the second flow begins when the first one has ended",
             )
         changes = self.write(df, topic=topic, trigger=trigger, once=once, **options)
         if self._beside is not None:

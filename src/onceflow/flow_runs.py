@@ -10,6 +10,7 @@ from onceflow.client.settings import ClientSettings
 from onceflow.driver.run import Run
 from onceflow.driver.startup import Startup
 from onceflow.errors import OptionError
+from onceflow.flow_end import end_when_complete
 from onceflow.protocol.names import Names
 from onceflow.query import FlowQuery
 from onceflow.spark import query_listener
@@ -98,8 +99,10 @@ class FlowRuns:
                 self._release(startup)
 
             try:
-                self._running = query = FlowQuery(run.start(), run.sink, ended)
+                self._running = query = FlowQuery(run.start(), run.sink, ended, run.until)
                 query_listener.started(query)
+                if run.until:
+                    end_when_complete(query)
                 interactive.started(self._settings.bootstrap_servers, self._names.transactional_id, query)
                 hooks.at(hooks.STARTED, where="driver", flow=self._names.flow, query=query)
             except BaseException:

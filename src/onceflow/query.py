@@ -16,6 +16,7 @@ from onceflow.errors import BrokerUnreachableError, EnvironmentUnusableError, On
 from onceflow.planning.options import BatchSummary
 from onceflow.protocol.names import INTERNAL_SUFFIX
 from onceflow.protocol.position import Position
+from onceflow.protocol.progress import Offsets
 from onceflow.spark import jvm
 from onceflow.spark.streaming_query import SparkQuery, jvm_needed
 
@@ -35,7 +36,9 @@ class FlowQuery(SparkQuery):
     text of that error in a ``StreamingQueryException``.
     """
 
-    def __init__(self, query: StreamingQuery, sink: BatchSink, on_stop: Callable[[], None]) -> None:
+    def __init__(
+        self, query: StreamingQuery, sink: BatchSink, on_stop: Callable[[], None], until: Offsets | None = None
+    ) -> None:
         super().__init__(query)
         self._sink = sink
         self._on_stop = on_stop
@@ -44,6 +47,7 @@ class FlowQuery(SparkQuery):
         self._released = False
         self._left_behind = False
         self._has_begun = False
+        self._until = {} if until is None else until
 
     def __repr__(self) -> str:
         progress = self._sink.progress
@@ -183,6 +187,21 @@ class FlowQuery(SparkQuery):
                 return bool(super().isActive)
         except EnvironmentUnusableError:
             return False
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the query has ended, has failed or is being stopped. Spark is not asked."""
+        return self._sink.over or self._sink.stopping or self._sink.failure is not None
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether its reads have an end (``Flow.read(until=...)``), and everything before that is committed."""
+        offsets = self._sink.progress.offsets
+        return bool(self._until) and all(
+            offsets.get(topic, {}).get(partition, 0) >= end
+            for topic, ends in self._until.items()
+            for partition, end in ends.items()
+        )
 
     @property
     def flow(self) -> str:

@@ -33,6 +33,8 @@ def serve(
 ) -> None:
     """Run queries until SIGTERM or Ctrl-C, or until one of them ends. Then stop all of them gracefully.
 
+    A query whose reads have reached their ``until`` ends without ending the others; ``serve`` returns when all have.
+
     A batch that is running then is aborted, and the next start runs it again. (With ``at_most_once``, the batch gets a
     minute to finish.) Call ``serve`` in the main thread, because only this thread can handle signals. A second signal
     within a second is ignored, because it often comes with the first one: ``timeout`` signals both a process and its
@@ -105,7 +107,7 @@ def _run(queries: Sequence[FlowQuery], more: Callable[[FlowQuery], dict[str, Any
         for query in queries:
             stack.enter_context(query.awaited())
             print(f"onceflow: flow {query.flow} runs; SIGTERM or Ctrl-C stops it", file=sys.stderr, flush=True)
-        while all(query.isActive for query in queries) and not asked.wait(_LOOK_EVERY_S):
+        while not _is_over(queries) and not asked.wait(_LOOK_EVERY_S):
             tell()
         # A signal to the group has ended Spark's JVM as well. That is a stop, too, and no failure of the query.
         ended = [query for query in queries if not query.isActive and not (asked.is_set() and not query.failure)]
@@ -116,6 +118,12 @@ def _run(queries: Sequence[FlowQuery], more: Callable[[FlowQuery], dict[str, Any
         tell()
     for query in ended:
         query.awaitTermination()  # raises the error for which the query has stopped
+
+
+def _is_over(queries: Sequence[FlowQuery]) -> bool:
+    """Whether a query has ended. Those that have reached the end of their reads do not end the others."""
+    ended = [query for query in queries if not query.isActive]
+    return len(ended) == len(queries) or not all(query.is_complete for query in ended)
 
 
 def _line(query: FlowQuery, batch: BatchSummary) -> dict[str, Any]:

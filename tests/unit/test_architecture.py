@@ -32,7 +32,18 @@ ALLOWED = {
     "tables": {"client", "clock", "durations", "errors", "protocol", "state"},
     "metrics": {"errors", "hooks", "planning"},
     "server": {"_version", "client", "clock", "durations", "errors", "protocol", "state", "tables"},
-    "planning": {"calls", "durations", "errors", "external", "messages", "protocol", "spark", "state", "task"},
+    "planning": {
+        "calls",
+        "durations",
+        "errors",
+        "external",
+        "instants",
+        "messages",
+        "protocol",
+        "spark",
+        "state",
+        "task",
+    },
 }
 
 #: Modules and functions that are longer, and why. Nothing stands here that is short enough.

@@ -31,6 +31,7 @@ class Query:
         self.batches: list[BatchSummary] = []
         self.calls: list[str] = []
         self.failure: Exception | None = None
+        self.is_complete = False
         self._running, self._asks, self._most = True, asks, batches
 
     @property

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from onceflow.client.settings import ClientSettings
+from onceflow.driver import source_offsets
 from onceflow.driver import startup as module
 from onceflow.driver.startup import Startup
 from onceflow.errors import BrokerUnsupportedError, DeadlineExceededError, OnceflowError, OptionError
@@ -64,12 +65,14 @@ class Start:
         monkeypatch.setattr(module, "DriverSession", lambda *_: Session(self.calls, self.problems, progress))
         monkeypatch.setattr(module.progress_log, "ensure_topic", lambda *_: None)
         monkeypatch.setattr(module, "find_topics", self._find)
-        monkeypatch.setattr(module.kafka_offsets, "list_offsets", lambda _, span, *__: {n: {0: 3} for n in span})
+        monkeypatch.setattr(
+            source_offsets.kafka_offsets, "list_offsets", lambda _, span, *__: {n: {0: 3} for n in span}
+        )
         monkeypatch.setattr(module, "commit_progress", self._commit)
         self.startup = Startup(Names("orders"), ClientSettings("localhost:9092", {}), refused_s=15.0)
 
     def _find(self, cluster: Any, named: dict[str, str], deadline: Any) -> dict[str, Any]:
-        return {name: module.TopicInfo(name, f"id of {name}", {0: 1}, False) for name in named}
+        return {name: source_offsets.TopicInfo(name, f"id of {name}", {0: 1}, False) for name in named}
 
     def _commit(self, session: Any, progress: Progress, sources: Any, deadline: Any) -> None:
         self.calls.append("commit")

@@ -33,7 +33,7 @@ from onceflow.driver.delivery import Delivery
 from onceflow.driver.joins import Joins
 from onceflow.driver.late_rows import LateRows
 from onceflow.driver.numbering import Numbering
-from onceflow.driver.offset_log import SourceRange, check_contiguous, read_range
+from onceflow.driver.offset_log import SourceRange, Sources, check_contiguous, read_range
 from onceflow.driver.output_writer import OutputWriter
 from onceflow.driver.retries import Attempt
 from onceflow.driver.row_calls import RowCalls
@@ -71,7 +71,7 @@ class BatchCommit:
         delivery: runs the steps as the guarantee requires.
         checkpoint: folder of the query's checkpoint (Spark's offset log is read from there).
         numbering: relates Spark's batch numbers to progress when the checkpoint is kept; None for a scratch checkpoint.
-        source_starts: where partitions that progress does not know may start.
+        sources: the topics that the query reads.
         state: the process steps of the query, if it has any.
         joins: the tables that it joins with.
         calls: its calls of other services row by row.
@@ -90,8 +90,7 @@ class BatchCommit:
         cores: Callable[[], int],
         checkpoint: Folder,
         numbering: Numbering | None = None,
-        source_starts: dict[str, dict[int, int]],
-        source_partitions: dict[str, int],
+        sources: Sources,
         state: StateStep | None = None,
         joins: Joins,
         calls: RowCalls,
@@ -106,8 +105,7 @@ class BatchCommit:
         self._numbering = numbering
         self._options = options
         self._checkpoint = checkpoint
-        self._source_starts = source_starts
-        self._source_partitions = source_partitions
+        self._sources = sources
         self._writer = OutputWriter(
             flow=names.flow,
             settings=settings,
@@ -116,7 +114,7 @@ class BatchCommit:
             options=options,
             columns=columns,
             cores=cores,
-            source_partitions=source_partitions,
+            source_partitions=sources.partitions,
             state=state,
             numbering=numbering,
         )
@@ -192,15 +190,15 @@ class BatchCommit:
 
     def plan(self, spark_batch_id: int, batch: int) -> tuple[SourceRange, bool]:
         """The source range of the batch; whether it is committed. If not, it must start where progress ends (I2)."""
-        topics = None if self._numbering is None else self._source_partitions
-        source = read_range(self._checkpoint, spark_batch_id, topics)
+        topics = None if self._numbering is None else self._sources.partitions
+        source = read_range(self._checkpoint, spark_batch_id, topics).capped(self._sources.until)
         if self._numbering is not None:
             if self._numbering.is_committed(spark_batch_id, source, self.progress):
                 hooks.at("plan", where="driver", flow=self._names.flow, batch=self.progress.batch_id)
                 return source, True
             source = self._numbering.bridged(source, self.progress)
         check_contiguous(
-            source.start, _plain(self.progress.offsets), self._source_starts, flow=self._names.flow, batch=batch
+            source.start, _plain(self.progress.offsets), self._sources.starts, flow=self._names.flow, batch=batch
         )
         if self._numbering is not None:
             self._numbering.planned(spark_batch_id, source)

@@ -27,7 +27,7 @@ from onceflow.driver.batch_errors import in_short
 from onceflow.driver.commit import audit_part, timed
 from onceflow.driver.driver_session import DriverSession
 from onceflow.driver.external_waiting import when_reached
-from onceflow.driver.offset_log import SourceRange, check_contiguous, read_range
+from onceflow.driver.offset_log import SourceRange, Sources, check_contiguous, read_range
 from onceflow.driver.refused_rows import LettersToWrite, RefusedRows
 from onceflow.driver.retries import Attempt
 from onceflow.driver.startup import commit_progress
@@ -41,7 +41,6 @@ from onceflow.errors import (
 from onceflow.external.sink import BatchAttempt, ExternalSink, older_state
 from onceflow.messages import DRIVER, REPORT_SPARK_SCHEMA, Target, from_rows
 from onceflow.planning.options import BatchSummary, SinkOptions
-from onceflow.planning.source_starts import SourceTopic
 from onceflow.protocol.progress import Progress
 from onceflow.protocol.transaction import GIVEN, Event, Mode, Phase, Transaction
 from onceflow.spark import jvm
@@ -92,7 +91,7 @@ class ExternalCommit:
         owned: Ownership,
         session: DriverSession,
         *,
-        sources: Mapping[str, SourceTopic],
+        sources: Sources,
         options: SinkOptions,
         refused: RefusedRows,
         targets: Mapping[str, Target],
@@ -138,10 +137,9 @@ class ExternalCommit:
 
     def plan(self, spark_batch_id: int, batch: int) -> tuple[SourceRange, bool]:
         """The source range of the batch. It must start where progress ends (I2)."""
-        source = read_range(self._checkpoint, spark_batch_id)
-        starts = {name: dict(topic.earliest) for name, topic in self._sources.items()}
+        source = read_range(self._checkpoint, spark_batch_id).capped(self._sources.until)
         known = {topic: dict(offsets) for topic, offsets in self.progress.offsets.items()}
-        check_contiguous(source.start, known, starts, flow=self.flow, batch=batch)
+        check_contiguous(source.start, known, self._sources.starts, flow=self.flow, batch=batch)
         hooks.at("plan", where="driver", flow=self.flow, batch=batch)
         return source, False
 
@@ -289,7 +287,7 @@ class ExternalCommit:
         """
         deadline = Deadline(_END_S, f"moving progress in Kafka to batch {self.progress.batch_id}")
         letters = LettersToWrite(self._session, self._refused.letters, self._targets, self.progress.batch_id)
-        commit_progress(self._session, self.progress, self._sources, deadline, letters)
+        commit_progress(self._session, self.progress, self._sources.starts, deadline, letters)
         self.machine.on(Event.COMMIT_DONE)
 
     def _guarded(self, step: str, call: Callable[[], _T]) -> _T:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 
 from pyspark.sql import SparkSession
 
@@ -20,6 +21,7 @@ from onceflow.driver.startup import Startup, commit_progress
 from onceflow.errors import OptionError, located
 from onceflow.messages import Target
 from onceflow.planning import source_starts
+from onceflow.planning.bounded import bounded
 from onceflow.planning.external_start import plan_external
 from onceflow.planning.external_write import ExternalWrite
 from onceflow.planning.process import check_side_topics
@@ -41,6 +43,8 @@ def prepare_external_run(spark: SparkSession, startup: Startup, write: ExternalW
         OnceflowError: see ``FlowWriter.start``. ``startup`` can be used again then.
     """
     flow, sink = startup.flow, write.sink
+    run, options = bounded(write.run, write.options, startup.sources, startup.until, flow)
+    write = replace(write, run=run, options=options)
     check_read_now(startup, write.run.facts)
     queries.check_session(spark, flow)
     if write.dead_letter_topic is not None:
@@ -66,11 +70,12 @@ def prepare_external_run(spark: SparkSession, startup: Startup, write: ExternalW
     starts = _starts(startup, owned.progress, flow)
     if starts != _starts(startup, kafka, flow):
         put_starting_offsets(write.df, checkpoint, starts)
+    sources = startup.sources_read.never_before(starts)
     commit = ExternalCommit(
         sink,
         owned,
         startup.session,
-        sources=startup.sources,
+        sources=sources,
         options=write.options,
         refused=RefusedRows(write.dead_letter_topic, write.max_dead_letters, targets, target=sink.target, flow=flow),
         targets=targets,
@@ -81,7 +86,7 @@ def prepare_external_run(spark: SparkSession, startup: Startup, write: ExternalW
     writer = writer_of(spark, write.df, batches, location, write.run, flow)
     query_listener.watch(spark)
     startup.used()
-    return Run(flow, spark, writer, batches, None, location, watch_sources(startup, batches))
+    return Run(flow, spark, writer, batches, None, location, watch_sources(startup, batches), sources.until)
 
 
 def _take_over(

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from onceflow.errors import ProgressConflictError
@@ -46,6 +46,23 @@ class SourceRange:
             found[topic] += count
         return found
 
+    def capped(self, until: Mapping[str, Mapping[int, int]]) -> SourceRange:
+        """The part of the range before these offsets, for a flow whose reads end (`Flow.read`, ``until``).
+
+        Spark's source reads up to the end of a topic. The rows behind the bound are dropped by a filter, and do not
+        count as read. A partition without a bound was added since the start: nothing of it is read.
+        """
+        if not until:
+            return self
+
+        def cap(offsets: TopicOffsets) -> TopicOffsets:
+            return {
+                topic: {p: min(offset, until[topic][p]) for p, offset in partitions.items() if p in until[topic]}
+                for topic, partitions in offsets.items()
+            }
+
+        return replace(self, start=cap(self.start), end=cap(self.end))
+
     def news(self) -> list[tuple[str, int]]:
         """Topics and partitions that have offsets in the range."""
         return [place for place, count in self._counts() if count > 0]
@@ -56,6 +73,28 @@ class SourceRange:
             start = self.start.get(topic, {})
             for partition, end in partitions.items():
                 yield (topic, partition), end - start.get(partition, 0)  # 0: it was added while the query ran
+
+
+@dataclass(frozen=True)
+class Sources:
+    """The topics that a query reads, by name.
+
+    Args:
+        starts: where partitions that progress does not know may start.
+        partitions: the number of partitions.
+        until: where partitions end; empty: nowhere.
+    """
+
+    starts: TopicOffsets
+    partitions: Mapping[str, int]
+    until: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
+
+    def never_before(self, starts: Mapping[str, Mapping[int, int]]) -> Sources:
+        """The same, where no partition ends before its start: what is behind its end was read already."""
+        raised = {
+            topic: {p: max(end, starts[topic][p]) for p, end in ends.items()} for topic, ends in self.until.items()
+        }
+        return replace(self, until=raised)
 
 
 def read_range(checkpoint: Path | Folder, batch_id: int, topics: Collection[str] | None = None) -> SourceRange:

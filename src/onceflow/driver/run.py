@@ -22,9 +22,10 @@ from onceflow.driver.streamed_query import StreamedQuery, divide
 from onceflow.driver.watching import Watch
 from onceflow.errors import UnsupportedQueryError, located
 from onceflow.planning import process, step_query
+from onceflow.planning.bounded import bounded
 from onceflow.planning.run_options import RunOptions
 from onceflow.planning.write_options import CheckedWrite, check_output
-from onceflow.protocol.progress import Progress
+from onceflow.protocol.progress import Offsets, Progress
 from onceflow.spark import logs, queries, query_listener, shipping
 from onceflow.spark.imports import ImportCheck, sent_to_tasks
 from onceflow.spark.master import current_cores
@@ -39,6 +40,7 @@ class Run:
         writer: Spark's writer, ready to be started.
         state: the process steps, if there are any.
         watch: logs what prevents the query from reading its sources.
+        until: where its reads end; empty: it does not end by itself.
     """
 
     flow: str
@@ -48,6 +50,7 @@ class Run:
     state: StateStep | None
     location: CheckpointLocation
     watch: Watch
+    until: Offsets
 
     def start(self) -> StreamingQuery:
         """Start the query in Spark.
@@ -85,7 +88,9 @@ def prepare_run(spark: SparkSession, startup: Startup, write: CheckedWrite) -> R
     Raises:
         OnceflowError: see ``FlowWriter.start``. ``startup`` can be used again then.
     """
-    flow, options = startup.flow, write.sink
+    flow = startup.flow
+    run, options = bounded(write.run, write.sink, startup.sources, startup.until, flow)
+    write = replace(write, run=run, sink=options)
     imports = _check_query(spark, startup, write)
     imports.at_start()
     deadline = startup.deadline()
@@ -110,7 +115,7 @@ def prepare_run(spark: SparkSession, startup: Startup, write: CheckedWrite) -> R
     writer = writer_of(spark, query.df, sink, location, write.run, flow)
     query_listener.watch(spark)  # a query without Flow.read has not done it yet
     startup.used()
-    return Run(flow, spark, writer, sink, query.state, location, watch_sources(startup, sink))
+    return Run(flow, spark, writer, sink, query.state, location, watch_sources(startup, sink), startup.until)
 
 
 def check_read_now(startup: Startup, facts: PlanFacts) -> None:
@@ -185,8 +190,7 @@ def _sink(
         cores=current_cores(spark),
         checkpoint=location.folder,
         numbering=location.numbering,
-        source_starts={name: dict(source.earliest) for name, source in startup.sources.items()},
-        source_partitions={name: len(source.earliest) for name, source in startup.sources.items()},
+        sources=startup.sources_read,
         calls=RowCalls(startup.calls, query.options.transaction_timeout_s),
         joins=Joins(startup.joins, session.cluster, progress, settings=startup.settings, flow=startup.flow),
     )

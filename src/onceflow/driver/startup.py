@@ -7,16 +7,15 @@ change, unless this driver changes them (I6).
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from uuid import uuid4
 
 from onceflow import hooks, interactive
 from onceflow.calls.concurrently import calls_of
-from onceflow.client import offsets as kafka_offsets
 from onceflow.client.brokers import warn_of_settings
-from onceflow.client.cluster import Cluster, TopicInfo
+from onceflow.client.cluster import Cluster
 from onceflow.client.deadline import Deadline
 from onceflow.client.first_connection import REFUSED_S
 from onceflow.client.settings import ClientSettings
@@ -26,7 +25,9 @@ from onceflow.driver import progress_log
 from onceflow.driver.delivery import ExactlyOnce
 from onceflow.driver.driver_session import DriverSession
 from onceflow.driver.joins import find_joined
+from onceflow.driver.offset_log import Sources
 from onceflow.driver.refused_rows import LettersToWrite
+from onceflow.driver.source_offsets import end_of_read, look_at
 from onceflow.driver.step_tables import ensure_table
 from onceflow.driver.targets import load_targets
 from onceflow.durations import duration_ms
@@ -61,6 +62,7 @@ class Startup:
         self.names = names
         self.settings = settings
         self.sources: dict[str, SourceTopic] = {}
+        self.until: dict[str, dict[int, int]] = {}  # where the reads of topics end, if they do
         self.steps: dict[str, Step] = {}
         self.calls: list[CallOrder] = []  # of Flow.enrich
         self._records: dict[str, int | None] = {}  # most of one batch, by source
@@ -95,6 +97,12 @@ class Startup:
     @property
     def source_partitions(self) -> dict[str, list[int]]:
         return {name: sorted(source.earliest) for name, source in self.sources.items()}
+
+    @property
+    def sources_read(self) -> Sources:
+        """The topics that are read, for the batches of a query."""
+        starts = {name: dict(source.earliest) for name, source in self.sources.items()}
+        return Sources(starts, {name: len(offsets) for name, offsets in starts.items()}, self.until)
 
     @property
     def own_topics(self) -> OwnTopics:
@@ -191,7 +199,7 @@ class Startup:
         info = find_topics(self.session.cluster, {options.topic: "source"}, deadline)[options.topic]
         self.fence({options.topic: sorted(info.leaders)}, deadline)
         # Looked at after the fence: an older driver cannot move progress past these offsets any more.
-        source = self.sources[options.topic] = self._source_topic(info, deadline)
+        source = self.sources[options.topic] = look_at(self.session.cluster, info, deadline)
         self._records[options.topic] = options.max_records_per_batch
         start = source_starts.plan(
             source,
@@ -202,16 +210,13 @@ class Startup:
         )
         for warning in start.warnings:
             log.warning("flow %s: %s", self.flow, warning)
+        self.until.pop(options.topic, None)
+        if options.bound is not None:
+            end = end_of_read(self.session.cluster, source, start.offsets, options.bound, deadline, flow=self.flow)
+            self.until[options.topic] = end
         if start.must_commit:
             self._commit_starting_offsets(source, start.offsets, deadline)
         return start.offsets
-
-    def _source_topic(self, info: TopicInfo, deadline: Deadline) -> SourceTopic:
-        cluster = self.session.cluster
-        span = {info.name: sorted(info.leaders)}
-        earliest = kafka_offsets.list_offsets(cluster, span, kafka_offsets.EARLIEST, deadline)[info.name]
-        latest = kafka_offsets.list_offsets(cluster, span, kafka_offsets.LATEST, deadline)[info.name]
-        return SourceTopic(info.name, info.topic_id, earliest, latest)
 
     def _commit_starting_offsets(self, source: SourceTopic, offsets: dict[int, int], deadline: Deadline) -> None:
         """Commit where a topic is read from, before anything of it is read."""
@@ -351,7 +356,7 @@ class Startup:
 def commit_progress(
     session: DriverSession,
     progress: Progress,
-    sources: Mapping[str, SourceTopic],
+    sources: Collection[str],
     deadline: Deadline,
     letters: LettersToWrite | None = None,
 ) -> None:
@@ -378,7 +383,7 @@ def commit_progress(
 def _try_to_commit(
     session: DriverSession,
     progress: Progress,
-    sources: Mapping[str, SourceTopic],
+    sources: Collection[str],
     deadline: Deadline,
     letters: LettersToWrite | None,
 ) -> None:

@@ -7,13 +7,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from onceflow.errors import OptionError
+from onceflow.planning.read_until import ReadBound
 from onceflow.planning.source_starts import StartingOffsets
 from onceflow.spark import queries
 
 
 @dataclass(frozen=True)
 class ReadOptions:
-    """Arguments of ``Flow.read``, as given."""
+    """Arguments of ``Flow.read``, as given; ``until`` as the checked ``bound``."""
 
     topic: str
     starting_offsets: StartingOffsets
@@ -21,6 +22,7 @@ class ReadOptions:
     fail_on_data_loss: bool
     include_headers: bool
     options: Mapping[str, str] = field(default_factory=dict)
+    bound: ReadBound | None = None
 
 
 def check_read(given: ReadOptions, flow: str) -> None:

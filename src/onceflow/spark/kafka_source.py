@@ -13,15 +13,24 @@ from onceflow.client.settings import ClientSettings
 from onceflow.spark import jvm, query_listener, token_endpoint
 
 
-def load_source(spark: SparkSession, settings: ClientSettings, options: Mapping[str, str]) -> DataFrame:
+def load_source(
+    spark: SparkSession, settings: ClientSettings, options: Mapping[str, str], until: Mapping[int, int] | None = None
+) -> DataFrame:
     """A streaming DataFrame of the source.
 
     Args:
         options: of the source, without those of the connection.
+        until: by partition, the first offset that is not read; None: all are read. Spark's source itself only ends
+            at the end of a topic.
     """
     query_listener.watch(spark)
     connection = {**settings.spark_reader(), **token_endpoint.reader_options(spark, settings)}
-    return spark.readStream.format("kafka").options(**connection).options(**options).load()
+    df = spark.readStream.format("kafka").options(**connection).options(**options).load()
+    if until is None:
+        return df
+    # Partitions are numbered from 0. One that is not in the array was added since: `get` returns null for it.
+    ends = ", ".join(f"{until.get(partition, 0)}L" for partition in range(max(until) + 1))
+    return df.where(f"offset < get(array({ends}), partition)")
 
 
 def put_starting_offsets(df: DataFrame, checkpoint: Path, starts: Mapping[str, Mapping[int, int]]) -> None:

@@ -1,0 +1,36 @@
+"""Offsets of the topics that a flow reads: where they begin and end now, and where a read that ends stops."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from onceflow.client import offsets as kafka_offsets
+from onceflow.client.cluster import Cluster, TopicInfo
+from onceflow.client.deadline import Deadline
+from onceflow.planning.read_until import ReadBound, bound_offsets
+from onceflow.planning.source_starts import SourceTopic
+
+
+def look_at(cluster: Cluster, info: TopicInfo, deadline: Deadline) -> SourceTopic:
+    """A source topic as it is now."""
+    span = {info.name: sorted(info.leaders)}
+    earliest = kafka_offsets.list_offsets(cluster, span, kafka_offsets.EARLIEST, deadline)[info.name]
+    latest = kafka_offsets.list_offsets(cluster, span, kafka_offsets.LATEST, deadline)[info.name]
+    return SourceTopic(info.name, info.topic_id, earliest, latest)
+
+
+def end_of_read(
+    cluster: Cluster,
+    topic: SourceTopic,
+    start: Mapping[int, int],
+    bound: ReadBound,
+    deadline: Deadline,
+    *,
+    flow: str,
+) -> dict[int, int]:
+    """The first offset of each partition that is not read. Arguments and errors as of `bound_offsets`."""
+    at_time = None
+    if bound.timestamp_ms is not None:
+        span = {topic.name: sorted(start)}
+        at_time = kafka_offsets.list_offsets(cluster, span, bound.timestamp_ms, deadline)[topic.name]
+    return bound_offsets(topic, start, bound, at_time, flow=flow)

@@ -1,0 +1,66 @@
+"""A read that ends (``Flow.read(until=...)``), killed on its way: the restart ends at the same offsets, exactly."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+
+from onceflow.driver.offset_log import SourceRange
+from onceflow.testing import independent
+
+pytestmark = [pytest.mark.integration, pytest.mark.faults]
+
+# Partition 0 has its bound in the batch that is killed, the other one behind it.
+ENDS = {0: 130, 1: 600}
+
+
+def run(pipe: Any) -> Any:
+    flow = pipe.open()
+    source = flow.read(pipe.source, max_records_per_batch=500, until=ENDS)
+    query = flow.write(source.select("key", "value"), topic=pipe.target).start()
+    query.awaitTermination(60)
+    return query
+
+
+def check(pipe: Any) -> None:
+    """What is committed are the records before the bound, each once, and batches without gap up to it."""
+    source = independent.read_topic(pipe.bootstrap, pipe.source)
+    wanted = sorted((seen.key, seen.value) for seen in source if seen.offset < ENDS[seen.partition])
+    seen = independent.read_topic(pipe.bootstrap, pipe.target, decided=True)
+    assert sorted((each.key, each.value) for each in seen) == wanted
+    assert independent.committed_offsets(pipe.bootstrap, pipe.flow) == {
+        (pipe.source, p): end for p, end in ENDS.items()
+    }
+    history = pipe.committed_progress()
+    assert [progress.batch_id for progress in history] == list(range(len(history)))
+    for before, after in itertools.pairwise(history):
+        assert all(offset <= after.offsets[pipe.source][p] for p, offset in before.offsets[pipe.source].items())
+    assert dict(history[-1].offsets[pipe.source]) == ENDS
+
+
+def test_killed(make_pipe: Any, killed_together: Any) -> None:
+    pipes = {step: make_pipe(partitions=2) for step in ("plan", "write", "end", "settle")}
+    for pipe in pipes.values():
+        pipe.fill(2500)
+    until = {str(partition): end for partition, end in ENDS.items()}
+    options = {step: {"until": until, "records_per_batch": 500, "write": {"small_batch_rows": 0}} for step in pipes}
+    killed_together(pipes, options)
+    for step, pipe in pipes.items():
+        committed = len(independent.read_topic(pipe.bootstrap, pipe.target, decided=step in ("end", "settle")))
+        assert committed < sum(ENDS.values())
+        run(pipe)
+        check(pipe)
+        assert run(pipe).batches == []
+
+
+def test_a_build_that_does_not_cap_progress_is_found_out(make_pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows behind the bound are not written, but count as read: the next run would skip them."""
+    pipe = make_pipe(partitions=2)
+    pipe.fill(2500)
+    with monkeypatch.context() as mutant:
+        mutant.setattr(SourceRange, "capped", lambda self, until: self)
+        run(pipe)
+    with pytest.raises(AssertionError):
+        check(pipe)
