@@ -43,7 +43,7 @@ def duration_ms(value: str | float) -> int:
     return round(value * 1000)
 
 
-def option_seconds(value: str | float, name: str, flow: str, *, at_least: float = 1.0) -> float:
+def option_seconds(value: str | float, name: str, flow: str | None, *, at_least: float = 1.0) -> float:
     """Seconds of a duration that is an option of a flow.
 
     Args:

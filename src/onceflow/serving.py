@@ -1,28 +1,25 @@
-"""``serve``: runs queries as a service, until SIGTERM or Ctrl-C."""
+"""``serve``: runs queries as a service, until SIGTERM, Ctrl-C or SIGHUP."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
-import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Sequence
-from types import FrameType
-from typing import Any
+from typing import Any, TextIO
 
+from onceflow.durations import option_seconds
 from onceflow.errors import OptionError
 from onceflow.flow_writer import FlowWriter
-from onceflow.interactive import is_interactive
 from onceflow.metrics.endpoint import serve_metrics
 from onceflow.planning.options import AT_MOST_ONCE, BatchSummary
 from onceflow.query import FlowQuery
+from onceflow.stop_signals import StopSignals
 
 _LOOK_EVERY_S = 0.1
-_REPEATED_S = 1.0  # signals that come together are one
-_BATCH_S = 60.0  # how long a running batch may take to finish, if it must not be aborted
+_CLOSE_S = 10.0  # of the time for a stop: to close everything, after a batch that must not be aborted
 
 
 def serve(
@@ -30,16 +27,19 @@ def serve(
     more: Callable[[FlowQuery], dict[str, Any]] | None = None,
     metrics_port: int | None = None,
     metrics_host: str = "127.0.0.1",
+    stop_timeout: str | float = "1 minute",
 ) -> None:
-    """Run queries until SIGTERM or Ctrl-C, or until one of them ends. Then stop all of them gracefully.
+    """Run queries until SIGTERM, Ctrl-C or SIGHUP, or until one of them ends. Then stop all of them gracefully.
 
     A query whose reads have reached their ``until`` ends without ending the others; ``serve`` returns when all have.
 
-    A batch that is running then is aborted, and the next start runs it again. (With ``at_most_once``, the batch gets a
-    minute to finish.) Call ``serve`` in the main thread, because only this thread can handle signals. A second signal
-    within a second is ignored, because it often comes with the first one: ``timeout`` signals both a process and its
-    group. A later one ends the process at once, with exit code 143 (SIGTERM) or 130 (Ctrl-C); the next start continues
-    as after a crash. In a notebook it raises KeyboardInterrupt instead.
+    A batch that is running then is aborted, and the next start runs it again. (With ``at_most_once``, the batch may
+    finish, up to 10 seconds before the end of ``stop_timeout``.) Call ``serve`` in the main thread, because only this
+    thread can handle signals. A second signal within a second is ignored, because it often comes with the first one:
+    ``timeout`` signals both a process and its group. A later one ends the process at once, with exit code 143
+    (SIGTERM), 130 (Ctrl-C) or 129 (SIGHUP); the next start continues as after a crash. So does ``stop_timeout``. In a
+    notebook there is no such limit, and a second signal raises KeyboardInterrupt instead. SIGHUP is ignored under
+    ``nohup``.
 
     For every committed batch, ``serve`` prints a line of JSON to stdout: ``flow``, ``batch`` (its number), ``records``
     (written to the outputs), ``dead_letters``, ``late`` (late records), ``duplicates`` (of ``Flow.deduplicate``),
@@ -59,10 +59,13 @@ def serve(
         more: a function that returns further fields for the line of a query. They must be valid in JSON.
         metrics_port: port of the metrics, for example 9404; 0: a free port; None: there are none.
         metrics_host: address to listen on; ``0.0.0.0``: all addresses of this machine.
+        stop_timeout: how long a stop may take, from the first signal on. A supervisor that ends the process by SIGKILL
+            should wait longer: Kubernetes (``terminationGracePeriodSeconds``) waits 30 seconds by default.
 
     Raises:
         OnceflowError: a query has failed. ``serve`` shuts the others down gracefully and re-raises the failure.
-        OptionError: no query was given, or this is not the main thread; ``metrics_port`` is no port.
+        OptionError: no query was given, or this is not the main thread; ``metrics_port`` is no port; ``stop_timeout``
+            is no duration of at least a second.
         EnvironmentUnusableError: the address of the metrics is in use.
     """
     if not queries:
@@ -72,6 +75,7 @@ def serve(
             "serve() must run in the main thread: it handles SIGTERM and Ctrl-C",
             next_step="in another thread, wait with query.awaitTermination()",
         )
+    signals = StopSignals(option_seconds(stop_timeout, "stop_timeout", None))
     running = [query for query in queries if not isinstance(query, FlowWriter)]
     try:
         with contextlib.ExitStack() as stack:
@@ -83,14 +87,16 @@ def serve(
             for writer in queries:
                 if isinstance(writer, FlowWriter):
                     running.append(writer.start())
-            _run(running, more)
+            _run(running, more, signals)
     finally:
         for query in running:
             if query.isActive:
                 query.stop()
 
 
-def _run(queries: Sequence[FlowQuery], more: Callable[[FlowQuery], dict[str, Any]] | None) -> None:
+def _run(
+    queries: Sequence[FlowQuery], more: Callable[[FlowQuery], dict[str, Any]] | None, signals: StopSignals
+) -> None:
     """Run until a signal, or until a query ends."""
     told = dict.fromkeys(queries, 0)
 
@@ -100,21 +106,20 @@ def _run(queries: Sequence[FlowQuery], more: Callable[[FlowQuery], dict[str, Any
                 if batch.batch > told[query]:
                     told[query] = batch.batch
                     line = _line(query, batch) | ({} if more is None else more(query))
-                    print(json.dumps(line), flush=True)
+                    _print(json.dumps(line), sys.stdout, signals)
 
-    stop = _Stop()
-    with stop as asked, contextlib.ExitStack() as stack:
+    with signals, contextlib.ExitStack() as stack:
         for query in queries:
             stack.enter_context(query.awaited())
-            print(f"onceflow: flow {query.flow} runs; SIGTERM or Ctrl-C stops it", file=sys.stderr, flush=True)
-        while not _is_over(queries) and not asked.wait(_LOOK_EVERY_S):
+            _print(f"onceflow: flow {query.flow} runs; SIGTERM or Ctrl-C stops it", sys.stderr, signals)
+        while not _is_over(queries) and not signals.wait(_LOOK_EVERY_S):
             tell()
         # A signal to the group has ended Spark's JVM as well. That is a stop, too, and no failure of the query.
-        ended = [query for query in queries if not query.isActive and not (asked.is_set() and not query.failure)]
+        ended = [query for query in queries if not query.isActive and not (signals.asked and not query.failure)]
         for query in queries:
-            if asked.is_set() and query.isActive:
-                print(f"onceflow: flow {query.flow} is being stopped", file=sys.stderr, flush=True)
-            _end(query)
+            if signals.asked and query.isActive:
+                _print(f"onceflow: flow {query.flow} is being stopped", sys.stderr, signals)
+            _end(query, signals)
         tell()
     for query in ended:
         query.awaitTermination()  # raises the error for which the query has stopped
@@ -124,6 +129,17 @@ def _is_over(queries: Sequence[FlowQuery]) -> bool:
     """Whether a query has ended. Those that have reached the end of their reads do not end the others."""
     ended = [query for query in queries if not query.isActive]
     return len(ended) == len(queries) or not all(query.is_complete for query in ended)
+
+
+def _print(line: str, file: TextIO, signals: StopSignals) -> None:
+    """Print a line at once. After SIGHUP the terminal is gone, which is no reason not to stop gracefully."""
+    try:
+        print(line, file=file, flush=True)
+    except OSError:
+        if not signals.asked:
+            raise
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())  # or Python fails to flush it at its end
 
 
 def _line(query: FlowQuery, batch: BatchSummary) -> dict[str, Any]:
@@ -141,53 +157,8 @@ def _line(query: FlowQuery, batch: BatchSummary) -> dict[str, Any]:
     }
 
 
-def _end(query: FlowQuery) -> None:
+def _end(query: FlowQuery, signals: StopSignals) -> None:
     if not query.isActive:
         return
     # With at_most_once, progress is written before the rows: let the batch finish, so that this end loses no rows.
-    query.stop(batch_s=_BATCH_S if query.guarantee == AT_MOST_ONCE else 0.0)
-
-
-class _Stop:
-    """Yields an event that SIGTERM and Ctrl-C set; and says what further signals do."""
-
-    def __init__(self) -> None:
-        self._asked = threading.Event()
-        self._asked_at = 0.0
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> threading.Event:
-        self._before = {number: signal.signal(number, self._ask) for number in (signal.SIGTERM, signal.SIGINT)}
-        return self._asked
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            # The second signal of a pair may arrive when everything is stopped already.
-            signal.signal(number, self._late if self._asked.is_set() else handler)
-
-    def _ask(self, number: int, frame: FrameType | None) -> None:
-        if not self._asked.is_set():
-            self._asked_at = time.monotonic()
-            self._asked.set()
-        elif not self._is_repeated():
-            _end_at_once(number)
-
-    def _late(self, number: int, frame: FrameType | None) -> None:
-        if self._is_repeated():
-            return
-        for each, handler in self._before.items():
-            if signal.getsignal(each) == self._late:  # not one that was set since then
-                signal.signal(each, handler)
-        signal.raise_signal(number)
-
-    def _is_repeated(self) -> bool:
-        return time.monotonic() - self._asked_at < _REPEATED_S
-
-
-def _end_at_once(number: int) -> None:
-    """End the process without waiting for anything. Its batch is aborted by the next start, as after a crash."""
-    if is_interactive():  # the notebook must survive
-        raise KeyboardInterrupt
-    # The process may be in the middle of a print, so this does not use the buffers of sys.stderr.
-    os.write(2, b"onceflow: ended before everything was stopped; the next start continues as after a crash\n")
-    os._exit(128 + number)
+    query.stop(batch_s=max(0.0, signals.left_s - _CLOSE_S) if query.guarantee == AT_MOST_ONCE else 0.0)

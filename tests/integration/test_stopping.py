@@ -1,17 +1,27 @@
-"""A service that is stopped as `timeout` does it: SIGTERM to the process, and then to its group, with Spark's JVM."""
+"""Services that are stopped: as `timeout` does it, with SIGTERM to the process and to its group with Spark's JVM; and
+in the middle of a batch."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import pytest
 
-from onceflow.testing import independent
+from onceflow.client.cluster import Cluster
+from onceflow.client.deadline import Deadline
+from onceflow.client.settings import ClientSettings
+from onceflow.client.transaction_requests import describe_transaction
+from onceflow.testing import faults, independent
 from onceflow.testing.waiting import wait_until
 
 pytestmark = pytest.mark.integration
@@ -20,36 +30,101 @@ SERVICE = """
 import sys
 import onceflow
 
-servers, source, target = sys.argv[1:]
+servers, source, target, rows, stop_timeout = sys.argv[1:]
 spark = onceflow.session("stopping", "local[1]")
 flow = onceflow.Flow("stopping-" + source, spark, bootstrap_servers=servers)
-onceflow.serve(flow.write(flow.read(source).select("key", "value"), topic=target).start())
+copied = flow.read(source).select("key", "value")
+query = flow.write(copied, topic=target, small_batch_rows=int(rows)).start()
+onceflow.serve(query, stop_timeout=stop_timeout)
 """
 
 
-def test_sigterm_to_the_process_and_its_group(make_topic: Any, onceflow_broker: str, tmp_path: Path) -> None:
-    source, target = make_topic("in", 1), make_topic("out", 1)
-    independent.fill(onceflow_broker, source, [(b"k", b"v")])
-    said = tmp_path / "said"
+@dataclass
+class Service:
+    process: subprocess.Popen[bytes]
+    said: Path
+
+    def text(self) -> str:
+        return self.said.read_text()
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        wait_until(lambda: condition() or self.process.poll() is not None, 90, self.text)
+        assert self.process.poll() is None, self.text()
+
+    def stop(self) -> tuple[int, float]:
+        """SIGTERM. Returns the exit code, and how many seconds the process took."""
+        at = time.monotonic()
+        os.kill(self.process.pid, signal.SIGTERM)
+        return self.process.wait(60), time.monotonic() - at
+
+
+@contextlib.contextmanager
+def service(
+    folder: Path, *topics: str, rows: int = 1000, stop_timeout: str = "1 minute", faults: str = ""
+) -> Iterator[Service]:
+    said = folder / f"said-{uuid4().hex}"
     with said.open("w") as file:
-        service = subprocess.Popen(
-            [sys.executable, "-c", SERVICE, onceflow_broker, source, target],
-            env={**os.environ, "TMPDIR": str(tmp_path)},
+        process = subprocess.Popen(
+            [sys.executable, "-c", SERVICE, *topics, str(rows), stop_timeout],
+            env={**os.environ, "TMPDIR": str(folder), "ONCEFLOW_FAULTS": faults},
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
     try:
-        wait_until(lambda: '"batch": 1' in said.read_text() or service.poll() is not None, 90, said.read_text)
-        assert service.poll() is None, said.read_text()
-        os.kill(service.pid, signal.SIGTERM)
-        os.killpg(service.pid, signal.SIGTERM)
-        assert service.wait(60) == 0, said.read_text()
+        yield Service(process, said)
     finally:
-        if service.poll() is None:
-            os.killpg(service.pid, signal.SIGKILL)
-            service.wait()
-    assert "Traceback" not in said.read_text()
-    assert "Error" not in said.read_text()
-    assert said.read_text().count("is being stopped") == 1
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def test_sigterm_to_the_process_and_its_group(make_topic: Any, onceflow_broker: str, tmp_path: Path) -> None:
+    source, target = make_topic("in", 1), make_topic("out", 1)
+    independent.fill(onceflow_broker, source, [(b"k", b"v")])
+    with service(tmp_path, onceflow_broker, source, target) as copy:
+        copy.until(lambda: '"batch": 1' in copy.text())
+        os.kill(copy.process.pid, signal.SIGTERM)
+        os.killpg(copy.process.pid, signal.SIGTERM)
+        assert copy.process.wait(60) == 0, copy.text()
+    assert "Traceback" not in copy.text()
+    assert "Error" not in copy.text()
+    assert copy.text().count("is being stopped") == 1
+
+
+def test_a_batch_of_the_driver_that_hangs_and_one_of_tasks(
+    make_topic: Any, onceflow_broker: str, tmp_path: Path
+) -> None:
+    """Both are under way when SIGTERM comes. The first one ends with the process, the second one is aborted."""
+    source, target = make_topic("in", 1), make_topic("out", 1)
+    sent = [(b"k", str(number).encode()) for number in range(3)]
+    independent.fill(onceflow_broker, source, sent[:2])
+
+    hangs = tmp_path / "hangs"
+    rule = faults.fault("write", "pause", batch=1, once_file=str(hangs))
+    with service(tmp_path, onceflow_broker, source, target, stop_timeout="2 seconds", faults=rule) as copy:
+        copy.until(hangs.exists)
+        code, took_s = copy.stop()
+    assert code == 128 + signal.SIGTERM, copy.text()
+    assert 2 <= took_s < 12
+    assert "not everything was stopped in 2 s (stop_timeout), so it ends now" in copy.text()
+    assert independent.read_topic(onceflow_broker, target) == []
+
+    hangs = tmp_path / "hangs in a task"
+    rule = faults.fault("write", "pause", where="task", batch=2, once_file=str(hangs))
+    with service(tmp_path, onceflow_broker, source, target, rows=0, faults=rule) as copy:
+        copy.until(lambda: '"batch": 1' in copy.text())
+        independent.fill(onceflow_broker, source, sent[2:])
+        copy.until(hangs.exists)
+        code, took_s = copy.stop()
+    assert code == 0, copy.text()
+    assert took_s < 30
+    assert '"batch": 2' not in copy.text()
+    assert "Traceback" not in copy.text()
+    seen = independent.read_topic(onceflow_broker, target)
+    assert [(record.key, record.value) for record in seen] == sent[:2]
+    # Aborted by the stop itself: readers behind it do not wait for the transaction timeout.
+    with contextlib.closing(Cluster(ClientSettings(onceflow_broker, {}))) as cluster:
+        found = describe_transaction(cluster, f"onceflow.stopping-{source}", Deadline(10, "the test"))
+    assert found["state"] in ("CompleteAbort", "PrepareAbort")

@@ -1,15 +1,24 @@
-"""The image for Kubernetes: its entry point runs what Spark asks for, and what the Dockerfile copies is there."""
+"""The image for Kubernetes: its entry point runs what Spark asks for, and what the Dockerfile copies is there. And the
+manifest of a driver: its probes and its patience are those of `onceflow.serve`."""
 
 from __future__ import annotations
 
 import fnmatch
+import inspect
 import os
 import re
 import shlex
 import subprocess
+import urllib.error
+import urllib.request
 from pathlib import Path
+from typing import Any
 
+import yaml
 from packaging.requirements import Requirement
+
+import onceflow
+from onceflow.durations import duration_ms
 
 ROOT = Path(__file__).parents[2]
 DOCKERFILE = (ROOT / "deploy" / "Dockerfile").read_text()
@@ -106,3 +115,47 @@ def test_constraints_are_the_pinned_versions() -> None:
     assert pinned["pyspark"] == "==4.2.0"
     assert all(version.startswith("==") for version in pinned.values())
     assert {"pandas", "pyarrow", "kafka-python", "lmdb"} <= set(pinned)
+
+
+def manifest() -> dict[str, dict[str, Any]]:
+    documents = list(yaml.safe_load_all((ROOT / "deploy" / "kubernetes.yaml").read_text()))
+    return {document["kind"]: document for document in documents}
+
+
+def status_of(endpoint: onceflow.MetricsEndpoint, path: str) -> int:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{endpoint.port}{path}", timeout=10) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code
+
+
+def test_probes_of_the_manifest_are_answered() -> None:
+    pod = manifest()["Deployment"]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    (port,) = container["ports"]
+    service = {each["name"]: each["port"] for each in manifest()["Service"]["spec"]["ports"]}
+    assert service[port["name"]] == port["containerPort"]
+    probes = {name: container[name]["httpGet"] for name in ("startupProbe", "livenessProbe", "readinessProbe")}
+    assert {name: get["path"] for name, get in probes.items()} == {
+        "startupProbe": "/healthz",
+        "livenessProbe": "/healthz",
+        "readinessProbe": "/readyz",
+    }
+    assert {get["port"] for get in probes.values()} == {port["name"]}
+    with onceflow.serve_metrics(0) as endpoint:
+        assert {path: status_of(endpoint, path) for path in ("/healthz", "/readyz")} == {
+            "/healthz": 200,
+            "/readyz": 503,  # no query was started
+        }
+    # What the service has to call is in the manifest and on the page.
+    call = f'metrics_port={port["containerPort"]}, metrics_host="0.0.0.0"'
+    assert call in (ROOT / "deploy" / "kubernetes.yaml").read_text()
+    assert call in (ROOT / "docs" / "deploy.md").read_text()
+
+
+def test_kubernetes_waits_longer_than_serve() -> None:
+    limit_s = duration_ms(inspect.signature(onceflow.serve).parameters["stop_timeout"].default) / 1000
+    pod = manifest()["Deployment"]["spec"]["template"]["spec"]
+    assert pod["terminationGracePeriodSeconds"] >= limit_s + 15

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
+import pty
 import signal
 import subprocess
 import sys
+import termios
 import threading
 import time
 from collections.abc import Iterator
@@ -17,7 +20,7 @@ from typing import Any
 import pytest
 
 import onceflow
-from onceflow import serving
+from onceflow import stop_signals
 from onceflow.errors import EnvironmentUnusableError, OptionError
 from onceflow.flow_writer import FlowWriter
 from onceflow.planning.options import BatchSummary
@@ -74,9 +77,9 @@ def lines(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
 @pytest.fixture(autouse=True)
 def own_handlers() -> Iterator[None]:
     """Every test begins with Python's own handlers: a `serve` of another test of the process may have left its own."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    before = {number: signal.getsignal(number) for number in stop_signals.STOPS}
+    for number in before:
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
@@ -85,7 +88,7 @@ def own_handlers() -> Iterator[None]:
 def test_every_batch_is_a_line_and_sigterm_an_orderly_end(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    before = [signal.getsignal(number) for number in stop_signals.STOPS]
     query = Query(asks=terminate)
     serve(query)
     assert query.calls == ["stop"]
@@ -97,14 +100,15 @@ def test_every_batch_is_a_line_and_sigterm_an_orderly_end(
     ]
     # For a second they ignore what comes with the first signal, and then do what they did before.
     number = signal.SIGINT
-    monkeypatch.setattr(serving.time, "monotonic", lambda: 1e12)
+    monkeypatch.setattr(stop_signals.time, "monotonic", lambda: 1e12)
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(number)
-    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
+    assert [signal.getsignal(number) for number in stop_signals.STOPS] == before
 
 
-def test_ctrl_c_is_an_orderly_end_too() -> None:
-    query = Query(asks=lambda query: os.kill(os.getpid(), signal.SIGINT))
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_ctrl_c_and_a_hangup_are_an_orderly_end_too(number: signal.Signals) -> None:
+    query = Query(asks=lambda query: os.kill(os.getpid(), number))
     serve(query)
     assert query.calls == ["stop"]
 
@@ -122,7 +126,7 @@ def test_signals_that_come_together_are_one() -> None:
     signal.raise_signal(signal.SIGINT)
 
 
-_SLOW = """
+_PROCESS = """
 import sys, time
 sys.path.insert(0, sys.argv[1])
 from test_serving import Query, serve
@@ -130,31 +134,130 @@ from test_serving import Query, serve
 class Slow(Query):
     def stop(self, *, batch_s=0.0):
         time.sleep(60)
-
-serve(Slow())
 """
 
 
-@pytest.mark.parametrize("first, second", [("SIGTERM", "SIGTERM"), ("SIGINT", "SIGINT"), ("SIGTERM", "SIGINT")])
+@contextlib.contextmanager
+def process(code: str, **options: Any) -> Iterator[subprocess.Popen[str]]:
+    """A process that serves."""
+    command = [sys.executable, "-c", _PROCESS + code, str(Path(__file__).parent)]
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
+    with subprocess.Popen(command, text=True, **options) as service:
+        try:
+            yield service
+        finally:
+            service.kill()
+
+
+def until(service: subprocess.Popen[str], text: str) -> None:
+    assert service.stderr is not None
+    assert text in service.stderr.readline()
+
+
+# The rows of the table of exit codes in docs/operations.md; a negative one is the signal that has ended the process.
+@pytest.mark.parametrize(
+    "code, sent, exit_code",
+    [
+        pytest.param("serve(Query())", signal.SIGTERM, 0, id="SIGTERM"),
+        pytest.param("serve(Query())", signal.SIGINT, 0, id="Ctrl-C"),
+        pytest.param("serve(Query())", signal.SIGHUP, 0, id="SIGHUP"),
+        pytest.param("serve(Query())", signal.SIGKILL, -9, id="SIGKILL"),
+        pytest.param("serve(Slow(), stop_timeout=1)", signal.SIGTERM, 143, id="stop_timeout"),
+        pytest.param("serve(Query(asks=lambda query: query.fail(None)))", None, 0, id="all read"),
+        pytest.param(
+            "serve(Query(asks=lambda query: [setattr(query, 'is_complete', True), query.fail(None)]))",
+            None,
+            0,
+            id="until",
+        ),
+        pytest.param("serve(Query(asks=lambda query: query.fail(OSError('disk'))))", None, 1, id="failure"),
+        pytest.param("serve()", None, 1, id="refused"),
+    ],
+)
+def test_exit_codes(code: str, sent: signal.Signals | None, exit_code: int) -> None:
+    with process(code) as service:
+        if sent is not None:
+            until(service, "runs; SIGTERM or Ctrl-C stops it")
+            service.send_signal(sent)
+        _, told = service.communicate(timeout=20)
+        assert service.returncode == exit_code, told
+    if "Slow" in code:
+        assert "not everything was stopped in 1 s (stop_timeout), so it ends now; the next start continues" in told
+    elif sent in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        assert told == "onceflow: flow f is being stopped\n"
+
+
+@pytest.mark.parametrize(
+    "first, second", [("SIGTERM", "SIGTERM"), ("SIGINT", "SIGINT"), ("SIGTERM", "SIGINT"), ("SIGTERM", "SIGHUP")]
+)
 def test_a_later_second_signal_ends_the_process_at_once(first: str, second: str) -> None:
     numbers = signal.Signals[first], signal.Signals[second]
-    command = [sys.executable, "-c", _SLOW, str(Path(__file__).parent)]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as service:
-        assert service.stderr is not None
-        assert "runs" in service.stderr.readline()
+    with process("serve(Slow())") as service:
+        until(service, "runs")
         service.send_signal(numbers[0])
-        assert "is being stopped" in service.stderr.readline()
+        until(service, "is being stopped")
         service.send_signal(numbers[0])  # with the first one
-        time.sleep(serving._REPEATED_S + 0.1)
+        time.sleep(stop_signals._REPEATED_S + 0.1)
         assert service.poll() is None
         service.send_signal(numbers[1])
         assert service.wait(10) == 128 + numbers[1]
+        assert service.stderr is not None
         assert len(service.stderr.read().splitlines()) == 1
 
 
+def test_the_limit_holds_whatever_the_main_thread_does() -> None:
+    """A function of the user that hangs, or a request to Spark, does not return to `serve`."""
+    hangs = "lambda query: [print('hangs', file=sys.stderr, flush=True), time.sleep(60)]"
+    with process(f"serve(Query(), more={hangs}, stop_timeout=1)") as service:
+        until(service, "runs")
+        until(service, "hangs")
+        service.send_signal(signal.SIGTERM)
+        until(service, "stop_timeout")
+        assert service.wait(10) == 128 + signal.SIGTERM
+
+
+def test_a_closed_terminal_is_an_orderly_end() -> None:
+    """It sends SIGHUP, and nothing can be printed any more."""
+    master, terminal = pty.openpty()
+
+    def control() -> None:
+        fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)
+
+    streams = dict.fromkeys(("stdin", "stdout", "stderr"), terminal)
+    with process("serve(Query())", start_new_session=True, preexec_fn=control, **streams) as service:
+        os.close(terminal)
+        said = b""
+        while b"runs" not in said:
+            said += os.read(master, 1000)
+        os.close(master)
+        assert service.wait(10) == 0
+
+
+def test_nohup_is_respected(capsys: pytest.CaptureFixture[str]) -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+    def twice(query: Query) -> None:
+        os.kill(os.getpid(), signal.SIGHUP)
+        query.fail(None)
+
+    query = Query(asks=twice)
+    serve(query)
+    assert query.calls == ["awaitTermination"]
+    assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+
+
+@pytest.mark.parametrize("value", ["soon", 0, "100 ms", -1])
+def test_a_limit_that_is_none_is_refused(value: Any) -> None:
+    query = Query()
+    with pytest.raises(OptionError, match="stop_timeout") as caught:
+        serve(query, stop_timeout=value)
+    assert "flow" not in str(caught.value)
+    assert query.calls == [], "it runs on: serve has not begun"
+
+
 def test_a_notebook_survives_a_second_signal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serving, "is_interactive", lambda: True)
-    monkeypatch.setattr(serving, "_REPEATED_S", 0.0)
+    monkeypatch.setattr(stop_signals, "is_interactive", lambda: True)
+    monkeypatch.setattr(stop_signals, "_REPEATED_S", 0.0)
 
     def twice(query: Query) -> None:
         terminate(query)
@@ -181,8 +284,9 @@ def test_a_query_that_is_done_ends_it(capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_with_at_most_once_what_is_begun_is_finished() -> None:
     query = Query(guarantee="at_most_once", asks=terminate)
-    serve(query)
-    assert query.calls == ["stop after 60 s"]
+    serve(query, stop_timeout="30 seconds")
+    (call,) = query.calls
+    assert 15 < float(call.removeprefix("stop after ").removesuffix(" s")) <= 20
 
 
 def test_no_query_and_other_threads_are_refused() -> None:
