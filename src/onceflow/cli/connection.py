@@ -16,27 +16,34 @@ if TYPE_CHECKING:
     from onceflow.client.settings import ClientSettings
 
 VARIABLE = "ONCEFLOW_BOOTSTRAP_SERVERS"
+CONFIG_VARIABLE = "ONCEFLOW_CONFIG"
 LAST_RESORT = "localhost:9092"
 _CALL_S = 60.0
 
 
 def connection(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a command ``--bootstrap-servers`` and ``--option``; it is called with ``settings``, a `ClientSettings`."""
+    """Give a command the options of connections; it is called with ``settings``, a `ClientSettings`."""
 
     @connection_options
     @functools.wraps(command)
-    def with_settings(*arguments: Any, bootstrap_servers: str | None, options: tuple[str, ...], **named: Any) -> Any:
-        return command(*arguments, settings=settings_of(bootstrap_servers, options), **named)
+    def with_settings(
+        *arguments: Any,
+        bootstrap_servers: str | None,
+        options: tuple[str, ...],
+        config_file: str | None,
+        **named: Any,
+    ) -> Any:
+        return command(*arguments, settings=settings_of(bootstrap_servers, options, config_file), **named)
 
     return with_settings
 
 
 def connection_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The same options; the command is called with ``bootstrap_servers`` and ``options``, for `settings_of`."""
+    """The same options; the command has ``bootstrap_servers``, ``options`` and ``config_file``, for `settings_of`."""
     servers = click.option(
         "--bootstrap-servers",
-        help=f"host:port of brokers, separated by commas.  [default: ${VARIABLE}, else the broker that "
-        f"`onceflow broker start` runs in its default folder, else {LAST_RESORT}]",
+        help=f"host:port of brokers, separated by commas.  [default: bootstrap.servers of --command-config, else "
+        f"${VARIABLE}, else the broker that `onceflow broker start` runs in its default folder, else {LAST_RESORT}]",
     )
     option = click.option(
         "--option",
@@ -45,15 +52,37 @@ def connection_options(command: Callable[..., Any]) -> Callable[..., Any]:
         metavar="NAME=VALUE",
         help="A connection option under its name in Kafka's Java clients; may be repeated.",
     )
-    return servers(option(command))
+    # Kafka's own tools have --command-config everywhere, and --config for settings of topics.
+    taken = any("--config" in parameter.opts for parameter in getattr(command, "__click_params__", ()))
+    file = click.option(
+        *(("--command-config",) if taken else ("--command-config", "--config")),
+        "config_file",
+        metavar="FILE",
+        help="Connection options in a file in the properties format of Kafka's Java clients; --option goes before "
+        f"it.  [default: ${CONFIG_VARIABLE}]",
+    )
+    return servers(option(file(command)))
 
 
-def settings_of(bootstrap_servers: str | None, options: tuple[str, ...]) -> ClientSettings:
-    """The settings of a connection, from the values of both options."""
+def settings_of(
+    bootstrap_servers: str | None, options: tuple[str, ...], config_file: str | None = None
+) -> ClientSettings:
+    """The settings of a connection, from the values of the options.
+
+    Settings in the file that onceflow does not use are named on stderr.
+
+    Raises:
+        OptionError: the file cannot be read, or an option is unknown or wrong.
+    """
+    from onceflow.client.properties import Properties, read_properties
     from onceflow.client.settings import ClientSettings
 
-    pairs = dict(pair(option, "--option") for option in options)
-    return ClientSettings(default_servers() if bootstrap_servers is None else bootstrap_servers, pairs)
+    path = config_file or os.environ.get(CONFIG_VARIABLE, "").strip()
+    file = read_properties(path) if path else Properties(None, {}, ())
+    if file.unused:
+        click.echo(f"{path}: not used by onceflow: {', '.join(file.unused)}", err=True)
+    pairs = {**file.options, **dict(pair(option, "--option") for option in options)}
+    return ClientSettings(bootstrap_servers or file.bootstrap_servers or default_servers(), pairs)
 
 
 @contextlib.contextmanager

@@ -45,6 +45,7 @@ def doctor(
     as_json: bool,
     bootstrap_servers: str | None,
     options: tuple[str, ...],
+    config_file: str | None,
 ) -> int:
     """Check this machine, the cluster, and the topics and permissions of FLOW.
 
@@ -67,7 +68,7 @@ def doctor(
         try:
             from onceflow.admin import doctor as of_cluster
 
-            settings = settings_of(bootstrap_servers, options)
+            settings = settings_of(bootstrap_servers, options, config_file)
         except ImportError as problem:  # of the Kafka client, for example
             found += _told("Kafka", iter([doctor_machine.not_importable(problem)]), as_json)
         else:

@@ -31,6 +31,7 @@ def topic() -> None:
 @click.option(
     "--replication", type=click.IntRange(min=1), help="Replicas of each partition.  [default: the broker's setting]"
 )
+@connection  # above --config, so that it leaves this name to the settings of topics, as in kafka-topics.sh
 @click.option(
     "--config",
     "configs",
@@ -39,7 +40,6 @@ def topic() -> None:
     help="A setting of the topics, for example cleanup.policy=compact; may be repeated.",
 )
 @click.option("--if-not-exists", is_flag=True, help="Leave topics that exist as they are.")
-@connection
 def create(
     names: tuple[str, ...],
     partitions: int | None,

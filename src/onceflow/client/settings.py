@@ -191,8 +191,17 @@ class ClientSettings:
         return out
 
 
+def uses(name: str) -> bool:
+    """Whether ``name``, with or without the prefix ``kafka.``, is a connection option that may be given."""
+    return name.removeprefix("kafka.") in _known()
+
+
+def _known() -> set[str]:
+    return set(_PLAIN) | set(_MILLISECONDS) | _SPECIAL | _READER_ONLY
+
+
 def _normalised(options: Mapping[str, object]) -> dict[str, str]:
-    known = set(_PLAIN) | set(_MILLISECONDS) | _SPECIAL | _READER_ONLY
+    known = _known()
     out: dict[str, str] = {}
     for given, value in options.items():
         name = str(given).removeprefix("kafka.")
