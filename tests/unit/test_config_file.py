@@ -9,7 +9,6 @@ import pytest
 from click.testing import CliRunner
 
 from onceflow.cli.connection import connection, settings_of
-from onceflow.cli.main import cli
 from onceflow.client.properties import read_properties
 from onceflow.client.settings import ClientSettings
 from onceflow.errors import OnceflowError, OptionError
@@ -100,24 +99,6 @@ def test_what_is_wrong_in_the_file(tmp_path: Path, line: str, error: str) -> Non
 def test_a_file_that_cannot_be_read(tmp_path: Path, name: str) -> None:
     with pytest.raises(OptionError, match="cannot be read"):
         settings_of(None, (), str(tmp_path / name))
-
-
-def test_each_command_with_a_connection_takes_the_file(file: Path) -> None:
-    """`topic create` has a --config of its own, as kafka-topics.sh has."""
-
-    def commands(group: click.Group, *path: str) -> list[tuple[tuple[str, ...], click.Command]]:
-        found = []
-        for name, command in group.commands.items():
-            deeper = commands(command, *path, name) if isinstance(command, click.Group) else [((*path, name), command)]
-            found += deeper
-        return found
-
-    for path, command in commands(cli):
-        names = {name for parameter in command.params for name in parameter.opts}
-        if "--option" in names:
-            assert {"--command-config", "--config"} <= names, path
-            ours = next(parameter for parameter in command.params if "--command-config" in parameter.opts)
-            assert ("--config" in ours.opts) == (path != ("topic", "create")), path
 
 
 def test_what_is_not_used_is_named_on_stderr(file: Path) -> None:

@@ -10,6 +10,8 @@ from typing import Any
 
 import click
 
+from onceflow.cli.examples import examples
+
 # A terminal is 80 characters wide: a few results with more figures than these stand side by side, a line per figure.
 _MAX_COLUMNS, _MAX_SIDE_BY_SIDE = 8, 5
 
@@ -34,6 +36,7 @@ def bench(context: click.Context) -> None:
         context.invoke(sink)
 
 
+@examples("onceflow bench sink --records 1000000 --rounds 5")
 @bench.command()
 @click.option(
     "--records",
@@ -64,6 +67,7 @@ def sink(records: int, records_per_batch: int, rounds: int, small_batches: int, 
     _run(run, Choices(records, records_per_batch, rounds, small_batches), output)
 
 
+@examples("onceflow bench state --large")
 @bench.command()
 @click.option(
     "--records", type=click.IntRange(min=10_000), default=500_000, show_default=True, help="Records to process."
@@ -132,6 +136,7 @@ def state(
     _run(run, choices, output)
 
 
+@examples("onceflow bench dedup --records-per-batch 20000")
 @bench.command()
 @click.option(
     "--ids",
@@ -159,6 +164,7 @@ def dedup(ids: tuple[int, ...], records_per_batch: int, output: Path) -> None:
     _run(run, Choices(ids, records_per_batch), output)
 
 
+@examples("onceflow bench overhead --rounds 3")
 @bench.command()
 @click.option(
     "--rounds",
@@ -191,6 +197,7 @@ def overhead(rounds: int, seconds: float, records_per_second: int, only: str | N
     _run(run, choices, output)
 
 
+@examples("onceflow bench serve")
 @bench.command()
 @click.option("--keys", type=click.IntRange(min=100), default=100_000, show_default=True, help="Keys of the table.")
 @click.option(
@@ -250,6 +257,7 @@ def serve(output: Path, **given: Any) -> None:
     _report(results)
 
 
+@examples("onceflow bench postgres")
 @bench.command()
 @click.option(
     "--records", type=click.IntRange(min=1000), default=1_000_000, show_default=True, help="Rows with 5 columns."

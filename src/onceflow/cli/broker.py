@@ -10,6 +10,7 @@ import click
 
 from onceflow.broker.local import HEAP, HEAP_OF_SEVERAL, LocalBroker, default_data_dir
 from onceflow.broker.nodes import TRANSACTION_VERSION
+from onceflow.cli.examples import examples
 
 _data_dir = click.option(
     "--data-dir",
@@ -26,6 +27,7 @@ def broker() -> None:
     """Run a real Apache Kafka on this machine, on 127.0.0.1 only."""
 
 
+@examples("onceflow broker start --nodes 3")
 @broker.command()
 @_data_dir
 @click.option(
@@ -68,6 +70,7 @@ def start(
     return _report(fields, text, as_json, holds=bool(fields["ready"]))
 
 
+@examples("onceflow broker stop")
 @broker.command()
 @_data_dir
 @_json
@@ -80,6 +83,7 @@ def stop(data_dir: Path | None, as_json: bool) -> int:
     return _report(fields, text, as_json, holds=not fields["pids"])
 
 
+@examples("onceflow broker status --json")
 @broker.command()
 @_data_dir
 @_json

@@ -11,9 +11,11 @@ from typing import NoReturn
 
 import click
 
+from onceflow.cli.examples import examples
 from onceflow.errors import OptionError
 
 
+@examples("onceflow chaos --seconds 600 --seed 7")
 @click.command()
 @click.option(
     "--seconds",

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from onceflow.cli.connection import connection, pair
+from onceflow.cli.examples import examples
 from onceflow.cli.interrupts import interruptible
 from onceflow.cli.progress import progress_bar
 from onceflow.cli.text import counted
@@ -24,6 +25,7 @@ def claim_check() -> None:
     """Maintain the store of large values (`onceflow.ClaimCheck`)."""
 
 
+@examples("onceflow claim-check collect --store s3://bucket/claims --topic images --topic thumbnails --dry-run")
 @claim_check.command()
 @click.option("--store", required=True, metavar="URL", help="The same as in `ClaimCheck(...)`.")
 @click.option(

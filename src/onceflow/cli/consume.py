@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from onceflow.cli.connection import connection
+from onceflow.cli.examples import examples
 from onceflow.cli.interrupts import interruptible, until_interrupted
 from onceflow.cli.text import counted, in_words, shown
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from onceflow.state.api.record import Record
 
 
+@examples("onceflow consume validated --from latest --follow")
 @click.command()
 @click.argument("topic")
 @connection

@@ -13,6 +13,8 @@ from typing import Any, NoReturn
 
 import click
 
+from onceflow.cli.examples import examples
+
 Command = Callable[..., int]
 
 
@@ -74,6 +76,7 @@ def _options(
     return decorate
 
 
+@examples("onceflow demo deposits --seed 7 --kills 5")
 @demo.command()
 @_options(records=200_000, kills=3)
 def deposits(**given: Any) -> int:
@@ -85,6 +88,7 @@ def deposits(**given: Any) -> int:
     return _run("deposits", **given)
 
 
+@examples("onceflow demo pairs")
 @demo.command()
 @_options(records=200_000, kills=2, of="Events")
 @click.option(
@@ -107,6 +111,7 @@ def pairs(**given: Any) -> int:
     return _run("pairs", "PairsChoices", **given)
 
 
+@examples("onceflow demo moving-average")
 @demo.command("moving-average")
 @_options(records=50_000, kills=2, of="Measurements")
 @click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Write a picture (PNG) to this file.")
@@ -119,6 +124,7 @@ def moving_average(**given: Any) -> int:
     return _run("moving_average", "MovingAverageChoices", **given)
 
 
+@examples("onceflow demo retry --kills 4")
 @demo.command()
 @_options(records=20_000, kills=2, of="Orders")
 def retry(**given: Any) -> int:
@@ -126,6 +132,7 @@ def retry(**given: Any) -> int:
     return _run("retry", **given)
 
 
+@examples("onceflow demo outbox --kills 4")
 @demo.command()
 @_options(records=2_000, kills=2, of="Requests")
 @click.option("--without-keys", is_flag=True, help="The service knows no idempotency keys: pay at most once.")
@@ -139,6 +146,7 @@ def outbox(**given: Any) -> int:
     return _run("outbox", "OutboxChoices", **given)
 
 
+@examples("onceflow demo files")
 @demo.command()
 @_options(records=300, kills=2, of="Links")
 @click.option("--big", is_flag=True, help="Add a file of 1 GB.")
@@ -150,6 +158,7 @@ def files(**given: Any) -> int:
     return _run("files", "FilesChoices", **given)
 
 
+@examples("onceflow demo postgres --records 500000")
 @demo.command()
 @click.option("--dsn", help="A PostgreSQL server that runs already, as libpq takes it.  [default: one is started]")
 @_options(records=200_000, kills=3, of="Deposits")
@@ -162,6 +171,7 @@ def postgres(**given: Any) -> int:
     return _run("postgres", "PostgresChoices", **given)
 
 
+@examples("onceflow demo tables")
 @demo.command()
 @click.option(
     "--seconds", type=click.FloatRange(min=1), default=50, show_default=True, help="How long to ask, and to kill."
@@ -176,6 +186,7 @@ def tables(**given: Any) -> int:
     return _run("tables", "TablesChoices", **given)
 
 
+@examples("onceflow demo guarantees")
 @demo.command()
 @_options(records=60_000, kills=2, kills_min=2)
 def guarantees(**given: Any) -> int:

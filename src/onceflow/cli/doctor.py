@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from onceflow.cli.connection import connection_options, settings_of
+from onceflow.cli.examples import examples
 from onceflow.cli.text import shown
 
 if TYPE_CHECKING:
@@ -20,6 +21,10 @@ if TYPE_CHECKING:
 _COLOURS = {"ok": "green", "skipped": "cyan", "warning": "yellow", "error": "red"}
 
 
+@examples(
+    "onceflow doctor validated-deposits --bootstrap-servers localhost:9092",
+    "onceflow doctor --topic deposits --strict --json",
+)
 @click.command()
 @click.argument("flow", required=False)
 @click.option("--topic", "topics", multiple=True, metavar="T", help="Also look at this topic; may be repeated.")
@@ -51,11 +56,6 @@ def doctor(
 
     Each finding is ok, skipped (it could not be found out), a warning or an error, and says what to do. Nothing is
     changed, and no running driver is fenced. The exit code is 1 if there is an error.
-
-    \b
-    Example:
-      onceflow doctor validated-deposits --bootstrap-servers localhost:9092
-      onceflow doctor --topic deposits --strict --json
     """
     from onceflow.admin import doctor_machine
     from onceflow.admin.finding import failed

@@ -15,6 +15,7 @@ from urllib.parse import unquote, urlsplit
 import click
 
 from onceflow._version import __version__
+from onceflow.cli.examples import examples
 from onceflow.errors import OptionError
 
 # Lines of the templates have room for such a name, so that generated files are always formatted.
@@ -25,6 +26,7 @@ _MODULE_FOLDER = "MODULE"
 _PLACEHOLDER = re.compile(r"\{\{(\w+)\}\}")
 
 
+@examples("onceflow new order-counts && cd order-counts && make test")
 @click.command()
 @click.argument("name")
 @click.option(

@@ -9,6 +9,7 @@ import click
 
 from onceflow.admin.record_lines import field, headers_as_json
 from onceflow.cli.connection import connection
+from onceflow.cli.examples import examples
 from onceflow.cli.text import counted, in_words, shown
 from onceflow.errors import OptionError
 
@@ -30,6 +31,7 @@ def parked() -> None:
     """
 
 
+@examples("onceflow parked list orders-parked --json")
 @parked.command(name="list")
 @click.argument("topic")
 @connection
@@ -68,6 +70,7 @@ def list_(topic: str, settings: ClientSettings, as_json: bool) -> None:
         )
 
 
+@examples("onceflow parked show orders-parked orders/0/17")
 @parked.command()
 @click.argument("topic")
 @click.argument("origin")
@@ -94,17 +97,23 @@ def show(topic: str, origin: str, settings: ClientSettings, as_json: bool) -> No
     click.echo(f"value      {in_words(record.value, lines=True)}")
 
 
+@examples(
+    "onceflow parked retry orders-parked orders/0/17 orders/2/5",
+    "onceflow parked retry orders-parked --all --to orders-retry",
+)
 @parked.command()
 @click.argument("topic")
 @click.argument("origins", metavar="[ORIGIN]...", nargs=-1)
 @click.option("--all", "everything", is_flag=True, help="All parked records, in place of ORIGIN...")
 @click.option("--to", metavar="TOPIC", help="The retry topic.  [default: the one of the record's earlier retries]")
+@click.option("--json", "as_json", is_flag=True, help="Print a line of JSON for each retry topic.")
 @connection
 def retry(
     topic: str,
     origins: tuple[str, ...],
     everything: bool,
     to: str | None,
+    as_json: bool,
     settings: ClientSettings,
 ) -> None:
     """Retry parked records.
@@ -117,22 +126,28 @@ def retry(
     chosen = _chosen(origins, everything)
     counts = parking.retry(settings, topic, chosen, to=to)
     for target, count in counts.items():
-        click.echo(f"{counted(count)} went from {topic} to {target}.")
-    if not counts:
+        if as_json:
+            click.echo(json.dumps({"topic": topic, "retry_topic": target, "records": count}))
+        else:
+            click.echo(f"{counted(count)} went from {topic} to {target}.")
+    if not counts and not as_json:
         click.echo(f"Nothing is parked in {topic}.")
 
 
+@examples("onceflow parked drop orders-parked orders/0/17 --yes")
 @parked.command()
 @click.argument("topic")
 @click.argument("origins", metavar="[ORIGIN]...", nargs=-1)
 @click.option("--all", "everything", is_flag=True, help="All parked records, in place of ORIGIN...")
 @click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
+@click.option("--json", "as_json", is_flag=True, help="Print the number of deleted records as JSON.")
 @connection
 def drop(
     topic: str,
     origins: tuple[str, ...],
     everything: bool,
     yes: bool,
+    as_json: bool,
     settings: ClientSettings,
 ) -> None:
     """Delete parked records for good. All of them or none are deleted."""
@@ -143,7 +158,8 @@ def drop(
         what = "everything that is" if chosen is None else f"{counted(len(set(chosen)))}"
         click.confirm(f"Drop {what} parked in {topic} for good?", abort=True, err=True)
     count = parking.drop(settings, topic, chosen)
-    click.echo(f"{counted(count)} dropped from {topic}.")
+    dropped = {"topic": topic, "records": count}
+    click.echo(json.dumps(dropped) if as_json else f"{counted(count)} dropped from {topic}.")
 
 
 def _chosen(origins: tuple[str, ...], everything: bool) -> tuple[str, ...] | None:

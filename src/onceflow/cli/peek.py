@@ -9,12 +9,14 @@ import click
 
 from onceflow.cli.connection import connection
 from onceflow.cli.consume import line_of, tell_held_back
+from onceflow.cli.examples import examples
 from onceflow.cli.interrupts import interruptible
 
 if TYPE_CHECKING:
     from onceflow.client.settings import ClientSettings
 
 
+@examples("onceflow peek validated --last 20 --json")
 @click.command()
 @click.argument("topic")
 @connection

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, cast
 import click
 
 from onceflow.cli.connection import connection
+from onceflow.cli.examples import examples
 from onceflow.cli.interrupts import interruptible
 from onceflow.cli.text import counted
 
@@ -24,6 +25,7 @@ _READ_BYTES = 1_000_000
 _SNIPPET_BYTES = 60
 
 
+@examples("echo 'ada:5' | onceflow produce deposits --key-separator :")
 @click.command()
 @click.argument("topic")
 @connection

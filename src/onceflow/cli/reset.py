@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING
 import click
 
 from onceflow.cli.connection import connection
+from onceflow.cli.examples import examples
 
 if TYPE_CHECKING:
     from onceflow.client.settings import ClientSettings
 
 
+@examples("onceflow reset validated-deposits --yes")
 @click.command()
 @click.argument("flow")
 @connection

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -9,11 +10,13 @@ from pathlib import Path
 import click
 from rich.console import Console
 
+from onceflow.cli.examples import examples
 from onceflow.host import jars
 from onceflow.host.java import find_java
 from onceflow.spark import class_archive
 
 
+@examples("onceflow setup")
 @click.command()
 @click.option(
     "--jars",
@@ -21,28 +24,34 @@ from onceflow.spark import class_archive
     is_flag=True,
     help="Download only Spark's Kafka connector, and print its jars for `spark-submit --jars`.",
 )
-def setup(jars_only: bool) -> None:
+@click.option("--json", "as_json", is_flag=True, help="Print JSON: what was made, and where it is.")
+def setup(jars_only: bool, as_json: bool) -> None:
     """Download the jars for Spark and for the local broker into the cache.
 
     Also prepares an archive of classes with which Spark starts faster.
     """
     if jars_only:
-        click.echo(",".join(map(str, jars.cluster_jars())))
+        found = [str(jar) for jar in jars.cluster_jars()]
+        click.echo(json.dumps({"jars": found}) if as_json else ",".join(found))
         return
-    console = Console(highlight=False)
+    console = Console(highlight=False, stderr=as_json)
     find_java()
     steps: list[tuple[str, Callable[[], list[Path]]]] = [
         (f"Kafka connector for Spark {jars.installed_spark_version()}", jars.spark_connector_jars),
         (f"Apache Kafka {jars.BROKER_VERSION}", jars.kafka_broker_classpath),
     ]
+    counts = {}
     for name, resolve in steps:
         started = time.monotonic()
         with console.status(f"{name}: downloading (once) ..."):
-            found = resolve()
-        console.print(f"{name}: {len(found)} jars, {time.monotonic() - started:.1f} s")
+            counts[name] = len(resolve())
+        console.print(f"{name}: {counts[name]} jars, {time.monotonic() - started:.1f} s")
     started = time.monotonic()
     with console.status("archive of Spark's classes: making it (once) ..."):
         archive = class_archive.make_archive()
     made = f"{time.monotonic() - started:.1f} s" if archive else "not possible here, Spark starts slower"
     console.print(f"archive of Spark's classes: {made}")
     console.print(f"cache: {jars.cache_dir()}", soft_wrap=True)
+    if as_json:
+        made_of = {"cache": str(jars.cache_dir()), "jars": counts, "archive": str(archive) if archive else None}
+        click.echo(json.dumps(made_of))

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from onceflow.cli.connection import connection
+from onceflow.cli.examples import examples
 from onceflow.cli.interrupts import interruptible, until_interrupted
 from onceflow.cli.text import counted, in_columns, shown, timeout_ms
 
@@ -24,10 +25,11 @@ _EVERY_S = 2.0
 _PAUSE_S = 0.1
 
 
-@click.command(
-    epilog="Example: `onceflow status` lists all flows; `onceflow status validated-deposits --max-lag 10000 --max-age "
-    "'5 minutes'` is for monitoring."
+@examples(
+    "onceflow status",
+    "onceflow status validated-deposits --max-lag 10000 --max-age '5 minutes'",
 )
+@click.command()
 @click.argument("flows", nargs=-1, metavar="[FLOW]...")
 @click.option(
     "--watch", is_flag=False, flag_value=f"{_EVERY_S:g}", metavar="[SECONDS]", help="Repeat until Ctrl-C.  [every 2 s]"

@@ -10,6 +10,7 @@ import click
 
 from onceflow.cli import table_list, table_lookup
 from onceflow.cli.connection import connection
+from onceflow.cli.examples import examples
 from onceflow.cli.progress import progress_bar
 from onceflow.cli.table_serve import serve
 from onceflow.cli.text import timeout_ms as timeout_ms_of
@@ -41,6 +42,7 @@ for each in (
     table.add_command(each)
 
 
+@examples("onceflow table repartition balances-flow balances --partitions 12")
 @table.command()
 @click.argument("flow")
 @click.argument("table")

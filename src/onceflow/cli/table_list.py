@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from onceflow.cli.connection import connected, connection
+from onceflow.cli.examples import examples
 from onceflow.cli.text import counted, print_columns
 
 if TYPE_CHECKING:
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from onceflow.client.settings import ClientSettings
 
 
+@examples("onceflow table list --json")
 @click.command(name="list")
 @click.option("--json", "as_json", is_flag=True, help="Print a line of JSON for each table.")
 @connection
@@ -41,6 +43,7 @@ def list_(as_json: bool, settings: ClientSettings) -> None:
         click.echo(f"There are no compacted topics at {settings.bootstrap_servers}.", err=True)
 
 
+@examples("onceflow table describe balances")
 @click.command()
 @click.argument("topic")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from onceflow.cli.connection import connection
+from onceflow.cli.examples import examples
 from onceflow.cli.interrupts import interruptible, until_interrupted
 from onceflow.cli.progress import progress_bar
 from onceflow.cli.table_cells import Cells, cells
@@ -155,6 +156,7 @@ class _KeysCommand(click.Command):
             ) from None
 
 
+@examples("onceflow table get balances ada bob", "onceflow table get orders --key long -- 42 -5")
 @click.command(cls=_KeysCommand)
 @click.argument("topic")
 @click.argument("keys", metavar="KEY...", nargs=-1, required=True)
@@ -182,6 +184,7 @@ def get(ctx: click.Context, topic: str, keys: tuple[str, ...], cells: Cells, ope
         ctx.exit(1)
 
 
+@examples("onceflow table range balances --start a --end n --limit 10")
 @click.command(name="range")
 @click.argument("topic")
 @click.option("--start", metavar="KEY", help="The first key.  [default: the first one of the table]")
@@ -209,6 +212,7 @@ def range_(
         _print((cells.row(key, value) for key, value in pairs), check)
 
 
+@examples("onceflow table prefix balances customer-17 --reverse")
 @click.command()
 @click.argument("topic")
 @click.argument("prefix")
@@ -227,6 +231,7 @@ def prefix(topic: str, prefix: str, reverse: bool, limit: int | None, cells: Cel
         _print((cells.row(key, value) for key, value in pairs), check)
 
 
+@examples("onceflow table count balances")
 @click.command()
 @click.argument("topic")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -238,6 +243,7 @@ def count(topic: str, as_json: bool, opener: Opener) -> None:
     click.echo(json.dumps({"table": topic, "count": found}) if as_json else found)
 
 
+@examples("onceflow table tail balances --json")
 @click.command()
 @click.argument("topic")
 @click.option("--from-start", is_flag=True, help="First print the rows that are there.")

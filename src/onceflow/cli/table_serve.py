@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from onceflow.cli.connection import connection
+from onceflow.cli.examples import examples
 from onceflow.cli.table_lookup import naming_state_dir
 from onceflow.cli.text import timeout_ms
 from onceflow.errors import EnvironmentUnusableError
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 _TOKENS_VARIABLE = "ONCEFLOW_SERVER_TOKENS"
 
 
+@examples("onceflow table serve balances customers,value=text --port 8790")
 @click.command()
 @click.argument("tables", nargs=-1, required=True, metavar="TABLE...")
 @connection

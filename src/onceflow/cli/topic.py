@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from onceflow.cli.connection import connected, connection, pair
+from onceflow.cli.examples import examples
 from onceflow.cli.text import counted, print_columns
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ def topic() -> None:
     """Create, list, describe and delete topics."""
 
 
+@examples("onceflow topic create deposits validated --partitions 4 --config retention.ms=604800000")
 @topic.command()
 @click.argument("names", metavar="NAME...", nargs=-1, required=True)
 @click.option(
@@ -39,6 +41,7 @@ def topic() -> None:
     metavar="NAME=VALUE",
     help="A setting of the topics, for example cleanup.policy=compact; may be repeated.",
 )
+@click.option("--json", "as_json", is_flag=True, help="Print a line of JSON for each topic.")
 @click.option("--if-not-exists", is_flag=True, help="Leave topics that exist as they are.")
 def create(
     names: tuple[str, ...],
@@ -46,6 +49,7 @@ def create(
     replication: int | None,
     configs: tuple[str, ...],
     if_not_exists: bool,
+    as_json: bool,
     settings: ClientSettings,
 ) -> None:
     """Create topics. When one of them exists, none is created."""
@@ -74,10 +78,14 @@ def create(
             created = created or (name not in there and partitions in (None, count))
             if not created and not if_not_exists:
                 raise _exists(name, count)
-            what = "created with" if created else "exists already, with"
-            click.echo(f"Topic {name} {what} {counted(count, 'partition')}.")
+            if as_json:
+                click.echo(json.dumps({"topic": name, "partitions": count, "created": created}))
+            else:
+                what = "created with" if created else "exists already, with"
+                click.echo(f"Topic {name} {what} {counted(count, 'partition')}.")
 
 
+@examples("onceflow topic list")
 @topic.command(name="list")
 @click.option("--all", "everything", is_flag=True, help="Also list internal topics, whose names begin with __.")
 @click.option("--json", "as_json", is_flag=True, help="Print a line of JSON for each topic.")
@@ -99,6 +107,7 @@ def list_(everything: bool, as_json: bool, settings: ClientSettings) -> None:
         click.echo(f"There are no topics at {settings.bootstrap_servers}.", err=True)
 
 
+@examples("onceflow topic describe deposits")
 @topic.command()
 @click.argument("name")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -144,11 +153,13 @@ def describe(name: str, as_json: bool, settings: ClientSettings) -> None:
     print_columns(columns, [[_joined(value) for value in each.values()] for each in partitions])
 
 
+@examples("onceflow topic delete deposits --yes")
 @topic.command()
 @click.argument("names", metavar="NAME...", nargs=-1, required=True)
 @click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
+@click.option("--json", "as_json", is_flag=True, help="Print a line of JSON for each topic.")
 @connection
-def delete(names: tuple[str, ...], yes: bool, settings: ClientSettings) -> None:
+def delete(names: tuple[str, ...], yes: bool, as_json: bool, settings: ClientSettings) -> None:
     """Delete topics with all of their records. When one of them does not exist, none is deleted."""
     from onceflow.client.topics import delete_topic, find_topics
     from onceflow.errors import UnknownTopicError
@@ -162,7 +173,7 @@ def delete(names: tuple[str, ...], yes: bool, settings: ClientSettings) -> None:
         for name in dict.fromkeys(names):
             with contextlib.suppress(UnknownTopicError):  # it existed: Kafka's first response was lost
                 delete_topic(cluster, name, deadline)
-            click.echo(f"Topic {name} deleted.")
+            click.echo(json.dumps({"topic": name, "deleted": True}) if as_json else f"Topic {name} deleted.")
 
 
 def _check_not_internal(names: Sequence[str]) -> None:

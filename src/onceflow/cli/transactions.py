@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from onceflow.cli.connection import connected, connection
+from onceflow.cli.examples import examples
 from onceflow.cli.text import counted, print_columns, shown
 from onceflow.cli.text import timeout_ms as duration_ms_of
 from onceflow.clock import clock_ms
@@ -43,6 +44,7 @@ def transactions() -> None:
     """
 
 
+@examples("onceflow transactions list --hanging --min-age '5 minutes' --fail")
 @transactions.command(name="list")
 @_topics
 @click.option(
@@ -59,8 +61,6 @@ def list_(
 
     FIRST is the offset of the first record, HELD BACK how many offsets read_committed readers of the partition cannot
     reach. STATE is that of the transactional id, or "hanging"; "hanging?" means that a coordinator may know it.
-
-    Example: onceflow transactions list --hanging --min-age "5 minutes" --fail
     """
     from onceflow.admin.open_transactions import find_open
 
@@ -88,6 +88,7 @@ def list_(
     return 1 if fail and found else 0
 
 
+@examples("onceflow transactions describe onceflow.validated-deposits")
 @transactions.command()
 @click.argument("transactional_id", required=False)
 @_producer_id
@@ -101,10 +102,7 @@ def describe(
     as_json: bool,
     settings: ClientSettings,
 ) -> None:
-    """Describe the transaction of TRANSACTIONAL_ID, or of a producer id: state, timeout, start, partitions.
-
-    Example: onceflow transactions describe onceflow.validated-deposits
-    """
+    """Describe the transaction of TRANSACTIONAL_ID, or of a producer id: state, timeout, start, partitions."""
     from onceflow.admin import transaction_abort
 
     _check_one(transactional_id, producer_id)
@@ -123,6 +121,7 @@ def describe(
     _warn(found.search)
 
 
+@examples("onceflow transactions abort --producer-id 4001 --topic orders --yes")
 @transactions.command()
 @click.argument("transactional_id", required=False)
 @_producer_id
@@ -147,8 +146,6 @@ def abort(
     Says what would be done, and asks. If its coordinator knows the transaction, the producer is fenced: the
     transactional id is taken over, and the coordinator aborts. Where the transaction hangs, an abort marker is written
     to the partition. No read_committed reader will ever see its records.
-
-    Example: onceflow transactions abort --producer-id 4001 --topic orders --yes
     """
     from onceflow.admin import transaction_abort as aborting
 

@@ -1,0 +1,118 @@
+"""All commands: each has an example that can be typed, prints JSON if it prints data, and takes a file of options."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from onceflow.cli.completion import SHELLS
+from onceflow.cli.main import COMMANDS, SUMMARIES, cli
+
+# What these print is for people while they run; the last line of demos and of chaos is JSON without being asked, and
+# benchmarks add JSON lines to a file.
+WITHOUT_JSON = {"bench", "chaos", "completion", "demo", "new", "table serve"}
+
+Path_ = tuple[str, ...]
+
+
+def commands(group: click.Group, *path: str) -> Iterator[tuple[Path_, click.Command]]:
+    context = click.Context(group)
+    for name in group.list_commands(context):
+        command = group.get_command(context, name)
+        assert command is not None
+        if isinstance(command, click.Group):
+            yield from commands(command, *path, name)
+        else:
+            yield (*path, name), command
+
+
+ALL = dict(commands(cli))
+
+
+def options_of(command: click.Command) -> set[str]:
+    return {name for parameter in command.params for name in parameter.opts}
+
+
+def examples_of(command: click.Command) -> list[str]:
+    """The lines of a shell below the last heading ``Example:`` or ``Examples:``."""
+    shown = command.get_help(click.Context(command)).splitlines()
+    heading = max((n for n, line in enumerate(shown) if line.strip() in ("Example:", "Examples:")), default=None)
+    assert heading is not None, "there is no example"
+    return [line.strip() for line in shown[heading + 1 :] if line.strip()]
+
+
+def called(line: str) -> list[str]:
+    """The arguments of ``onceflow`` in a line of a shell."""
+    lexer = shlex.shlex(line, posix=True, punctuation_chars="|&<>")
+    lexer.whitespace_split = True
+    words = list(lexer)
+    words = words[words.index("onceflow") + 1 :]
+    ends = [n for n, word in enumerate(words) if word and set(word) <= set("|&<>")]
+    return words[: ends[0]] if ends else words
+
+
+@pytest.mark.parametrize("path", ALL, ids=" ".join)
+def test_its_examples_can_be_typed(path: Path_) -> None:
+    for line in examples_of(ALL[path]):
+        arguments = called(line)
+        assert tuple(arguments[: len(path)]) == path, line
+        ALL[path].make_context(" ".join(path), arguments[len(path) :])  # a UsageError otherwise; nothing is run
+
+
+@pytest.mark.parametrize("path", ALL, ids=" ".join)
+def test_what_prints_data_prints_json(path: Path_) -> None:
+    exempt = bool({path[0], " ".join(path)} & WITHOUT_JSON)
+    assert ("--json" in options_of(ALL[path])) != exempt
+
+
+def test_each_command_with_a_connection_takes_a_file() -> None:
+    """`topic create` has a --config of its own, as kafka-topics.sh has."""
+    connecting = {path: command for path, command in ALL.items() if "--option" in options_of(command)}
+    assert len(connecting) > 20
+    for path, command in connecting.items():
+        ours = next(parameter for parameter in command.params if "--command-config" in parameter.opts)
+        assert ("--config" in ours.opts) == (path != ("topic", "create")), path
+
+
+def test_the_summaries_are_those_of_the_commands() -> None:
+    assert sorted(COMMANDS) == sorted(SUMMARIES)
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_a_shell_gets_its_script(shell: str) -> None:
+    answer = CliRunner().invoke(cli, ["completion", shell])
+    assert answer.exit_code == 0
+    assert "_ONCEFLOW_COMPLETE" in answer.stdout
+    assert CliRunner().invoke(cli, ["completion", "tcsh"]).exit_code == 2
+
+
+def test_a_shell_completes(tmp_path: Path) -> None:
+    """What the script of bash asks for, of a real process."""
+    words = {"COMP_WORDS": "onceflow transactions li", "COMP_CWORD": "2", "_ONCEFLOW_COMPLETE": "bash_complete"}
+    done = subprocess.run(
+        [sys.executable, "-m", "onceflow.cli.main"],
+        env={**os.environ, **words},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.stdout, done.stderr) == ("plain,list\n", "")
+
+
+def test_examples_are_not_wrapped() -> None:
+    """A line of an example can be copied as a whole."""
+    for path, command in ALL.items():
+        for line in examples_of(command):
+            assert "onceflow " in line, (path, line)
+            assert len(line) <= 110, json.dumps(line)
