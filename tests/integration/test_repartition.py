@@ -19,7 +19,7 @@ from confluent_kafka.admin import AdminClient, NewPartitions
 
 import onceflow
 from onceflow import hooks
-from onceflow.admin import repartition
+from onceflow.admin import flow_transaction
 from onceflow.admin.writer import Row, Writer
 from onceflow.cli.main import cli, main
 from onceflow.client.cluster import Cluster
@@ -541,7 +541,7 @@ def test_timeouts(make_state: Any, inject: Any, monkeypatch: pytest.MonkeyPatch)
         state.run(5, "--transaction-timeout", "1 second")
     assert state.committed().changelogs == state.progress.changelogs
     # The brokers of the tests allow 15 minutes; by default, what they refuse is not insisted on.
-    monkeypatch.setattr(repartition, "TIMEOUT_MS", 3_600_000)
+    monkeypatch.setattr(flow_transaction, "TIMEOUT_MS", 3_600_000)
     state.run(5)
     state.check(5)
 

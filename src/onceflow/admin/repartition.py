@@ -21,39 +21,28 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
-from onceflow import hooks
+from onceflow.admin.flow_transaction import FlowTransaction, Wording, Written
 from onceflow.admin.repartitioner import Repartitioner, RepartitionProgress
-from onceflow.admin.writer import Writer, abort_anew
+from onceflow.admin.writer import Writer
 from onceflow.client.cluster import Cluster, TopicInfo
 from onceflow.client.committed import CommittedReader
 from onceflow.client.deadline import Deadline
 from onceflow.client.produce import Acknowledged
 from onceflow.client.settings import ClientSettings
-from onceflow.client.topics import create_partitions, find_topics, max_message_bytes
-from onceflow.clock import clock_ms
-from onceflow.driver import progress_log
-from onceflow.driver.driver_session import DriverSession
+from onceflow.client.topics import create_partitions, find_topics
 from onceflow.errors import (
-    DeadlineExceededError,
-    FencedError,
-    OnceflowError,
     OptionError,
     PermissionDeniedError,
     ProgressConflictError,
-    TransactionTimeoutError,
-    UnknownTopicError,
     located,
 )
 from onceflow.protocol.names import INTERNAL_SUFFIX, Names
 from onceflow.protocol.progress import Offsets, Progress
-from onceflow.protocol.transaction import Event
 from onceflow.state.topics import TableTopics, check_known, committed_ends
 
 log = logging.getLogger("onceflow.state")
 
-TIMEOUT_MS = 900_000  # the brokers' default limit (transaction.max.timeout.ms)
-_MIN_TIMEOUT_MS = 50_000
-_PREPARE_S, _COMMIT_S = 60.0, 60.0
+_PREPARE_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -127,18 +116,23 @@ class _Repartition:
         self._names = names
         self._table, self._internal = table, table + INTERNAL_SUFFIX
         self._partitions = partitions
-        self._timeout_ms = timeout_ms
         self._tell = tell
-        self._session = DriverSession(cluster, names)
-        self._transactions = self._session.transactions
+        wording = Wording(
+            doing=f"moving the rows of table {table}",
+            too_slow="The rows did not move",
+            undone="nothing has moved; give a longer --transaction-timeout (the brokers' limit is "
+            "transaction.max.timeout.ms), and run the command again",
+        )
+        self._transaction = FlowTransaction(cluster, names, wording, timeout_ms=timeout_ms)
+        self._session = self._transaction.session
 
     def run(self) -> Repartitioned:
         began = time.monotonic()
         deadline = Deadline(_PREPARE_S, f"preparing table {self._table} of flow {self._names.flow}")
-        self._transactions.check_supported(deadline)
+        self._session.transactions.check_supported(deadline)
         infos = find_topics(self._cluster, {self._table: "table", self._internal: "table"}, deadline)
         self._check_enough(infos)  # before a driver is fenced
-        self._take_over(deadline)
+        self._transaction.take_over(deadline)
         progress = self._progress(infos, deadline)
         before = len(progress.changelogs[self._table])
         done = Repartitioned(self._names.flow, self._table, before, self._partitions)
@@ -157,7 +151,8 @@ class _Repartition:
         )
         mover.check_empty()
         snapshots = mover.holds_snapshots()
-        self._commit(progress, self._offsets(progress, deadline), partial(mover.move, snapshots=snapshots))
+        offsets = self._transaction.group_offsets(progress, deadline)
+        self._commit(progress, offsets, partial(mover.move, snapshots=snapshots))
         if mover.ignored:
             log.warning("table %s: %d records ignored that no processor wrote", self._table, mover.ignored)
         return replace(
@@ -181,20 +176,6 @@ class _Repartition:
                     next_step=f"give --partitions {info.partitions} or more. For fewer, use a table with another "
                     "name: process from the start of the source, or copy this table with a flow",
                 )
-
-    def _take_over(self, deadline: Deadline) -> None:
-        """Step ``init``, with the longest transaction timeout that the broker accepts."""
-        self._transactions.timeout_ms = self._timeout_ms or TIMEOUT_MS
-        while True:
-            try:
-                self._session.init(deadline)
-                break
-            except OptionError:
-                # The limit itself cannot be read: that needs a privilege that flows do not have.
-                self._transactions.timeout_ms //= 2
-                if self._timeout_ms is not None or self._transactions.timeout_ms < _MIN_TIMEOUT_MS:
-                    raise
-        hooks.at("init", where="driver", flow=self._names.flow)
 
     def _progress(self, infos: Mapping[str, TopicInfo], deadline: Deadline) -> Progress:
         names = self._names
@@ -257,63 +238,16 @@ class _Repartition:
             for name, ends in found.items()
         }
 
-    def _offsets(self, progress: Progress, deadline: Deadline) -> dict[str, dict[int, int]]:
-        """The source offsets to commit to the consumer group, without topics that no longer exist."""
-        found: dict[str, dict[int, int]] = {}
-        for topic, offsets in progress.offsets.items():
-            try:
-                info = self._cluster.topics([topic], deadline)[topic]
-            except (UnknownTopicError, PermissionDeniedError):
-                continue
-            if progress.topic_ids.get(topic) in (None, info.topic_id):
-                found[topic] = {p: offset for p, offset in offsets.items() if p in info.leaders}
-        return found
-
     # ---- the transaction -------------------------------------------------------------------------------
 
     def _commit(self, progress: Progress, offsets: Offsets, move: Callable[[Writer, Deadline], None]) -> None:
         """Steps ``write``, ``progress`` and ``end``."""
-        names, transactions = self._names, self._transactions
-        deadline = Deadline(transactions.timeout_ms / 1000, f"moving the rows of table {self._table}")
-        limits = max_message_bytes(self._cluster, [self._table, self._internal], deadline)
-        identity = transactions.begin(deadline)
-        try:
-            writer = Writer(self._cluster, transactions, limits, deadline)
-            move(writer, deadline)
-            written = writer.finish()
-            transactions.machine.on(Event.ROWS_AUDITED)
-            hooks.at("write", where="driver", flow=names.flow)
-            after = replace(
-                progress,
-                changelogs={
-                    **progress.changelogs,
-                    **{name: self._ends_after(name, progress, written) for name in (self._table, self._internal)},
-                },
-                producer_id=identity.producer_id,
-                producer_epoch=identity.producer_epoch,
-                time_ms=max(progress.time_ms, clock_ms()),
-            )
-            progress_log.write_progress(self._cluster, transactions, names, after, offsets, deadline)
-            hooks.at("progress", where="driver", flow=names.flow)
-        except BaseException as problem:
-            if not isinstance(problem, FencedError):
-                abort_anew(self._cluster, self._transactions)
-            if isinstance(problem, FencedError | DeadlineExceededError) and deadline.expired:
-                raise self._timed_out(problem) from problem
-            raise
-        try:
-            transactions.commit(
-                Deadline(_COMMIT_S, "committing"), flow=names.flow, doing="moving rows to new partitions"
-            )
-        except DeadlineExceededError as error:
-            raise DeadlineExceededError(
-                "The outcome of the commit is not known: the coordinator does not answer",
-                detail=f"{error.what}; {error.detail}",
-                next_step="run the command again when the brokers are up: it finds out, and completes the change",
-            ) from error
-        except FencedError as error:  # also raised if the transaction has timed out
-            raise (self._timed_out(error) if deadline.expired else error) from error
-        hooks.at("end", where="driver", flow=names.flow)
+
+        def after(written: Written) -> Progress:
+            ends = {name: self._ends_after(name, progress, written) for name in (self._table, self._internal)}
+            return replace(progress, changelogs={**progress.changelogs, **ends})
+
+        self._transaction.commit([self._table, self._internal], move, after, offsets)
 
     def _ends_after(
         self, name: str, progress: Progress, written: Mapping[tuple[str, int], Acknowledged]
@@ -322,11 +256,3 @@ class _Repartition:
         return {
             p: written[name, p].end_offset if (name, p) in written else known.get(p, 0) for p in range(self._partitions)
         }
-
-    def _timed_out(self, problem: OnceflowError) -> TransactionTimeoutError:
-        return TransactionTimeoutError(
-            f"The rows did not move within the transaction's timeout of {self._transactions.timeout_ms / 1000:g} s",
-            detail=f"{problem.what}; {problem.detail}",
-            next_step="nothing has moved; give a longer --transaction-timeout (the brokers' limit is "
-            "transaction.max.timeout.ms), and run the command again",
-        )
