@@ -111,7 +111,7 @@ def run_tests(code: str) -> int:
 
 
 def test_the_quick_start_of_the_readme_and_the_reset_of_the_operations_page(
-    onceflow_broker: str, monkeypatch: pytest.MonkeyPatch
+    onceflow_broker: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Every command but the first two, which test_quick_start.py runs, too: they install and start a broker."""
     monkeypatch.setenv("ONCEFLOW_BOOTSTRAP_SERVERS", onceflow_broker)
@@ -142,10 +142,16 @@ def test_the_quick_start_of_the_readme_and_the_reset_of_the_operations_page(
     assert independent.committed_offsets(onceflow_broker, flow) == ends
 
     assert progress_of(onceflow_broker, flow, deposits) is not None
-    (command,) = re.findall(r"^onceflow (reset .*)$", OPERATIONS.read_text(), re.MULTILINE)
-    words = command.replace("validated-deposits", flow).replace("localhost:9092", onceflow_broker).split()
-    answer = CliRunner().invoke(cli, [*words, "--yes"])
-    assert answer.exit_code == 0, answer.output
+    monkeypatch.chdir(tmp_path)
+    forget, *others = re.findall(r"^onceflow ((?:reset|progress) .*)$", OPERATIONS.read_text(), re.MULTILINE)
+    assert len(others) == 3
+    for command in (*others, f"{forget} --yes"):  # forgotten at the end
+        words = command.replace("validated-deposits", flow).replace("localhost:9092", onceflow_broker).split()
+        arguments, file = (words[:-2], Path(words[-1])) if ">" in words else (words, None)
+        answer = CliRunner().invoke(cli, arguments)
+        assert answer.exit_code == 0, answer.output
+        if file is not None:
+            file.write_text(answer.stdout)
     assert progress_of(onceflow_broker, flow, deposits) is None
 
 
