@@ -377,6 +377,33 @@ def test_export_and_import(make_pipe: Any, call: Call, tmp_path: Path) -> None:
     assert seen(pipe) == at(1, 0)
 
 
+def test_prefixes(make_pipe: Any, call: Call, tmp_path: Path) -> None:
+    pipe = make_pipe(partitions=1)
+    fill(pipe.bootstrap, pipe.source, [20])
+    prefixes = {"transactional_id_prefix": "team-a.", "group_id_prefix": "team-b."}
+    flow = pipe.open(**prefixes)
+    flow.write(flow.read(pipe.source).select("key", "value"), topic=pipe.target, once=True).start().awaitTermination(60)
+    name = pipe.flow
+    named = ("--transactional-id-prefix", "team-a.")
+    answer = call("progress", "export", name, *named)
+    file = tmp_path / "progress.json"
+    file.write_text(answer.stdout)
+    named += ("--group-id-prefix", "team-b.", "--yes", "--json")
+    refused(call("reset", name, "--to", "earliest"), onceflow.ProgressConflictError, "--transactional-id-prefix")
+    told(call("reset", name, "--to", f"offsets={pipe.source}:0=5", *named))
+    (key, group) = (f"team-a.{name}", f"team-b.{name}")
+
+    def offsets() -> tuple[int, int]:
+        records = independent.read_topic(pipe.bootstrap, PROGRESS_TOPIC, decided=True)
+        last = [record.value for record in records if record.key == key.encode()][-1]
+        progress: int = json.loads(last or b"")["offsets"][pipe.source]["0"]
+        return progress, independent.committed_offsets(pipe.bootstrap, group)[pipe.source, 0]
+
+    assert offsets() == (5, 5)
+    told(call("progress", "import", name, str(file), *named))
+    assert offsets() == (20, 20)
+
+
 def test_a_file_that_does_not_fit(make_pipe: Any, call: Call, tmp_path: Path) -> None:
     pipe = make_pipe(partitions=1)
     fill(pipe.bootstrap, pipe.source, [20])

@@ -7,16 +7,18 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from onceflow import FencedError
 from onceflow.broker.local import LocalBroker
+from onceflow.cli.main import cli
 from onceflow.client.cluster import Cluster
 from onceflow.client.deadline import Deadline
 from onceflow.client.nodes import look_at_nodes
 from onceflow.client.settings import ClientSettings
 from onceflow.client.transaction_requests import describe_transaction
 from onceflow.client.transactions import Outcome, Transactions
-from onceflow.testing import faults
+from onceflow.testing import faults, independent
 from onceflow.testing.broker import create_topic
 from onceflow.testing.waiting import wait_until
 
@@ -51,6 +53,24 @@ def test_the_cluster_is_what_it_should_be(version_1: str) -> None:
     (node,) = look_at_nodes(cluster, soon())
     assert (node.finalized["transaction.version"], node.supported["transaction.version"]) == (1, 2)
     cluster.close()
+
+
+def test_a_flow_is_moved_and_its_state_deleted(version_1: str, make_state_pipe: Callable[..., Any]) -> None:
+    pipe = replace(make_state_pipe(2), bootstrap=version_1)
+    for topic in (pipe.source, pipe.target):
+        create_topic(version_1, topic, 2)
+    pipe.fill(200)
+    pipe.run()
+    _, sums, _ = pipe.ledger.expected(pipe.sent)
+    assert pipe.table_rows() == sums
+    move = ["reset", pipe.flow, "--bootstrap-servers", version_1, "--yes", "--to", "earliest", "--state", "delete"]
+    answer = CliRunner().invoke(cli, move, catch_exceptions=False)
+    assert answer.exit_code == 0, answer.output
+    assert pipe.table_rows() == {}
+    assert set(independent.committed_offsets(version_1, pipe.flow).values()) == {0}
+    pipe.run()
+    assert pipe.table_rows() == sums
+    assert len(pipe.outputs()) == 400
 
 
 @pytest.mark.parametrize("small_batch_rows", [0, 4000])

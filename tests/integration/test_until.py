@@ -94,6 +94,9 @@ def test_two_sources_and_what_is_refused(make_pipe: Any, make_topic: Any) -> Non
     one = flow.read(pipe.source, until={0: 5, 1: 6}).select("key", "value")
     with pytest.raises(onceflow.OptionError, match="checkpoint="):
         flow.write(one, topic=pipe.target, checkpoint=pipe.tmp_path / "checkpoint").start()
+    sink = onceflow.SqliteSink("rows.db", "rows")
+    with pytest.raises(onceflow.OptionError, match=r"chain(.|\n)*once=True"):
+        flow.write_chain(one, sink, topic=pipe.target, rows=lambda df: df)
     two = flow.read(second, until="latest").select("key", "value")  # it is empty
     flow.write(one.unionByName(two), topic=pipe.target).start().awaitTermination(60)
     assert values(pipe) == expected([5, 6])
