@@ -123,6 +123,7 @@ def main() -> None:
     parser.add_argument("--suffix", default="", help="of all topic and flow names")
     parser.add_argument("--batch", type=int, default=20_000, help="most records of one transaction")
     parser.add_argument("--state-dir", help="for the local stores  [default: ~/.local/state/onceflow]")
+    parser.add_argument("--until", help="where to stop: latest, or a time such as 2025-01-31T08:00:00Z")
     given = parser.parse_args()
 
     # Tells when state was read back from the table topic, how much and how fast.
@@ -130,8 +131,9 @@ def main() -> None:
     logging.getLogger("onceflow.state").setLevel(logging.INFO)
     spark = onceflow.session(given.flow, master="local[2]", config={"spark.driver.memory": "640m"})
     flow = onceflow.Flow(given.flow + given.suffix, spark, bootstrap_servers=given.bootstrap_servers)
+    read = {"max_records_per_batch": given.batch, "until": given.until}
     if given.flow == "validate":
-        asked = flow.read(f"deposits{given.suffix}", max_records_per_batch=given.batch, include_headers=True)
+        asked = flow.read(f"deposits{given.suffix}", include_headers=True, **read)
         rows = flow.process(
             asked,
             Validate(),
@@ -141,7 +143,7 @@ def main() -> None:
             state_dir=given.state_dir,
         )
     else:
-        validated = flow.read(f"validated{given.suffix}", max_records_per_batch=given.batch)
+        validated = flow.read(f"validated{given.suffix}", **read)
         rows = flow.process(entries(validated), Book(), table=f"balances{given.suffix}", state_dir=given.state_dir)
     topic = {"validate": "validated", "book": "ledger"}[given.flow] + given.suffix
     onceflow.serve(flow.write(rows, topic=topic, trigger="200 milliseconds").start())
