@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import sys
 from collections.abc import Callable
@@ -11,6 +12,12 @@ from typing import Any
 import pytest
 
 from onceflow import FencedError, ProgressConflictError, TransactionTimeoutError
+from onceflow.admin.audit import Audit, Outputs
+from onceflow.admin.identity import identity_of
+from onceflow.admin.tally import Tally
+from onceflow.client.cluster import Cluster
+from onceflow.client.settings import ClientSettings
+from onceflow.protocol.names import Names
 from onceflow.testing.history import ABORTED_READ, DUPLICATE, FAILED, GAP, LOST, PASSED, TORN
 
 pytestmark = [pytest.mark.integration, pytest.mark.faults]
@@ -41,21 +48,38 @@ def mutants() -> Any:
 
 
 @pytest.fixture
-def run(mutants: Any, make_pipe: Callable[..., Any]) -> Callable[[str, str], Any]:
+def audits() -> list[Any]:
+    """What audits by an outsider have found after each run."""
+    return []
+
+
+@pytest.fixture
+def run(mutants: Any, make_pipe: Callable[..., Any], audits: list[Any]) -> Callable[[str, str], Any]:
     """``run("killed after write", "two_transactions")``: the verdict, and how the runs ended."""
 
     def run_(fault: str, mutant: str) -> Any:
         pipe = make_pipe(partitions=1, target_partitions=2)
-        return mutants.run(pipe, getattr(mutants, mutant), mutants.FAULTS[fault])
+        found = mutants.run(pipe, getattr(mutants, mutant), mutants.FAULTS[fault])
+        audits.append(audit(pipe))
+        return found
 
     return run_
 
 
+def audit(pipe: Any) -> Any:
+    """What `onceflow verify FLOW --id record --partitioner any` finds: it knows nothing of the runs."""
+    settings = ClientSettings(pipe.bootstrap, {})
+    outputs = Outputs(identity_of("record"), (pipe.target,), by_key=False)
+    with contextlib.closing(Cluster(settings)) as cluster, Tally(pipe.tmp_path) as tally:
+        return Audit(cluster, Names(pipe.flow), outputs, limit=5, tell=lambda text, done, total: None).run(tally)
+
+
 @pytest.mark.parametrize("fault, mutant, kinds", BROKEN, ids=[f"{mutant}-{fault}" for fault, mutant, _ in BROKEN])
 def test_a_broken_build_is_found_out(
-    run: Callable[[str, str], Any], mutants: Any, fault: str, mutant: str, kinds: set[str]
+    run: Callable[[str, str], Any], mutants: Any, audits: list[Any], fault: str, mutant: str, kinds: set[str]
 ) -> None:
     verdict, _ = run(fault, mutant)
+    assert audits[0].counts, "an audit without the history finds it, too"
     assert verdict.verdict == FAILED, verdict
     assert verdict.kinds == kinds, verdict
     if mutant == "commit_before_flush":  # Kafka refuses the late rows: they are of an epoch that is over
@@ -64,8 +88,9 @@ def test_a_broken_build_is_found_out(
 
 
 @pytest.mark.parametrize("fault", list(dict.fromkeys(fault for fault, _, _ in BROKEN[1:])))
-def test_the_sound_build_passes(run: Callable[[str, str], Any], fault: str) -> None:
+def test_the_sound_build_passes(run: Callable[[str, str], Any], audits: list[Any], fault: str) -> None:
     verdict, ends = run(fault, "sound")
+    assert audits[0].counts == {}, audits[0].examples
     assert verdict.verdict == PASSED, verdict
     stopped = [error for error in ends if error is not None]
     if fault == "started again too early in the source":

@@ -36,6 +36,7 @@ COMMANDS = {
     "table": "onceflow.cli.table:table",
     "topic": "onceflow.cli.topic:topic",
     "transactions": "onceflow.cli.transactions:transactions",
+    "verify": "onceflow.cli.verify:verify",
 }
 
 # For `onceflow --help`, which must not import the commands only to learn their first lines.
@@ -59,6 +60,7 @@ SUMMARIES = {
     "table": "Look into tables, serve them over HTTP, maintain those of flows.",
     "topic": "Create, list, describe and delete topics.",
     "transactions": "List, describe and abort open transactions.",
+    "verify": "Check what a flow has committed, record by record.",
 }
 
 

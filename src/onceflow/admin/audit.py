@@ -1,0 +1,294 @@
+"""Audits what a flow has committed, from Kafka alone and read_committed. Nobody is fenced; the flow may run meanwhile.
+
+A running flow commits while its outputs are read. So progress is read before and after: records below the first
+position have to be in the outputs, those between both positions may be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from onceflow.admin.identity import Identity
+from onceflow.admin.progress_history import breaks, committed_records
+from onceflow.admin.tally import LETTER, OUTPUT, SOURCE, UNDECIDED, Difference, Place, Tally
+from onceflow.client.cluster import Cluster
+from onceflow.client.committed import CommittedReader
+from onceflow.client.deadline import Deadline
+from onceflow.client.log_reader import LogRecord, read_log
+from onceflow.client.offsets import EARLIEST, LATEST, fetch_committed, list_offsets
+from onceflow.client.topics import find_topics
+from onceflow.errors import OptionError
+from onceflow.protocol import progress as records
+from onceflow.protocol.names import Names
+from onceflow.protocol.partitioners import key_partitions
+from onceflow.protocol.progress import PROGRESS_TOPIC, Offsets, Progress, progress_partition
+
+LOST, DOUBLED, FOREIGN, MISPLACED, PROGRESS, GROUP, TABLE = (
+    "lost", "doubled", "foreign", "misplaced", "progress", "group", "table",
+)  # fmt: skip
+KINDS = (LOST, DOUBLED, FOREIGN, MISPLACED, PROGRESS, GROUP, TABLE)
+
+_CALL_S = 60.0
+_TRIES = 20
+Tell = Callable[[str, int, "int | None"], None]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that is not as it has to be: what, and the records that it concerns."""
+
+    kind: str
+    text: str
+    places: tuple[Place, ...] = ()
+
+
+@dataclass
+class Report:
+    """What an audit has found.
+
+    Attributes:
+        counts: by kind of finding, how many.
+        examples: findings of each kind, the first ones.
+        checked: what was compared, as name and number.
+        notes: what could not be checked, and why.
+    """
+
+    limit: int
+    counts: dict[str, int] = field(default_factory=dict)
+    examples: list[Finding] = field(default_factory=list)
+    checked: dict[str, int] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def add(self, kind: str, text: str, places: Iterable[Place] = ()) -> None:
+        """Count a finding, and keep it if it is one of the first of its kind."""
+        self.counts[kind] = self.counts.get(kind, 0) + 1
+        if self.counts[kind] <= self.limit:
+            self.examples.append(Finding(kind, text, tuple(places)))
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """What a user says about the outputs of a flow.
+
+    Args:
+        identity: what makes an output record the same as a source record; None: records are not compared.
+        topics: the outputs; letters: topics of dead and late letters.
+        in_each: whether every record is in each output, not in one of them.
+        filtered: whether the flow leaves out records, so that a missing one is not lost.
+        by_key: whether a record has to be in the partition that the Java client would choose for its key.
+    """
+
+    identity: Identity | None = None
+    topics: tuple[str, ...] = ()
+    letters: tuple[str, ...] = ()
+    in_each: bool = False
+    filtered: bool = False
+    by_key: bool = True
+
+
+class Audit:
+    """One audit of a flow.
+
+    Args:
+        limit: how many findings of each kind are described; all are counted.
+        tell: is told what is read, how much of it is done, and of how much.
+    """
+
+    def __init__(self, cluster: Cluster, names: Names, outputs: Outputs, *, limit: int, tell: Tell) -> None:
+        self._cluster, self._names, self._outputs, self._tell = cluster, names, outputs, tell
+        self._reader = CommittedReader(cluster, _CALL_S)
+        self._key = names.progress_key.encode()
+        self.report = Report(limit)
+
+    def run(self, tally: Tally) -> Report:
+        """Check progress, group and tables, and compare the records if an identity is given.
+
+        Raises:
+            OptionError: the flow has no progress. OnceflowError: something cannot be read.
+        """
+        history = self._history()
+        progress = self._last(history)
+        for text in breaks(history):
+            self.report.add(PROGRESS, text)
+        self.report.checked["progress records"] = len(history)
+        self._check_positions(progress)
+        self._check_now()
+        if self._outputs.identity is not None:
+            self._compare(progress, tally, self._outputs.identity)
+        return self.report
+
+    # ---- progress ------------------------------------------------------------------------------------
+
+    def _history(self) -> list[LogRecord]:
+        """The committed progress records of the flow; waits until every transaction that has begun is decided."""
+        deadline = Deadline(_CALL_S, f"reading {PROGRESS_TOPIC}")
+        count = len(find_topics(self._cluster, {PROGRESS_TOPIC: ""}, deadline)[PROGRESS_TOPIC].leaders)
+        number = progress_partition(self._names.progress_key, count)
+        span = {PROGRESS_TOPIC: [number]}
+        begin = list_offsets(self._cluster, span, EARLIEST, deadline)[PROGRESS_TOPIC][number]
+        end = list_offsets(self._cluster, span, LATEST, deadline, committed=False)[PROGRESS_TOPIC][number]
+        while list_offsets(self._cluster, span, LATEST, deadline)[PROGRESS_TOPIC][number] < end:
+            deadline.pause(0, "a transaction is open in the progress topic")
+        items = read_log(self._cluster, PROGRESS_TOPIC, number, begin, end, deadline)
+        return committed_records(items, self._key, end)
+
+    def _last(self, history: Sequence[LogRecord]) -> Progress:
+        if not history or history[-1].value is None:
+            raise OptionError(
+                "The flow has no progress, so there is nothing to verify",
+                flow=self._names.flow,
+                next_step="`onceflow status` lists the flows; is a prefix missing?",
+            )
+        return records.decode(history[-1].key, history[-1].value)
+
+    def _check_positions(self, progress: Progress) -> None:
+        deadline = Deadline(_CALL_S, "reading offsets of sources")
+        there = self._cluster.topics(None, deadline)
+        for topic, offsets in progress.offsets.items():
+            if topic not in there:
+                self.report.notes.append(f"source {topic} does not exist any more")
+                continue
+            if progress.topic_ids.get(topic, there[topic].topic_id) != there[topic].topic_id:
+                self.report.add(PROGRESS, f"source {topic} was deleted and created again; progress is of the old one")
+                continue
+            span = {topic: sorted(offsets)}
+            first = list_offsets(self._cluster, span, EARLIEST, deadline)[topic]
+            end = list_offsets(self._cluster, span, LATEST, deadline, committed=False)[topic]
+            for partition, offset in offsets.items():
+                if offset > end[partition]:
+                    self.report.add(
+                        PROGRESS, f"{topic}-{partition}: progress {offset} is behind its end {end[partition]}"
+                    )
+                elif offset < first[partition]:
+                    lost = first[partition] - offset
+                    self.report.notes.append(f"{topic}-{partition}: {lost} offsets expired before the flow read them")
+
+    def _check_now(self) -> None:
+        """What has to agree with the newest progress. While batches are committed, it is looked at again."""
+        for _ in range(_TRIES):
+            before = self._last(self._history())
+            group = self._group(before)
+            rows = dict(self._beyond(before))
+            if self._last(self._history()) == before:
+                break
+        else:
+            self.report.notes.append("group and tables are not checked: the flow commits too often")
+            return
+        for text in group:
+            self.report.add(GROUP, text)
+        for place, count in rows.items():
+            self.report.add(TABLE, f"table {place}: {count} records behind the end that progress knows")
+
+    def _group(self, progress: Progress) -> list[str]:
+        wanted = {topic: sorted(offsets) for topic, offsets in progress.offsets.items()}
+        deadline = Deadline(_CALL_S, "reading the offsets of the group")
+        found = fetch_committed(self._cluster, self._names.group_id, wanted, deadline)
+        different = []
+        for topic, offsets in progress.offsets.items():
+            for partition, offset in offsets.items():
+                given = found.get(topic, {}).get(partition)
+                if given is not None and given[0] != offset:
+                    different.append(
+                        f"group {self._names.group_id} is at {given[0]} of {topic}-{partition}, progress at {offset}"
+                    )
+        self.report.checked["group offsets"] = sum(map(len, found.values()))
+        return different
+
+    def _beyond(self, progress: Progress) -> Iterator[tuple[str, int]]:
+        """Committed records of tables that are behind the end which the progress record names."""
+        deadline = Deadline(_CALL_S, "reading the ends of tables")
+        for topic, offsets in progress.changelogs.items():
+            if topic in progress.tables and progress.tables[topic].open_ended:
+                continue
+            stable = list_offsets(self._cluster, {topic: sorted(offsets)}, LATEST, deadline)[topic]
+            for partition, end in offsets.items():
+                chunks = self._reader.read(topic, partition, end, stable[partition])
+                count = sum(len(chunk.keys) for chunk in chunks)
+                if count:
+                    yield f"{topic}-{partition}", count
+            self.report.checked["table partitions"] = self.report.checked.get("table partitions", 0) + len(offsets)
+
+    # ---- records -------------------------------------------------------------------------------------
+
+    def _compare(self, progress: Progress, tally: Tally, identity: Identity) -> None:
+        outputs = self._outputs.topics or tuple(set(progress.outputs) - set(self._outputs.letters))
+        if not outputs:
+            raise OptionError(
+                "The outputs of the flow are not known", flow=self._names.flow, next_step="name them: --output TOPIC"
+            )
+        for side, topics in ((OUTPUT, outputs), (LETTER, self._outputs.letters)):
+            for topic in topics:
+                self._take(tally, side, topic, self._ends(topic), identity)
+        later = self._last(self._history())
+        whole = True
+        for topic, offsets in progress.offsets.items():
+            span = {topic: sorted(offsets)}
+            first = list_offsets(self._cluster, span, EARLIEST, Deadline(_CALL_S, "reading offsets"))[topic]
+            whole &= not any(first.values())
+            last = list_offsets(self._cluster, span, LATEST, Deadline(_CALL_S, "reading offsets"))[topic]
+            begun = {
+                p: (first[p], min(end, last[p])) for p, end in offsets.items()
+            }  # beyond its end: a finding already
+            self._take(tally, SOURCE, topic, begun, identity)
+            now = later.offsets.get(topic, {})
+            more = {p: (max(offsets.get(p, 0), first.get(p, 0)), min(end, last.get(p, end))) for p, end in now.items()}
+            self._take(tally, UNDECIDED, topic, more, identity)
+        self.report.checked |= {"source records": tally.counts[SOURCE], "output records": tally.counts[OUTPUT]}
+        if self._outputs.letters:
+            self.report.checked["letters"] = tally.counts[LETTER]
+        unjudged = 0
+        for each in tally.differences(in_each=sorted(outputs) if self._outputs.in_each else ()):
+            unjudged += not self._judge(each, whole, progress.offsets)
+        if unjudged:
+            self.report.notes.append(f"{unjudged} output records are not judged: a source does not begin at 0 any more")
+
+    def _judge(self, each: Difference, whole: bool, sources: Offsets) -> bool:
+        if each.found < each.expected:
+            if not self._outputs.filtered:
+                self.report.add(LOST, f"expected {each.expected} times, found {each.found} times", each.places)
+        elif each.expected or any(place.topic in sources for place in each.places):
+            self.report.add(DOUBLED, f"expected {each.expected} times, found {each.found} times", each.places)
+        elif whole:
+            self.report.add(FOREIGN, "no source record has this identity", each.places)
+        else:
+            return False
+        return True
+
+    def _ends(self, topic: str) -> dict[int, tuple[int, int]]:
+        """From the first offsets to the end offsets: transactions that are open there are waited for."""
+        deadline = Deadline(_CALL_S, f"reading the offsets of {topic}")
+        span = {topic: sorted(find_topics(self._cluster, {topic: ""}, deadline)[topic].leaders)}
+        first = list_offsets(self._cluster, span, EARLIEST, deadline)[topic]
+        end = list_offsets(self._cluster, span, LATEST, deadline, committed=False)[topic]
+        return {partition: (first[partition], end[partition]) for partition in end}
+
+    def _take(
+        self, tally: Tally, side: int, topic: str, span: Mapping[int, tuple[int, int]], identity: Identity
+    ) -> None:
+        total = sum(max(0, end - start) for start, end in span.values())
+        done = 0
+        for partition, (start, end) in sorted(span.items()):
+            at = start
+            for chunk in self._reader.read(topic, partition, start, end):
+                offsets = chunk.offsets.tolist()
+                rows = zip(offsets, chunk.keys, chunk.values, range(len(offsets)), strict=True)
+                found = ((offset, identity(key, value, chunk.headers.get(row, ()))) for offset, key, value, row in rows)
+                tally.add(side, topic, partition, found)
+                if side == OUTPUT and self._outputs.by_key:
+                    self._check_places(topic, partition, chunk.keys, offsets, len(span))
+                done, at = done + chunk.next_offset - at, chunk.next_offset
+                self._tell(f"reading {topic}", done, total)
+
+    def _check_places(self, topic: str, partition: int, keys: Any, offsets: Sequence[int], count: int) -> None:
+        right = key_partitions(pa.array(keys, pa.large_binary()), count)
+        for row in np.flatnonzero((right >= 0) & (right != partition)).tolist():
+            text = f"its key belongs to partition {right[row]} of {count}"
+            self.report.add(MISPLACED, text, [Place(topic, partition, offsets[row])])
+
+
+__all__ = ["KINDS", "Audit", "Finding", "Offsets", "Outputs", "Report"]

@@ -1,0 +1,61 @@
+"""What makes a record the same in a source and in an output: a field of its value, a header, its key, or all of it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import orjson
+
+from onceflow.admin.tally import digest_of
+from onceflow.errors import OptionError
+
+Headers = Sequence[tuple[str, "bytes | None"]]
+Identity = Callable[["bytes | None", "bytes | None", Headers], bytes]
+"""Key, value and headers of a record -> 16 bytes. A record that lacks the id is identified by its key and value."""
+
+_PATH = re.compile(r"\$(\.[^.\[\]*?]+)+")
+
+
+def identity_of(text: str) -> Identity:
+    """The identity that a user names: ``$.a.b``, ``key``, ``header:NAME`` or ``record``.
+
+    Raises:
+        OptionError: it is none of these.
+    """
+    if text == "record":
+        return lambda key, value, headers: digest_of(key, value)
+    if text == "key":
+        return lambda key, value, headers: digest_of(key)
+    if text.startswith("header:") and len(text) > len("header:"):
+        return _of_header(text.removeprefix("header:"))
+    if _PATH.fullmatch(text):
+        return _of_field(text.split(".")[1:])
+    raise OptionError(
+        f"--id {text!r} is not a place in a record",
+        next_step="give $.field or $.field.field of a JSON value, key, header:NAME, or record (key and value)",
+    )
+
+
+def _of_header(name: str) -> Identity:
+    def found(key: bytes | None, value: bytes | None, headers: Headers) -> bytes:
+        for given, content in headers:
+            if given == name:
+                return digest_of(b"h", content)
+        return digest_of(key, value)
+
+    return found
+
+
+def _of_field(names: Sequence[str]) -> Identity:
+    def found(key: bytes | None, value: bytes | None, headers: Headers) -> bytes:
+        try:
+            at: Any = orjson.loads(value or b"")
+            for name in names:
+                at = at[name]
+        except (orjson.JSONDecodeError, KeyError, TypeError, IndexError):
+            return digest_of(key, value)
+        return digest_of(b"f", orjson.dumps(at))
+
+    return found

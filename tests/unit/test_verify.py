@@ -1,0 +1,132 @@
+"""The logic of `onceflow verify`: which records are lost, doubled or foreign, and whether progress continues."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from onceflow.admin.identity import identity_of
+from onceflow.admin.progress_history import breaks, committed_records
+from onceflow.admin.tally import LETTER, OUTPUT, SOURCE, UNDECIDED, Place, Tally, digest_of
+from onceflow.client.log_reader import LogRecord, Marker
+from onceflow.errors import OptionError
+from onceflow.protocol import progress as records
+from onceflow.protocol.progress import Progress
+
+
+def tally(folder: Path, sides: dict[tuple[int, str], Sequence[int]]) -> Tally:
+    made = Tally(folder)
+    for (side, topic), ids in sides.items():
+        made.add(side, topic, 0, [(offset, digest_of(str(each).encode())) for offset, each in enumerate(ids)])
+    return made
+
+
+@pytest.mark.parametrize(
+    "sides, in_each, wrong",
+    [
+        ({(SOURCE, "s"): [1, 2], (OUTPUT, "o"): [2, 1]}, (), {}),
+        ({(SOURCE, "s"): [1, 2], (OUTPUT, "o"): [2]}, (), {1: (1, 0)}),
+        ({(SOURCE, "s"): [1], (OUTPUT, "o"): [1, 1]}, (), {1: (1, 2)}),
+        ({(SOURCE, "s"): [1, 1], (OUTPUT, "o"): [1, 1]}, (), {}),
+        ({(SOURCE, "s"): [1], (OUTPUT, "o"): [1, 9]}, (), {9: (0, 1)}),
+        ({(SOURCE, "s"): [1, 2], (OUTPUT, "o"): [1], (LETTER, "d"): [2]}, (), {}),
+        ({(SOURCE, "s"): [1], (OUTPUT, "o"): [1], (LETTER, "d"): [1]}, (), {1: (1, 2)}),
+        ({(SOURCE, "s"): [1], (OUTPUT, "o"): [1], (OUTPUT, "p"): [1]}, ("o", "p"), {}),
+        ({(SOURCE, "s"): [1], (OUTPUT, "o"): [1], (OUTPUT, "p"): [1]}, (), {1: (1, 2)}),
+        ({(SOURCE, "s"): [1, 2], (OUTPUT, "o"): [1, 2], (OUTPUT, "p"): [1]}, ("o", "p"), {2: (1, 0)}),
+        ({(SOURCE, "s"): [1], (OUTPUT, "o"): [1]}, ("o", "p"), {1: (1, 0)}),
+        ({(SOURCE, "s"): [1], (UNDECIDED, "s"): [2, 3], (OUTPUT, "o"): [1, 3]}, (), {}),
+        ({(SOURCE, "s"): [1], (UNDECIDED, "s"): [2], (OUTPUT, "o"): [1, 2, 2]}, (), {2: (0, 2)}),
+        ({(SOURCE, "s"): []}, (), {}),
+    ],
+)
+def test_what_differs(
+    tmp_path: Path,
+    sides: dict[tuple[int, str], Sequence[int]],
+    in_each: Sequence[str],
+    wrong: dict[int, tuple[int, int]],
+) -> None:
+    with tally(tmp_path, sides) as made:
+        found = list(made.differences(in_each=in_each))
+        ids = {Place(topic, 0, offset): each for (_, topic), all_ in sides.items() for offset, each in enumerate(all_)}
+        several = {topic for (_, topic) in sides}
+        if len(several) == len(sides):  # a topic on two sides has two records at an offset here
+            assert {ids[each.places[0]]: (each.expected, each.found) for each in found} == wrong
+        else:
+            assert [(each.expected, each.found) for each in found] == list(wrong.values())
+    assert list(tmp_path.iterdir()) == [], "the scratch folder is gone"
+
+
+def test_many_records_with_a_few_mistakes(tmp_path: Path) -> None:
+    """More than are kept in memory for each file; lost and doubled ones are found, and nothing else."""
+    source = list(range(100_000))
+    random = Random(7)
+    lost, doubled = set(random.sample(source, 5)), set(random.sample(source, 5))
+    output = [each for each in source if each not in lost] + sorted(doubled - lost)
+    random.shuffle(output)
+    with tally(tmp_path, {(SOURCE, "s"): source, (OUTPUT, "o"): output}) as made:
+        found = {next(p.offset for p in each.places if p.topic == "s"): each.found for each in made.differences()}
+    assert found == {**dict.fromkeys(lost, 0), **dict.fromkeys(doubled - lost, 2)}
+
+
+def test_identities() -> None:
+    field = identity_of("$.order.id")
+    assert field(b"k", b'{"order":{"id":7},"x":1}', ()) == field(None, b'{"order": {"id": 7}}', ())
+    assert field(b"k", b'{"order":{"id":7}}', ()) != field(b"k", b'{"order":{"id":"7"}}', ())
+    for value in (b"no json", None, b'{"order":7}', b"[]"):
+        assert field(b"k", value, ()) == digest_of(b"k", value), "found again in a dead letter, which keeps both"
+    header = identity_of("header:id")
+    assert header(None, b"1", [("x", b"0"), ("id", b"5")]) == header(b"k", b"2", [("id", b"5")])
+    assert header(b"k", b"v", ()) == identity_of("record")(b"k", b"v", ())
+    assert identity_of("key")(b"k", b"1", ()) == identity_of("key")(b"k", b"2", ())
+    assert digest_of(None) != digest_of(b"")
+    assert digest_of(b"a", b"b") != digest_of(b"ab", b"")
+
+
+@pytest.mark.parametrize("text", ["", "id", "$", "$.", "$.a[0]", "header:", "$..a", "$.*"])
+def test_an_identity_that_is_none(text: str) -> None:
+    with pytest.raises(OptionError, match="not a place in a record"):
+        identity_of(text)
+
+
+FIRST = Progress("f", 1, {"s": {0: 10, 1: 5}}, {"s": "id"}, 0, {"t": {0: 3}}, producer_id=7, producer_epoch=2)
+
+
+def written(*history: Progress | None) -> list[LogRecord]:
+    found = []
+    for offset, each in enumerate(history):
+        value = None if each is None else records.encode(each)[1]
+        found.append(LogRecord(offset, b"f", value, 0, 7, 0))
+    return found
+
+
+NEXT = replace(FIRST, batch_id=2, offsets={"s": {0: 12, 1: 5}})
+
+
+@pytest.mark.parametrize(
+    "history, wrong",
+    [
+        ([FIRST, NEXT], []),
+        ([FIRST, replace(NEXT, offsets={"s": {0: 9, 1: 5}})], ["source s-0 went back from 10 to 9"]),
+        ([FIRST, replace(NEXT, changelogs={"t": {0: 2}})], ["table t-0 went back from 3 to 2"]),
+        ([FIRST, replace(NEXT, producer_epoch=1)], ["the producer epoch went back from 2 to 1"]),
+        ([FIRST, replace(NEXT, topic_ids={"s": "new"}, offsets={"s": {0: 1}})], []),
+        ([FIRST, None, replace(NEXT, offsets={"s": {0: 0}})], []),
+        ([FIRST, replace(FIRST, offsets={"s": {0: 0, 1: 0}})], []),  # a move in time keeps the number of the batch
+        ([FIRST, replace(NEXT, batch_id=9, offsets={"s": {0: 0}})], []),  # what was between is compacted away
+    ],
+)
+def test_progress_that_goes_back(history: Sequence[Progress | None], wrong: Sequence[str]) -> None:
+    found = list(breaks(written(*history)))
+    assert [each.split(": ", 1)[1] for each in found] == wrong
+
+
+def test_only_committed_progress_counts() -> None:
+    one, two, three, four = (LogRecord(n, b"f", b"", 0, pid, 0) for n, pid in ((0, 7), (2, 8), (4, 9), (6, 9)))
+    other = LogRecord(5, b"g", b"", 0, 9, 0)
+    items = [one, Marker(1, 7, 0, True), two, Marker(3, 8, 0, False), three, other, four]
+    assert committed_records(items, b"f", 6) == [one, three], "two was aborted, four is open"
