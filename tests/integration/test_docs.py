@@ -38,6 +38,7 @@ pytestmark = pytest.mark.integration
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 OPERATIONS = ROOT / "docs" / "operations.md"
+DEVELOPMENT = ROOT / "docs" / "development.md"
 REFERENCE = ROOT / "docs" / "reference.md"
 STATE = ROOT / "docs" / "state.md"
 DEDUPLICATION = ROOT / "docs" / "deduplication.md"
@@ -452,11 +453,11 @@ def progress_of(bootstrap_servers: str, flow: str, source: str) -> Any:
         cluster.close()
 
 
-def test_the_example_test_of_the_operations_page() -> None:
+def test_the_example_test_of_the_development_page() -> None:
     """Its imports and fixtures exist. (Running it takes as long as the tests in tests/faults that do the same.)"""
     from onceflow.testing import plugin
 
-    names = execute(only(blocks(OPERATIONS, "python", "def test_")))
+    names = execute(only(blocks(DEVELOPMENT, "python", "def test_")))
     (test,) = [value for name, value in names.items() if name.startswith("test_")]
     for name in inspect.signature(test).parameters:
         assert hasattr(plugin, name) or name in ("tmp_path", "monkeypatch"), name

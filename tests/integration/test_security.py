@@ -47,7 +47,7 @@ def pipe(secure: Secure, make_pipe: Callable[..., Any]) -> Any:
 
 
 def needed(pipe: Any) -> dict[str, tuple[Any, str, Any]]:
-    """The least privileges of a flow (docs/operations.md lists the same)."""
+    """The least privileges of a flow (docs/connect.md lists the same)."""
     return {
         "source": (ResourceType.TOPIC, pipe.source, AclOperation.READ),
         "target": (ResourceType.TOPIC, pipe.target, AclOperation.WRITE),

@@ -275,7 +275,7 @@ def test_lag_from_the_report_of_spark(sources: Any, expected: Any) -> None:
 
 
 def test_the_page_names_all_metrics() -> None:
-    section = OPERATIONS.read_text().partition("\n## Metrics\n")[2].partition("\n## ")[0]
+    section = OPERATIONS.read_text().partition("\n### Metrics\n")[2].partition("\n### ")[0]
     rows = re.findall(r"^\| `(onceflow_\w+)` \| (\w+) \| ([^|]*) \|", section, re.MULTILINE)
     told = [(name, kind, tuple(re.findall(r"`(\w+)`", labels))) for name, kind, labels in rows]
     assert told == [(name, metric.kind, metric.labels) for name, metric in METRICS.items()]

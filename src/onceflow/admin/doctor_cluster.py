@@ -100,7 +100,7 @@ def check_progress_topic(facts: Facts) -> Iterator[Finding]:
     if isinstance(topic.problem, UnknownTopicError):
         allowed = facts.operations is not None and "CREATE" in facts.operations
         text = "does not exist yet; the first flow creates it"
-        create = 'create it as in docs/operations.md, "The progress topic", or grant CREATE on it'
+        create = 'create it as in docs/connect.md, "The progress topic", or grant CREATE on it'
         yield ok(PROGRESS_TOPIC, text) if allowed else warning(PROGRESS_TOPIC, f"{text}, if it has CREATE", create)
         return
     if topic.problem is not None:
