@@ -51,8 +51,10 @@ def test_a_broken_local_store_is_found_out(tmp_path: Path, monkeypatch: pytest.M
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("setup, seconds, records", [("one-node", 10, 20_000), ("three-nodes", 150, 50_000)])
 def test_a_short_run(tmp_path: Path, setup: str, seconds: int, records: int) -> None:
+    """With three nodes, the commands of operators run beside the flows."""
+    observe = setup == "three-nodes"
     command = [sys.executable, "-m", "onceflow.cli.main", "chaos", "--seconds", str(seconds), "--seed", "216"]
-    command += ["--setup", setup, "--keep", str(tmp_path / "run")]
+    command += ["--setup", setup, "--keep", str(tmp_path / "run"), *(["--observe"] if observe else [])]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=580, check=False)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
     result = json.loads(done.stdout.splitlines()[-1])
@@ -61,3 +63,6 @@ def test_a_short_run(tmp_path: Path, setup: str, seconds: int, records: int) -> 
     assert (result["lost"], result["duplicated"], result["torn"], result["others"]) == (0, 0, 0, {})
     assert result["faults"] >= 3
     assert result["records"] > records
+    if observe:
+        answered = result["observed"][setup]["answered"]
+        assert min(answered.get(name, 0) for name in ("status", "transactions", "verify")) >= 2, result["observed"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import statistics
 import tempfile
@@ -17,6 +18,7 @@ from rich.table import Table
 from onceflow.chaos import external
 from onceflow.chaos.fault_kinds import AHEAD_MS, FAULT_KINDS
 from onceflow.chaos.flows import ALARM_EVERY, LEDGER
+from onceflow.chaos.observer import Observer
 from onceflow.chaos.test_bed import SETUPS, Setup, TestBed, open_test_bed
 from onceflow.chaos.verify import Findings, check_state, verify, verify_answers
 from onceflow.demos.display import Display, print_result
@@ -58,6 +60,7 @@ class Report:
     frames: Counter[str] = field(default_factory=Counter)
     batches: int = 0
     answers: int = 0
+    observed: dict[str, dict[str, Any]] = field(default_factory=dict)
     seconds: float = 0.0
 
     @property
@@ -87,6 +90,7 @@ class Report:
             "records": sum(finding.records for finding in every),
             "batches": self.batches,
             "answers": self.answers,
+            **({"observed": self.observed} if self.observed else {}),
             "lost": sum(finding.lost for finding in every),
             "duplicated": sum(finding.duplicated for finding in every),
             "torn": sum(finding.torn for finding in every),
@@ -107,6 +111,7 @@ def run(
     setups: Sequence[str],
     kinds: Sequence[str] = (),
     flows: Sequence[str] = (),
+    observe: bool = False,
     keep: Path | None = None,
 ) -> dict[str, Any]:
     """Inject faults for about this long, divided evenly among the setups. Each setup gets at least ``MIN_FAULTS``.
@@ -114,6 +119,7 @@ def run(
     Args:
         kinds: kinds of faults, keys of ``FAULT_KINDS``. When empty, all that make sense in a setup.
         flows: kinds of flows, instead of those of the setups. Query servers need the ledger.
+        observe: run the commands of operators beside the flows, and check what they say.
         keep: folder in which logs and histories are kept; None: they are deleted.
 
     Returns:
@@ -127,7 +133,8 @@ def run(
             for number, name in enumerate(setups, 1):
                 display.say(f"{name}: {number} of {len(setups)} setups; seed {seed}")
                 until = started + seconds * number / len(setups)
-                _run_setup(_with_flows(SETUPS[name], flows), base / name, report, until, kinds, display, started)
+                setup = _with_flows(SETUPS[name], flows)
+                _run_setup(setup, base / name, report, until, kinds, display, started, observe=observe)
     report.seconds = time.monotonic() - started
     print_result([_table(report)], [example for f in report.findings.values() for example in f.examples + f.unknown])
     return report.as_json()
@@ -140,7 +147,15 @@ def _with_flows(setup: Setup, flows: Sequence[str]) -> Setup:
 
 
 def _run_setup(
-    setup: Setup, folder: Path, report: Report, until: float, kinds: Sequence[str], display: Display, started: float
+    setup: Setup,
+    folder: Path,
+    report: Report,
+    until: float,
+    kinds: Sequence[str],
+    display: Display,
+    started: float,
+    *,
+    observe: bool,
 ) -> None:
     folder.mkdir(parents=True)
     rng = random.Random(f"{report.seed} {setup.name}")
@@ -148,12 +163,14 @@ def _run_setup(
         kind: fault for kind, fault in FAULT_KINDS.items() if fault.possible(setup) and (not kinds or kind in kinds)
     }
     weights = [fault.weight for fault in possible.values()]
-    with open_test_bed(setup, folder) as bed:
+    with contextlib.ExitStack() as stack:
+        bed = stack.enter_context(open_test_bed(setup, folder))
         begun = time.monotonic()
         bed.driver.start()
         bed.driver.await_commits(begun, timeout_s=FIRST_COMMIT_S)
         if setup.servers:
             bed.servers.start()
+        observer = stack.enter_context(_observer(bed)) if observe else None
         before = len(report.injected)
         findings = Findings()
         while possible and (time.monotonic() < until or len(report.injected) - before < MIN_FAULTS):
@@ -178,10 +195,21 @@ def _run_setup(
         report.answers += len(bed.servers.answers)
         verify(bed.bootstrap_servers, bed.names, setup.flows, findings)
         verify_answers(bed.bootstrap_servers, bed.names, bed.servers.answers, bed.servers.strange, findings)
+        if observer is not None:
+            observer.finish(findings)
+            report.observed[setup.name] = observer.as_json()
         for stop in bed.driver.strange:
             findings.see("stopped by an error that is not onceflow's", f"{stop.error}: {stop.text[:300]}")
         report.findings[setup.name] = findings
         display.say(f"{setup.name}: {findings.records:,} records, {findings.verdict}")
+
+
+def _observer(bed: TestBed) -> Observer:
+    committed = bed.driver.commits.batches
+    lossy = bed.setup.copies == 1
+    observer = Observer(bed.bootstrap_servers, bed.names, bed.setup.flows, committed, markers_get_lost=lossy)
+    observer.start()
+    return observer
 
 
 def _look(bed: TestBed, findings: Findings) -> None:

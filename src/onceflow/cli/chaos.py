@@ -36,6 +36,9 @@ from onceflow.errors import OptionError
 @click.option(
     "--flow", "flows", multiple=True, help="A flow to run; may be repeated.  [default: the flows of each setup]"
 )
+@click.option(
+    "--observe", is_flag=True, help="Run status, transactions list and verify all the time, and check what they say."
+)
 @click.option("--list", "list_only", is_flag=True, help="List setups, kinds of faults and flows, and run nothing.")
 @click.option(
     "--keep", type=click.Path(file_okay=False, path_type=Path), help="Keep logs and histories in this new folder."
@@ -46,6 +49,7 @@ def chaos(
     setups: tuple[str, ...],
     kinds: tuple[str, ...],
     flows: tuple[str, ...],
+    observe: bool,
     list_only: bool,
     keep: Path | None,
 ) -> int:
@@ -82,6 +86,7 @@ def chaos(
         setups=setups or list(SETUPS),
         kinds=kinds,
         flows=tuple(dict.fromkeys(flows)),
+        observe=observe,
         keep=keep,
     )
     click.echo(json.dumps(result))

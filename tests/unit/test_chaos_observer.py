@@ -1,0 +1,105 @@
+"""The observer of a chaos run finds commands that say what is not true."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from onceflow.chaos import observer as module
+from onceflow.chaos.flows import COPY, Names
+from onceflow.chaos.observer import STATUS, TRANSACTIONS, VERIFY, Observer
+from onceflow.chaos.verify import Findings
+from onceflow.testing.history import Final, Reads
+
+FLOW, SOURCE = "chaos-copy", "chaos-in"
+COMMITTED = {1: {0: 10, 1: 12}, 2: {0: 20, 1: 22}, 3: {0: 30, 1: 32}}
+Line = dict[str, Any]
+
+
+def status(batch: int, offsets: dict[int, int] | None = None, **part: int) -> list[Line]:
+    partition = {"partition": 0, "offset": 10, "stable": 40, "lag": 30, "held_back": 0} | part
+    told = {str(p): offset for p, offset in (offsets or COMMITTED[batch]).items()}
+    sources = [{"topic": SOURCE, "offsets": told, "partitions": [partition]}]
+    return [{"flow": FLOW, "batch": batch, "sources": sources}]
+
+
+def transaction(**facts: Any) -> Line:
+    return {"topic": SOURCE, "partition": 0, "hanging": False, "transactional_id": f"onceflow.{FLOW}"} | facts
+
+
+SOUND = {
+    STATUS: [status(2), status(3)],
+    TRANSACTIONS: [[transaction()], []],
+    VERIFY: [[{"flow": FLOW, "exact": True, "found": {}}]] * 2,
+}
+
+
+@pytest.fixture
+def observe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
+    """Gives what the commands print, in two rounds, and returns the anomalies."""
+    history = list(COMMITTED.items())
+    final = Final(FLOW, Reads(), [(batch, {SOURCE: offsets}) for batch, offsets in history], {}, True)
+    monkeypatch.setattr(module, "read_final", lambda *_, **__: final)
+
+    def run(said: dict[str, list[Any]], *, committed: int = 3, markers_get_lost: bool = False) -> list[str]:
+        rounds = {name: iter({**SOUND, **said}[name]) for name in SOUND}
+        observer = Observer(
+            "nowhere:1", Names("chaos", tmp_path), [COPY], {FLOW: committed}, markers_get_lost=markers_get_lost
+        )
+        monkeypatch.setattr(observer, "_call", lambda name, _: next(rounds[name]))
+        for look in observer._looks():
+            look()
+        findings = Findings(records=1)
+        observer.finish(findings)
+        assert findings.verdict == ("failed" if findings.others else "unknown" if findings.unknown else "passed")
+        return [*findings.others, *(findings.unknown and ["unknown"])]
+
+    return run
+
+
+def test_what_is_true_is_no_anomaly(observe: Callable[..., list[str]]) -> None:
+    assert observe({}) == []
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {STATUS: [status(3), status(2)]},
+        {STATUS: [status(1), status(3)]},
+        {STATUS: [status(2, {0: 20, 1: 23}), status(3)]},
+        {STATUS: [status(2), [*status(3), *status(4, {0: 40, 1: 42})]]},
+        {STATUS: [status(2, lag=-1), status(3)]},
+        {STATUS: [status(2, offset=41), status(3)]},
+        {STATUS: [[], status(3)]},
+        {TRANSACTIONS: [[transaction(hanging=True)], []]},
+        {TRANSACTIONS: [[transaction(transactional_id="onceflow.other")], []]},
+        {VERIFY: [[{"kind": "lost"}, {"flow": FLOW, "exact": False, "found": {"lost": 1}}], SOUND[VERIFY][0]]},
+    ],
+    ids=[
+        "a batch that goes back",
+        "a batch older than those reported",
+        "offsets that were never committed",
+        "a batch that was never committed",
+        "a negative lag",
+        "an offset beyond the end",
+        "a flow that is missing",
+        "a transaction that does not hang",
+        "a transaction of somebody else",
+        "a record that is not lost",
+    ],
+)
+def test_what_is_not_true_is_an_anomaly(observe: Callable[..., list[str]], said: dict[str, list[Any]]) -> None:
+    (name,) = said
+    assert observe(said) == [f"onceflow {name} was wrong"]
+
+
+def test_a_marker_that_was_lost_hangs_rightly(observe: Callable[..., list[str]]) -> None:
+    assert observe({TRANSACTIONS: [[transaction(hanging=True)], []]}, markers_get_lost=True) == []
+
+
+def test_a_command_that_fails_meanwhile_is_no_anomaly_but_at_the_end(observe: Callable[..., list[str]]) -> None:
+    assert observe({STATUS: [None, status(3)]}) == []
+    assert observe({STATUS: [status(3), None]}) == ["unknown"]
