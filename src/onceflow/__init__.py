@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from onceflow.external.sqlite import SqliteSink
     from onceflow.flow import Flow
     from onceflow.flow_chain import FlowChain
+    from onceflow.json_logs import JsonLogFormatter
     from onceflow.metrics.endpoint import MetricsEndpoint, serve_metrics
     from onceflow.query import FlowQuery
     from onceflow.serving import serve
@@ -95,6 +96,7 @@ __all__ = [
     "FlowChain",
     "FlowQuery",
     "JoinTable",
+    "JsonLogFormatter",
     "LateRowsError",
     "MetricsEndpoint",
     "OnceflowError",
@@ -145,6 +147,7 @@ _HOMES = {
     "FlowChain": "onceflow.flow_chain",
     "FlowQuery": "onceflow.query",
     "JoinTable": "onceflow.state.joins.spec",
+    "JsonLogFormatter": "onceflow.json_logs",
     "MetricsEndpoint": "onceflow.metrics.endpoint",
     "Outcome": "onceflow.calls.target",
     "ParquetSink": "onceflow.external.parquet",

@@ -10,7 +10,7 @@ from typing import Any
 
 from pyspark.sql import DataFrame, SparkSession
 
-from onceflow import topic_frame
+from onceflow import json_logs, topic_frame
 from onceflow.client.settings import ClientSettings
 from onceflow.clock import clock_ms
 from onceflow.durations import option_seconds
@@ -72,6 +72,7 @@ class Flow(FlowSteps):
         connect_timeout: str = "15 seconds",
         read_only: bool = False,
     ) -> None:
+        json_logs.use(None)  # where the environment asks for it
         names = Names(name, transactional_id_prefix, group_id_prefix)
         settings = ClientSettings(bootstrap_servers, options or {})
         refused_s = option_seconds(connect_timeout, "connect_timeout", name)

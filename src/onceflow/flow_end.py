@@ -10,6 +10,7 @@ import logging
 import threading
 import time
 
+from onceflow import log_context
 from onceflow.query import FlowQuery
 
 log = logging.getLogger("onceflow")
@@ -22,6 +23,7 @@ def end_when_complete(query: FlowQuery) -> None:
     """Stop the query, in a thread, when it is complete."""
 
     def run() -> None:
+        log_context.add(flow=query.flow)
         while not query.is_over:
             if query.is_complete:
                 log.info("flow %s: everything before the end of its reads is committed, it ends", query.flow)

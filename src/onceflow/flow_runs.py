@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from onceflow import hooks, interactive
+from onceflow import hooks, interactive, log_context
 from onceflow.client.settings import ClientSettings
 from onceflow.driver.run import Run
 from onceflow.driver.startup import Startup
@@ -83,7 +83,7 @@ class FlowRuns:
         Args:
             prepare: puts the run together.
         """
-        with self.lock:
+        with self.lock, log_context.within(flow=self._names.flow):
             if self._is_running():
                 raise OptionError(
                     "The flow already has a running query",

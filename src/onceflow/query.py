@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pyspark.errors import PySparkException, StreamingQueryException
 from pyspark.sql.streaming.query import StreamingQuery
 
+from onceflow import log_context
 from onceflow.calls.runner import give_up
 from onceflow.driver.batch_sink import BatchSink
 from onceflow.errors import BrokerUnreachableError, EnvironmentUnusableError, OnceflowError
@@ -83,7 +84,8 @@ class FlowQuery(SparkQuery):
         if error is not None:
             reason = self._reason(error)
             text = str(reason) if isinstance(reason, OnceflowError) else jvm.first_line(reason)
-            log.error("the query of flow %s has ended: %s", self.flow, text)
+            with log_context.within(flow=self.flow):
+                log.error("the query of flow %s has ended: %s", self.flow, text)
 
     def release(self) -> None:
         """Release the resources of the run, when it has ended. Only the first call has an effect."""
@@ -170,9 +172,10 @@ class FlowQuery(SparkQuery):
             # The lock is never released: if Spark still begins a batch, that batch ends at once.
             if idle or self._sink.turn.acquire(blocking=False):
                 self._left_behind = True
-                log.warning(
-                    "flow %s: stopped, without waiting for requests of Spark that brokers do not answer", self.flow
-                )
+                with log_context.within(flow=self.flow):
+                    log.warning(
+                        "flow %s: stopped, without waiting for requests of Spark that brokers do not answer", self.flow
+                    )
                 return
             thread.join(_LOOK_S)
         # A signal to the group of processes ends Spark at the same time, and its queries with it.

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, TextIO
+from functools import partial
+from typing import Any, Protocol, TextIO
 
+from onceflow import json_logs, log_context
 from onceflow.durations import option_seconds
 from onceflow.errors import OptionError
 from onceflow.flow_writer import FlowWriter
@@ -18,8 +21,15 @@ from onceflow.planning.options import AT_MOST_ONCE, BatchSummary
 from onceflow.query import FlowQuery
 from onceflow.stop_signals import StopSignals
 
+log = logging.getLogger("onceflow.serve")
+
 _LOOK_EVERY_S = 0.1
 _CLOSE_S = 10.0  # of the time for a stop: to close everything, after a batch that must not be aborted
+
+
+class _Say(Protocol):
+    def __call__(self, text: str, flow: str | None = None) -> None:
+        """Tell people what happens, and to which flow."""
 
 
 def serve(
@@ -28,6 +38,7 @@ def serve(
     metrics_port: int | None = None,
     metrics_host: str = "127.0.0.1",
     stop_timeout: str | float = "1 minute",
+    log_format: str | None = None,
 ) -> None:
     """Run queries until SIGTERM, Ctrl-C or SIGHUP, or until one of them ends. Then stop all of them gracefully.
 
@@ -61,11 +72,13 @@ def serve(
         metrics_host: address to listen on; ``0.0.0.0``: all addresses of this machine.
         stop_timeout: how long a stop may take, from the first signal on. A supervisor that ends the process by SIGKILL
             should wait longer: Kubernetes (``terminationGracePeriodSeconds``) waits 30 seconds by default.
+        log_format: ``json``: log lines and what is printed to stderr are JSON, see `JsonLogFormatter`; ``text``: as the
+            program has configured it; None: what ``$ONCEFLOW_LOG_FORMAT`` says, else ``text``.
 
     Raises:
         OnceflowError: a query has failed. ``serve`` shuts the others down gracefully and re-raises the failure.
         OptionError: no query was given, or this is not the main thread; ``metrics_port`` is no port; ``stop_timeout``
-            is no duration of at least a second.
+            is no duration of at least a second; ``log_format`` is unknown.
         EnvironmentUnusableError: the address of the metrics is in use.
     """
     if not queries:
@@ -76,18 +89,19 @@ def serve(
             next_step="in another thread, wait with query.awaitTermination()",
         )
     signals = StopSignals(option_seconds(stop_timeout, "stop_timeout", None))
+    say: _Say = _say_in_json if json_logs.use(log_format) else partial(_say, signals)
     running = [query for query in queries if not isinstance(query, FlowWriter)]
     try:
         with contextlib.ExitStack() as stack:
             if metrics_port is not None:
                 endpoint = stack.enter_context(serve_metrics(metrics_port, metrics_host))
-                print(f"onceflow: metrics at {endpoint.url}", file=sys.stderr, flush=True)
+                say(f"metrics at {endpoint.url}")
                 for query in running:
                     endpoint.add(query)
             for writer in queries:
                 if isinstance(writer, FlowWriter):
                     running.append(writer.start())
-            _run(running, more, signals)
+            _run(running, more, signals, say)
     finally:
         for query in running:
             if query.isActive:
@@ -95,7 +109,10 @@ def serve(
 
 
 def _run(
-    queries: Sequence[FlowQuery], more: Callable[[FlowQuery], dict[str, Any]] | None, signals: StopSignals
+    queries: Sequence[FlowQuery],
+    more: Callable[[FlowQuery], dict[str, Any]] | None,
+    signals: StopSignals,
+    say: _Say,
 ) -> None:
     """Run until a signal, or until a query ends."""
     told = dict.fromkeys(queries, 0)
@@ -111,14 +128,14 @@ def _run(
     with signals, contextlib.ExitStack() as stack:
         for query in queries:
             stack.enter_context(query.awaited())
-            _print(f"onceflow: flow {query.flow} runs; SIGTERM or Ctrl-C stops it", sys.stderr, signals)
+            say(f"flow {query.flow} runs; SIGTERM or Ctrl-C stops it", query.flow)
         while not _is_over(queries) and not signals.wait(_LOOK_EVERY_S):
             tell()
         # A signal to the group has ended Spark's JVM as well. That is a stop, too, and no failure of the query.
         ended = [query for query in queries if not query.isActive and not (signals.asked and not query.failure)]
         for query in queries:
             if signals.asked and query.isActive:
-                _print(f"onceflow: flow {query.flow} is being stopped", sys.stderr, signals)
+                say(f"flow {query.flow} is being stopped", query.flow)
             _end(query, signals)
         tell()
     for query in ended:
@@ -129,6 +146,15 @@ def _is_over(queries: Sequence[FlowQuery]) -> bool:
     """Whether a query has ended. Those that have reached the end of their reads do not end the others."""
     ended = [query for query in queries if not query.isActive]
     return len(ended) == len(queries) or not all(query.is_complete for query in ended)
+
+
+def _say(signals: StopSignals, text: str, flow: str | None = None) -> None:
+    _print(f"onceflow: {text}", sys.stderr, signals)
+
+
+def _say_in_json(text: str, flow: str | None = None) -> None:
+    with log_context.within(flow=flow):
+        log.info("%s", text)
 
 
 def _print(line: str, file: TextIO, signals: StopSignals) -> None:

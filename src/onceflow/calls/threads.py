@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextvars
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from queue import SimpleQueue
 
 _CLOSE_S = 0.2
@@ -24,7 +26,8 @@ class DaemonThreads:
         self._threads: list[threading.Thread] = []
 
     def submit(self, job: Callable[[], None]) -> None:
-        """Run a job, which must not raise."""
+        """Run a job, which must not raise. It sees the context variables of the caller."""
+        context = contextvars.copy_context()
         with self._lock:
             if self._idle:
                 self._idle -= 1
@@ -32,7 +35,7 @@ class DaemonThreads:
                 thread = threading.Thread(target=self._work, name=NAME, daemon=True)
                 thread.start()
                 self._threads.append(thread)
-        self._jobs.put(job)
+        self._jobs.put(partial(context.run, job))
 
     def close(self) -> None:
         """End the threads that are idle, and those that work when they have done so; wait for them, but not long."""

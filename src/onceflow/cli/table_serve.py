@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from onceflow import json_logs
 from onceflow.cli.connection import connection
 from onceflow.cli.examples import examples
 from onceflow.cli.table_lookup import naming_state_dir
@@ -154,9 +155,10 @@ def check_packages() -> None:
 
 
 def _log() -> None:
-    """Plain lines on standard error."""
+    """Lines on standard error: plain ones, or JSON where the environment asks for it."""
     handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    plain = logging.Formatter("%(asctime)s %(levelname)s %(message)s")
+    handler.setFormatter(json_logs.JsonLogFormatter() if json_logs.is_wanted(None) else plain)
     for name, level in (("onceflow", logging.INFO), ("uvicorn.error", logging.WARNING)):
         logger = logging.getLogger(name)
         logger.addHandler(handler)

@@ -16,7 +16,7 @@ from typing import Protocol
 
 from pyspark.sql import DataFrame
 
-from onceflow import hooks
+from onceflow import hooks, log_context
 from onceflow.driver import batch_errors
 from onceflow.driver.commit import timed
 from onceflow.driver.offset_log import SourceRange
@@ -121,6 +121,10 @@ class BatchSink:
 
     def __call__(self, df: DataFrame, spark_batch_id: int) -> None:
         batch = self.progress.batch_id + 1
+        with log_context.within(flow=self.flow, batch=batch):  # py4j uses the thread for other flows later
+            self._call(df, spark_batch_id, batch)
+
+    def _call(self, df: DataFrame, spark_batch_id: int, batch: int) -> None:
         while self.held.is_set() or not self.turn.acquire(blocking=False):
             if self.stopping:
                 raise batch_errors.stopped(self.flow, batch, None, on_purpose=True)
@@ -200,7 +204,7 @@ class BatchSink:
             batch = self.progress.batch_id + 1
             self._commit.settle()
             self._commit.plan_without_records(batch)
-            with located(flow=self.flow, batch=batch):
+            with located(flow=self.flow, batch=batch), log_context.within(batch=batch):
                 self._run_planned(df, batch, nothing, BatchSummary(batch, 0))
             if self.progress.batch_id != batch:
                 return  # not committed: the timers were only set again, and nothing has changed

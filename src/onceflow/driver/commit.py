@@ -20,7 +20,7 @@ from typing import Any
 
 from pyspark.sql import DataFrame
 
-from onceflow import hooks
+from onceflow import hooks, log_context
 from onceflow.client.cluster import Cluster
 from onceflow.client.deadline import Deadline
 from onceflow.client.settings import ClientSettings
@@ -153,6 +153,7 @@ class BatchCommit:
         flow, batch, source, summary = self._names.flow, attempt.batch, attempt.source, attempt.summary
         with timed(summary, "begin"):
             attempt.producer = self._begin(df, attempt)
+        log_context.add(producer_id=attempt.producer.producer_id, producer_epoch=attempt.producer.producer_epoch)
         hooks.at("begin", where="driver", flow=flow, batch=batch, producer=attempt.producer, source=source)
         if self._late_rows is not None:
             self._late_rows.begin(again=summary.attempts > 1)
@@ -390,9 +391,10 @@ def _plain(offsets: Any) -> dict[str, dict[int, int]]:
 
 @contextlib.contextmanager
 def timed(summary: BatchSummary, step: str) -> Iterator[None]:
-    """Adds the seconds of a step to the summary of its batch."""
+    """Adds the seconds of a step to the summary of its batch, and its name to log lines."""
     started = time.monotonic()
     try:
-        yield
+        with log_context.within(step=step):
+            yield
     finally:
         summary.seconds[step] = summary.seconds.get(step, 0.0) + time.monotonic() - started

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from uuid import uuid4
 
-from onceflow import hooks, interactive
+from onceflow import hooks, interactive, log_context
 from onceflow.calls.concurrently import calls_of
 from onceflow.client.brokers import warn_of_settings
 from onceflow.client.cluster import Cluster
@@ -185,7 +185,7 @@ class Startup:
         Raises:
             OnceflowError: see ``Flow.read``.
         """
-        with located(flow=self.flow, topic=options.topic):
+        with located(flow=self.flow, topic=options.topic), log_context.within(flow=self.flow):
             try:
                 return self._add_source(options)
             except OnceflowError:
@@ -281,7 +281,7 @@ class Startup:
             ProgressConflictError, PermissionDeniedError, UnknownTopicError, OptionError: see `ensure_table`.
         """
         deadline = Deadline(START_SECONDS, f"preparing table {options.table} of flow {self.flow}")
-        with located(flow=self.flow, topic=options.table):
+        with located(flow=self.flow, topic=options.table), log_context.within(flow=self.flow):
             before = self.known_progress()
             counts = {name: len(source.earliest) for name, source in self.sources.items()}
             topics, progress = ensure_table(

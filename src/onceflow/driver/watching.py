@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+from onceflow import log_context
 from onceflow.client.brokers import StableOffsets, held_back
 from onceflow.client.cluster import Cluster
 from onceflow.client.deadline import Deadline
@@ -59,6 +60,7 @@ class Watch:
         self._thread.join(_END_S)
 
     def _run(self) -> None:
+        log_context.add(flow=self._flow)  # the thread ends with this
         stable = StableOffsets(WARN_AFTER_S)
         cluster: Cluster | None = None
         try:
