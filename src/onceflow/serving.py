@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol, TextIO
 
-from onceflow import json_logs, log_context
+from onceflow import json_logs, log_context, uncaught
 from onceflow.durations import option_seconds
-from onceflow.errors import OptionError
+from onceflow.errors import FencedError, OptionError
 from onceflow.flow_writer import FlowWriter
 from onceflow.metrics.endpoint import serve_metrics
 from onceflow.planning.options import AT_MOST_ONCE, BatchSummary
@@ -76,7 +76,8 @@ def serve(
             program has configured it; None: what ``$ONCEFLOW_LOG_FORMAT`` says, else ``text``.
 
     Raises:
-        OnceflowError: a query has failed. ``serve`` shuts the others down gracefully and re-raises the failure.
+        OnceflowError: a query has failed. ``serve`` shuts the others down gracefully and re-raises the failure. If it
+            is a FencedError and nobody catches it, the program ends with exit code 79 in place of 1.
         OptionError: no query was given, or this is not the main thread; ``metrics_port`` is no port; ``stop_timeout``
             is no duration of at least a second; ``log_format`` is unknown.
         EnvironmentUnusableError: the address of the metrics is in use.
@@ -102,6 +103,9 @@ def serve(
                 if isinstance(writer, FlowWriter):
                     running.append(writer.start())
             _run(running, more, signals, say)
+    except FencedError as error:
+        uncaught.ends_with(error, error.exit_code)
+        raise
     finally:
         for query in running:
             if query.isActive:

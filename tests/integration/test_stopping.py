@@ -1,9 +1,10 @@
-"""Services that are stopped: as `timeout` does it, with SIGTERM to the process and to its group with Spark's JVM; and
-in the middle of a batch."""
+"""Services that are stopped: as `timeout` does it, with SIGTERM to the process and to its group with Spark's JVM; in
+the middle of a batch; and by a newer driver."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -17,6 +18,7 @@ from uuid import uuid4
 
 import pytest
 
+import onceflow
 from onceflow.client.cluster import Cluster
 from onceflow.client.deadline import Deadline
 from onceflow.client.settings import ClientSettings
@@ -60,13 +62,13 @@ class Service:
 
 @contextlib.contextmanager
 def service(
-    folder: Path, *topics: str, rows: int = 1000, stop_timeout: str = "1 minute", faults: str = ""
+    folder: Path, *topics: str, rows: int = 1000, stop_timeout: str = "1 minute", faults: str = "", **environment: str
 ) -> Iterator[Service]:
     said = folder / f"said-{uuid4().hex}"
     with said.open("w") as file:
         process = subprocess.Popen(
             [sys.executable, "-c", SERVICE, *topics, str(rows), stop_timeout],
-            env={**os.environ, "TMPDIR": str(folder), "ONCEFLOW_FAULTS": faults},
+            env={**os.environ, "TMPDIR": str(folder), "ONCEFLOW_FAULTS": faults, **environment},
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,
@@ -128,3 +130,24 @@ def test_a_batch_of_the_driver_that_hangs_and_one_of_tasks(
     with contextlib.closing(Cluster(ClientSettings(onceflow_broker, {}))) as cluster:
         found = describe_transaction(cluster, f"onceflow.stopping-{source}", Deadline(10, "the test"))
     assert found["state"] in ("CompleteAbort", "PrepareAbort")
+
+
+def test_the_older_of_two_drivers_ends_for_good(make_topic: Any, onceflow_broker: str, tmp_path: Path) -> None:
+    """A supervisor must not start it again, or the two would fence each other for ever. It tells that by its code."""
+    source, target = make_topic("in", 1), make_topic("out", 1)
+    sent = [(b"k", str(number).encode()) for number in range(2)]
+    independent.fill(onceflow_broker, source, sent[:1])
+    with service(tmp_path, onceflow_broker, source, target, ONCEFLOW_LOG_FORMAT="json") as older:
+        older.until(lambda: '"batch": 1' in older.text())
+        with service(tmp_path, onceflow_broker, source, target) as newer:
+            newer.until(lambda: "runs; SIGTERM" in newer.text())
+            independent.fill(onceflow_broker, source, sent[1:])
+            newer.until(lambda: '"batch": 2' in newer.text())
+            assert older.process.wait(60) == onceflow.FencedError.exit_code == 79, older.text()
+            assert newer.stop()[0] == 0, newer.text()
+    seen = independent.read_topic(onceflow_broker, target)
+    assert [(record.key, record.value) for record in seen] == sent
+    last = json.loads(older.text().splitlines()[-1])
+    assert (last["level"], last["flow"]) == ("CRITICAL", f"stopping-{source}")
+    assert last["error"]["type"] == "onceflow.FencedError"
+    assert last["error"]["next_step"]

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 import onceflow
-from onceflow import stop_signals
+from onceflow import stop_signals, uncaught
 from onceflow.errors import EnvironmentUnusableError, OptionError
 from onceflow.flow_writer import FlowWriter
 from onceflow.planning.options import BatchSummary
@@ -75,8 +75,9 @@ def lines(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(autouse=True)
-def own_handlers() -> Iterator[None]:
+def own_handlers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Every test begins with Python's own handlers: a `serve` of another test of the process may have left its own."""
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     before = {number: signal.getsignal(number) for number in stop_signals.STOPS}
     for number in before:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
@@ -126,10 +127,18 @@ def test_signals_that_come_together_are_one() -> None:
     signal.raise_signal(signal.SIGINT)
 
 
+FENCED = "onceflow.FencedError('a newer driver runs')"
 _PROCESS = """
 import sys, time
 sys.path.insert(0, sys.argv[1])
+import onceflow
+from onceflow.flow_writer import FlowWriter
 from test_serving import Query, serve
+
+def Writer(error):
+    def start():
+        raise error
+    return FlowWriter(start)
 
 class Slow(Query):
     def stop(self, *, batch_s=0.0):
@@ -171,6 +180,11 @@ def until(service: subprocess.Popen[str], text: str) -> None:
             id="until",
         ),
         pytest.param("serve(Query(asks=lambda query: query.fail(OSError('disk'))))", None, 1, id="failure"),
+        pytest.param(f"serve(Query(asks=lambda query: query.fail({FENCED})))", None, 79, id="fenced"),
+        pytest.param(f"serve(Writer({FENCED}))", None, 79, id="fenced at its start"),
+        pytest.param(
+            f"try: serve(Query(asks=lambda query: query.fail({FENCED})))\nfinally: 1 / 0", None, 1, id="other"
+        ),
         pytest.param("serve()", None, 1, id="refused"),
     ],
 )
@@ -181,6 +195,8 @@ def test_exit_codes(code: str, sent: signal.Signals | None, exit_code: int) -> N
             service.send_signal(sent)
         _, told = service.communicate(timeout=20)
         assert service.returncode == exit_code, told
+    if exit_code == 79:
+        assert told.rstrip().endswith("onceflow.errors.FencedError: a newer driver runs")
     if "Slow" in code:
         assert "not everything was stopped in 1 s (stop_timeout), so it ends now; the next start continues" in told
     elif sent in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -265,6 +281,27 @@ def test_a_notebook_survives_a_second_signal(monkeypatch: pytest.MonkeyPatch) ->
 
     with pytest.raises(KeyboardInterrupt):
         serve(Query(asks=twice))
+
+
+def test_only_the_fenced_error_itself_changes_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    printed: list[BaseException] = []
+    monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: printed.append(error))
+    with pytest.raises(onceflow.FencedError) as caught:
+        serve(Query(asks=lambda query: query.fail(onceflow.FencedError("fenced"))))
+    later = onceflow.FencedError("of another flow, later")
+    sys.excepthook(type(later), later, None)
+    with pytest.raises(SystemExit) as ended:
+        sys.excepthook(type(caught.value), caught.value, None)
+    assert ended.value.code == caught.value.exit_code == 79
+    assert printed == [later, caught.value]
+
+
+def test_a_notebook_keeps_its_own_excepthook(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(uncaught, "is_interactive", lambda: True)
+    before = sys.excepthook
+    with pytest.raises(onceflow.FencedError):
+        serve(Query(asks=lambda query: query.fail(onceflow.FencedError("fenced"))))
+    assert sys.excepthook is before
 
 
 def test_why_a_query_ended_is_raised_and_the_others_are_stopped() -> None:
