@@ -6,69 +6,30 @@ position have to be in the outputs, those between both positions may be.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from onceflow.admin.identity import Identity
-from onceflow.admin.progress_history import breaks, committed_records
+from onceflow.admin.progress_history import breaks, last_of, read_history
 from onceflow.admin.tally import LETTER, OUTPUT, SOURCE, UNDECIDED, Difference, Place, Tally
+from onceflow.admin.verify_report import DOUBLED, FOREIGN, GROUP, LOST, MISPLACED, PROGRESS, TABLE, Report, Tell
 from onceflow.client.cluster import Cluster
 from onceflow.client.committed import CommittedReader
 from onceflow.client.deadline import Deadline
-from onceflow.client.log_reader import LogRecord, read_log
+from onceflow.client.log_reader import LogRecord
 from onceflow.client.offsets import EARLIEST, LATEST, fetch_committed, list_offsets
 from onceflow.client.topics import find_topics
 from onceflow.errors import OptionError
-from onceflow.protocol import progress as records
 from onceflow.protocol.names import Names
 from onceflow.protocol.partitioners import key_partitions
-from onceflow.protocol.progress import PROGRESS_TOPIC, Offsets, Progress, progress_partition
-
-LOST, DOUBLED, FOREIGN, MISPLACED, PROGRESS, GROUP, TABLE = (
-    "lost", "doubled", "foreign", "misplaced", "progress", "group", "table",
-)  # fmt: skip
-KINDS = (LOST, DOUBLED, FOREIGN, MISPLACED, PROGRESS, GROUP, TABLE)
+from onceflow.protocol.progress import Offsets, Progress
 
 _CALL_S = 60.0
 _TRIES = 20
-Tell = Callable[[str, int, "int | None"], None]
-
-
-@dataclass(frozen=True)
-class Finding:
-    """Something that is not as it has to be: what, and the records that it concerns."""
-
-    kind: str
-    text: str
-    places: tuple[Place, ...] = ()
-
-
-@dataclass
-class Report:
-    """What an audit has found.
-
-    Attributes:
-        counts: by kind of finding, how many.
-        examples: findings of each kind, the first ones.
-        checked: what was compared, as name and number.
-        notes: what could not be checked, and why.
-    """
-
-    limit: int
-    counts: dict[str, int] = field(default_factory=dict)
-    examples: list[Finding] = field(default_factory=list)
-    checked: dict[str, int] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-
-    def add(self, kind: str, text: str, places: Iterable[Place] = ()) -> None:
-        """Count a finding, and keep it if it is one of the first of its kind."""
-        self.counts[kind] = self.counts.get(kind, 0) + 1
-        if self.counts[kind] <= self.limit:
-            self.examples.append(Finding(kind, text, tuple(places)))
 
 
 @dataclass(frozen=True)
@@ -81,6 +42,7 @@ class Outputs:
         in_each: whether every record is in each output, not in one of them.
         filtered: whether the flow leaves out records, so that a missing one is not lost.
         by_key: whether a record has to be in the partition that the Java client would choose for its key.
+        begin: where the flow has begun to read, by topic and partition; what is not named: as progress says.
     """
 
     identity: Identity | None = None
@@ -89,6 +51,7 @@ class Outputs:
     in_each: bool = False
     filtered: bool = False
     by_key: bool = True
+    begin: Offsets | None = None
 
 
 class Audit:
@@ -102,7 +65,6 @@ class Audit:
     def __init__(self, cluster: Cluster, names: Names, outputs: Outputs, *, limit: int, tell: Tell) -> None:
         self._cluster, self._names, self._outputs, self._tell = cluster, names, outputs, tell
         self._reader = CommittedReader(cluster, _CALL_S)
-        self._key = names.progress_key.encode()
         self.report = Report(limit)
 
     def run(self, tally: Tally) -> Report:
@@ -125,26 +87,10 @@ class Audit:
     # ---- progress ------------------------------------------------------------------------------------
 
     def _history(self) -> list[LogRecord]:
-        """The committed progress records of the flow; waits until every transaction that has begun is decided."""
-        deadline = Deadline(_CALL_S, f"reading {PROGRESS_TOPIC}")
-        count = len(find_topics(self._cluster, {PROGRESS_TOPIC: ""}, deadline)[PROGRESS_TOPIC].leaders)
-        number = progress_partition(self._names.progress_key, count)
-        span = {PROGRESS_TOPIC: [number]}
-        begin = list_offsets(self._cluster, span, EARLIEST, deadline)[PROGRESS_TOPIC][number]
-        end = list_offsets(self._cluster, span, LATEST, deadline, committed=False)[PROGRESS_TOPIC][number]
-        while list_offsets(self._cluster, span, LATEST, deadline)[PROGRESS_TOPIC][number] < end:
-            deadline.pause(0, "a transaction is open in the progress topic")
-        items = read_log(self._cluster, PROGRESS_TOPIC, number, begin, end, deadline)
-        return committed_records(items, self._key, end)
+        return read_history(self._cluster, self._names)
 
     def _last(self, history: Sequence[LogRecord]) -> Progress:
-        if not history or history[-1].value is None:
-            raise OptionError(
-                "The flow has no progress, so there is nothing to verify",
-                flow=self._names.flow,
-                next_step="`onceflow status` lists the flows; is a prefix missing?",
-            )
-        return records.decode(history[-1].key, history[-1].value)
+        return last_of(history, self._names)
 
     def _check_positions(self, progress: Progress) -> None:
         deadline = Deadline(_CALL_S, "reading offsets of sources")
@@ -289,6 +235,3 @@ class Audit:
         for row in np.flatnonzero((right >= 0) & (right != partition)).tolist():
             text = f"its key belongs to partition {right[row]} of {count}"
             self.report.add(MISPLACED, text, [Place(topic, partition, offsets[row])])
-
-
-__all__ = ["KINDS", "Audit", "Finding", "Offsets", "Outputs", "Report"]

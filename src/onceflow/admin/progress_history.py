@@ -2,11 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
-from onceflow.client.log_reader import LogRecord, Marker
+from onceflow.client.cluster import Cluster
+from onceflow.client.deadline import Deadline
+from onceflow.client.log_reader import LogRecord, Marker, read_log
+from onceflow.client.offsets import EARLIEST, LATEST, list_offsets
+from onceflow.client.topics import find_topics
+from onceflow.errors import OptionError
 from onceflow.protocol import progress as records
-from onceflow.protocol.progress import Offsets, Progress
+from onceflow.protocol.names import Names
+from onceflow.protocol.progress import PROGRESS_TOPIC, Offsets, Progress, progress_partition
+
+_CALL_S = 60.0
+
+
+def read_history(cluster: Cluster, names: Names) -> list[LogRecord]:
+    """The committed progress records of a flow, and their tombstones; waits until every transaction that has begun is
+    decided.
+
+    Raises:
+        OnceflowError: the progress topic cannot be read, or a transaction stays open for a minute.
+    """
+    deadline = Deadline(_CALL_S, f"reading {PROGRESS_TOPIC}")
+    count = len(find_topics(cluster, {PROGRESS_TOPIC: ""}, deadline)[PROGRESS_TOPIC].leaders)
+    number = progress_partition(names.progress_key, count)
+    span = {PROGRESS_TOPIC: [number]}
+    begin = list_offsets(cluster, span, EARLIEST, deadline)[PROGRESS_TOPIC][number]
+    end = list_offsets(cluster, span, LATEST, deadline, committed=False)[PROGRESS_TOPIC][number]
+    while list_offsets(cluster, span, LATEST, deadline)[PROGRESS_TOPIC][number] < end:
+        deadline.pause(0, "a transaction is open in the progress topic")
+    items = read_log(cluster, PROGRESS_TOPIC, number, begin, end, deadline)
+    return committed_records(items, names.progress_key.encode(), end)
+
+
+def last_of(history: Sequence[LogRecord], names: Names) -> Progress:
+    """The newest progress.
+
+    Raises:
+        OptionError: the flow has none.
+    """
+    if not history or history[-1].value is None:
+        raise OptionError(
+            "The flow has no progress, so there is nothing to verify",
+            flow=names.flow,
+            next_step="`onceflow status` lists the flows; is a prefix missing?",
+        )
+    return records.decode(history[-1].key, history[-1].value)
 
 
 def committed_records(items: Iterable[LogRecord | Marker], key: bytes, stable: int) -> list[LogRecord]:

@@ -35,8 +35,11 @@ class Target:
     offsets: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
 
 
-def parse_target(text: str) -> Target:
+def parse_target(text: str, option: str = "--to") -> Target:
     """The target that a text names.
+
+    Args:
+        option: that the text was given with, for errors.
 
     Raises:
         OptionError: it names none.
@@ -49,10 +52,15 @@ def parse_target(text: str) -> Target:
         try:
             return Target(kind, timestamp_ms=instant_ms(value))
         except ValueError as error:
-            raise OptionError(f"--to {text}: {error}", next_step=_FORMS) from None
+            raise OptionError(f"{option} {text}: {error}", next_step=_FORMS) from None
     if separator and kind == OFFSETS:
-        return Target(kind, offsets=_of_json(value, text) if value.lstrip().startswith("{") else _of_list(value, text))
-    raise OptionError(f"--to {text} is not a place to move a flow to", next_step=_FORMS)
+        return Target(
+            kind,
+            offsets=_of_json(value, f"{option} {text[:200]}")
+            if value.lstrip().startswith("{")
+            else _of_list(value, f"{option} {text}"),
+        )
+    raise OptionError(f"{option} {text} is not a place in the topics of a flow", next_step=_FORMS)
 
 
 def _of_list(value: str, text: str) -> dict[str, dict[int, int]]:
@@ -60,17 +68,17 @@ def _of_list(value: str, text: str) -> dict[str, dict[int, int]]:
     for part in value.split(","):
         match = _PLACE.fullmatch(part.strip())
         if match is None:
-            raise OptionError(f"--to {text}: {part!r} is not of the form TOPIC:PARTITION=OFFSET", next_step=_FORMS)
+            raise OptionError(f"{text}: {part!r} is not of the form TOPIC:PARTITION=OFFSET", next_step=_FORMS)
         topic, partition, offset = match[1], int(match[2]), int(match[3])
         if partition in found.setdefault(topic, {}):
-            raise OptionError(f"--to {text}: {topic}-{partition} is named twice", next_step="name it once")
+            raise OptionError(f"{text}: {topic}-{partition} is named twice", next_step="name it once")
         found[topic][partition] = offset
     return found
 
 
 def _of_json(value: str, text: str) -> dict[str, dict[int, int]]:
     def wrong(why: str) -> OptionError:
-        return OptionError(f"--to {text[:200]}: {why}", next_step=_FORMS)
+        return OptionError(f"{text}: {why}", next_step=_FORMS)
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         if len(dict(pairs)) < len(pairs):

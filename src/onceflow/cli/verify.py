@@ -6,7 +6,7 @@ import contextlib
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 import click
 
@@ -16,7 +16,7 @@ from onceflow.cli.interrupts import interruptible
 from onceflow.cli.progress import progress_bar
 
 if TYPE_CHECKING:
-    from onceflow.admin.audit import Report
+    from onceflow.admin.verify_report import Report
     from onceflow.client.settings import ClientSettings
 
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     "onceflow verify validated-deposits",
     "onceflow verify validated-deposits --id '$.id' --dead-letter rejected",
     "onceflow verify copy --id record --partitioner any --json",
+    "onceflow verify balances --replay service.py:Balance",
 )
 @click.command()
 @click.argument("flow")
@@ -32,6 +33,23 @@ if TYPE_CHECKING:
     "--output", "outputs", multiple=True, metavar="TOPIC", help="An output.  [default: as progress names them]"
 )
 @click.option("--dead-letter", "letters", multiple=True, metavar="TOPIC", help="A topic of dead or late letters.")
+@click.option("--replay", metavar="MODULE:CLASS", help="Run this processor again (or path.py:object), and compare.")
+@click.option("--table", metavar="TABLE", help="The table of the processor.  [default: the only one of the flow]")
+@click.option("--source", "sources", multiple=True, metavar="TOPIC", help="A topic that it reads.  [default: all]")
+@click.option("--tables-only", is_flag=True, help="With --replay: do not compare outputs.")
+@click.option(
+    "--since",
+    type=click.File(encoding="utf-8"),
+    metavar="FILE",
+    help="With --replay: begin with the state of an export of progress, not an empty one.",
+)
+@click.option(
+    "--from",
+    "begin",
+    metavar="PLACE",
+    help="Where the flow has begun: earliest, timestamp=TIME or offsets=TOPIC:PARTITION=OFFSET,...  "
+    "[default: as its first progress record says]",
+)
 @click.option("--in-each", is_flag=True, help="Each record is in every output, not in one of them.")
 @click.option("--filtered", is_flag=True, help="The flow leaves out records: missing ones are not lost.")
 @click.option(
@@ -56,6 +74,12 @@ def verify(
     identity: str | None,
     outputs: tuple[str, ...],
     letters: tuple[str, ...],
+    replay: str | None,
+    table: str | None,
+    sources: tuple[str, ...],
+    tables_only: bool,
+    since: IO[str] | None,
+    begin: str | None,
     in_each: bool,
     filtered: bool,
     partitioner: str,
@@ -66,26 +90,36 @@ def verify(
     as_json: bool,
     settings: ClientSettings,
 ) -> int:
-    """Check what FLOW has committed: its progress, its group, its tables, and with --id every record.
+    """Check what FLOW has committed: its progress, its group, its tables, and with --id or --replay every record.
 
     It reads committed records only, fences nobody, and may be run while the flow runs. With --id, a source record below
     the committed position has to be in the outputs or letters exactly as often as in the source. Records without the id
-    are compared as a whole. The exit code is 1 if something is lost, doubled, foreign, misplaced or inconsistent.
+    are compared as a whole. With --replay, the processor of the flow runs again, here and without Spark; its state has
+    to be that of the table, and its outputs those on the topics. The exit code is 1 if something is not as it has to
+    be.
     """
     from onceflow.admin.audit import Audit, Outputs
+    from onceflow.admin.beginning import offsets_at
     from onceflow.admin.identity import identity_of
+    from onceflow.admin.progress_file import parse
+    from onceflow.admin.replay_audit import ReplayAudit, ReplayOptions
+    from onceflow.admin.replayed_processor import load
     from onceflow.admin.tally import Tally
+    from onceflow.admin.target import parse_target
     from onceflow.client.cluster import Cluster
     from onceflow.protocol.names import Names
 
-    if identity is None and (outputs or letters or in_each or filtered):
-        raise click.UsageError(
-            "--output, --dead-letter, --in-each and --filtered need --id: records are compared by it"
-        )
-    names = Names(flow, transactional_id_prefix, group_id_prefix)
-    wanted = Outputs(
-        None if identity is None else identity_of(identity), outputs, letters, in_each, filtered, partitioner == "key"
+    _check_usage(
+        {"--id": identity, "--replay": replay},
+        {"--output": outputs, "--dead-letter": letters, "--from": begin},
+        {"--in-each": in_each, "--filtered": filtered},
+        {"--table": table, "--source": sources, "--tables-only": tables_only, "--since": since},
     )
+    names = Names(flow, transactional_id_prefix, group_id_prefix)
+    target = None if begin is None else parse_target(begin, "--from")
+    place = None if identity is None else identity_of(identity)
+    processor = None if replay is None else load(replay)
+    export = None if since is None else parse(since.read(), since.name)
     with contextlib.ExitStack() as stack:
         cluster = stack.enter_context(contextlib.closing(Cluster(settings)))
         check = stack.enter_context(interruptible())
@@ -95,9 +129,35 @@ def verify(
             check()
             show(text, done, total)
 
+        first = None if target is None else offsets_at(cluster, names, target)
+        wanted = Outputs(place, outputs, letters, in_each, filtered, partitioner == "key", first)
         report = Audit(cluster, names, wanted, limit=limit, tell=tell).run(stack.enter_context(Tally(scratch)))
+        if processor is not None:
+            options = ReplayOptions(processor, table, sources, outputs, letters, tables_only, first, export)
+            ReplayAudit(cluster, names, options, report, scratch=scratch, tell=tell).run()
     _print(flow, report, as_json)
     return 1 if report.counts else 0
+
+
+def _check_usage(
+    ways: dict[str, object], of_both: dict[str, object], of_id: dict[str, object], of_replay: dict[str, object]
+) -> None:
+    """Refuse options that have no effect.
+
+    Raises:
+        click.UsageError: there are some.
+    """
+    by_id, by_replay = (way is not None for way in ways.values())
+    if by_id and by_replay:
+        raise click.UsageError("give --id or --replay, not both")
+    needed = [
+        (of_both, by_id or by_replay, "--id or --replay"),
+        (of_id, by_id, "--id"),
+        (of_replay, by_replay, "--replay"),
+    ]
+    for options, there, what in needed:
+        if not there and (vain := [name for name, value in options.items() if value]):
+            raise click.UsageError(f"{', '.join(vain)} has no effect without {what}")
 
 
 def _print(flow: str, report: Report, as_json: bool) -> None:

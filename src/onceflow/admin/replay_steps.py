@@ -1,0 +1,105 @@
+"""Divides the source range of a flow into steps for a replay: the batches that the progress records still show."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from onceflow.client.log_reader import LogRecord
+from onceflow.protocol import progress as records
+from onceflow.protocol.progress import Offsets, Progress
+
+
+@dataclass(frozen=True)
+class Step:
+    """A part of the source range.
+
+    Args:
+        start, end: offsets by topic and partition.
+        watermark_ms: the watermark of the batch, if it is one; None: not known.
+        watermark_after_ms: the watermark that the batch has committed.
+        now_ms: about the processing time, epoch milliseconds.
+        is_batch: whether the flow has committed exactly this part as one batch.
+    """
+
+    start: Offsets
+    end: Offsets
+    watermark_ms: int | None
+    watermark_after_ms: int | None
+    now_ms: int
+    is_batch: bool
+
+
+def current_life(history: Sequence[LogRecord]) -> list[Progress]:
+    """The progress records since the flow was reset last, the oldest first."""
+    found: list[Progress] = []
+    for each in history:
+        if each.value is None:
+            found = []
+        else:
+            found.append(records.decode(each.key, each.value))
+    return found
+
+
+def first_start(life: Sequence[Progress]) -> dict[str, dict[int, int]]:
+    """Where the flow has begun to read each topic, as far as progress records still say so.
+
+    A start commits where it begins to read, under the number of the batch before it. Compaction removes that record
+    some time after the first batches.
+    """
+    found: dict[str, dict[int, int]] = {}
+    known: Mapping[str, Mapping[int, int]] = {}
+    batch = 0
+    for each in life:
+        if each.batch_id == batch:
+            for topic in each.offsets.keys() - known.keys() - found.keys():
+                found[topic] = dict(each.offsets[topic])
+        batch, known = each.batch_id, each.offsets
+    return found
+
+
+def went_back(life: Sequence[Progress]) -> bool:
+    """Whether the flow was moved back in time, so that it has read some records again."""
+    return any(
+        later < offset
+        for before, now in pairwise(life)
+        for topic, offsets in before.offsets.items()
+        for partition, offset in offsets.items()
+        if (later := now.offsets.get(topic, {}).get(partition)) is not None
+    )
+
+
+def steps(begin: Offsets, before: Progress | None, life: Sequence[Progress], table: str) -> Iterator[Step]:
+    """The steps from a position to the last of some progress records.
+
+    Args:
+        begin: where each partition begins; one that is not named begins at 0.
+        before: the progress at the beginning, if it is known.
+        life: the progress records from there on.
+        table: whose watermark counts.
+    """
+    position = {topic: dict(offsets) for topic, offsets in begin.items()}
+    for now in life:
+        if before is not None and now.batch_id == before.batch_id:
+            for topic, offsets in now.offsets.items():  # a start, or a move in time: here reading goes on
+                position[topic] = {**position.get(topic, {}), **offsets}
+            before = now
+            continue
+        is_batch = before is not None and now.batch_id == before.batch_id + 1
+        start = {topic: {p: position.get(topic, {}).get(p, 0) for p in each} for topic, each in now.offsets.items()}
+        end = {
+            topic: {p: max(offset, start[topic][p]) for p, offset in each.items()}
+            for topic, each in now.offsets.items()
+        }
+        if is_batch:
+            yield Step(start, end, _watermark(before, table), _watermark(now, table), now.time_ms, True)
+        elif start != end:
+            yield Step(start, end, None, None, now.time_ms, False)
+        position.update(end)
+        before = now
+
+
+def _watermark(progress: Progress | None, table: str) -> int | None:
+    known = None if progress is None else progress.tables.get(table)
+    return None if known is None else known.watermark_ms

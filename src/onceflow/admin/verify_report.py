@@ -1,0 +1,48 @@
+"""What an audit has found: findings by kind, what was compared, and what could not be checked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from onceflow.admin.tally import Place
+
+LOST, DOUBLED, FOREIGN, MISPLACED, PROGRESS, GROUP, TABLE, STATE = KINDS = (
+    "lost", "doubled", "foreign", "misplaced", "progress", "group", "table", "state",
+)  # fmt: skip
+
+Tell = Callable[[str, int, "int | None"], None]
+"""Called with what is read, how much of it is done, and of how much (None: not known)."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that is not as it has to be: what, and the records that it concerns."""
+
+    kind: str
+    text: str
+    places: tuple[Place, ...] = ()
+
+
+@dataclass
+class Report:
+    """What an audit has found.
+
+    Attributes:
+        counts: by kind of finding, how many.
+        examples: findings of each kind, the first ones.
+        checked: what was compared, as name and number.
+        notes: what could not be checked, and why.
+    """
+
+    limit: int
+    counts: dict[str, int] = field(default_factory=dict)
+    examples: list[Finding] = field(default_factory=list)
+    checked: dict[str, int] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def add(self, kind: str, text: str, places: Iterable[Place] = ()) -> None:
+        """Count a finding, and keep it if it is one of the first of its kind."""
+        self.counts[kind] = self.counts.get(kind, 0) + 1
+        if self.counts[kind] <= self.limit:
+            self.examples.append(Finding(kind, text, tuple(places)))

@@ -1,0 +1,151 @@
+"""`onceflow verify --replay` on a real Kafka: a flow with state, run again from nothing or from an export."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from confluent_kafka import Producer
+
+from onceflow.cli.main import cli
+from onceflow.errors import OnceflowError, ProcessorError
+from onceflow.testing import independent
+
+pytestmark = pytest.mark.integration
+
+LEDGER = Path(__file__).parents[1] / "faults" / "ledger.py"
+
+MUTANTS = '''
+import sys
+sys.path.insert(0, {folder!r})
+from ledger import Ledger
+import onceflow
+
+class Yields(Ledger):
+    """As if an output had been lost, and as if another had been changed."""
+    def process(self, key, records, state):
+        for record in super().process(key, records, state):
+            if record.value["n"] == 7:
+                yield onceflow.Record(key, {{"n": "lost"}})
+            yield onceflow.Record(key, {{"n": "changed"}}) if record.value["n"] == 8 else record
+
+class Keeps(Ledger):
+    """As if a row and an entry of a map had been lost, and another row had been changed."""
+    def process(self, key, records, state):
+        yield from super().process(key, records, state)
+        known = state.get()
+        if key == b"key-001" and known:
+            state.put({{"sum": -1, "count": 0}})
+            state.map("digits").put("mine", 1)
+'''
+
+
+@pytest.fixture
+def mutants(tmp_path: Path) -> Path:
+    path = tmp_path / "broken_ledger.py"
+    path.write_text(MUTANTS.format(folder=str(LEDGER.parent)))
+    return path
+
+
+@pytest.fixture
+def verify(onceflow_broker: str, tmp_path: Path) -> Callable[..., tuple[list[Any], dict[str, Any]]]:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+
+    def run(flow: str, *arguments: str, code: int = 0) -> tuple[list[Any], dict[str, Any]]:
+        common = ["--bootstrap-servers", onceflow_broker, "--scratch", str(scratch), "--json"]
+        answer = CliRunner().invoke(cli, ["verify", flow, *arguments, *common], standalone_mode=False)
+        assert list(scratch.iterdir()) == [], "scratch files are gone, whatever the end"
+        if answer.exception is not None:
+            raise answer.exception
+        *found, last = [json.loads(line) for line in answer.stdout.splitlines()]
+        assert answer.return_value == code, (found, last)
+        return found, last
+
+    return run
+
+
+def test_a_flow_with_state(
+    make_state_pipe: Callable[..., Any], verify: Any, mutants: Path, onceflow_broker: str, tmp_path: Path
+) -> None:
+    pipe = make_state_pipe(partitions=3, target_partitions=2)
+    pipe.fill(300)
+    pipe.run(read={"max_records_per_batch": 150})
+    export = tmp_path / "export.json"
+    command = ["progress", "export", pipe.flow, "--bootstrap-servers", onceflow_broker]
+    export.write_text(CliRunner().invoke(cli, command, standalone_mode=False).stdout)
+    pipe.fill(200)
+    pipe.run()
+    pipe.fill(50)  # not read yet
+    ours = ["--replay", f"{LEDGER}:Ledger"]
+    found, last = verify(pipe.flow, *ours)
+    assert (found, last["exact"], last["notes"]) == ([], True, [])
+    assert last["checked"]["replayed records"] == last["checked"]["output records"] == 500
+    assert last["checked"]["table rows"] >= 40, "values and entries of the map"
+    found, last = verify(pipe.flow, *ours, "--since", str(export))
+    assert (found, last["checked"]["replayed records"]) == ([], 200)
+    assert last["notes"] == [
+        "300 outputs differ from the replay, and are not judged: they may be from before the export"
+    ]
+
+    _, last = verify(pipe.flow, "--replay", f"{mutants}:Yields", code=1)
+    assert last["found"] == {"lost": 2, "foreign": 1}
+    assert verify(pipe.flow, "--replay", f"{mutants}:Yields", "--tables-only")[1]["exact"]
+    found, last = verify(pipe.flow, "--replay", f"{mutants}:Keeps", "--tables-only", code=1)
+    assert last["found"] == {"state": 2}
+    assert {each["text"].split(": ", 1)[1] for each in found} == {
+        "an entry of map 'digits' is not there",
+        "the value is different",
+    }
+    assert all("key-001" in each["text"] for each in found)
+
+    producer = Producer({"bootstrap.servers": onceflow_broker})
+    producer.produce(pipe.target, b'{"n": "made up"}', b"key-001", partition=0)
+    assert producer.flush(30) == 0
+    ((found,), last) = verify(pipe.flow, *ours, code=1)
+    assert (found["kind"], found["places"][0]["topic"]) == ("foreign", pipe.target)
+    assert 'value {"n": "made up"}: no replay yields it' in found["text"]
+
+
+def test_dead_letters_and_errors(
+    make_state_pipe: Callable[..., Any], make_topic: Callable[..., str], verify: Any, onceflow_broker: str
+) -> None:
+    pipe, dead = make_state_pipe(partitions=2), make_topic("dead", 1)
+    pipe.fill(60)
+    producer = Producer({"bootstrap.servers": onceflow_broker})
+    for n in range(3):
+        producer.produce(pipe.source, json.dumps({"n": n, "op": "boom"}).encode(), b"key-bad", partition=n % 2)
+    assert producer.flush(30) == 0
+    pipe.run(process={"on_error": "dead-letter", "dead_letter_topic": dead})
+    ours = ["--replay", f"{LEDGER}:Ledger", "--output", pipe.target]
+    with pytest.raises(ProcessorError, match=r"The replay ends: .*boom at") as raised:
+        verify(pipe.flow, *ours)
+    assert "--dead-letter" in raised.value.next_step
+    assert raised.value.batch is None
+    found, last = verify(pipe.flow, *ours, "--dead-letter", dead)
+    assert (found, last["notes"], last["checked"]["letters"]) == ([], [], 3)
+    for arguments, text in (
+        (["--table", "typo"], f"has no table typo: the flow has {pipe.table}"),
+        (["--source", "typo"], "has not read typo"),
+        (["--from", "latest"], "not where a flow has begun"),
+        (["--from", "offsets=typo:0=1"], "typo-0"),
+    ):
+        with pytest.raises(OnceflowError, match=text):
+            verify(pipe.flow, *ours, "--dead-letter", dead, *arguments)
+
+
+def test_event_time(make_state_pipe: Callable[..., Any], make_topic: Callable[..., str], verify: Any) -> None:
+    """Watermarks are those of the progress records. Late records are in a topic of their own."""
+    pipe, late = make_state_pipe(partitions=1), make_topic("late", 1)
+    ledger = pipe.ledger
+    for sent in (ledger.alarm_inputs(0, 200), ledger.alarm_inputs(200, 20, at=3_000), ledger.alarm_inputs(220, 100)):
+        independent.fill(pipe.bootstrap, pipe.source, sent)
+        pipe.run(process={"processor": ledger.Alarms(), "late_topic": late})
+    found, last = verify(pipe.flow, "--replay", f"{LEDGER}:Alarms", "--output", pipe.target, "--dead-letter", late)
+    assert (found, last["notes"]) == ([], [])
+    assert last["checked"]["letters"] == 20
+    assert last["checked"]["output records"] > 80, "timers that have fired"

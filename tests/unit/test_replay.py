@@ -1,0 +1,389 @@
+"""The logic of `onceflow verify --replay`: the processor that a user names, the steps, and a replay without Kafka."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+import onceflow
+from onceflow.admin.replay import BATCHES_UNKNOWN, CLOCK, IDLE, NOT_IN_ORDER, Replay, Replayed
+from onceflow.admin.replay_outputs import ReplayOutputs
+from onceflow.admin.replay_steps import Step, current_life, first_start, steps, went_back
+from onceflow.admin.replayed_processor import load
+from onceflow.admin.table_contents import differences, rows_of
+from onceflow.admin.tally import Tally
+from onceflow.admin.verify_report import Report
+from onceflow.client.committed import Chunk
+from onceflow.client.log_reader import LogRecord
+from onceflow.errors import OptionError, ProcessorError
+from onceflow.protocol import progress as records
+from onceflow.protocol.partitioners import key_partitions
+from onceflow.protocol.progress import Progress, TableProgress
+from onceflow.state import rows
+
+# ---- the processor ---------------------------------------------------------------------------------------
+
+SERVICE = """
+import onceflow
+from onceflow import Processor
+
+class Sums(Processor):
+    def process(self, key, records, state):
+        state.put(b"%d" % (int(state.get(b"0")) + len(records)))
+
+class Limited(Processor):
+    def __init__(self, limit):
+        self.limit = limit
+
+class Fails(Processor):
+    def __init__(self):
+        raise KeyError("no settings")
+
+class Asks(Processor):
+    def __init__(self):
+        self.ask = onceflow.concurrently(print)
+
+class Other:
+    pass
+
+def limited():
+    return Limited(3)
+
+def broken():
+    return 7
+
+ready = Limited(5)
+number = 7
+"""
+
+
+@pytest.fixture
+def service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path / "sums_service.py"
+    path.write_text(SERVICE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [*__import__("sys").path])
+    return path
+
+
+@pytest.mark.parametrize("name", ["Sums", "limited", "ready"])
+def test_a_processor_by_its_name(service: Path, name: str) -> None:
+    assert isinstance(load(f"{service}:{name}"), onceflow.Processor)
+    assert isinstance(load(f"sums_service:{name}"), onceflow.Processor)
+
+
+@pytest.mark.parametrize(
+    "text, what",
+    [
+        ("sums_service", "names no processor"),
+        (":Sums", "names no processor"),
+        ("no_such_module:Sums", "there is no module no_such_module"),
+        ("no_such_file.py:Sums", "there is no file no_such_file.py"),
+        ("sums_service:Sum", "has no Sum; it has Sums"),
+        ("sums_service:Limited", "needs arguments: limit"),
+        (
+            "sums_service:Fails",
+            r"calling sums_service:Fails failed: KeyError: 'no settings' \(raised in __init__, sums_",
+        ),
+        ("sums_service:Other", "the class is no onceflow.Processor"),
+        ("sums_service:broken", "is 7, and no processor"),
+        ("sums_service:number", "is 7, and no processor"),
+        ("sums_service:Asks", "calls other services"),
+        (
+            "broken_service.py:Sums",
+            r"importing broken_service.py failed: NameError.*raised in <module>, broken_service",
+        ),
+        ("needy_service:Sums", "importing needy_service failed: ModuleNotFoundError: .*no_such_package"),
+        ("exits.py:Sums", "importing exits.py failed: SystemExit"),
+    ],
+)
+def test_a_processor_that_cannot_be_replayed(service: Path, text: str, what: str) -> None:
+    (service.parent / "broken_service.py").write_text("undefined_name\n")
+    (service.parent / "needy_service.py").write_text("import no_such_package\n")
+    (service.parent / "exits.py").write_text("raise SystemExit(3)\n")
+    with pytest.raises(OptionError, match=what) as raised:
+        load(text)
+    assert raised.value.next_step
+
+
+# ---- steps -----------------------------------------------------------------------------------------------
+
+
+def at(batch: int, offsets: dict[str, dict[int, int]], watermark_ms: int | None = None) -> Progress:
+    return Progress("f", batch, offsets, {}, batch * 10, tables={"t": TableProgress(watermark_ms=watermark_ms)})
+
+
+def brief(found: Iterator[Step]) -> list[tuple[Any, Any, bool]]:
+    return [(step.start, step.end, step.is_batch) for step in found]
+
+
+def test_batches_are_steps() -> None:
+    life = [at(0, {"s": {0: 4}}), at(1, {"s": {0: 9}}, 70), at(2, {"s": {0: 9}}, 80), at(3, {"s": {0: 12, 1: 5}}, 90)]
+    found = list(steps(first_start(life), None, life, "t"))
+    assert brief(iter(found)) == [
+        ({"s": {0: 4}}, {"s": {0: 9}}, True),
+        ({"s": {0: 9}}, {"s": {0: 9}}, True),  # a batch in which timers have fired
+        ({"s": {0: 9, 1: 0}}, {"s": {0: 12, 1: 5}}, True),
+    ]
+    assert [(step.watermark_ms, step.watermark_after_ms) for step in found] == [(None, 70), (70, 80), (80, 90)]
+
+
+def test_batches_whose_records_are_gone() -> None:
+    life = [at(5, {"s": {0: 50}}), at(6, {"s": {0: 60}}), at(9, {"s": {0: 90}})]
+    assert first_start(life) == {}
+    assert brief(steps({}, None, life, "t")) == [
+        ({"s": {0: 0}}, {"s": {0: 50}}, False),
+        ({"s": {0: 50}}, {"s": {0: 60}}, True),
+        ({"s": {0: 60}}, {"s": {0: 90}}, False),
+    ]
+
+
+def test_a_topic_that_was_added_and_a_move() -> None:
+    life = [
+        at(0, {"s": {0: 0}}),
+        at(1, {"s": {0: 10}}),
+        at(1, {"s": {0: 10}, "u": {0: 7}}),
+        at(2, {"s": {0: 11}, "u": {0: 8}}),
+    ]
+    assert first_start(life) == {"s": {0: 0}, "u": {0: 7}}
+    assert brief(steps(first_start(life), None, life, "t"))[1] == (
+        {"s": {0: 10}, "u": {0: 7}},
+        {"s": {0: 11}, "u": {0: 8}},
+        True,
+    )
+    assert not went_back(life)
+    ahead = [*life[:2], at(1, {"s": {0: 30}}), at(2, {"s": {0: 40}})]
+    assert brief(steps({}, None, ahead, "t"))[1] == ({"s": {0: 30}}, {"s": {0: 40}}, True)
+    assert not went_back(ahead)
+    assert went_back([*life[:2], at(1, {"s": {0: 3}})])
+
+
+def test_only_what_is_after_a_reset_counts() -> None:
+    history = [
+        LogRecord(0, *records.encode(at(1, {"s": {0: 5}})), 0, 7, 0),
+        LogRecord(1, b"f", None, 0, 7, 0),
+        LogRecord(2, *records.encode(at(0, {"s": {0: 0}})), 0, 7, 0),
+    ]
+    assert [each.batch_id for each in current_life(history)] == [0]
+
+
+# ---- a replay --------------------------------------------------------------------------------------------
+
+
+class Counts(onceflow.Processor):
+    value = onceflow.serdes.JSON
+    state = onceflow.serdes.JSON
+    output = onceflow.serdes.JSON
+
+    def process(self, key: bytes, records: Sequence[onceflow.Record], state: Any) -> Iterator[onceflow.Record]:
+        for record in records:
+            state.put(state.get(0) + record.value)
+            yield onceflow.Record(key, {"n": record.value, "sum": state.get()})
+
+
+class Fading(Counts):
+    ttl = "1 hour"
+
+
+class Ringing(Counts):
+    def process(self, key: bytes, records: Sequence[onceflow.Record], state: Any) -> Iterator[onceflow.Record]:
+        state.timers.register("bell", state.now_ms + 10**9, clock="processing")
+        yield from super().process(key, records, state)
+
+
+class Timed(Counts):
+    """Each record sets a timer one second of event time later."""
+
+    allowed_lateness = "0 seconds"
+
+    def process(self, key: bytes, records: Sequence[onceflow.Record], state: Any) -> Iterator[onceflow.Record]:
+        for record in records:
+            state.timers.register(str(record.value), record.timestamp_ms + 1000)
+        yield from super().process(key, records, state)
+
+    def on_timer(self, key: bytes, timer: Any, state: Any) -> Iterator[onceflow.Record]:
+        yield onceflow.Record(key, {"timer": timer.name})
+
+
+class Log:
+    """Source records in memory, read as `CommittedReader` reads them; values are their offsets."""
+
+    def __init__(self, keys: dict[int, list[bytes]]) -> None:
+        self._keys = keys
+
+    def read(self, topic: str, partition: int, start: int, end: int) -> Iterator[Chunk]:
+        for offset in range(start, end, 100):
+            stop = min(end, offset + 100)
+            numbers = np.arange(offset, stop)
+            values = [json.dumps(n).encode() for n in range(offset, stop)]
+            keys = self._keys[partition][offset:stop]
+            yield Chunk(list(keys), values, {}, stop, [numbers * 10], [numbers])
+
+
+def placed(count: int, partitions: int) -> dict[int, list[bytes]]:
+    keys = [b"key-%d" % n for n in range(60)]
+    where = key_partitions(pa.array(keys), partitions)
+    mine = {p: [key for key, at in zip(keys, where, strict=True) if at == p] for p in range(partitions)}
+    return {p: [mine[p][n % len(mine[p])] for n in range(count)] for p in range(partitions)}
+
+
+class Run:
+    """A replay of one topic with two partitions, and what it yields."""
+
+    def __init__(self, folder: Path, processor: Any, keys: dict[int, list[bytes]], name: str = "state") -> None:
+        self.outputs: list[tuple[bytes, bytes]] = []
+        self.replay = Replay(
+            Replayed("f", processor, "t", 3, ["s"]),
+            Log(keys),  # type: ignore[arg-type]
+            folder / name,
+            emit=self._emit,
+            tell=lambda done: None,
+        )
+
+    def _emit(self, batch: pa.RecordBatch, partition: int) -> None:
+        self.outputs += zip(batch.column("key").to_pylist(), batch.column("value").to_pylist(), strict=True)
+
+    def rows(self) -> dict[bytes, bytes]:
+        stores = self.replay.stores()
+        found = {key: row for store in stores.values() for key, row in rows_of(store)}
+        for store in stores.values():
+            store.close()
+        return found
+
+
+def step(start: int, end: int, watermark_ms: int | None = None, after: int | None = None, batch: bool = True) -> Step:
+    return Step({"s": {0: start, 1: start}}, {"s": {0: end, 1: end}}, watermark_ms, after, 1000, batch)
+
+
+def expected(keys: dict[int, list[bytes]], end: int) -> tuple[list[tuple[bytes, bytes]], dict[bytes, bytes]]:
+    sums: dict[bytes, int] = {}
+    outputs = []
+    for listed in keys.values():
+        for n, key in enumerate(listed[:end]):
+            sums[key] = sums.get(key, 0) + n
+            outputs.append((key, b'{"n":%d,"sum":%d}' % (n, sums[key])))
+    return sorted(outputs), {rows.value_key(key): rows.pack(b"%d" % total) for key, total in sums.items()}
+
+
+@pytest.mark.parametrize("cuts", [[0, 700], [0, 1, 300, 300, 700]], ids=["one part", "batches"])
+def test_a_replay_is_what_the_flow_has_written(tmp_path: Path, cuts: list[int]) -> None:
+    keys = placed(700, 2)
+    run = Run(tmp_path, Counts(), keys)
+    for start, end in pairwise(cuts):
+        run.replay.run(step(start, end, batch=len(cuts) > 2))
+    outputs, state = expected(keys, 700)
+    assert sorted(run.outputs) == outputs
+    assert run.rows() == state
+    assert (run.replay.records, run.replay.reasons) == (1400, [])
+
+
+def test_a_replay_from_a_given_state(tmp_path: Path) -> None:
+    keys = placed(400, 2)
+    first = Run(tmp_path, Counts(), keys)
+    first.replay.run(step(0, 150))
+    second = Run(tmp_path, Counts(), keys, "later")
+    for partition, store in first.replay.stores().items():
+        second.replay.seed(partition, rows_of(store))
+        store.close()
+    second.replay.run(step(150, 400))
+    assert sorted(first.outputs + second.outputs) == expected(keys, 400)[0]
+    assert second.rows() == expected(keys, 400)[1]
+
+
+def test_what_a_replay_cannot_know(tmp_path: Path) -> None:
+    keys = placed(100, 2)
+    swapped = {0: keys[1], 1: keys[0]}
+    for number, (processor, given, how, reasons) in enumerate(
+        [
+            (Counts(), swapped, step(0, 100), [NOT_IN_ORDER]),
+            (Fading(), keys, step(0, 100), [CLOCK]),
+            (Ringing(), keys, step(0, 100), [CLOCK]),
+            (Timed(), keys, step(0, 100, batch=False), [BATCHES_UNKNOWN]),
+            (Timed(), keys, step(0, 100, None, 990), []),
+            (Timed(), keys, step(0, 100, None, 991), [IDLE]),
+        ]
+    ):
+        run = Run(tmp_path, processor, given, str(number))
+        run.replay.run(how)
+        assert run.replay.reasons == reasons, number
+
+
+def test_timers_of_event_time_fire_as_in_the_flow(tmp_path: Path) -> None:
+    keys = placed(300, 2)
+    run = Run(tmp_path, Timed(), keys)
+    run.replay.run(step(0, 200, None, 1990))
+    assert len(run.outputs) == 400, "no timer is due before the watermark is known"
+    run.replay.run(step(200, 200, 1990, 1990))
+    fired = [json.loads(value)["timer"] for _, value in run.outputs if b"timer" in value]
+    assert sorted(map(int, fired)) == sorted([*range(100), *range(100)]), "those up to the watermark"
+
+
+def test_a_processor_that_raises(tmp_path: Path) -> None:
+    class Raises(Counts):
+        def process(self, key: bytes, records: Sequence[onceflow.Record], state: Any) -> Iterator[onceflow.Record]:
+            raise ZeroDivisionError("by nothing")
+
+    run = Run(tmp_path, Raises(), placed(5, 2))
+    with pytest.raises(ProcessorError, match=r"The replay ends: .*ZeroDivisionError: by nothing") as raised:
+        run.replay.run(step(0, 5))
+    assert raised.value.batch is None
+    assert "--dead-letter" in raised.value.next_step
+
+
+# ---- comparison ------------------------------------------------------------------------------------------
+
+
+def test_rows_that_differ() -> None:
+    left = iter([(b"a", b"1"), (b"b", b"2"), (b"d", b"4")])
+    right = iter([(b"b", b"3"), (b"c", b"3"), (b"d", b"4"), (b"e", b"5")])
+    assert list(differences(left, right)) == [
+        (b"a", b"1", None),
+        (b"b", b"2", b"3"),
+        (b"c", None, b"3"),
+        (b"e", None, b"5"),
+    ]
+
+
+def yielded(topic: str | None = None, headers: Any = None) -> pa.RecordBatch:
+    from onceflow.state.engine.output_collector import SCHEMA
+
+    return pa.RecordBatch.from_arrays(
+        [pa.array([each], kind.type) for each, kind in zip([b"k", b"v", topic, headers, None], SCHEMA, strict=True)],
+        schema=SCHEMA,
+    )
+
+
+def test_outputs_are_compared_by_topic_key_value_and_headers(tmp_path: Path) -> None:
+    header = [{"key": "h", "value": b"1"}]
+    with Tally(tmp_path) as tally, ReplayOutputs(tally, ["o", "p"], "o", "dead", tmp_path, "f") as outputs:
+        for batch in (yielded(), yielded("p"), yielded("o", header), yielded("dead", header)):
+            outputs.yielded(batch, 0)
+        chunk = Chunk([b"k", b"k", b"k"], [b"v", b"v", b"w"], {1: [("h", b"1")]}, 3, [], [np.arange(3)])
+        outputs.there(chunk, "o", 0, letter=False)
+        outputs.there(replace(chunk, keys=[b"k"], values=[b"v"], places=[np.arange(1)]), "dead", 0, letter=True)
+        report = Report(5)
+        for each in outputs.differences():
+            outputs.report(each, report, Log({0: [b"k"] * 3}))  # type: ignore[arg-type]
+    assert report.counts == {"lost": 1, "foreign": 1}, "what is for p is not there, w was not yielded"
+    assert any(
+        "key k, value v: a replay yields it 1 times, it is there 0 times" in each.text for each in report.examples
+    )
+
+
+@pytest.mark.parametrize("topic, default", [(None, None), ("other", "o"), (None, "other")])
+def test_a_topic_that_is_not_known(tmp_path: Path, topic: str | None, default: str | None) -> None:
+    with (
+        Tally(tmp_path) as tally,
+        ReplayOutputs(tally, ["o"], default, None, tmp_path, "f") as outputs,
+        pytest.raises(OptionError, match=r"not known where|not among the outputs") as raised,
+    ):
+        outputs.yielded(yielded(topic), 0)
+    assert "--output" in raised.value.next_step
