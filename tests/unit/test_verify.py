@@ -11,7 +11,7 @@ import pytest
 
 from onceflow.admin.identity import identity_of
 from onceflow.admin.progress_history import breaks, committed_records
-from onceflow.admin.tally import LETTER, OUTPUT, SOURCE, UNDECIDED, Place, Tally, digest_of
+from onceflow.admin.tally import LETTER, OUTPUT, SOURCE, UNDECIDED, Place, Reordered, Tally, digest_of
 from onceflow.client.log_reader import LogRecord, Marker
 from onceflow.errors import OptionError
 from onceflow.protocol import progress as records
@@ -71,6 +71,66 @@ def test_many_records_with_a_few_mistakes(tmp_path: Path) -> None:
     with tally(tmp_path, {(SOURCE, "s"): source, (OUTPUT, "o"): output}) as made:
         found = {next(p.offset for p in each.places if p.topic == "s"): each.found for each in made.differences()}
     assert found == {**dict.fromkeys(lost, 0), **dict.fromkeys(doubled - lost, 2)}
+
+
+def ordered(folder: Path, source: Sequence[tuple[int, str]], output: Sequence[tuple[int, str]]) -> list[Reordered]:
+    """What is out of order, of records with an id and a key each."""
+    with Tally(folder) as made:
+        for side, topic, records_ in ((SOURCE, "s", source), (OUTPUT, "o", output)):
+            found = [(offset, digest_of(str(each).encode())) for offset, (each, _) in enumerate(records_)]
+            made.add(side, topic, 0, found, [key.encode() if key else None for _, key in records_])
+        list(made.differences(ordered=True))
+        return list(made.reordered())
+
+
+@pytest.mark.parametrize(
+    "source, output, wrong",
+    [
+        ([(1, "a"), (2, "a"), (3, "b")], [(3, "b"), (1, "a"), (2, "a")], []),
+        ([(1, "a"), (2, "a"), (3, "a")], [(1, "a"), (3, "a"), (2, "a")], [(1, 2, 2, 1)]),
+        ([(1, "a"), (2, "b")], [(2, "b"), (1, "a")], []),  # of two keys
+        ([(1, "a"), (2, "a")], [(2, "x"), (1, "x")], []),  # the flow changes keys
+        ([(1, ""), (2, "")], [(2, ""), (1, "")], []),  # without a key
+        ([(1, "a"), (2, "a"), (2, "a")], [(2, "a"), (1, "a"), (2, "a")], []),  # ids that are not unique
+    ],
+)
+def test_order(
+    tmp_path: Path,
+    source: Sequence[tuple[int, str]],
+    output: Sequence[tuple[int, str]],
+    wrong: Sequence[tuple[int, int, int, int]],
+) -> None:
+    found = ordered(tmp_path, source, output)
+    places = [(each.before, each.after, each.source_before, each.source_after) for each in found]
+    assert [tuple(place.offset for place in each) for each in places] == list(wrong)
+    assert all([place.topic for place in each] == ["o", "o", "s", "s"] for each in places)
+
+
+def test_order_of_many_records(tmp_path: Path) -> None:
+    source = [(n, f"key-{n % 1000}") for n in range(50_000)]
+    output = sorted(source, key=lambda each: each[0] % 7)  # a key's records are 1000 apart
+    by_key: dict[str, int] = {}
+    wrong = 0
+    for each, key in output:
+        wrong += each < by_key.get(key, -1)
+        by_key[key] = each
+    assert len(ordered(tmp_path, source, output)) == wrong > 0
+    assert ordered(tmp_path, source, source) == []
+
+
+def test_order_is_of_partitions_and_topics(tmp_path: Path) -> None:
+    """Nothing is said of two partitions of a source, or of an output; what is undecided counts, too."""
+    digests = [digest_of(b"%d" % n) for n in range(4)]
+    with Tally(tmp_path) as made:
+        for n, (side, partition) in enumerate([(SOURCE, 0), (SOURCE, 1), (SOURCE, 0), (UNDECIDED, 0)]):
+            made.add(side, "s", partition, [(n, digests[n])], [b"k"])
+        for offset, (topic, partition, n) in enumerate(
+            [("o", 0, 1), ("o", 0, 0), ("o", 1, 2), ("p", 0, 3), ("p", 0, 2), ("p", 0, 1), ("p", 0, 0)]
+        ):
+            made.add(OUTPUT, topic, partition, [(offset, digests[n])], [b"k"])
+        list(made.differences(in_each=["o", "p"], ordered=True))
+        found = sorted((each.source_before.offset, each.source_after.offset) for each in made.reordered())
+    assert found == [(2, 0), (3, 2)]
 
 
 def test_identities() -> None:

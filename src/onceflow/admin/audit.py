@@ -16,7 +16,18 @@ import pyarrow as pa
 from onceflow.admin.identity import Identity
 from onceflow.admin.progress_history import breaks, last_of, read_history
 from onceflow.admin.tally import LETTER, OUTPUT, SOURCE, UNDECIDED, Difference, Place, Tally
-from onceflow.admin.verify_report import DOUBLED, FOREIGN, GROUP, LOST, MISPLACED, PROGRESS, TABLE, Report, Tell
+from onceflow.admin.verify_report import (
+    DOUBLED,
+    FOREIGN,
+    GROUP,
+    LOST,
+    MISPLACED,
+    PROGRESS,
+    REORDERED,
+    TABLE,
+    Report,
+    Tell,
+)
 from onceflow.client.cluster import Cluster
 from onceflow.client.committed import CommittedReader
 from onceflow.client.deadline import Deadline
@@ -42,6 +53,7 @@ class Outputs:
         in_each: whether every record is in each output, not in one of them.
         filtered: whether the flow leaves out records, so that a missing one is not lost.
         by_key: whether a record has to be in the partition that the Java client would choose for its key.
+        ordered: whether the outputs of a key are in the order of their source records.
         begin: where the flow has begun to read, by topic and partition; what is not named: as progress says.
     """
 
@@ -51,6 +63,7 @@ class Outputs:
     in_each: bool = False
     filtered: bool = False
     by_key: bool = True
+    ordered: bool = True
     begin: Offsets | None = None
 
 
@@ -188,8 +201,12 @@ class Audit:
         if self._outputs.letters:
             self.report.checked["letters"] = tally.counts[LETTER]
         unjudged = 0
-        for each in tally.differences(in_each=sorted(outputs) if self._outputs.in_each else ()):
+        ordered = self._outputs.ordered and self._outputs.by_key
+        for each in tally.differences(in_each=sorted(outputs) if self._outputs.in_each else (), ordered=ordered):
             unjudged += not self._judge(each, whole, progress.offsets)
+        for pair in tally.reordered() if ordered else ():
+            text = "its key's record before it was made of a later source record"
+            self.report.add(REORDERED, text, [pair.after, pair.before, pair.source_after, pair.source_before])
         if unjudged:
             self.report.notes.append(f"{unjudged} output records are not judged: a source does not begin at 0 any more")
 
@@ -224,7 +241,7 @@ class Audit:
                 offsets = chunk.offsets.tolist()
                 rows = zip(offsets, chunk.keys, chunk.values, range(len(offsets)), strict=True)
                 found = ((offset, identity(key, value, chunk.headers.get(row, ()))) for offset, key, value, row in rows)
-                tally.add(side, topic, partition, found)
+                tally.add(side, topic, partition, found, chunk.keys)
                 if side == OUTPUT and self._outputs.by_key:
                     self._check_places(topic, partition, chunk.keys, offsets, len(span))
                 done, at = done + chunk.next_offset - at, chunk.next_offset

@@ -1,8 +1,9 @@
 """Compares two large collections of records by identity, in bounded memory: what is missing, what is there too often.
 
-Each record is kept as 40 bytes in one of many files in a scratch folder, chosen by a digest of its identity. So equal
+Each record is kept as 48 bytes in one of many files in a scratch folder, chosen by a digest of its identity. So equal
 identities meet in one file, and the files are compared one after the other: 10,000,000 records on each side need
-800 MB of disk, and the memory of one file.
+960 MB of disk, and the memory of one file. To compare the order of records, each pair of records with the same
+identity takes another 40 bytes, in a file chosen by their key.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import hashlib
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -20,9 +22,19 @@ import numpy as np
 _FILES = 128
 _BUFFERED = 4096  # records in memory for each file, before they are written
 _SHOWN = 10
+_MASK = (1 << 64) - 1
 _ROW = np.dtype(
-    [("low", "<u8"), ("high", "<u8"), ("side", "<u4"), ("topic", "<u4"), ("partition", "<i8"), ("offset", "<i8")]
-)
+    [
+        ("low", "<u8"), ("high", "<u8"), ("key", "<u8"), ("side", "<u4"), ("topic", "<u4"), ("partition", "<i8"),
+        ("offset", "<i8"),
+    ]
+)  # fmt: skip
+_PAIR = np.dtype(
+    [
+        ("key", "<u8"), ("from_topic", "<u4"), ("from_partition", "<u4"), ("topic", "<u4"), ("partition", "<u4"),
+        ("from_offset", "<i8"), ("offset", "<i8"),
+    ]
+)  # fmt: skip
 
 SOURCE, OUTPUT, LETTER, UNDECIDED = range(4)
 """Where a record is: in the source range, in an output, in a topic of dead or late letters, or in the part of the
@@ -62,6 +74,16 @@ def digest_of(*parts: bytes | None) -> bytes:
     return made.digest()
 
 
+@dataclass(frozen=True)
+class Reordered:
+    """Two records of one key in one partition of an output, the later one made of the earlier record of the source."""
+
+    before: Place
+    after: Place
+    source_before: Place
+    source_after: Place
+
+
 class Tally:
     """The records of both sides. Use it as a context manager: the scratch folder is deleted at the end.
 
@@ -71,7 +93,7 @@ class Tally:
 
     def __init__(self, folder: Path | None = None) -> None:
         self._scratch = tempfile.TemporaryDirectory(prefix="onceflow-verify-", dir=folder)
-        self._waiting: list[list[tuple[int, int, int, int, int, int]]] = [[] for _ in range(_FILES)]
+        self._waiting: list[list[tuple[int, ...]]] = [[] for _ in range(_FILES)]
         self._topics: dict[str, int] = {}
         self.counts = [0, 0, 0, 0]
 
@@ -81,37 +103,75 @@ class Tally:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._scratch.cleanup()
 
-    def add(self, side: int, topic: str, partition: int, records: Iterable[tuple[int, bytes]]) -> None:
-        """Add records of a partition: offset, and digest of the identity (`digest_of`)."""
+    def add(
+        self,
+        side: int,
+        topic: str,
+        partition: int,
+        records: Iterable[tuple[int, bytes]],
+        keys: Iterable[bytes | None] | None = None,
+    ) -> None:
+        """Add records of a partition: offset, and digest of the identity (`digest_of`).
+
+        Args:
+            keys: of the records; None: their order is not compared.
+        """
         number = self._topics.setdefault(topic, len(self._topics))
-        for offset, digest in records:
+        for (offset, digest), key in zip(records, repeat(None) if keys is None else keys, strict=False):
             low, high = int.from_bytes(digest[:8], "little"), int.from_bytes(digest[8:], "little")
             waiting = self._waiting[low % _FILES]
-            waiting.append((low, high, side, number, partition, offset))
+            # A hash of this process: one of eight bytes is enough, and the fastest.
+            key_hash = 0 if key is None else hash(key) & _MASK
+            waiting.append((low, high, key_hash, side, number, partition, offset))
             self.counts[side] += 1
             if len(waiting) >= _BUFFERED:
                 self._flush(low % _FILES)
 
-    def differences(self, *, in_each: Sequence[str] = ()) -> Iterator[Difference]:
+    def differences(self, *, in_each: Sequence[str] = (), ordered: bool = False) -> Iterator[Difference]:
         """Identities that are not as often in the outputs and letters as in the sources.
 
         Args:
             in_each: a record of the sources has to be in each of these outputs, or else in the letters as often as in
                 one output. Empty: in any one of the outputs or letters.
+            ordered: prepare for `reordered`.
         """
         for number in range(_FILES):
             self._flush(number)
             path = self._path(number)
             if path.exists():
-                yield from self._compare(np.fromfile(path, _ROW), in_each)
+                yield from self._compare(np.fromfile(path, _ROW), in_each, ordered)
                 path.unlink()
 
-    def _compare(self, rows: Any, in_each: Sequence[str]) -> Iterator[Difference]:
+    def reordered(self) -> Iterator[Reordered]:
+        """Records that are behind later ones of their key. To be called after `differences`.
+
+        Only records are compared whose identity is there once in the sources and once in the output, under the same
+        key. They have to be in one partition of a source, and in one partition of an output.
+        """
+        names = {number: topic for topic, number in self._topics.items()}
+        for number in range(_FILES):
+            path = self._path(number, "pairs")
+            if not path.exists():
+                continue
+            pairs = np.fromfile(path, _PAIR)
+            path.unlink()
+            group = ("from_partition", "from_topic", "partition", "topic", "key")
+            pairs = pairs[np.lexsort((pairs["offset"], *(pairs[name] for name in group)))]
+            before, after = pairs[:-1], pairs[1:]
+            wrong = before["from_offset"] > after["from_offset"]
+            for name in group:
+                wrong &= before[name] == after[name]
+            for at in np.flatnonzero(wrong).tolist():
+                yield Reordered(*_places(before[at], after[at], names))
+
+    def _compare(self, rows: Any, in_each: Sequence[str], ordered: bool) -> Iterator[Difference]:
         rows = rows[np.lexsort((rows["offset"], rows["side"], rows["high"], rows["low"]))]
         new = np.ones(len(rows), bool)
         new[1:] = (rows["low"][1:] != rows["low"][:-1]) | (rows["high"][1:] != rows["high"][:-1])
         starts = np.flatnonzero(new)
         ends = np.append(starts[1:], len(rows))
+        if ordered:
+            self._pair(rows, starts, ends, np.cumsum(new) - 1)
         expected = np.add.reduceat((rows["side"] == SOURCE).astype(np.int64), starts)
         most = expected + np.add.reduceat((rows["side"] == UNDECIDED).astype(np.int64), starts)
         letters = np.add.reduceat((rows["side"] == LETTER).astype(np.int64), starts)
@@ -130,6 +190,34 @@ class Tally:
             places = tuple(Place(names[int(r["topic"])], int(r["partition"]), int(r["offset"])) for r in same)
             yield Difference(int(expected[at]), int(worst[at]), places)
 
+    def _pair(self, rows: Any, starts: Any, ends: Any, group: Any) -> None:
+        """Write down where the records of an output come from, if that is certain.
+
+        Args:
+            group: of each row, the number of its identity.
+        """
+        sides = rows["side"]
+        from_source = (sides == SOURCE) | (sides == UNDECIDED)
+        once = np.add.reduceat(from_source.astype(np.int64), starts) == 1
+        # In the order of sides, the source is the first of an identity, and what is undecided the last.
+        source = np.where(sides[starts] == SOURCE, starts, ends - 1)
+        outputs = np.flatnonzero(sides == OUTPUT)
+        place = group[outputs] * len(self._topics) + rows["topic"][outputs]
+        _, back, counts = np.unique(place, return_inverse=True, return_counts=True)
+        chosen = outputs[(counts[back] == 1) & once[group[outputs]]]
+        of = source[group[chosen]]
+        same = (rows["key"][chosen] == rows["key"][of]) & (rows["key"][chosen] != 0)
+        chosen, of = chosen[same], of[same]
+        pairs = np.empty(len(chosen), _PAIR)
+        for name in ("key", "topic", "partition", "offset"):
+            pairs[name] = rows[name][chosen]
+        for name in ("topic", "partition", "offset"):
+            pairs[f"from_{name}"] = rows[name][of]
+        files = pairs["key"] % np.uint64(_FILES)
+        for number in np.unique(files).tolist():
+            with self._path(int(number), "pairs").open("ab") as file:
+                pairs[files == number].tofile(file)
+
     def _flush(self, number: int) -> None:
         waiting = self._waiting[number]
         if waiting:
@@ -137,5 +225,12 @@ class Tally:
                 np.array(waiting, _ROW).tofile(file)
             waiting.clear()
 
-    def _path(self, number: int) -> Path:
-        return Path(self._scratch.name) / f"{number:03}"
+    def _path(self, number: int, kind: str = "rows") -> Path:
+        return Path(self._scratch.name) / f"{kind}-{number:03}"
+
+
+def _places(before: Any, after: Any, names: dict[int, str]) -> Iterator[Place]:
+    for which in ("", "from_"):
+        for row in (before, after):
+            topic, partition, offset = (int(row[which + name]) for name in ("topic", "partition", "offset"))
+            yield Place(names[topic], partition, offset)

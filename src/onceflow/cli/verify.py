@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     "[default: as its first progress record says]",
 )
 @click.option("--in-each", is_flag=True, help="Each record is in every output, not in one of them.")
+@click.option("--unordered", is_flag=True, help="The records of a key need not be in the order of the source.")
 @click.option("--filtered", is_flag=True, help="The flow leaves out records: missing ones are not lost.")
 @click.option(
     "--partitioner",
@@ -81,6 +82,7 @@ def verify(
     since: IO[str] | None,
     begin: str | None,
     in_each: bool,
+    unordered: bool,
     filtered: bool,
     partitioner: str,
     limit: int,
@@ -112,7 +114,7 @@ def verify(
     _check_usage(
         {"--id": identity, "--replay": replay},
         {"--output": outputs, "--dead-letter": letters, "--from": begin},
-        {"--in-each": in_each, "--filtered": filtered},
+        {"--in-each": in_each, "--filtered": filtered, "--unordered": unordered},
         {"--table": table, "--source": sources, "--tables-only": tables_only, "--since": since},
     )
     names = Names(flow, transactional_id_prefix, group_id_prefix)
@@ -130,7 +132,7 @@ def verify(
             show(text, done, total)
 
         first = None if target is None else offsets_at(cluster, names, target)
-        wanted = Outputs(place, outputs, letters, in_each, filtered, partitioner == "key", first)
+        wanted = Outputs(place, outputs, letters, in_each, filtered, partitioner == "key", not unordered, first)
         report = Audit(cluster, names, wanted, limit=limit, tell=tell).run(stack.enter_context(Tally(scratch)))
         if processor is not None:
             options = ReplayOptions(processor, table, sources, outputs, letters, tables_only, first, export)
