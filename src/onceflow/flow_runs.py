@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable
 
 from onceflow import hooks, interactive, log_context
 from onceflow.client.settings import ClientSettings
 from onceflow.driver.run import Run
+from onceflow.driver.source_times import SourceTimes
 from onceflow.driver.startup import Startup
 from onceflow.errors import OptionError
 from onceflow.flow_end import end_when_complete
@@ -99,7 +101,8 @@ class FlowRuns:
                 self._release(startup)
 
             try:
-                self._running = query = FlowQuery(run.start(), run.sink, ended, run.until)
+                times = functools.partial(SourceTimes, self._settings)
+                self._running = query = FlowQuery(run.start(), run.sink, ended, run.until, times)
                 query_listener.started(query)
                 if run.until:
                     end_when_complete(query)

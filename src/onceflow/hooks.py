@@ -26,10 +26,13 @@ ABORTED = "aborted"
 #: And: the query of a flow was started; a batch was given up after its progress was written (at_most_once); a query
 #: has failed.
 STARTED, LOST, FAILED = "started", "lost", "failed"
+#: And: the local copy of a partition was restored from its changelog, or caught up with it.
+RESTORED = "restored"
 
 #: Called with the step, and with the keyword arguments ``flow``, ``batch`` and more facts: at ``begin`` the producer id
 #: and epoch as ``producer``, and the ``source`` range; at ``end`` and ``lost`` the ``summary`` of the batch; at
-#: ``aborted`` and ``failed`` the ``error``; at ``started`` the ``query``.
+#: ``aborted`` and ``failed`` the ``error``; at ``started`` the ``query``; at ``restored`` the ``table``, and how
+#: many ``records`` were read in how many ``seconds``.
 Observer = Callable[..., None]
 _observers: list[Observer] = []
 

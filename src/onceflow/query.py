@@ -13,6 +13,7 @@ from pyspark.sql.streaming.query import StreamingQuery
 from onceflow import log_context
 from onceflow.calls.runner import give_up
 from onceflow.driver.batch_sink import BatchSink
+from onceflow.driver.source_times import SourceTimes
 from onceflow.errors import BrokerUnreachableError, EnvironmentUnusableError, OnceflowError
 from onceflow.planning.options import BatchSummary
 from onceflow.protocol.names import INTERNAL_SUFFIX
@@ -20,6 +21,7 @@ from onceflow.protocol.position import Position
 from onceflow.protocol.progress import Offsets
 from onceflow.spark import jvm
 from onceflow.spark.streaming_query import SparkQuery, jvm_needed
+from onceflow.state.table_facts import TableFacts
 
 log = logging.getLogger("onceflow")
 
@@ -38,11 +40,17 @@ class FlowQuery(SparkQuery):
     """
 
     def __init__(
-        self, query: StreamingQuery, sink: BatchSink, on_stop: Callable[[], None], until: Offsets | None = None
+        self,
+        query: StreamingQuery,
+        sink: BatchSink,
+        on_stop: Callable[[], None],
+        until: Offsets | None = None,
+        source_times: Callable[[], SourceTimes] | None = None,
     ) -> None:
         super().__init__(query)
         self._sink = sink
         self._on_stop = on_stop
+        self._source_times = source_times
         self._release_lock = threading.Lock()
         self._awaiting = threading.Lock()
         self._released = False
@@ -262,6 +270,17 @@ class FlowQuery(SparkQuery):
         companions = {name + INTERNAL_SUFFIX for name in progress.changelogs}
         offsets = {name: ends for name, ends in progress.changelogs.items() if name not in companions}
         return str(Position(offsets, progress.topic_ids))
+
+    @property
+    def tables(self) -> list[TableFacts]:
+        """What this run knows of the flow's tables: rows, bytes, what is due, and how much was restored."""
+        return self._sink.tables()
+
+    def source_times(self) -> SourceTimes:
+        """Looks up when records of its sources were written. The caller closes it."""
+        if self._source_times is None:
+            raise RuntimeError("the query was not started by a flow")
+        return self._source_times()
 
     @property
     def batches(self) -> list[BatchSummary]:

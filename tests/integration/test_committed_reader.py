@@ -19,6 +19,7 @@ from onceflow.client import committed
 from onceflow.client.cluster import Cluster, ConnectionFailedError
 from onceflow.client.committed import Aborted, Chunk, CommittedReader
 from onceflow.client.deadline import Deadline
+from onceflow.client.first_record import first_timestamp
 from onceflow.client.settings import ClientSettings
 from onceflow.protocol.batches import ProducerIdAndEpoch, encode_batches, encode_single
 from onceflow.testing import independent
@@ -119,6 +120,37 @@ def interleaved(bootstrap: str, topic: str) -> None:
     c.end(commit=True)
     a.end(commit=True)
     b.transaction(topic, pairs_of("b2 aborted", 100), commit=False)
+
+
+def test_when_the_first_committed_record_was_written(
+    cluster: Cluster, make_topic: MakeTopic, onceflow_broker: str
+) -> None:
+    """From wherever a range begins; not of an aborted record, and not of one behind the end."""
+    topic = make_topic("when", 1)
+    interleaved(onceflow_broker, topic)
+    seen = independent.read_topic(onceflow_broker, topic, decided=True)
+    deadline = Deadline(60, "a test")
+    end = ends_of(onceflow_broker, topic)
+    batches = 0
+    for start in range(end):
+        after = next((record for record in seen if record.offset >= start), None)
+        found = first_timestamp(cluster, topic, 0, start, end, deadline)
+        if after is None or found != after.timestamp_ms:
+            # It may be the timestamp of the batch that the record is in: at most what a producer collects.
+            assert (found is None) == (after is None)
+            assert after is None or 0 <= after.timestamp_ms - (found or 0) < 1000
+            batches += 1
+        if after is not None and after.offset > start:
+            assert first_timestamp(cluster, topic, 0, start, after.offset, deadline) is None
+    assert batches < end / 2
+    assert first_timestamp(cluster, topic, 0, 5, 5, deadline) is None
+    appended = make_topic("appended", 1, message_timestamp_type="LogAppendTime")
+    independent.fill(onceflow_broker, appended, pairs_of("a"))
+    (stamp, *_) = (record.timestamp_ms for record in independent.read_topic(onceflow_broker, appended, decided=True))
+    assert first_timestamp(cluster, appended, 0, 1, 3, deadline) == stamp
+    admin, place = AdminClient({"bootstrap.servers": onceflow_broker}), TopicPartition(topic, 0, 3)
+    admin.delete_records([place])[place].result(30)
+    assert first_timestamp(cluster, topic, 0, 0, end, deadline) is None, "what has expired has no age any more"
 
 
 def test_committed_and_aborted_transactions(cluster: Cluster, make_topic: MakeTopic, onceflow_broker: str) -> None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import sqlite3
 import threading
+import time
 import urllib.error
 import urllib.request
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,7 @@ from pyspark.errors import StreamingQueryException
 
 import onceflow
 from onceflow import EnvironmentUnusableError, hooks
+from onceflow.protocol.names import INTERNAL_SUFFIX
 from onceflow.testing import faults, independent
 from onceflow.testing.waiting import wait_until
 
@@ -61,6 +65,17 @@ class Seen(onceflow.Processor):
                 raise ValueError("unlucky")
             state.put(record.value)
             yield onceflow.Record(key=key, value=record.value)
+
+
+class Counted(onceflow.Processor):
+    """A value, entries and a timer for each key."""
+
+    def process(self, key: bytes, records: Any, state: Any) -> Any:
+        state.put(b"%d" % len(records))
+        for record in records:
+            state.map("seen").put(record.value, b"")
+        state.timers.register("end", 4_000_000_000_000, "processing")
+        yield onceflow.Record(key=key, value=b"seen")
 
 
 def visible(pipe: Any, topics: Mapping[str, str]) -> dict[str, int]:
@@ -123,6 +138,63 @@ def test_sums_are_what_consumers_see(
     assert found.sum("records_written_total", topic=copy.target, **named) == 300 == visible(copy, {"": copy.target})[""]
     counters = ("attempts_total", "attempts_aborted_total", "batches_committed_total", "failures_total")
     assert [found.sum(name, **named) for name in counters] == [3, 1, 3, 1]
+
+
+@pytest.mark.parametrize("small_batch_rows", [None, 0], ids=["driver", "tasks"])
+def test_tables_restores_and_latency(
+    make_pipe: Any,
+    make_topic: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    small_batch_rows: int | None,
+) -> None:
+    """The copies are deleted between two runs. A batch of the second run is aborted once, when tasks write."""
+    pipe = make_pipe()
+    table, began = make_topic("seen", 4, cleanup_policy="compact"), time.monotonic()
+    rule = {"step": "write", "action": "raise", "where": "task", "task": 0, "once_file": str(tmp_path / "once")}
+
+    def ran(endpoint: onceflow.MetricsEndpoint, restored: int | None) -> None:
+        flow = pipe.open()
+        step = {"table": table, "state_dir": tmp_path / "state"}
+        rows = flow.process(flow.read(pipe.source), Counted(), **step)
+        query = flow.write(rows, topic=pipe.target, small_batch_rows=small_batch_rows).start()
+        try:
+            query.processAllAvailable()
+            if restored is not None:
+                monkeypatch.setenv(hooks.VARIABLE, faults.value_of(rule))
+                pipe.fill(300)
+                query.processAllAvailable()
+            found = Scrape(endpoint.url)
+        finally:
+            query.stop()
+        named = {"flow": pipe.flow, "table": table}
+        last = {record.key: record.value for record in independent.read_topic(pipe.bootstrap, table)}
+        rest = {record.key: record.value for record in independent.read_topic(pipe.bootstrap, table + INTERNAL_SUFFIX)}
+        kinds = Counter((key or b"")[:1] for key, value in rest.items() if value is not None)
+        assert found.sum("table_rows", kind="value", **named) == len(last) == 50
+        assert found.sum("table_rows", kind="timer", **named) == kinds[b"t"] == len(last)
+        assert found.sum("table_rows", kind="entry", **named) == kinds[b"m"] > len(last)
+        assert found.sum("next_timer_timestamp_seconds", clock="processing", **named) == 4e9
+        assert found.sum("table_partitions_open", **named) == found.sum("table_partitions", **named) == 4
+        assert (found.sum("table_bytes", **named) or 0) > 4 * 4096
+        assert found.sum("letters_waiting", **named) is None, "it is no table of Retry"
+        assert found.sum("restored_records_total", **named) == restored
+        assert found.sum("restore_seconds_count", **named) == (None if restored is None else 4)
+        assert Scrape(endpoint.url).sum("table_rows", **named) is None, "it does not run any more"
+
+    with onceflow.serve_metrics(0) as endpoint:
+        pipe.fill(300)
+        ran(endpoint, None)
+        shutil.rmtree(tmp_path / "state")
+        restored = sum(visible(pipe, {"": table, "more": table + INTERNAL_SUFFIX}).values())
+        pipe.fill(300)
+        ran(endpoint, restored)
+        named = {"flow": pipe.flow}
+        wait_until(lambda: Scrape(endpoint.url).sum("latency_seconds_count", **named), 30, "a batch was looked at")
+        found = Scrape(endpoint.url)
+        assert found.sum("attempts_aborted_total", **named) == (1 if small_batch_rows == 0 else None)
+        ages, count = found.sum("latency_seconds_sum", **named), found.sum("latency_seconds_count", **named)
+        assert 0 < (ages or 0) / (count or 0) < time.monotonic() - began
 
 
 def test_serve_starts_a_query_behind_its_endpoint(

@@ -104,7 +104,11 @@ def test_letters_come_back_when_nothing_else_arrives(
     query = flow.write(rows, trigger="100 milliseconds").start()
     try:
         query.processAllAvailable()
+        (table,) = query.tables
+        assert table.waiting_letters
+        assert table.rows in ({"value": 2, "entry": 0, "timer": 2}, {"value": 0, "entry": 0, "timer": 0})
         seen = wait_until(both_there, 30, "both records are tried again", useless=lambda: query.failure, poll_s=0.1)
+        wait_until(lambda: query.tables[0].rows["value"] == 0, 30, "no letter waits any more")
     finally:
         query.stop()
     found = {dict(each.headers)["onceflow.origin.topic"]: each for each in seen}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
@@ -16,14 +17,42 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import onceflow
 from onceflow import hooks
-from onceflow.errors import BatchAbortedError, EnvironmentUnusableError, FencedError, OptionError
+from onceflow.driver.offset_log import SourceRange
+from onceflow.errors import (
+    BatchAbortedError,
+    BrokerUnreachableError,
+    EnvironmentUnusableError,
+    FencedError,
+    OptionError,
+)
+from onceflow.metrics import latency
 from onceflow.metrics import watch as watching
 from onceflow.metrics.counts import BUCKETS_S, METRICS, Distribution
 from onceflow.planning.options import BatchSummary
 from onceflow.spark.streaming_query import _lag_of
+from onceflow.state.table_facts import TableFacts
+from onceflow.testing.waiting import wait_until
 
-ORDER = ("flow", "topic", "partition", "step", "error")
+ORDER = ("flow", "topic", "partition", "step", "error", "table", "kind", "clock")
 OPERATIONS = Path(__file__).parents[2] / "docs" / "operations.md"
+
+
+class Times:
+    """Looks up timestamps, as `SourceTimes` does it."""
+
+    def __init__(self) -> None:
+        self.stamps: list[int] = []
+        self.asked: list[Any] = []
+        self.closed = threading.Event()
+
+    def first(self, places: Any, limit: int) -> list[int]:
+        self.asked.append((list(places), limit))
+        if not self.stamps:
+            raise BrokerUnreachableError("for the test")
+        return self.stamps
+
+    def close(self) -> None:
+        self.closed.set()
 
 
 class Query:
@@ -33,6 +62,9 @@ class Query:
         self.flow, self._condition = flow, condition
         self.batches: list[BatchSummary] = []
         self.lag: Mapping[str, Mapping[int, int]] = {}
+        self.is_over = False
+        self.tables: list[TableFacts] = []
+        self.times = Times()
         self.hangs = threading.Event()
         self.hangs.set()
 
@@ -40,6 +72,9 @@ class Query:
     def condition(self) -> str:
         self.hangs.wait(10)
         return self._condition
+
+    def source_times(self) -> Times:
+        return self.times
 
     def becomes(self, condition: str) -> None:
         self._condition = condition
@@ -163,6 +198,72 @@ def test_flows_of_a_process_share_an_endpoint(endpoint: onceflow.MetricsEndpoint
     found = scrape(endpoint)
     assert (found["onceflow_up", "one"], found["onceflow_up", two.flow]) == (1, 0)
     assert ("onceflow_source_lag", two.flow, "s", "0") not in found, "it says nothing any more"
+
+
+def test_tables_are_shown_while_their_query_runs(endpoint: onceflow.MetricsEndpoint) -> None:
+    query = Query().start()
+    rows = {"value": 7, "entry": 3, "timer": 5}
+    query.tables = [
+        TableFacts("waiting", 4, 2, rows, 8192, {"event": None, "processing": 1_500}, 10, 0.5, waiting_letters=True),
+        TableFacts("unknown", 3, 0),
+    ]
+    found = scrape(endpoint)
+    assert {kind: found["onceflow_table_rows", "f", "waiting", kind] for kind in rows} == rows
+    assert found["onceflow_table_bytes", "f", "waiting"] == 8192
+    assert found["onceflow_table_partitions", "f", "waiting"] == 4
+    assert found["onceflow_table_partitions_open", "f", "waiting"] == 2
+    assert found["onceflow_next_timer_timestamp_seconds", "f", "waiting", "processing"] == 1.5
+    assert found["onceflow_letters_waiting", "f", "waiting"] == 7
+    assert found["onceflow_table_partitions_open", "f", "unknown"] == 0
+    names = {name[0] for name in found if "unknown" in name}
+    assert names == {"onceflow_table_partitions", "onceflow_table_partitions_open"}, "nothing is said of the rest"
+    query.is_over = True
+    assert not [name for name in scrape(endpoint) if "waiting" in name]
+
+
+def test_restores_are_counted(endpoint: onceflow.MetricsEndpoint) -> None:
+    Query().start()
+    for records, seconds in ((10, 0.2), (20, 400.0)):
+        hooks.at(hooks.RESTORED, where="driver", flow="f", table="t", records=records, seconds=seconds)
+    found = scrape(endpoint)
+    assert found["onceflow_restored_records_total", "f", "t"] == 30
+    assert found["onceflow_restore_seconds_count", "f", "t"] == 2
+    assert found["onceflow_restore_seconds_sum", "f", "t"] == pytest.approx(400.2)
+    assert found["onceflow_restore_seconds_bucket", "f", "t", "300.0"] == 1
+    assert found["onceflow_restore_seconds_bucket", "f", "t", "900.0"] == 2
+
+
+def test_latency_of_a_sample_of_the_batches(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """From the first record of a partition to the commit. A look-up that fails is told once, and harms nothing."""
+    monkeypatch.setattr(latency, "EVERY_S", 0.0)
+    source = SourceRange({"s": {0: 5, 1: 9}}, {"s": {0: 7, 1: 9, 2: 3}})
+    with onceflow.serve_metrics(0) as endpoint:
+        query = Query().start()
+
+        def commit(number: int, what: SourceRange | None = source) -> None:
+            hooks.at("begin", where="driver", flow="f", batch=number, source=what, producer=None)
+            query.commit(number)
+
+        for number in (1, 2):
+            commit(number)
+        wait_until(lambda: len(query.times.asked) == 2, 10, "both were looked up")
+        assert query.times.asked[0] == ([("s", 0, 5, 7), ("s", 2, 0, 3)], latency.PARTITIONS)
+        query.times.stamps = [int(time.time() * 1000) - 4_000, int(time.time() * 1000) + 60_000]
+        commit(3, None)
+        commit(4, SourceRange({}, {}))
+        commit(5)
+        wait_until(lambda: scrape(endpoint).get(("onceflow_latency_seconds_count", "f")) == 2, 10, "it is counted")
+        found = scrape(endpoint)
+        assert 4 <= found["onceflow_latency_seconds_sum", "f"] < 20, "a clock that is ahead makes no negative age"
+        assert found["onceflow_latency_seconds_bucket", "f", "0.005"] == 1
+        monkeypatch.setattr(latency, "EVERY_S", 3600.0)
+        commit(6)
+        commit(7)
+        wait_until(lambda: len(query.times.asked) == 4, 10, "the sixth batch is looked at")
+        commit(8)
+    assert query.times.closed.wait(10)
+    assert len(query.times.asked) == 4, "one of them in a while"
+    assert [record.levelname for record in caplog.records if "age of its records" in record.message] == ["WARNING"]
 
 
 def probes(endpoint: onceflow.MetricsEndpoint) -> tuple[int, int]:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+import random
 import re
 import shutil
 import socket
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +19,7 @@ import pyarrow as pa
 import pytest
 
 import onceflow
-from onceflow import serdes
+from onceflow import hooks, serdes
 from onceflow.client.produce import Acknowledged
 from onceflow.errors import EnvironmentUnusableError
 from onceflow.host import identity
@@ -332,6 +335,57 @@ def test_a_table_knows_of_timers_that_a_batch_has_left(tmp_path: Path) -> None:
         assert flow.table.timers_left == bool(left)
     assert flow.counts["timers_fired"] == len(KEYS)
     assert sorted(key for batch in flow.outputs for key in batch["key"].to_pylist()) == sorted(map(str.encode, KEYS))
+
+
+class Notes(Processor):
+    """A key has a value, entries that expire, and a timer. When one that ends with x comes again, they are deleted."""
+
+    key = serdes.STRING
+    state = serdes.JSON
+
+    def process(self, key: str, records: Sequence[Any], state: Any) -> None:
+        notes = state.map("notes")
+        if key.endswith("x") and state.get() is not None:
+            state.delete()
+            notes.clear()
+            state.timers.cancel("bell")
+        else:
+            state.put(len(records))
+            notes.put(f"{len(records)}", 1, ttl="1 hour")
+            state.timers.register("bell", 1_000_000 + len(records), "processing")
+
+
+def test_a_table_knows_its_rows_and_what_was_restored(tmp_path: Path, store: type[Store]) -> None:
+    """After each batch, although its changes are applied with the next one."""
+    flow = Flow(tmp_path, store, Notes())
+    chance = random.Random(5)
+    for _ in range(6):
+        flow.run([*chance.choices(KEYS, k=20), *chance.choices([f"{key}x" for key in KEYS[:6]], k=4)])
+        facts = flow.table.facts()
+        flow.run()  # applies them
+        assert flow.table.facts().rows == facts.rows
+        kinds: Counter[str] = Counter()
+        for partition in range(PARTITIONS):
+            with closing(store.open(flow.spec.folder(partition))) as opened:
+                kinds.update(chr(key[0]) for key, _ in opened.scan(b""))
+        assert facts.rows == {"value": kinds["v"], "entry": kinds["m"], "timer": kinds["t"]}
+        assert kinds["X"] == kinds["m"] >= kinds["v"] == kinds["t"] == kinds["T"] > 0
+    assert (facts.table, facts.partitions, facts.opened) == ("table", PARTITIONS, PARTITIONS)
+    assert facts.next_timer_ms["event"] is None
+    assert facts.next_timer_ms["processing"] is not None
+    assert (facts.nbytes or 0) > 0 or not store.on_disk
+    assert (facts.restored, facts.waiting_letters) == (0, False)
+    told: list[Any] = []
+    forget = hooks.observe(lambda step, **found: told.append(found) if step == hooks.RESTORED else None)
+    for partition in range(PARTITIONS):
+        store.remove(flow.spec.folder(partition))
+    flow.run()
+    forget()
+    again = flow.table.facts()
+    assert again.rows == facts.rows
+    assert again.restored == flow.kafka.read_records == sum(each["records"] for each in told) > 0
+    assert again.restore_seconds == sum(each["seconds"] for each in told) > 0
+    assert {(each["flow"], each["table"]) for each in told} == {("flow", "table")}
 
 
 # ---- before a batch ----------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -24,7 +25,7 @@ from hypothesis import strategies as st
 
 from onceflow.errors import DeadlineExceededError, EnvironmentUnusableError
 from onceflow.state import rows
-from onceflow.state.stores import lmdb_environment, lmdb_lock, rocksdb_store
+from onceflow.state.stores import base, lmdb_environment, lmdb_lock, rocksdb_store
 from onceflow.state.stores.base import Store, StoreCorruptError
 from onceflow.state.stores.lmdb_pages import Meta, check_pages, read_meta
 from onceflow.state.stores.lmdb_store import LmdbStore
@@ -174,8 +175,10 @@ def test_index_rows_come_with_their_rows(store: Store) -> None:
     assert [key for key, _ in store.scan(b"T", b"U")] == [rows.timer_index(b"e", 9, b"k", b"t")]
     assert [key for key, _ in store.scan(b"X", b"Y")] == [rows.expiry_index(3, b"va"), rows.expiry_index(8, entry)]
     assert store.checksum_holds()
+    assert store.rows_by_kind() == {"t": 1, "m": 1, "v": 1, "T": 1, "X": 2}
     store.write([(timer, None), (entry, None), (b"va", None)], index=True)
     assert list(store.scan(b"")) == []
+    assert store.rows_by_kind() == {}
     assert store.checksum_holds()
 
 
@@ -208,9 +211,34 @@ def test_a_store_is_a_sorted_dictionary(
         assert list(store.scan(start, end)) == between
         assert list(store.scan(start, end, reverse=True)) == between[::-1]
         assert store.get_many(sorted(model)) == [model[key] for key in sorted(model)]
+        assert store.rows_by_kind() == Counter(chr(key[0]) for key in model)
         assert store.checksum_holds()
         store.close()
         opener.remove(path)
+
+
+def test_rows_that_were_not_counted_by_kind_are_not_told(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An older version has written them."""
+    monkeypatch.setattr(base, "_by_kind", lambda keys: {})
+    store.write([(b"va", b"1"), (b"vb", b"2")])
+    monkeypatch.undo()
+    store.write([(b"vc", b"3"), (b"va", None)])
+    assert store.rows_by_kind() == {}
+    assert store.row_count() == 2
+    assert store.checksum_holds()
+
+
+def test_a_store_knows_its_size(opener: type[Store], tmp_path: Path) -> None:
+    with closing(opener.open(tmp_path)) as store:
+        store.write([(b"v%d" % n, bytes(1000)) for n in range(1000)])
+        size = store.nbytes()
+        if not opener.on_disk:
+            assert size is None
+            return
+        there = sum(file.stat().st_size for file in tmp_path.rglob("*") if file.is_file())
+        assert size is not None
+        assert 0 < size <= there
+    opener.remove(tmp_path)
 
 
 # ---- opening and removing ----------------------------------------------------------------------------

@@ -28,6 +28,7 @@ from onceflow.protocol.progress import Progress
 from onceflow.spark import jvm
 from onceflow.spark.jvm import SPARK_ERRORS
 from onceflow.spark.queries import ADAPTIVE
+from onceflow.state.table_facts import TableFacts
 
 log = logging.getLogger("onceflow.sink")
 
@@ -81,6 +82,7 @@ class BatchSink:
         commit: the steps of a batch.
         options: what ``Flow.write`` was given.
         before_first: called before the first batch begins; may raise.
+        tables: returns what is known of the flow's tables now. It may be called in any thread.
 
     Attributes:
         failure: the error that has ended the query.
@@ -95,11 +97,17 @@ class BatchSink:
     """
 
     def __init__(
-        self, commit: Commit, options: SinkOptions, *, before_first: Callable[[], None] = lambda: None
+        self,
+        commit: Commit,
+        options: SinkOptions,
+        *,
+        before_first: Callable[[], None] = lambda: None,
+        tables: Callable[[], list[TableFacts]] = list,
     ) -> None:
         self._commit = commit
         self._options = options
         self._before_first = before_first
+        self.tables = tables
         self._retries = Retries(commit, options, commit.flow, is_stopped=self._is_stopped)
         self._pace = Pace(commit.flow, options.trigger_s)
         self.flow = commit.flow

@@ -67,6 +67,13 @@ class SourceRange:
         """Topics and partitions that have offsets in the range."""
         return [place for place, count in self._counts() if count > 0]
 
+    def places(self) -> list[tuple[str, int, int, int]]:
+        """Topic, partition, start and end offset of each partition that has offsets in the range."""
+        return [
+            (topic, partition, self.start.get(topic, {}).get(partition, 0), self.end[topic][partition])
+            for topic, partition in self.news()
+        ]
+
     def _counts(self) -> Iterator[tuple[tuple[str, int], int]]:
         """Topic and partition, and how many offsets of it are in the range."""
         for topic, partitions in self.end.items():

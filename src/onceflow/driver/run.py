@@ -194,7 +194,8 @@ def _sink(
         calls=RowCalls(startup.calls, query.options.transaction_timeout_s),
         joins=Joins(startup.joins, session.cluster, progress, settings=startup.settings, flow=startup.flow),
     )
-    return BatchSink(commit, query.options, before_first=imports.finish)
+    tables = list if query.state is None else query.state.facts
+    return BatchSink(commit, query.options, before_first=imports.finish, tables=tables)
 
 
 def writer_of(

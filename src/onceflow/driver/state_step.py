@@ -40,6 +40,7 @@ from onceflow.state.dead_letter_limit import counted
 from onceflow.state.joins.spec import Ends
 from onceflow.state.local.format import Commit
 from onceflow.state.spec import Moment, StateReport
+from onceflow.state.table_facts import TableFacts
 from onceflow.state.table_state import TableState
 
 log = logging.getLogger("onceflow.state")
@@ -97,6 +98,10 @@ class StateStep:
         for name, table in self._by_name.items():
             known[name] = replace(known.get(name, TableProgress()), open_ended=table.open_ended)
         return replace(progress, tables=known)
+
+    def facts(self) -> list[TableFacts]:
+        """What is known of the tables now. It may be called in any thread."""
+        return [table.facts() for table in self.tables]
 
     def are_timers_left(self) -> bool:
         """Whether more timers were due than the last batch was allowed to fire."""

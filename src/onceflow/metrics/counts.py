@@ -13,8 +13,9 @@ from onceflow.planning.options import BatchSummary
 Labels = tuple[str, ...]
 COUNTER, GAUGE, HISTOGRAM = "counter", "gauge", "histogram"
 
-#: Upper bounds of the histograms, in seconds.
+#: Upper bounds of the histograms, in seconds. For ages and restores: up to a day.
 BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+LONG_BUCKETS_S = (*BUCKETS_S, 300.0, 900.0, 3600.0, 14400.0, 86400.0)
 
 
 @dataclass(frozen=True)
@@ -23,15 +24,17 @@ class Metric:
 
     Args:
         kind: counter, gauge or histogram. labels: names of its labels.
-        text: what it means.
+        text: what it means. bounds: upper bounds of the buckets of a histogram, in seconds.
     """
 
     kind: str
     labels: Labels
     text: str
+    bounds: tuple[float, ...] = BUCKETS_S
 
 
 _FLOW = ("flow",)
+_TABLE = ("flow", "table")
 #: All metrics, by the names that Prometheus shows. The names of counters end in ``_total``.
 METRICS: Mapping[str, Metric] = {
     "onceflow_records_written_total": Metric(COUNTER, ("flow", "topic"), "Records in committed batches, by topic"),
@@ -54,6 +57,25 @@ METRICS: Mapping[str, Metric] = {
     "onceflow_state_lost_total": Metric(COUNTER, _FLOW, "Partitions without a changelog that have lost their state"),
     "onceflow_batch_seconds": Metric(HISTOGRAM, _FLOW, "Seconds of a committed batch, all its attempts together"),
     "onceflow_step_seconds": Metric(HISTOGRAM, ("flow", "step"), "Seconds of a step of a committed batch"),
+    "onceflow_latency_seconds": Metric(
+        HISTOGRAM, _FLOW, "Age of the first record of a partition when its batch was committed, sampled", LONG_BUCKETS_S
+    ),
+    "onceflow_restore_seconds": Metric(
+        HISTOGRAM, _TABLE, "Seconds in which the local copy of a partition was restored or caught up", LONG_BUCKETS_S
+    ),
+    "onceflow_restored_records_total": Metric(COUNTER, _TABLE, "Records read to restore local copies, or to catch up"),
+    "onceflow_table_rows": Metric(
+        GAUGE, ("flow", "table", "kind"), "Rows of the local copies: values of keys, entries of maps and lists, timers"
+    ),
+    "onceflow_table_bytes": Metric(GAUGE, _TABLE, "Size of the local copies on disk"),
+    "onceflow_table_partitions": Metric(GAUGE, _TABLE, "Partitions of the table"),
+    "onceflow_table_partitions_open": Metric(
+        GAUGE, _TABLE, "Partitions whose local copy was brought up to date in this run"
+    ),
+    "onceflow_next_timer_timestamp_seconds": Metric(
+        GAUGE, ("flow", "table", "clock"), "When the next timer is due or the next row expires, Unix time"
+    ),
+    "onceflow_letters_waiting": Metric(GAUGE, _TABLE, "Dead letters that wait in a table of onceflow.Retry"),
     "onceflow_source_lag": Metric(
         GAUGE, ("flow", "topic", "partition"), "Offsets of a source partition that were left at the last batch"
     ),
@@ -71,20 +93,25 @@ class Distribution:
     """The values of one histogram.
 
     Args:
+        bounds: upper bounds of the buckets, in ascending order.
         counts: how many values are in each bucket and in none of those before it; the last one has no bound.
     """
 
-    counts: list[int] = field(default_factory=lambda: [0] * (len(BUCKETS_S) + 1))
+    bounds: tuple[float, ...] = BUCKETS_S
+    counts: list[int] = field(default_factory=list)
     total: float = 0.0
 
+    def __post_init__(self) -> None:
+        self.counts = self.counts or [0] * (len(self.bounds) + 1)
+
     def add(self, seconds: float) -> None:
-        self.counts[bisect.bisect_left(BUCKETS_S, seconds)] += 1
+        self.counts[bisect.bisect_left(self.bounds, seconds)] += 1
         self.total += seconds
 
     def cumulative(self) -> list[tuple[str, float]]:
         """Bounds, and how many values are not above them."""
         found, below = [], 0
-        for bound, count in zip((*map(str, BUCKETS_S), "+Inf"), self.counts, strict=True):
+        for bound, count in zip((*map(str, self.bounds), "+Inf"), self.counts, strict=True):
             below += count
             found.append((bound, float(below)))
         return found
@@ -147,6 +174,17 @@ class Counts:
             self._add("onceflow_failures_total", (flow, error), 1)
             self._add("onceflow_fences_total", (flow,), int(fenced))
 
+    def latency(self, flow: str, seconds: float) -> None:
+        """Count how old a record was when its batch was committed."""
+        with self.lock:
+            self._observe("onceflow_latency_seconds", (flow,), seconds)
+
+    def restored(self, flow: str, table: str, records: int, seconds: float) -> None:
+        """Count the restore of the local copy of one partition."""
+        with self.lock:
+            self._add("onceflow_restored_records_total", (flow, table), records)
+            self._observe("onceflow_restore_seconds", (flow, table), seconds)
+
     def _add(self, name: str, labels: Labels, count: float) -> None:
         values = self.values.setdefault(name, {})
         values[labels] = values.get(labels, 0.0) + count
@@ -155,7 +193,8 @@ class Counts:
         self.values.setdefault(name, {})[labels] = float(value)
 
     def _observe(self, name: str, labels: Labels, seconds: float) -> None:
-        self.distributions.setdefault(name, {}).setdefault(labels, Distribution()).add(seconds)
+        found = self.distributions.setdefault(name, {})
+        found.setdefault(labels, Distribution(METRICS[name].bounds)).add(seconds)
 
 
 def _counts_of(batch: BatchSummary) -> Iterable[tuple[str, int]]:

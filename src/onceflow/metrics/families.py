@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
 from onceflow.metrics.counts import COUNTER, HISTOGRAM, METRICS, Counts, Labels, Metric
 from onceflow.metrics.watch import RUNNING, STARTING, FlowWatch
+from onceflow.state.table_facts import TableFacts
+
+_TABLES = (
+    "onceflow_table_rows",
+    "onceflow_table_bytes",
+    "onceflow_table_partitions",
+    "onceflow_table_partitions_open",
+    "onceflow_next_timer_timestamp_seconds",
+    "onceflow_letters_waiting",
+)
 
 
 class Collector:
@@ -35,7 +45,27 @@ class Collector:
                 for topic, partitions in topics.items()
                 for partition, left in partitions.items()
             },
+            **_of_tables(self._watch.tables()),
         }
+
+
+def _of_tables(flows: Mapping[str, Sequence[TableFacts]]) -> dict[str, dict[Labels, float]]:
+    found: dict[str, dict[Labels, float]] = {name: {} for name in _TABLES}
+    for flow, tables in flows.items():
+        for table in tables:
+            labels = flow, table.table
+            found["onceflow_table_partitions"][labels] = table.partitions
+            found["onceflow_table_partitions_open"][labels] = table.opened
+            for kind, count in table.rows.items():
+                found["onceflow_table_rows"][(*labels, kind)] = count
+            if table.nbytes is not None:
+                found["onceflow_table_bytes"][labels] = table.nbytes
+            for clock, ms in table.next_timer_ms.items():
+                if ms is not None:
+                    found["onceflow_next_timer_timestamp_seconds"][(*labels, clock)] = ms / 1000
+            if table.waiting_letters and table.rows:
+                found["onceflow_letters_waiting"][labels] = table.rows["value"]
+    return found
 
 
 def _family(name: str, metric: Metric, counts: Counts, gauges: Mapping[str, Mapping[Labels, float]]) -> Any:

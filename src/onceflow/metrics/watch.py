@@ -13,7 +13,9 @@ from typing import Any, Protocol
 from onceflow import hooks
 from onceflow.errors import FencedError
 from onceflow.metrics.counts import Counts
+from onceflow.metrics.latency import LatencyMeter, Times
 from onceflow.planning.options import BatchSummary
+from onceflow.state.table_facts import TableFacts
 
 log = logging.getLogger("onceflow")
 
@@ -56,6 +58,20 @@ class WatchedQuery(Protocol):
         """The last batches."""
         ...
 
+    @property
+    def is_over(self) -> bool:
+        """Whether it has ended, has failed or is being stopped."""
+        ...
+
+    @property
+    def tables(self) -> Sequence[TableFacts]:
+        """What it knows of the tables of the flow."""
+        ...
+
+    def source_times(self) -> Times:
+        """Looks up when records of its sources were written."""
+        ...
+
 
 class FlowWatch:
     """Watches the flows of this process, from its creation to ``close``.
@@ -66,6 +82,7 @@ class FlowWatch:
 
     def __init__(self) -> None:
         self.counts = Counts()
+        self._latency = LatencyMeter(self.counts.latency)
         self._last: dict[str, BatchSummary] = {}  # counted last
         self._queries: dict[str, WatchedQuery] = {}  # the newest of each flow
         self._asked: queue.SimpleQueue[tuple[Callable[[], Any], futures.Future[Any]] | None] = queue.SimpleQueue()
@@ -79,6 +96,7 @@ class FlowWatch:
     def close(self) -> None:
         """Stop watching."""
         self._forget()
+        self._latency.close()
         self._asked.put(None)
 
     def add(self, query: WatchedQuery) -> None:
@@ -111,6 +129,10 @@ class FlowWatch:
         self._lags = self._ask(look, self._lags)
         return self._lags
 
+    def tables(self) -> dict[str, Sequence[TableFacts]]:
+        """What the newest query of each flow knows of its tables, unless it has ended. Spark is not asked."""
+        return {flow: query.tables for flow, query in self._known() if not query.is_over}
+
     def _known(self) -> list[tuple[str, WatchedQuery]]:
         with self.counts.lock:
             return list(self._queries.items())
@@ -142,10 +164,17 @@ class FlowWatch:
         name = type(error).__name__
         if step == hooks.STARTED:
             self.add(facts["query"])
+        elif step == "begin":
+            self._latency.begun(flow, facts.get("source"))
+        elif step == hooks.RESTORED:
+            self.counts.restored(flow, facts["table"], facts["records"], facts["seconds"])
         elif step in ("end", hooks.LOST) and "summary" in facts:
             with self.counts.lock:
                 if facts["summary"] is not self._last.get(flow):
                     self._finished(flow, facts["summary"])
+                query = self._queries.get(flow)
+            if step == "end" and query is not None:
+                self._latency.committed(flow, query.source_times, time.time())
         elif step == hooks.ABORTED and error is not None:
             self.counts.aborted(flow, name)
         elif step == hooks.FAILED:

@@ -27,10 +27,11 @@ from onceflow.state.local.catch_up import LOST, Source
 from onceflow.state.local.format import SNAPSHOT_KEY, snapshot
 from onceflow.state.local.opening import Opened, set_pending
 from onceflow.state.local.prepare import Prepared, open_local
-from onceflow.state.spec import Moment, ProcessSpec, StateReport
+from onceflow.state.spec import ROW_KINDS, Moment, ProcessSpec, StateReport
 
 # Flags of rows that are only a payload for other readers.
 _PLAIN = (0, rows.STAMPED)
+_KIND_OF = {rows.VALUE: "value", rows.SEGMENT: "value", rows.MAP: "entry", rows.TIMER: "timer"}
 _HEADERS = pa.list_(pa.struct([("key", pa.string()), ("value", pa.binary())]))
 
 
@@ -255,7 +256,21 @@ class StateRun:
             timers_left=run.engine.timers_left,
             causes=dict(run.engine.causes),
             why=run.opened.why,
+            rows=_row_counts(run),
+            nbytes=run.opened.store.nbytes(),
         )
+
+
+def _row_counts(run: _Open) -> dict[str, int]:
+    """How many rows there are after the batch, by `ROW_KINDS`; empty: not known."""
+    store = run.opened.store
+    found, growth = store.rows_by_kind(), run.engine.growth(run.changes)
+    if not found and store.row_count():
+        return {}
+    counts = dict.fromkeys(ROW_KINDS, 0)
+    for letter, kind in _KIND_OF.items():
+        counts[kind] += found.get(letter.decode(), 0) + growth.get(letter, 0)
+    return counts
 
 
 def _merged(run: _Open) -> list[tuple[bytes, bytes]]:

@@ -153,6 +153,10 @@ class Moment:
         )
 
 
+#: The kinds of rows that are counted: values of keys, entries of maps and lists, and timers.
+ROW_KINDS = ("value", "entry", "timer")
+
+
 @dataclass(frozen=True)
 class StateReport:
     """What happened to one partition of a table in one task.
@@ -168,6 +172,8 @@ class StateReport:
         counts: see ``engine.base.COUNTS``.
         timers_left: whether more timers were due than one batch may fire.
         causes: of dead letters, by class of the cause: their number, and a description of the first one.
+        rows: how many rows the local store has after this batch, by `ROW_KINDS`; empty: not known.
+        nbytes: its size on disk; None: it is not on disk.
     """
 
     table: str
@@ -185,6 +191,8 @@ class StateReport:
     timers_left: bool = False
     causes: Mapping[str, tuple[int, str]] = field(default_factory=dict)
     why: str = ""
+    rows: Mapping[str, int] = field(default_factory=dict)
+    nbytes: int | None = None
 
     @property
     def changed(self) -> bool:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
+from onceflow import hooks
 from onceflow.errors import BatchAbortedError, ProgressConflictError
 from onceflow.protocol.progress import Progress, TableProgress
 from onceflow.state.dead_letter_limit import DeadLetters, letters_of
@@ -13,7 +14,9 @@ from onceflow.state.engine.shapes import declared_fields
 from onceflow.state.local.catch_up import CAUGHT_UP, LOST, RESTORED
 from onceflow.state.local.format import Commit
 from onceflow.state.local.prepare import Prepared
-from onceflow.state.spec import Moment, ProcessSpec, StateReport
+from onceflow.state.retry import Retry
+from onceflow.state.spec import ROW_KINDS, Moment, ProcessSpec, StateReport
+from onceflow.state.table_facts import TableFacts
 from onceflow.state.watermark import Origin, Watermark
 
 log = logging.getLogger("onceflow.state")
@@ -70,6 +73,9 @@ class TableState:
         # Earliest timer per partition and clock. A missing partition was not opened in this run yet.
         self._timers: dict[int, dict[str, int | None]] = {}
         self._left: set[int] = set()
+        # Rows by kind, and bytes, of the local copy of each partition as the last batch has left it.
+        self._sizes: dict[int, tuple[Mapping[str, int], int | None]] = {}
+        self._restored, self._restore_s = 0, 0.0
         self._fields = declared_fields(spec.processor)
         self.dead_letters = DeadLetters(spec.flow, spec.dead_letter_topic, spec.max_dead_letters, f"table {spec.table}")
 
@@ -183,7 +189,25 @@ class TableState:
             self._verified.add((report.place, report.partition))
             self._tell(report.partition, report.how, report.restored, report.restore_seconds, report.why)
             self._timers[report.partition] = dict(report.next_timer_ms)
+            self._sizes[report.partition] = report.rows, report.nbytes
             (self._left.add if report.timers_left else self._left.discard)(report.partition)
+
+    def facts(self) -> TableFacts:
+        """What is known of the table now. It may be called in any thread."""
+        sizes, timers = list(dict(self._sizes).values()), list(dict(self._timers).values())
+        rows, nbytes = [each for each, _ in sizes], [size for _, size in sizes if size is not None]
+        soonest = {clock: [ms for each in timers if (ms := each.get(clock)) is not None] for clock in CLOCKS}
+        return TableFacts(
+            self.spec.table,
+            self.partitions,
+            len({partition for _, partition in tuple(self._verified)}),
+            {kind: sum(each[kind] for each in rows) for kind in ROW_KINDS} if rows and all(rows) else {},
+            sum(nbytes) if nbytes else None,
+            {clock: min(found, default=None) for clock, found in soonest.items()},
+            self._restored,
+            self._restore_s,
+            isinstance(self.spec.processor, Retry),
+        )
 
     def take_lost(self) -> int:
         """How many partitions have begun empty since the last call, although state was committed (`LOST`)."""
@@ -193,6 +217,10 @@ class TableState:
     def _tell(self, partition: int, how: str, records: int, seconds: float, why: str) -> None:
         if how in (RESTORED, CAUGHT_UP):
             log.info("table %s-%d: %s, %d records read in %.2f s", self.spec.table, partition, how, records, seconds)
+        if how in (RESTORED, CAUGHT_UP) and records:  # a new table has nothing to restore
+            self._restored, self._restore_s = self._restored + records, self._restore_s + seconds
+            flow, table = self.spec.flow, self.spec.table
+            hooks.at(hooks.RESTORED, where="driver", flow=flow, table=table, records=records, seconds=seconds)
         if how == LOST and partition not in self._lost:
             self._lost.add(partition)
             self._lost_now += 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -203,6 +203,10 @@ class BaseEngine:
     def local_changes(self) -> list[tuple[bytes, bytes | None]]:
         """The same changes for the local store. It may know them in another form (``segments.py``)."""
         return self.changes()
+
+    def growth(self, changes: Sequence[tuple[bytes, bytes | None]]) -> Mapping[bytes, int]:
+        """How many more rows there are of each kind after these `changes`, without index rows."""
+        return self._overlay.growth(changes)
 
     @property
     def next_timer_ms(self) -> dict[str, int | None]:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import abc
 import socket
 import zlib
+from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
@@ -68,14 +70,20 @@ def checksum(keys: Sequence[bytes], values: Sequence[bytes]) -> int:
 
 @dataclass(frozen=True)
 class Tally:
-    """How many rows there are, their checksum, and one checksum for each blob."""
+    """How many rows there are, their checksum, and one checksum for each blob.
+
+    Args:
+        kinds: how many rows there are of each kind, by its letter. In a store that an older version has written, their
+            sum is not ``rows``.
+    """
 
     rows: int = 0
     total: int = 0
     blobs: Mapping[str, int] = field(default_factory=dict)
+    kinds: Mapping[str, int] = field(default_factory=dict, compare=False)
 
     def encode(self) -> bytes:
-        return orjson.dumps({"rows": self.rows, "total": self.total, "blobs": self.blobs})
+        return orjson.dumps({"rows": self.rows, "total": self.total, "blobs": self.blobs, "kinds": self.kinds})
 
     @classmethod
     def decode(cls, raw: bytes | None) -> Tally:
@@ -84,7 +92,7 @@ class Tally:
             return cls()
         try:
             read = orjson.loads(raw)
-            return cls(int(read["rows"]), int(read["total"]), dict(read["blobs"]))
+            return cls(int(read["rows"]), int(read["total"]), dict(read["blobs"]), dict(read.get("kinds", {})))
         except (ValueError, KeyError, TypeError) as unreadable:
             raise StoreCorruptError(f"the checksum of the local store is unreadable: {unreadable}") from unreadable
 
@@ -166,7 +174,21 @@ def plan(
     # In the order of the changes, not of the keys, because this is their order in memory.
     total = tally.total - checksum(list(old), list(old.values()))
     total += checksum(list(puts), list(puts.values()))  # type: ignore[arg-type]
-    return Plan(keys, values, deletes, replace(tally, rows=tally.rows - len(old) + len(puts), total=total & _MASK))
+    kinds = Counter(tally.kinds)
+    kinds.update(_by_kind(keys))
+    kinds.subtract(_by_kind(sorted(old)))
+    after = replace(tally, rows=tally.rows - len(old) + len(puts), total=total & _MASK, kinds=dict(+kinds))
+    return Plan(keys, values, deletes, after)
+
+
+def _by_kind(keys: Sequence[bytes]) -> dict[str, int]:
+    """How many of these sorted keys are of each kind."""
+    found, at = {}, 0
+    while at < len(keys):
+        kind = keys[at][0]
+        end = len(keys) if keys[-1][0] == kind else bisect_left(keys, bytes((kind + 1,)), at)
+        found[chr(kind)], at = end - at, end
+    return found
 
 
 def _found(keys: Sequence[bytes], fetch: Callable[[Sequence[bytes]], Iterable[bytes | None]]) -> dict[bytes, bytes]:
@@ -279,6 +301,16 @@ class Store(abc.ABC):
     def row_count(self) -> int:
         """How many rows there are, of all kinds. Nothing is read but the checksum's record."""
         return self._tally().rows
+
+    def rows_by_kind(self) -> Mapping[str, int]:
+        """How many rows there are of each kind, by its letter (``rows.py``). Nothing is read but the checksum's record.
+        Empty if an older version has written the store, because it has not counted them."""
+        tally = self._tally()
+        return tally.kinds if sum(tally.kinds.values()) == tally.rows else {}
+
+    def nbytes(self) -> int | None:
+        """How large the store is on disk, in bytes, about; None: it is not on disk."""
+        return None
 
     def close(self) -> None:  # noqa: B027 (not every engine has something to release)
         """Releases the resources of this object. The data stay."""

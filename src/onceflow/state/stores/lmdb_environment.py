@@ -238,10 +238,10 @@ class Environment:
 
     def make_room(self, size: int) -> None:
         """Makes the map large enough for this many more bytes."""
-        while self._env.info()["map_size"] < self._bytes_used() + size:
+        while self._env.info()["map_size"] < self.bytes_used() + size:
             self._grow()
 
-    def _bytes_used(self) -> int:
+    def bytes_used(self) -> int:
         used: int = (self._env.info()["last_pgno"] + 1) * self._env.stat()["psize"]
         return used
 
@@ -254,7 +254,7 @@ class Environment:
 
         So a file that is too short has been truncated.
         """
-        whole = self._bytes_used()
+        whole = self.bytes_used()
         data = self.folder / DATA
         with suppress(FileNotFoundError):
             if data.stat().st_size < whole and identity(self.folder) == self.identity:

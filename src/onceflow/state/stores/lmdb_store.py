@@ -177,6 +177,9 @@ class LmdbStore(Store):
             check_pages(self._environment.folder / DATA)
         return super().checksum_holds()
 
+    def nbytes(self) -> int:
+        return self._environment.bytes_used()
+
     def close(self) -> None:
         if not self._closed:
             self._closed = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import repeat
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -117,6 +118,13 @@ class Overlay:
         if unread:
             committed.update(zip(unread, self.store.get_many(unread), strict=True))
         return [(key, rows[key]) for key in self._changed if key in rows and rows[key] != committed[key]]
+
+    def growth(self, changes: Sequence[tuple[bytes, bytes | None]]) -> dict[bytes, int]:
+        """How many more rows there are of each kind after these `changes`, without index rows."""
+        committed = self._committed
+        found = Counter(key[:1] for key, row in changes if row is not None and committed[key] is None)
+        found.subtract(key[:1] for key, row in changes if row is None)
+        return dict(found)
 
 
 def _merged(

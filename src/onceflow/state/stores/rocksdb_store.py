@@ -118,6 +118,13 @@ class RocksdbStore(Store):
             self._rdict.write(batch)
         return True
 
+    def nbytes(self) -> int:
+        size = 0
+        for file in (self._database.folder / DATA).iterdir():
+            with suppress(FileNotFoundError):  # RocksDB merges files in threads of its own
+                size += file.stat().st_size
+        return size
+
     def close(self) -> None:
         if self._closed:
             return

@@ -1,0 +1,32 @@
+"""What the driver of a running flow knows of a table: for metrics, and for whoever asks for the flow's status."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class TableFacts:
+    """A table as the last batches of this run have found it.
+
+    Args:
+        partitions: how many it has. opened: how many of them were brought up to date in this run.
+        rows: how many rows the local copies have, by `ROW_KINDS`, in the partitions that were opened; empty: not known.
+        nbytes: size of the local copies on disk; None: they are not on disk, or none was opened.
+        next_timer_ms: the earliest time at which something is due, per clock; None: nothing is. Expiry of rows belongs
+            to ``processing``.
+        restored: how many records were read from Kafka for the copies in this run. restore_seconds: the time for it,
+            of all partitions together.
+        waiting_letters: whether the values are dead letters that wait for their retry.
+    """
+
+    table: str
+    partitions: int
+    opened: int
+    rows: Mapping[str, int] = field(default_factory=dict)
+    nbytes: int | None = None
+    next_timer_ms: Mapping[str, int | None] = field(default_factory=dict)
+    restored: int = 0
+    restore_seconds: float = 0.0
+    waiting_letters: bool = False
