@@ -1,7 +1,8 @@
-"""Fixtures for the tests of the query server (`onceflow table serve`)."""
+"""Fixtures for the tests of the query server (`onceflow table serve`), and of `onceflow verify`."""
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,7 +10,9 @@ from typing import Any
 
 import httpx
 import pytest
+from click.testing import CliRunner
 
+from onceflow.cli.main import cli
 from onceflow.client.settings import ClientSettings
 from onceflow.server.formats import Format
 from onceflow.server.options import ServeOptions
@@ -56,3 +59,22 @@ def secure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secure]:
 @pytest.fixture
 def topic(make_topic: Callable[..., str]) -> str:
     return make_topic("served", 4, cleanup_policy="compact")
+
+
+@pytest.fixture
+def verify(onceflow_broker: str, tmp_path: Path) -> Callable[..., tuple[list[dict[str, Any]], dict[str, Any]]]:
+    """Runs `onceflow verify`; returns its findings and its last line."""
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+
+    def run(flow: str, *arguments: str, code: int = 0) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        common = ["--bootstrap-servers", onceflow_broker, "--scratch", str(scratch), "--json"]
+        answer = CliRunner().invoke(cli, ["verify", flow, *arguments, *common], standalone_mode=False)
+        assert list(scratch.iterdir()) == [], "scratch files are gone, whatever the end"
+        if answer.exception is not None:
+            raise answer.exception
+        *found, last = [json.loads(line) for line in answer.stdout.splitlines()]
+        assert answer.return_value == code, (found, last)
+        return found, last
+
+    return run

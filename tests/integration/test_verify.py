@@ -2,42 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 from confluent_kafka import Producer
 
-from onceflow.cli.main import cli
 from onceflow.errors import OptionError
 from onceflow.testing import independent
 
 pytestmark = pytest.mark.integration
 
-Verify = Callable[..., tuple[list[dict[str, Any]], dict[str, Any]]]
-
-
-@pytest.fixture
-def verify(onceflow_broker: str, tmp_path: Path) -> Verify:
-    """Runs the command; returns its findings and its last line."""
-
-    def run(flow: str, *arguments: str, code: int = 0) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-        common = ["--bootstrap-servers", onceflow_broker, "--scratch", str(tmp_path), "--json"]
-        answer = CliRunner().invoke(cli, ["verify", flow, *arguments, *common], standalone_mode=False)
-        if answer.exception is not None:
-            raise answer.exception
-        *found, last = [json.loads(line) for line in answer.stdout.splitlines()]
-        assert answer.return_value == code, (found, last)
-        return found, last
-
-    return run
-
 
 def test_what_others_did_to_the_outputs_of_an_exact_flow(
-    make_pipe: Callable[..., Any], verify: Verify, onceflow_broker: str
+    make_pipe: Callable[..., Any], verify: Any, onceflow_broker: str
 ) -> None:
     pipe = make_pipe(partitions=2, target_partitions=3)
     pipe.fill(200)
@@ -61,7 +39,7 @@ def test_what_others_did_to_the_outputs_of_an_exact_flow(
     assert [place["topic"] for place in doubled["places"]] == [pipe.source, pipe.target, pipe.target]
 
 
-def test_a_flow_that_is_not_there(verify: Verify) -> None:
+def test_a_flow_that_is_not_there(verify: Any) -> None:
     with pytest.raises(OptionError, match="has no progress") as raised:
         verify("no-flow-has-this-name")
     assert "onceflow status" in raised.value.next_step

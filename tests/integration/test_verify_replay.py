@@ -51,24 +51,6 @@ def mutants(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.fixture
-def verify(onceflow_broker: str, tmp_path: Path) -> Callable[..., tuple[list[Any], dict[str, Any]]]:
-    scratch = tmp_path / "scratch"
-    scratch.mkdir()
-
-    def run(flow: str, *arguments: str, code: int = 0) -> tuple[list[Any], dict[str, Any]]:
-        common = ["--bootstrap-servers", onceflow_broker, "--scratch", str(scratch), "--json"]
-        answer = CliRunner().invoke(cli, ["verify", flow, *arguments, *common], standalone_mode=False)
-        assert list(scratch.iterdir()) == [], "scratch files are gone, whatever the end"
-        if answer.exception is not None:
-            raise answer.exception
-        *found, last = [json.loads(line) for line in answer.stdout.splitlines()]
-        assert answer.return_value == code, (found, last)
-        return found, last
-
-    return run
-
-
 def test_a_flow_with_state(
     make_state_pipe: Callable[..., Any], verify: Any, mutants: Path, onceflow_broker: str, tmp_path: Path
 ) -> None:

@@ -35,7 +35,7 @@ from onceflow.client.log_reader import LogRecord
 from onceflow.client.offsets import EARLIEST, LATEST, fetch_committed, list_offsets
 from onceflow.client.topics import find_topics
 from onceflow.errors import OptionError
-from onceflow.protocol.names import Names
+from onceflow.protocol.names import INTERNAL_SUFFIX, Names
 from onceflow.protocol.partitioners import key_partitions
 from onceflow.protocol.progress import Offsets, Progress
 
@@ -162,7 +162,8 @@ class Audit:
         """Committed records of tables that are behind the end which the progress record names."""
         deadline = Deadline(_CALL_S, "reading the ends of tables")
         for topic, offsets in progress.changelogs.items():
-            if topic in progress.tables and progress.tables[topic].open_ended:
+            known = progress.tables.get(topic.removesuffix(INTERNAL_SUFFIX))
+            if known is not None and known.open_ended:
                 continue
             stable = list_offsets(self._cluster, {topic: sorted(offsets)}, LATEST, deadline)[topic]
             for partition, end in offsets.items():

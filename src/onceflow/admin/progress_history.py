@@ -8,8 +8,7 @@ from onceflow.client.cluster import Cluster
 from onceflow.client.deadline import Deadline
 from onceflow.client.log_reader import LogRecord, Marker, read_log
 from onceflow.client.offsets import EARLIEST, LATEST, list_offsets
-from onceflow.client.topics import find_topics
-from onceflow.errors import OptionError
+from onceflow.errors import OptionError, UnknownTopicError
 from onceflow.protocol import progress as records
 from onceflow.protocol.names import Names
 from onceflow.protocol.progress import PROGRESS_TOPIC, Offsets, Progress, progress_partition
@@ -25,7 +24,10 @@ def read_history(cluster: Cluster, names: Names) -> list[LogRecord]:
         OnceflowError: the progress topic cannot be read, or a transaction stays open for a minute.
     """
     deadline = Deadline(_CALL_S, f"reading {PROGRESS_TOPIC}")
-    count = len(find_topics(cluster, {PROGRESS_TOPIC: ""}, deadline)[PROGRESS_TOPIC].leaders)
+    try:
+        count = len(cluster.topics([PROGRESS_TOPIC], deadline, once=True)[PROGRESS_TOPIC].leaders)
+    except UnknownTopicError:
+        return []  # no flow has run here
     number = progress_partition(names.progress_key, count)
     span = {PROGRESS_TOPIC: [number]}
     begin = list_offsets(cluster, span, EARLIEST, deadline)[PROGRESS_TOPIC][number]

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from onceflow.admin.tally import Place
 
-LOST, DOUBLED, FOREIGN, MISPLACED, REORDERED, PROGRESS, GROUP, TABLE, STATE = KINDS = (
-    "lost", "doubled", "foreign", "misplaced", "reordered", "progress", "group", "table", "state",
+LOST, DOUBLED, FOREIGN, MISPLACED, REORDERED, PROGRESS, GROUP, TABLE, STATE, LOCAL = KINDS = (
+    "lost", "doubled", "foreign", "misplaced", "reordered", "progress", "group", "table", "state", "local",
 )  # fmt: skip
 
 Tell = Callable[[str, int, "int | None"], None]

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     "onceflow verify validated-deposits --id '$.id' --dead-letter rejected",
     "onceflow verify copy --id record --partitioner any --json",
     "onceflow verify balances --replay service.py:Balance",
+    "onceflow verify balances --tables",
 )
 @click.command()
 @click.argument("flow")
@@ -49,6 +50,12 @@ if TYPE_CHECKING:
     metavar="PLACE",
     help="Where the flow has begun: earliest, timestamp=TIME or offsets=TOPIC:PARTITION=OFFSET,...  "
     "[default: as its first progress record says]",
+)
+@click.option("--tables", is_flag=True, help="Read the tables: rows in wrong partitions, and those of other programs.")
+@click.option(
+    "--state-dir",
+    type=click.Path(file_okay=False, exists=True, path_type=Path),
+    help="Compare the local copies of the tables in this folder with their topics.",
 )
 @click.option("--in-each", is_flag=True, help="Each record is in every output, not in one of them.")
 @click.option("--unordered", is_flag=True, help="The records of a key need not be in the order of the source.")
@@ -81,6 +88,8 @@ def verify(
     tables_only: bool,
     since: IO[str] | None,
     begin: str | None,
+    tables: bool,
+    state_dir: Path | None,
     in_each: bool,
     unordered: bool,
     filtered: bool,
@@ -103,9 +112,12 @@ def verify(
     from onceflow.admin.audit import Audit, Outputs
     from onceflow.admin.beginning import offsets_at
     from onceflow.admin.identity import identity_of
+    from onceflow.admin.local_copies import LocalCopies
     from onceflow.admin.progress_file import parse
+    from onceflow.admin.progress_history import last_of, read_history
     from onceflow.admin.replay_audit import ReplayAudit, ReplayOptions
     from onceflow.admin.replayed_processor import load
+    from onceflow.admin.table_audit import TableAudit
     from onceflow.admin.tally import Tally
     from onceflow.admin.target import parse_target
     from onceflow.client.cluster import Cluster
@@ -137,6 +149,12 @@ def verify(
         if processor is not None:
             options = ReplayOptions(processor, table, sources, outputs, letters, tables_only, first, export)
             ReplayAudit(cluster, names, options, report, scratch=scratch, tell=tell).run()
+        if tables or state_dir is not None:
+            progress = last_of(read_history(cluster, names), names)
+            if tables:
+                TableAudit(cluster, report, tell=tell).run(progress)
+            if state_dir is not None:
+                LocalCopies(cluster, names, report, scratch=scratch, tell=tell).run(state_dir, progress)
     _print(flow, report, as_json)
     return 1 if report.counts else 0
 

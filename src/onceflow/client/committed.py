@@ -37,6 +37,7 @@ class Chunk:
         headers: by row, only for records that have headers. Records may share one list, so do not change it.
         next_offset: where reading continues. All committed records below it have been returned.
         stamps, places: `timestamps_ms` and `offsets`, in one array for each record batch.
+        plain: first row, and the row behind the last one, of records that are in no transaction.
         whole: whether the log still has every batch and record from the end of the last chunk to ``next_offset``, with
             those of aborted transactions. False: compaction has removed some.
     """
@@ -47,6 +48,7 @@ class Chunk:
     next_offset: int = 0
     stamps: list[Int64s] = field(default_factory=list, repr=False)
     places: list[Int64s] = field(default_factory=list, repr=False)
+    plain: list[tuple[int, int]] = field(default_factory=list, repr=False)
     whole: bool = True
 
     @property
@@ -211,8 +213,10 @@ def chunks_of(batches: Iterator[RawBatch], aborted_transactions: Any, start: int
             chunk.next_offset = end
             break
         if aborted.keeps(raw):
-            batch = raw.decode()
+            batch, before = raw.decode(), len(chunk.keys)
             chunk.add(batch, start, end)
+            if not raw.transactional:
+                chunk.plain.append((before, len(chunk.keys)))
             size += batch.nbytes
         # Compaction may have removed the last records of a batch; the batch still extends to its last offset.
         chunk.next_offset = max(chunk.next_offset, min(raw.last_offset + 1, end))

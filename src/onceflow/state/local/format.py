@@ -246,13 +246,13 @@ def internal_changes(chunk: Chunk, changes: Changes) -> int:
     fit = [
         (key, row)
         for key, row in zip(chunk.keys, chunk.values, strict=True)
-        if key is not None and _is_internal_row(key, row)
+        if key is not None and is_internal_row(key, row)
     ]
     changes.update(fit)
     return len(chunk.keys) - len(fit)
 
 
-def _is_internal_row(key: bytes, row: bytes | None) -> bool:
+def is_internal_row(key: bytes, row: bytes | None) -> bool:
     """Whether a processor can have written this row. A restore must not fail because of records of other programs."""
     kind = key[:1]
     if len(key) > rows.ROW_KEY_BYTES_MAX or kind not in (rows.MAP, rows.TIMER):

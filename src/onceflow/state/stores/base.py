@@ -123,6 +123,14 @@ def tally_of(items: Iterator[tuple[bytes, bytes]], blobs: Mapping[str, bytes]) -
     return Tally(count, total & _MASK).with_blobs(blobs)
 
 
+class Snapshot(NamedTuple):
+    """What is in a store: its tally, the blobs except the tally, and the rows in order. They can be read once."""
+
+    tally: Tally
+    blobs: Mapping[str, bytes]
+    items: Iterator[tuple[bytes, bytes]]
+
+
 class Plan(NamedTuple):
     """What one write does: sorted keys to put and their rows, existing keys to delete, and the new tally."""
 
@@ -294,9 +302,18 @@ class Store(abc.ABC):
         Raises:
             StoreCorruptError: means the same as False; the damage was found by the engine, or during the scan.
         """
+        with self.snapshot() as found:
+            return found.tally == tally_of(found.items, found.blobs)
+
+    @contextmanager
+    def snapshot(self) -> Iterator[Snapshot]:
+        """Everything that is in the store, as of one moment if this engine can read while another process writes.
+
+        Keep the block short: an engine may need more disk space meanwhile.
+        """
         tally, blobs = self._tally(), self._blobs()
         with self._items() as items:
-            return tally == tally_of(items, blobs)
+            yield Snapshot(tally, blobs, items)
 
     def row_count(self) -> int:
         """How many rows there are, of all kinds. Nothing is read but the checksum's record."""

@@ -16,6 +16,7 @@ from onceflow.state.stores.base import (
     BULK_ROWS_MAX,
     NO_BLOBS,
     TALLY,
+    Snapshot,
     Store,
     StoreCorruptError,
     Tally,
@@ -172,13 +173,28 @@ class LmdbStore(Store):
                 environment.writer.release()
 
     def checksum_holds(self) -> bool:
-        with self._environment.translated():
-            # The pages first: LMDB does not check them, and a damaged page may crash the process.
-            check_pages(self._environment.folder / DATA)
+        self.check_pages()  # first: LMDB does not check them, and a damaged page may crash the process
         return super().checksum_holds()
 
     def nbytes(self) -> int:
         return self._environment.bytes_used()
+
+    @contextmanager
+    def snapshot(self) -> Iterator[Snapshot]:
+        environment = self._environment
+        with environment.translated(), environment.reading() as txn:
+            blobs = {name.decode(errors="replace"): blob for name, blob in txn.cursor(environment.blobs)}
+            tally = Tally.decode(blobs.pop(TALLY, None))
+            yield Snapshot(tally, blobs, txn.cursor(environment.rows).iternext())
+
+    def check_pages(self) -> None:
+        """Check that the pages of the file are consistent. Inside of a `snapshot`, another process may write.
+
+        Raises:
+            StoreCorruptError: they are not.
+        """
+        with self._environment.translated():
+            check_pages(self._environment.folder / DATA)
 
     def close(self) -> None:
         if not self._closed:
