@@ -225,6 +225,11 @@ class FlowQuery(SparkQuery):
         return self._sink.guarantee
 
     @property
+    def transaction_timeout_s(self) -> float | None:
+        """After how many seconds the broker aborts a batch. None: it is not written in a transaction of Kafka."""
+        return self._sink.transaction_timeout_s
+
+    @property
     def failure(self) -> BaseException | None:
         """The error with which onceflow has stopped the query, or None."""
         return self._sink.failure

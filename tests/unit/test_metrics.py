@@ -63,6 +63,7 @@ class Query:
         self.batches: list[BatchSummary] = []
         self.lag: Mapping[str, Mapping[int, int]] = {}
         self.is_over = False
+        self.transaction_timeout_s: float | None = 60.0
         self.tables: list[TableFacts] = []
         self.times = Times()
         self.hangs = threading.Event()
@@ -203,6 +204,7 @@ def test_flows_of_a_process_share_an_endpoint(endpoint: onceflow.MetricsEndpoint
 def test_tables_are_shown_while_their_query_runs(endpoint: onceflow.MetricsEndpoint) -> None:
     query = Query().start()
     rows = {"value": 7, "entry": 3, "timer": 5}
+    assert scrape(endpoint)["onceflow_transaction_timeout_seconds", "f"] == 60
     query.tables = [
         TableFacts("waiting", 4, 2, rows, 8192, {"event": None, "processing": 1_500}, 10, 0.5, waiting_letters=True),
         TableFacts("unknown", 3, 0),
@@ -217,6 +219,8 @@ def test_tables_are_shown_while_their_query_runs(endpoint: onceflow.MetricsEndpo
     assert found["onceflow_table_partitions_open", "f", "unknown"] == 0
     names = {name[0] for name in found if "unknown" in name}
     assert names == {"onceflow_table_partitions", "onceflow_table_partitions_open"}, "nothing is said of the rest"
+    query.transaction_timeout_s = None
+    assert ("onceflow_transaction_timeout_seconds", "f") not in scrape(endpoint)
     query.is_over = True
     assert not [name for name in scrape(endpoint) if "waiting" in name]
 

@@ -23,7 +23,7 @@ from onceflow.driver.offset_log import SourceRange
 from onceflow.driver.pace import Pace
 from onceflow.driver.retries import Retries, Steps
 from onceflow.errors import BatchAbortedError, OnceflowError, located
-from onceflow.planning.options import BatchSummary, SinkOptions
+from onceflow.planning.options import EXACTLY_ONCE, BatchSummary, SinkOptions
 from onceflow.protocol.progress import Progress
 from onceflow.spark import jvm
 from onceflow.spark.jvm import SPARK_ERRORS
@@ -112,6 +112,7 @@ class BatchSink:
         self._pace = Pace(commit.flow, options.trigger_s)
         self.flow = commit.flow
         self.guarantee = options.guarantee
+        self.transaction_timeout_s = options.transaction_timeout_s if options.guarantee == EXACTLY_ONCE else None
         self.failure: BaseException | None = None
         self.stopping = False
         self.over = False

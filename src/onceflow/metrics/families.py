@@ -45,6 +45,9 @@ class Collector:
                 for topic, partitions in topics.items()
                 for partition, left in partitions.items()
             },
+            "onceflow_transaction_timeout_seconds": {
+                (flow,): seconds for flow, seconds in self._watch.transaction_timeouts().items()
+            },
             **_of_tables(self._watch.tables()),
         }
 

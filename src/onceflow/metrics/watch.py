@@ -64,6 +64,11 @@ class WatchedQuery(Protocol):
         ...
 
     @property
+    def transaction_timeout_s(self) -> float | None:
+        """After how many seconds the broker aborts a batch."""
+        ...
+
+    @property
     def tables(self) -> Sequence[TableFacts]:
         """What it knows of the tables of the flow."""
         ...
@@ -128,6 +133,11 @@ class FlowWatch:
 
         self._lags = self._ask(look, self._lags)
         return self._lags
+
+    def transaction_timeouts(self) -> dict[str, float]:
+        """Of each flow whose newest query runs and writes in transactions. Spark is not asked."""
+        known = {flow: query.transaction_timeout_s for flow, query in self._known() if not query.is_over}
+        return {flow: seconds for flow, seconds in known.items() if seconds is not None}
 
     def tables(self) -> dict[str, Sequence[TableFacts]]:
         """What the newest query of each flow knows of its tables, unless it has ended. Spark is not asked."""
