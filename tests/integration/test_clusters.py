@@ -6,11 +6,14 @@ import json
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from confluent_kafka import KafkaError, KafkaException, Producer
 from kafka.protocol.metadata import MetadataRequest
 
@@ -19,14 +22,18 @@ from onceflow.admin.doctor_local import Host
 from onceflow.broker import LocalBroker
 from onceflow.broker.nodes import Partition, partitions
 from onceflow.broker.process import admin_client
-from onceflow.client import produce
+from onceflow.cli.main import cli
+from onceflow.client import produce, topics
 from onceflow.client.cluster import Cluster, ConnectionFailedError
 from onceflow.client.deadline import Deadline
 from onceflow.client.settings import ClientSettings
 from onceflow.client.topics import topic_config
 from onceflow.client.transactions import Outcome, Transactions
+from onceflow.driver import progress_log
 from onceflow.errors import BrokerUnsupportedError, DeadlineExceededError
 from onceflow.protocol.batches import encode_single
+from onceflow.protocol.names import Names
+from onceflow.protocol.progress import Progress
 from onceflow.testing import independent
 from onceflow.testing.broker import create_topic
 from onceflow.testing.waiting import wait_until
@@ -204,6 +211,53 @@ def test_a_node_that_was_killed_comes_back_alone(three: LocalBroker, topic: str)
         except ConnectionFailedError as problem:
             soon.pause(3, str(problem))
     client.close()
+
+
+@pytest.mark.parametrize("way", ["halts", "dies"])
+def test_the_status_of_a_flow_goes_on_without_a_leader(three: LocalBroker, topic: str, way: str) -> None:
+    """A source without copies: the partitions of the node cannot be asked, before and after the cluster has noticed."""
+    single, flow = f"{topic}-single", f"flow-{topic}"
+    with closing(connected(three.bootstrap_servers)) as cluster:
+        deadline = Deadline(60, "a test")
+        topics.create_topic(cluster, single, partitions=6, configs={}, deadline=deadline, replication=1)
+        independent.fill(three.bootstrap_servers, single, [(b"%d" % n, b"v") for n in range(60)])
+        progress_log.ensure_topic(cluster, deadline)
+        offsets = {single: dict.fromkeys(range(6), 0)}
+        done = Progress(flow, 3, offsets, {}, 1_700_000_000_000)
+        progress_log.write_progress(cluster, None, Names(flow), done, {}, deadline)
+    three.wait_in_sync()
+
+    def look(*arguments: str) -> tuple[dict[str, Any], float]:
+        began = time.monotonic()
+        place = ["--bootstrap-servers", three.bootstrap_servers, "--timeout", "40 seconds"]
+        answer = CliRunner().invoke(cli, ["status", *arguments, "--json", *place], standalone_mode=False)
+        assert answer.exception is None, answer.exception
+        told = {each["flow"]: each for each in map(json.loads, answer.stdout.splitlines())}
+        return {"code": answer.return_value, "said": answer.stderr, **told[flow]}, time.monotonic() - began
+
+    (before, _) = look(flow)
+    assert (before["lag"], before["unseen"]) == (60, [])
+    gone = three.leader_of(single, 0)
+    lost = sorted(p.number for p in partitions_of(three, single) if p.leader == gone)
+    assert 0 < len(lost) < 6
+    assert three.pause(gone) if way == "halts" else three.kill(gone)
+
+    def is_noticed() -> bool:
+        """What is known of the others is shown, and of the whole flow what coordinators know."""
+        found, took_s = look(flow, "--max-lag", "1000")
+        (source,) = found["sources"]
+        assert sorted(map(int, source["unseen"])) == lost
+        assert sorted(part["partition"] for part in source["partitions"]) == sorted({*range(6)} - {*lost})
+        assert sum(part["lag"] for part in source["partitions"]) > 0
+        assert (found["batch"], found["lag"], found["code"]) == (3, None, 1)
+        assert found["said"] == f"onceflow: {flow}: its lag is not known\n"
+        assert took_s < 42
+        why = {*source["unseen"].values()}
+        assert why in ({"it has no leader"}, {f"its leader, broker {gone}, does not answer"})
+        return why == {"it has no leader"}
+
+    wait_until(is_noticed, 90, "the cluster has noticed that the node is gone", poll_s=0.5)
+    assert look()[0]["batch"] == 3, "all flows are listed, too"
 
 
 def test_a_node_that_halts_loses_its_leaderships(three: LocalBroker, topic: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from onceflow.admin.flow_status import (
 from onceflow.admin.flow_status_reader import StatusReader
 from onceflow.cli.main import cli
 from onceflow.client.log_reader import LogRecord, Marker
+from onceflow.errors import DeadlineExceededError
 
 Call = Callable[..., Result]
 
@@ -119,6 +121,44 @@ def test_exit_codes(found: list[FlowStatus], call: Call, arguments: list[str], c
     assert call(*arguments, code=code).stderr == said
 
 
+def test_what_could_not_be_asked_is_named(found: list[FlowStatus], call: Call) -> None:
+    """The rest is shown; the lag is not known, so it exceeds each limit."""
+    found.append(flow())
+    (source,) = found[0].sources
+    found[0].sources = [replace(source, offsets={0: 7, 2: 9}, unseen={2: "it has no leader"})]
+    found[0].unseen += ["in-2: it has no leader", "transactional id onceflow.orders: no answer"]
+    lines = call("orders").stdout.splitlines()
+    assert lines[0] == "orders: batch 4, a lag of at least 3 records"
+    rows = {line.split()[0]: line.split()[1:] for line in lines if line.startswith("in-")}
+    assert rows["in-0"] == ["7", "0", "10", "15", "3", "4.2", "5"]
+    assert rows["in-2"] == ["9", *"??????"]
+    assert lines[-2:] == [
+        "not asked: in-2: it has no leader",
+        "not asked: transactional id onceflow.orders: no answer",
+    ]
+    (told,) = map(json.loads, call("--json", "orders").stdout.splitlines())
+    assert (told["lag"], told["sources"][0]["unseen"], len(told["unseen"])) == (None, {"2": "it has no leader"}, 2)
+    assert call("--max-lag", "1000", code=1).stderr == "onceflow: orders: its lag is not known\n"
+
+
+def test_flows_may_be_missing_when_progress_could_not_be_asked(
+    found: list[FlowStatus], call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read(reader: StatusReader, *_: Any) -> list[FlowStatus]:
+        reader.unseen = {3: "it has no leader", 4: "its leader, broker 2, does not answer"}
+        return found
+
+    monkeypatch.setattr(StatusReader, "read", read)
+    said = (
+        "onceflow: 2 partitions of __onceflow_progress could not be asked, so flows may be missing here "
+        "(it has no leader, its leader, broker 2, does not answer)\n"
+    )
+    assert call().stderr == said
+    found.append(flow())
+    assert call().stderr == said
+    assert call("orders").stderr == "", "the flow itself says it"
+
+
 def test_without_lag_no_age_is_too_long() -> None:
     assert exceeded(flow(lag=0, age_s=1e9), 0, 1.0) == []
 
@@ -149,6 +189,24 @@ def test_watching_ends_with_ctrl_c(monkeypatch: pytest.MonkeyPatch, call: Call) 
     answer = call("--json", "--watch", "orders", code=130)
     assert asked == [("orders",)] * 3
     assert [json.loads(line)["flow"] for line in answer.stdout.splitlines()] == ["orders"] * 2
+
+
+def test_watching_goes_on_when_a_later_look_fails(monkeypatch: pytest.MonkeyPatch, call: Call) -> None:
+    looks: list[Any] = [DeadlineExceededError("no broker"), [flow()], DeadlineExceededError("no broker"), [flow()]]
+
+    def read(*_: Any) -> list[FlowStatus]:
+        if not looks:
+            raise KeyboardInterrupt
+        if isinstance(look := looks.pop(0), Exception):
+            raise look
+        return look
+
+    monkeypatch.setattr(StatusReader, "read", read)
+    monkeypatch.setattr("onceflow.cli.status._EVERY_S", 0.01)
+    assert isinstance(call("--json", "--watch", code=1).exception, DeadlineExceededError), "the first look"
+    answer = call("--json", "--watch", code=130)
+    assert len(answer.stdout.splitlines()) == 2
+    assert answer.stderr.rstrip().endswith(": no broker")
 
 
 def test_similar_names() -> None:

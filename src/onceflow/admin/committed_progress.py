@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from onceflow.client.cluster import Cluster
@@ -59,8 +60,13 @@ class CommittedProgress:
         self._topic_id = ""
         self._partitions: dict[int, _Partition] = {}
 
-    def read(self, cluster: Cluster, deadline: Deadline) -> dict[bytes, tuple[int, LogRecord]]:
+    def read(
+        self, cluster: Cluster, deadline: Deadline, without: Collection[int] = ()
+    ) -> dict[bytes, tuple[int, LogRecord]]:
         """Partition and record, by key. Flows that were reset, and so have a tombstone, are left out.
+
+        Args:
+            without: partitions that are not read.
 
         Raises:
             PermissionDeniedError: READ or DESCRIBE on the progress topic is missing.
@@ -72,7 +78,7 @@ class CommittedProgress:
             return {}  # no flow has run here
         if info.topic_id != self._topic_id:
             self._topic_id, self._partitions = info.topic_id, {}
-        span = {PROGRESS_TOPIC: sorted(info.leaders)}
+        span = {PROGRESS_TOPIC: sorted(info.leaders.keys() - set(without))}
         first = list_offsets(cluster, span, EARLIEST, deadline)[PROGRESS_TOPIC]
         # Before the records are read: transactions below these offsets are decided, so their markers are read, too.
         stable = list_offsets(cluster, span, LATEST, deadline)[PROGRESS_TOPIC]

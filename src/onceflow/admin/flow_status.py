@@ -36,11 +36,18 @@ class PartitionStatus:
 
 @dataclass(frozen=True)
 class SourceStatus:
-    """A source topic. ``partitions`` is None if they could not be read, or belong to another topic of this name."""
+    """A source topic.
+
+    Args:
+        offsets: what the flow has committed.
+        partitions: those that could be asked. None: they could not be read, or belong to another topic of this name.
+        unseen: why the others could not be asked, by partition.
+    """
 
     topic: str
     offsets: Mapping[int, int]
     partitions: Sequence[PartitionStatus] | None
+    unseen: Mapping[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -84,6 +91,7 @@ class FlowStatus:
         transaction: None: not permitted.
         producer_id, producer_epoch: those of the last committed batch; -1: its record does not have them.
         missing: permissions without which something is not known here.
+        unseen: partitions and coordinators that could not be asked, each with the reason.
     """
 
     flow: str
@@ -98,14 +106,19 @@ class FlowStatus:
     warnings: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
+    unseen: list[str] = field(default_factory=list)
 
     @property
     def lag(self) -> int | None:
         """Records (offsets) behind, in all sources. None: not known for at least one of them."""
-        parts = [source.partitions for source in self.sources]
-        if self.batch is None or any(part is None for part in parts):
+        if self.batch is None or any(source.partitions is None or source.unseen for source in self.sources):
             return None
-        return sum(each.lag for part in parts for each in part or ())
+        return self.lag_at_least
+
+    @property
+    def lag_at_least(self) -> int:
+        """Records (offsets) behind, in the partitions that could be asked."""
+        return sum(each.lag for source in self.sources for each in source.partitions or ())
 
     @property
     def lag_seconds(self) -> float | None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
+import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TypeVar
 
 from onceflow.admin.committed_progress import CommittedProgress
 from onceflow.admin.flow_status import (
@@ -17,26 +17,36 @@ from onceflow.admin.flow_status import (
     expired,
     unknown_flow,
 )
+from onceflow.admin.status_answers import answered, permitted
 from onceflow.client.brokers import Held, held_back_warning, oldest_transaction, read_safety, settings_warnings
 from onceflow.client.cluster import Cluster, TopicInfo
 from onceflow.client.committed import CommittedReader
 from onceflow.client.deadline import Deadline
 from onceflow.client.log_reader import LogRecord
+from onceflow.client.nodes import silent_nodes
 from onceflow.client.offsets import EARLIEST, LATEST, fetch_committed, list_offsets
 from onceflow.client.producers import open_transactions
 from onceflow.client.transaction_requests import DEAD, describe_transaction
-from onceflow.driver.progress_log import hint
-from onceflow.errors import OnceflowError, OptionError, PermissionDeniedError, UnknownTopicError
+from onceflow.driver.progress_log import hint, partition_of
+from onceflow.errors import (
+    DeadlineExceededError,
+    OnceflowError,
+    OptionError,
+    PermissionDeniedError,
+    UnknownTopicError,
+)
 from onceflow.protocol import progress as records
 from onceflow.protocol.names import Names
 from onceflow.protocol.progress import PROGRESS_TOPIC, Progress
 
-T = TypeVar("T")
+log = logging.getLogger("onceflow.admin")
 
 #: A transaction that is open for so long, in seconds, is worth a warning.
 HELD_AFTER_S = 60.0
 #: A partition without a record for so long, in seconds, is worth a note.
 IDLE_S = 3600.0
+# How long a coordinator may take to answer.
+_COORDINATOR_S = 5.0
 _SMALL_FETCH_BYTES = 16 * 1024
 
 
@@ -60,17 +70,35 @@ class StatusReader:
         self._prefixes = transactional_id_prefix, group_id_prefix
         self._clock = clock
         self._progress = CommittedProgress()
+        self._silent: set[int] = set()
+        #: Partitions of the progress topic that could not be asked in the last look, each with the reason.
+        self.unseen: dict[int, str] = {}
 
     def read(self, flows: Sequence[str], deadline: Deadline) -> list[FlowStatus]:
         """The status of the named flows, or of all flows of the cluster.
 
+        What a broker leads that does not answer is left out, and named. One that fails meanwhile is noticed at a second
+        look, for which half of the time is kept.
+
         Raises:
             OptionError: there is no flow of this name.
             PermissionDeniedError: the progress topic may not be read, and no flow is named.
+            DeadlineExceededError: no broker answers, or brokers fail again and again.
         """
-        prefix = self._prefixes[0]
         try:
-            found = self._progress.read(self._cluster, deadline)
+            return self._look(flows, Deadline(deadline.remaining / 2, deadline.what))
+        except DeadlineExceededError as late:
+            log.debug("looking again: %s", late)
+        return self._look(flows, deadline)
+
+    def _look(self, flows: Sequence[str], deadline: Deadline) -> list[FlowStatus]:
+        prefix = self._prefixes[0]
+        there = self._cluster.topics(None, deadline)
+        leaders = {leader for info in there.values() for leader in info.leaders.values() if leader >= 0}
+        self._silent = silent_nodes(self._cluster, leaders, deadline)
+        self.unseen = self._unseen(there[PROGRESS_TOPIC]) if PROGRESS_TOPIC in there else {}
+        try:
+            found = self._progress.read(self._cluster, deadline, self.unseen)
         except PermissionDeniedError as refused:
             if not flows:
                 raise PermissionDeniedError(
@@ -84,15 +112,35 @@ class StatusReader:
                 self._transaction(status, deadline)
             return statuses
         known = {key.decode(errors="replace"): (key, *place) for key, place in found.items()}
+        hidden = {name: self.unseen.get(partition_of(prefix + name.removeprefix(prefix)), "") for name in flows}
         for name in flows:
-            if name not in known and prefix + name not in known:
+            if name not in known and prefix + name not in known and not hidden[name]:
                 raise unknown_flow(name, known)
         chosen = [name if name in known else prefix + name for name in flows] or sorted(
             name for name in known if name.startswith(prefix)
         )
-        there = self._cluster.topics(None, deadline) if chosen else {}
         settings = self._settings(deadline) if chosen else []
-        return [self._flow(name, *known[name], there, settings, deadline) for name in dict.fromkeys(chosen)]
+        return [
+            self._flow(name, *known[name], there, settings, deadline) if name in known else self._hidden(name, deadline)
+            for name in dict.fromkeys(chosen)
+        ]
+
+    def _hidden(self, name: str, deadline: Deadline) -> FlowStatus:
+        """A flow whose progress is in a partition that could not be asked."""
+        partition = partition_of(name)
+        status = FlowStatus(name, unseen=[f"{PROGRESS_TOPIC}-{partition}, with its progress: {self.unseen[partition]}"])
+        self._transaction(status, deadline)
+        return status
+
+    def _unseen(self, info: TopicInfo) -> dict[int, str]:
+        """The partitions of a topic that cannot be asked, each with the reason."""
+        found = {}
+        for partition, leader in sorted(info.leaders.items()):
+            if leader < 0:
+                found[partition] = "it has no leader"
+            elif leader in self._silent:
+                found[partition] = f"its leader, broker {leader}, does not answer"
+        return found
 
     def _settings(self, deadline: Deadline) -> list[str]:
         """Warnings about settings of the progress topic with which it can be lost."""
@@ -144,10 +192,15 @@ class StatusReader:
             name = self._names(status.flow).transactional_id
         except OptionError:
             return  # a record that no flow of ours has written
-        found = _permitted(
+        soon = Deadline(deadline.capped(_COORDINATOR_S), f"asking the coordinator of {name}")
+        found = answered(
             status,
-            f"DESCRIBE on transactional id {name}",
-            lambda: describe_transaction(self._cluster, name, deadline),
+            f"transactional id {name}",
+            lambda: permitted(
+                status,
+                f"DESCRIBE on transactional id {name}",
+                lambda: describe_transaction(self._cluster, name, soon),
+            ),
         )
         if found is not None:
             started_ms = int(found.get("started_ms", -1))
@@ -164,10 +217,15 @@ class StatusReader:
         if len(progress.offsets) < 2:
             return set(progress.offsets)
         group = self._names(status.flow).group_id
-        committed = _permitted(
+        soon = Deadline(deadline.capped(_COORDINATOR_S), f"asking the coordinator of group {group}")
+        committed = answered(
             status,
-            f"DESCRIBE on group {group} (so topics that are not read any more are counted as sources)",
-            lambda: fetch_committed(self._cluster, group, None, deadline, stable=False),
+            f"group {group}",
+            lambda: permitted(
+                status,
+                f"DESCRIBE on group {group} (so topics that are not read any more are counted as sources)",
+                lambda: fetch_committed(self._cluster, group, None, soon, stable=False),
+            ),
         )
         left = {
             topic
@@ -194,13 +252,10 @@ class StatusReader:
                 f"source topic {topic} was deleted and created anew; the flow's offsets are of the old"
             )
             return SourceStatus(topic, offsets, None)
-        leaderless = [number for number, leader in info.leaders.items() if leader < 0]
-        if leaderless:
-            status.warnings.append(f"{_places(topic, leaderless)} has no leader, so its lag is not known")
-            return SourceStatus(topic, offsets, None)
-        ends = _permitted(
-            status, f"DESCRIBE on topic {topic}", lambda: self._ends(topic, sorted(info.leaders), deadline)
-        )
+        unseen = self._unseen(info)
+        status.unseen += [f"{topic}-{number}: {reason}" for number, reason in unseen.items()]
+        numbers = sorted(info.leaders.keys() - unseen.keys())
+        ends = permitted(status, f"DESCRIBE on topic {topic}", lambda: self._ends(topic, numbers, deadline))
         if ends is None:
             return SourceStatus(topic, offsets, None)
         parts = [
@@ -208,12 +263,13 @@ class StatusReader:
             for number in sorted(ends)
         ]
         status.warnings += expired(topic, parts)
-        status.warnings += self._held(status, topic, parts, deadline)
+        held = answered(status, f"transactions of {topic}", lambda: self._held(status, topic, parts, deadline))
+        status.warnings += held or []
         _unknown_partitions(status, topic, parts)
-        idle = self._idle(topic, sorted(info.leaders), deadline)
+        idle = self._idle(topic, numbers, deadline)
         if idle:
             status.notes.append(f"no record for {IDLE_S / 3600:g} h: {_places(topic, idle)}")
-        return SourceStatus(topic, offsets, parts)
+        return SourceStatus(topic, offsets, parts, unseen)
 
     def _ends(self, topic: str, numbers: Sequence[int], deadline: Deadline) -> dict[int, tuple[int, int, int]]:
         """First offset, last stable offset and high watermark."""
@@ -242,12 +298,14 @@ class StatusReader:
             if permission in status.missing:
                 seconds = None
             else:
-                seconds = _permitted(status, permission, lambda: self._first_age_s(topic, number, begin, stable))
+                seconds = permitted(
+                    status, permission, lambda: self._first_age_s(topic, number, begin, stable, deadline)
+                )
         return PartitionStatus(number, offset, first, stable, high, lag, seconds, max(0, high - stable))
 
-    def _first_age_s(self, topic: str, number: int, begin: int, stable: int) -> float | None:
+    def _first_age_s(self, topic: str, number: int, begin: int, stable: int, deadline: Deadline) -> float | None:
         """Age of the first committed record; 0 if there are only markers and records of aborted transactions."""
-        reader = CommittedReader(self._cluster, fetch_bytes=_SMALL_FETCH_BYTES)
+        reader = CommittedReader(self._cluster, deadline.remaining, fetch_bytes=_SMALL_FETCH_BYTES)
         for chunk in reader.read(topic, number, begin, stable):
             if chunk.keys:
                 stamp = int(chunk.timestamps_ms[0])
@@ -263,7 +321,8 @@ class StatusReader:
             if not self._may_see(status, topic, part.partition, deadline):
                 continue
             held = Held(topic, part.partition, part.stable, part.end, 0.0)
-            transaction = oldest_transaction(self._cluster, held, deadline)
+            soon = Deadline(deadline.capped(_COORDINATOR_S), f"asking whose transaction is open in {topic}")
+            transaction = oldest_transaction(self._cluster, held, soon)
             if transaction is None:
                 continue  # it has ended meanwhile, or may not be seen; the count is shown in any case
             begun_ms = transaction.started_ms if transaction.started_ms >= 0 else transaction.last_write_ms
@@ -275,7 +334,7 @@ class StatusReader:
     def _may_see(self, status: FlowStatus, topic: str, number: int, deadline: Deadline) -> bool:
         """Whether this principal may see the transactions of a partition."""
         look = functools.partial(open_transactions, self._cluster, [(topic, number)], deadline)
-        return _permitted(status, f"READ on topic {topic}", look) is not None
+        return permitted(status, f"READ on topic {topic}", look) is not None
 
     def _idle(self, topic: str, numbers: Sequence[int], deadline: Deadline) -> list[int]:
         since_ms = int((self._clock() - IDLE_S) * 1000)
@@ -294,8 +353,10 @@ class StatusReader:
         if info is None:
             status.warnings += _gone(self._cluster, status, topic, deadline, role="table")
             return TableStatus(topic, offsets, None)
-        numbers = sorted(number for number in offsets if info.leaders.get(number, -1) >= 0)
-        first = _permitted(
+        unseen = self._unseen(info)
+        status.unseen += [f"{topic}-{number}: {reason}" for number, reason in unseen.items()]
+        numbers = sorted(number for number in offsets if number in info.leaders and number not in unseen)
+        first = permitted(
             status,
             f"DESCRIBE on topic {topic}",
             lambda: list_offsets(self._cluster, {topic: numbers}, EARLIEST, deadline)[topic],
@@ -326,16 +387,6 @@ def _gone(cluster: Cluster, status: FlowStatus, topic: str, deadline: Deadline, 
     except UnknownTopicError:
         pass
     return [f"{role} topic {topic} was deleted"]
-
-
-def _permitted(status: FlowStatus, permission: str, call: Callable[[], T]) -> T | None:
-    """What the call returns; None if this principal may not: then the permission is named in ``missing``."""
-    try:
-        return call()
-    except PermissionDeniedError:
-        if permission not in status.missing:
-            status.missing.append(permission)
-        return None
 
 
 def _places(topic: str, numbers: Iterable[int]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +41,9 @@ _PAUSE_S = 0.1
     metavar="DURATION",
     help="Exit code 1 if a flow with lag has not committed for longer, for example '5 minutes'.",
 )
+@click.option(
+    "--timeout", default=f"{_CALL_S:g} seconds", show_default=True, metavar="DURATION", help="How long to ask brokers."
+)
 @click.option("--transactional-id-prefix", default="", help="The same as in `Flow(...)`.")
 @click.option("--group-id-prefix", default="", help="The same as in `Flow(...)`.")
 @connection
@@ -50,6 +53,7 @@ def status(
     as_json: bool,
     max_lag: int | None,
     max_age: str | None,
+    timeout: str,
     transactional_id_prefix: str,
     group_id_prefix: str,
     settings: ClientSettings,
@@ -58,7 +62,7 @@ def status(
 
     It reads Kafka only, and changes nothing: no flow is fenced, no consumer group is joined. LAG counts offsets up to
     the last stable offset of each partition, transaction markers too; LAG S is the age of the oldest record that is
-    not committed. `?` means that it is not known.
+    not committed. `?` means that it is not known. What could not be asked is named, and the rest is shown.
     """
     from onceflow.admin.flow_status import exceeded
     from onceflow.admin.flow_status_reader import StatusReader
@@ -66,6 +70,7 @@ def status(
     from onceflow.client.deadline import Deadline
 
     every_s, flows = _every(watch, flows)
+    timeout_s = timeout_ms(timeout, "--timeout") / 1000
     age_s = None if max_age is None else timeout_ms(max_age, "--max-age") / 1000
     if every_s is not None and (max_lag is not None or age_s is not None):
         raise click.UsageError("--max-lag and --max-age are for one look: call it without --watch")
@@ -73,7 +78,7 @@ def status(
         reader = StatusReader(cluster, transactional_id_prefix=transactional_id_prefix, group_id_prefix=group_id_prefix)
 
         def look() -> list[FlowStatus]:
-            return reader.read(flows, Deadline(_CALL_S, "reading the status of flows"))
+            return reader.read(flows, Deadline(timeout_s, "reading the status of flows"))
 
         def lines(found: list[FlowStatus]) -> list[str]:
             if as_json:
@@ -83,9 +88,12 @@ def status(
         if every_s is not None:
             _repeat(look, lines, every_s, live=not as_json)
         found = look()
+        hidden = reader.unseen
     for line in lines(found):
         click.echo(line)
-    if not found:
+    if hidden and not flows:
+        click.echo(f"onceflow: {_partly(hidden)}", err=True)
+    elif not found:
         click.echo(f"No flow has committed anything at {settings.bootstrap_servers}.", err=True)
     over = [text for each in found for text in exceeded(each, max_lag, age_s)]
     for text in over:
@@ -109,10 +117,19 @@ def _every(watch: str | None, flows: tuple[str, ...]) -> tuple[float | None, tup
 def _repeat(
     look: Callable[[], list[FlowStatus]], lines: Callable[[list[FlowStatus]], list[str]], every_s: float, *, live: bool
 ) -> None:
-    """Look again and again. Ends with Ctrl-C."""
+    """Look again and again. Ends with Ctrl-C, or if the first look fails. Later ones may: brokers come back."""
+    from onceflow.errors import BrokerUnreachableError, DeadlineExceededError
+
     with until_interrupted(), interruptible() as check, _screen(live) as show:
+        has_seen = False
         while True:
-            show(lines(look()))
+            try:
+                show(lines(look()))
+                has_seen = True
+            except (BrokerUnreachableError, DeadlineExceededError) as silent:
+                if not has_seen:
+                    raise
+                click.echo(f"onceflow: {_time(int(time.time() * 1000))}: {silent.what}", err=True)
             until = time.monotonic() + every_s
             while time.monotonic() < until:
                 check()
@@ -148,7 +165,7 @@ def overview(found: Sequence[FlowStatus]) -> list[str]:
             _known(each.lag),
             _seconds(each.lag_seconds),
             "?" if each.last_commit_ms is None else _time(each.last_commit_ms),
-            len(each.warnings) + len(each.missing),
+            len(each.warnings) + len(each.missing) + len(each.unseen),
         ]
         for each in found
     ]
@@ -165,7 +182,11 @@ def details(found: Sequence[FlowStatus]) -> list[str]:
 
 
 def _detail(flow: FlowStatus) -> list[str]:
-    lag = "an unknown lag" if flow.lag is None else f"a lag of {counted(flow.lag)}, {_seconds(flow.lag_seconds)} s"
+    lag = "an unknown lag"
+    if flow.lag is not None:
+        lag = f"a lag of {counted(flow.lag)}, {_seconds(flow.lag_seconds)} s"
+    elif flow.lag_at_least:
+        lag = f"a lag of at least {counted(flow.lag_at_least)}"
     lines = [f"{shown(flow.flow)}: batch {_known(flow.batch)}, {lag}"]
     if flow.last_commit_ms is not None:
         lines.append(f"last commit {_time(flow.last_commit_ms)}, {_seconds(flow.age_s)} s ago")
@@ -182,7 +203,9 @@ def _detail(flow: FlowStatus) -> list[str]:
         if source.partitions is None:
             rows = [[f"{source.topic}-{n}", offset, *"??????"] for n, offset in sorted(source.offsets.items())]
         else:
-            rows = [[f"{source.topic}-{part.partition}", *_cells(part)] for part in source.partitions]
+            shown_rows = {part.partition: _cells(part) for part in source.partitions}
+            shown_rows |= {number: [source.offsets.get(number, "-"), *"??????"] for number in source.unseen}
+            rows = [[f"{source.topic}-{number}", *cells] for number, cells in sorted(shown_rows.items())]
         lines += in_columns(columns, rows)
     if flow.tables:
         rows = [
@@ -200,7 +223,19 @@ def _cells(part: PartitionStatus) -> list[Any]:
 
 def _remarks(flow: FlowStatus) -> list[str]:
     missing = [f"not permitted: {shown(text)}" for text in flow.missing]
-    return [f"warning: {shown(text)}" for text in flow.warnings] + missing
+    unseen = [f"not asked: {shown(text)}" for text in flow.unseen]
+    return [f"warning: {shown(text)}" for text in flow.warnings] + missing + unseen
+
+
+def _partly(hidden: Mapping[int, str]) -> str:
+    """The warning that flows may be missing in the list of all."""
+    from onceflow.protocol.progress import PROGRESS_TOPIC
+
+    reasons = ", ".join(sorted({*hidden.values()}))
+    return (
+        f"{counted(len(hidden), 'partition')} of {PROGRESS_TOPIC} could not be asked, so flows may be missing here "
+        f"({reasons})"
+    )
 
 
 def _known(number: int | None) -> str:

@@ -16,7 +16,7 @@ from onceflow.errors import BrokerUnsupportedError, OnceflowError
 from onceflow.protocol import codes
 
 _BROKER_RESOURCE = 4
-_ANSWER_S = 5.0
+_ANSWER_S, _SOON_S = 5.0, 3.0
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,21 @@ def look_at_nodes(cluster: Cluster, deadline: Deadline) -> list[Node]:
     known = {each.node for each in found}
     found += [each for each in _fenced(cluster, deadline) if each.node not in known]
     return sorted(found, key=lambda each: each.node)
+
+
+def silent_nodes(cluster: Cluster, nodes: Iterable[int], deadline: Deadline) -> set[int]:
+    """Those of these brokers that do not answer now. Each is asked once, for at most three seconds."""
+    cluster.connect(deadline)
+    version = cluster.version(ApiVersionsRequest, min_version=3, max_version=4)
+    found = set()
+    for node in sorted(nodes):
+        request = ApiVersionsRequest(version=version, client_software_name="onceflow", client_software_version="0")
+        patience_s = max(0.1, min(_SOON_S, deadline.remaining / 4))
+        try:
+            cluster.exchange(request, node, Deadline(patience_s, f"asking broker {node}"))
+        except ConnectionFailedError:
+            found.add(node)
+    return found
 
 
 def _fenced(cluster: Cluster, deadline: Deadline) -> list[Node]:
