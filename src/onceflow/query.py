@@ -12,13 +12,14 @@ from pyspark.sql.streaming.query import StreamingQuery
 
 from onceflow import log_context
 from onceflow.calls.runner import give_up
+from onceflow.clock import clock_ms
 from onceflow.driver.batch_sink import BatchSink
 from onceflow.driver.source_times import SourceTimes
 from onceflow.errors import BrokerUnreachableError, EnvironmentUnusableError, OnceflowError
 from onceflow.planning.options import BatchSummary
 from onceflow.protocol.names import INTERNAL_SUFFIX
 from onceflow.protocol.position import Position
-from onceflow.protocol.progress import Offsets
+from onceflow.protocol.progress import Offsets, Progress
 from onceflow.spark import jvm
 from onceflow.spark.streaming_query import SparkQuery, jvm_needed
 from onceflow.state.table_facts import TableFacts
@@ -37,6 +38,9 @@ class FlowQuery(SparkQuery):
 
     ``awaitTermination`` raises onceflow's own error (``FencedError``, ``BatchAbortedError``, ...). Spark would wrap the
     text of that error in a ``StreamingQueryException``.
+
+    Attributes:
+        since_ms: when it was started, epoch milliseconds.
     """
 
     def __init__(
@@ -50,6 +54,7 @@ class FlowQuery(SparkQuery):
         super().__init__(query)
         self._sink = sink
         self._on_stop = on_stop
+        self.since_ms = clock_ms()
         self._source_times = source_times
         self._release_lock = threading.Lock()
         self._awaiting = threading.Lock()
@@ -223,6 +228,11 @@ class FlowQuery(SparkQuery):
     def guarantee(self) -> str:
         """The guarantee that was given to ``Flow.write``."""
         return self._sink.guarantee
+
+    @property
+    def progress(self) -> Progress:
+        """What is committed."""
+        return self._sink.progress
 
     @property
     def transaction_timeout_s(self) -> float | None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from typing import Any
@@ -12,6 +14,7 @@ from click.testing import CliRunner, Result
 from confluent_kafka import Producer, TopicPartition
 from confluent_kafka.admin import AdminClient
 
+import onceflow
 from onceflow.admin import committed_progress, flow_status_reader
 from onceflow.cli.main import cli
 from onceflow.client.cluster import Cluster
@@ -69,9 +72,21 @@ def test_a_flow_that_runs_and_then_is_behind(
     pipe = make_pipe()
     pipe.fill(200)
     flow = pipe.open()
-    query = flow.write(flow.read(pipe.source).select("key", "value"), topic=pipe.target).start()
-    query.processAllAvailable()
-    running = told(call(pipe.flow, "--json", "--max-lag", "0", "--max-age", "1 hour"))
+    with onceflow.serve_metrics(0) as endpoint:
+        query = flow.write(flow.read(pipe.source).select("key", "value"), topic=pipe.target).start()
+        query.processAllAvailable()
+        url = endpoint.url
+        running = told(call(pipe.flow, "--json", "--max-lag", "0", "--max-age", "1 hour", "--endpoint", url))
+        driver = running["driver"]
+        assert (driver["condition"], driver["host"], driver["pid"]) == ("running", socket.gethostname(), os.getpid())
+        assert (driver["batch"], driver["producer_id"]) == (running["batch"], running["producer_id"])
+        assert driver["producer_epoch"] == running["producer_epoch"]
+        assert driver["counts"]["batches_committed"] == len(query.batches)
+        assert driver["last_batch"]["records"] == query.batches[-1].records
+        assert f"driver: running on host {socket.gethostname()}" in call(pipe.flow, "--endpoint", url).stdout
+    gone = call(pipe.flow, "--endpoint", url)
+    assert gone.return_value == 0
+    assert gone.stdout.splitlines()[-1].startswith(f"warning: {url.removesuffix('/metrics')} does not answer")
     assert (running["lag"], running["lag_seconds"], running["warnings"]) == (0, 0.0, [])
     assert running["batch"] == query.batches[-1].batch
     assert running["transaction"]["transactional_id"] == f"onceflow.{pipe.flow}"

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import socket
 import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import onceflow
 from onceflow import hooks
+from onceflow.admin.driver_status import LastBatch, ask_endpoint
 from onceflow.driver.offset_log import SourceRange
 from onceflow.errors import (
     BatchAbortedError,
@@ -29,6 +33,7 @@ from onceflow.metrics import latency
 from onceflow.metrics import watch as watching
 from onceflow.metrics.counts import BUCKETS_S, METRICS, Distribution
 from onceflow.planning.options import BatchSummary
+from onceflow.protocol.progress import Progress
 from onceflow.spark.streaming_query import _lag_of
 from onceflow.state.table_facts import TableFacts
 from onceflow.testing.waiting import wait_until
@@ -63,6 +68,9 @@ class Query:
         self.batches: list[BatchSummary] = []
         self.lag: Mapping[str, Mapping[int, int]] = {}
         self.is_over = False
+        self.since_ms, self.guarantee = 1_700_000_000_000, "exactly_once"
+        self.failure: BaseException | None = None
+        self.progress = Progress(f"prefix-{flow}", 3, {}, {}, 5, producer_id=17, producer_epoch=2)
         self.transaction_timeout_s: float | None = 60.0
         self.tables: list[TableFacts] = []
         self.times = Times()
@@ -268,6 +276,30 @@ def test_latency_of_a_sample_of_the_batches(monkeypatch: pytest.MonkeyPatch, cap
     assert query.times.closed.wait(10)
     assert len(query.times.asked) == 4, "one of them in a while"
     assert [record.levelname for record in caplog.records if "age of its records" in record.message] == ["WARNING"]
+
+
+def test_what_a_driver_says_of_itself(endpoint: onceflow.MetricsEndpoint) -> None:
+    """What /status says is what `onceflow status` reads."""
+    query, quiet = Query().start(), Query("quiet", "failed").start()
+    query.lag = {"s": {0: 5, 1: 2}}
+    query.tables = [TableFacts("t", 4, 2, {"value": 7, "entry": 3, "timer": 5}, 8192, {"processing": None}, 10, 0.5)]
+    query.commit(3, records=5, path="4 tasks", dead_letters=2, seconds={"write": 0.25, "end": 0.5})
+    quiet.failure = ValueError("with a secret of a record")
+    hooks.at(hooks.ABORTED, where="driver", flow="f", batch=1, error=ValueError("no"))
+    status, text, kind = get(endpoint, "/status")
+    assert (status, kind) == (200, "application/json")
+    assert "secret" not in text
+    (first, second), problem = ask_endpoint(f"http://127.0.0.1:{endpoint.port}", 10)
+    assert problem == ""
+    assert (first.flow, first.condition, first.since_ms) == ("prefix-f", "running", 1_700_000_000_000)
+    assert (first.host, first.pid, first.version) == (socket.gethostname(), os.getpid(), onceflow.__version__)
+    assert (first.batch, first.producer_id, first.producer_epoch, first.lag) == (3, 17, 2, 7)
+    assert first.last_batch == LastBatch(5, 1, 0.75, "4 tasks")
+    assert first.counts["dead_letters"] == 2
+    assert first.counts["attempts_aborted"] == 1
+    assert [asdict(table) for table in first.tables] == [asdict(table) for table in query.tables]
+    assert (second.flow, second.condition, second.failure) == ("prefix-quiet", "failed", "ValueError")
+    assert (second.lag, second.last_batch) == (None, None)
 
 
 def probes(endpoint: onceflow.MetricsEndpoint) -> tuple[int, int]:

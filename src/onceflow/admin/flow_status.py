@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from onceflow.admin.driver_status import DriverStatus
 from onceflow.errors import OptionError
 from onceflow.protocol.progress import PROGRESS_TOPIC
 
@@ -92,6 +93,7 @@ class FlowStatus:
         producer_id, producer_epoch: those of the last committed batch; -1: its record does not have them.
         missing: permissions without which something is not known here.
         unseen: partitions and coordinators that could not be asked, each with the reason.
+        driver: what its driver says; None: its endpoint was not asked, or is not known.
     """
 
     flow: str
@@ -107,6 +109,7 @@ class FlowStatus:
     notes: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     unseen: list[str] = field(default_factory=list)
+    driver: DriverStatus | None = None
 
     @property
     def lag(self) -> int | None:

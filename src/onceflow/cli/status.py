@@ -17,10 +17,11 @@ from onceflow.cli.interrupts import interruptible, until_interrupted
 from onceflow.cli.text import counted, in_columns, shown, timeout_ms
 
 if TYPE_CHECKING:
+    from onceflow.admin.driver_status import DriverStatus, DriverTable
     from onceflow.admin.flow_status import FlowStatus, PartitionStatus
     from onceflow.client.settings import ClientSettings
 
-_CALL_S = 60.0
+_CALL_S, _ENDPOINT_S = 60.0, 5.0
 _EVERY_S = 2.0
 _PAUSE_S = 0.1
 
@@ -28,6 +29,7 @@ _PAUSE_S = 0.1
 @examples(
     "onceflow status",
     "onceflow status validated-deposits --max-lag 10000 --max-age '5 minutes'",
+    "onceflow status validated-deposits --endpoint http://driver-host:9404",
 )
 @click.command()
 @click.argument("flows", nargs=-1, metavar="[FLOW]...")
@@ -42,6 +44,14 @@ _PAUSE_S = 0.1
     help="Exit code 1 if a flow with lag has not committed for longer, for example '5 minutes'.",
 )
 @click.option(
+    "--endpoint",
+    "endpoints",
+    multiple=True,
+    envvar="ONCEFLOW_ENDPOINT",
+    metavar="URL",
+    help="The metrics port of a driver, which knows more; may be repeated.  [default: $ONCEFLOW_ENDPOINT]",
+)
+@click.option(
     "--timeout", default=f"{_CALL_S:g} seconds", show_default=True, metavar="DURATION", help="How long to ask brokers."
 )
 @click.option("--transactional-id-prefix", default="", help="The same as in `Flow(...)`.")
@@ -53,6 +63,7 @@ def status(
     as_json: bool,
     max_lag: int | None,
     max_age: str | None,
+    endpoints: tuple[str, ...],
     timeout: str,
     transactional_id_prefix: str,
     group_id_prefix: str,
@@ -60,16 +71,21 @@ def status(
 ) -> int:
     """Show where flows are, and how far behind: all flows as a table, or each FLOW in detail.
 
-    It reads Kafka only, and changes nothing: no flow is fenced, no consumer group is joined. LAG counts offsets up to
-    the last stable offset of each partition, transaction markers too; LAG S is the age of the oldest record that is
-    not committed. `?` means that it is not known. What could not be asked is named, and the rest is shown.
+    It reads Kafka, and with --endpoint asks drivers. It changes nothing: no flow is fenced, no consumer group is
+    joined. LAG counts offsets up to the last stable offset of each partition, transaction markers too; LAG S is the age
+    of the oldest record that is not committed. `?` means that it is not known. What could not be asked is named, and
+    the rest is shown.
     """
+    from onceflow.admin.driver_compared import attach
+    from onceflow.admin.driver_status import checked_endpoint
     from onceflow.admin.flow_status import exceeded
     from onceflow.admin.flow_status_reader import StatusReader
     from onceflow.client.cluster import Cluster
     from onceflow.client.deadline import Deadline
 
     every_s, flows = _every(watch, flows)
+    urls = [*dict.fromkeys(checked_endpoint(each) for each in endpoints)]
+    strange: list[str] = []  # what is wrong with the endpoints
     timeout_s = timeout_ms(timeout, "--timeout") / 1000
     age_s = None if max_age is None else timeout_ms(max_age, "--max-age") / 1000
     if every_s is not None and (max_lag is not None or age_s is not None):
@@ -78,12 +94,17 @@ def status(
         reader = StatusReader(cluster, transactional_id_prefix=transactional_id_prefix, group_id_prefix=group_id_prefix)
 
         def look() -> list[FlowStatus]:
-            return reader.read(flows, Deadline(timeout_s, "reading the status of flows"))
+            drivers, wrong = _drivers(urls, timeout_s)
+            found = reader.read(flows, Deadline(timeout_s, "reading the status of flows"))
+            others = attach(found, drivers, transactional_id_prefix)
+            strange[:] = wrong + ([] if flows and any(each.driver for each in found) else others)
+            return found
 
         def lines(found: list[FlowStatus]) -> list[str]:
             if as_json:
                 return [json.dumps(to_json(each)) for each in found]
-            return details(found) if flows else overview(found)
+            remarks = [f"warning: {shown(text)}" for text in strange]
+            return (details(found) if flows else overview(found)) + remarks
 
         if every_s is not None:
             _repeat(look, lines, every_s, live=not as_json)
@@ -91,6 +112,8 @@ def status(
         hidden = reader.unseen
     for line in lines(found):
         click.echo(line)
+    for text in strange if as_json else []:
+        click.echo(f"onceflow: {text}", err=True)
     if hidden and not flows:
         click.echo(f"onceflow: {_partly(hidden)}", err=True)
     elif not found:
@@ -112,6 +135,19 @@ def _every(watch: str | None, flows: tuple[str, ...]) -> tuple[float | None, tup
     if not 0.1 <= every_s <= 86_400:
         raise click.UsageError(f"--watch {watch}: between 0.1 and 86,400 seconds")
     return every_s, flows
+
+
+def _drivers(urls: Sequence[str], timeout_s: float) -> tuple[list[DriverStatus], list[str]]:
+    """What the endpoints say, and what is wrong with them. They are asked at once."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    from onceflow.admin.driver_status import ask_endpoint
+
+    if not urls:
+        return [], []
+    with ThreadPoolExecutor(len(urls)) as pool:
+        answers = list(pool.map(lambda url: ask_endpoint(url, min(_ENDPOINT_S, timeout_s)), urls))
+    return [each for drivers, _ in answers for each in drivers], [problem for _, problem in answers if problem]
 
 
 def _repeat(
@@ -198,6 +234,7 @@ def _detail(flow: FlowStatus) -> list[str]:
         if known.producer_id >= 0:
             text += f", producer id {known.producer_id}, epoch {known.producer_epoch}"
         lines.append(text + ("" if known.age_s is None else f", open for {_seconds(known.age_s)} s"))
+    lines += [] if flow.driver is None else _driver(flow.driver)
     for source in flow.sources:
         columns = ["SOURCE", "OFFSET", "FIRST", "STABLE", "END", "LAG", "LAG S", "HELD BACK"]
         if source.partitions is None:
@@ -213,7 +250,31 @@ def _detail(flow: FlowStatus) -> list[str]:
             for each in flow.tables
         ]
         lines += in_columns(["TABLE", "RECORDS AT MOST", "END OFFSETS"], rows)
+    if flow.driver is not None and flow.driver.tables:
+        lines += in_columns(_LOCAL, [_local(table) for table in flow.driver.tables])
     return lines + _remarks(flow) + [f"note: {shown(text)}" for text in flow.notes]
+
+
+def _driver(driver: DriverStatus) -> list[str]:
+    """What the driver says of itself."""
+    where = f"host {driver.host}, process {driver.pid}, since {_time(driver.since_ms)}"
+    lines = [shown(f"driver: {driver.condition} on {where}; {driver.guarantee}; onceflow {driver.version}")]
+    if (last := driver.last_batch) is not None:
+        how = f"in {counted(last.attempts, 'attempt')}, {_seconds(last.seconds)} s, by {last.ran_in}"
+        lines.append(shown(f"last batch of this run: {counted(last.records)} {how}"))
+    told = [f"{name.replace('_', ' ')} {count:,}" for name, count in driver.counts.items() if count]
+    return lines + ([shown(f"counted by this driver: {', '.join(told)}")] if told else [])
+
+
+_LOCAL = ["LOCAL STATE", "OPEN", "VALUES", "ENTRIES", "TIMERS", "BYTES", "RESTORED", "NEXT TIMER"]
+
+
+def _local(table: DriverTable) -> list[Any]:
+    rows = [_known(table.rows.get(kind)) for kind in ("value", "entry", "timer")]
+    at_ms = table.next_timer_ms.get("processing")
+    name = f"{shown(table.table)} (waiting letters)" if table.waiting_letters else shown(table.table)
+    opened = f"{table.opened}/{table.partitions}"
+    return [name, opened, *rows, _known(table.nbytes), table.restored, "-" if at_ms is None else _time(at_ms)]
 
 
 def _cells(part: PartitionStatus) -> list[Any]:

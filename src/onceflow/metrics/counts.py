@@ -175,6 +175,18 @@ class Counts:
             self._add("onceflow_failures_total", (flow, error), 1)
             self._add("onceflow_fences_total", (flow,), int(fenced))
 
+    def of_flow(self, flow: str, names: Iterable[str]) -> dict[str, float]:
+        """The sums of counters of a flow, over their other labels. Names: without ``onceflow_`` and ``_total``."""
+        with self.lock:
+            return {
+                name: sum(
+                    count
+                    for labels, count in self.values.get(f"onceflow_{name}_total", {}).items()
+                    if labels[0] == flow
+                )
+                for name in names
+            }
+
     def latency(self, flow: str, seconds: float) -> None:
         """Count how old a record was when its batch was committed."""
         with self.lock:

@@ -12,6 +12,7 @@ from http.server import BaseHTTPRequestHandler
 from typing import Any
 
 from onceflow.errors import EnvironmentUnusableError, OptionError
+from onceflow.metrics.driver_document import driver_document
 from onceflow.metrics.watch import FlowWatch, WatchedQuery, are_healthy, are_ready
 
 # How long a client may be silent.
@@ -66,8 +67,8 @@ def serve_metrics(port: int, host: str = "127.0.0.1") -> MetricsEndpoint:
     """Serve metrics of all flows of this process over HTTP, from now on. Call it before the flows start.
 
     ``/metrics`` is for Prometheus. ``/healthz`` answers 503 when a query has failed and was not started again, else
-    200. ``/readyz`` answers 200 when every query has committed a batch or has nothing to read, else 503. There is no
-    login.
+    200. ``/readyz`` answers 200 when every query has committed a batch or has nothing to read, else 503. ``/status`` is
+    for ``onceflow status --endpoint``. There is no login.
 
     ::
 
@@ -143,12 +144,15 @@ class _Handler(BaseHTTPRequestHandler):
         path = self.path.partition("?")[0]
         if path in ("/metrics", "/"):
             self._answer(HTTPStatus.OK, *self.server.metrics(self.headers.get("Accept", "")))
+        elif path == "/status":
+            body = json.dumps(driver_document(self.server.watch)).encode() + b"\n"
+            self._answer(HTTPStatus.OK, body, "application/json")
         elif path == "/healthz":
             self._probe(are_healthy)
         elif path == "/readyz":
             self._probe(are_ready)
         else:
-            self._answer(HTTPStatus.NOT_FOUND, b"try /metrics, /healthz or /readyz\n", "text/plain")
+            self._answer(HTTPStatus.NOT_FOUND, b"try /metrics, /status, /healthz or /readyz\n", "text/plain")
 
     def _probe(self, are_good: Callable[[Iterable[str]], bool]) -> None:
         """The conditions of all flows, as JSON."""

@@ -35,6 +35,30 @@ def are_ready(conditions: Iterable[str]) -> bool:
     return {*conditions} - {STOPPED} == {RUNNING}
 
 
+class Committed(Protocol):
+    """What is read of a flow's progress (`onceflow.protocol.progress.Progress`)."""
+
+    @property
+    def flow(self) -> str:
+        """The name of the flow, after its prefix if it has one."""
+        ...
+
+    @property
+    def batch_id(self) -> int:
+        """Number of the last committed batch."""
+        ...
+
+    @property
+    def producer_id(self) -> int:
+        """Of its transaction; -1: not known."""
+        ...
+
+    @property
+    def producer_epoch(self) -> int:
+        """Of its transaction; -1: not known."""
+        ...
+
+
 class WatchedQuery(Protocol):
     """What is asked of a query (`onceflow.query.FlowQuery`)."""
 
@@ -61,6 +85,26 @@ class WatchedQuery(Protocol):
     @property
     def is_over(self) -> bool:
         """Whether it has ended, has failed or is being stopped."""
+        ...
+
+    @property
+    def progress(self) -> Committed:
+        """What is committed."""
+        ...
+
+    @property
+    def guarantee(self) -> str:
+        """The guarantee of its writes."""
+        ...
+
+    @property
+    def failure(self) -> BaseException | None:
+        """The error that has ended it."""
+        ...
+
+    @property
+    def since_ms(self) -> int:
+        """When it was started, epoch milliseconds."""
         ...
 
     @property
@@ -120,7 +164,7 @@ class FlowWatch:
         """The condition of the newest query of each flow. If Spark's JVM does not answer, those of the last time."""
 
         def look() -> dict[str, str]:
-            return {flow: query.condition for flow, query in self._known()}
+            return {flow: query.condition for flow, query in self.queries()}
 
         self._conditions = self._ask(look, self._conditions)
         return self._conditions
@@ -129,21 +173,22 @@ class FlowWatch:
         """The lag of each flow that runs. If Spark's JVM does not answer, that of the last time."""
 
         def look() -> dict[str, Mapping[str, Mapping[int, int]]]:
-            return {flow: query.lag for flow, query in self._known() if query.condition in (STARTING, RUNNING)}
+            return {flow: query.lag for flow, query in self.queries() if query.condition in (STARTING, RUNNING)}
 
         self._lags = self._ask(look, self._lags)
         return self._lags
 
     def transaction_timeouts(self) -> dict[str, float]:
         """Of each flow whose newest query runs and writes in transactions. Spark is not asked."""
-        known = {flow: query.transaction_timeout_s for flow, query in self._known() if not query.is_over}
+        known = {flow: query.transaction_timeout_s for flow, query in self.queries() if not query.is_over}
         return {flow: seconds for flow, seconds in known.items() if seconds is not None}
 
     def tables(self) -> dict[str, Sequence[TableFacts]]:
         """What the newest query of each flow knows of its tables, unless it has ended. Spark is not asked."""
-        return {flow: query.tables for flow, query in self._known() if not query.is_over}
+        return {flow: query.tables for flow, query in self.queries() if not query.is_over}
 
-    def _known(self) -> list[tuple[str, WatchedQuery]]:
+    def queries(self) -> list[tuple[str, WatchedQuery]]:
+        """The newest query of each flow, by the name of the flow."""
         with self.counts.lock:
             return list(self._queries.items())
 
