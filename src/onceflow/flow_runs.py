@@ -102,7 +102,8 @@ class FlowRuns:
 
             try:
                 times = functools.partial(SourceTimes, self._settings)
-                self._running = query = FlowQuery(run.start(), run.sink, ended, run.until, times)
+                self._running = query = FlowQuery(run.start(), run.sink, ended, run.until, times, run.report)
+                query.log_start()
                 query_listener.started(query)
                 if run.until:
                     end_when_complete(query)

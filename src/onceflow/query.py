@@ -15,6 +15,7 @@ from onceflow.calls.runner import give_up
 from onceflow.clock import clock_ms
 from onceflow.driver.batch_sink import BatchSink
 from onceflow.driver.source_times import SourceTimes
+from onceflow.driver.start_report import StartReport
 from onceflow.errors import BrokerUnreachableError, EnvironmentUnusableError, OnceflowError
 from onceflow.planning.options import BatchSummary
 from onceflow.protocol.names import INTERNAL_SUFFIX
@@ -50,6 +51,7 @@ class FlowQuery(SparkQuery):
         on_stop: Callable[[], None],
         until: Offsets | None = None,
         source_times: Callable[[], SourceTimes] | None = None,
+        report: StartReport | None = None,
     ) -> None:
         super().__init__(query)
         self._sink = sink
@@ -62,6 +64,8 @@ class FlowQuery(SparkQuery):
         self._left_behind = False
         self._has_begun = False
         self._until = {} if until is None else until
+        self._report = report
+        self._is_start_logged = False
 
     def __repr__(self) -> str:
         progress = self._sink.progress
@@ -73,6 +77,20 @@ class FlowQuery(SparkQuery):
             f"<flow {self.flow!r}: {state}, {self.guarantee}; batch {progress.batch_id} committed, "
             f"next offsets {offsets}; last batch: {last}>"
         )
+
+    def log_start(self) -> None:
+        """Log what the start has found, unless it is logged already."""
+        if self._report is None or self._is_start_logged:
+            return
+        self._is_start_logged = log.isEnabledFor(logging.INFO) and log.hasHandlers()
+        log.info("\n  ".join(self._report.lines(clock_ms())), extra={"start": self._report.facts()})
+
+    def untold_start(self) -> list[str]:
+        """Lines about the start for people, if nobody has seen them in the log."""
+        if self._report is None or self._is_start_logged:
+            return []
+        first, *others = self._report.lines(clock_ms())
+        return [first, *(f"  {line}" for line in others)]
 
     @contextlib.contextmanager
     def awaited(self) -> Iterator[None]:

@@ -56,7 +56,8 @@ def serve(
     (written to the outputs), ``dead_letters``, ``late`` (late records), ``duplicates`` (of ``Flow.deduplicate``),
     ``dropped`` (rows that Spark dropped because they were older than its watermark) and ``seconds`` (the sum over its
     steps); also ``state_lost`` if partitions without a changelog have lost their state. When a query starts or is being
-    stopped, ``serve`` prints that to stderr.
+    stopped, ``serve`` prints that to stderr: at a start also who was fenced, where the flow resumes and how it writes,
+    unless the logger ``onceflow`` writes this, because it is at INFO.
 
     ::
 
@@ -132,6 +133,9 @@ def _run(
     with signals, contextlib.ExitStack() as stack:
         for query in queries:
             stack.enter_context(query.awaited())
+            query.log_start()  # log lines may be JSON only since now
+            for line in query.untold_start():
+                say(line, query.flow)
             say(f"flow {query.flow} runs; SIGTERM or Ctrl-C stops it", query.flow)
         while not _is_over(queries) and not signals.wait(_LOOK_EVERY_S):
             tell()

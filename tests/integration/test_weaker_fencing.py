@@ -14,7 +14,7 @@ from onceflow.client.settings import ClientSettings
 from onceflow.driver import progress_log
 from onceflow.driver.delivery import AtLeastOnceWithState
 from onceflow.driver.driver_session import DriverSession
-from onceflow.driver.startup import commit_progress
+from onceflow.driver.progress_commit import commit_progress
 from onceflow.errors import FencedError
 from onceflow.protocol.batches import ProducerIdAndEpoch, encode_single
 from onceflow.protocol.names import Names

@@ -35,6 +35,8 @@ class Query:
         self.calls: list[str] = []
         self.failure: Exception | None = None
         self.is_complete = False
+        self.told: list[str] = []
+        self.was_logged = False
         self._running, self._asks, self._most = True, asks, batches
 
     @property
@@ -49,6 +51,12 @@ class Query:
     def stop(self, *, batch_s: float = 0.0) -> None:
         self.calls.append(f"stop after {batch_s:g} s" if batch_s else "stop")
         self._running = False
+
+    def log_start(self) -> None:
+        self.was_logged = True
+
+    def untold_start(self) -> list[str]:
+        return self.told if self.was_logged else []
 
     def awaited(self) -> Any:
         return contextlib.nullcontext()
@@ -105,6 +113,15 @@ def test_every_batch_is_a_line_and_sigterm_an_orderly_end(
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(number)
     assert [signal.getsignal(number) for number in stop_signals.STOPS] == before
+
+
+def test_what_a_start_has_found_is_told_first(capsys: pytest.CaptureFixture[str]) -> None:
+    query = Query(asks=terminate)
+    query.told = ["flow f starts: exactly_once", "  resumes after batch 3"]
+    serve(query)
+    said = capsys.readouterr().err.splitlines()
+    assert said[:2] == ["onceflow: flow f starts: exactly_once", "onceflow:   resumes after batch 3"]
+    assert said[2].startswith("onceflow: flow f runs")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])

@@ -35,6 +35,10 @@ class DriverSession:
 
     Args:
         cluster: the caller keeps and closes it.
+
+    Attributes:
+        earlier: the transactional id as `describe_transaction` has shown it before the first `init`; None: there was
+            none.
     """
 
     def __init__(self, cluster: Cluster, names: Names) -> None:
@@ -45,6 +49,7 @@ class DriverSession:
         self._committed: Progress | None = None  # as this driver has read or committed it last
         self._sources: Mapping[str, list[int]] = {}
         self._described = dict(_UNKNOWN)
+        self.earlier: Mapping[str, Any] | None = None
         self._looked_at: set[TopicPartition] = set()
 
     def init(self, deadline: Deadline) -> None:
@@ -54,6 +59,7 @@ class DriverSession:
             OptionError: the brokers do not allow such a long transaction timeout.
         """
         self._described = self.described(deadline)
+        self.earlier = self.earlier or self._described
         self.transactions.init(deadline)
         self._looked_at = set()
 

@@ -28,9 +28,9 @@ from onceflow.driver.commit import audit_part, timed
 from onceflow.driver.driver_session import DriverSession
 from onceflow.driver.external_waiting import when_reached
 from onceflow.driver.offset_log import SourceRange, Sources, check_contiguous, read_range
+from onceflow.driver.progress_commit import commit_progress
 from onceflow.driver.refused_rows import LettersToWrite, RefusedRows
 from onceflow.driver.retries import Attempt
-from onceflow.driver.startup import commit_progress
 from onceflow.errors import (
     BatchAbortedError,
     DeadlineExceededError,

@@ -15,9 +15,11 @@ from onceflow.driver.batch_sink import BatchSink
 from onceflow.driver.checkpoint_location import CheckpointLocation, scratch_folder
 from onceflow.driver.external_commit import ExternalCommit, Ownership
 from onceflow.driver.external_waiting import at_start
+from onceflow.driver.progress_commit import commit_progress
 from onceflow.driver.refused_rows import LettersToWrite, RefusedRows, parsed
 from onceflow.driver.run import Run, check_read_now, watch_sources, writer_of
-from onceflow.driver.startup import Startup, commit_progress
+from onceflow.driver.start_report import report
+from onceflow.driver.startup import Startup
 from onceflow.errors import OptionError, located
 from onceflow.messages import Target
 from onceflow.planning import source_starts
@@ -85,8 +87,9 @@ def prepare_external_run(spark: SparkSession, startup: Startup, write: ExternalW
     commit.is_stopping = lambda: batches.stopping
     writer = writer_of(spark, write.df, batches, location, write.run, flow)
     query_listener.watch(spark)
+    told = report(startup, spark, write.options, target=sink.target)
     startup.used()
-    return Run(flow, spark, writer, batches, None, location, watch_sources(startup, batches), sources.until)
+    return Run(flow, spark, writer, batches, None, location, watch_sources(startup, batches), sources.until, told)
 
 
 def _take_over(

@@ -16,6 +16,7 @@ from onceflow.driver.commit import BatchCommit
 from onceflow.driver.delivery import delivery
 from onceflow.driver.joins import Joins
 from onceflow.driver.row_calls import RowCalls
+from onceflow.driver.start_report import StartReport, report
 from onceflow.driver.startup import Startup
 from onceflow.driver.state_step import StateStep
 from onceflow.driver.streamed_query import StreamedQuery, divide
@@ -41,6 +42,7 @@ class Run:
         state: the process steps, if there are any.
         watch: logs what prevents the query from reading its sources.
         until: where its reads end; empty: it does not end by itself.
+        report: what its start has found.
     """
 
     flow: str
@@ -51,6 +53,7 @@ class Run:
     location: CheckpointLocation
     watch: Watch
     until: Offsets
+    report: StartReport
 
     def start(self) -> StreamingQuery:
         """Start the query in Spark.
@@ -114,8 +117,10 @@ def prepare_run(spark: SparkSession, startup: Startup, write: CheckedWrite) -> R
     sink = _sink(spark, startup, query, progress, location, written, imports)
     writer = writer_of(spark, query.df, sink, location, write.run, flow)
     query_listener.watch(spark)  # a query without Flow.read has not done it yet
+    kept = None if location.numbering is None else location.address
+    told = report(startup, spark, query.options, outputs=written, checkpoint=kept)
     startup.used()
-    return Run(flow, spark, writer, sink, query.state, location, watch_sources(startup, sink), startup.until)
+    return Run(flow, spark, writer, sink, query.state, location, watch_sources(startup, sink), startup.until, told)
 
 
 def check_read_now(startup: Startup, facts: PlanFacts) -> None:

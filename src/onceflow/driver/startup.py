@@ -7,7 +7,7 @@ change, unless this driver changes them (I6).
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from uuid import uuid4
@@ -22,16 +22,15 @@ from onceflow.client.settings import ClientSettings
 from onceflow.client.topics import find_topics
 from onceflow.clock import clock_ms
 from onceflow.driver import progress_log
-from onceflow.driver.delivery import ExactlyOnce
 from onceflow.driver.driver_session import DriverSession
 from onceflow.driver.joins import find_joined
 from onceflow.driver.offset_log import Sources
-from onceflow.driver.refused_rows import LettersToWrite
+from onceflow.driver.progress_commit import commit_progress
 from onceflow.driver.source_offsets import end_of_read, look_at
 from onceflow.driver.step_tables import ensure_table
 from onceflow.driver.targets import load_targets
 from onceflow.durations import duration_ms
-from onceflow.errors import BatchAbortedError, OnceflowError, OptionError, located
+from onceflow.errors import OnceflowError, OptionError, located
 from onceflow.planning import process, source_starts
 from onceflow.planning.calls import check_times
 from onceflow.planning.joins import join_spec
@@ -71,6 +70,7 @@ class Startup:
         self._refused_s = refused_s
         self._session: DriverSession | None = None
         self._progress: Progress | None = None
+        self.found: Progress | None = None  # the progress that this start has found
         self._is_used = False
 
     @property
@@ -93,6 +93,11 @@ class Startup:
         if self._session is None:
             raise OptionError("Nothing was read yet", flow=self.flow, next_step="call Flow.read first")
         return self._session
+
+    @property
+    def progress_now(self) -> Progress | None:
+        """Progress with what this start has committed."""
+        return self._progress
 
     @property
     def source_partitions(self) -> dict[str, list[int]]:
@@ -159,7 +164,7 @@ class Startup:
         progress_log.ensure_topic(session.cluster, deadline)
         session.init(deadline)
         try:
-            self._progress = session.progress(sources, deadline)
+            self._progress = self.found = session.progress(sources, deadline)
         except BaseException:
             session.give_up()  # progress may have been read, but the transactions it names are not decided
             raise
@@ -351,47 +356,3 @@ class Startup:
     def used(self) -> None:
         """To be called when a query was made: from now on the query moves progress."""
         self._is_used = True
-
-
-def commit_progress(
-    session: DriverSession,
-    progress: Progress,
-    sources: Collection[str],
-    deadline: Deadline,
-    letters: LettersToWrite | None = None,
-) -> None:
-    """Commit progress in a transaction of its own.
-
-    Args:
-        sources: topics that are read. The group gets offsets of these only. Progress may know other topics, which may
-            no longer exist.
-        letters: dead letters of an external sink, which become visible with it.
-
-    Raises:
-        FencedError: a newer driver has started.
-    """
-    try:
-        _try_to_commit(session, progress, sources, deadline, letters)
-    except BatchAbortedError as error:
-        # There may be days between two calls of a start. Kafka may have forgotten the transactional id in between.
-        flow = session.names.flow
-        log.info("flow %s: the first commit of its start has failed and is tried again: %s", flow, error.what)
-        ExactlyOnce(session, letters.topics if letters else []).abort(deadline)
-        _try_to_commit(session, progress, sources, deadline, letters)
-
-
-def _try_to_commit(
-    session: DriverSession,
-    progress: Progress,
-    sources: Collection[str],
-    deadline: Deadline,
-    letters: LettersToWrite | None,
-) -> None:
-    transaction = ExactlyOnce(session, letters.topics if letters else [])
-    producer = transaction.begin(deadline)
-    transaction.written(letters.write(producer, deadline) if letters else [])
-    read = {topic: dict(offsets) for topic, offsets in progress.offsets.items() if topic in sources}
-    transaction.write_progress(progress, read, deadline)
-    if letters:
-        letters.sealed()
-    transaction.commit(deadline, doing="starting")
