@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from onceflow.flow_chain import FlowChain
     from onceflow.json_logs import JsonLogFormatter
     from onceflow.metrics.endpoint import MetricsEndpoint, serve_metrics
+    from onceflow.metrics.telemetry import Telemetry
     from onceflow.query import FlowQuery
     from onceflow.serving import serve
     from onceflow.session import session
@@ -118,6 +119,7 @@ __all__ = [
     "StorageUnavailableError",
     "StoredValue",
     "Table",
+    "Telemetry",
     "Timer",
     "TransactionTimeoutError",
     "UnknownTopicError",
@@ -159,6 +161,7 @@ _HOMES = {
     "SqliteSink": "onceflow.external.sqlite",
     "State": "onceflow.state.api.handle",
     "StoredValue": "onceflow.claim_check.stored_value",
+    "Telemetry": "onceflow.metrics.telemetry",
     "Timer": "onceflow.state.api.timers",
     "Table": "onceflow.tables.table",
     "concurrently": "onceflow.calls.concurrently",

@@ -29,10 +29,10 @@ STARTED, LOST, FAILED = "started", "lost", "failed"
 #: And: the local copy of a partition was restored from its changelog, or caught up with it.
 RESTORED = "restored"
 
-#: Called with the step, and with the keyword arguments ``flow``, ``batch`` and more facts: at ``begin`` the producer id
-#: and epoch as ``producer``, and the ``source`` range; at ``end`` and ``lost`` the ``summary`` of the batch; at
-#: ``aborted`` and ``failed`` the ``error``; at ``started`` the ``query``; at ``restored`` the ``table``, and how
-#: many ``records`` were read in how many ``seconds``.
+#: Called with the step, and with the keyword arguments ``flow``, ``batch`` and more facts: at ``init`` the ``seconds``
+#: that it took; at ``begin`` the producer id and epoch as ``producer``, and the ``source`` range; at ``end`` and
+#: ``lost`` the ``summary`` of the batch; at ``aborted`` and ``failed`` the ``error``; at ``started`` the ``query``; at
+#: ``restored`` the ``table``, and how many ``records`` were read in how many ``seconds``.
 Observer = Callable[..., None]
 _observers: list[Observer] = []
 

@@ -16,7 +16,8 @@ from onceflow import json_logs, log_context, uncaught
 from onceflow.durations import option_seconds
 from onceflow.errors import FencedError, OptionError
 from onceflow.flow_writer import FlowWriter
-from onceflow.metrics.endpoint import serve_metrics
+from onceflow.metrics.endpoint import MetricsEndpoint, serve_metrics
+from onceflow.metrics.telemetry import Telemetry
 from onceflow.planning.options import AT_MOST_ONCE, BatchSummary
 from onceflow.query import FlowQuery
 from onceflow.stop_signals import StopSignals
@@ -39,6 +40,7 @@ def serve(
     metrics_host: str = "127.0.0.1",
     stop_timeout: str | float = "1 minute",
     log_format: str | None = None,
+    telemetry: bool = False,
 ) -> None:
     """Run queries until SIGTERM, Ctrl-C or SIGHUP, or until one of them ends. Then stop all of them gracefully.
 
@@ -75,13 +77,14 @@ def serve(
             should wait longer: Kubernetes (``terminationGracePeriodSeconds``) waits 30 seconds by default.
         log_format: ``json``: log lines and what is printed to stderr are JSON, see `JsonLogFormatter`; ``text``: as the
             program has configured it; None: what ``$ONCEFLOW_LOG_FORMAT`` says, else ``text``.
+        telemetry: report metrics and a span for each batch to OpenTelemetry, see `Telemetry`.
 
     Raises:
         OnceflowError: a query has failed. ``serve`` shuts the others down gracefully and re-raises the failure. If it
             is a FencedError and nobody catches it, the program ends with exit code 79 in place of 1.
         OptionError: no query was given, or this is not the main thread; ``metrics_port`` is no port; ``stop_timeout``
             is no duration of at least a second; ``log_format`` is unknown.
-        EnvironmentUnusableError: the address of the metrics is in use.
+        EnvironmentUnusableError: the address of the metrics is in use, or a package is missing for what was asked for.
     """
     if not queries:
         raise OptionError("serve() was given no query", next_step="give it what Flow.write(...).start() returned")
@@ -95,11 +98,16 @@ def serve(
     running = [query for query in queries if not isinstance(query, FlowWriter)]
     try:
         with contextlib.ExitStack() as stack:
+            watching: list[MetricsEndpoint | Telemetry] = []
             if metrics_port is not None:
                 endpoint = stack.enter_context(serve_metrics(metrics_port, metrics_host))
                 say(f"metrics at {endpoint.url}")
-                for query in running:
-                    endpoint.add(query)
+                watching.append(endpoint)
+            if telemetry:
+                watching.append(stack.enter_context(Telemetry()))
+            for query in running:
+                for each in watching:
+                    each.add(query)
             for writer in queries:
                 if isinstance(writer, FlowWriter):
                     running.append(writer.start())

@@ -641,6 +641,7 @@ def test_the_image_that_a_service_is_built_on_is_ours() -> None:
         "SqliteSink",
         "serve",
         "serve_metrics",
+        "Telemetry",
         "ClaimCheck",
         "ParquetSink",
         "ParquetTable",

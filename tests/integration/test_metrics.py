@@ -12,11 +12,16 @@ import time
 import urllib.error
 import urllib.request
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from prometheus_client.parser import text_string_to_metric_families
 from pyspark.errors import StreamingQueryException
 
@@ -54,6 +59,48 @@ class Scrape:
             if sample.name == f"onceflow_{name}" and labels.items() <= sample.labels.items()
         ]
         return sum(found) if found else None
+
+    def values(self, *without: str) -> dict[tuple[str, ...], float]:
+        """All values by name and labels; of histograms the sums."""
+        return {
+            (name, *sorted(sample.labels.values())): sample.value
+            for family in self._families
+            for sample in family.samples
+            if (name := sample.name.removeprefix("onceflow_")).endswith(("_total", "_sum")) or family.type == "gauge"
+            if name not in without
+        }
+
+
+#: The time of each observer; a sample that each takes by itself.
+NOT_COMPARED = ("last_commit_timestamp_seconds", "latency_seconds_sum")
+
+
+def collected(reader: InMemoryMetricReader) -> dict[tuple[str, ...], float]:
+    """The same of OpenTelemetry."""
+    data: Any = reader.get_metrics_data()
+    found = {}
+    for metric in (m for resource in data.resource_metrics for scope in resource.scope_metrics for m in scope.metrics):
+        for point in metric.data.data_points:
+            name = metric.name.removeprefix("onceflow_")
+            key = (name if hasattr(point, "value") else f"{name}_sum", *sorted(point.attributes.values()))
+            found[key] = point.value if hasattr(point, "value") else pytest.approx(point.sum)
+    return {key: value for key, value in found.items() if key[0] not in NOT_COMPARED}
+
+
+def check_spans(spans: Sequence[Any], flow: str, attempts: Sequence[int]) -> None:
+    """One span for each batch, with its steps and aborted attempts."""
+    batches = [span for span in spans if span.name == "onceflow.batch" and span.attributes["onceflow.flow"] == flow]
+    assert [span.attributes["onceflow.batch"] for span in batches] == [*range(1, len(attempts) + 1)]
+    assert [span.attributes["onceflow.attempts"] for span in batches] == [*attempts]
+    assert [len(span.events) for span in batches] == [count - 1 for count in attempts]
+    assert all(span.attributes["onceflow.producer_epoch"] >= 0 for span in batches)
+    for batch in batches:
+        steps = [span for span in spans if span.parent and span.parent.span_id == batch.context.span_id]
+        names = [span.name.removeprefix("onceflow.") for span in sorted(steps, key=lambda span: span.start_time)]
+        again = ["begin"] * (batch.attributes["onceflow.attempts"] - 1)
+        assert names == ["plan", *again, "begin", "write", "audit", "progress", "end"]
+        assert all(batch.start_time <= span.start_time <= span.end_time <= batch.end_time for span in steps)
+    assert [span for span in spans if span.name == "onceflow.init" and span.attributes["onceflow.flow"] == flow]
 
 
 class Seen(onceflow.Processor):
@@ -97,7 +144,11 @@ def test_sums_are_what_consumers_see(
         {"step": "progress", "action": "raise", "batch": 3, "flow": copy.flow, "once_file": str(tmp_path / "2")},
     ]
     monkeypatch.setenv(hooks.VARIABLE, faults.value_of(*rules))
-    with onceflow.serve_metrics(0) as endpoint:
+    exporter, reader = InMemorySpanExporter(), InMemoryMetricReader()
+    tracers = TracerProvider(shutdown_on_exit=False)
+    tracers.add_span_processor(SimpleSpanProcessor(exporter))
+    meters = MeterProvider([reader], shutdown_on_exit=False)
+    with onceflow.serve_metrics(0) as endpoint, onceflow.Telemetry(tracers, meters):
         assert (status(endpoint, "/healthz"), status(endpoint, "/readyz")) == (200, 503)
         flow = pipe.open()
         rows = flow.process(
@@ -114,10 +165,12 @@ def test_sums_are_what_consumers_see(
                 copy.run(read={"max_records_per_batch": 100})
             assert (status(endpoint, "/healthz"), status(endpoint, "/readyz")) == (503, 503)
             copy.run(read={"max_records_per_batch": 100})
-            found = Scrape(endpoint.url)
+            found, same = Scrape(endpoint.url), collected(reader)
             assert (status(endpoint, "/healthz"), status(endpoint, "/readyz")) == (200, 200)
         finally:
             query.stop()
+    assert same == found.values(*NOT_COMPARED)
+    check_spans(exporter.get_finished_spans(), pipe.flow, [batch.attempts for batch in query.batches])
     named = {"flow": pipe.flow}
     topics = {"outputs": pipe.target, "table": table, "letters": letters}
     counted = {name: found.sum("records_written_total", topic=topic, **named) for name, topic in topics.items()}

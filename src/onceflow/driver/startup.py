@@ -7,6 +7,7 @@ change, unless this driver changes them (I6).
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -161,6 +162,7 @@ class Startup:
             return self._progress
         session = self.session
         interactive.stop_earlier(self.settings.bootstrap_servers, self.names.transactional_id)
+        started = time.monotonic()
         progress_log.ensure_topic(session.cluster, deadline)
         session.init(deadline)
         try:
@@ -168,7 +170,7 @@ class Startup:
         except BaseException:
             session.give_up()  # progress may have been read, but the transactions it names are not decided
             raise
-        hooks.at("init", where="driver", flow=self.flow)
+        hooks.at("init", where="driver", flow=self.flow, seconds=time.monotonic() - started)
         return self._progress
 
     # ---- sources -------------------------------------------------------------------------------------

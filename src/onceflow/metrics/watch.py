@@ -125,12 +125,15 @@ class WatchedQuery(Protocol):
 class FlowWatch:
     """Watches the flows of this process, from its creation to ``close``.
 
+    Args:
+        counts: to count in.
+
     Attributes:
         counts: what was counted since then.
     """
 
-    def __init__(self) -> None:
-        self.counts = Counts()
+    def __init__(self, counts: Counts | None = None) -> None:
+        self.counts = Counts() if counts is None else counts
         self._latency = LatencyMeter(self.counts.latency)
         self._last: dict[str, BatchSummary] = {}  # counted last
         self._queries: dict[str, WatchedQuery] = {}  # the newest of each flow
