@@ -24,6 +24,12 @@ from onceflow.testing.secure import SECRET, Secure, grant
 from onceflow.testing.served import ServerProcess, numbers, write_rows
 from onceflow.testing.waiting import WaitedInVainError, wait_until
 
+sys.path.insert(0, str(Path(__file__).parent))
+try:
+    from permission_table import table
+finally:
+    sys.path.pop(0)
+
 pytestmark = pytest.mark.integration
 
 Serve = Callable[..., httpx.Client]
@@ -92,11 +98,9 @@ def guarded(secure: Secure) -> Iterator[str]:
 
 
 def privileges(topic: str) -> dict[str, tuple[Any, str, Any]]:
-    """The least privileges of an instance (docs/tables.md lists the same)."""
-    return {
-        "topic": (ResourceType.TOPIC, topic, AclOperation.READ),
-        "group": (ResourceType.GROUP, f"group-{topic}", AclOperation.READ),
-    }
+    """What docs/connect.md says that an instance needs."""
+    names = {"TABLE": topic, "GROUP": f"group-{topic}"}
+    return {right.kind: right.of(names).acl for right in table()["table serve --instances"]}
 
 
 @pytest.mark.parametrize("mechanism", ["SCRAM-SHA-512", "PLAIN"])
@@ -155,12 +159,12 @@ def test_without_read_on_the_topic(secure: Secure, guarded: str, serve: Serve) -
     grant(secure, [privileges(guarded)["group"]])
     with pytest.raises(PermissionDeniedError, match=guarded) as caught:
         serve(guarded, settings=settings)
-    assert caught.value.next_step == "grant READ on the topic"
+    assert caught.value.next_step.startswith("grant READ on the topic: kafka-acls.sh")
     # What DESCRIBE shows is enough to begin; the first record cannot be read.
     grant(secure, [(ResourceType.TOPIC, guarded, AclOperation.DESCRIBE)])
     client = serve(guarded, settings=settings, ready=False)
-    wanted = f"table {guarded}: this principal may not use the topic; grant READ on the topic."
-    wait_until(lambda: client.get("/ready").json()["waiting_for"] == [wanted], 30, lambda: client.get("/ready").text)
+    wanted = f"table {guarded}: this principal may not use the topic; grant READ on the topic: kafka-acls.sh"
+    wait_until(lambda: wanted in str(client.get("/ready").json()["waiting_for"]), 30, lambda: client.get("/ready").text)
     refused = client.get(f"/tables/{guarded}/keys/key-0007")
     assert refused.status_code == 503
     assert "grant READ" in refused.json()["next_step"]

@@ -6,6 +6,8 @@ import contextlib
 import logging
 import re
 import shutil
+import sqlite3
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -34,6 +36,12 @@ from onceflow.testing.broker import create_topic
 from onceflow.testing.secure import SCRAM, SECRET, Secure, connected, grant
 from onceflow.testing.waiting import wait_until
 
+sys.path.insert(0, str(Path(__file__).parent))
+try:
+    from permission_table import table
+finally:
+    sys.path.pop(0)
+
 pytestmark = pytest.mark.integration
 
 
@@ -47,15 +55,33 @@ def pipe(secure: Secure, make_pipe: Callable[..., Any]) -> Any:
 
 
 def needed(pipe: Any) -> dict[str, tuple[Any, str, Any]]:
-    """The least privileges of a flow (docs/connect.md lists the same)."""
-    return {
-        "source": (ResourceType.TOPIC, pipe.source, AclOperation.READ),
-        "target": (ResourceType.TOPIC, pipe.target, AclOperation.WRITE),
-        "progress-read": (ResourceType.TOPIC, PROGRESS_TOPIC, AclOperation.READ),
-        "progress-write": (ResourceType.TOPIC, PROGRESS_TOPIC, AclOperation.WRITE),
-        "transactional-id": (ResourceType.TRANSACTIONAL_ID, f"onceflow.{pipe.flow}", AclOperation.WRITE),
-        "group": (ResourceType.GROUP, pipe.flow, AclOperation.READ),
+    """What docs/connect.md says that a flow needs."""
+    keys = {
+        ("READ", "SOURCE"): "source",
+        ("WRITE", "OUTPUT"): "target",
+        ("READ", PROGRESS_TOPIC): "progress-read",
+        ("WRITE", PROGRESS_TOPIC): "progress-write",
+        ("WRITE", "onceflow.FLOW"): "transactional-id",
+        ("READ", "FLOW"): "group",
     }
+    return {keys[right.operation, right.name]: right.of(named(pipe)).acl for right in table()["a flow"]}
+
+
+def named(pipe: Any) -> dict[str, str]:
+    """What the names in capitals stand for."""
+    return {
+        "SOURCE": pipe.source,
+        "OUTPUT": pipe.target,
+        "FLOW": pipe.flow,
+        "TOPIC": pipe.source,
+        "TABLE": pipe.source.replace("in-", "table-", 1),
+        "LETTERS": pipe.source.replace("in-", "letters-", 1),
+    }
+
+
+def rights(pipe: Any, *kinds: str) -> list[tuple[Any, str, Any]]:
+    """What docs/connect.md says that a flow of these kinds needs."""
+    return [right.of(named(pipe)).acl for kind in kinds for right in table()[kind]]
 
 
 def run(secure: Secure, pipe: Any, *, mechanism: str = SCRAM, **write: Any) -> Any:
@@ -88,11 +114,11 @@ def test_least_privileges_over_tls(secure: Secure, pipe: Any, mechanism: str, sm
 @pytest.mark.parametrize(
     "missing, step",
     [
-        ("source", "grant READ on sources"),
-        ("target", "WRITE on outputs"),
+        ("source", "grant READ on the topic"),
+        ("target", "grant WRITE on the topic"),
         ("progress-read", "grant READ on the topic"),
         ("progress-write", "grant WRITE on the topic"),
-        ("transactional-id", "grant WRITE and DESCRIBE on the transactional id"),
+        ("transactional-id", "grant WRITE on the transactional id"),
         ("group", "grant READ on the group id"),
     ],
 )
@@ -104,7 +130,8 @@ def test_each_missing_privilege_is_named(secure: Secure, pipe: Any, missing: str
         run(secure, pipe)
     text = str(caught.value)
     assert name in text, text
-    assert step in caught.value.next_step
+    assert f"{step}: kafka-acls.sh" in caught.value.next_step
+    assert caught.value.next_step.endswith(f" {name}")
     assert SECRET not in text
     assert independent.read_topic(secure.internal, pipe.target) == []
 
@@ -134,7 +161,9 @@ def test_the_doctor_names_each_missing_privilege(secure: Secure, pipe: Any, miss
         assert any("--operation DescribeConfigs --topic" in fix for fix in told)
         return
     _, name, operation = lacks
-    assert {fix: subject.split()[-1] for fix, subject in denied.items()} == {f"grant {operation.name}": name}
+    (fix,) = denied
+    assert fix.startswith(f"grant {operation.name} on the ")
+    assert denied[fix].split()[-1] == name
 
 
 def test_write_is_missing_where_describe_is_not(secure: Secure, pipe: Any) -> None:
@@ -151,15 +180,13 @@ def test_write_is_missing_where_describe_is_not(secure: Secure, pipe: Any) -> No
 @pytest.mark.parametrize("missing", ["", "table-READ", "table-WRITE", "internal-READ"])
 def test_privileges_of_a_flow_with_state(secure: Secure, pipe: Any, ledger: Any, tmp_path: Path, missing: str) -> None:
     """Both topics of the table: READ and WRITE, and CREATE unless an operator has made them."""
-    table = pipe.source.replace("in-", "table-", 1)
-    acls = {
-        f"{kind}-{operation.name}": (ResourceType.TOPIC, name, operation)
-        for kind, name in (("table", table), ("internal", f"{table}-internal"))
-        for operation in (AclOperation.READ, AclOperation.WRITE, AclOperation.CREATE)
-    }
+    table_topic = named(pipe)["TABLE"]
+    of_state = rights(pipe, "a flow with state, in addition")
+    acls = {f"{'internal' if '-internal' in each[1] else 'table'}-{each[2].name}": each for each in of_state}
+    creates = {name: (kind, name, AclOperation.CREATE) for kind, name, _ in acls.values()}
     name = acls.pop(missing)[1] if missing else ""
     create = (ResourceType.TOPIC, PROGRESS_TOPIC, AclOperation.CREATE)
-    grant(secure, [*needed(pipe).values(), *acls.values(), create])
+    grant(secure, [*needed(pipe).values(), *acls.values(), *creates.values(), create])
     sent = ledger.inputs(0, 200)
     independent.fill(secure.internal, pipe.source, sent)
 
@@ -167,7 +194,7 @@ def test_privileges_of_a_flow_with_state(secure: Secure, pipe: Any, ledger: Any,
         flow = onceflow.Flow(pipe.flow, pipe.spark, bootstrap_servers=secure.servers, options=secure.options())
         with flow:
             records = flow.read(pipe.source).where("string(value) like '{%'")
-            output = flow.process(records, ledger.Ledger(), table=table, state_dir=tmp_path / "state")
+            output = flow.process(records, ledger.Ledger(), table=table_topic, state_dir=tmp_path / "state")
             flow.write(output, topic=pipe.target).start().processAllAvailable()
 
     if missing:
@@ -187,30 +214,77 @@ def test_privileges_of_a_flow_with_state(secure: Secure, pipe: Any, ledger: Any,
 @pytest.mark.parametrize("may", [AclOperation.READ, AclOperation.DESCRIBE, None], ids=["read", "describe", "nothing"])
 def test_privileges_of_a_flow_that_joins(secure: Secure, pipe: Any, tmp_path: Path, may: Any) -> None:
     """READ on the topic of the table, of which another flow may have the state; nothing on that flow's other topic."""
-    table = pipe.source.replace("in-", "joined-", 1)
-    for topic in (table, f"{table}-internal"):
+    joined_topic = named(pipe)["TABLE"]
+    for topic in (joined_topic, f"{joined_topic}-internal"):
         create_topic(secure.internal, topic, 2, {"cleanup.policy": "compact"})
-    independent.fill(secure.internal, table, [(key, b"known") for key, _ in pipe.sent[:50]])
+    independent.fill(secure.internal, joined_topic, [(key, b"known") for key, _ in pipe.sent[:50]])
     create = (ResourceType.TOPIC, PROGRESS_TOPIC, AclOperation.CREATE)
-    grant(secure, [*needed(pipe).values(), create, *([(ResourceType.TOPIC, table, may)] if may else [])])
+    (read,) = rights(pipe, "a flow that joins with a table, in addition")
+    grant(secure, [*needed(pipe).values(), create, *([(*read[:2], may)] if may else [])])
     flow = onceflow.Flow(pipe.flow, pipe.spark, bootstrap_servers=secure.servers, options=secure.options())
 
     def run_once() -> None:
         with flow:
-            joined = onceflow.JoinTable(table, state_dir=tmp_path)
+            joined = onceflow.JoinTable(joined_topic, state_dir=tmp_path)
             df = flow.join_table(flow.read(pipe.source), joined, on="key", columns="known")
             flow.write(df.select("key", "value"), topic=pipe.target, small_batch_rows=0).start().processAllAvailable()
 
-    if may == AclOperation.READ:
+    if may == read[2]:
         run_once()
         pipe.check()
         return
     with pytest.raises(onceflow.PermissionDeniedError) as caught:
         run_once()
-    assert (caught.value.flow, caught.value.topic) == (pipe.flow, table)
+    assert (caught.value.flow, caught.value.topic) == (pipe.flow, joined_topic)
     assert "READ" in caught.value.next_step
     assert SECRET not in str(caught.value)
     assert independent.read_topic(secure.internal, pipe.target) == []
+
+
+def doubled(record: onceflow.Record) -> bytes:
+    return b"%d" % (2 * int(record.value or b""))
+
+
+def test_privileges_of_dead_letters(secure: Secure, pipe: Any) -> None:
+    letters = named(pipe)["LETTERS"]
+    create_topic(secure.internal, letters, 1)
+    grant(secure, rights(pipe, "a flow", "a flow with dead letters or late records, in addition"))
+    independent.fill(secure.internal, pipe.source, [(b"k", b"no number")])
+    flow = onceflow.Flow(pipe.flow, pipe.spark, bootstrap_servers=secure.servers, options=secure.options())
+    with flow:
+        calls = onceflow.concurrently(doubled, retries=0)
+        rows = flow.enrich(flow.read(pipe.source), calls, topic=pipe.target, dead_letter_topic=letters)
+        flow.write(rows).start().processAllAvailable()
+    assert [seen.value for seen in independent.read_topic(secure.internal, letters, decided=True)] == [b"no number"]
+    assert len(independent.read_topic(secure.internal, pipe.target, decided=True)) == 300
+
+
+def test_privileges_without_an_output_in_kafka(secure: Secure, pipe: Any, tmp_path: Path) -> None:
+    database = tmp_path / "rows.db"
+    with contextlib.closing(sqlite3.connect(database)) as made:
+        made.execute("CREATE TABLE rows (v TEXT)")
+    grant(secure, rights(pipe, "a flow that writes to another system"))
+    flow = onceflow.Flow(pipe.flow, pipe.spark, bootstrap_servers=secure.servers, options=secure.options())
+    with flow:
+        rows = flow.read(pipe.source).selectExpr("CAST(value AS STRING) v")
+        flow.write_external(rows, onceflow.SqliteSink(str(database), "rows"), once=True).start().awaitTermination(60)
+    with contextlib.closing(sqlite3.connect(database)) as read:
+        assert read.execute("SELECT count(*) FROM rows").fetchone()[0] == 300
+
+
+def test_privileges_of_a_weaker_guarantee(secure: Secure, pipe: Any) -> None:
+    grant(secure, rights(pipe, "a flow"))
+    run(secure, pipe, guarantee="at_least_once")
+    pipe.check()
+
+
+def test_privileges_of_a_look(secure: Secure, pipe: Any, tmp_path: Path) -> None:
+    connection = {"bootstrap_servers": secure.servers, "options": secure.options()}
+    grant(secure, rights(pipe, "onceflow.peek"))
+    assert onceflow.peek(pipe.spark, pipe.source, last=7, **connection).count() == 7
+    grant(secure, rights(pipe, "onceflow.Table"))
+    with onceflow.Table(pipe.source, state_dir=tmp_path, **connection) as found:
+        assert found.count() == 50
 
 
 def test_missing_read_shows_at_the_first_start(secure: Secure, pipe: Any) -> None:
@@ -251,7 +325,7 @@ def test_the_status_of_a_flow_names_missing_permissions(secure: Secure, pipe: An
                 StatusReader(cluster).read([], Deadline(30, "a test"))
     expected = {
         "": [],
-        "source": [f"DESCRIBE on topic {pipe.source}"],
+        "source": [f"READ on topic {pipe.source}"],
         "progress-read": [f"READ on topic {PROGRESS_TOPIC}"],
         "transactional-id": [f"DESCRIBE on transactional id {names.transactional_id}"],
     }

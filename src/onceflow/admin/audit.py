@@ -33,7 +33,7 @@ from onceflow.client.committed import CommittedReader
 from onceflow.client.deadline import Deadline
 from onceflow.client.log_reader import LogRecord
 from onceflow.client.offsets import EARLIEST, LATEST, fetch_committed, list_offsets
-from onceflow.client.topics import find_topics
+from onceflow.client.topics import find_topic, find_topics
 from onceflow.errors import OptionError
 from onceflow.protocol.names import INTERNAL_SUFFIX, Names
 from onceflow.protocol.partitioners import key_partitions
@@ -107,12 +107,12 @@ class Audit:
 
     def _check_positions(self, progress: Progress) -> None:
         deadline = Deadline(_CALL_S, "reading offsets of sources")
-        there = self._cluster.topics(None, deadline)
         for topic, offsets in progress.offsets.items():
-            if topic not in there:
+            info = find_topic(self._cluster, topic, "READ", deadline)
+            if info is None:
                 self.report.notes.append(f"source {topic} does not exist any more")
                 continue
-            if progress.topic_ids.get(topic, there[topic].topic_id) != there[topic].topic_id:
+            if progress.topic_ids.get(topic, info.topic_id) != info.topic_id:
                 self.report.add(PROGRESS, f"source {topic} was deleted and created again; progress is of the old one")
                 continue
             span = {topic: sorted(offsets)}

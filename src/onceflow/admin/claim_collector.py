@@ -25,8 +25,8 @@ from onceflow.client.deadline import Deadline
 from onceflow.client.log_reader import LogRecord, read_log
 from onceflow.client.offsets import EARLIEST, LATEST, list_offsets
 from onceflow.client.settings import ClientSettings
-from onceflow.client.topics import find_topics
-from onceflow.errors import ClaimCheckError, DataLossError, OptionError, UnknownTopicError
+from onceflow.client.topics import find_topic, find_topics
+from onceflow.errors import ClaimCheckError, DataLossError, OptionError
 from onceflow.protocol.names import INTERNAL_SUFFIX
 
 _CALL_S = 60.0
@@ -158,8 +158,8 @@ class Collector:
         found = find_topics(cluster, dict.fromkeys(self._topics, ""), deadline)
         for name in self._topics:
             if name + INTERNAL_SUFFIX not in found:
-                with contextlib.suppress(UnknownTopicError):
-                    found |= cluster.topics([name + INTERNAL_SUFFIX], deadline, once=True)
+                companion = find_topic(cluster, name + INTERNAL_SUFFIX, "READ", deadline)
+                found |= {} if companion is None else {companion.name: companion}
         self.found.references = dict.fromkeys(found, 0)
         return {name: sorted(topic.leaders) for name, topic in found.items()}
 

@@ -9,7 +9,7 @@ from onceflow.client.cluster import Cluster
 from onceflow.client.deadline import Deadline
 from onceflow.client.log_reader import LogRecord, Marker, read_log
 from onceflow.client.offsets import EARLIEST, LATEST, list_offsets
-from onceflow.errors import UnknownTopicError
+from onceflow.client.topics import find_topic
 from onceflow.protocol.progress import PROGRESS_TOPIC
 
 
@@ -71,9 +71,8 @@ class CommittedProgress:
         Raises:
             PermissionDeniedError: READ or DESCRIBE on the progress topic is missing.
         """
-        try:
-            info = cluster.topics([PROGRESS_TOPIC], deadline, once=True)[PROGRESS_TOPIC]
-        except UnknownTopicError:
+        info = find_topic(cluster, PROGRESS_TOPIC, "READ", deadline)
+        if info is None:
             self._partitions = {}
             return {}  # no flow has run here
         if info.topic_id != self._topic_id:

@@ -9,6 +9,7 @@ from onceflow.admin.finding import Finding, counted, error, of_error, ok, skippe
 from onceflow.client.brokers import Safety, settings_warnings
 from onceflow.driver import progress_log
 from onceflow.errors import ProgressConflictError, UnknownTopicError
+from onceflow.protocol import acls
 from onceflow.protocol.progress import PROGRESS_TOPIC
 
 TRANSACTION_TIMEOUT_MS = 60_000
@@ -127,8 +128,7 @@ def check_broker_settings(facts: Facts) -> Iterator[Finding]:
         yield skipped(
             "settings of brokers",
             "may not be read by this principal",
-            "grant DESCRIBE_CONFIGS on the cluster: kafka-acls.sh --add --allow-principal User:PRINCIPAL "
-            "--operation DescribeConfigs --cluster",
+            acls.grant("DESCRIBE_CONFIGS", acls.CLUSTER),
         )
         return
     longest, expiration = _least(facts, _TIMEOUT), _least(facts, _EXPIRATION)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from onceflow.admin.doctor_facts import INTERNAL, JOINED, NAMED, OUTPUT, PROGRESS, SOURCE, TABLE, Facts, Topic
 from onceflow.admin.finding import Finding, error, ok, skipped, warning
 from onceflow.errors import PermissionDeniedError
+from onceflow.protocol import acls
 
 #: What a flow needs on a topic of each role.
 NEEDED = {
@@ -23,7 +24,6 @@ NEEDED = {
 }
 #: Without DESCRIBE_CONFIGS on these, a start assumes Kafka's defaults.
 _DESCRIBED = (OUTPUT, TABLE, INTERNAL, JOINED, PROGRESS, NAMED)
-_ACLS = {"READ": "Read", "WRITE": "Write", "DESCRIBE": "Describe", "DESCRIBE_CONFIGS": "DescribeConfigs"}
 
 
 def check_permissions(facts: Facts) -> Iterator[Finding]:
@@ -49,18 +49,18 @@ def _of_topic(topic: Topic) -> Iterator[Finding]:
         if operation in allowed:
             yield ok(subject, f"{operation} is allowed")
         else:
-            yield error(subject, f"{operation} is not allowed", acl(operation, f"--topic {topic.name}"))
+            yield error(subject, f"{operation} is not allowed", acls.grant(operation, acls.TOPIC, topic.name))
     if topic.role == NAMED:
         some = [operation for operation in ("READ", "WRITE") if operation in allowed]
         if some:
             yield ok(subject, f"{' and '.join(some)} allowed" + ("" if len(some) == 2 else ", nothing else"))
         else:
-            yield error(subject, "neither READ nor WRITE is allowed", acl("READ", f"--topic {topic.name}"))
+            yield error(subject, "neither READ nor WRITE is allowed", acls.grant("READ", acls.TOPIC, topic.name))
     if topic.role in _DESCRIBED and not hidden and "DESCRIBE_CONFIGS" not in allowed:
         yield warning(
             subject,
             "DESCRIBE_CONFIGS is not allowed: its settings are not known, and a start assumes Kafka's defaults",
-            acl("DESCRIBE_CONFIGS", f"--topic {topic.name}"),
+            acls.grant("DESCRIBE_CONFIGS", acls.TOPIC, topic.name),
         )
 
 
@@ -71,7 +71,7 @@ def _of_group(group: str, allowed: frozenset[str] | None) -> Iterator[Finding]:
     elif "READ" in allowed:
         yield ok(subject, "READ is allowed")
     else:
-        yield error(subject, "READ is not allowed", acl("READ", f"--group {group}"))
+        yield error(subject, "READ is not allowed", acls.grant("READ", acls.GROUP, group))
 
 
 def _of_id(transactional_id: str, allowed: bool | None) -> Iterator[Finding]:
@@ -81,12 +81,4 @@ def _of_id(transactional_id: str, allowed: bool | None) -> Iterator[Finding]:
     elif allowed:
         yield ok(subject, "WRITE is allowed")
     else:
-        yield error(subject, "WRITE is not allowed", acl("WRITE", f"--transactional-id {transactional_id}"))
-
-
-def acl(operation: str, resource: str) -> str:
-    """The command that adds a permission."""
-    return (
-        f"grant {operation}: kafka-acls.sh --add --allow-principal User:PRINCIPAL --operation {_ACLS[operation]} "
-        f"{resource}"
-    )
+        yield error(subject, "WRITE is not allowed", acls.grant("WRITE", acls.TRANSACTIONAL_ID, transactional_id))

@@ -35,6 +35,7 @@ from onceflow.errors import (
     PermissionDeniedError,
     UnknownTopicError,
 )
+from onceflow.protocol import acls
 from onceflow.protocol import progress as records
 from onceflow.protocol.names import Names
 from onceflow.protocol.progress import PROGRESS_TOPIC, Progress
@@ -105,7 +106,7 @@ class StatusReader:
                     "The flows of this cluster are not known: their progress may not be read",
                     topic=PROGRESS_TOPIC,
                     detail=refused.detail,
-                    next_step=f"grant READ and DESCRIBE on topic {PROGRESS_TOPIC}, or name a flow to see the rest",
+                    next_step=f"{acls.grant('READ', acls.TOPIC, PROGRESS_TOPIC)}, or name a flow to see the rest",
                 ) from refused
             statuses = [FlowStatus(name, missing=[f"READ on topic {PROGRESS_TOPIC}"]) for name in flows]
             for status in statuses:
@@ -382,7 +383,7 @@ def _gone(cluster: Cluster, status: FlowStatus, topic: str, deadline: Deadline, 
     try:
         cluster.topics([topic], deadline, once=True)
     except PermissionDeniedError:
-        status.missing.append(f"DESCRIBE on topic {topic}")
+        status.missing.append(f"{'READ' if role == 'source' else 'DESCRIBE'} on topic {topic}")
         return []
     except UnknownTopicError:
         pass

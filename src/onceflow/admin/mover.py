@@ -20,6 +20,7 @@ from onceflow.client.cluster import Cluster
 from onceflow.client.committed import CommittedReader
 from onceflow.client.deadline import Deadline
 from onceflow.client.offsets import LATEST, list_offsets
+from onceflow.client.topics import find_topic
 from onceflow.driver import progress_log
 from onceflow.driver.source_offsets import look_at
 from onceflow.errors import PermissionDeniedError, ProgressConflictError, UnknownTopicError, located
@@ -91,11 +92,9 @@ def sources_of(cluster: Cluster, progress: Progress, deadline: Deadline) -> dict
     """
     found = {}
     for name in sorted(progress.offsets):
-        try:
-            info = cluster.topics([name], deadline, once=True)[name]
-        except UnknownTopicError:
-            continue
-        found[name] = look_at(cluster, info, deadline)
+        info = find_topic(cluster, name, "READ", deadline)
+        if info is not None:
+            found[name] = look_at(cluster, info, deadline)
     return found
 
 

@@ -30,6 +30,7 @@ from onceflow.errors import (
     PermissionDeniedError,
     UnknownTopicError,
 )
+from onceflow.protocol import acls
 from onceflow.protocol.names import TopicPartition
 from onceflow.protocol.progress import PROGRESS_TOPIC
 
@@ -184,7 +185,7 @@ def _each_topic(
                 "This principal may not look for open transactions there",
                 topic=denied.topic,
                 detail=denied.detail,
-                next_step="grant READ on the topic, or run this as an administrator",
+                next_step=f"{acls.grant('READ', acls.TOPIC, denied.topic or 'NAME')}, or run this as an administrator",
             ) from denied
     found: dict[TopicPartition, T] = {}
     for topic, numbers in by_topic(places).items():

@@ -13,7 +13,8 @@ from onceflow.client.cluster import Cluster
 from onceflow.client.committed import CommittedReader
 from onceflow.client.deadline import Deadline
 from onceflow.client.offsets import LATEST, list_offsets
-from onceflow.errors import OptionError, ProgressConflictError, UnknownTopicError
+from onceflow.client.topics import find_topic
+from onceflow.errors import OptionError, ProgressConflictError
 from onceflow.planning.source_starts import SourceTopic
 from onceflow.protocol.names import Names
 from onceflow.protocol.progress import Progress
@@ -72,9 +73,8 @@ def _tables(cluster: Cluster, file: Progress, deadline: Deadline) -> dict[str, T
     found: dict[str, TableTopic] = {}
     reader = CommittedReader(cluster)
     for name, ends in file.changelogs.items():
-        try:
-            info = cluster.topics([name], deadline, once=True)[name]
-        except UnknownTopicError:
+        info = find_topic(cluster, name, "READ", deadline)
+        if info is None:
             continue
         now = list_offsets(cluster, {name: sorted(info.leaders)}, LATEST, deadline)[name]
         same = info.topic_id == file.topic_ids.get(name) and set(now) == set(ends)

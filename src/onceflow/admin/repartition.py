@@ -36,6 +36,7 @@ from onceflow.errors import (
     ProgressConflictError,
     located,
 )
+from onceflow.protocol import acls
 from onceflow.protocol.names import INTERNAL_SUFFIX, Names
 from onceflow.protocol.progress import Offsets, Progress
 from onceflow.state.topics import TableTopics, check_known, committed_ends
@@ -217,8 +218,8 @@ class _Repartition:
                 f"This principal may not add partitions to {name}",
                 topic=name,
                 detail=error.detail,
-                next_step=f"grant ALTER on it, or let an operator run kafka-topics.sh --alter --topic {name} "
-                f"--partitions {self._partitions}; then run this command again",
+                next_step=f"{acls.grant('ALTER', acls.TOPIC, name)}; or let an operator run kafka-topics.sh --alter "
+                f"--topic {name} --partitions {self._partitions}. Then run this command again",
             ) from error
         except OptionError:
             # Another process has just added them, and the broker that was asked for their number did not know it yet.

@@ -7,6 +7,7 @@ from typing import Any
 
 from kafka.protocol.admin import DeleteGroupsRequest
 
+from onceflow.client.allowed import of_group
 from onceflow.client.cluster import GROUP, Cluster
 from onceflow.client.coordinators import repeat
 from onceflow.client.deadline import Deadline
@@ -19,7 +20,7 @@ from onceflow.clock import clock_ms
 from onceflow.driver import progress_log
 from onceflow.driver.driver_session import DriverSession
 from onceflow.errors import BrokerUnsupportedError, PermissionDeniedError, UnknownTopicError
-from onceflow.protocol import codes
+from onceflow.protocol import acls, codes
 from onceflow.protocol.batches import encode_single
 from onceflow.protocol.names import Names
 from onceflow.protocol.progress import PROGRESS_TOPIC, Progress
@@ -76,6 +77,7 @@ def reset(settings: ClientSettings, names: Names, source_topics: list[str]) -> P
         session = DriverSession(cluster, names)
         session.transactions.check_supported(deadline)
         progress_log.ensure_topic(cluster, deadline)
+        _check_may_delete(cluster, names.group_id, deadline)
         session.init(deadline)
         spans = {name: sorted(cluster.topic(name, deadline).leaders) for name in source_topics}
         before = session.progress(spans, deadline, missing_is_fine=True)
@@ -101,6 +103,17 @@ def _write_tombstone(cluster: Cluster, transactions: Transactions, names: Names,
     transactions.commit(deadline, flow=names.flow, doing="being reset")
 
 
+def _check_may_delete(cluster: Cluster, group: str, deadline: Deadline) -> None:
+    """Refuse before anything is written. Without progress, and with a group that stays, the flow would not start."""
+    allowed = of_group(cluster, group, deadline)
+    if allowed is not None and "DELETE" not in allowed:
+        raise PermissionDeniedError(
+            "This principal may not delete the flow's consumer group",
+            detail=f"group {group}; nothing has changed",
+            next_step=acls.grant("DELETE", acls.GROUP, group),
+        )
+
+
 def _delete_group(cluster: Cluster, group: str, deadline: Deadline) -> None:
     """Delete the consumer group. Offsets of the group without a progress record would look like lost progress."""
     request = DeleteGroupsRequest(
@@ -112,4 +125,4 @@ def _delete_group(cluster: Cluster, group: str, deadline: Deadline) -> None:
 
     code = code_of(repeat(cluster, request, "DeleteGroups", GROUP, group, deadline, code_of=code_of))
     if code not in (0, _GROUP_ID_NOT_FOUND):
-        raise codes.error_for(code, api="DeleteGroups", detail=f"group {group}")
+        raise codes.error_for(code, api="DeleteGroups", resource=group, detail=f"group {group}")

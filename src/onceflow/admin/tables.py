@@ -10,8 +10,8 @@ from onceflow.client.cluster import Cluster, TopicInfo
 from onceflow.client.committed import CommittedReader
 from onceflow.client.deadline import Deadline
 from onceflow.client.offsets import EARLIEST, LATEST, list_offsets
-from onceflow.client.topics import find_topics, topic_configs
-from onceflow.errors import OnceflowError, PermissionDeniedError, UnknownTopicError
+from onceflow.client.topics import find_topic, find_topics, topic_configs
+from onceflow.errors import OnceflowError, PermissionDeniedError
 from onceflow.protocol import progress as records
 from onceflow.protocol.names import INTERNAL_SUFFIX
 from onceflow.protocol.progress import PROGRESS_TOPIC, Progress
@@ -107,7 +107,7 @@ def describe_table(cluster: Cluster, name: str, deadline: Deadline) -> tuple[Tab
         UnknownTopicError: there is no such topic.
         OptionError: it is not compacted.
     """
-    info = find_topics(cluster, {name: "table"}, deadline)[name]
+    info = find_topics(cluster, {name: "table"}, deadline, needs="DESCRIBE")[name]
     settings = topic_configs(cluster, [name], SETTINGS, deadline)[name]
     check_policy(name, settings["cleanup.policy"])
     (table,) = _completed(cluster, {name: info}, cluster.topics(None, deadline), deadline)
@@ -152,22 +152,27 @@ def _owner(info: TopicInfo, progress: list[Progress]) -> Owner | None:
     return Owner(last.flow, last.batch_id, last.changelogs[info.name], last.topic_ids.get(info.name, ""))
 
 
-def all_progress(cluster: Cluster, deadline: Deadline) -> Iterator[Progress]:
+def all_progress(cluster: Cluster, deadline: Deadline, *, strict: bool = False) -> Iterator[Progress]:
     """The committed progress of each flow. Open transactions of others may hide the newest ones.
 
     Records that this version cannot read are left out: it is not their flow that is asked for.
+
+    Args:
+        strict: raise PermissionDeniedError if the progress topic may not be read. Otherwise there is a warning.
     """
     last: dict[bytes, bytes | None] = {}
     try:
-        info = cluster.topics([PROGRESS_TOPIC], deadline, once=True)[PROGRESS_TOPIC]
+        info = find_topic(cluster, PROGRESS_TOPIC, "READ", deadline)
+        if info is None:
+            return  # no flow has run here
         ends = list_offsets(cluster, {PROGRESS_TOPIC: sorted(info.leaders)}, LATEST, deadline)[PROGRESS_TOPIC]
         reader = CommittedReader(cluster, deadline.remaining)
         for partition, end in ends.items():
             for chunk in reader.read(PROGRESS_TOPIC, partition, 0, end):
                 last.update((key, value) for key, value in zip(chunk.keys, chunk.values, strict=True) if key)
-    except UnknownTopicError:
-        return  # no flow has run here
     except PermissionDeniedError as refused:
+        if strict:
+            raise
         log.warning("no permission to read %s, so flows are not known (%s)", PROGRESS_TOPIC, refused.detail)
         return
     for key, value in last.items():

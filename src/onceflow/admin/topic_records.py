@@ -50,7 +50,7 @@ class TopicWriter:
                 next_step="write to a topic of your own",
             )
         deadline = Deadline(_CALL_S, f"preparing to write to {topic}")
-        self._partitions = find_topics(cluster, {topic: ""}, deadline)[topic].partitions
+        self._partitions = find_topics(cluster, {topic: ""}, deadline, needs="WRITE")[topic].partitions
         self._limits = max_message_bytes(cluster, [topic], deadline)
         self._identity = idempotent_producer(cluster, deadline)
         self._sequences: dict[tuple[str, int], int] = {}

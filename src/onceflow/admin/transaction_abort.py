@@ -23,6 +23,7 @@ from onceflow.client.transaction_requests import DEAD, describe_transaction, ini
 from onceflow.client.transactional_ids import list_transactional_ids
 from onceflow.clock import clock_ms
 from onceflow.errors import OnceflowError, OptionError, PermissionDeniedError
+from onceflow.protocol import acls
 from onceflow.protocol.names import TopicPartition, progress_keys_of
 
 log = logging.getLogger("onceflow.admin")
@@ -160,11 +161,15 @@ def plan(producer: Producer, flow_committed_ms: int | None) -> AbortPlan:
 
 
 def flow_committed_ms(cluster: Cluster, transactional_id: str | None, deadline: Deadline) -> int | None:
-    """How long ago the flow with this transactional id has committed, in milliseconds; None: there is no such flow."""
+    """How long ago the flow with this transactional id has committed, in milliseconds; None: there is no such flow.
+
+    Raises:
+        PermissionDeniedError: it is the id of a flow, and this principal lacks READ on the progress topic.
+    """
     keys = progress_keys_of(transactional_id or "")
     if not keys:
         return None
-    times = [each.time_ms for each in all_progress(cluster, deadline) if each.flow in keys]
+    times = [each.time_ms for each in all_progress(cluster, deadline, strict=True) if each.flow in keys]
     return max(0, clock_ms() - max(times)) if times else None
 
 
@@ -208,7 +213,8 @@ def _may(verb: str, transactional_id: str, operation: str) -> Iterator[None]:
         raise PermissionDeniedError(
             f"This principal may not {verb} the transactional id {transactional_id!r}",
             detail=denied.detail,
-            next_step=f"grant {operation} on the transactional id, or run this as an administrator",
+            next_step=acls.grant(operation, acls.TRANSACTIONAL_ID, transactional_id)
+            + ", or run this as an administrator",
         ) from denied
 
 

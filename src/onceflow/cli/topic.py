@@ -14,6 +14,8 @@ from onceflow.cli.examples import examples
 from onceflow.cli.text import counted, print_columns
 
 if TYPE_CHECKING:
+    from onceflow.client.cluster import Cluster
+    from onceflow.client.deadline import Deadline
     from onceflow.client.settings import ClientSettings
 
 
@@ -53,7 +55,7 @@ def create(
     settings: ClientSettings,
 ) -> None:
     """Create topics. When one of them exists, none is created."""
-    from onceflow.client.topics import await_topic, create_topic
+    from onceflow.client.topics import create_topic
 
     given = dict(pair(config, "--config") for config in configs)
     with connected(settings, "creating topics") as (cluster, deadline):
@@ -72,7 +74,7 @@ def create(
                 configs=given,
                 deadline=deadline,
             )
-            count = await_topic(cluster, name, deadline).partitions
+            count = _partitions(cluster, name, deadline, made=created)
             # The topic did not exist before. If the partition count fits, this call created it, and the first response
             # of Kafka was lost.
             created = created or (name not in there and partitions in (None, count))
@@ -81,8 +83,8 @@ def create(
             if as_json:
                 click.echo(json.dumps({"topic": name, "partitions": count, "created": created}))
             else:
-                what = "created with" if created else "exists already, with"
-                click.echo(f"Topic {name} {what} {counted(count, 'partition')}.")
+                size = "" if count is None else f" with {counted(count, 'partition')}"
+                click.echo(f"Topic {name} {'created' if created else 'exists already,'}{size}.")
 
 
 @examples("onceflow topic list")
@@ -122,7 +124,7 @@ def describe(name: str, as_json: bool, settings: ClientSettings) -> None:
     from onceflow.client.topics import copies, find_topics, own_settings
 
     with connected(settings, f"describing topic {name}") as (cluster, deadline):
-        span = {name: sorted(find_topics(cluster, {name: ""}, deadline)[name].leaders)}
+        span = {name: sorted(find_topics(cluster, {name: ""}, deadline, needs="DESCRIBE")[name].leaders)}
         places = copies(cluster, name, deadline)
         given = own_settings(cluster, name, deadline)
         first = list_offsets(cluster, span, EARLIEST, deadline)[name]
@@ -166,7 +168,7 @@ def delete(names: tuple[str, ...], yes: bool, as_json: bool, settings: ClientSet
 
     with connected(settings, "looking for topics") as (cluster, deadline):
         _check_not_internal(names)
-        find_topics(cluster, dict.fromkeys(names, ""), deadline)
+        find_topics(cluster, dict.fromkeys(names, ""), deadline, needs="DELETE")
         if not yes:
             click.confirm(f"Delete {', '.join(names)} at {settings.bootstrap_servers} for good?", abort=True, err=True)
     with connected(settings, "deleting topics") as (cluster, deadline):  # a new deadline: the user may answer late
@@ -186,11 +188,24 @@ def _check_not_internal(names: Sequence[str]) -> None:
             raise OptionError(f"{name} {refusal}", topic=name, next_step="Kafka and onceflow manage these themselves")
 
 
-def _exists(name: str, partitions: int, more: str = "") -> Exception:
+def _partitions(cluster: Cluster, name: str, deadline: Deadline, *, made: bool) -> int | None:
+    """How many partitions a topic has; None: it was just made, and may not be described."""
+    from onceflow.client.topics import await_topic
+    from onceflow.errors import PermissionDeniedError
+
+    try:
+        return await_topic(cluster, name, deadline).partitions
+    except PermissionDeniedError:
+        if not made:
+            raise
+        return None
+
+
+def _exists(name: str, partitions: int | None, more: str = "") -> Exception:
     from onceflow.errors import OptionError
 
     return OptionError(
-        f"Topic {name} exists already, with {counted(partitions, 'partition')}{more}",
+        f"Topic {name} exists already, with {counted(partitions or 0, 'partition')}{more}",
         topic=name,
         next_step="take another name, or leave topics that exist as they are: --if-not-exists",
     )

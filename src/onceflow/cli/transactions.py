@@ -15,7 +15,7 @@ from onceflow.cli.examples import examples
 from onceflow.cli.text import counted, print_columns, shown
 from onceflow.cli.text import timeout_ms as duration_ms_of
 from onceflow.clock import clock_ms
-from onceflow.errors import OptionError
+from onceflow.errors import OptionError, PermissionDeniedError
 
 if TYPE_CHECKING:
     from onceflow.admin.open_transactions import OpenInPartition, Search
@@ -152,7 +152,12 @@ def abort(
     _check_one(transactional_id, producer_id)
     with connected(settings, "planning an abort") as (cluster, deadline):
         producer = aborting.describe(cluster, transactional_id, producer_id, topics, deadline)
-        ago_ms = aborting.flow_committed_ms(cluster, producer.transactional_id, deadline)
+        try:
+            ago_ms = aborting.flow_committed_ms(cluster, producer.transactional_id, deadline)
+        except PermissionDeniedError:
+            if not force:  # it cannot be seen whether the flow runs
+                raise
+            ago_ms = None
         plan = aborting.plan(producer, ago_ms)
     doing = bool(plan.fence or plan.markers)
     refused = bool(plan.refusals) and not force and (yes or _terminal())

@@ -13,7 +13,7 @@ from onceflow.client.cluster import Cluster, ConnectionFailedError
 from onceflow.client.deadline import Deadline
 from onceflow.client.producers import OpenTransaction, open_transactions
 from onceflow.errors import PermissionDeniedError
-from onceflow.protocol import codes
+from onceflow.protocol import acls, codes
 from onceflow.protocol.names import TopicPartition
 
 _INVALID_PRODUCER_EPOCH, _CLUSTER_AUTHORIZATION_FAILED, _COORDINATOR_FENCED = 47, 31, 52
@@ -91,5 +91,6 @@ def _not_permitted(place: TopicPartition) -> PermissionDeniedError:
         "This principal may not write transaction markers",
         topic=f"{place[0]}-{place[1]}",
         detail="WriteTxnMarkers: CLUSTER_AUTHORIZATION_FAILED",
-        next_step="grant ALTER on the cluster (before Kafka 4.0: CLUSTER_ACTION), or run this as an administrator",
+        next_step=acls.grant("ALTER", acls.CLUSTER)
+        + " (before Kafka 4.0: CLUSTER_ACTION), or run this as an administrator",
     )

@@ -161,7 +161,7 @@ class Cluster(Connections):
                 return node
             verdict = codes.describe(answer.error_code).verdict
             if not verdict.retriable:
-                raise codes.error_for(answer.error_code, api="FindCoordinator", detail=f"key {key}")
+                raise codes.error_for(answer.error_code, api="FindCoordinator", resource=key, detail=f"key {key}")
             deadline.pause(attempt + 2, f"FindCoordinator: {codes.describe(answer.error_code).name}")
             attempt += 1
 

@@ -148,7 +148,9 @@ class PartitionFetch(abc.ABC, Generic[T]):
         unknown = row.verdict is codes.Verdict.UNKNOWN_OUTCOME and self.repeats_unknown_errors
         if row.verdict.retriable or unknown:
             return row.name
-        raise codes.error_for(code, api="Fetch", topic=self.name, detail=f"at offset {self.position}")
+        raise codes.error_for(
+            code, api="Fetch", topic=self.name, resource=self.topic, detail=f"at offset {self.position}"
+        )
 
     def _request(self) -> FetchRequest:
         readable = self.last_stable_offset if self.isolation_level == READ_COMMITTED else self.high_watermark

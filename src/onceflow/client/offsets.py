@@ -112,7 +112,7 @@ def fetch_committed(
     )
     response = repeat(cluster, request, "OffsetFetch", GROUP, group, deadline, code_of=_first_code)
     if _first_code(response):
-        raise codes.error_for(_first_code(response), api="OffsetFetch", detail=f"group {group}")
+        raise codes.error_for(_first_code(response), api="OffsetFetch", resource=group, detail=f"group {group}")
     found: dict[str, dict[int, tuple[int, str]]] = {}
     for topic in response.topics:
         for part in topic.partitions:
@@ -141,7 +141,7 @@ def commit_offsets(
     )
     response = repeat(cluster, request, "OffsetCommit", GROUP, group, deadline, code_of=offsets_code)
     if offsets_code(response):
-        raise codes.error_for(offsets_code(response), api="OffsetCommit", detail=f"group {group}")
+        raise codes.error_for(offsets_code(response), api="OffsetCommit", resource=group, detail=f"group {group}")
 
 
 def offset_topics(

@@ -332,7 +332,8 @@ class Producer:
                 self._fail(unknown_topic(slot.topic))
             return
         message = getattr(answer, "error_message", None) or ""
-        self._fail(codes.error_for(code, api="Produce", topic=f"{slot.topic}-{slot.partition}", detail=message))
+        where = f"{slot.topic}-{slot.partition}"
+        self._fail(codes.error_for(code, api="Produce", topic=where, resource=slot.topic, detail=message))
 
     def _lost(self, chosen: list[tuple[_Partition, EncodedBatch]], problem: str) -> None:
         for slot, _ in chosen:

@@ -19,7 +19,7 @@ from kafka.protocol.metadata import MetadataRequest
 from onceflow.client.cluster import Cluster, TopicInfo
 from onceflow.client.deadline import Deadline
 from onceflow.errors import OnceflowError, PermissionDeniedError, UnknownTopicError
-from onceflow.protocol import codes
+from onceflow.protocol import acls, codes
 from onceflow.protocol.names import INTERNAL_SUFFIX
 
 log = logging.getLogger("onceflow")
@@ -29,6 +29,7 @@ _UNKNOWN_TOPIC, _TOPIC_ALREADY_EXISTS = 3, 36
 _UNKNOWN_ATTEMPTS = 4
 _SET_ON_TOPIC = 1  # where a setting comes from: DYNAMIC_TOPIC_CONFIG
 _MAX_COPIES = 3
+_READ_ROLES = ("", "source", "table")
 _MAX_ALIKE, _ALIKE_SHARE = 3, 0.7
 DEFAULT_MAX_MESSAGE_BYTES = 1_048_588  # Kafka's default of max.message.bytes
 
@@ -48,19 +49,50 @@ class Copies:
     in_sync: Sequence[int]
 
 
-def find_topics(cluster: Cluster, roles: Mapping[str, str], deadline: Deadline) -> dict[str, TopicInfo]:
+def find_topics(
+    cluster: Cluster, roles: Mapping[str, str], deadline: Deadline, *, needs: str = ""
+) -> dict[str, TopicInfo]:
     """Metadata of topics that a user has named.
 
     Args:
         roles: topic name -> what the topic is for: ``source``, ``output``, ``dead letter``, ..., or '' for no role.
+        needs: the permission that the caller needs on them. '': READ for a source or table, and without a role; else
+            WRITE.
 
     Raises:
         UnknownTopicError: a topic does not exist; see `missing`.
+        PermissionDeniedError: this principal may not even see a topic. The error names what it needs.
     """
     try:
         return cluster.topics(roles, deadline)
     except UnknownTopicError as error:
         raise missing(cluster, error, roles, deadline) from None
+    except PermissionDeniedError as error:
+        if error.topic is None or error.topic not in roles:
+            raise
+        raise _denied(error, needs or ("READ" if roles[error.topic] in _READ_ROLES else "WRITE")) from None
+
+
+def find_topic(cluster: Cluster, name: str, needs: str, deadline: Deadline) -> TopicInfo | None:
+    """A topic that need not exist. One broker is asked once; None: it knows no such topic.
+
+    Args:
+        needs: the permission that the caller needs on it.
+
+    Raises:
+        PermissionDeniedError: this principal may not see it. A broker does not tell then whether it exists.
+    """
+    try:
+        return cluster.topics([name], deadline, once=True)[name]
+    except UnknownTopicError:
+        return None
+    except PermissionDeniedError as error:
+        raise _denied(error, needs) from None
+
+
+def _denied(error: PermissionDeniedError, needs: str) -> PermissionDeniedError:
+    step = acls.grant(needs, acls.TOPIC, error.topic or "NAME")
+    return PermissionDeniedError(error.what, **{**error.fields(), "next_step": step})
 
 
 def missing(
@@ -172,7 +204,8 @@ def create_own_topic(
             f"{what.capitalize()} {name} does not exist, and this principal may not create it",
             topic=name,
             detail=error.detail,
-            next_step=f"create it once: {partitions} partitions, cleanup.policy=compact; or grant CREATE on it",
+            next_step=f"create it once: {partitions} partitions, cleanup.policy=compact; or "
+            + acls.grant("CREATE", acls.TOPIC, name),
         ) from error
     return await_topic(cluster, name, deadline)
 

@@ -30,7 +30,7 @@ from onceflow.protocol.produce import MAX_VERSION, MIN_VERSION
 
 #: The state of a transactional id that its coordinator does not know, or has forgotten.
 DEAD = "Dead"
-_TRANSACTIONAL_ID_NOT_FOUND = 105
+_ID_DENIED, _TRANSACTIONAL_ID_NOT_FOUND = 53, 105
 
 
 def check_supported(cluster: Cluster, deadline: Deadline) -> None:
@@ -133,7 +133,7 @@ def add_offsets(
     )
     response = repeat(cluster, request, "AddOffsetsToTxn", TRANSACTION, transactional_id, deadline)
     if response.error_code:
-        raise error_of(transactional_id, response.error_code, "AddOffsetsToTxn", f"group {group}")
+        raise error_of(transactional_id, response.error_code, "AddOffsetsToTxn", group)
 
 
 def commit_offsets(
@@ -165,7 +165,7 @@ def commit_offsets(
     )
     response = repeat(cluster, request, "TxnOffsetCommit", GROUP, group, deadline, code_of=offsets_code)
     if offsets_code(response):
-        raise error_of(transactional_id, offsets_code(response), "TxnOffsetCommit", f"group {group}")
+        raise error_of(transactional_id, offsets_code(response), "TxnOffsetCommit", group)
 
 
 def end_transaction(
@@ -217,7 +217,7 @@ def describe_transaction(cluster: Cluster, transactional_id: str, deadline: Dead
     if state.error_code == _TRANSACTIONAL_ID_NOT_FOUND:
         return {"state": DEAD, "producer_id": -1, "producer_epoch": -1, "partitions": {}}
     if state.error_code:
-        raise codes.error_for(int(state.error_code), api="DescribeTransactions")
+        raise error_of(transactional_id, int(state.error_code), "DescribeTransactions")
     return {
         "state": state.transaction_state,
         "producer_id": int(state.producer_id),
@@ -228,6 +228,8 @@ def describe_transaction(cluster: Cluster, transactional_id: str, deadline: Dead
     }
 
 
-def error_of(transactional_id: str, code: int, api: str, detail: str = "") -> Exception:
+def error_of(transactional_id: str, code: int, api: str, group: str = "") -> Exception:
     """The error for an error code that is not retriable."""
-    return codes.error_for(code, api=api, detail=detail or f"transactional id {transactional_id}")
+    of_group = bool(group) and code != _ID_DENIED
+    detail = f"group {group}" if group else f"transactional id {transactional_id}"
+    return codes.error_for(code, api=api, resource=group if of_group else transactional_id, detail=detail)

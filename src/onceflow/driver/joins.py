@@ -29,6 +29,7 @@ from onceflow.errors import (
 )
 from onceflow.messages import JOINED_PROPERTY, CopiesOrder, JoinOrder
 from onceflow.planning.join_columns import columns_of_join
+from onceflow.protocol import acls
 from onceflow.protocol.position import Position
 from onceflow.protocol.progress import Progress
 from onceflow.spark.jvm import SPARK_ERRORS
@@ -65,7 +66,7 @@ def find_joined(cluster: Cluster, topic: str, deadline: Deadline) -> CompactedTo
             f"This principal may not read table {topic}",
             topic=topic,
             detail=error.detail,
-            next_step=f"grant READ on the topic {topic}",
+            next_step=acls.grant("READ", acls.TOPIC, topic),
         ) from error
     return found
 

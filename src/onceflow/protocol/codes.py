@@ -27,6 +27,7 @@ from onceflow.errors import (
     TransactionTimeoutError,
     UnknownTopicError,
 )
+from onceflow.protocol import acls
 
 
 class Verdict(enum.Enum):
@@ -339,9 +340,6 @@ _ROWS: tuple[tuple[int, str, Verdict, type[OnceflowError], str, str], ...] = (
 )
 # fmt: on
 
-# TOPIC_AUTHORIZATION_FAILED does not say which operation is denied, but that follows from the request.
-_DENIED = {"Produce": "WRITE", "AddPartitionsToTxn": "WRITE", "Fetch": "READ", "TxnOffsetCommit": "READ"}
-
 ERROR_CODES: dict[int, ErrorCode] = {
     code: ErrorCode(code, name, verdict, meaning, next_step, error)
     for code, name, verdict, error, meaning, next_step in _ROWS
@@ -371,6 +369,7 @@ def error_for(
     flow: str | None = None,
     topic: str | None = None,
     batch: int | None = None,
+    resource: str = "",
     detail: str = "",
 ) -> OnceflowError:
     """The error to raise for a code. For a retriable code: the error to raise after the last retry.
@@ -379,14 +378,14 @@ def error_for(
         code: from the response. 0 is not an error; for it the result is a `ProtocolError`.
         api: name of the request, for example ``Produce``.
         flow, topic, batch: where it happened, as far as known.
+        resource: the topic, group or transactional id that a permission is on; empty: not known.
         detail: more facts. The request, the code and its name are added in front of them.
     """
     row = describe(code)
     facts = f"{api} returned {row.name} ({row.code})"
-    denied = _DENIED.get(api) if row.name == "TOPIC_AUTHORIZATION_FAILED" else None
     return row.error(
         row.meaning,
-        next_step=row.next_step if denied is None else f"grant {denied} on the topic.",
+        next_step=acls.next_step(code, api, resource or topic or "NAME") or row.next_step,
         flow=flow,
         topic=topic,
         batch=batch,

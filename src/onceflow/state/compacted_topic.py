@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from onceflow.client.cluster import Cluster, TopicInfo
 from onceflow.client.deadline import Deadline
 from onceflow.client.topics import find_topics, topic_configs
-from onceflow.errors import OptionError, PermissionDeniedError
+from onceflow.errors import OptionError
 
 log = logging.getLogger("onceflow.tables")
 
-_GRANT = "grant READ on the topic"
 _TOMBSTONE_MS = 86_400_000  # Kafka's default of delete.retention.ms
 
 
@@ -35,10 +34,7 @@ def find_compacted(cluster: Cluster, topic: str, deadline: Deadline) -> Compacte
         UnknownTopicError, PermissionDeniedError: it does not exist, or may not be read.
         OptionError: it is not compacted.
     """
-    try:
-        info = find_topics(cluster, {topic: "table"}, deadline)[topic]
-    except PermissionDeniedError as error:
-        raise PermissionDeniedError(error.what, topic=topic, detail=error.detail, next_step=_GRANT) from error
+    info = find_topics(cluster, {topic: "table"}, deadline)[topic]
     return CompactedTopic(info, _check_compacted(cluster, topic, deadline))
 
 
