@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,8 +13,11 @@ from confluent_kafka import Producer
 
 from onceflow.errors import OptionError
 from onceflow.testing import independent
+from onceflow.testing.waiting import wait_until
 
 pytestmark = pytest.mark.integration
+
+LEDGER = Path(__file__).parents[1] / "faults" / "ledger.py"
 
 
 def test_what_others_did_to_the_outputs_of_an_exact_flow(
@@ -43,3 +49,79 @@ def test_a_flow_that_is_not_there(verify: Any) -> None:
     with pytest.raises(OptionError, match="has no progress") as raised:
         verify("no-flow-has-this-name")
     assert "onceflow status" in raised.value.next_step
+
+
+def test_a_flow_that_has_begun_behind_the_first_records(make_pipe: Callable[..., Any], verify: Any) -> None:
+    pipe = make_pipe(partitions=2)
+    pipe.fill(100)
+    pipe.run(read={"starting_offsets": "latest"})
+    pipe.fill(50)
+    pipe.run()
+    found, last = verify(pipe.flow, "--id", "record")
+    assert (found, last["notes"]) == ([], [])
+    assert (last["checked"]["source records"], last["checked"]["output records"]) == (50, 50)
+    assert verify(pipe.flow, "--id", "record", "--from", "earliest", code=1)[1]["found"] == {"lost": 100}
+    ends = independent.end_offsets(pipe.bootstrap, pipe.source)
+    place = "offsets=" + ",".join(f"{topic}:{partition}={end}" for (topic, partition), end in ends.items())
+    found, last = verify(pipe.flow, "--id", "record", "--from", place)
+    assert last["checked"]["source records"] == 0
+
+
+def test_beside_a_flow_that_runs_all_the_time(make_state_pipe: Callable[..., Any], verify: Any) -> None:
+    """It never takes what is under way for a mistake, and it does not stop the flow."""
+    pipe = make_state_pipe(partitions=2)
+    pipe.fill(100)
+    over = threading.Event()
+
+    def fill() -> None:
+        while not over.wait(0.02):
+            pipe.fill(25)
+
+    query = pipe.start(trigger="50 milliseconds")
+    query.processAllAvailable()
+    filler = threading.Thread(target=fill)
+    filler.start()
+    ways = [
+        ["--id", "$.n", "--tables"],
+        ["--replay", f"{LEDGER}:Ledger"],
+        ["--state-dir", str(pipe.state_dir)],
+    ]
+    checked = []
+    try:
+        for number in range(9):
+            found, last = verify(pipe.flow, *ways[number % 3])
+            assert (found, last["found"]) == ([], {})
+            assert all("commits too often" in note for note in last["notes"]), last
+            checked.append(last["checked"])
+    finally:
+        over.set()
+        filler.join(30)
+        query.processAllAvailable()
+        query.stop()
+    assert checked[6]["source records"] > checked[0]["source records"], "the flow has run on"
+    assert checked[7]["replayed records"] > checked[1]["replayed records"]
+    assert checked[8]["local copies"] == 2
+    pipe.check()
+
+
+def test_ctrl_c(
+    make_pipe: Callable[..., Any], command: Callable[..., Any], onceflow_broker: str, tmp_path: Path
+) -> None:
+    """Also while it waits for a transaction that stays open."""
+    pipe = make_pipe(partitions=1)
+    pipe.fill(20)
+    pipe.run()
+    open_ = Producer({"bootstrap.servers": onceflow_broker, "transactional.id": f"open-{pipe.target}"})
+    open_.init_transactions(30)
+    open_.begin_transaction()
+    open_.produce(pipe.target, b"not yet", b"k", partition=0)
+    open_.flush(30)
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    options = ["--scratch", str(scratch), "--bootstrap-servers", onceflow_broker]
+    with command("verify", pipe.flow, "--id", "record", *options) as process:
+        wait_until(lambda: list(scratch.iterdir()), 30, lambda: f"it has begun: {process.poll()}")
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 130, process.stderr.read()
+    assert list(scratch.iterdir()) == []
+    open_.abort_transaction(30)

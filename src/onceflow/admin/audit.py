@@ -6,7 +6,7 @@ position have to be in the outputs, those between both positions may be.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ import pyarrow as pa
 
 from onceflow.admin.identity import Identity
 from onceflow.admin.progress_history import breaks, last_of, read_history
+from onceflow.admin.replay_steps import current_life, first_start
 from onceflow.admin.tally import LETTER, OUTPUT, SOURCE, UNDECIDED, Difference, Place, Tally
 from onceflow.admin.verify_report import (
     DOUBLED,
@@ -73,11 +74,22 @@ class Audit:
     Args:
         limit: how many findings of each kind are described; all are counted.
         tell: is told what is read, how much of it is done, and of how much.
+        check: called while something is waited for. It may raise, to end the audit.
     """
 
-    def __init__(self, cluster: Cluster, names: Names, outputs: Outputs, *, limit: int, tell: Tell) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        names: Names,
+        outputs: Outputs,
+        *,
+        limit: int,
+        tell: Tell,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
         self._cluster, self._names, self._outputs, self._tell = cluster, names, outputs, tell
-        self._reader = CommittedReader(cluster, _CALL_S)
+        self._check = check
+        self._reader = CommittedReader(cluster, _CALL_S, check=check)
         self.report = Report(limit)
 
     def run(self, tally: Tally) -> Report:
@@ -100,7 +112,7 @@ class Audit:
     # ---- progress ------------------------------------------------------------------------------------
 
     def _history(self) -> list[LogRecord]:
-        return read_history(self._cluster, self._names)
+        return read_history(self._cluster, self._names, self._check)
 
     def _last(self, history: Sequence[LogRecord]) -> Progress:
         return last_of(history, self._names)
@@ -176,7 +188,9 @@ class Audit:
     # ---- records -------------------------------------------------------------------------------------
 
     def _compare(self, progress: Progress, tally: Tally, identity: Identity) -> None:
-        outputs = self._outputs.topics or tuple(set(progress.outputs) - set(self._outputs.letters))
+        life = current_life(self._history())
+        named = {topic for each in (*life, progress) for topic in each.outputs}
+        outputs = self._outputs.topics or tuple(sorted(named - set(self._outputs.letters)))
         if not outputs:
             raise OptionError(
                 "The outputs of the flow are not known", flow=self._names.flow, next_step="name them: --output TOPIC"
@@ -186,15 +200,18 @@ class Audit:
                 self._take(tally, side, topic, self._ends(topic), identity)
         later = self._last(self._history())
         whole = True
+        starts = {**first_start(life), **(self._outputs.begin or {})}
         for topic, offsets in progress.offsets.items():
             span = {topic: sorted(offsets)}
             first = list_offsets(self._cluster, span, EARLIEST, Deadline(_CALL_S, "reading offsets"))[topic]
-            whole &= not any(first.values())
             last = list_offsets(self._cluster, span, LATEST, Deadline(_CALL_S, "reading offsets"))[topic]
-            begun = {
-                p: (first[p], min(end, last[p])) for p, end in offsets.items()
-            }  # beyond its end: a finding already
+            begin = {p: starts.get(topic, {}).get(p, 0) for p in offsets}
+            whole &= all(first[p] <= begin[p] for p in offsets)
+            # What is beyond the end of the source is a finding already.
+            begun = {p: (max(first[p], begin[p]), min(end, last[p])) for p, end in offsets.items()}
             self._take(tally, SOURCE, topic, begun, identity)
+            # The flow has not read what is before. But it may have, before it was reset.
+            self._take(tally, UNDECIDED, topic, {p: (first[p], begin[p]) for p in offsets}, identity)
             now = later.offsets.get(topic, {})
             more = {p: (max(offsets.get(p, 0), first.get(p, 0)), min(end, last.get(p, end))) for p, end in now.items()}
             self._take(tally, UNDECIDED, topic, more, identity)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,12 +55,23 @@ class LocalCopies:
         report: findings are added to it.
         scratch: folder for scratch files; None: the system's.
         tell: is told what is read, how much of it is done, and of how much.
+        check: called while something is waited for. It may raise, to end it.
     """
 
-    def __init__(self, cluster: Cluster, names: Names, report: Report, *, scratch: Path | None, tell: Tell) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        names: Names,
+        report: Report,
+        *,
+        scratch: Path | None,
+        tell: Tell,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
         self._cluster, self._names, self._report = cluster, names, report
         self._scratch, self._tell = scratch, tell
-        self._reader = CommittedReader(cluster, _CALL_S)
+        self._check = check
+        self._reader = CommittedReader(cluster, _CALL_S, check=check)
 
     def run(self, state_dir: Path, progress: Progress) -> None:
         """Compare.
@@ -80,7 +91,7 @@ class LocalCopies:
         for copy in found:
             with tempfile.TemporaryDirectory(prefix="onceflow-verify-", dir=self._scratch) as folder:
                 try:
-                    self._check(copy, progress, Path(folder))
+                    self._check_copy(copy, progress, Path(folder))
                 except StoreCorruptError as damage:
                     self._report.add(LOCAL, f"{copy.name} is damaged: {damage.what}")
                 except FileNotFoundError:
@@ -97,7 +108,7 @@ class LocalCopies:
                 if opener is not None:
                     yield _Copy(folder, table, int(folder.name), opener)
 
-    def _check(self, copy: _Copy, progress: Progress, scratch: Path) -> None:
+    def _check_copy(self, copy: _Copy, progress: Progress, scratch: Path) -> None:
         if (copy.folder / VERIFYING).exists():
             self._report.notes.append(f"{copy.name}: a process is verifying it, or has died while it did")
         store = copy.opener.open(copy.folder, read_only=True)
@@ -159,7 +170,7 @@ class LocalCopies:
 
     def _is_ahead(self, copy: _Copy, record: CommitRecord) -> bool:
         """Whether a copy has more than what is committed now."""
-        newest = last_of(read_history(self._cluster, self._names), self._names).changelogs
+        newest = last_of(read_history(self._cluster, self._names, self._check), self._names).changelogs
         ends = (newest.get(name, {}).get(copy.partition, 0) for name in (copy.table, copy.table + INTERNAL_SUFFIX))
         if all(map(int.__le__, (record.table_end, record.internal_end), ends)):
             return False

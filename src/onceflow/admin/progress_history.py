@@ -2,37 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from onceflow.client.cluster import Cluster
 from onceflow.client.deadline import Deadline
 from onceflow.client.log_reader import LogRecord, Marker, read_log
 from onceflow.client.offsets import EARLIEST, LATEST, list_offsets
+from onceflow.driver import progress_log
 from onceflow.errors import OptionError, UnknownTopicError
 from onceflow.protocol import progress as records
 from onceflow.protocol.names import Names
-from onceflow.protocol.progress import PROGRESS_TOPIC, Offsets, Progress, progress_partition
+from onceflow.protocol.progress import PROGRESS_TOPIC, Offsets, Progress
 
 _CALL_S = 60.0
 
 
-def read_history(cluster: Cluster, names: Names) -> list[LogRecord]:
+def read_history(cluster: Cluster, names: Names, check: Callable[[], None] = lambda: None) -> list[LogRecord]:
     """The committed progress records of a flow, and their tombstones; waits until every transaction that has begun is
     decided.
+
+    Args:
+        check: called while it waits. It may raise, to end the wait.
 
     Raises:
         OnceflowError: the progress topic cannot be read, or a transaction stays open for a minute.
     """
     deadline = Deadline(_CALL_S, f"reading {PROGRESS_TOPIC}")
     try:
-        count = len(cluster.topics([PROGRESS_TOPIC], deadline, once=True)[PROGRESS_TOPIC].leaders)
+        cluster.topics([PROGRESS_TOPIC], deadline, once=True)
     except UnknownTopicError:
         return []  # no flow has run here
-    number = progress_partition(names.progress_key, count)
+    number = progress_log.partition_of(names.progress_key)
     span = {PROGRESS_TOPIC: [number]}
     begin = list_offsets(cluster, span, EARLIEST, deadline)[PROGRESS_TOPIC][number]
     end = list_offsets(cluster, span, LATEST, deadline, committed=False)[PROGRESS_TOPIC][number]
     while list_offsets(cluster, span, LATEST, deadline)[PROGRESS_TOPIC][number] < end:
+        check()
         deadline.pause(0, "a transaction is open in the progress topic")
     items = read_log(cluster, PROGRESS_TOPIC, number, begin, end, deadline)
     return committed_records(items, names.progress_key.encode(), end)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -75,14 +75,24 @@ class ReplayAudit:
         report: findings are added to it.
         scratch: folder for scratch files; None: the system's.
         tell: is told what is read, how much of it is done, and of how much.
+        check: called while something is waited for. It may raise, to end it.
     """
 
     def __init__(
-        self, cluster: Cluster, names: Names, wanted: ReplayOptions, report: Report, *, scratch: Path | None, tell: Tell
+        self,
+        cluster: Cluster,
+        names: Names,
+        wanted: ReplayOptions,
+        report: Report,
+        *,
+        scratch: Path | None,
+        tell: Tell,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         self._cluster, self._names, self._wanted, self._report, self._tell = cluster, names, wanted, report, tell
         self._scratch = scratch
-        self._reader = CommittedReader(cluster, _CALL_S)
+        self._check = check
+        self._reader = CommittedReader(cluster, _CALL_S, check=check)
         self._reasons: list[str] = []
         self._unjudged = {"outputs": 0, "rows": 0}
 
@@ -100,7 +110,7 @@ class ReplayAudit:
             self._run(folder, stack)
 
     def _run(self, folder: Path, stack: contextlib.ExitStack) -> None:
-        history = read_history(self._cluster, self._names)
+        history = read_history(self._cluster, self._names, self._check)
         progress, life = last_of(history, self._names), current_life(history)
         what = self._what(progress)
         begin, life = self._beginning(life, what)
@@ -110,7 +120,7 @@ class ReplayAudit:
         outputs = stack.enter_context(ReplayOutputs(tally, topics, default, what.letters, folder, self._names.flow))
         if not self._wanted.tables_only:
             self._read_outputs(outputs, topics)
-        later = current_life(read_history(self._cluster, self._names))
+        later = current_life(read_history(self._cluster, self._names, self._check))
         total = sum(
             max(0, end - begin.get(t, {}).get(p, 0)) for t in what.sources for p, end in progress.offsets[t].items()
         )

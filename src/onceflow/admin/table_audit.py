@@ -5,7 +5,7 @@ Of what a table should contain, nothing can be said without the processor: any r
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -34,11 +34,14 @@ class TableAudit:
     Args:
         report: findings are added to it.
         tell: is told what is read, how much of it is done, and of how much.
+        check: called while something is waited for. It may raise, to end it.
     """
 
-    def __init__(self, cluster: Cluster, report: Report, *, tell: Tell) -> None:
+    def __init__(
+        self, cluster: Cluster, report: Report, *, tell: Tell, check: Callable[[], None] = lambda: None
+    ) -> None:
         self._cluster, self._report, self._tell = cluster, report, tell
-        self._reader = CommittedReader(cluster, _CALL_S)
+        self._reader = CommittedReader(cluster, _CALL_S, check=check)
 
     def run(self, progress: Progress) -> None:
         """Check every table of the flow, up to the offsets that progress names.

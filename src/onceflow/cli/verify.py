@@ -145,16 +145,18 @@ def verify(
 
         first = None if target is None else offsets_at(cluster, names, target)
         wanted = Outputs(place, outputs, letters, in_each, filtered, partitioner == "key", not unordered, first)
-        report = Audit(cluster, names, wanted, limit=limit, tell=tell).run(stack.enter_context(Tally(scratch)))
+        report = Audit(cluster, names, wanted, limit=limit, tell=tell, check=check).run(
+            stack.enter_context(Tally(scratch))
+        )
         if processor is not None:
             options = ReplayOptions(processor, table, sources, outputs, letters, tables_only, first, export)
-            ReplayAudit(cluster, names, options, report, scratch=scratch, tell=tell).run()
+            ReplayAudit(cluster, names, options, report, scratch=scratch, tell=tell, check=check).run()
         if tables or state_dir is not None:
-            progress = last_of(read_history(cluster, names), names)
+            progress = last_of(read_history(cluster, names, check), names)
             if tables:
-                TableAudit(cluster, report, tell=tell).run(progress)
+                TableAudit(cluster, report, tell=tell, check=check).run(progress)
             if state_dir is not None:
-                LocalCopies(cluster, names, report, scratch=scratch, tell=tell).run(state_dir, progress)
+                LocalCopies(cluster, names, report, scratch=scratch, tell=tell, check=check).run(state_dir, progress)
     _print(flow, report, as_json)
     return 1 if report.counts else 0
 

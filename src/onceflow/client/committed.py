@@ -12,7 +12,7 @@ below the end.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -89,9 +89,18 @@ class CommittedReader:
         deadline_seconds: for how long a read may make no progress: not one more record, marker or batch. The
             duration of the whole read is not limited.
         fetch_bytes: size of a fetch, which limits memory. A single larger batch is still returned as a whole.
+        check: called before each fetch, also while an open transaction is waited for. It may raise, to stop the read.
     """
 
-    def __init__(self, cluster: Cluster, deadline_seconds: float = 60.0, *, fetch_bytes: int = FETCH_BYTES) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        deadline_seconds: float = 60.0,
+        *,
+        fetch_bytes: int = FETCH_BYTES,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._check = check
         self._cluster = cluster
         self._seconds = deadline_seconds
         self._fetch_bytes = fetch_bytes
@@ -109,7 +118,8 @@ class CommittedReader:
             ProtocolError: a batch is damaged or has an old format.
             OnceflowError: the broker refuses the request for another reason.
         """
-        return _CommittedRead(self._cluster, topic, partition, start, end, self._seconds, self._fetch_bytes).chunks()
+        read = _CommittedRead(self._cluster, topic, partition, start, end, self._seconds, self._fetch_bytes)
+        return read.chunks(self._check)
 
     def end(self, topic: str, partition: int) -> int:
         """The last stable offset of a partition now."""
@@ -130,11 +140,12 @@ class _CommittedRead(PartitionFetch[Chunk]):
         deadline = _deadline(seconds, f"{topic}-{partition}", start)
         super().__init__(cluster, topic, partition, start, end, deadline, max_fetch_bytes=fetch_bytes)
 
-    def chunks(self) -> Iterator[Chunk]:
+    def chunks(self, check: Callable[[], None]) -> Iterator[Chunk]:
         handed_out = self.end if self.position >= self.end else -1  # the caller has all records below it
         self._progressed()  # the caller may ask for the first chunk a long time after the call
         with located(topic=self.name):
             while self.position < self.end:
+                check()
                 for chunk in self.step():
                     handed_out = chunk.next_offset
                     yield chunk
