@@ -18,6 +18,7 @@ from onceflow.admin.driver_status import DriverStatus, DriverTable, LastBatch, a
 from onceflow.admin.flow_status import FlowStatus
 from onceflow.admin.flow_status_reader import StatusReader
 from onceflow.cli.main import cli
+from onceflow.driver.progress_log import partition_of
 from onceflow.errors import OptionError
 
 Serve = Callable[[bytes], str]
@@ -210,6 +211,24 @@ def test_details_with_a_driver(serve: Serve, call: Callable[..., Any]) -> None:
     told = json.loads(call("orders", "--json", "--endpoint", url).stdout)
     assert told["driver"]["tables"][0]["rows"]["timer"] == 2
     assert told["driver"]["endpoint"] == url
+
+
+def test_a_flow_whose_progress_could_not_be_read_is_listed(
+    serve: Serve, call: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read(reader: StatusReader, *_: Any) -> list[FlowStatus]:
+        reader.unseen = {partition_of("else"): "it has no leader"}
+        return [flow()]
+
+    monkeypatch.setattr(StatusReader, "read", read)
+    monkeypatch.setattr(StatusReader, "_transaction", lambda *_: None)
+    url = serve(answer({**DRIVER, "flows": [FLOW, {**FLOW, "flow": "else"}]}))
+    _, first, second, *remarks = call("--endpoint", url).stdout.splitlines()
+    assert (first.split()[:2], second.split()[:2]) == (["orders", "4"], ["else", "?"])
+    assert remarks == [
+        f"else: not asked: __onceflow_progress-{partition_of('else')}, with its progress: it has no leader"
+    ]
+    assert json.loads(call("--endpoint", url, "--json").stdout.splitlines()[1])["driver"]["batch"] == 4
 
 
 def test_what_kafka_knows_is_shown_whatever_endpoints_say(serve: Serve, call: Callable[..., Any]) -> None:

@@ -17,6 +17,7 @@ from onceflow.admin.flow_status import (
     expired,
     unknown_flow,
 )
+from onceflow.admin.open_transactions import PENDING
 from onceflow.admin.status_answers import answered, permitted
 from onceflow.client.brokers import Held, held_back_warning, oldest_transaction, read_safety, settings_warnings
 from onceflow.client.cluster import Cluster, TopicInfo
@@ -26,7 +27,7 @@ from onceflow.client.log_reader import LogRecord
 from onceflow.client.nodes import silent_nodes
 from onceflow.client.offsets import EARLIEST, LATEST, fetch_committed, list_offsets
 from onceflow.client.producers import open_transactions
-from onceflow.client.transaction_requests import DEAD, describe_transaction
+from onceflow.client.transaction_requests import describe_transaction
 from onceflow.driver.progress_log import hint, partition_of
 from onceflow.errors import (
     DeadlineExceededError,
@@ -122,12 +123,16 @@ class StatusReader:
         )
         settings = self._settings(deadline) if chosen else []
         return [
-            self._flow(name, *known[name], there, settings, deadline) if name in known else self._hidden(name, deadline)
+            self._flow(name, *known[name], there, settings, deadline) if name in known else self.hidden(name, deadline)
             for name in dict.fromkeys(chosen)
         ]
 
-    def _hidden(self, name: str, deadline: Deadline) -> FlowStatus:
-        """A flow whose progress is in a partition that could not be asked."""
+    def is_hidden(self, name: str) -> bool:
+        """Whether the progress of a flow would be in a partition that could not be asked in the last look."""
+        return partition_of(name) in self.unseen
+
+    def hidden(self, name: str, deadline: Deadline) -> FlowStatus:
+        """A flow whose progress is in a partition that could not be asked in the last look."""
         partition = partition_of(name)
         status = FlowStatus(name, unseen=[f"{PROGRESS_TOPIC}-{partition}, with its progress: {self.unseen[partition]}"])
         self._transaction(status, deadline)
@@ -210,7 +215,7 @@ class StatusReader:
                 str(found["state"]),
                 int(found["producer_id"]),
                 int(found["producer_epoch"]),
-                self._age_s(started_ms) if found["state"] != DEAD and started_ms >= 0 else None,
+                self._age_s(started_ms) if found["state"] in PENDING and started_ms >= 0 else None,
             )
 
     def _topics_read(self, status: FlowStatus, progress: Progress, mark: str, deadline: Deadline) -> set[str]:

@@ -95,7 +95,11 @@ def status(
 
         def look() -> list[FlowStatus]:
             drivers, wrong = _drivers(urls, timeout_s)
-            found = reader.read(flows, Deadline(timeout_s, "reading the status of flows"))
+            deadline = Deadline(timeout_s, "reading the status of flows")
+            found = reader.read(flows, deadline)
+            if not flows:  # drivers know flows whose progress could not be read
+                missing = {each.flow for each in drivers if reader.is_hidden(each.flow)} - {each.flow for each in found}
+                found += [reader.hidden(name, deadline) for name in sorted(missing)]
             others = attach(found, drivers, transactional_id_prefix)
             strange[:] = wrong + ([] if flows and any(each.driver for each in found) else others)
             return found

@@ -121,9 +121,15 @@ class Overlay:
 
     def growth(self, changes: Sequence[tuple[bytes, bytes | None]]) -> dict[bytes, int]:
         """How many more rows there are of each kind after these `changes`, without index rows."""
-        committed = self._committed
-        found = Counter(key[:1] for key, row in changes if row is not None and committed[key] is None)
-        found.subtract(key[:1] for key, row in changes if row is None)
+        if not changes:
+            return {}
+        keys, new = zip(*changes, strict=True)
+        old = list(map(self._committed.get, keys))
+        found: Counter[bytes] = Counter()
+        if None in old:
+            found.update(key[:1] for key, row in zip(keys, old, strict=True) if row is None)
+        if None in new:
+            found.subtract(key[:1] for key, row in changes if row is None)
         return dict(found)
 
 
