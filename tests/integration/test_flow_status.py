@@ -15,7 +15,7 @@ from confluent_kafka import Producer, TopicPartition
 from confluent_kafka.admin import AdminClient
 
 import onceflow
-from onceflow.admin import committed_progress, flow_status_reader
+from onceflow.admin import committed_progress, flow_status_reader, table_counts
 from onceflow.cli.main import cli
 from onceflow.client.cluster import Cluster
 from onceflow.client.deadline import Deadline
@@ -23,13 +23,27 @@ from onceflow.client.offsets import commit_offsets
 from onceflow.client.settings import ClientSettings
 from onceflow.driver import progress_log
 from onceflow.errors import OptionError
-from onceflow.protocol.names import Names
+from onceflow.protocol.names import INTERNAL_SUFFIX, Names
 from onceflow.protocol.progress import PROGRESS_TOPIC, Progress
 from onceflow.testing import independent
 
 pytestmark = pytest.mark.integration
 
 Call = Callable[..., Result]
+
+
+class Alarms(onceflow.Processor):
+    """A value, entries and a timer for each key; keys that end with 3 lose all of it again."""
+
+    def process(self, key: bytes, records: Any, state: Any) -> None:
+        for record in records:
+            state.map("seen").put(record.value, b"")
+        state.put(b"%d" % len(records))
+        state.timers.register("alarm", 4_000_000_000_000, "processing")
+        if key.endswith(b"3"):
+            state.delete()
+            state.map("seen").clear()
+            state.timers.cancel("alarm")
 
 
 @pytest.fixture
@@ -144,7 +158,10 @@ def test_topics_that_have_changed(call: Call, onceflow_broker: str, make_topic: 
         progress_log.write_progress(cluster, None, Names(flow), done, {}, deadline)
     found = told(call(flow, "--json"))
     assert (found["batch"], found["lag"], found["transaction"]["state"]) == (3, None, "Dead")
-    assert found["tables"] == [{"topic": table, "offsets": {"0": 5}, "records_at_most": 5}]
+    known = {"topic": table, "offsets": {"0": 5}, "records_at_most": 5, "watermark_ms": None}
+    assert found["tables"] == [{**known, "contents": None}]
+    counted = told(call(flow, "--json", "--tables"))["tables"][0]["contents"]
+    assert (counted["values"], counted["entries"], counted["timers"], counted["records"]) == (5, 0, 0, 5)
     assert f"{table} is not read any more; its offsets are kept" in found["notes"]
     by_topic = {each["topic"]: each["partitions"] for each in found["sources"]}
     assert (by_topic[other], by_topic[f"{source}-gone"]) == (None, None)
@@ -159,6 +176,42 @@ def test_topics_that_have_changed(call: Call, onceflow_broker: str, make_topic: 
     assert f"does not know {source}-2 yet" in says
     assert f"{source}-1" in call(flow).stdout
     assert call(flow, "--max-lag", "1000000").return_value == 1  # not known
+
+
+@pytest.mark.parametrize("snapshots", [False, True])
+def test_tables_are_counted_when_asked_for(
+    make_pipe: Callable[..., Any], make_topic: Callable[..., str], call: Call, snapshots: bool
+) -> None:
+    """After the flow has ended. Rows that were deleted do not count; timers are due, or are not yet."""
+    pipe, table = make_pipe(), make_topic("counted", 4, cleanup_policy="compact")
+    with closing(pipe.open()) as flow:
+        pipe.fill(200)
+        step = {"table": table, "state_dir": pipe.tmp_path / "state", "snapshot_per_partition": snapshots}
+        rows = flow.process(flow.read(pipe.source), Alarms(), **step)
+        query = flow.write(rows, topic=pipe.target, once=True).start()
+        query.awaitTermination(60)
+        (facts,) = query.tables
+    (known, *_) = told(call(pipe.flow, "--json", "--tables"))["tables"]
+    found = known["contents"]
+    assert {"value": found["values"], "entry": found["entries"], "timer": found["timers"]} == facts.rows
+    assert found["values"] == found["timers"] == 45
+    assert found["entries"] > found["values"]
+    assert found["timers_due"] == 0
+    assert found["next_timer_ms"] == {"event": None, "processing": 4_000_000_000_000}
+    later = flow_contents(pipe, table, known, 4_000_000_000_001)
+    assert later.timers_due == 45
+    lines = call(pipe.flow, "--tables").stdout.splitlines()
+    heading = next(at for at, line in enumerate(lines) if line.startswith("IN KAFKA"))
+    assert lines[heading + 1].split()[:2] == [table, "45"]
+    assert "reads whole topics" in str(call("--tables", "--watch", "1").exception)
+
+
+def flow_contents(pipe: Any, table: str, known: Any, now_ms: int) -> table_counts.TableCounts:
+    ends = {int(number): end for number, end in known["offsets"].items()}
+    internal = {int(n): end for (_, n), end in independent.end_offsets(pipe.bootstrap, table + INTERNAL_SUFFIX).items()}
+    with pytest.MonkeyPatch.context() as patch, closing(Cluster(ClientSettings(pipe.bootstrap))) as cluster:
+        patch.setattr(table_counts, "clock_ms", lambda: now_ms)
+        return table_counts.count_rows(cluster, table, ends, internal, None)
 
 
 def test_a_cluster_without_flows(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:

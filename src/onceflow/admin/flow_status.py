@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from onceflow.admin.driver_status import DriverStatus
+from onceflow.admin.table_counts import TableCounts
 from onceflow.errors import OptionError
 from onceflow.protocol.progress import PROGRESS_TOPIC
 
@@ -58,11 +59,15 @@ class TableStatus:
     Args:
         offsets: committed end offsets by partition; empty for a table without a changelog.
         records_at_most: an upper bound; None: not known.
+        watermark_ms: of the flow at this table, epoch milliseconds; None: it has none.
+        contents: what was counted; None: the topic was not read.
     """
 
     topic: str
     offsets: Mapping[int, int]
     records_at_most: int | None
+    watermark_ms: int | None = None
+    contents: TableCounts | None = None
 
 
 @dataclass(frozen=True)
@@ -171,3 +176,19 @@ def expired(topic: str, parts: Iterable[PartitionStatus]) -> list[str]:
         for part in parts
         if part.offset is not None and part.first > part.offset
     ]
+
+
+def unknown_partitions(status: FlowStatus, topic: str, parts: Iterable[PartitionStatus]) -> None:
+    """Partitions that the flow does not know yet: a warning where there are records, else a note."""
+    new = [part for part in parts if part.offset is None]
+    for found, says in (
+        ([part.partition for part in new if part.lag], status.warnings),
+        ([part.partition for part in new if not part.lag], status.notes),
+    ):
+        if found:
+            says.append(f"the flow does not know {places(topic, found)} yet")
+
+
+def places(topic: str, numbers: Iterable[int]) -> str:
+    """Partitions as a list for people."""
+    return ", ".join(f"{topic}-{number}" for number in numbers)

@@ -6,6 +6,7 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from onceflow.admin.committed_progress import CommittedProgress
 from onceflow.admin.flow_status import (
@@ -15,7 +16,9 @@ from onceflow.admin.flow_status import (
     TableStatus,
     TransactionStatus,
     expired,
+    places,
     unknown_flow,
+    unknown_partitions,
 )
 from onceflow.admin.open_transactions import PENDING
 from onceflow.admin.status_answers import answered, permitted
@@ -180,7 +183,9 @@ class StatusReader:
             else:
                 status.notes.append(f"{topic} is not read any more; its offsets are kept")
         for topic, offsets in sorted(progress.changelogs.items()):
-            status.tables.append(self._table(status, topic, offsets, there, deadline))
+            found = self._table(status, topic, offsets, there, deadline)
+            table = progress.tables.get(topic)
+            status.tables.append(found if table is None else replace(found, watermark_ms=table.watermark_ms))
         for topic, table in sorted(progress.tables.items()):
             if table.local is not None:
                 status.tables.append(TableStatus(topic, {}, None))
@@ -271,10 +276,10 @@ class StatusReader:
         status.warnings += expired(topic, parts)
         held = answered(status, f"transactions of {topic}", lambda: self._held(status, topic, parts, deadline))
         status.warnings += held or []
-        _unknown_partitions(status, topic, parts)
+        unknown_partitions(status, topic, parts)
         idle = self._idle(topic, numbers, deadline)
         if idle:
-            status.notes.append(f"no record for {IDLE_S / 3600:g} h: {_places(topic, idle)}")
+            status.notes.append(f"no record for {IDLE_S / 3600:g} h: {places(topic, idle)}")
         return SourceStatus(topic, offsets, parts, unseen)
 
     def _ends(self, topic: str, numbers: Sequence[int], deadline: Deadline) -> dict[int, tuple[int, int, int]]:
@@ -372,17 +377,6 @@ class StatusReader:
         return TableStatus(topic, offsets, sum(max(0, offsets[number] - first[number]) for number in numbers))
 
 
-def _unknown_partitions(status: FlowStatus, topic: str, parts: Iterable[PartitionStatus]) -> None:
-    """Partitions that the flow does not know yet: a warning where there are records, else a note."""
-    new = [part for part in parts if part.offset is None]
-    for found, says in (
-        ([part.partition for part in new if part.lag], status.warnings),
-        ([part.partition for part in new if not part.lag], status.notes),
-    ):
-        if found:
-            says.append(f"the flow does not know {_places(topic, found)} yet")
-
-
 def _gone(cluster: Cluster, status: FlowStatus, topic: str, deadline: Deadline, *, role: str = "source") -> list[str]:
     """A topic that is not listed: a warning if it was deleted. If it may not be seen, a permission is missing."""
     try:
@@ -393,7 +387,3 @@ def _gone(cluster: Cluster, status: FlowStatus, topic: str, deadline: Deadline, 
     except UnknownTopicError:
         pass
     return [f"{role} topic {topic} was deleted"]
-
-
-def _places(topic: str, numbers: Iterable[int]) -> str:
-    return ", ".join(f"{topic}-{number}" for number in numbers)

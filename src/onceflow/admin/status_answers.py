@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
 from onceflow.admin.flow_status import FlowStatus
+from onceflow.admin.table_counts import count_rows
+from onceflow.client.cluster import Cluster
 from onceflow.errors import BrokerUnreachableError, DeadlineExceededError, PermissionDeniedError
+from onceflow.protocol.names import INTERNAL_SUFFIX
 
 T = TypeVar("T")
 
@@ -28,3 +33,20 @@ def answered(status: FlowStatus, what: str, call: Callable[[], T]) -> T | None:
     except (DeadlineExceededError, BrokerUnreachableError) as silent:
         status.unseen.append(f"{what}: no answer{f' ({silent.detail})' if silent.detail else ''}")
         return None
+
+
+def count_tables(cluster: Cluster, status: FlowStatus) -> None:
+    """Read the tables of a flow whose partitions can all be asked, and put what they have into the status.
+
+    Raises:
+        OnceflowError: a topic cannot be read for a reason other than a permission or brokers that do not answer.
+    """
+    by_name = {table.topic: table for table in status.tables}
+    for at, table in enumerate(status.tables):
+        topic, companion = table.topic, by_name.get(table.topic + INTERNAL_SUFFIX)
+        if topic.removesuffix(INTERNAL_SUFFIX) in by_name.keys() - {topic} or table.records_at_most is None:
+            continue
+        internal_ends = {} if companion is None else companion.offsets
+        read = partial(count_rows, cluster, topic, table.offsets, internal_ends, table.watermark_ms)
+        allowed = partial(permitted, status, f"READ on topic {topic} and its companion topic", read)
+        status.tables[at] = replace(table, contents=answered(status, f"table {topic}", allowed))

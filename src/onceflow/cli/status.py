@@ -19,6 +19,7 @@ from onceflow.cli.text import counted, in_columns, shown, timeout_ms
 if TYPE_CHECKING:
     from onceflow.admin.driver_status import DriverStatus, DriverTable
     from onceflow.admin.flow_status import FlowStatus, PartitionStatus
+    from onceflow.admin.table_counts import TableCounts
     from onceflow.client.settings import ClientSettings
 
 _CALL_S, _ENDPOINT_S = 60.0, 5.0
@@ -44,6 +45,9 @@ _PAUSE_S = 0.1
     help="Exit code 1 if a flow with lag has not committed for longer, for example '5 minutes'.",
 )
 @click.option(
+    "--tables", "with_tables", is_flag=True, help="Read the tables, and count their rows and timers. It takes its time."
+)
+@click.option(
     "--endpoint",
     "endpoints",
     multiple=True,
@@ -63,6 +67,7 @@ def status(
     as_json: bool,
     max_lag: int | None,
     max_age: str | None,
+    with_tables: bool,
     endpoints: tuple[str, ...],
     timeout: str,
     transactional_id_prefix: str,
@@ -80,6 +85,7 @@ def status(
     from onceflow.admin.driver_status import checked_endpoint
     from onceflow.admin.flow_status import exceeded
     from onceflow.admin.flow_status_reader import StatusReader
+    from onceflow.admin.status_answers import count_tables
     from onceflow.client.cluster import Cluster
     from onceflow.client.deadline import Deadline
 
@@ -90,6 +96,8 @@ def status(
     age_s = None if max_age is None else timeout_ms(max_age, "--max-age") / 1000
     if every_s is not None and (max_lag is not None or age_s is not None):
         raise click.UsageError("--max-lag and --max-age are for one look: call it without --watch")
+    if every_s is not None and with_tables:
+        raise click.UsageError("--tables reads whole topics: call it without --watch")
     with contextlib.closing(Cluster(settings)) as cluster:
         reader = StatusReader(cluster, transactional_id_prefix=transactional_id_prefix, group_id_prefix=group_id_prefix)
 
@@ -114,6 +122,8 @@ def status(
             _repeat(look, lines, every_s, live=not as_json)
         found = look()
         hidden = reader.unseen
+        for each in found if with_tables else ():
+            count_tables(cluster, each)
     for line in lines(found):
         click.echo(line)
     for text in strange if as_json else []:
@@ -254,6 +264,9 @@ def _detail(flow: FlowStatus) -> list[str]:
             for each in flow.tables
         ]
         lines += in_columns(["TABLE", "RECORDS AT MOST", "END OFFSETS"], rows)
+    counted_tables = [(each.topic, each.contents) for each in flow.tables if each.contents is not None]
+    if counted_tables:
+        lines += in_columns(_CONTENTS, [_contents(topic, contents) for topic, contents in counted_tables])
     if flow.driver is not None and flow.driver.tables:
         lines += in_columns(_LOCAL, [_local(table) for table in flow.driver.tables])
     return lines + _remarks(flow) + [f"note: {shown(text)}" for text in flow.notes]
@@ -268,6 +281,15 @@ def _driver(driver: DriverStatus) -> list[str]:
         lines.append(shown(f"last batch of this run: {counted(last.records)} {how}"))
     told = [f"{name.replace('_', ' ')} {count:,}" for name, count in driver.counts.items() if count]
     return lines + ([shown(f"counted by this driver: {', '.join(told)}")] if told else [])
+
+
+_CONTENTS = ["IN KAFKA", "VALUES", "ENTRIES", "TIMERS", "DUE", "NEXT TIMER"]
+
+
+def _contents(topic: str, found: TableCounts) -> list[Any]:
+    at_ms = found.next_timer_ms.get("processing")
+    when = "-" if at_ms is None else _time(at_ms)
+    return [shown(topic), found.values, found.entries, found.timers, found.timers_due, when]
 
 
 _LOCAL = ["LOCAL STATE", "OPEN", "VALUES", "ENTRIES", "TIMERS", "BYTES", "RESTORED", "NEXT TIMER"]
