@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from onceflow.flow_chain import FlowChain
     from onceflow.json_logs import JsonLogFormatter
     from onceflow.metrics.endpoint import MetricsEndpoint, serve_metrics
+    from onceflow.metrics.lineage import Lineage
     from onceflow.metrics.telemetry import Telemetry
     from onceflow.query import FlowQuery
     from onceflow.serving import serve
@@ -99,6 +100,7 @@ __all__ = [
     "JoinTable",
     "JsonLogFormatter",
     "LateRowsError",
+    "Lineage",
     "MetricsEndpoint",
     "OnceflowError",
     "OptionError",
@@ -150,6 +152,7 @@ _HOMES = {
     "FlowQuery": "onceflow.query",
     "JoinTable": "onceflow.state.joins.spec",
     "JsonLogFormatter": "onceflow.json_logs",
+    "Lineage": "onceflow.metrics.lineage",
     "MetricsEndpoint": "onceflow.metrics.endpoint",
     "Outcome": "onceflow.calls.target",
     "ParquetSink": "onceflow.external.parquet",

@@ -24,15 +24,15 @@ EXTERNAL_STEPS = tuple(each for step in STEPS for each in (("commit", step) if s
 #: Also announced: an attempt was aborted, and nothing of it can become visible any more. Faults are not injected here.
 ABORTED = "aborted"
 #: And: the query of a flow was started; a batch was given up after its progress was written (at_most_once); a query
-#: has failed.
-STARTED, LOST, FAILED = "started", "lost", "failed"
+#: has failed; a query has ended, for whatever reason (this may be announced twice).
+STARTED, LOST, FAILED, ENDED = "started", "lost", "failed", "ended"
 #: And: the local copy of a partition was restored from its changelog, or caught up with it.
 RESTORED = "restored"
 
 #: Called with the step, and with the keyword arguments ``flow``, ``batch`` and more facts: at ``init`` the ``seconds``
 #: that it took; at ``begin`` the producer id and epoch as ``producer``, and the ``source`` range; at ``end`` and
-#: ``lost`` the ``summary`` of the batch; at ``aborted`` and ``failed`` the ``error``; at ``started`` the ``query``; at
-#: ``restored`` the ``table``, and how many ``records`` were read in how many ``seconds``.
+#: ``lost`` the ``summary`` of the batch; at ``aborted`` and ``failed`` the ``error``; at ``started`` and
+#: ``ended`` the ``query``; at ``restored`` the ``table``, and how many ``records`` were read in how many ``seconds``.
 Observer = Callable[..., None]
 _observers: list[Observer] = []
 

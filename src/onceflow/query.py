@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator
 from pyspark.errors import PySparkException, StreamingQueryException
 from pyspark.sql.streaming.query import StreamingQuery
 
-from onceflow import log_context
+from onceflow import hooks, log_context
 from onceflow.calls.runner import give_up
 from onceflow.clock import clock_ms
 from onceflow.driver.batch_sink import BatchSink
 from onceflow.driver.source_times import SourceTimes
-from onceflow.driver.start_report import StartReport
+from onceflow.driver.start_report import Dataset, StartReport
 from onceflow.errors import BrokerUnreachableError, EnvironmentUnusableError, OnceflowError
 from onceflow.planning.options import BatchSummary
 from onceflow.protocol.names import INTERNAL_SUFFIX
@@ -30,8 +30,8 @@ log = logging.getLogger("onceflow")
 # The Spark thread of a query normally ends in milliseconds, unless it waits for brokers.
 _STOP_S, _LOOK_S = 10.0, 0.1
 
-#: The conditions of a query.
-STARTING, RUNNING, STOPPED, FAILED = "starting", "running", "stopped", "failed"
+#: The conditions of a query, and how it may have ended besides.
+STARTING, RUNNING, STOPPED, FAILED, COMPLETE = "starting", "running", "stopped", "failed", "complete"
 
 
 class FlowQuery(SparkQuery):
@@ -109,6 +109,7 @@ class FlowQuery(SparkQuery):
         Failures of onceflow are logged already.
         """
         self._sink.over = True
+        self._announce_end()
         if self._sink.failure is not None or self._sink.stopping or self._sink.awaited:
             return
         error = self.spark_error()
@@ -123,7 +124,11 @@ class FlowQuery(SparkQuery):
         with self._release_lock:
             released, self._released = self._released, True
         if not released:
+            self._announce_end()
             self._on_stop()
+
+    def _announce_end(self) -> None:
+        hooks.at(hooks.ENDED, where="driver", flow=self.flow, query=self)
 
     def awaitTermination(self, timeout: float | None = None) -> bool | None:
         """Wait for the query to stop. ``timeout`` is in seconds; the result is True when it has stopped.
@@ -278,6 +283,32 @@ class FlowQuery(SparkQuery):
                 return STOPPED if self.spark_error() is None else FAILED
         except EnvironmentUnusableError:
             return FAILED
+
+    @property
+    def outcome(self) -> str:
+        """How the query has ended: ``complete`` (it has read everything up to its bound, or with ``once=True``),
+        ``stopped`` or ``failed``."""
+        if self.failure is not None:
+            return FAILED
+        if self.is_complete:
+            return COMPLETE
+        if self._sink.stopping:
+            return STOPPED
+        try:
+            with jvm_needed():
+                return COMPLETE if self.spark_error() is None else FAILED
+        except EnvironmentUnusableError:
+            return FAILED
+
+    @property
+    def kafka(self) -> str:
+        """The cluster, as OpenLineage names it: ``kafka://host:port``, with the first of the bootstrap servers."""
+        return "" if self._report is None else self._report.kafka
+
+    @property
+    def datasets(self) -> tuple[dict[str, Dataset], dict[str, Dataset]]:
+        """What it reads and what it writes, as OpenLineage names it: namespace and name, by the names in `batches`."""
+        return ({}, {}) if self._report is None else (self._report.inputs(), self._report.datasets_written())
 
     def _is_under_way(self) -> bool:
         return bool(self._sink.history or self._sink.drained or self._sink.idle) or self.spark_waits()

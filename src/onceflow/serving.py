@@ -17,6 +17,7 @@ from onceflow.durations import option_seconds
 from onceflow.errors import FencedError, OptionError
 from onceflow.flow_writer import FlowWriter
 from onceflow.metrics.endpoint import MetricsEndpoint, serve_metrics
+from onceflow.metrics.lineage import Lineage
 from onceflow.metrics.telemetry import Telemetry
 from onceflow.planning.options import AT_MOST_ONCE, BatchSummary
 from onceflow.query import FlowQuery
@@ -41,6 +42,7 @@ def serve(
     stop_timeout: str | float = "1 minute",
     log_format: str | None = None,
     telemetry: bool = False,
+    lineage: bool = False,
 ) -> None:
     """Run queries until SIGTERM, Ctrl-C or SIGHUP, or until one of them ends. Then stop all of them gracefully.
 
@@ -78,6 +80,7 @@ def serve(
         log_format: ``json``: log lines and what is printed to stderr are JSON, see `JsonLogFormatter`; ``text``: as the
             program has configured it; None: what ``$ONCEFLOW_LOG_FORMAT`` says, else ``text``.
         telemetry: report metrics and a span for each batch to OpenTelemetry, see `Telemetry`.
+        lineage: send OpenLineage events, see `Lineage`.
 
     Raises:
         OnceflowError: a query has failed. ``serve`` shuts the others down gracefully and re-raises the failure. If it
@@ -98,13 +101,16 @@ def serve(
     running = [query for query in queries if not isinstance(query, FlowWriter)]
     try:
         with contextlib.ExitStack() as stack:
-            watching: list[MetricsEndpoint | Telemetry] = []
+            watching: list[MetricsEndpoint | Telemetry | Lineage] = []
             if metrics_port is not None:
                 endpoint = stack.enter_context(serve_metrics(metrics_port, metrics_host))
                 say(f"metrics at {endpoint.url}")
                 watching.append(endpoint)
             if telemetry:
                 watching.append(stack.enter_context(Telemetry()))
+            if lineage:
+                watching.append(stack.enter_context(Lineage()))
+            stack.callback(_stop, running)  # before those who watch close, so that they learn how it ends
             for query in running:
                 for each in watching:
                     each.add(query)
@@ -116,9 +122,13 @@ def serve(
         uncaught.ends_with(error, error.exit_code)
         raise
     finally:
-        for query in running:
-            if query.isActive:
-                query.stop()
+        _stop(running)
+
+
+def _stop(running: Sequence[FlowQuery]) -> None:
+    for query in running:
+        if query.isActive:
+            query.stop()
 
 
 def _run(

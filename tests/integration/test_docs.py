@@ -642,6 +642,7 @@ def test_the_image_that_a_service_is_built_on_is_ours() -> None:
         "serve",
         "serve_metrics",
         "Telemetry",
+        "Lineage",
         "ClaimCheck",
         "ParquetSink",
         "ParquetTable",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -17,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from openlineage.client import OpenLineageClient
+from openlineage.client.transport.file import FileConfig, FileTransport
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from opentelemetry.sdk.trace import TracerProvider
@@ -351,3 +354,38 @@ def test_other_systems_lost_batches_and_newer_drivers(
             assert found.sum("records_written_total", flow=pipe.flow, topic=pipe.target) == seen == 200
         finally:
             queries[1].stop()
+
+
+def test_lineage_has_what_flows_read_and_write(make_pipe: Any, make_state_pipe: Any, tmp_path: Path) -> None:
+    """Events of OpenLineage's own client: of a flow that ends by itself, one that is stopped, and one that fails."""
+    copy, table = make_pipe(partitions=2), make_state_pipe(partitions=2)
+    copy.fill(300)
+    table.fill(40)
+    file = tmp_path / "events.json"
+    client = OpenLineageClient(transport=FileTransport(FileConfig(log_file_path=str(file), append=True)))
+    with onceflow.Lineage(client, namespace="tests"):
+        with copy.open() as flow:
+            rows = flow.read(copy.source).select("key", "value")
+            flow.write(rows, topic=copy.target, once=True).start().awaitTermination()
+        query = table.run()
+        path = tmp_path / "rows.db"
+        with contextlib.closing(sqlite3.connect(path)) as database:
+            database.execute("CREATE TABLE rows (key TEXT, value TEXT CHECK (value = 'none'))")
+        with onceflow.Flow(f"{table.flow}-rows", table.spark, bootstrap_servers=table.bootstrap) as flow:
+            rows = flow.read(table.source).selectExpr("CAST(key AS STRING) AS key", "CAST(value AS STRING) AS value")
+            with pytest.raises(onceflow.OnceflowError) as refused:
+                flow.write_external(rows, onceflow.SqliteSink(path, "rows"), once=True).start().awaitTermination()
+    events = [json.loads(line) for line in file.read_text().splitlines()]
+    cluster = f"kafka://{copy.bootstrap.split(',')[0]}"
+    assert [event["eventType"] for event in events] == ["START", "COMPLETE", "START", "ABORT", "START", "FAIL"]
+    assert all(each["namespace"] == cluster for event in events[:4] for each in event["inputs"] + event["outputs"])
+    (read,), (written,) = events[1]["inputs"], events[1]["outputs"]
+    assert (read["name"], written["name"]) == (copy.source, copy.target)
+    assert read["inputFacets"]["inputStatistics"]["rowCount"] == 300
+    assert written["outputFacets"]["outputStatistics"]["rowCount"] == 300 == len(copy.check())
+    counted = {each["name"]: each["outputFacets"]["outputStatistics"]["rowCount"] for each in events[3]["outputs"]}
+    assert counted.keys() >= {table.target, table.table}
+    assert counted[table.target] == sum(batch.records for batch in query.batches)
+    assert [each["name"] for each in events[2]["outputs"]] == [table.target, table.table]
+    assert events[5]["outputs"][0]["namespace"] == "file"
+    assert events[5]["run"]["facets"]["errorMessage"]["message"] == str(refused.value)

@@ -30,7 +30,7 @@ ALLOWED = {
     "messages": {"client", "errors", "protocol", "state", "user_code"},
     "task": {"calls", "client", "clock", "errors", "external", "hooks", "messages", "protocol", "spark", "state"},
     "tables": {"client", "clock", "durations", "errors", "protocol", "state"},
-    "metrics": {"_version", "errors", "hooks", "planning", "state"},
+    "metrics": {"_version", "durations", "errors", "hooks", "planning", "state"},
     "server": {"_version", "client", "clock", "durations", "errors", "protocol", "state", "tables"},
     "planning": {
         "calls",

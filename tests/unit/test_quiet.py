@@ -122,7 +122,7 @@ def test_why_a_query_ended_is_raised_without_the_stacks_of_spark() -> None:
         raise FencedError("taken over")
     except FencedError as raised:
         failure = raised
-    sink: Any = SimpleNamespace(failure=failure, awaited=0, stopping=False)
+    sink: Any = SimpleNamespace(flow="f", failure=failure, awaited=0, stopping=False)
     query = FlowQuery(SimpleNamespace(_jsq=Failed()), sink, lambda: None)  # type: ignore[arg-type]
     with pytest.raises(FencedError) as caught:
         query.awaitTermination()

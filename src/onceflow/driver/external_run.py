@@ -87,7 +87,7 @@ def prepare_external_run(spark: SparkSession, startup: Startup, write: ExternalW
     commit.is_stopping = lambda: batches.stopping
     writer = writer_of(spark, write.df, batches, location, write.run, flow)
     query_listener.watch(spark)
-    told = report(startup, spark, write.options, target=sink.target)
+    told = report(startup, spark, write.options, sink=sink)
     startup.used()
     return Run(flow, spark, writer, batches, None, location, watch_sources(startup, batches), sources.until, told)
 

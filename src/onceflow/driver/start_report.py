@@ -12,9 +12,14 @@ from typing import Any
 
 from pyspark.sql import SparkSession
 
+from onceflow.client.addresses import parse_servers
 from onceflow.driver.startup import Startup
+from onceflow.external.sink import ExternalSink
 from onceflow.planning.options import EXACTLY_ONCE, SinkOptions
 from onceflow.protocol.names import INTERNAL_SUFFIX
+
+Dataset = tuple[str, str]
+"""Namespace and name, as OpenLineage's specification of names says."""
 
 _OPEN = ("Ongoing", "PrepareAbort")
 _MOST_OFFSETS = 8
@@ -52,7 +57,7 @@ class StartReport:
         progress_ms: when the progress that it resumes from was written, in epoch milliseconds.
         tables: partitions of each table, and how many records of its topics a restore would read at most; None: it has
             no changelog.
-        target: of an external sink.
+        kafka: namespace of the cluster's topics. dataset, target: of an external sink.
         checkpoint: address of the checkpoint with Spark's state.
     """
 
@@ -66,7 +71,9 @@ class StartReport:
     sources: Mapping[str, SourceStart]
     tables: Mapping[str, tuple[int, int | None]]
     outputs: Sequence[str]
+    kafka: str
     target: str | None
+    dataset: Dataset | None
     checkpoint: str | None
     small_batch_rows: int | None
     spark: str
@@ -110,6 +117,17 @@ class StartReport:
             "checkpoint": self.checkpoint,
         }
 
+    def inputs(self) -> dict[str, Dataset]:
+        """The topics that are read."""
+        return {topic: (self.kafka, topic) for topic in self.sources}
+
+    def datasets_written(self) -> dict[str, Dataset]:
+        """What is written, as far as it is known at a start, by the names in `BatchSummary`."""
+        if self.target is not None and self.dataset is not None:
+            return {self.target: self.dataset}
+        tables = [table for table, (_, records) in self.tables.items() if records is not None]
+        return {topic: (self.kafka, topic) for topic in (*self.outputs, *tables)}
+
     def _since(self, now_ms: int) -> str:
         if self.batch is None or self.progress_ms is None:
             return "first start: nothing is committed yet"
@@ -130,7 +148,7 @@ def report(
     options: SinkOptions,
     *,
     outputs: Sequence[str] = (),
-    target: str | None = None,
+    sink: ExternalSink | None = None,
     checkpoint: str | None = None,
 ) -> StartReport:
     """The report of a start that is done, before its query runs.
@@ -140,7 +158,7 @@ def report(
     """
     session, found, now = startup.session, startup.found, startup.progress_now
     # at_least_once with state writes under the transactional id, too (see `driver/delivery.py`).
-    owns = options.guarantee == EXACTLY_ONCE or bool(startup.steps) or target is not None
+    owns = options.guarantee == EXACTLY_ONCE or bool(startup.steps) or sink is not None
     identity = session.transactions.identity
     read = {} if now is None else {topic: now.offsets.get(topic, {}) for topic in startup.sources}
     changelogs = {} if found is None else found.changelogs
@@ -163,7 +181,9 @@ def report(
         },
         tables=tables,
         outputs=[topic for topic in outputs if topic not in startup.own_topics.tables],
-        target=target,
+        kafka=f"kafka://{parse_servers(startup.settings.bootstrap_servers)[0]}",
+        target=None if sink is None else sink.target,
+        dataset=None if sink is None else sink.dataset,
         checkpoint=checkpoint,
         small_batch_rows=options.small_batch_rows,
         spark=f"Spark {spark.version}, {spark.sparkContext.master}",

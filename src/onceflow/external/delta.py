@@ -17,7 +17,7 @@ from onceflow.external.batch_log import BatchLog, DataFile, Entry, next_entry
 from onceflow.external.parquet_columns import check_partition_by, written_schema
 from onceflow.external.parquet_files import TaskFiles
 from onceflow.external.sink import BatchAttempt, ExternalSink, Opened, fenced, older_state
-from onceflow.external.storage import LocalFolder
+from onceflow.external.storage import LocalFolder, dataset_of
 
 _FILES = "onceflow"
 #: What a table may ask of its writers, so that files can be added without looking at their rows.
@@ -50,6 +50,10 @@ class DeltaSink(ExternalSink):
     @property
     def target(self) -> str:
         return self.root
+
+    @property
+    def dataset(self) -> tuple[str, str]:
+        return dataset_of(self.root)
 
     def check(self, schema: pa.Schema) -> None:
         given = written_schema(schema)

@@ -20,7 +20,7 @@ from onceflow.external.batch_log import BatchLog, DataFile, Entry, keep_schema, 
 from onceflow.external.parquet_columns import check_partition_by, check_same, written_schema
 from onceflow.external.parquet_files import TaskFiles
 from onceflow.external.sink import BatchAttempt, ExternalSink, Opened, fenced, older_state
-from onceflow.external.storage import Storage, check_storage, storage_of
+from onceflow.external.storage import Storage, check_storage, dataset_of, storage_of
 
 DATA = "data"
 _COMPRESSIONS = ("zstd", "snappy", "gzip", "none")
@@ -78,6 +78,10 @@ class ParquetSink(ExternalSink):
     @property
     def target(self) -> str:
         return self.root
+
+    @property
+    def dataset(self) -> tuple[str, str]:
+        return dataset_of(self.root)
 
     @property
     def storage(self) -> Storage:

@@ -37,18 +37,10 @@ from onceflow.external.postgres_columns import (
     staged_types,
     without_nul,
 )
-from onceflow.external.postgres_connection import completed, connect, reason, suppress_race
+from onceflow.external.postgres_connection import completed, connect, dataset_of, reason, suppress_race
 from onceflow.external.postgres_moves import HEADERS, PROBLEM, RECEIPT, ROW, Moves, Staged, refusals
 from onceflow.external.rows import DELETE_BY_FLAG, INSERT, TableWrite
-from onceflow.external.sink import (
-    RECORD_COLUMNS,
-    BatchAttempt,
-    ExternalSink,
-    Opened,
-    RefusedRow,
-    fenced,
-    older_state,
-)
+from onceflow.external.sink import RECORD_COLUMNS, BatchAttempt, ExternalSink, Opened, RefusedRow, fenced, older_state
 
 if TYPE_CHECKING:  # the extra is needed where it is used only
     import psycopg
@@ -109,6 +101,10 @@ class PostgresSink(ExternalSink):
     @property
     def target(self) -> str:
         return f"PostgreSQL table {self._write.table}"
+
+    @property
+    def dataset(self) -> tuple[str, str]:
+        return dataset_of(self._dsn, self._write.table)
 
     def set_aside(self) -> None:
         self._sets_aside = True

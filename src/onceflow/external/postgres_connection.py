@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
@@ -54,6 +55,19 @@ def completed(dsn: str) -> str:
             next_step="it is postgresql://user:password@host/database, or host=... dbname=... user=...",
         ) from None
     return conninfo.make_conninfo("", **{**_SETTINGS, **given})
+
+
+def dataset_of(dsn: str, table: str) -> tuple[str, str]:
+    """See `ExternalSink.dataset`. What a DSN does not have is as libpq assumes it."""
+    from psycopg import conninfo
+
+    given = {name: str(value) for name, value in conninfo.conninfo_to_dict(dsn).items()}
+    user = given.get("user") or os.environ.get("PGUSER") or "postgres"
+    host = given.get("host") or os.environ.get("PGHOST") or "localhost"
+    port = given.get("port") or os.environ.get("PGPORT") or "5432"
+    database = given.get("dbname") or os.environ.get("PGDATABASE") or user
+    schema, _, name = table.rpartition(".")
+    return f"postgres://{host}:{port}", f"{database}.{schema or 'public'}.{name}"
 
 
 def reason(error: psycopg.Error, lock_s: int) -> str:

@@ -118,6 +118,11 @@ class ExternalSink(ABC):
     def target(self) -> str:
         """Where rows go, for errors and logs: short, and without secrets."""
 
+    @property
+    def dataset(self) -> tuple[str, str]:
+        """Namespace and name of the target, as OpenLineage's specification of names says; without secrets."""
+        return "onceflow", self.target
+
     @abstractmethod
     def check(self, schema: pa.Schema) -> None:
         """Check that rows with these columns can be written.

@@ -63,6 +63,10 @@ class SqliteSink(ExternalSink):
     def target(self) -> str:
         return f"{self.path.name}:{self._write.table}"
 
+    @property
+    def dataset(self) -> tuple[str, str]:
+        return "file", f"{self.path}:{self._write.table}"
+
     def set_aside(self) -> None:
         self._sets_aside = True
 

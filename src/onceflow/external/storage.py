@@ -27,6 +27,15 @@ class Stored:
     modified_s: float
 
 
+def dataset_of(root: str) -> tuple[str, str]:
+    """Namespace and name of a folder or a place in a bucket, as OpenLineage's specification of names says."""
+    scheme, found, rest = root.partition("://")
+    if not found or scheme == "file":
+        return "file", str(Path(rest if found else root).absolute())
+    bucket, _, path = rest.partition("/")
+    return f"{scheme}://{bucket}", path.strip("/") or "/"
+
+
 class Storage(ABC):
     """Paths are relative to a root and have slashes.
 
