@@ -6,9 +6,11 @@ import contextlib
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from types import FrameType
 
 import click
+
+from onceflow.client.interrupts import interrupt
 
 INTERRUPTED = 130
 
@@ -17,14 +19,14 @@ INTERRUPTED = 130
 def interruptible() -> Iterator[Callable[[], None]]:
     """Ctrl-C raises KeyboardInterrupt as usual, and does not get lost.
 
-    kafka-python's event loop drops exceptions that are raised while one of its own tasks runs. So this yields a
-    function that the command must call regularly: it raises KeyboardInterrupt if Ctrl-C was pressed.
+    Libraries may drop exceptions that are raised while they call back. So this yields a function that the command must
+    call regularly: it raises KeyboardInterrupt if Ctrl-C was pressed.
     """
     pressed = threading.Event()
 
-    def press(*_: Any) -> None:
+    def press(number: int, frame: FrameType | None) -> None:
         pressed.set()
-        raise KeyboardInterrupt
+        interrupt(number, frame)
 
     def check() -> None:
         if pressed.is_set():

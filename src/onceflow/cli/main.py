@@ -13,6 +13,7 @@ import click
 
 from onceflow._version import __version__
 from onceflow.cli.interrupts import INTERRUPTED
+from onceflow.client.interrupts import interrupts_kept
 from onceflow.errors import OnceflowError
 
 # Each command is imported when it is called. Otherwise every call would import Spark and the Kafka clients.
@@ -95,7 +96,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point; always ends with SystemExit."""
     try:
         # A command may return an exit code; without one it is a success.
-        result = cli.main(args=arguments, prog_name="onceflow", standalone_mode=False)
+        with interrupts_kept():
+            result = cli.main(args=arguments, prog_name="onceflow", standalone_mode=False)
     except OnceflowError as error:
         click.echo(f"onceflow: {error}", err=True)
         sys.exit(1)

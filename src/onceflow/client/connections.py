@@ -17,12 +17,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import kafka.errors as kafka_errors
-from kafka.net.selector import NetworkSelector
 from kafka.protocol.metadata import ApiVersionsRequest
 from kafka.protocol.producer import EndTxnRequest, ProduceRequest, TxnOffsetCommitRequest
 
 from onceflow.client.auth.logins import authentication_failed, await_token, may_log_in_again
 from onceflow.client.deadline import Deadline
+from onceflow.client.event_loop import EventLoop
 from onceflow.client.first_connection import REFUSED_S, Wait, connect_to_any
 from onceflow.client.library_log import filter_loggers, muted
 from onceflow.client.settings import ClientSettings
@@ -54,7 +54,7 @@ class Connections:
         self.settings = settings
         self._refused_s = refused_s
         self.lock = threading.RLock()
-        self.net = NetworkSelector(slow_task_threshold_secs=0)
+        self.net = EventLoop(slow_task_threshold_secs=0)
         config = settings.kafka_python()
         filter_loggers()
         with muted():

@@ -1,0 +1,44 @@
+"""Runs commands as processes that begin quickly: a process that has imported everything forks for each of them.
+
+Each line of its standard input is a JSON object: ``arguments``, and ``stdin``, ``stdout`` and ``stderr`` (paths of
+files). It answers with the process id, and after a line ``wait PID`` with the exit code.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+
+from onceflow.cli.main import COMMANDS, main
+
+for target in COMMANDS.values():
+    importlib.import_module(target.partition(":")[0])
+for name in (
+    "admin.audit", "admin.claim_collector", "admin.doctor", "admin.flow_status_reader", "admin.mover", "admin.parked",
+    "admin.progress_import", "admin.repartition", "admin.reset", "admin.topic_excerpt", "admin.transaction_abort",
+    "tables.table",
+):  # fmt: skip
+    importlib.import_module(f"onceflow.{name}")
+
+for line in sys.stdin:
+    if line.startswith("wait "):
+        _, status = os.waitpid(int(line.split()[1]), 0)
+        print(os.waitstatus_to_exitcode(status), flush=True)
+        continue
+    call = json.loads(line)
+    pid = os.fork()
+    if pid == 0:
+        os.dup2(os.open(call["stdin"], os.O_RDONLY), 0)
+        for number, stream in enumerate(("stdout", "stderr"), 1):
+            os.dup2(os.open(call[stream], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), number)
+        try:
+            main(call["arguments"])
+        except SystemExit as ended:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(ended.code if isinstance(ended.code, int) else 1)
+        finally:
+            os._exit(70)  # an exception that is no exit
+    print(pid, flush=True)
