@@ -105,7 +105,7 @@ class FlowTransaction:
         topics: Collection[str],
         write: Callable[[Writer, Deadline], None],
         after: Callable[[Written], Progress],
-        offsets: Offsets,
+        offsets: Offsets | None = None,
     ) -> Progress:
         """Steps ``write``, ``progress`` and ``end``. Returns the progress that is committed.
 
@@ -113,7 +113,7 @@ class FlowTransaction:
             topics: those that records are written to.
             write: writes them. It may write nothing.
             after: the progress record, given what was written. The transaction and its time are added to it.
-            offsets: those of the consumer group.
+            offsets: those of the consumer group; None: `group_offsets` of the progress record.
 
         Raises:
             FencedError: a driver of the flow has started meanwhile.
@@ -137,7 +137,8 @@ class FlowTransaction:
                 producer_epoch=identity.producer_epoch,
                 time_ms=max(found.time_ms, clock_ms()),
             )
-            progress_log.write_progress(self._cluster, transactions, names, progress, offsets, deadline)
+            found_offsets = self.group_offsets(progress, deadline) if offsets is None else offsets
+            progress_log.write_progress(self._cluster, transactions, names, progress, found_offsets, deadline)
             hooks.at("progress", where="driver", flow=names.flow)
         except BaseException as problem:
             if not isinstance(problem, FencedError):

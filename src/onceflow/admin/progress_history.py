@@ -35,12 +35,14 @@ def read_history(cluster: Cluster, names: Names, check: Callable[[], None] = lam
     number = progress_log.partition_of(names.progress_key)
     span = {PROGRESS_TOPIC: [number]}
     begin = list_offsets(cluster, span, EARLIEST, deadline)[PROGRESS_TOPIC][number]
-    end = list_offsets(cluster, span, LATEST, deadline, committed=False)[PROGRESS_TOPIC][number]
-    while list_offsets(cluster, span, LATEST, deadline)[PROGRESS_TOPIC][number] < end:
+    begun = list_offsets(cluster, span, LATEST, deadline, committed=False)[PROGRESS_TOPIC][number]
+    while (stable := list_offsets(cluster, span, LATEST, deadline)[PROGRESS_TOPIC][number]) < begun:
         check()
         deadline.pause(0, "a transaction is open in the progress topic")
+    # The markers of what lies below the last stable offset may lie behind it.
+    end = list_offsets(cluster, span, LATEST, deadline, committed=False)[PROGRESS_TOPIC][number]
     items = read_log(cluster, PROGRESS_TOPIC, number, begin, end, deadline)
-    return committed_records(items, names.progress_key.encode(), end)
+    return committed_records(items, names.progress_key.encode(), stable)
 
 
 def last_of(history: Sequence[LogRecord], names: Names) -> Progress:

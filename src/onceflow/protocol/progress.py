@@ -80,6 +80,26 @@ class CheckpointProgress:
 
 
 @dataclass(frozen=True)
+class ForkOrigin:
+    """Where a flow comes from that was made by `onceflow fork`.
+
+    Args:
+        flow: progress key of the flow that was copied.
+        batch_id: its last batch that is in the copy.
+        time_ms: when it was copied, epoch milliseconds.
+        offsets: the source position of the copy, in the form of `Progress.offsets`.
+        outputs: by topic and partition, the first offset behind what the copied flow had written up to there. Only
+            topics that its progress records have named lately.
+    """
+
+    flow: str
+    batch_id: int
+    time_ms: int
+    offsets: Offsets = field(default_factory=dict)
+    outputs: Offsets = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Progress:
     """State of a flow after its last committed batch.
 
@@ -97,6 +117,7 @@ class Progress:
         outputs: topics that the batch has written to, without table topics.
         producer_id, producer_epoch: those of the batch's transaction. With them a start finds out whether pending
             changes of a local store are committed, and which undecided records belong to the batch. -1: unknown.
+        forked: where the flow comes from, if it is a fork of another one.
         time_ms: when the record was created, epoch milliseconds.
         format: version of this record's format.
     """
@@ -115,6 +136,7 @@ class Progress:
     outputs: tuple[str, ...] = ()
     producer_id: int = -1
     producer_epoch: int = -1
+    forked: ForkOrigin | None = None
     format: int = PROGRESS_FORMAT
 
 
@@ -149,6 +171,8 @@ def encode(progress: Progress) -> tuple[bytes, bytes]:
         content["joined_ms"] = int(progress.joined_ms)
     if progress.outputs:
         content["outputs"] = list(progress.outputs)
+    if progress.forked is not None:
+        content["forked"] = _fork_content(progress.forked)
     if progress.tables:
         content["tables"] = {name: _table_content(table) for name, table in progress.tables.items()}
     value = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
@@ -204,6 +228,7 @@ def decode(key: bytes | None, value: bytes) -> Progress:
         outputs=_topics(content, name) if "outputs" in content else (),
         producer_id=_take(content, name, "producer_id", int) if "producer_id" in content else -1,
         producer_epoch=_take(content, name, "producer_epoch", int) if "producer_epoch" in content else -1,
+        forked=_fork(_take(content, name, "forked", dict), name) if "forked" in content else None,
         time_ms=_take(content, name, "time_ms", int),
         format=version,
     )
@@ -229,6 +254,16 @@ def _table_content(table: TableProgress) -> dict[str, Any]:
         }
         content["local"] = {"table_id": table.local.table_id, "partitions": int(table.local.partitions), "last": last}
     return content
+
+
+def _fork_content(forked: ForkOrigin) -> dict[str, Any]:
+    return {
+        "flow": forked.flow,
+        "batch_id": int(forked.batch_id),
+        "time_ms": int(forked.time_ms),
+        "offsets": _plain(forked.offsets),
+        "outputs": _plain(forked.outputs),
+    }
 
 
 def _flow_of(key: bytes | None) -> str:
@@ -303,6 +338,16 @@ def _local(content: dict[str, Any], flow: str) -> LocalTable:
             _garbage(flow, f"last of a local table has {_short(partition)}: {_short(commit)}")
         last[int(partition)] = (commit[0], commit[1], commit[2])
     return LocalTable(_take(content, flow, "table_id", str), _take(content, flow, "partitions", int), last)
+
+
+def _fork(content: dict[str, Any], flow: str) -> ForkOrigin:
+    return ForkOrigin(
+        flow=_take(content, flow, "flow", str),
+        batch_id=_take(content, flow, "batch_id", int),
+        time_ms=_take(content, flow, "time_ms", int),
+        offsets=_offsets(content, flow, "offsets"),
+        outputs=_offsets(content, flow, "outputs"),
+    )
 
 
 def _checkpoint(content: dict[str, Any], flow: str) -> CheckpointProgress | None:

@@ -1,0 +1,70 @@
+"""The committed progress of one flow at a moment when everything that it had begun before is decided.
+
+Nobody is fenced, so the flow may run meanwhile. Each of its transactions has one progress record. So the last record
+that `read` returns covers every record that the flow had committed to any topic before the call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from onceflow.admin.progress_history import committed_records
+from onceflow.client.cluster import Cluster
+from onceflow.client.deadline import Deadline
+from onceflow.client.log_reader import LogRecord, read_log
+from onceflow.client.offsets import EARLIEST, LATEST, list_offsets
+from onceflow.driver import progress_log
+from onceflow.errors import located
+from onceflow.protocol.names import Names
+from onceflow.protocol.progress import PROGRESS_TOPIC, Progress, decode
+
+
+class SettledProgress:
+    """Reads the progress records of one flow. A second `read` only reads what is new.
+
+    Attributes:
+        outputs: the topics that the records read so far name as outputs.
+    """
+
+    def __init__(self, cluster: Cluster, names: Names) -> None:
+        self._cluster, self._names = cluster, names
+        self._position: int | None = None
+        self._last: Progress | None = None
+        self.outputs: set[str] = set()
+
+    def read(self, deadline: Deadline) -> Progress | None:
+        """The last committed progress; None: there is none, or the flow was reset.
+
+        Raises:
+            UnknownTopicError: there is no progress topic.
+            DeadlineExceededError: a transaction stays open in the progress topic.
+        """
+        for record in self._new(deadline):
+            if record.value is None:
+                self._last = None
+                continue
+            with located(flow=self._names.flow):
+                self._last = decode(record.key, record.value)
+            self.outputs |= {*self._last.outputs}
+        return self._last
+
+    def _new(self, deadline: Deadline) -> Sequence[LogRecord]:
+        _, number = progress_log.topic_partition_of(self._names.progress_key)
+        span = {PROGRESS_TOPIC: [number]}
+
+        def offset(timestamp: int, *, committed: bool = True) -> int:
+            return list_offsets(self._cluster, span, timestamp, deadline, committed=committed)[PROGRESS_TOPIC][number]
+
+        begun = offset(LATEST, committed=False)
+        attempt = 0
+        while (stable := offset(LATEST)) < begun:
+            deadline.pause(attempt, f"a transaction is open in {PROGRESS_TOPIC}-{number}")
+            attempt += 1
+        # The markers of what lies below the last stable offset may lie behind it.
+        end = offset(LATEST, committed=False)
+        first = offset(EARLIEST)
+        start = first if self._position is None else max(first, self._position)
+        items = read_log(self._cluster, PROGRESS_TOPIC, number, start, end, deadline)
+        found = committed_records(items, self._names.progress_key.encode(), stable)
+        self._position = stable
+        return found
