@@ -296,6 +296,7 @@ def test_compaction_between_progress_and_rows(
         check_copy(pipe, copy)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("quick_cleaner")
 def test_compaction_under_load(make_state_pipe: Any, call: Call) -> None:
     """Copy after copy, while the table is written and compacted all the time."""

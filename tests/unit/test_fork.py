@@ -19,6 +19,7 @@ from onceflow.protocol.names import Names
 from onceflow.protocol.progress import (
     CheckpointProgress,
     ForkOrigin,
+    HandOver,
     LocalTable,
     Progress,
     TableProgress,
@@ -66,12 +67,13 @@ def test_names() -> None:
         ({"checkpoint": CheckpointProgress("q", 3, "d")}, "Spark checkpoint"),
         ({"tables": {"sums": TableProgress(local=LocalTable("t", 2))}}, "no changelog"),
         ({"tables": {"sums": TableProgress(open_ended=True)}}, "without transactions"),
+        ({"handover": HandOver({})}, "has not run since"),
     ],
 )
 def test_what_cannot_be_copied(changed: dict[str, Any], text: str) -> None:
     with pytest.raises(ProgressConflictError, match=text) as refused:
         plan_tables(progress(**changed), OLD, NEW, {})
-    assert "from the source" in refused.value.next_step
+    assert "from the source" in refused.value.next_step or "start it" in refused.value.next_step
 
 
 def test_the_new_flow() -> None:
@@ -88,7 +90,7 @@ def test_the_new_flow() -> None:
     assert (found.batch_id, found.offsets, found.watermark_ms) == (0, progress().offsets, 99)
     assert found.topic_ids == {"deposits": "id-d", "next-sums": "id-n", "next-sums-internal": "id-m"}
     assert found.tables == {"next-sums": TableProgress(3, 99)}
-    assert found.forked == ForkOrigin("balances", 7, 2000, progress().offsets, {"out": {0: 8}})
+    assert found.forked == ForkOrigin("balances", 7, 2000, progress().offsets, {"sums": "next-sums"}, {"out": {0: 8}})
     assert (found.outputs, found.producer_id) == ((), -1)
     assert decode(*encode(found)) == found
     # Once it exists.

@@ -35,6 +35,7 @@ from onceflow.client.deadline import Deadline
 from onceflow.client.log_reader import LogRecord
 from onceflow.client.offsets import EARLIEST, LATEST, fetch_committed, list_offsets
 from onceflow.client.topics import find_topic, find_topics
+from onceflow.driver.handover import first_range_end
 from onceflow.errors import OptionError
 from onceflow.protocol.names import INTERNAL_SUFFIX, Names
 from onceflow.protocol.partitioners import key_partitions
@@ -201,7 +202,8 @@ class Audit:
         later = self._last(self._history())
         whole = True
         starts = {**first_start(life), **(self._outputs.begin or {})}
-        for topic, offsets in progress.offsets.items():
+        written = first_range_end(progress) or progress.offsets  # after a promotion, outputs are ahead of progress
+        for topic, offsets in written.items():
             span = {topic: sorted(offsets)}
             first = list_offsets(self._cluster, span, EARLIEST, Deadline(_CALL_S, "reading offsets"))[topic]
             last = list_offsets(self._cluster, span, LATEST, Deadline(_CALL_S, "reading offsets"))[topic]
@@ -221,7 +223,7 @@ class Audit:
         unjudged = 0
         ordered = self._outputs.ordered and self._outputs.by_key
         for each in tally.differences(in_each=sorted(outputs) if self._outputs.in_each else (), ordered=ordered):
-            unjudged += not self._judge(each, whole, progress.offsets)
+            unjudged += not self._judge(each, whole, written)
         for pair in tally.reordered() if ordered else ():
             text = "its key's record before it was made of a later source record"
             self.report.add(REORDERED, text, [pair.after, pair.before, pair.source_after, pair.source_before])

@@ -106,6 +106,8 @@ class FlowTransaction:
         write: Callable[[Writer, Deadline], None],
         after: Callable[[Written], Progress],
         offsets: Offsets | None = None,
+        *,
+        before_end: Callable[[Deadline], None] = lambda _: None,
     ) -> Progress:
         """Steps ``write``, ``progress`` and ``end``. Returns the progress that is committed.
 
@@ -114,6 +116,7 @@ class FlowTransaction:
             write: writes them. It may write nothing.
             after: the progress record, given what was written. The transaction and its time are added to it.
             offsets: those of the consumer group; None: `group_offsets` of the progress record.
+            before_end: called when everything is written. An error of it aborts the transaction.
 
         Raises:
             FencedError: a driver of the flow has started meanwhile.
@@ -138,8 +141,12 @@ class FlowTransaction:
                 time_ms=max(found.time_ms, clock_ms()),
             )
             found_offsets = self.group_offsets(progress, deadline) if offsets is None else offsets
-            progress_log.write_progress(self._cluster, transactions, names, progress, found_offsets, deadline)
+            there = written.get(progress_log.topic_partition_of(progress.flow), Acknowledged()).count
+            progress_log.write_progress(
+                self._cluster, transactions, names, progress, found_offsets, deadline, sequence=there
+            )
             hooks.at("progress", where="driver", flow=names.flow)
+            before_end(deadline)
         except BaseException as problem:
             if not isinstance(problem, FencedError):
                 abort_anew(self._cluster, transactions)

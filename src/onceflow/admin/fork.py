@@ -63,6 +63,12 @@ def check_can_fork(progress: Progress, names: Names) -> None:
         ProgressConflictError: it cannot be copied.
     """
     flow = names.flow
+    if progress.handover is not None:
+        raise ProgressConflictError(
+            f"Flow {flow!r} was promoted, and has not run since then",
+            flow=flow,
+            next_step="start it; when it has committed its first batch, it can be copied",
+        )
     if progress.checkpoint is not None:
         raise ProgressConflictError(
             f"Flow {flow!r} keeps state in a Spark checkpoint, which cannot be copied",
@@ -151,7 +157,8 @@ def forked_progress(
         outputs=(),
         producer_id=-1,
         producer_epoch=-1,
-        forked=ForkOrigin(origin.flow, origin.batch_id, time_ms, origin.offsets, outputs),
+        promoted=None,
+        forked=ForkOrigin(origin.flow, origin.batch_id, time_ms, origin.offsets, tables, outputs),
         time_ms=time_ms,
     )
 

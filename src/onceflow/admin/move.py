@@ -76,6 +76,7 @@ class Move:
             before,
             offsets={**before.offsets, **self.positions},
             topic_ids={**before.topic_ids, **self.topic_ids},
+            handover=None,
         )
 
 
@@ -231,6 +232,6 @@ def without_state(progress: Progress, ends: Offsets) -> Progress:
     tables = {}
     for name, table in progress.tables.items():
         local = None if table.local is None else replace(table.local, table_id=uuid4().hex, last={})
-        tables[name] = replace(table, watermark_ms=None, local=local)
+        tables[name] = replace(table, watermark_ms=None, local=local, fired={})
     changelogs = {name: {**known, **ends.get(name, {})} for name, known in progress.changelogs.items()}
     return replace(progress, tables=tables, changelogs=changelogs, checkpoint=None, watermark_ms=None)

@@ -66,6 +66,15 @@ class Commit(Steps, Protocol):
         """Whether more timers were due than the last batch was allowed to fire."""
         ...
 
+    @property
+    def owes_timers(self) -> bool:
+        """Whether a batch without records has to come first."""
+        ...
+
+    def nothing(self) -> SourceRange:
+        """A range without records, where progress is."""
+        ...
+
     def ended_batch(self, df: DataFrame) -> None:
         """Spark's call of the sink ends."""
         ...
@@ -140,7 +149,7 @@ class BatchSink:
             time.sleep(_TURN_S)
         started = time.monotonic()
         try:
-            self._run(df, spark_batch_id, batch)
+            self._run(df, spark_batch_id)
             self._pace.batch(time.monotonic() - started)
         # Spark parses the traceback with a regular expression, which overflows the stack when it is long (a cause
         # with a Java stack trace in its text). So causes are logged, not chained.
@@ -173,11 +182,13 @@ class BatchSink:
         self.failure = error
         hooks.at(hooks.FAILED, where="driver", flow=self.flow, batch=batch, error=error)
 
-    def _run(self, df: DataFrame, spark_batch_id: int, batch: int) -> None:
+    def _run(self, df: DataFrame, spark_batch_id: int) -> None:
         self._commit.settle()
         if not self.history:
             _set_session(df)
             self._before_first()
+        self._catch_up(df)
+        batch = self.progress.batch_id + 1
         summary = BatchSummary(batch, 0)
         with timed(summary, "plan"):
             source, is_committed = self._commit.plan(spark_batch_id, batch)
@@ -206,17 +217,27 @@ class BatchSink:
         if not self._commit.are_timers_left():
             return
         if source.max_rows:
-            df = df.sparkSession.createDataFrame(df.sparkSession.sparkContext.emptyRDD(), df.schema)
+            df = _no_rows(df)
         nothing = replace(source, start=source.end)
         until = time.monotonic() + self._options.timers_s
         while self._commit.are_timers_left() and not self.stopping and time.monotonic() < until:
-            batch = self.progress.batch_id + 1
-            self._commit.settle()
-            self._commit.plan_without_records(batch)
-            with located(flow=self.flow, batch=batch), log_context.within(batch=batch):
-                self._run_planned(df, batch, nothing, BatchSummary(batch, 0))
-            if self.progress.batch_id != batch:
+            if not self._run_without_records(df, nothing):
                 return  # not committed: the timers were only set again, and nothing has changed
+
+    def _catch_up(self, df: DataFrame) -> None:
+        """After a promotion, the timers that the earlier version has fired come before the next records."""
+        while self._commit.owes_timers and not self.stopping:
+            if not self._run_without_records(_no_rows(df), self._commit.nothing()):
+                return
+
+    def _run_without_records(self, df: DataFrame, nothing: SourceRange) -> bool:
+        """A batch that only fires timers. Returns whether it was committed."""
+        batch = self.progress.batch_id + 1
+        self._commit.settle()
+        self._commit.plan_without_records(batch)
+        with located(flow=self.flow, batch=batch), log_context.within(batch=batch):
+            self._run_planned(df, batch, nothing, BatchSummary(batch, 0))
+        return self.progress.batch_id == batch
 
     def _run_planned(self, df: DataFrame, batch: int, source: SourceRange, summary: BatchSummary) -> None:
         summary.max_rows, summary.read = source.max_rows, source.by_topic()
@@ -231,6 +252,10 @@ class BatchSink:
     def _is_stopped(self, df: DataFrame, problem: BaseException) -> bool:
         """Whether the batch has failed because somebody stops the query, its jobs or Spark."""
         return self.stopping or jvm.was_cancelled(problem) or jvm.is_being_stopped(df.sparkSession)
+
+
+def _no_rows(df: DataFrame) -> DataFrame:
+    return df.sparkSession.createDataFrame(df.sparkSession.sparkContext.emptyRDD(), df.schema)
 
 
 def _set_session(df: DataFrame) -> None:

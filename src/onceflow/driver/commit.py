@@ -26,8 +26,8 @@ from onceflow.client.deadline import Deadline
 from onceflow.client.settings import ClientSettings
 from onceflow.client.transactions import Outcome
 from onceflow.clock import clock_ms
-from onceflow.driver import batch_errors
-from onceflow.driver.audit import Audit, Part, audit, combined
+from onceflow.driver import batch_errors, handover
+from onceflow.driver.audit import Audit, Part, combined
 from onceflow.driver.batch_errors import in_short
 from onceflow.driver.delivery import Delivery
 from onceflow.driver.joins import Joins
@@ -37,10 +37,10 @@ from onceflow.driver.offset_log import SourceRange, Sources, check_contiguous, r
 from onceflow.driver.output_writer import OutputWriter
 from onceflow.driver.retries import Attempt
 from onceflow.driver.row_calls import RowCalls
+from onceflow.driver.stage_audit import audit_part
 from onceflow.driver.state_step import StateStep
 from onceflow.errors import (
     AuthenticationFailedError,
-    BatchAbortedError,
     BrokerUnreachableError,
     DeadlineExceededError,
     FencedError,
@@ -53,7 +53,6 @@ from onceflow.protocol.batches import ProducerIdAndEpoch
 from onceflow.protocol.names import Names
 from onceflow.protocol.progress import Progress
 from onceflow.protocol.transaction import Event, Phase, Transaction
-from onceflow.spark import jvm
 from onceflow.spark.checkpoint_files import Folder
 
 log = logging.getLogger("onceflow.sink")
@@ -133,6 +132,16 @@ class BatchCommit:
         """Whether more timers were due than the last batch was allowed to fire."""
         return self._state is not None and self._state.are_timers_left()
 
+    @property
+    def owes_timers(self) -> bool:
+        """Whether a batch without records has to come first, see ``handover.py``."""
+        return handover.owes_timers(self.progress)
+
+    def nothing(self) -> SourceRange:
+        """A range without records, where progress is."""
+        there = {topic: dict(self.progress.offsets[topic]) for topic in self._sources.starts}
+        return SourceRange(there, there)
+
     def ended(self) -> None:
         """The query is over."""
         if self._late_rows is not None:
@@ -151,6 +160,7 @@ class BatchCommit:
     def attempt(self, df: DataFrame, attempt: Attempt) -> bool:
         """One transaction, from its first epoch to its end. False: there was nothing to commit."""
         flow, batch, source, summary = self._names.flow, attempt.batch, attempt.source, attempt.summary
+        attempt.muted = self.progress.handover is not None
         with timed(summary, "begin"):
             attempt.producer = self._begin(df, attempt)
         log_context.add(producer_id=attempt.producer.producer_id, producer_epoch=attempt.producer.producer_epoch)
@@ -168,7 +178,8 @@ class BatchCommit:
         with timed(summary, "audit"):
             checked = self._audit(df, parts, batch)
             summary.dropped = 0 if self._late_rows is None else self._late_rows.check(batch)
-        if self._state is not None and not (source.max_rows or checked.partitions or self._state.changed()):
+        is_needed = source.max_rows or checked.partitions or attempt.muted
+        if self._state is not None and not (is_needed or self._state.changed()):
             self._state.on_noop()
             self.machine.on(Event.NOTHING_WRITTEN)
             return False  # only timers were checked; nothing was sent under this epoch
@@ -201,6 +212,7 @@ class BatchCommit:
         check_contiguous(
             source.start, _plain(self.progress.offsets), self._sources.starts, flow=self._names.flow, batch=batch
         )
+        handover.check_range(self.progress, source, flow=self._names.flow, batch=batch)
         if self._numbering is not None:
             self._numbering.planned(spark_batch_id, source)
         self._writer.refresh_targets()
@@ -239,7 +251,7 @@ class BatchCommit:
         if self._state is not None:
             owner = self._names.transactional_id, producer
             self._state.prepare(df, self._settings, owner, again=attempt.summary.attempts > 1)
-            self._state.begin(attempt.batch, producer, now_ms, self._joins.ends)
+            self._state.begin(attempt.batch, producer, now_ms, self._joins.ends, self.progress)
         return producer
 
     def _write(self, df: DataFrame, attempt: Attempt) -> list[Part]:
@@ -285,6 +297,8 @@ class BatchCommit:
             producer_epoch=attempt.producer.producer_epoch,
             time_ms=clock_ms(),
         )
+        left = self._state is not None and self._state.leaves_timers()
+        progress = replace(progress, handover=handover.after(self.progress, progress.offsets, timers_left=left))
         progress = self._joins.progress(progress)
         if self._state is not None:
             progress = self._state.progress(progress)
@@ -371,18 +385,6 @@ class BatchCommit:
         return batch_errors.fenced(
             self._names.flow, when, detail or f"transactional id {self._delivery.transactional_id}"
         )
-
-
-def audit_part(df: DataFrame, part: Part, *, flow: str, batch: int) -> Audit:
-    """Check the reports of one stage, or of the driver. Errors are those of `audit`."""
-    written = part.reports
-    stages = {report.stage for report in written}
-    attempts = jvm.stage_attempts(df.sparkSession, stages) if part.shuffled else {}
-    if part.tasks is not None and any(isinstance(report.error, BatchAbortedError) for report in written):
-        # A second attempt of a task refused to write. The user has to know why the first one failed.
-        why = jvm.failed_task_message(df.sparkSession, stages)
-        written = tuple(report.explained(why) for report in written)
-    return audit(written, tasks=part.tasks, stage_attempts=attempts, flow=flow, batch=batch)
 
 
 def _plain(offsets: Any) -> dict[str, dict[int, int]]:

@@ -24,13 +24,14 @@ from onceflow.clock import clock_ms
 from onceflow.driver import batch_errors
 from onceflow.driver.audit import Part
 from onceflow.driver.batch_errors import in_short
-from onceflow.driver.commit import audit_part, timed
+from onceflow.driver.commit import timed
 from onceflow.driver.driver_session import DriverSession
 from onceflow.driver.external_waiting import when_reached
 from onceflow.driver.offset_log import SourceRange, Sources, check_contiguous, read_range
 from onceflow.driver.progress_commit import commit_progress
 from onceflow.driver.refused_rows import LettersToWrite, RefusedRows
 from onceflow.driver.retries import Attempt
+from onceflow.driver.stage_audit import audit_part
 from onceflow.errors import (
     BatchAbortedError,
     DeadlineExceededError,
@@ -114,6 +115,11 @@ class ExternalCommit:
         self.machine = Transaction(Mode.EXTERNAL, GIVEN)
 
     # ---- what the sink of Spark asks -----------------------------------------------------------------
+
+    owes_timers = False
+
+    def nothing(self) -> SourceRange:
+        raise NotImplementedError("there are no timers")
 
     def are_timers_left(self) -> bool:
         return False

@@ -20,7 +20,7 @@ from onceflow.driver.refused_rows import LettersToWrite, RefusedRows, parsed
 from onceflow.driver.run import Run, check_read_now, watch_sources, writer_of
 from onceflow.driver.start_report import report
 from onceflow.driver.startup import Startup
-from onceflow.errors import OptionError, located
+from onceflow.errors import OptionError, ProgressConflictError, located
 from onceflow.messages import Target
 from onceflow.planning import source_starts
 from onceflow.planning.bounded import bounded
@@ -64,6 +64,7 @@ def prepare_external_run(spark: SparkSession, startup: Startup, write: ExternalW
     deadline = startup.deadline()
     with located(flow=flow):
         kafka = startup.prepare_run(deadline)
+        _check_not_promoted(kafka)
         at_start(lambda: sink.check(arrow_schema(write.df)), deadline, sink.target, flow)
         owned, targets = _take_over(write, startup, kafka, deadline)
         startup.session.transactions.renew(deadline)
@@ -90,6 +91,14 @@ def prepare_external_run(spark: SparkSession, startup: Startup, write: ExternalW
     told = report(startup, spark, write.options, sink=sink)
     startup.used()
     return Run(flow, spark, writer, batches, None, location, watch_sources(startup, batches), sources.until, told)
+
+
+def _check_not_promoted(kafka: Progress) -> None:
+    if kafka.handover is not None:
+        raise ProgressConflictError(
+            "The flow was promoted with state, and its program now writes to another system only",
+            next_step="start the program that was promoted, with its process steps, until it has committed a batch",
+        )
 
 
 def _take_over(

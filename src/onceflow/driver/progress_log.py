@@ -219,6 +219,7 @@ def write_progress(
     deadline: Deadline,
     *,
     producer: tuple[ProducerIdAndEpoch, int] = (_PLAIN, 0),
+    sequence: int = 0,
 ) -> int:
     """Step ``progress``: the record, then the group offsets that point to it. Returns the record's offset.
 
@@ -227,12 +228,13 @@ def write_progress(
         offsets: what to commit to the group: offsets of the topics that are read. Progress may know other topics,
             which the query does not read any more and which may no longer exist.
         producer: without transactions, the producer of the record, and its next sequence number there.
+        sequence: with transactions, how many records the transaction already has in the record's partition.
     """
     partition = partition_of(progress.flow)
     if transactions is not None and not transactions.version_2:
         transactions.add_partitions({PROGRESS_TOPIC: [partition]}, deadline)
     transactional_id = None if transactions is None else transactions.transactional_id
-    identity, sequence = producer if transactions is None else (transactions.identity, 0)
+    identity, sequence = producer if transactions is None else (transactions.identity, sequence)
     key, value = records.encode(progress)
     sender = Producer(cluster, transactional_id=transactional_id, deadline=deadline)
     batch = encode_single(key, value, timestamp_ms=progress.time_ms, identity=identity, base_sequence=sequence)

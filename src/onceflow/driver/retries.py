@@ -53,6 +53,7 @@ class Attempt:
 
     Args:
         producer: the producer id and epoch it writes under; none yet at first.
+        muted: whether its outputs are not written, see ``handover.py``.
         begun_at: when its transaction had begun (monotonic seconds); None: it has not.
     """
 
@@ -61,6 +62,7 @@ class Attempt:
     summary: BatchSummary
     producer: ProducerIdAndEpoch = field(default_factory=lambda: ProducerIdAndEpoch(-1, -1))
     begun_at: float | None = None
+    muted: bool = False
 
     @property
     def open_s(self) -> float:

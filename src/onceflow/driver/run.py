@@ -10,6 +10,8 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.streaming.query import StreamingQuery
 from pyspark.sql.streaming.readwriter import DataStreamWriter
 
+from onceflow.clock import clock_ms
+from onceflow.driver import handover
 from onceflow.driver.batch_sink import BatchSink
 from onceflow.driver.checkpoint_location import CheckpointLocation, kept_location, scratch_location
 from onceflow.driver.commit import BatchCommit
@@ -28,7 +30,9 @@ from onceflow.planning.run_options import RunOptions
 from onceflow.planning.write_options import CheckedWrite, check_output
 from onceflow.protocol.progress import Offsets, Progress
 from onceflow.spark import logs, queries, query_listener, shipping
+from onceflow.spark.checkpoint_files import LocalFolder
 from onceflow.spark.imports import ImportCheck, sent_to_tasks
+from onceflow.spark.kafka_source import put_first_batch
 from onceflow.spark.master import current_cores
 from onceflow.spark.queries import PlanFacts
 
@@ -112,6 +116,7 @@ def prepare_run(spark: SparkSession, startup: Startup, write: CheckedWrite) -> R
         clock=not write.run.once,
     )
     location = location or scratch_location(flow)
+    _plan_first_batch(query, location, progress)
     reads_little = not write.run.facts.others and queries.reads_little(write.df)
     query = replace(query, options=replace(query.options, reads_little=reads_little))
     sink = _sink(spark, startup, query, progress, location, written, imports)
@@ -166,6 +171,13 @@ def _kept_location(spark: SparkSession, run: RunOptions, progress: Progress, flo
     return kept_location(
         spark, run.checkpoint, progress, on_conflict=run.on_conflict, other_sources=run.facts.others, flow=flow
     )
+
+
+def _plan_first_batch(query: StreamedQuery, location: CheckpointLocation, progress: Progress) -> None:
+    """After a promotion: make Spark plan the first batch up to where the earlier version has read."""
+    ends = handover.first_range_end(progress)
+    if ends is not None and isinstance(location.folder, LocalFolder) and location.numbering is None:
+        put_first_batch(query.df, location.folder.path, ends, clock_ms())
 
 
 def _sink(

@@ -14,7 +14,7 @@ from pyspark.sql import DataFrame
 
 from onceflow.client.cluster import Cluster
 from onceflow.client.settings import ClientSettings
-from onceflow.driver import step_fused, step_on_driver
+from onceflow.driver import handover, step_fused, step_on_driver
 from onceflow.driver.audit import Part
 from onceflow.driver.offset_log import SourceRange
 from onceflow.driver.preparing import prepare, settle_copies
@@ -136,16 +136,18 @@ class StateStep:
                 table, PrepareOrder(table.spec, moment, settings, *owner), df.sparkSession.sparkContext, again=again
             )
 
-    def begin(self, batch: int, producer: ProducerIdAndEpoch, now_ms: int, joined: Ends) -> None:
+    def begin(self, batch: int, producer: ProducerIdAndEpoch, now_ms: int, joined: Ends, progress: Progress) -> None:
         """An attempt begins, under this producer id and epoch.
 
         Args:
             joined: at which offsets it sees the tables that the flow joins with.
+            progress: what is committed.
         """
         commit = Commit(batch, producer.producer_id, producer.producer_epoch)
         self._stages, self._done = None, {}
         for name, table in self._by_name.items():
-            moment = replace(table.moment(batch, commit, now_ms), joined=joined)
+            until = handover.timers_until(progress, name)
+            moment = replace(table.moment(batch, commit, now_ms), joined=joined, timers_until=until)
             self._moments[name] = moment
             self._due[name] = frozenset(table.due(moment.now_ms))
 
@@ -218,6 +220,10 @@ class StateStep:
     def changed(self) -> bool:
         """Whether this attempt has changed state. Without a changelog, nothing in Kafka shows it."""
         return any(report.changed for done in self._done.values() for report in done.states)
+
+    def leaves_timers(self) -> bool:
+        """Whether more timers are due than this attempt was allowed to fire."""
+        return any(report.timers_left for done in self._done.values() for report in done.states)
 
     def progress(self, progress: Progress) -> Progress:
         """The progress of the batch, completed with that of the tables."""

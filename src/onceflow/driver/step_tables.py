@@ -45,6 +45,7 @@ def ensure_table(
         UnknownTopicError: there is no topic for dead letters or late records.
         OptionError: a table of ``joins`` has another number of partitions, although it is co-partitioned.
     """
+    table_plan.check_not_replaced(options.table, progress)
     table_plan.check_kind(options, progress)
     known = progress.tables.get(options.table)
     if known is not None:

@@ -112,6 +112,26 @@ def check_kind(options: StepOptions, progress: Progress) -> None:
     )
 
 
+def check_not_replaced(table: str, progress: Progress) -> None:
+    """Refuse a table of an earlier version of the flow. Call this before topics are created.
+
+    Raises:
+        ProgressConflictError: its rows are no longer the state of this flow.
+    """
+    promoted = progress.promoted
+    if promoted is None or table not in promoted.tables or table in progress.tables:
+        return
+    new = promoted.tables[table]
+    raise ProgressConflictError(
+        f"Table {table} is not this flow's any more: {promoted.flow} was promoted, and its tables have replaced it",
+        topic=table,
+        detail=f"now the table is {new}" if new else "the new version has no table in its place",
+        next_step="start the new version of the program"
+        + (f", which processes into table={new!r}" if new else "")
+        + "; the old version cannot go on with the state of before",
+    )
+
+
 def check_migration(processor: Processor | ColumnProcessor, known: int, *, table: str, flow: str) -> None:
     """Refuse a processor that cannot read the state that an older version of it has written.
 

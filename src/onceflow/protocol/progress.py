@@ -9,20 +9,37 @@ meaning.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any, TypeVar
 
 import pyarrow as pa
 
-from onceflow.errors import ProgressConflictError, ProtocolError
+from onceflow.errors import ProgressConflictError
+from onceflow.protocol import progress_fields, succession
 from onceflow.protocol.partitioners import key_partitions
+from onceflow.protocol.progress_fields import PROGRESS_TOPIC, Offsets, garbage, plain, short, take
+from onceflow.protocol.succession import ForkOrigin, HandOver, Promotion
 
-PROGRESS_TOPIC = "__onceflow_progress"
+__all__ = [
+    "PROGRESS_FORMAT",
+    "PROGRESS_TOPIC",
+    "CheckpointProgress",
+    "ForkOrigin",
+    "HandOver",
+    "LocalTable",
+    "Offsets",
+    "Progress",
+    "Promotion",
+    "TableProgress",
+    "decode",
+    "encode",
+    "progress_partition",
+]
+
 PROGRESS_FORMAT = 1
 
-Offsets = Mapping[str, Mapping[int, int]]
-"""Topic, then partition, then offset."""
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -52,6 +69,7 @@ class TableProgress:
         local: what takes the place of end offsets if the table has no changelog; None: it has one.
         open_ended: whether the table was ever written without transactions (at_least_once). Then rows after the end
             offsets may belong to a batch that has no progress, and compaction may have removed the rows before them.
+        fired: by clock (``event``, ``processing``), the latest time of a timer that has fired, epoch milliseconds.
     """
 
     version: int = 0
@@ -59,6 +77,7 @@ class TableProgress:
     fields: str | None = None
     local: LocalTable | None = None
     open_ended: bool = False
+    fired: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -80,26 +99,6 @@ class CheckpointProgress:
 
 
 @dataclass(frozen=True)
-class ForkOrigin:
-    """Where a flow comes from that was made by `onceflow fork`.
-
-    Args:
-        flow: progress key of the flow that was copied.
-        batch_id: its last batch that is in the copy.
-        time_ms: when it was copied, epoch milliseconds.
-        offsets: the source position of the copy, in the form of `Progress.offsets`.
-        outputs: by topic and partition, the first offset behind what the copied flow had written up to there. Only
-            topics that its progress records have named lately.
-    """
-
-    flow: str
-    batch_id: int
-    time_ms: int
-    offsets: Offsets = field(default_factory=dict)
-    outputs: Offsets = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
 class Progress:
     """State of a flow after its last committed batch.
 
@@ -118,6 +117,8 @@ class Progress:
         producer_id, producer_epoch: those of the batch's transaction. With them a start finds out whether pending
             changes of a local store are committed, and which undecided records belong to the batch. -1: unknown.
         forked: where the flow comes from, if it is a fork of another one.
+        promoted: which flow has taken its place; None: none has.
+        handover: after that, what is in the outputs already; None: nothing behind ``offsets``.
         time_ms: when the record was created, epoch milliseconds.
         format: version of this record's format.
     """
@@ -137,6 +138,8 @@ class Progress:
     producer_id: int = -1
     producer_epoch: int = -1
     forked: ForkOrigin | None = None
+    promoted: Promotion | None = None
+    handover: HandOver | None = None
     format: int = PROGRESS_FORMAT
 
 
@@ -149,11 +152,11 @@ def encode(progress: Progress) -> tuple[bytes, bytes]:
     """Key and value of the record. Equal progress gives equal bytes."""
     content = {
         "batch_id": int(progress.batch_id),
-        "changelogs": _plain(progress.changelogs),
+        "changelogs": plain(progress.changelogs),
         "checkpoint_query_id": None if progress.checkpoint is None else progress.checkpoint.query_id,
         "flow": progress.flow,
         "format": int(progress.format),
-        "offsets": _plain(progress.offsets),
+        "offsets": plain(progress.offsets),
         "time_ms": int(progress.time_ms),
         "topic_ids": dict(progress.topic_ids),
         "watermark_ms": None if progress.watermark_ms is None else int(progress.watermark_ms),
@@ -166,13 +169,17 @@ def encode(progress: Progress) -> tuple[bytes, bytes]:
     if progress.producer_id >= 0:
         content |= {"producer_id": int(progress.producer_id), "producer_epoch": int(progress.producer_epoch)}
     if progress.joined:
-        content["joined"] = _plain(progress.joined)
+        content["joined"] = plain(progress.joined)
     if progress.joined_ms is not None:
         content["joined_ms"] = int(progress.joined_ms)
     if progress.outputs:
         content["outputs"] = list(progress.outputs)
     if progress.forked is not None:
-        content["forked"] = _fork_content(progress.forked)
+        content["forked"] = succession.fork_content(progress.forked)
+    if progress.promoted is not None:
+        content["promoted"] = succession.promotion_content(progress.promoted)
+    if progress.handover is not None:
+        content["handover"] = succession.handover_content(progress.handover)
     if progress.tables:
         content["tables"] = {name: _table_content(table) for name, table in progress.tables.items()}
     value = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
@@ -190,10 +197,10 @@ def decode(key: bytes | None, value: bytes) -> Progress:
     try:
         content = json.loads(value)
     except (ValueError, RecursionError) as error:
-        _garbage(name, f"the value is not JSON: {error}")
+        garbage(name, f"the value is not JSON: {error}")
     if not isinstance(content, dict):
-        _garbage(name, f"the value is a JSON {type(content).__name__}, not an object")
-    version = _take(content, name, "format", int)
+        garbage(name, f"the value is a JSON {type(content).__name__}, not an object")
+    version = take(content, name, "format", int)
     if version > PROGRESS_FORMAT:
         raise ProgressConflictError(
             "the flow's progress was written by a newer onceflow",
@@ -202,44 +209,38 @@ def decode(key: bytes | None, value: bytes) -> Progress:
             detail=f"record format {version}, this version reads up to {PROGRESS_FORMAT}",
         )
     if version < 1:
-        _garbage(name, f"format is {version}")
-    flow = _take(content, name, "flow", str)
+        garbage(name, f"format is {version}")
+    flow = take(content, name, "flow", str)
     if flow != name:
         raise ProgressConflictError(
             f"the progress record under this flow's key belongs to flow {flow!r}",
             next_step=f"find out who writes to {PROGRESS_TOPIC}; only onceflow may.",
             flow=name,
         )
-    batch_id = _take(content, name, "batch_id", int)
+    batch_id = take(content, name, "batch_id", int)
     if batch_id < 0:
-        _garbage(name, f"batch_id is {batch_id}")
+        garbage(name, f"batch_id is {batch_id}")
     watermark_ms = content.get("watermark_ms")
     return Progress(
         flow=flow,
         batch_id=batch_id,
-        offsets=_offsets(content, name, "offsets"),
+        offsets=progress_fields.offsets(content, name, "offsets"),
         topic_ids=_topic_ids(content, name),
-        changelogs=_offsets(content, name, "changelogs") if "changelogs" in content else {},
+        changelogs=progress_fields.offsets(content, name, "changelogs") if "changelogs" in content else {},
         checkpoint=_checkpoint(content, name),
-        watermark_ms=None if watermark_ms is None else _take(content, name, "watermark_ms", int),
+        watermark_ms=None if watermark_ms is None else take(content, name, "watermark_ms", int),
         tables=_tables(content, name) if "tables" in content else {},
-        joined=_offsets(content, name, "joined") if "joined" in content else {},
-        joined_ms=_take(content, name, "joined_ms", int) if "joined_ms" in content else None,
+        joined=progress_fields.offsets(content, name, "joined") if "joined" in content else {},
+        joined_ms=take(content, name, "joined_ms", int) if "joined_ms" in content else None,
         outputs=_topics(content, name) if "outputs" in content else (),
-        producer_id=_take(content, name, "producer_id", int) if "producer_id" in content else -1,
-        producer_epoch=_take(content, name, "producer_epoch", int) if "producer_epoch" in content else -1,
-        forked=_fork(_take(content, name, "forked", dict), name) if "forked" in content else None,
-        time_ms=_take(content, name, "time_ms", int),
+        producer_id=take(content, name, "producer_id", int) if "producer_id" in content else -1,
+        producer_epoch=take(content, name, "producer_epoch", int) if "producer_epoch" in content else -1,
+        forked=_part(content, name, "forked", succession.fork_of),
+        promoted=_part(content, name, "promoted", succession.promotion_of),
+        handover=_part(content, name, "handover", succession.handover_of),
+        time_ms=take(content, name, "time_ms", int),
         format=version,
     )
-
-
-def _plain(offsets: Offsets) -> dict[str, dict[int, int]]:
-    """Plain dicts of Python's int, in order of partitions: numpy's integers cannot be written as JSON."""
-    return {
-        topic: {int(partition): int(offset) for partition, offset in sorted(partitions.items())}
-        for topic, partitions in offsets.items()
-    }
 
 
 def _table_content(table: TableProgress) -> dict[str, Any]:
@@ -248,6 +249,8 @@ def _table_content(table: TableProgress) -> dict[str, Any]:
         content["fields"] = table.fields
     if table.open_ended:
         content["open_ended"] = True
+    if table.fired:
+        content["fired"] = succession.times_content(table.fired)
     if table.local is not None:
         last = {
             int(partition): [int(part) for part in commit] for partition, commit in sorted(table.local.last.items())
@@ -256,120 +259,70 @@ def _table_content(table: TableProgress) -> dict[str, Any]:
     return content
 
 
-def _fork_content(forked: ForkOrigin) -> dict[str, Any]:
-    return {
-        "flow": forked.flow,
-        "batch_id": int(forked.batch_id),
-        "time_ms": int(forked.time_ms),
-        "offsets": _plain(forked.offsets),
-        "outputs": _plain(forked.outputs),
-    }
-
-
 def _flow_of(key: bytes | None) -> str:
     try:
         name = (key or b"").decode()
     except UnicodeDecodeError:
         name = ""
     if not name:
-        _garbage(None, f"the key is {key!r}, not the name of a flow")
+        garbage(None, f"the key is {key!r}, not the name of a flow")
     return name
 
 
-def _take(content: dict[str, Any], flow: str, name: str, kind: type) -> Any:
-    value = content.get(name)
-    # In Python, bool (JSON true and false) is a subclass of int.
-    if not isinstance(value, kind) or isinstance(value, bool):
-        _garbage(flow, f"{name} is {_short(value)}, not of type {kind.__name__}")
-    return value
-
-
-def _offsets(content: dict[str, Any], flow: str, name: str) -> dict[str, dict[int, int]]:
-    result: dict[str, dict[int, int]] = {}
-    for topic, partitions in _take(content, flow, name, dict).items():
-        if not isinstance(partitions, dict):
-            _garbage(flow, f"{name} of {topic} is {_short(partitions)}")
-        result[topic] = {}
-        for partition, offset in partitions.items():
-            legal = partition.isascii() and partition.isdecimal()
-            if not legal or not isinstance(offset, int) or isinstance(offset, bool) or offset < 0:
-                _garbage(flow, f"{name} of {topic} has {_short(partition)}: {_short(offset)}")
-            result[topic][int(partition)] = offset
-    return result
+def _part(content: dict[str, Any], flow: str, name: str, read: Callable[[dict[str, Any], str], _T]) -> _T | None:
+    return read(take(content, flow, name, dict), flow) if name in content else None
 
 
 def _topic_ids(content: dict[str, Any], flow: str) -> dict[str, str]:
-    ids = _take(content, flow, "topic_ids", dict)
+    ids = take(content, flow, "topic_ids", dict)
     for topic, topic_id in ids.items():
         if not isinstance(topic_id, str):
-            _garbage(flow, f"topic_ids of {topic} is {_short(topic_id)}")
+            garbage(flow, f"topic_ids of {topic} is {short(topic_id)}")
     return dict(ids)
 
 
 def _topics(content: dict[str, Any], flow: str) -> tuple[str, ...]:
-    topics = _take(content, flow, "outputs", list)
+    topics = take(content, flow, "outputs", list)
     for topic in topics:
         if not isinstance(topic, str):
-            _garbage(flow, f"outputs has {_short(topic)}")
+            garbage(flow, f"outputs has {short(topic)}")
     return tuple(topics)
 
 
 def _tables(content: dict[str, Any], flow: str) -> dict[str, TableProgress]:
     result: dict[str, TableProgress] = {}
-    for topic, table in _take(content, flow, "tables", dict).items():
+    for topic, table in take(content, flow, "tables", dict).items():
         if not isinstance(table, dict):
-            _garbage(flow, f"tables of {topic} is {_short(table)}")
+            garbage(flow, f"tables of {topic} is {short(table)}")
         watermark_ms = table.get("watermark_ms")
         result[topic] = TableProgress(
-            version=_take(table, flow, "version", int),
-            watermark_ms=None if watermark_ms is None else _take(table, flow, "watermark_ms", int),
-            fields=_take(table, flow, "fields", str) if "fields" in table else None,
+            version=take(table, flow, "version", int),
+            watermark_ms=None if watermark_ms is None else take(table, flow, "watermark_ms", int),
+            fields=take(table, flow, "fields", str) if "fields" in table else None,
             open_ended=table.get("open_ended") is True,
-            local=_local(_take(table, flow, "local", dict), flow) if "local" in table else None,
+            fired=succession.times_of(table, flow, "fired") if "fired" in table else {},
+            local=_local(take(table, flow, "local", dict), flow) if "local" in table else None,
         )
     return result
 
 
 def _local(content: dict[str, Any], flow: str) -> LocalTable:
     last: dict[int, tuple[int, int, int]] = {}
-    for partition, commit in _take(content, flow, "last", dict).items():
+    for partition, commit in take(content, flow, "last", dict).items():
         numbers = isinstance(commit, list) and len(commit) == 3 and all(type(part) is int for part in commit)
         if not (partition.isascii() and partition.isdecimal() and numbers):
-            _garbage(flow, f"last of a local table has {_short(partition)}: {_short(commit)}")
+            garbage(flow, f"last of a local table has {short(partition)}: {short(commit)}")
         last[int(partition)] = (commit[0], commit[1], commit[2])
-    return LocalTable(_take(content, flow, "table_id", str), _take(content, flow, "partitions", int), last)
-
-
-def _fork(content: dict[str, Any], flow: str) -> ForkOrigin:
-    return ForkOrigin(
-        flow=_take(content, flow, "flow", str),
-        batch_id=_take(content, flow, "batch_id", int),
-        time_ms=_take(content, flow, "time_ms", int),
-        offsets=_offsets(content, flow, "offsets"),
-        outputs=_offsets(content, flow, "outputs"),
-    )
+    return LocalTable(take(content, flow, "table_id", str), take(content, flow, "partitions", int), last)
 
 
 def _checkpoint(content: dict[str, Any], flow: str) -> CheckpointProgress | None:
     if content.get("checkpoint_query_id") is None:
         return None
-    rest = _take(content, flow, "checkpoint", dict)
+    rest = take(content, flow, "checkpoint", dict)
     return CheckpointProgress(
-        query_id=_take(content, flow, "checkpoint_query_id", str),
-        batch=_take(rest, flow, "batch", int),
-        digest=_take(rest, flow, "digest", str),
-        commit=_take(rest, flow, "commit", str) if "commit" in rest else None,
-    )
-
-
-def _short(value: Any) -> str:
-    return repr(value)[:80]
-
-
-def _garbage(flow: str | None, detail: str) -> NoReturn:
-    raise ProtocolError(
-        f"a record in {PROGRESS_TOPIC} is not a progress record",
-        next_step=f"find out who else writes to {PROGRESS_TOPIC}; `onceflow reset` lets the flow start anew.",
-        flow=flow,
-        detail=detail,
+        query_id=take(content, flow, "checkpoint_query_id", str),
+        batch=take(rest, flow, "batch", int),
+        digest=take(rest, flow, "digest", str),
+        commit=take(rest, flow, "commit", str) if "commit" in rest else None,
     )

@@ -91,6 +91,8 @@ class Moment:
             restart, a machine counts as another place.
         joined: at which offsets the batch sees the topics that the flow joins with, by topic and partition.
         open_ended: see `TableProgress`.
+        timers_until: by clock, the time up to which timers may fire; a clock without an entry fires none. None: all
+            that are due may fire.
     """
 
     batch: int
@@ -103,6 +105,7 @@ class Moment:
     verified: frozenset[tuple[str, int]] = frozenset()
     joined: Ends = field(default_factory=dict)
     open_ended: bool = False
+    timers_until: Mapping[str, int] | None = None
 
     def goal(self, spec: ProcessSpec, partition: int) -> Goal:
         """What the local store of a partition must contain before anything is read from it."""
@@ -132,6 +135,7 @@ class Moment:
                 "last": list(self.last.items()),
                 "verified": sorted(self.verified),
                 "open_ended": self.open_ended,
+                "timers_until": None if self.timers_until is None else dict(self.timers_until),
                 "joined": {topic: list(ends.items()) for topic, ends in self.joined.items()},
             }
         )
@@ -150,6 +154,7 @@ class Moment:
             verified=frozenset((place, partition) for place, partition in fields["verified"]),
             joined={topic: dict(ends) for topic, ends in fields["joined"].items()},
             open_ended=fields["open_ended"],
+            timers_until=fields["timers_until"],
         )
 
 
@@ -171,6 +176,7 @@ class StateReport:
         next_timer_ms: earliest remaining timer, per clock.
         counts: see ``engine.base.COUNTS``.
         timers_left: whether more timers were due than one batch may fire.
+        fired: by clock, the latest time of a timer that has fired.
         causes: of dead letters, by class of the cause: their number, and a description of the first one.
         rows: how many rows the local store has after this batch, by `ROW_KINDS`; empty: not known.
         nbytes: its size on disk; None: it is not on disk.
@@ -189,6 +195,7 @@ class StateReport:
     next_timer_ms: Mapping[str, int | None] = field(default_factory=dict)
     counts: Mapping[str, int] = field(default_factory=dict)
     timers_left: bool = False
+    fired: Mapping[str, int] = field(default_factory=dict)
     causes: Mapping[str, tuple[int, str]] = field(default_factory=dict)
     why: str = ""
     rows: Mapping[str, int] = field(default_factory=dict)

@@ -76,6 +76,7 @@ class TableState:
         # Rows by kind, and bytes, of the local copy of each partition as the last batch has left it.
         self._sizes: dict[int, tuple[Mapping[str, int], int | None]] = {}
         self._restored, self._restore_s = 0, 0.0
+        self._fired = dict(known.fired)
         self._fields = declared_fields(spec.processor)
         self.dead_letters = DeadLetters(spec.flow, spec.dead_letter_topic, spec.max_dead_letters, f"table {spec.table}")
 
@@ -155,7 +156,8 @@ class TableState:
         Without a changelog there are no end offsets."""
         topics = self.spec.topics
         version, watermark_ms = self.spec.processor.version, self._watermark_after(reports)
-        known = TableProgress(version, watermark_ms, self._fields, open_ended=self.open_ended)
+        fired = self._fired_after(reports)
+        known = TableProgress(version, watermark_ms, self._fields, open_ended=self.open_ended, fired=fired)
         if self._local is not None:
             changed = {report.partition: report.commit for report in reports if report.changed}
             return {}, replace(known, local=replace(self._local, last=self.last | changed))
@@ -168,6 +170,7 @@ class TableState:
         watermark_ms = self._watermark_after(reports)
         self._table_ends, self._internal_ends = self._ends_after(reports)
         self._now_ms = moment.now_ms
+        self._fired = self._fired_after(reports)
         self.watermark.on_commit(_latest(reports), watermark_ms)
         self.dead_letters.on_commit(letters_of(reports))
         for report in reports:
@@ -242,6 +245,13 @@ class TableState:
             if report.internal_end is not None:
                 internal_ends[report.partition] = report.internal_end
         return table_ends, internal_ends
+
+    def _fired_after(self, reports: Sequence[StateReport]) -> dict[str, int]:
+        fired = dict(self._fired)
+        for report in reports:
+            for clock, ms in report.fired.items():
+                fired[clock] = max(ms, fired.get(clock, ms))
+        return fired
 
     def _watermark(self) -> int | None:
         return None if self._lateness_ms is None else self.watermark.advance()

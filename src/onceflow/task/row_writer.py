@@ -164,7 +164,7 @@ class RowWriter:
 
     def write(self, batch: pa.RecordBatch) -> None:
         """Send one Arrow batch of rows (columns as ``ownership.py`` selects them)."""
-        if batch.num_rows == 0:
+        if batch.num_rows == 0 or self._order.muted:
             return
         self.rows += batch.num_rows
         for topic, rows in self._by_topic(batch):
@@ -172,7 +172,8 @@ class RowWriter:
 
     def write_to(self, topic: str, partition: int, batch: pa.RecordBatch) -> None:
         """Send rows to a partition that the caller has chosen. No other task may write to this partition."""
-        if batch.num_rows:
+        muted = self._order.muted and topic not in self._order.own_topics.tables
+        if batch.num_rows and not muted:
             self.rows += batch.num_rows
             self._encode(topic, partition, batch, self.target(topic))
 

@@ -62,9 +62,11 @@ class BaseEngine:
         max_timers_per_batch: how many timers may fire, those with the earliest times first. The others wait for the
             next batch. None: all that are due.
         tables: tables that the flow joins with, by name.
+        timers_until: see `Moment`.
 
     Attributes:
         timers_left: whether more timers were due than one batch may fire, or one of them has not done all of its work.
+        fired: by clock, the latest time of a timer that has fired.
         max_event_ms: the latest event time by topic and partition of the source (None and the table's partition if
             those are not known); only if the processor has ``allowed_lateness``.
         counts: what happened so far.
@@ -96,6 +98,7 @@ class BaseEngine:
         own_topics: OwnTopics | None = None,
         max_timers_per_batch: int | None = TIMERS_PER_BATCH,
         tables: Mapping[str, JoinedTable] | None = None,
+        timers_until: Mapping[str, int] | None = None,
     ) -> None:
         self.processor = copy.copy(processor)
         self.flow, self.table, self.partition, self.batch = flow, table, partition, batch
@@ -109,7 +112,8 @@ class BaseEngine:
         self._late_topic = late_topic
         self._source_topic = source_topic
         self._max_timers = max_timers_per_batch
-        self.timers_left = False
+        self._timers_until = timers_until
+        self.timers_left, self.fired = False, dict[str, int]()
         self._overlay = Overlay(store)
         self._scope = Scope(
             processor,

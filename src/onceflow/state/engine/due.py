@@ -10,8 +10,10 @@ from onceflow.state.api.timers import CLOCKS, MS_MAX, Timer, timer_of
 from onceflow.state.stores.overlay import Overlay
 
 
-def due_timers(overlay: Overlay, now_ms: int, watermark_ms: int | None) -> Iterator[tuple[bytes, Timer]]:
+def due_timers(overlay: Overlay, now_ms: int | None, watermark_ms: int | None) -> Iterator[tuple[bytes, Timer]]:
     """Keys and timers that are due, in the order of their times. The caller must `take` those that fire.
+
+    Without a time, none of that clock are due.
 
     Only timers of earlier batches are returned. Timers that are registered meanwhile wait for the next batch.
     """

@@ -55,7 +55,7 @@ class Engine(BaseEngine):
         super().start()
         self._guarded("late_before_ms", self._decide_what_is_late)
         on_timer, decode = self.processor.on_timer, self.processor.key.decode
-        for raw_key, timer in due.due_timers(self._overlay, self.now_ms, self.watermark_ms):
+        for raw_key, timer in due.due_timers(self._overlay, *self._fire_until()):
             if self.counts["timers_fired"] == self._max_timers:
                 self.timers_left = True
                 break
@@ -80,8 +80,18 @@ class Engine(BaseEngine):
             if self._scope.fatal is not None:
                 raise self._located(self._scope.fatal)
             self.counts["timers_fired"] += 1
+            self.fired[timer.clock] = max(timer.at_ms, self.fired.get(timer.clock, timer.at_ms))
         self.timers_left = self.timers_left or self._scope.timers_left
         self._overlay.savepoint()
+
+    def _fire_until(self) -> tuple[int | None, int | None]:
+        """Up to when timers fire, in processing time and in event time; None: none fires."""
+        limits = self._timers_until
+        if limits is None:
+            return self.now_ms, self.watermark_ms
+        now_ms = min(self.now_ms, limits["processing"]) if "processing" in limits else None
+        known = self.watermark_ms is not None and "event" in limits
+        return now_ms, min(self.watermark_ms or 0, limits["event"]) if known else None
 
     def _decide_what_is_late(self) -> None:
         if self.uses_event_time and self.watermark_ms is not None:

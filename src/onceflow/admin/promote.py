@@ -1,0 +1,193 @@
+"""Promoting a flow, as a pure decision: whether it can take the place of another one, and what that one becomes.
+
+Afterwards the other flow has the new one's tables and source position. Its own position may be behind that: then the
+earlier version has written the outputs of the records in between, and the hand-over in the progress record says so
+(``driver/handover.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from onceflow.errors import OptionError, ProgressConflictError
+from onceflow.protocol.names import Names
+from onceflow.protocol.progress import HandOver, Offsets, Progress, Promotion
+
+
+@dataclass(frozen=True)
+class Position:
+    """A partition that both flows read: the next offset of each; None: it does not know the partition."""
+
+    topic: str
+    partition: int
+    old: int | None
+    new: int
+
+    @property
+    def gap(self) -> int:
+        """How many offsets the earlier version has read, and the new one has not."""
+        return max(0, (self.old or 0) - self.new)
+
+    @property
+    def ahead(self) -> int:
+        """How many offsets the new version has read, and the earlier one has not."""
+        return max(0, self.new - (self.old or 0))
+
+
+def was_promoted(old: Progress, new: Progress | None, names: Names) -> bool:
+    """Whether the new flow has taken the old one's place already.
+
+    Args:
+        names: of the new flow.
+    """
+    return new is None and old.promoted is not None and old.promoted.flow == names.progress_key
+
+
+def check_can_promote(old: Progress, new: Progress, names: Names, other: Names) -> None:
+    """Check what does not change while flows run.
+
+    Args:
+        old, names: the flow that is replaced. new, other: the flow that takes its place.
+
+    Raises:
+        OptionError: both are the same. ProgressConflictError: it cannot take the other one's place.
+    """
+    if names.flow == other.flow:
+        raise OptionError(
+            f"Flow {names.flow!r} cannot replace itself", flow=names.flow, next_step="give the flow to replace"
+        )
+    for flow, progress in ((names.flow, old), (other.flow, new)):
+        if progress.handover is not None:
+            raise ProgressConflictError(
+                f"Flow {flow!r} was promoted, and has not run since then",
+                flow=flow,
+                next_step="start it; when it has committed a batch, run the command again",
+            )
+        if progress.checkpoint is not None:
+            raise ProgressConflictError(
+                f"Flow {flow!r} keeps state in a Spark checkpoint, which cannot be handed over",
+                flow=flow,
+                next_step="stop the old version, and start the new one with outputs of its own",
+            )
+        weak = sorted(name for name, table in progress.tables.items() if table.local is not None or table.open_ended)
+        if weak:
+            raise ProgressConflictError(
+                f"Table {weak[0]} of flow {flow!r} has no exact state in Kafka, so it cannot be handed over",
+                flow=flow,
+                detail="it has no changelog, or was written without transactions",
+                next_step="stop the old version, and start the new one with outputs of its own",
+            )
+    if new.tables and (new.forked is None or new.forked.flow != names.progress_key):
+        raise ProgressConflictError(
+            f"Flow {other.flow!r} has state, and is not a copy of {names.flow!r}",
+            flow=other.flow,
+            next_step=f"make one with `onceflow fork {names.flow} NEW`; its state can be built anew from the source "
+            "with `onceflow reset NEW --to earliest --state delete`",
+        )
+    if old.tables and not new.tables:
+        raise ProgressConflictError(
+            f"Flow {names.flow!r} has state, and {other.flow!r} has none",
+            flow=other.flow,
+            detail=f"tables: {', '.join(sorted(old.tables))}",
+            next_step=f"make a copy with `onceflow fork {names.flow} NEW`, and start the new version as NEW; it may "
+            "leave its tables unused",
+        )
+    _check_sources(old, new, names, other)
+
+
+def _check_sources(old: Progress, new: Progress, names: Names, other: Names) -> None:
+    common = set(old.offsets) & set(new.offsets)
+    if not common:
+        raise ProgressConflictError(
+            f"Flow {other.flow!r} reads none of the topics that {names.flow!r} reads",
+            flow=other.flow,
+            detail=f"it reads {', '.join(sorted(new.offsets)) or 'nothing yet'}",
+            next_step="check the names; the new version has to have run at least once",
+        )
+    for topic in sorted(common):
+        if old.topic_ids.get(topic) != new.topic_ids.get(topic):
+            raise ProgressConflictError(
+                f"Topic {topic} was deleted and created again: one of both flows has read the one of before",
+                flow=other.flow,
+                topic=topic,
+                next_step="start both flows, so that both read the topic that is there now",
+            )
+
+
+def positions(old: Progress, new: Progress) -> tuple[Position, ...]:
+    """Where both flows are in the partitions that the new one reads of the old one's topics."""
+    return tuple(
+        Position(topic, partition, old.offsets[topic].get(partition), offset)
+        for topic in sorted(set(old.offsets) & set(new.offsets))
+        for partition, offset in sorted(new.offsets[topic].items())
+    )
+
+
+def missing(old: Progress, new: Progress, *, new_timers: bool) -> str:
+    """What the old flow has not done yet, and the new one has; '' if there is nothing, so that nothing can be lost.
+
+    Args:
+        new_timers: whether the old flow is known to have no such timers, if none of a clock has fired.
+    """
+    if not new.tables:
+        return ""
+    for each in positions(old, new):
+        if each.ahead:
+            return f"{each.topic}-{each.partition}: it is at {each.old or 0}, the new one at {each.new}"
+    for table, copy in _pairs(old, new).items():
+        before, after = old.tables[table].fired, new.tables[copy].fired
+        for clock in sorted(after):
+            if clock not in before and not new_timers:
+                return f"no timer of {table} has fired, but some of {copy} have; if it has none, give --new-timers"
+            if before.get(clock, after[clock]) < after[clock]:
+                return f"timers of {table} have fired up to {before[clock]}, those of {copy} up to {after[clock]}"
+    return ""
+
+
+def _pairs(old: Progress, new: Progress) -> dict[str, str]:
+    """The tables that both flows have, and their copies."""
+    made: Mapping[str, str] = {} if new.forked is None else new.forked.tables
+    return {table: copy for table, copy in made.items() if table in old.tables and copy in new.tables}
+
+
+def promoted_progress(old: Progress, new: Progress, time_ms: int) -> Progress:
+    """What the progress record of the old flow becomes."""
+    pairs = _pairs(old, new)
+    before = {} if old.promoted is None else old.promoted.tables
+    replaced = {
+        table: copy for table, copy in {**before, **{t: pairs.get(t, "") for t in old.tables}}.items()
+        if table not in new.tables
+    }  # fmt: skip
+    promotion = Promotion(new.flow, time_ms, {table: pairs.get(copy, copy) for table, copy in replaced.items()})
+    tables = set(old.changelogs)
+    known = {**{t: i for t, i in old.topic_ids.items() if t not in tables}, **new.topic_ids}
+    if not new.tables:
+        offsets = {**new.offsets, **old.offsets}
+        return replace(old, offsets=offsets, topic_ids=known, promoted=promotion, time_ms=time_ms)
+    offsets = {
+        topic: {**old.offsets.get(topic, {}), **new.offsets.get(topic, {})} for topic in {**old.offsets, **new.offsets}
+    }
+    timers = {copy: old.tables[table].fired for table, copy in pairs.items() if old.tables[table].fired}
+    return replace(
+        new,
+        flow=old.flow,
+        batch_id=old.batch_id,
+        offsets=offsets,
+        topic_ids=known,
+        outputs=old.outputs,
+        forked=old.forked,
+        promoted=promotion,
+        handover=_handover({**offsets, **old.offsets}, old, new, timers),
+        time_ms=time_ms,
+    )
+
+
+def _handover(
+    written: Offsets, old: Progress, new: Progress, timers: Mapping[str, Mapping[str, int]]
+) -> HandOver | None:
+    """What is left to do for the new version, if anything is."""
+    level = all(new.tables[table].fired == fired for table, fired in timers.items())
+    if level and not any(each.gap for each in positions(old, new)):
+        return None
+    return HandOver(written, timers)

@@ -1,0 +1,207 @@
+"""Lets a flow take the place of another one, in one transaction of the other one's transactional id.
+
+The new flow is fenced first: it is a shadow, and its stop hurts nobody. The old one goes on until it has read and done
+at least as much. Then it is fenced, too, and the transaction has its new progress record, the group's offsets, and a
+tombstone for the progress of the new flow. Until it is committed, both flows can be started again as they were.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from onceflow.admin.flow_transaction import FlowTransaction, Wording, Written
+from onceflow.admin.mover import committed, known
+from onceflow.admin.promote import (
+    Position,
+    check_can_promote,
+    missing,
+    positions,
+    promoted_progress,
+    was_promoted,
+)
+from onceflow.admin.settled_progress import SettledProgress
+from onceflow.admin.table_copy import Tell
+from onceflow.admin.writer import Writer
+from onceflow.client.cluster import Cluster
+from onceflow.client.deadline import Deadline
+from onceflow.clock import clock_ms
+from onceflow.driver import progress_log
+from onceflow.errors import FencedError, ProgressConflictError, located
+from onceflow.protocol.names import Names
+from onceflow.protocol.progress import PROGRESS_TOPIC, Progress
+
+_SECONDS = 60.0
+_POLL_ATTEMPT = 4  # of `Deadline.pause`: about a tenth of a second
+
+
+@dataclass(frozen=True)
+class Promoted:
+    """What takes whose place.
+
+    Args:
+        flow: the flow that is replaced. new: the one that takes its place.
+        before: progress of the flow that is replaced.
+        positions: where both are in the source.
+        tables: by table of ``flow``, what replaces it ('': nothing).
+        progress: what was committed; None: nothing yet.
+        already: whether that was done before.
+    """
+
+    flow: str
+    new: str
+    before: Progress
+    positions: tuple[Position, ...]
+    stateful: bool
+    progress: Progress | None = None
+    already: bool = False
+
+    @property
+    def gap(self) -> int:
+        """How many offsets are processed without outputs, at most."""
+        return sum(each.gap for each in self.positions) if self.stateful else 0
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a user accepts.
+
+    Args:
+        max_gap: how many offsets the new flow may be behind.
+        wait_s: how long to wait until the old one has done as much as the new one.
+        new_timers: see `missing`.
+    """
+
+    max_gap: int = 100_000
+    wait_s: float = 60.0
+    new_timers: bool = False
+
+
+def preview(cluster: Cluster, names: Names, other: Names, limits: Limits) -> Promoted:
+    """What `promote` would do now. Nothing is changed, and nobody is fenced. Errors as of `promote`."""
+    deadline = Deadline(_SECONDS, f"looking at flow {names.flow}")
+    old = known(committed(cluster, names, deadline), names)
+    new = committed(cluster, other, deadline)
+    if was_promoted(old, new, other):
+        return Promoted(names.flow, other.flow, old, (), bool(old.tables), old, already=True)
+    new = known(new, other)
+    check_can_promote(old, new, names, other)
+    _check_gap(old, new, other, limits.max_gap)
+    return Promoted(names.flow, other.flow, old, positions(old, new), bool(new.tables))
+
+
+def promote(cluster: Cluster, names: Names, other: Names, limits: Limits, tell: Tell = lambda *_: None) -> Promoted:
+    """Let a flow take the place of another one. Drivers of both are fenced.
+
+    Args:
+        names: the flow that is replaced. other: the one that takes its place.
+
+    Raises:
+        OptionError, ProgressConflictError: it cannot take the other one's place.
+        DeadlineExceededError: the old flow does not get as far as the new one in time. It goes on.
+        FencedError: a driver of one of both has started meanwhile.
+        OnceflowError: see `FlowTransaction.commit`. After each of these, both flows can be started as they were.
+    """
+    deadline = Deadline(_SECONDS, f"preparing the promotion of flow {other.flow}")
+    wording = Wording(
+        doing=f"letting {other.flow} take the place of flow {names.flow}",
+        too_slow="The promotion was not committed",
+        undone="nothing has changed: start both flows as they were, and run the command again",
+    )
+    shadow = FlowTransaction(cluster, other, wording)
+    shadow.session.transactions.check_supported(deadline)
+    settled = SettledProgress(cluster, names)
+    with located(flow=other.flow):
+        old = known(settled.read(deadline), names)
+        shadow.take_over(deadline)
+        found = shadow.session.progress({}, deadline, missing_is_fine=True)
+        if was_promoted(old, found, other):
+            return Promoted(names.flow, other.flow, old, (), bool(old.tables), old, already=True)
+        new = known(found, other)
+        check_can_promote(old, new, names, other)
+        _check_gap(old, new, other, limits.max_gap)
+        until = Deadline(limits.wait_s, f"waiting for flow {names.flow} to get as far as {other.flow}")
+        _wait(settled, new, names, until, tell, new_timers=limits.new_timers)
+    own = FlowTransaction(cluster, names, wording)
+    with located(flow=names.flow):
+        return _commit(cluster, names, other, new, shadow, own, new_timers=limits.new_timers)
+
+
+def _check_gap(old: Progress, new: Progress, other: Names, max_gap: int) -> None:
+    gap = sum(each.gap for each in positions(old, new)) if new.tables else 0
+    if gap > max_gap:
+        raise ProgressConflictError(
+            f"Flow {other.flow!r} is {gap:,} records behind, which is more than {max_gap:,}",
+            flow=other.flow,
+            next_step="let it catch up, or give a larger --max-gap: as many records are processed without outputs in "
+            "one transaction at the next start",
+        )
+
+
+def _wait(
+    settled: SettledProgress, new: Progress, names: Names, deadline: Deadline, tell: Tell, *, new_timers: bool
+) -> None:
+    """Wait until the old flow has done all that the new one has done."""
+    while True:
+        old = known(settled.read(Deadline(_SECONDS, f"reading the progress of flow {names.flow}")), names)
+        left = missing(old, new, new_timers=new_timers)
+        if not left:
+            return
+        ahead = sum(each.ahead for each in positions(old, new))
+        tell(f"waiting for flow {names.flow}", 0, ahead)
+        if deadline.expired:
+            raise ProgressConflictError(
+                f"Flow {names.flow!r} has not got as far as the new version within {deadline.seconds:g} s",
+                flow=names.flow,
+                detail=left,
+                next_step="nothing has changed; the old version has to run, and to get records, while the command "
+                "waits. Start the new one again under its own name, or give a longer --wait",
+            )
+        deadline.pause(_POLL_ATTEMPT, left)
+
+
+def _commit(
+    cluster: Cluster,
+    names: Names,
+    other: Names,
+    new: Progress,
+    shadow: FlowTransaction,
+    own: FlowTransaction,
+    *,
+    new_timers: bool,
+) -> Promoted:
+    """Fence the old flow, and commit what it becomes."""
+    deadline = Deadline(_SECONDS, f"promoting flow {other.flow}")
+    own.take_over(deadline)
+    old = known(own.session.progress({}, deadline, missing_is_fine=True), names)
+    check_can_promote(old, new, names, other)
+    if left := missing(old, new, new_timers=new_timers):  # it was moved back by another command
+        raise ProgressConflictError(
+            f"Flow {names.flow!r} was changed meanwhile",
+            flow=names.flow,
+            detail=left,
+            next_step="run the command again",
+        )
+    key = other.progress_key
+    partition = progress_log.partition_of(key)
+
+    def forget_new(writer: Writer, until: Deadline) -> None:
+        writer.delete(PROGRESS_TOPIC, partition, [key.encode()])
+
+    def still_ours(until: Deadline) -> None:
+        """A driver that starts from now on finds the tombstone. None may have started before."""
+        try:
+            shadow.session.transactions.renew(until)
+        except FencedError as error:
+            raise ProgressConflictError(
+                f"Flow {other.flow!r} was started again meanwhile",
+                flow=other.flow,
+                detail=error.what,
+                next_step="nothing has changed; stop what starts it (a service manager, for example), start the old "
+                "version, and run the command again",
+            ) from error
+
+    def after(written: Written) -> Progress:
+        return promoted_progress(old, new, clock_ms())
+
+    progress = own.commit([PROGRESS_TOPIC], forget_new, after, before_end=still_ours)
+    return Promoted(names.flow, other.flow, old, positions(old, new), bool(new.tables), progress)

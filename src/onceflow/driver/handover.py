@@ -1,0 +1,88 @@
+"""The first batches of a flow whose place another version has taken (`onceflow promote`).
+
+The earlier version had read further than the new one, and has written the outputs of these records. So the new version
+processes them without writing outputs: only its state changes. Spark is told to plan exactly this range as the first
+batch. A batch without records follows, in which those timers fire that have fired in the earlier version. From then on,
+outputs are written. Each of these batches is one transaction, so after a crash the next start does what is left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from onceflow.driver.offset_log import SourceRange, TopicOffsets
+from onceflow.errors import ProgressConflictError
+from onceflow.protocol.progress import HandOver, Progress
+
+
+def first_range_end(progress: Progress) -> TopicOffsets | None:
+    """Where the first batch has to end; None: it may end anywhere."""
+    if not _is_behind(progress):
+        return None
+    return {
+        topic: {partition: max(offset, _written(progress, topic, partition)) for partition, offset in offsets.items()}
+        for topic, offsets in progress.offsets.items()
+    }
+
+
+def owes_timers(progress: Progress) -> bool:
+    """Whether the records that the earlier version has read are processed, but not its timers."""
+    return progress.handover is not None and not _is_behind(progress)
+
+
+def timers_until(progress: Progress, table: str) -> Mapping[str, int] | None:
+    """See `Moment`: which timers may fire in the next batch."""
+    return None if progress.handover is None else progress.handover.timers.get(table, {})
+
+
+def check_range(progress: Progress, source: SourceRange, *, flow: str, batch: int) -> None:
+    """Check that the outputs of the range are all written already, or none of them.
+
+    Raises:
+        ProgressConflictError: it reaches beyond what the earlier version has read.
+    """
+    if progress.handover is None:
+        return
+    for topic, offsets in source.end.items():
+        for partition, end in offsets.items():
+            if end > max(_written(progress, topic, partition), source.start.get(topic, {}).get(partition, 0)):
+                raise ProgressConflictError(
+                    f"The first batch after a promotion reads too much of {topic}-{partition}",
+                    flow=flow,
+                    batch=batch,
+                    topic=f"{topic}-{partition}",
+                    detail=f"the earlier version has read up to {_written(progress, topic, partition)}, the batch ends "
+                    f"at {end}",
+                    next_step="nothing was written; start the flow again, without checkpoint=",
+                )
+
+
+def after(progress: Progress, offsets: Mapping[str, Mapping[int, int]], *, timers_left: bool) -> HandOver | None:
+    """What is left of a hand-over after a batch without outputs.
+
+    Args:
+        progress: before the batch. offsets: after it.
+        timers_left: whether more timers were due than one batch may fire.
+    """
+    handover = progress.handover
+    if handover is None:
+        return None
+    is_done = owes_timers(progress) or not handover.timers
+    return None if is_done and not timers_left and not _is_behind_of(handover, offsets) else handover
+
+
+def _written(progress: Progress, topic: str, partition: int) -> int:
+    handover = progress.handover
+    return 0 if handover is None else handover.offsets.get(topic, {}).get(partition, 0)
+
+
+def _is_behind(progress: Progress) -> bool:
+    return progress.handover is not None and _is_behind_of(progress.handover, progress.offsets)
+
+
+def _is_behind_of(handover: HandOver, offsets: Mapping[str, Mapping[int, int]]) -> bool:
+    return any(
+        offset < handover.offsets.get(topic, {}).get(partition, 0)
+        for topic, by_partition in offsets.items()
+        for partition, offset in by_partition.items()
+    )

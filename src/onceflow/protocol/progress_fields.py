@@ -1,0 +1,56 @@
+"""Fields of the progress record in JSON: written, read and checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NoReturn, TypeAlias
+
+from onceflow.errors import ProtocolError
+
+PROGRESS_TOPIC = "__onceflow_progress"
+
+Offsets: TypeAlias = Mapping[str, Mapping[int, int]]
+"""Topic, then partition, then offset."""
+
+
+def plain(offsets: Offsets) -> dict[str, dict[int, int]]:
+    """Plain dicts of Python's int, in order of partitions: numpy's integers cannot be written as JSON."""
+    return {
+        topic: {int(partition): int(offset) for partition, offset in sorted(partitions.items())}
+        for topic, partitions in offsets.items()
+    }
+
+
+def take(content: dict[str, Any], flow: str, name: str, kind: type) -> Any:
+    value = content.get(name)
+    # In Python, bool (JSON true and false) is a subclass of int.
+    if not isinstance(value, kind) or isinstance(value, bool):
+        garbage(flow, f"{name} is {short(value)}, not of type {kind.__name__}")
+    return value
+
+
+def offsets(content: dict[str, Any], flow: str, name: str) -> dict[str, dict[int, int]]:
+    result: dict[str, dict[int, int]] = {}
+    for topic, partitions in take(content, flow, name, dict).items():
+        if not isinstance(partitions, dict):
+            garbage(flow, f"{name} of {topic} is {short(partitions)}")
+        result[topic] = {}
+        for partition, offset in partitions.items():
+            legal = partition.isascii() and partition.isdecimal()
+            if not legal or not isinstance(offset, int) or isinstance(offset, bool) or offset < 0:
+                garbage(flow, f"{name} of {topic} has {short(partition)}: {short(offset)}")
+            result[topic][int(partition)] = offset
+    return result
+
+
+def short(value: Any) -> str:
+    return repr(value)[:80]
+
+
+def garbage(flow: str | None, detail: str) -> NoReturn:
+    raise ProtocolError(
+        f"a record in {PROGRESS_TOPIC} is not a progress record",
+        next_step=f"find out who else writes to {PROGRESS_TOPIC}; `onceflow reset` lets the flow start anew.",
+        flow=flow,
+        detail=detail,
+    )

@@ -1,0 +1,129 @@
+"""How a flow follows another one: as a copy of it (`onceflow fork`), or in its place (`onceflow promote`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from onceflow.protocol.progress_fields import Offsets, garbage, offsets, plain, take
+
+
+@dataclass(frozen=True)
+class ForkOrigin:
+    """Where a flow comes from that was made by `onceflow fork`.
+
+    Args:
+        flow: progress key of the flow that was copied.
+        batch_id: its last batch that is in the copy.
+        time_ms: when it was copied, epoch milliseconds.
+        offsets: the source position of the copy, in the form of `Progress.offsets`.
+        tables: by table of that flow, its copy.
+        outputs: by topic and partition, the first offset behind what the copied flow had written up to there. Only
+            topics that its progress records have named lately.
+    """
+
+    flow: str
+    batch_id: int
+    time_ms: int
+    offsets: Offsets = field(default_factory=dict)
+    tables: Mapping[str, str] = field(default_factory=dict)
+    outputs: Offsets = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class HandOver:
+    """What an earlier version of a flow has written already. The new version changes its state for it, and writes no
+    outputs.
+
+    Args:
+        offsets: the source position of the earlier version. Outputs of the records before it are written.
+        timers: by table and clock, the time up to which timers have fired; without an entry, none has.
+    """
+
+    offsets: Offsets
+    timers: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Promotion:
+    """That another flow has taken this flow's place.
+
+    Args:
+        flow: progress key of the other flow, which does not exist any more.
+        time_ms: when that was, epoch milliseconds.
+        tables: tables of earlier versions, which are not this flow's any more, and what has replaced each: the name of
+            a table, or '' for nothing.
+    """
+
+    flow: str
+    time_ms: int
+    tables: Mapping[str, str] = field(default_factory=dict)
+
+
+def fork_content(forked: ForkOrigin) -> dict[str, Any]:
+    """The JSON object of a `ForkOrigin`."""
+    return {
+        "flow": forked.flow,
+        "batch_id": int(forked.batch_id),
+        "time_ms": int(forked.time_ms),
+        "offsets": plain(forked.offsets),
+        "tables": dict(forked.tables),
+        "outputs": plain(forked.outputs),
+    }
+
+
+def fork_of(content: dict[str, Any], flow: str) -> ForkOrigin:
+    """The `ForkOrigin` of a JSON object."""
+    return ForkOrigin(
+        flow=take(content, flow, "flow", str),
+        batch_id=take(content, flow, "batch_id", int),
+        time_ms=take(content, flow, "time_ms", int),
+        offsets=offsets(content, flow, "offsets"),
+        tables=_names(content, flow, "tables"),
+        outputs=offsets(content, flow, "outputs"),
+    )
+
+
+def handover_content(handover: HandOver) -> dict[str, Any]:
+    """The JSON object of a `HandOver`."""
+    return {
+        "offsets": plain(handover.offsets),
+        "timers": {table: times_content(times) for table, times in handover.timers.items()},
+    }
+
+
+def handover_of(content: dict[str, Any], flow: str) -> HandOver:
+    """The `HandOver` of a JSON object."""
+    timers = take(content, flow, "timers", dict)
+    return HandOver(offsets(content, flow, "offsets"), {table: times_of(timers, flow, table) for table in timers})
+
+
+def promotion_content(promoted: Promotion) -> dict[str, Any]:
+    """The JSON object of a `Promotion`."""
+    return {"flow": promoted.flow, "time_ms": int(promoted.time_ms), "tables": dict(promoted.tables)}
+
+
+def promotion_of(content: dict[str, Any], flow: str) -> Promotion:
+    """The `Promotion` of a JSON object."""
+    return Promotion(
+        take(content, flow, "flow", str), take(content, flow, "time_ms", int), _names(content, flow, "tables")
+    )
+
+
+def times_content(times: Mapping[str, int]) -> dict[str, int]:
+    """Times by clock, as JSON."""
+    return {clock: int(ms) for clock, ms in sorted(times.items())}
+
+
+def times_of(content: dict[str, Any], flow: str, name: str) -> dict[str, int]:
+    """Times by clock, from JSON."""
+    times = take(content, flow, name, dict)
+    return {clock: take(times, flow, clock, int) for clock in times}
+
+
+def _names(content: dict[str, Any], flow: str, field_: str) -> dict[str, str]:
+    names = take(content, flow, field_, dict)
+    if not all(isinstance(name, str) for name in names.values()):
+        garbage(flow, f"{field_} has a name that is not a text")
+    return dict(names)

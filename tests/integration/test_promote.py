@@ -1,0 +1,352 @@
+"""`onceflow promote` on a real broker: outputs and state are those of one program that was never interrupted."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+import onceflow
+from onceflow import hooks
+from onceflow.admin import promote, promoter
+from onceflow.cli.main import cli
+from onceflow.client.cluster import Cluster
+from onceflow.client.deadline import Deadline
+from onceflow.client.settings import ClientSettings
+from onceflow.driver.driver_session import DriverSession
+from onceflow.driver.progress_log import partition_of
+from onceflow.protocol.names import Names
+from onceflow.protocol.progress import PROGRESS_TOPIC
+from onceflow.testing import faults, independent
+from onceflow.testing.waiting import wait_until
+
+pytestmark = pytest.mark.integration
+
+Call = Callable[..., Result]
+
+
+@pytest.fixture
+def call(onceflow_broker: str, monkeypatch: pytest.MonkeyPatch) -> Call:
+    monkeypatch.setenv("ONCEFLOW_BOOTSTRAP_SERVERS", onceflow_broker)
+    return lambda *arguments, **more: CliRunner().invoke(cli, arguments, standalone_mode=False, **more)
+
+
+def told(answer: Result) -> dict[str, Any]:
+    assert answer.exception is None, (answer.exception, answer.output)
+    (line,) = answer.stdout.splitlines()
+    found: dict[str, Any] = json.loads(line)
+    return found
+
+
+def refused(answer: Result, kind: type[Exception], *texts: str) -> None:
+    assert isinstance(answer.exception, kind), (answer.exception, answer.output)
+    for text in texts:
+        assert text in str(answer.exception)
+
+
+def copied(pipe: Any, call: Call, target: str, name: str = "next") -> Any:
+    """What runs a new copy of the flow."""
+    flow = f"{pipe.flow}-{name}"
+    told(call("fork", pipe.flow, flow, "--yes", "--json"))
+    table = {"table": f"{flow}-{pipe.table}"} if hasattr(pipe, "table") else {}
+    return replace(pipe, flow=flow, target=target, sent=pipe.sent, **table)
+
+
+def successor(pipe: Any, copy: Any) -> Any:
+    """What runs the program of the copy as the flow whose place it has taken."""
+    return replace(pipe, table=copy.table, sent=pipe.sent)
+
+
+def promotion(pipe: Any, copy: Any, *more: str) -> tuple[str, ...]:
+    return ("promote", copy.flow, "--replaces", pipe.flow, "--yes", "--json", *more)
+
+
+def progress_of(pipe: Any) -> dict[str, Any] | None:
+    records = independent.read_topic(pipe.bootstrap, PROGRESS_TOPIC, decided=True)
+    last = [record.value for record in records if record.key == pipe.flow.encode()]
+    return json.loads(last[-1]) if last and last[-1] is not None else None
+
+
+@contextlib.contextmanager
+def feeding(pipe: Any) -> Iterator[None]:
+    """The source gets more records all the time."""
+    over = threading.Event()
+    failures: list[BaseException] = []
+
+    def feed() -> None:
+        try:
+            while not over.wait(0.02):
+                pipe.fill(20)
+        except BaseException as problem:
+            failures.append(problem)
+
+    feeder = threading.Thread(target=feed)
+    feeder.start()
+    try:
+        yield
+    finally:
+        over.set()
+        feeder.join(60)
+    assert not failures
+
+
+def test_under_load(make_state_pipe: Any, make_topic: Any, call: Call) -> None:
+    pipe = make_state_pipe(partitions=3)
+    pipe.fill(300)
+    with feeding(pipe):
+        old = pipe.start()
+        wait_until(lambda: len(old.batches) > 2, 60, "batches")
+        copy = copied(pipe, call, make_topic("out", 2))
+        new = copy.start()
+        wait_until(lambda: len(new.batches) > 2, 60, "batches of the copy")
+        done = told(call(*promotion(pipe, copy)))
+        for query in (old, new):
+            with pytest.raises(onceflow.FencedError):
+                query.awaitTermination(60)
+        after = successor(pipe, copy)
+        last = after.start()
+        wait_until(lambda: len(last.batches) > 2, 60, "batches of the successor")
+    last.processAllAvailable()
+    last.stop()
+    after.check()
+    assert done["tables"] == {pipe.table: copy.table}
+    assert progress_of(copy) is None
+    assert (progress_of(after) or {}).get("handover") is None
+    assert told(call(*promotion(pipe, copy)))["already"]
+    # The old program cannot go on, and the copy is gone.
+    with pytest.raises(onceflow.ProgressConflictError, match="not this flow's any more") as stopped:
+        pipe.start()
+    assert copy.table in stopped.value.next_step
+    with pytest.raises(onceflow.ProgressConflictError, match="holds records already"):
+        copy.start()
+    refused(call(*promotion(pipe, copy)), onceflow.ProgressConflictError, "has state", "has none")
+    # A third version.
+    third = copied(after, call, make_topic("out", 2), "third")
+    pipe.fill(100)
+    after.run()
+    told(call(*promotion(pipe, third)))
+    successor(after, third).run()
+    successor(after, third).check()
+    with pytest.raises(onceflow.ProgressConflictError, match="not this flow's any more"):
+        pipe.start()
+
+
+def behind(make_state_pipe: Any, make_topic: Any, call: Call) -> tuple[Any, Any]:
+    """A flow, and a copy that has not run yet while the flow went on. The progress of both is in one partition."""
+    pipe = make_state_pipe(partitions=2)
+    pipe.fill(200)
+    pipe.run()
+    names = (f"next-{n}" for n in itertools.count())
+    partition = partition_of(pipe.flow)
+    name = next(name for name in names if partition_of(f"{pipe.flow}-{name}") == partition)
+    copy = copied(pipe, call, make_topic("out", 2), name)
+    pipe.fill(150)
+    pipe.run()
+    return pipe, copy
+
+
+def check_promotion(pipe: Any, copy: Any, call: Call) -> None:
+    told(call(*promotion(pipe, copy)))
+    assert progress_of(copy) is None
+    pipe.fill(100)
+    after = successor(pipe, copy)
+    after.run()
+    after.check()
+
+
+def test_a_gap(make_state_pipe: Any, make_topic: Any, call: Call) -> None:
+    pipe, copy = behind(make_state_pipe, make_topic, call)
+    shown = call(*promotion(pipe, copy)[:4], "--dry-run").stdout
+    assert "is at most 150 records behind" in shown
+    refused(call(*promotion(pipe, copy, "--max-gap", "149")), onceflow.ProgressConflictError, "150 records behind")
+    check_promotion(pipe, copy, call)
+
+
+def test_a_copy_that_is_started_again_meanwhile(
+    make_state_pipe: Any, make_topic: Any, call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A service manager starts the copy again when it is fenced. Both flows go on as they were."""
+    pipe, copy = behind(make_state_pipe, make_topic, call)
+    announce, before = hooks.at, progress_of(copy)
+
+    def start(name: str, **fields: Any) -> None:
+        announce(name, **fields)
+        if name == "progress" and fields["flow"] == pipe.flow:
+            with contextlib.closing(Cluster(ClientSettings(pipe.bootstrap))) as cluster:
+                DriverSession(cluster, Names(copy.flow)).init(Deadline(30, "starting"))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(hooks, "at", start)
+        refused(call(*promotion(pipe, copy)), onceflow.ProgressConflictError, "was started again meanwhile")
+    pipe.fill(50)
+    pipe.run()
+    pipe.check()
+    assert progress_of(copy) == before
+    check_promotion(pipe, copy, call)
+
+
+def test_without_state(make_pipe: Any, make_topic: Any, call: Call) -> None:
+    """The new version continues where the old one is, wherever the copy was."""
+    pipe = make_pipe(partitions=2)
+    pipe.fill(40)
+    pipe.run()
+    copy = copied(replace(pipe), call, make_topic("out", 2))
+    pipe.fill(30)
+    copy.run()
+    pipe.fill(30)
+    assert told(call(*promotion(pipe, copy)))["gap_max"] == 0
+    pipe.fill(20)
+    pipe.run()
+    pipe.check()
+
+
+@pytest.mark.parametrize("broken", ["outputs of the gap are written", "state without the gap"])
+def test_broken_promotions_are_found_out(
+    make_state_pipe: Any, make_topic: Any, call: Call, monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    pipe, copy = behind(make_state_pipe, make_topic, call)
+    original = promote.promoted_progress
+
+    def wrong(old: Any, new: Any, time_ms: int) -> Any:
+        progress = replace(original(old, new, time_ms), handover=None)
+        return progress if broken == "outputs of the gap are written" else replace(progress, offsets=old.offsets)
+
+    monkeypatch.setattr(promoter, "promoted_progress", wrong)
+    with pytest.raises(AssertionError):
+        check_promotion(pipe, copy, call)
+
+
+def test_killed_at_each_step(make_state_pipe: Any, make_topic: Any, call: Call) -> None:
+    """Before `end` both flows go on as they were; after it the promotion holds."""
+    pipe, copy = behind(make_state_pipe, make_topic, call)
+    for step in ("init", "write", "progress", "end"):
+        before = progress_of(pipe), progress_of(copy)
+        environment = {**os.environ, hooks.VARIABLE: faults.fault(step, "kill", flow=pipe.flow)}
+        line = [sys.executable, "-m", "onceflow.cli.main", *promotion(pipe, copy)]
+        killed = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=60, check=False)
+        assert killed.returncode == -9, killed.stderr
+        if step != "end":
+            pipe.fill(20)
+            pipe.run()  # its start decides what the command has left open
+            assert progress_of(copy) == before[1]
+            assert "promoted" not in (progress_of(pipe) or {})
+            pipe.check()
+    assert progress_of(copy) is None
+    assert told(call(*promotion(pipe, copy)))["already"]
+    after = successor(pipe, copy)
+    pipe.fill(50)
+    after.run()
+    after.check()
+
+
+def test_killed_in_the_batch_without_outputs(
+    make_state_pipe: Any, make_topic: Any, call: Call, killed_together: Any
+) -> None:
+    """The first batch after the promotion is batch 2 of each flow. At every step of it, the next start completes it."""
+    ready = {}
+    for step in ("plan", "write", "progress", "end"):
+        pipe = make_state_pipe(partitions=2)
+        pipe.run()  # there is nothing to read yet
+        copy = copied(pipe, call, make_topic("out", 2))
+        pipe.fill(400)
+        pipe.run()
+        told(call(*promotion(pipe, copy)))
+        assert (progress_of(pipe) or {})["batch_id"] == 1
+        ready[step] = successor(pipe, copy)
+        pipe.fill(300)
+    killed_together(ready, {step: {"write": {"small_batch_rows": 0}} if step == "write" else {} for step in ready})
+    for step, pipe in ready.items():
+        assert len(pipe.outputs()) == 400, step
+        pipe.run()
+        pipe.check()
+
+
+# ---- timers ----------------------------------------------------------------------------------------------
+
+
+def alarms(pipe: Any, late: str, **options: Any) -> Any:
+    return pipe.start(
+        process={"processor": pipe.ledger.Alarms(), "late_topic": late}, read={"max_records_per_batch": 150}, **options
+    )
+
+
+def fired(pipe: Any) -> Counter[str]:
+    seen = independent.read_topic(pipe.bootstrap, pipe.target, decided=True)
+    return Counter(json.loads(record.value or b"")["timer"] for record in seen)
+
+
+def wait_for_timers(pipe: Any, query: Any, expected: dict[str, int]) -> None:
+    """Timers fire in batches after the last records: a clock wakes the flow up."""
+    text = f"{len(expected)} timers"
+    wait_until(lambda: sum(fired(pipe).values()) >= len(expected), 60, text, useless=lambda: query.failure, poll_s=0.1)
+    query.stop()
+
+
+def send(pipe: Any, count: int) -> None:
+    more = pipe.ledger.alarm_inputs(len(pipe.sent), count)
+    independent.fill(pipe.bootstrap, pipe.source, more)
+    pipe.sent += more
+
+
+def finish(pipe: Any, late: str) -> None:
+    """Event time passes all timers of the records. Each has fired once, or was cancelled."""
+    moment = len(pipe.sent) * 100 + 10_000
+    last = pipe.ledger.alarm_inputs(len(pipe.sent) * 10 + 1, 40, at=moment)
+    expected = pipe.ledger.expected_alarms(pipe.sent + last, moment - 1000)
+    independent.fill(pipe.bootstrap, pipe.source, last)
+    wait_for_timers(pipe, alarms(pipe, late), expected)
+    assert fired(pipe) == dict.fromkeys(expected, 1)
+    assert independent.read_topic(pipe.bootstrap, late, decided=True) == []
+
+
+@pytest.mark.parametrize("ticks", [pytest.param(True, marks=pytest.mark.long), False])
+def test_timers_in_the_gap(make_state_pipe: Any, make_topic: Any, call: Call, ticks: bool) -> None:
+    """The old flow has fired some timers that the copy has not; and, without ticks, others of them not yet."""
+    late = make_topic("late", 1)
+    pipe = make_state_pipe(partitions=2)
+    send(pipe, 300)
+    alarms(pipe, late, once=True).awaitTermination(60)
+    copy = copied(pipe, call, make_topic("out", 2))
+    send(pipe, 400)
+    alarms(pipe, late, once=True).awaitTermination(60)
+    before = sum(fired(pipe).values())
+    assert before > 100
+    if ticks:
+        query = alarms(pipe, late)
+        wait_until(lambda: sum(fired(pipe).values()) > before, 60, "more timers", poll_s=0.1)
+        query.stop()
+    told(call(*promotion(pipe, copy)))
+    send(pipe, 200)
+    finish(successor(pipe, copy), late)
+
+
+def test_a_copy_whose_timers_are_ahead(make_state_pipe: Any, make_topic: Any, call: Call) -> None:
+    """At the same position, the copy has fired timers that the old flow has not: their outputs would be lost."""
+    late = make_topic("late", 1)
+    pipe = make_state_pipe(partitions=2)
+    send(pipe, 10)
+    alarms(pipe, late, once=True).awaitTermination(60)
+    copy = copied(pipe, call, make_topic("out", 2))
+    send(pipe, 300)
+    alarms(pipe, late, once=True).awaitTermination(60)
+    count = sum(fired(pipe).values())
+    query = alarms(copy, late)
+    wait_until(lambda: sum(fired(copy).values()) > count, 60, "timers of the copy", poll_s=0.1)
+    query.stop()
+    answer = call(*promotion(pipe, copy, "--wait", "0.5"))
+    refused(answer, onceflow.ProgressConflictError, "has not got as far", "timers of")
+    query = alarms(pipe, late)
+    told(call(*promotion(pipe, copy)))
+    query.stop()
+    finish(successor(pipe, copy), late)

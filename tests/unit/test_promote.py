@@ -1,0 +1,186 @@
+"""Whether a flow can take another one's place, what that one becomes, and which batches follow."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from onceflow.admin.promote import check_can_promote, missing, positions, promoted_progress, was_promoted
+from onceflow.driver import handover
+from onceflow.driver.offset_log import SourceRange
+from onceflow.errors import OptionError, ProgressConflictError
+from onceflow.planning.table_plan import check_not_replaced
+from onceflow.protocol.names import Names
+from onceflow.protocol.progress import (
+    CheckpointProgress,
+    ForkOrigin,
+    HandOver,
+    LocalTable,
+    Progress,
+    Promotion,
+    TableProgress,
+    decode,
+    encode,
+)
+
+OLD, NEW = Names("sums"), Names("next")
+
+
+def old(at: Mapping[int, int], **changed: Any) -> Progress:
+    found = Progress(
+        "sums",
+        7,
+        {"in": at},
+        {"in": "id", "t": "id-t", "t-internal": "id-i"},
+        1000,
+        changelogs={"t": {0: 5}, "t-internal": {0: 1}},
+        tables={"t": TableProgress(1, fired={"event": 50})},
+        outputs=("out",),
+    )
+    return replace(found, **changed)
+
+
+def new(at: Mapping[int, int], **changed: Any) -> Progress:
+    found = Progress(
+        "next",
+        3,
+        {"in": at},
+        {"in": "id", "n": "id-n", "n-internal": "id-m"},
+        1000,
+        changelogs={"n": {0: 9}, "n-internal": {0: 2}},
+        tables={"n": TableProgress(2, fired={"event": 40})},
+        outputs=("shadow",),
+        forked=ForkOrigin("sums", 5, 900, {}, {"t": "n"}),
+    )
+    return replace(found, **changed)
+
+
+def test_a_gap() -> None:
+    before, after = old({0: 10, 1: 20}), new({0: 8, 1: 20})
+    check_can_promote(before, after, OLD, NEW)
+    assert missing(before, after, new_timers=False) == ""
+    assert [each.gap for each in positions(before, after)] == [2, 0]
+    found = promoted_progress(before, after, 2000)
+    assert (found.flow, found.batch_id, found.offsets) == ("sums", 7, after.offsets)
+    assert (found.tables, found.changelogs) == (after.tables, after.changelogs)
+    assert found.topic_ids == after.topic_ids
+    assert found.outputs == ("out",)
+    assert found.promoted == Promotion("next", 2000, {"t": "n"})
+    assert found.handover == HandOver(before.offsets, {"n": {"event": 50}})
+    assert decode(*encode(found)) == found
+    assert was_promoted(found, None, NEW)
+    assert not was_promoted(found, after, NEW)
+    assert not was_promoted(before, None, NEW)
+    # What follows: the gap, then the timers, then outputs.
+    assert handover.first_range_end(found) == {"in": {0: 10, 1: 20}}
+    assert not handover.owes_timers(found)
+    assert handover.timers_until(found, "n") == {"event": 50}
+    assert handover.timers_until(found, "another") == {}
+    level = replace(found, offsets=before.offsets)
+    level = replace(level, handover=handover.after(found, level.offsets, timers_left=False))
+    assert handover.owes_timers(level)
+    assert handover.first_range_end(level) is None
+    assert handover.after(level, level.offsets, timers_left=True) == level.handover
+    done = replace(level, handover=handover.after(level, level.offsets, timers_left=False))
+    assert done.handover is None
+    assert handover.timers_until(done, "n") is None
+    assert not handover.owes_timers(done)
+
+
+def test_no_gap() -> None:
+    before = old({0: 8})
+    assert promoted_progress(before, new({0: 8}), 2000).handover == HandOver({"in": {0: 8}}, {"n": {"event": 50}})
+    same = {"n": TableProgress(2, fired={"event": 50})}
+    assert promoted_progress(before, new({0: 8}, tables=same), 2000).handover is None
+    # Without timers, the gap is all there is to do.
+    plain = promoted_progress(old({0: 9}, tables={"t": TableProgress()}), new({0: 8}), 2000)
+    assert plain.handover == HandOver({"in": {0: 9}})
+    assert handover.after(plain, {"in": {0: 9}}, timers_left=False) is None
+    assert handover.after(plain, {"in": {0: 8}}, timers_left=False) == plain.handover
+
+
+def test_other_topics() -> None:
+    """The new version reads one more topic, and another one no longer."""
+    before = old({0: 8}, offsets={"in": {0: 8}, "gone": {0: 4}})
+    after = new({0: 8}, offsets={"in": {0: 6, 1: 3}, "more": {0: 7}})
+    found = promoted_progress(before, after, 2000)
+    assert found.offsets == {"in": {0: 6, 1: 3}, "gone": {0: 4}, "more": {0: 7}}
+    assert handover.first_range_end(found) == {"in": {0: 8, 1: 3}, "gone": {0: 4}, "more": {0: 7}}
+    assert "in-1: it is at 0, the new one at 3" in missing(before, after, new_timers=False)
+
+
+def test_what_would_be_lost() -> None:
+    assert "in-0: it is at 7, the new one at 8" in missing(old({0: 7}), new({0: 8}), new_timers=False)
+    ahead = {"n": TableProgress(2, fired={"event": 51})}
+    assert "up to 50, those of n up to 51" in missing(old({0: 8}), new({0: 8}, tables=ahead), new_timers=False)
+    none = old({0: 8}, tables={"t": TableProgress()})
+    assert "--new-timers" in missing(none, new({0: 8}), new_timers=False)
+    assert missing(none, new({0: 8}), new_timers=True) == ""
+    stateless: dict[str, Any] = {"tables": {}, "changelogs": {}}
+    assert missing(old({0: 7}, **stateless), new({0: 8}, **stateless), new_timers=False) == ""
+
+
+def test_without_state() -> None:
+    stateless: dict[str, Any] = {"tables": {}, "changelogs": {}, "topic_ids": {"in": "id"}, "forked": None}
+    before, after = old({0: 7}, **stateless), new({0: 9}, **stateless)
+    check_can_promote(before, after, OLD, NEW)
+    found = promoted_progress(before, after, 2000)
+    assert replace(found, promoted=None, time_ms=1000) == before
+
+
+def test_a_third_version() -> None:
+    second = replace(promoted_progress(old({0: 8}), new({0: 8}), 2000), handover=None)
+    third = new({0: 8}, flow="third", forked=ForkOrigin("sums", 7, 0, {}, {"n": "m"}))
+    third = replace(third, tables={"m": TableProgress(3)}, changelogs={"m": {0: 1}, "m-internal": {0: 1}})
+    found = promoted_progress(second, third, 3000)
+    assert found.promoted == Promotion("third", 3000, {"t": "m", "n": "m"})
+    for table in ("t", "n"):
+        with pytest.raises(ProgressConflictError, match="not this flow's any more") as refused:
+            check_not_replaced(table, found)
+        assert "table='m'" in refused.value.next_step
+    check_not_replaced("m", found)
+    check_not_replaced("another", found)
+
+
+@pytest.mark.parametrize(
+    "changed, text",
+    [
+        ({"handover": HandOver({})}, "has not run since"),
+        ({"checkpoint": CheckpointProgress("q", 1, "d")}, "Spark checkpoint"),
+        ({"tables": {"x": TableProgress(local=LocalTable("t", 1))}}, "no exact state"),
+        ({"tables": {"x": TableProgress(open_ended=True)}}, "no exact state"),
+        ({"offsets": {"other": {0: 1}}}, "reads none of the topics"),
+        ({"topic_ids": {"in": "another"}}, "deleted and created again"),
+    ],
+)
+def test_what_cannot_be_promoted(changed: dict[str, Any], text: str) -> None:
+    with pytest.raises(ProgressConflictError, match=text):
+        check_can_promote(old({0: 8}), new({0: 8}, **changed), OLD, NEW)
+    with pytest.raises(ProgressConflictError, match=text):
+        check_can_promote(old({0: 8}, **changed), new({0: 8}), OLD, NEW)
+
+
+def test_whose_copy_it_is() -> None:
+    for forked in (None, ForkOrigin("another", 1, 0)):
+        with pytest.raises(ProgressConflictError, match="is not a copy of"):
+            check_can_promote(old({0: 8}), new({0: 8}, forked=forked), OLD, NEW)
+    with pytest.raises(ProgressConflictError, match="has none"):
+        check_can_promote(old({0: 8}), new({0: 8}, tables={}), OLD, NEW)
+    with pytest.raises(OptionError, match="cannot replace itself"):
+        check_can_promote(old({0: 8}), old({0: 8}), OLD, OLD)
+
+
+def test_a_batch_that_reads_too_much_is_refused() -> None:
+    progress = promoted_progress(old({0: 10, 1: 20}), new({0: 8, 1: 20}), 2000)
+
+    def check(ends: dict[int, int]) -> None:
+        handover.check_range(progress, SourceRange({"in": {0: 8, 1: 20}}, {"in": ends}), flow="sums", batch=8)
+
+    check({0: 10, 1: 20})
+    check({0: 9, 1: 20})
+    for ends in ({0: 11, 1: 20}, {0: 10, 1: 21}):
+        with pytest.raises(ProgressConflictError, match="reads too much of in-"):
+            check(ends)
