@@ -56,6 +56,7 @@ ARGUMENTS = {
     "reset --to": "FLOW --to earliest --yes",
     "reset --to --state delete": "FLOW --to earliest --state delete --yes",
     "status": "FLOW",
+    "status --tables": "FLOW --tables",
     "table count": "TABLE --state-dir FOLDER",
     "table describe": "TABLE",
     "table get": "TABLE row-1 --state-dir FOLDER",

@@ -50,6 +50,12 @@ def not_permitted(right: Right) -> str:
     return f"not permitted: {right.operation} on {right.kind} {right.name}"
 
 
+def without_tables(right: Right) -> str:
+    """Without READ, this principal does not have DESCRIBE either, which is asked for first."""
+    said = not_permitted(right)
+    return said.replace("READ", "DESCRIBE") if right.name.startswith("table-") else said
+
+
 def no_flow(right: Right) -> str:
     return right.added_by if right.operation == "DESCRIBE" else "permission to read"
 
@@ -84,6 +90,7 @@ CASES = {
     "status": Case(
         "a lag of 0 records", not_permitted, not_asked_for=(Right("DESCRIBE", "group", "FLOW"),)
     ),  # it has one source
+    "status --tables": Case("IN KAFKA", without_tables, not_asked_for=(Right("DESCRIBE", "group", "FLOW"),)),
     "table count": Case("2"),
     "table describe": Case("committed by batch 3", no_flow),
     "table get": Case("row-1"),
