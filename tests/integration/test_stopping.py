@@ -132,22 +132,32 @@ def test_a_batch_of_the_driver_that_hangs_and_one_of_tasks(
     assert found["state"] in ("CompleteAbort", "PrepareAbort")
 
 
-def test_the_older_of_two_drivers_ends_for_good(make_topic: Any, onceflow_broker: str, tmp_path: Path) -> None:
-    """A supervisor must not start it again, or the two would fence each other for ever. It tells that by its code."""
+def test_the_older_of_two_drivers_ends_for_good(
+    make_topic: Any, onceflow_broker: str, onceflow_spark: Any, tmp_path: Path
+) -> None:
+    """A supervisor must not start it again, or the two would fence each other for ever. It tells that by its code.
+
+    The newer driver is in the process of the test.
+    """
     source, target = make_topic("in", 1), make_topic("out", 1)
     sent = [(b"k", str(number).encode()) for number in range(2)]
     independent.fill(onceflow_broker, source, sent[:1])
     with service(tmp_path, onceflow_broker, source, target, ONCEFLOW_LOG_FORMAT="json") as older:
         older.until(lambda: '"batch": 1' in older.text())
-        with service(tmp_path, onceflow_broker, source, target) as newer:
-            newer.until(lambda: "runs; SIGTERM" in newer.text())
+        with onceflow.Flow(f"stopping-{source}", onceflow_spark, bootstrap_servers=onceflow_broker) as flow:
+            rows = flow.read(source).select("key", "value")
+            newer = flow.write(rows, topic=target).start()
             independent.fill(onceflow_broker, source, sent[1:])
-            newer.until(lambda: '"batch": 2' in newer.text())
+            newer.processAllAvailable()
             assert older.process.wait(60) == onceflow.FencedError.exit_code == 79, older.text()
-            assert newer.stop()[0] == 0, newer.text()
+            assert newer.isActive
+            assert [batch.batch for batch in newer.batches] == [2]
     seen = independent.read_topic(onceflow_broker, target)
     assert [(record.key, record.value) for record in seen] == sent
-    last = json.loads(older.text().splitlines()[-1])
-    assert (last["level"], last["flow"]) == ("CRITICAL", f"stopping-{source}")
-    assert last["error"]["type"] == "onceflow.FencedError"
-    assert last["error"]["next_step"]
+    told = [json.loads(line) for line in older.text().splitlines() if line.startswith("{")]
+    assert (told[-1]["level"], told[-1]["flow"]) == ("CRITICAL", f"stopping-{source}")
+    assert told[-1]["error"]["type"] == "onceflow.FencedError"
+    assert told[-1]["error"]["next_step"]
+    (start,) = [line["start"] for line in told if "start" in line]
+    assert start["committed_batch"] is None
+    assert start["transactional_id"] == f"onceflow.stopping-{source}"

@@ -131,8 +131,8 @@ class StartReport:
     def _since(self, now_ms: int) -> str:
         if self.batch is None or self.progress_ms is None:
             return "first start: nothing is committed yet"
-        after = f"after batch {self.batch}" if self.batch else "before its first batch"
-        return f"resumes {after}; its progress is {_age(now_ms - self.progress_ms)} old"
+        after = f"resumes after batch {self.batch}" if self.batch else "no batch is committed yet"
+        return f"{after}; its progress is {_age(now_ms - self.progress_ms)} old"
 
     def _engine(self) -> str:
         if self.small_batch_rows is None:

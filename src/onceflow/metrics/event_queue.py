@@ -12,6 +12,15 @@ from typing import Any
 _MOST = 1_000
 _CLOSE_S = 5.0
 _TELL_EVERY_S = 60.0
+_NAME = "onceflow-events"
+
+
+#: A client of HTTP logs each of its own attempts. This module says once a minute that events were not sent.
+_CLIENTS = logging.getLogger("urllib3.connectionpool")
+
+
+def _is_of_another_thread(record: logging.LogRecord) -> bool:
+    return record.threadName != _NAME
 
 
 class EventQueue:
@@ -31,8 +40,9 @@ class EventQueue:
         self._dropped = 0
         self._told_at: float | None = None
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True, name="onceflow-events")
+        self._thread = threading.Thread(target=self._run, daemon=True, name=_NAME)
         self._thread.start()
+        _CLIENTS.addFilter(_is_of_another_thread)
 
     def put(self, event: Any) -> None:
         """Send an event as soon as possible. It is dropped if too many wait already, or after `close`."""
@@ -51,7 +61,8 @@ class EventQueue:
         self._closed.set()
         self._thread.join(_CLOSE_S)
         if self._thread.is_alive():
-            self.log.warning("%d %ss were not sent: the endpoint does not answer", self._queue.qsize() + 1, self._what)
+            left = self._queue.qsize() + 1
+            self.log.warning("%ss that were not sent: %d (the endpoint does not answer)", self._what, left)
 
     def _run(self) -> None:
         while True:
@@ -71,5 +82,5 @@ class EventQueue:
         now = time.monotonic()
         if self._told_at is None or now - self._told_at >= _TELL_EVERY_S:
             self._told_at = now
-            self.log.warning("%d %ss were not sent (%s); flows go on", self._dropped, self._what, why)
+            self.log.warning("%ss that were not sent: %d (%s); flows go on", self._what, self._dropped, why)
             self._dropped = 0
