@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol, TextIO
@@ -16,12 +15,13 @@ from onceflow import json_logs, log_context, uncaught
 from onceflow.durations import option_seconds
 from onceflow.errors import FencedError, OptionError
 from onceflow.flow_writer import FlowWriter
+from onceflow.interactive import is_interactive
 from onceflow.metrics.endpoint import MetricsEndpoint, serve_metrics
 from onceflow.metrics.lineage import Lineage
 from onceflow.metrics.telemetry import Telemetry
 from onceflow.planning.options import AT_MOST_ONCE, BatchSummary
 from onceflow.query import FlowQuery
-from onceflow.stop_signals import StopSignals
+from onceflow.stop_signals import StopSignals, in_main_thread
 
 log = logging.getLogger("onceflow.serve")
 
@@ -49,12 +49,14 @@ def serve(
     A query whose reads have reached their ``until`` ends without ending the others; ``serve`` returns when all have.
 
     A batch that is running then is aborted, and the next start runs it again. (With ``at_most_once``, the batch may
-    finish, up to 10 seconds before the end of ``stop_timeout``.) Call ``serve`` in the main thread, because only this
-    thread can handle signals. A second signal within a second is ignored, because it often comes with the first one:
-    ``timeout`` signals both a process and its group. A later one ends the process at once, with exit code 143
-    (SIGTERM), 130 (Ctrl-C) or 129 (SIGHUP); the next start continues as after a crash. So does ``stop_timeout``. In a
-    notebook there is no such limit, and a second signal raises KeyboardInterrupt instead. SIGHUP is ignored under
-    ``nohup``.
+    finish, up to 10 seconds before the end of ``stop_timeout``.) A second signal within a second is ignored, because it
+    often comes with the first one: ``timeout`` signals both a process and its group. A later one ends the process at
+    once, with exit code 143 (SIGTERM), 130 (Ctrl-C) or 129 (SIGHUP); the next start continues as after a crash. So does
+    ``stop_timeout``. SIGHUP is ignored under ``nohup``.
+
+    In a notebook, interrupting the kernel stops the queries. There is no limit then, and a second interrupt raises
+    KeyboardInterrupt. In another thread than the main one, which gets no signals, ``serve`` runs until a query ends:
+    ``query.stop()`` ends it.
 
     For every committed batch, ``serve`` prints a line of JSON to stdout: ``flow``, ``batch`` (its number), ``records``
     (written to the outputs), ``dead_letters``, ``late`` (late records), ``duplicates`` (of ``Flow.deduplicate``),
@@ -85,17 +87,12 @@ def serve(
     Raises:
         OnceflowError: a query has failed. ``serve`` shuts the others down gracefully and re-raises the failure. If it
             is a FencedError and nobody catches it, the program ends with exit code 79 in place of 1.
-        OptionError: no query was given, or this is not the main thread; ``metrics_port`` is no port; ``stop_timeout``
+        OptionError: no query was given; ``metrics_port`` is no port; ``stop_timeout``
             is no duration of at least a second; ``log_format`` is unknown.
         EnvironmentUnusableError: the address of the metrics is in use, or a package is missing for what was asked for.
     """
     if not queries:
         raise OptionError("serve() was given no query", next_step="give it what Flow.write(...).start() returned")
-    if threading.current_thread() is not threading.main_thread():
-        raise OptionError(
-            "serve() must run in the main thread: it handles SIGTERM and Ctrl-C",
-            next_step="in another thread, wait with query.awaitTermination()",
-        )
     signals = StopSignals(option_seconds(stop_timeout, "stop_timeout", None))
     say: _Say = _say_in_json if json_logs.use(log_format) else partial(_say, signals)
     running = [query for query in queries if not isinstance(query, FlowWriter)]
@@ -148,13 +145,15 @@ def _run(
                     line = _line(query, batch) | ({} if more is None else more(query))
                     _print(json.dumps(line), sys.stdout, signals)
 
+    how = "query.stop()" if not in_main_thread() else "interrupting" if is_interactive() else "SIGTERM or Ctrl-C"
     with signals, contextlib.ExitStack() as stack:
         for query in queries:
             stack.enter_context(query.awaited())
             query.log_start()  # log lines may be JSON only since now
             for line in query.untold_start():
                 say(line, query.flow)
-            say(f"flow {query.flow} runs; SIGTERM or Ctrl-C stops it", query.flow)
+            runs = "has ended already" if query.is_over else f"runs; {how} stops it"
+            say(f"flow {query.flow} {runs}", query.flow)
         while not _is_over(queries) and not signals.wait(_LOOK_EVERY_S):
             tell()
         # A signal to the group has ended Spark's JVM as well. That is a stop, too, and no failure of the query.

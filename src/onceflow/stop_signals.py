@@ -18,11 +18,17 @@ _REPEATED_S = 1.0  # signals that come together are one
 STOPS = tuple(signal.Signals[name] for name in ("SIGTERM", "SIGINT", "SIGHUP") if name in signal.Signals.__members__)
 
 
+def in_main_thread() -> bool:
+    """Whether this is the only thread that Python lets handle signals."""
+    return threading.current_thread() is threading.main_thread()
+
+
 class StopSignals:
-    """While it is entered, SIGTERM, SIGINT (Ctrl-C) and SIGHUP ask for a stop. To be entered in the main thread.
+    """While it is entered in the main thread, SIGTERM, SIGINT (Ctrl-C) and SIGHUP ask for a stop.
 
     A stop takes at most ``stop_s``: then the process ends at once, as with a second signal, whatever its main thread
-    is doing. In a notebook it takes as long as it takes. SIGHUP is left alone where it is ignored (``nohup``).
+    is doing. In a notebook it takes as long as it takes. SIGHUP is left alone where it is ignored (``nohup``). In
+    another thread, which gets no signals, nothing asks for a stop.
 
     Args:
         stop_s: in seconds, from the first signal until the exit of this context.
@@ -57,6 +63,8 @@ class StopSignals:
         return self.asked
 
     def __enter__(self) -> StopSignals:
+        if not in_main_thread():
+            return self
         if not is_interactive():  # a notebook must survive
             threading.Thread(target=self._limit, daemon=True, name="onceflow-stop-limit").start()
         self._before = {
@@ -71,7 +79,7 @@ class StopSignals:
         self._begun.put(None)
         for number, handler in self._before.items():
             # The second signal of a pair may arrive when everything is stopped already.
-            signal.signal(number, self._late if self.asked else handler)
+            signal.signal(number, self._late if self.asked and not is_interactive() else handler)
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
         if self._asked_at is None:

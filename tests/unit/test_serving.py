@@ -34,7 +34,7 @@ class Query:
         self.batches: list[BatchSummary] = []
         self.calls: list[str] = []
         self.failure: Exception | None = None
-        self.is_complete = False
+        self.is_complete = self.is_over = False
         self.told: list[str] = []
         self.was_logged = False
         self._running, self._asks, self._most = True, asks, batches
@@ -343,21 +343,52 @@ def test_with_at_most_once_what_is_begun_is_finished() -> None:
     assert 15 < float(call.removeprefix("stop after ").removesuffix(" s")) <= 20
 
 
-def test_no_query_and_other_threads_are_refused() -> None:
+def test_no_query_is_refused() -> None:
     with pytest.raises(OptionError, match="no query"):
         serve()
+
+
+def test_in_another_thread_it_ends_with_its_query(capsys: pytest.CaptureFixture[str]) -> None:
+    """Such a thread gets no signals, and leaves those of the process alone."""
+    before = [signal.getsignal(number) for number in stop_signals.STOPS]
+    during: list[Any] = []
+
+    def stop(query: Query) -> None:
+        during.extend(signal.getsignal(number) for number in stop_signals.STOPS)
+        query.fail(None)
+
+    query = Query(asks=stop)
+    thread = threading.Thread(target=serve, args=(query,))
+    thread.start()
+    thread.join(10)
+    assert not thread.is_alive()
+    assert during == before
+    said = capsys.readouterr()
+    assert said.err == "onceflow: flow f runs; query.stop() stops it\n"
+    assert [json.loads(line)["batch"] for line in said.out.splitlines()] == [1, 2, 3]
+
+
+def test_an_error_in_another_thread_is_raised_there() -> None:
     raised: list[Exception] = []
 
     def elsewhere() -> None:
+        query = Query(asks=lambda query: query.fail(OptionError("it broke")))
         try:
-            serve(Query())
+            serve(query)
         except OptionError as error:
             raised.append(error)
 
     thread = threading.Thread(target=elsewhere)
     thread.start()
     thread.join(10)
-    assert "main thread" in str(raised[0])
+    assert str(raised[0]) == "it broke"
+
+
+def test_in_a_notebook_the_handlers_are_those_of_before(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setattr(stop_signals, "is_interactive", lambda: True)
+    before = [signal.getsignal(number) for number in stop_signals.STOPS]
+    serve(Query(asks=lambda query: os.kill(os.getpid(), signal.SIGINT)))
+    assert [signal.getsignal(number) for number in stop_signals.STOPS] == before
 
 
 def test_a_writer_is_started_and_stopped(capsys: pytest.CaptureFixture[str]) -> None:
