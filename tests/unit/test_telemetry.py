@@ -105,6 +105,17 @@ def at(step: str, batch: int = 1, flow: str = "f", **facts: Any) -> None:
     hooks.at(step, where="driver", flow=flow, batch=batch, **facts)
 
 
+def test_one_after_the_other(sdk: Collected) -> None:
+    """A program may call `serve` again. The SDK ignores the callback of a second instrument of the same name."""
+    for flow in ("first", "second"):
+        assert sdk.metrics() == {}
+        with onceflow.Telemetry(sdk.tracers, sdk.meters):
+            at(hooks.STARTED, flow=flow, query=Query(flow))
+            found = sdk.metrics()
+            assert {labels[0] for _, *labels in found} == {flow}
+            assert (found["up", flow], found["batches_committed_total", flow]) == (1, 0)
+
+
 def test_metrics_are_those_for_prometheus(sdk: Collected, telemetry: onceflow.Telemetry) -> None:
     query = Query()
     at(hooks.STARTED, query=query)

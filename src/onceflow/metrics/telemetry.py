@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 from onceflow import hooks
 from onceflow._version import __version__
@@ -56,10 +57,9 @@ class Telemetry:
             name: _histogram(meter, name, metric) for name, metric in METRICS.items() if _is_histogram(metric)
         }
         self._watch: FlowWatch | None = FlowWatch(_RecordedCounts(histograms))
-        for name, metric in METRICS.items():
-            if not _is_histogram(metric):
-                create = meter.create_observable_counter if metric.kind == COUNTER else meter.create_observable_gauge
-                create(name, [self._callback(name)], description=metric.text)
+        self._reporters = _reporters_to(None if meter_provider is metrics.get_meter_provider() else meter_provider)
+        self._reporters.open.append(self)
+        self._reporters.create_once(meter)
         spans = BatchSpans(trace.get_tracer(_NAME, __version__, tracer_provider))
         self._forget = hooks.observe(spans.observed)
 
@@ -72,6 +72,7 @@ class Telemetry:
         """Report nothing more. The second call has no effect."""
         watch, self._watch = self._watch, None
         if watch is not None:
+            self._reporters.open.remove(self)
             self._forget()
             watch.close()
 
@@ -81,19 +82,58 @@ class Telemetry:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def values(self, name: str) -> Mapping[Labels, float]:
+        """The values of a metric now, by its labels."""
+        watch = self._watch
+        if watch is None:
+            return {}
+        given = looked_up(watch, name)  # before the lock is taken, because Spark may be slow
+        with watch.counts.lock:
+            return dict(watch.counts.values.get(name, {}) if given is None else given)
+
+
+class _Reporters:
+    """Those that report to one meter provider, and the instruments of counters and gauges that they share.
+
+    A provider keeps an instrument and its callback for its whole life, and ignores the callback of a second one of the
+    same name. So the callbacks are created once, and ask the newest that is open.
+    """
+
+    def __init__(self) -> None:
+        self.open: list[Telemetry] = []
+        self._are_created = False
+
+    def create_once(self, meter: Any) -> None:
+        """Create the instruments, at the first call."""
+        if self._are_created:
+            return
+        self._are_created = True
+        for name, metric in METRICS.items():
+            if not _is_histogram(metric):
+                create = meter.create_observable_counter if metric.kind == COUNTER else meter.create_observable_gauge
+                create(name, [self._callback(name)], description=metric.text)
+
     def _callback(self, name: str) -> Callable[[Any], Iterable[Any]]:
         from opentelemetry.metrics import Observation
 
         def observe(options: Any) -> Iterable[Any]:
-            watch = self._watch
-            if watch is None:
-                return []
-            given = looked_up(watch, name)  # before the lock is taken, because Spark may be slow
-            with watch.counts.lock:
-                values = watch.counts.values.get(name, {}) if given is None else given
-                return [Observation(value, _attributes(name, labels)) for labels, value in values.items()]
+            newest = self.open[-1:]
+            return [
+                Observation(value, _attributes(name, labels))
+                for each in newest
+                for labels, value in each.values(name).items()
+            ]
 
         return observe
+
+
+_to_global = _Reporters()
+_to_others: WeakKeyDictionary[Any, _Reporters] = WeakKeyDictionary()
+
+
+def _reporters_to(provider: MeterProvider | None) -> _Reporters:
+    """Provider: None: the global one, also if the program configures it only later."""
+    return _to_global if provider is None else _to_others.setdefault(provider, _Reporters())
 
 
 class _RecordedCounts(Counts):
