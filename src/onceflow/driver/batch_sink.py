@@ -17,7 +17,7 @@ from typing import Protocol
 from pyspark.sql import DataFrame
 
 from onceflow import hooks, log_context
-from onceflow.driver import batch_errors
+from onceflow.driver import batch_errors, handover
 from onceflow.driver.commit import timed
 from onceflow.driver.offset_log import SourceRange
 from onceflow.driver.pace import Pace
@@ -64,11 +64,6 @@ class Commit(Steps, Protocol):
 
     def are_timers_left(self) -> bool:
         """Whether more timers were due than the last batch was allowed to fire."""
-        ...
-
-    @property
-    def owes_timers(self) -> bool:
-        """Whether a batch without records has to come first."""
         ...
 
     def nothing(self) -> SourceRange:
@@ -226,7 +221,7 @@ class BatchSink:
 
     def _catch_up(self, df: DataFrame) -> None:
         """After a promotion, the timers that the earlier version has fired come before the next records."""
-        while self._commit.owes_timers and not self.stopping:
+        while handover.owes_timers(self.progress) and not self.stopping:
             if not self._run_without_records(_no_rows(df), self._commit.nothing()):
                 return
 

@@ -132,15 +132,9 @@ class BatchCommit:
         """Whether more timers were due than the last batch was allowed to fire."""
         return self._state is not None and self._state.are_timers_left()
 
-    @property
-    def owes_timers(self) -> bool:
-        """Whether a batch without records has to come first, see ``handover.py``."""
-        return handover.owes_timers(self.progress)
-
     def nothing(self) -> SourceRange:
         """A range without records, where progress is."""
-        there = {topic: dict(self.progress.offsets[topic]) for topic in self._sources.starts}
-        return SourceRange(there, there)
+        return handover.nothing(self.progress, self._sources.starts)
 
     def ended(self) -> None:
         """The query is over."""

@@ -116,8 +116,6 @@ class ExternalCommit:
 
     # ---- what the sink of Spark asks -----------------------------------------------------------------
 
-    owes_timers = False
-
     def nothing(self) -> SourceRange:
         raise NotImplementedError("there are no timers")
 

@@ -8,7 +8,7 @@ outputs are written. Each of these batches is one transaction, so after a crash 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from onceflow.driver.offset_log import SourceRange, TopicOffsets
 from onceflow.errors import ProgressConflictError
@@ -28,6 +28,12 @@ def first_range_end(progress: Progress) -> TopicOffsets | None:
 def owes_timers(progress: Progress) -> bool:
     """Whether the records that the earlier version has read are processed, but not its timers."""
     return progress.handover is not None and not _is_behind(progress)
+
+
+def nothing(progress: Progress, topics: Iterable[str]) -> SourceRange:
+    """A range of these topics without records, where progress is."""
+    there = {topic: dict(progress.offsets[topic]) for topic in topics}
+    return SourceRange(there, there)
 
 
 def timers_until(progress: Progress, table: str) -> Mapping[str, int] | None:
