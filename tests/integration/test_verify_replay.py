@@ -71,7 +71,7 @@ def test_a_flow_with_state(
     found, last = verify(pipe.flow, *ours, "--since", str(export))
     assert (found, last["checked"]["replayed records"]) == ([], 200)
     assert last["notes"] == [
-        "300 outputs differ from the replay, and are not judged: they may be from before the export"
+        "300 outputs differ from the replay, and are not judged: they may be from before the replay begins"
     ]
 
     _, last = verify(pipe.flow, "--replay", f"{mutants}:Yields", code=1)

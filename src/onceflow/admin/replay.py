@@ -26,6 +26,7 @@ from onceflow.protocol.names import INTERNAL_SUFFIX
 from onceflow.protocol.partitioners import key_partitions
 from onceflow.state import rows
 from onceflow.state.api.processor import ColumnProcessor, Processor
+from onceflow.state.engine.base import TIMERS_PER_BATCH
 from onceflow.state.engine.output_collector import SCHEMA
 from onceflow.state.local.format import COMMIT_RECORD, Commit, CommitRecord, Goal, partition_folder
 from onceflow.state.local.opening import settle
@@ -98,6 +99,7 @@ class Replay:
             on_error="fail" if what.letters is None else "dead-letter",
             dead_letter_topic=what.letters,
             late_topic=what.letters or "late",
+            max_timers_per_batch=TIMERS_PER_BATCH,
         )
         self._folder = folder
         self._changelog = _Changelog()

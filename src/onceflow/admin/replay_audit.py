@@ -68,6 +68,40 @@ class ReplayOptions:
     since: Progress | None = None
 
 
+@dataclass(frozen=True)
+class _Beginning:
+    """Where a replay begins.
+
+    Args:
+        offsets: of the sources. before: the progress there; None: the flow has written no outputs before.
+        life: the progress records from there on.
+        state: whose state it begins with; None: an empty one.
+    """
+
+    offsets: Offsets
+    before: Progress | None
+    life: Sequence[Progress]
+    state: Progress | None
+
+
+def _from_progress(life: Sequence[Progress], table: str, given: Offsets | None) -> _Beginning:
+    """Where the step of a table has begun, by the progress records that are left.
+
+    A start that adds a table commits that, with the end offsets of a topic whose rows the flow has adopted. The flow
+    may have run without the table before.
+    """
+    first = next(at for at, each in enumerate(life) if table in each.tables)
+    start = life[first]
+    if start.batch_id != (life[first - 1].batch_id if first else 0):
+        return _Beginning({**first_start(life), **(given or {})}, None, life, None)  # that record is gone
+    state = start if any(start.changelogs.get(table, {}).values()) else None
+    if start.batch_id:
+        return _Beginning(start.offsets, start, life[first:], state)
+    if given is None:
+        return _Beginning(first_start(life), None, life, state)
+    return _Beginning({**first_start(life), **given}, None, [each for each in life if each.batch_id], state)
+
+
 class ReplayAudit:
     """One audit of a flow by replaying.
 
@@ -94,6 +128,7 @@ class ReplayAudit:
         self._check = check
         self._reader = CommittedReader(cluster, _CALL_S, check=check)
         self._reasons: list[str] = []
+        self._has_begun_later = False
         self._unjudged = {"outputs": 0, "rows": 0}
 
     def run(self) -> None:
@@ -113,7 +148,7 @@ class ReplayAudit:
         history = read_history(self._cluster, self._names, self._check)
         progress, life = last_of(history, self._names), current_life(history)
         what = self._what(progress)
-        begin, life = self._beginning(life, what)
+        begin = self._beginning(life, what)
         topics = self._outputs_of(life)
         default = self._wanted.outputs[0] if self._wanted.outputs else topics[0] if len(topics) == 1 else None
         tally = stack.enter_context(Tally(folder))
@@ -122,7 +157,9 @@ class ReplayAudit:
             self._read_outputs(outputs, topics)
         later = current_life(read_history(self._cluster, self._names, self._check))
         total = sum(
-            max(0, end - begin.get(t, {}).get(p, 0)) for t in what.sources for p, end in progress.offsets[t].items()
+            max(0, end - begin.offsets.get(t, {}).get(p, 0))
+            for t in what.sources
+            for p, end in progress.offsets[t].items()
         )
         replay = Replay(
             what,
@@ -131,9 +168,9 @@ class ReplayAudit:
             emit=lambda batch, partition: None if self._wanted.tables_only else outputs.yielded(batch, partition),
             tell=lambda done: self._tell("replaying", done, total),
         )
-        if self._wanted.since is not None:
-            self._seed(replay, what, self._wanted.since)
-        for step in steps(begin, self._wanted.since, life, what.table):
+        if begin.state is not None:
+            self._seed(replay, what, begin.state)
+        for step in steps(begin.offsets, begin.before, begin.life, what.table):
             replay.run(step)
         self._compare_table(replay, what, progress, folder)
         self._report.checked["replayed records"] = replay.records
@@ -188,35 +225,32 @@ class ReplayAudit:
         letters = wanted.letters[0] if wanted.letters else None
         return Replayed(flow, wanted.processor, table, count, sources, letters)
 
-    def _beginning(self, life: Sequence[Progress], what: Replayed) -> tuple[Offsets, list[Progress]]:
-        """Where the replay begins, and the progress records from there on.
+    def _beginning(self, life: Sequence[Progress], what: Replayed) -> _Beginning:
+        """Where the replay begins.
 
         Raises:
-            OptionError: records from there on are gone.
+            OptionError: the export is not one of this flow, or records from there on are gone.
         """
         since = self._wanted.since
         if went_back(life):
             self._reasons.append(_TWICE)
         if since is None:
-            begin = {**first_start(life), **(self._wanted.begin or {})}
-            after = list(life)
-            if self._wanted.begin and first_start(life) != begin:  # not where the first record says
-                after = [each for each in life if each.batch_id]
+            found = _from_progress(life, what.table, self._wanted.begin)
         else:
-            begin = {topic: dict(offsets) for topic, offsets in since.offsets.items()}
-            after = [each for each in life if each.batch_id > since.batch_id]
-            if since.batch_id > life[-1].batch_id:
+            if since.batch_id > life[-1].batch_id or what.table not in since.changelogs:
+                has = f"of batch {since.batch_id}, and has {', '.join(since.changelogs) or 'no table'}"
                 raise OptionError(
-                    f"The export is of batch {since.batch_id}, and the flow is at batch {life[-1].batch_id}",
+                    f"The export is {has}; the flow is at batch {life[-1].batch_id}, and its table is {what.table}",
                     flow=self._names.flow,
-                    next_step="give an export of this flow from before now",
+                    next_step="give an export of this flow, from before now and with this table",
                 )
+            found = _Beginning(since.offsets, since, [each for each in life if each.batch_id >= since.batch_id], since)
+        self._has_begun_later = found.before is not None
         deadline = Deadline(_CALL_S, "reading the first offsets of sources")
-        ends = life[-1].offsets
-        first = list_offsets(self._cluster, {topic: sorted(ends[topic]) for topic in what.sources}, EARLIEST, deadline)
-        for topic, offsets in first.items():
+        span = {topic: sorted(life[-1].offsets[topic]) for topic in what.sources}
+        for topic, offsets in list_offsets(self._cluster, span, EARLIEST, deadline).items():
             for partition, offset in offsets.items():
-                start = begin.get(topic, {}).get(partition, 0)
+                start = found.offsets.get(topic, {}).get(partition, 0)
                 if offset > start:
                     raise OptionError(
                         f"A replay begins at offset {start} of {topic}-{partition}, whose records are gone: the first "
@@ -225,7 +259,7 @@ class ReplayAudit:
                         next_step="begin with the state of a later time: --since FILE, of `onceflow progress export`. "
                         "For a flow that was started behind the first records, say where: --from",
                     )
-        return begin, after
+        return found
 
     def _outputs_of(self, life: Sequence[Progress]) -> list[str]:
         named = self._wanted.outputs or sorted({topic for each in life for topic in each.outputs})
@@ -239,10 +273,10 @@ class ReplayAudit:
             try:
                 if not reader.whole and WrittenLater(self._reader, at).keys:
                     raise OptionError(
-                        f"The state of table {at.name} at the export is not known any more: it was written since, and "
-                        "compaction has removed older rows",
+                        f"The state with which the replay begins is not known any more: table {at.name} was written "
+                        f"since offset {at.table_end}, and compaction has removed older rows",
                         flow=self._names.flow,
-                        next_step="give a newer export, or replay from the beginning",
+                        next_step="give a newer export: --since FILE, of `onceflow progress export`",
                     )
                 replay.seed(at.partition, rows_of(store))
             finally:
@@ -290,10 +324,9 @@ class ReplayAudit:
         self._report.checked["table rows"] = count
 
     def _same(self, expected: bytes, found: bytes) -> bool:
-        """Whether two rows are the same. When they expire depends on the time at which they were written."""
-        if expected == found:
-            return True
-        return rows.expiry_of(found) is not None and rows.unpack(expected).payload == rows.unpack(found).payload
+        """Whether two rows are the same. When they expire depends on the time at which they were written, and their
+        version on the code that has written them."""
+        return expected == found or rows.unpack(expected).payload == rows.unpack(found).payload
 
     def _judge_rows(self, found: Iterator[RowDifference], at: Position, replay: Replay) -> None:
         later = WrittenLater(self._reader, at)
@@ -317,12 +350,12 @@ class ReplayAudit:
 
     def _is_from_before(self, each: Difference) -> bool:
         """Whether a record that is there too often may have been written before the replay begins."""
-        return self._wanted.since is not None and each.found > each.expected
+        return self._has_begun_later and each.found > each.expected
 
     def _tell_unjudged(self, reasons: Sequence[str]) -> None:
         for what, count in self._unjudged.items():
             if count:
-                why = "; ".join(reasons) or "they may be from before the export"
+                why = "; ".join(reasons) or "they may be from before the replay begins"
                 self._report.notes.append(f"{count} {what} differ from the replay, and are not judged: {why}")
 
 
