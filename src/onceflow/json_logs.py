@@ -16,12 +16,9 @@ from pythonjsonlogger.json import JsonFormatter
 
 from onceflow import log_context
 from onceflow.errors import OnceflowError, OptionError
+from onceflow.log_context import JSON, TEXT, VARIABLE
 
 log = logging.getLogger("onceflow")
-
-#: How log lines are written: as the program has configured it, or as JSON.
-TEXT, JSON = "text", "json"
-VARIABLE = "ONCEFLOW_LOG_FORMAT"
 
 
 class JsonLogFormatter(JsonFormatter):

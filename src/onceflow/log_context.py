@@ -11,6 +11,10 @@ from contextvars import ContextVar, Token
 from types import MappingProxyType, TracebackType
 from typing import Any
 
+#: How log lines are written: as the program has configured it, or as JSON; and the variable that says which.
+TEXT, JSON = "text", "json"
+VARIABLE = "ONCEFLOW_LOG_FORMAT"
+
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 _fields: ContextVar[Mapping[str, Any]] = ContextVar("onceflow_log_fields", default=_NOTHING)
 
@@ -39,4 +43,7 @@ class within:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if self._token is not None:
-            _fields.reset(self._token)
+            try:
+                _fields.reset(self._token)
+            except ValueError:  # a generator that another context closes: the fields of that one are not ours
+                pass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -20,6 +21,7 @@ pytestmark = pytest.mark.integration
 OF_A_WORKER = re.compile(
     r"Traceback \(most recent call last\):\n(  File \"[^\"]*/pyspark/daemon\.py\".*\n)+BrokenPipeError: .*\n"
 )
+OF_THE_JVM = re.compile(r"Picked up |WARNING: Using incubator|Setting |To adjust|\d\d/\d\d/\d\d \d\d:\d\d:\d\d WARN ")
 SERVICE = """
 import sys
 import onceflow
@@ -76,3 +78,50 @@ def test_a_query_that_no_flow_writes(make_pipe: Any, tmp_path: Path, caplog: pyt
         query = rows.writeStream.format("noop").option("checkpointLocation", str(tmp_path / "own")).start()
         query.stop()
     assert f"a query reads the topics of flow {pipe.flow} and is not written by Flow.write" in caplog.text
+
+
+COUNTING = """
+import logging
+import sys
+import onceflow
+
+class Count(onceflow.Processor):
+    def process(self, key, records, state):
+        logging.getLogger("shop").warning("counting %s", key.decode())
+        yield onceflow.Record(key=key, value=str(len(records)).encode())
+
+servers, source, target, table = sys.argv[1:]
+spark = onceflow.session("noise", "local[1]")
+flow = onceflow.Flow("noise-" + source, spark, bootstrap_servers=servers)
+rows = flow.process(flow.read(source), Count(), table=table, state_dir="state")
+onceflow.serve(flow.write(rows, topic=target, small_batch_rows=0, once=True))
+"""
+
+
+@pytest.mark.long
+def test_a_service_whose_log_lines_are_json(make_topic: Any, onceflow_broker: str, tmp_path: Path) -> None:
+    """Those of tasks, too. Only Spark's JVM writes something else."""
+    source, target = make_topic("in", 1), make_topic("out", 1)
+    independent.fill(onceflow_broker, source, [(b"a", b"1"), (b"b", b"2")])
+    script = tmp_path / "service.py"
+    script.write_text(COUNTING)
+    done = subprocess.run(
+        [sys.executable, str(script), onceflow_broker, source, target, source.replace("in-", "table-")],
+        env={**os.environ, "TMPDIR": str(tmp_path), "ONCEFLOW_LOG_FORMAT": "json"},
+        cwd=tmp_path,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in done.stderr.splitlines() if line.startswith("{")]
+    others = [line for line in OF_A_WORKER.sub("", done.stderr).splitlines() if not line.startswith("{")]
+    assert not [line for line in others if not OF_THE_JVM.match(line)]
+    (start,) = [line for line in lines if "start" in line]
+    counted = [line for line in lines if line["logger"] == "shop"]
+    assert sorted(line["message"] for line in counted) == ["counting a", "counting b"]
+    known = {"flow": f"noise-{source}", "batch": 1, "task": 0, "producer_id": start["start"]["producer_id"]}
+    assert all(known.items() <= line.items() for line in counted), counted
+    assert json.loads(done.stdout)["records"] == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import json
 import logging
 import re
@@ -26,7 +27,10 @@ from onceflow.calls.target import Call
 from onceflow.driver.batch_sink import BatchSink
 from onceflow.driver.commit import timed
 from onceflow.errors import FencedError, OptionError
+from onceflow.messages import TaskPlace
 from onceflow.planning.options import SinkOptions
+from onceflow.protocol.batches import ProducerIdAndEpoch
+from onceflow.task import task_logs
 
 log = logging.getLogger("shop.orders")
 
@@ -200,6 +204,36 @@ def test_the_sink_sets_and_removes_them(lines: Lines) -> None:
         sink(nothing, 0)
     log.info("behind it")
     assert [(line.get("flow"), line.get("batch")) for line in lines.taken()] == [("orders", 42)] * 2 + [(None, None)]
+
+
+def test_lines_of_a_task(lines: Lines, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(json_logs.VARIABLE, "yaml")  # the driver refuses it; a task does not fail because of it
+    order: Any = SimpleNamespace(flow="f", batch=7, producer=ProducerIdAndEpoch(4000, 3))
+
+    def rows() -> Iterator[int]:
+        with task_logs.of_batch(order, TaskPlace("task", 5, 0, 0)):
+            log.info("first")
+            yield 1
+            log.info("second")
+
+    assert list(rows()) == [1]
+    log.info("the next task")
+    first, second, after = lines.taken()
+    assert first.items() >= {"flow": "f", "batch": 7, "producer_id": 4000, "producer_epoch": 3, "task": 5}.items()
+    assert (second["task"], after.get("task")) == (5, None)
+
+
+def test_a_generator_that_another_context_closes(lines: Lines) -> None:
+    def rows() -> Iterator[int]:
+        with log_context.within(flow="f"):
+            yield 1
+
+    generator = rows()
+    next(generator)
+    with log_context.within(flow="g"):
+        contextvars.copy_context().run(generator.close)
+        log.info("it")
+    assert lines.taken()[0]["flow"] == "g"
 
 
 # ---- where they go -----------------------------------------------------------------------------------

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
-from onceflow import hooks
+from onceflow import hooks, log_context
 from onceflow.errors import BatchAbortedError, OnceflowError
 from onceflow.external.sink import BatchAttempt, ExternalSink
 from onceflow.messages import Report, TaskPlace, TaskReport, report_row
+from onceflow.task import task_logs
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,10 @@ class ExternalTask:
         hooks.configure(order.faults)
         hooks.at("begin", where="task", flow=order.attempt.flow, batch=order.attempt.batch, task=context.partitionId())
         place = TaskPlace("task", context.partitionId(), context.attemptNumber(), context.stageId())
-        yield report_row(write_external(order, place, batches))
+        task_logs.use_format()
+        with log_context.within(flow=order.attempt.flow, batch=order.attempt.batch, task=place.task):
+            report = write_external(order, place, batches)
+        yield report_row(report)
 
 
 def write_external(order: ExternalOrder, place: TaskPlace, batches: Iterable[pa.RecordBatch]) -> TaskReport:

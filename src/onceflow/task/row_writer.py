@@ -31,6 +31,7 @@ from onceflow.messages import Report, Target, TaskPlace, TaskReport, WriteOrder,
 from onceflow.protocol.batches import encode_batches, next_sequence
 from onceflow.protocol.names import TopicPartition
 from onceflow.protocol.partitioners import group_by_partition, key_partitions
+from onceflow.task import task_logs
 
 
 def owner_of(topic: str | None, partition: int, tasks: int) -> int:
@@ -50,7 +51,9 @@ class WriteTask:
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         place = place_of_task(self.order)
-        yield report_row(write_rows(self.order, place, batches, worker_cluster(self.order.settings)))
+        with task_logs.of_batch(self.order, place):
+            report = write_rows(self.order, place, batches, worker_cluster(self.order.settings))
+        yield report_row(report)
 
 
 def place_of_task(order: WriteOrder) -> TaskPlace:

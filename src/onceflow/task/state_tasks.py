@@ -28,6 +28,7 @@ from onceflow.spark import queries
 from onceflow.state.local.prepare import Prepared
 from onceflow.state.run import StateRun
 from onceflow.state.spec import StateReport
+from onceflow.task import task_logs
 from onceflow.task.preparing import is_owner
 from onceflow.task.row_writer import RowWriter, extra_attempt, place_of_task, reports_of, worker_cluster
 from onceflow.task.step_outputs import TaskOutputs, output_rows, packed
@@ -65,7 +66,9 @@ class FusedTask:
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         place = place_of_task(self.order.write)
-        yield report_row(run_fused(self.order, place, batches, worker_cluster(self.order.write.settings)))
+        with task_logs.of_batch(self.order.write, place):
+            report = run_fused(self.order, place, batches, worker_cluster(self.order.write.settings))
+        yield report_row(report)
 
 
 class RowsTask:
@@ -83,7 +86,8 @@ class RowsTask:
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         place = place_of_task(self.order.write)
         work = StateWork(self.order, place, worker_cluster(self.order.write.settings))
-        yield from work.rows(batches)
+        with task_logs.of_batch(self.order.write, place):
+            yield from work.rows(batches)
         self.collected.add([encoded(work.report())])
 
 

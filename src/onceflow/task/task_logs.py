@@ -1,0 +1,28 @@
+"""Log lines of tasks: JSON where the environment of the worker asks for it, with the batch that the task works for."""
+
+from __future__ import annotations
+
+import os
+
+from onceflow import log_context
+from onceflow.messages import TaskPlace, WriteOrder
+
+
+def of_batch(order: WriteOrder, place: TaskPlace) -> log_context.within:
+    """The context in which a task writes its lines. Workers are used again, by other flows and by other queries."""
+    use_format()
+    return log_context.within(
+        flow=order.flow,
+        batch=order.batch,
+        producer_id=order.producer.producer_id,
+        producer_epoch=order.producer.producer_epoch,
+        task=place.task,
+    )
+
+
+def use_format() -> None:
+    """Write lines as JSON from now on, if the environment says so. A wrong value does not fail a task."""
+    if os.environ.get(log_context.VARIABLE) == log_context.JSON:
+        from onceflow import json_logs  # a worker needs its package only for this
+
+        json_logs.use_json()
