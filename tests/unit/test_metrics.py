@@ -13,6 +13,7 @@ import urllib.request
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -276,6 +277,34 @@ def test_latency_of_a_sample_of_the_batches(monkeypatch: pytest.MonkeyPatch, cap
     assert query.times.closed.wait(10)
     assert len(query.times.asked) == 4, "one of them in a while"
     assert [record.levelname for record in caplog.records if "age of its records" in record.message] == ["WARNING"]
+
+
+def test_connections_for_latency_are_those_of_the_query_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A query that was started again may have other settings, and one that has ended needs none."""
+    monkeypatch.setattr(latency, "EVERY_S", 0.0)
+    source = SourceRange({"s": {0: 5}}, {"s": {0: 7}})
+    meter = latency.LatencyMeter(lambda flow, age_s: None)
+
+    def commit(query: Query) -> None:
+        query.times.stamps = [1]
+        before = len(query.times.asked)
+        meter.begun(query.flow, source)
+        meter.committed(query.flow, query.source_times, time.time())
+        wait_until(lambda: len(query.times.asked) > before, 10, "it was looked up")
+
+    first, again, other = Query(), Query(), Query("other")
+    commit(first)
+    commit(first)
+    assert not first.times.closed.is_set()
+    commit(again)
+    assert first.times.closed.wait(10)
+    commit(other)
+    assert not again.times.closed.is_set()
+    later_s = time.monotonic() + 2 * latency._IDLE_S
+    monkeypatch.setattr(latency, "time", SimpleNamespace(monotonic=lambda: later_s))
+    commit(other)
+    assert again.times.closed.wait(10), "its flow has ended, and another one goes on"
+    meter.close()
 
 
 def test_what_a_driver_says_of_itself(endpoint: onceflow.MetricsEndpoint) -> None:

@@ -9,7 +9,8 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 log = logging.getLogger("onceflow")
@@ -32,6 +33,15 @@ class Times(Protocol):
     def close(self) -> None:
         """Close its connections."""
         ...
+
+
+@dataclass
+class _Opened:
+    """The look-ups of a query, who has opened them, and when they were used last."""
+
+    opener: Callable[[], Times]
+    times: Times
+    used_s: float = 0.0
 
 
 class LatencyMeter:
@@ -58,7 +68,7 @@ class LatencyMeter:
         """The batch is committed.
 
         Args:
-            opener: of the look-ups. It is called once for each flow.
+            opener: of the look-ups. It is called once for each query of a flow.
             at_s: when it was committed, in Unix time.
         """
         source, now = self._begun.pop(flow, None), time.monotonic()
@@ -73,21 +83,26 @@ class LatencyMeter:
         self._asked.put(None)
 
     def _measure(self) -> None:
-        opened: dict[str, Times] = {}
+        opened: dict[str, _Opened] = {}
         while True:
             try:
                 asked = self._asked.get(timeout=_IDLE_S)
             except queue.Empty:
-                _close(opened)  # flows that have ended leave no connections behind
+                _close(opened, opened)
                 continue
             if asked is None:
-                _close(opened)
+                _close(opened, opened)
                 return
             flow, opener, places, at_s = asked
+            now = time.monotonic()
+            _close(opened, (name for name, each in opened.items() if now - each.used_s > _IDLE_S))  # it may have ended
             try:
+                if flow in opened and opened[flow].opener != opener:  # another query, which may have other settings
+                    _close(opened, [flow])
                 if flow not in opened:
-                    opened[flow] = opener()
-                for stamp_ms in opened[flow].first(places, PARTITIONS):
+                    opened[flow] = _Opened(opener, opener())
+                opened[flow].used_s = now
+                for stamp_ms in opened[flow].times.first(places, PARTITIONS):
                     self._observe(flow, max(0.0, at_s - stamp_ms / 1000))
             except Exception as error:  # the flow does not depend on it
                 level = logging.DEBUG if flow in self._warned else logging.WARNING
@@ -95,10 +110,9 @@ class LatencyMeter:
                 self._warned.add(flow)
 
 
-def _close(opened: dict[str, Times]) -> None:
-    while opened:
-        _, times = opened.popitem()
+def _close(opened: dict[str, _Opened], flows: Iterable[str]) -> None:
+    for flow in list(flows):
         try:
-            times.close()
+            opened.pop(flow).times.close()
         except Exception as error:
             log.debug("connections of the metrics were not closed: %s", error)
