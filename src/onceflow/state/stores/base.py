@@ -326,7 +326,7 @@ class Store(abc.ABC):
         return tally.kinds if sum(tally.kinds.values()) == tally.rows else {}
 
     def nbytes(self) -> int | None:
-        """How large the store is on disk, in bytes, about; None: it is not on disk."""
+        """How large the store is on disk, in bytes, about; None: it is not on disk, or not any more."""
         return None
 
     def close(self) -> None:  # noqa: B027 (not every engine has something to release)

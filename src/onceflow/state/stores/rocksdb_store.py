@@ -118,9 +118,13 @@ class RocksdbStore(Store):
             self._rdict.write(batch)
         return True
 
-    def nbytes(self) -> int:
+    def nbytes(self) -> int | None:
+        try:
+            files = list((self._database.folder / DATA).iterdir())
+        except OSError:  # somebody has removed the folder, which is no reason for a batch to fail
+            return None
         size = 0
-        for file in (self._database.folder / DATA).iterdir():
+        for file in files:
             with suppress(FileNotFoundError):  # RocksDB merges files in threads of its own
                 size += file.stat().st_size
         return size
