@@ -24,7 +24,7 @@ from onceflow.client.transactions import Transactions
 from onceflow.clock import clock_ms
 from onceflow.driver import progress_log
 from onceflow.protocol.names import Names
-from onceflow.protocol.progress import Progress
+from onceflow.protocol.progress import ForkOrigin, Progress, TableProgress
 from onceflow.state import rows
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -36,13 +36,16 @@ finally:
 _admin: Any = confluent_kafka.admin
 RIGHTS = table()
 ORIGIN = "orders/0/17"
+_OF_FLOWS = ("compare", "fork", "progress export", "table describe", "table list")
 _PARKED_HEADERS = [("onceflow.error.class", b"KeyError"), ("onceflow.attempt", b"3"), ("onceflow.key", b"k")]
 
 #: For each row of the table of permissions that is a command: arguments with which it works. Names in capitals stand
 #: for those of `CommandWorld.names`.
 ARGUMENTS = {
     "claim-check collect": "--store STORE --topic TOPIC --dry-run",
+    "compare": "FLOW NEW",
     "consume": "TOPIC",
+    "fork": "FLOW NEW --yes",
     "peek": "TOPIC",
     "parked list": "PARKED",
     "parked show": f"PARKED {ORIGIN}",
@@ -52,6 +55,7 @@ ARGUMENTS = {
     "progress export": "FLOW",
     "progress import": "FLOW FILE --yes",
     "progress import --state delete": "FLOW FILE --state delete --yes",
+    "promote": "NEW --replaces FLOW --yes",
     "reset": "FLOW --yes",
     "reset --to": "FLOW --to earliest --yes",
     "reset --to --state delete": "FLOW --to earliest --state delete --yes",
@@ -89,7 +93,7 @@ class CommandWorld:
         store = str(folder / "store")
         ObjectStore(store).put(b"a value")
         for n, label in enumerate(ARGUMENTS):
-            placeholders = ("TOPIC", "SOURCE", "OUTPUT", "TABLE", "FLOW", "PARKED", "RETRY")
+            placeholders = ("TOPIC", "SOURCE", "OUTPUT", "TABLE", "FLOW", "NEW", "PARKED", "RETRY")
             self.names[label] = {
                 **{each: f"{each.lower()}-{n}" for each in placeholders},
                 "ID": f"onceflow.id-{n}",  # as if it were one of a flow
@@ -111,13 +115,13 @@ class CommandWorld:
     def topics(self, label: str) -> set[str]:
         """The topics that were made for a row."""
         rights = [right.of(self.names[label]) for right in RIGHTS[label] if right.kind == "topic"]
-        made = {right.name for right in rights if not right.name.startswith("__")}
-        return set() if label == "topic create" else made
+        created = {right.name for right in rights if right.operation == "CREATE"}
+        return {right.name for right in rights if not right.name.startswith("__")} - created
 
     def _make_topics(self) -> None:
         client = _admin.AdminClient({"bootstrap.servers": self._servers})
         new = [
-            _admin.NewTopic(name, 2, config={"cleanup.policy": "compact"} if name.startswith("table") else {})
+            _admin.NewTopic(name, 2, config={"cleanup.policy": "compact"} if "table" in name else {})
             for label in ARGUMENTS
             for name in self.topics(label)
         ]
@@ -133,8 +137,10 @@ class CommandWorld:
                 topics, names = self.topics(label), self.names[label]
                 if names["PARKED"] in topics:
                     plain.produce(names["PARKED"], b"{}", ORIGIN.encode(), headers=_PARKED_HEADERS)
-                if "FLOW" in str(RIGHTS[label]) or label in ("progress export", "table describe", "table list"):
+                if "FLOW" in str(RIGHTS[label]) or label in _OF_FLOWS:
                     self._commit(cluster, label)
+                    if label in ("compare", "promote"):
+                        self._commit(cluster, label, copy=True)
                 else:
                     for topic, n in itertools.product(topics & {names["TOPIC"], names["TABLE"]}, range(2)):
                         plain.produce(topic, b"{}", b"row-%d" % n, n)
@@ -149,11 +155,24 @@ class CommandWorld:
                     assert producer.flush(30) == 0
                     yield producer
 
-    def _commit(self, cluster: Cluster, label: str) -> None:
-        """A batch of a flow that has copied its source, with a row in each partition of its table."""
+    def _commit(self, cluster: Cluster, label: str, *, copy: bool = False) -> None:
+        """A batch of a flow that has copied its source, with a row in each partition of its table; or a batch of the
+        copy of such a flow."""
         deadline = Deadline(30, "a test")
         topics, names = self.topics(label), self.names[label]
-        written = [name for name in (names["SOURCE"], names["OUTPUT"]) if name in topics]
+        forked = None
+        if copy:
+            new = names["NEW"]
+            forked = ForkOrigin(
+                names["FLOW"],
+                3,
+                clock_ms(),
+                tables={names["TABLE"]: f"{new}-{names['TABLE']}"} if label == "compare" else {},
+                outputs={names["OUTPUT"]: {0: 0, 1: 0}},
+            )
+            names = {**names, **{each: f"{new}-{names[each]}" for each in ("OUTPUT", "TABLE")}, "FLOW": new}
+        source = names["SOURCE"]
+        written = [name for name in (source, names["OUTPUT"]) if name in topics and not (copy and name == source)]
         state = [name for name in (names["TABLE"], f"{names['TABLE']}-internal") if name in topics]
         transactions = Transactions(cluster, f"onceflow.{names['FLOW']}")
         transactions.init(deadline)
@@ -168,15 +187,18 @@ class CommandWorld:
         for (topic, partition), done in writer.finish().items():
             if topic in ends:
                 ends[topic][partition] = done.end_offset
-        offsets = {topic: {0: 2, 1: 2} for topic in written[:1]}  # behind the marker of this transaction
+        sources = [source] if source in topics else written[:1]
+        offsets = {topic: {0: 2, 1: 2} for topic in sources}  # behind the marker of this transaction
         progress = Progress(
             names["FLOW"],
             3,
             offsets,
             {each: cluster.topic(each, deadline).topic_id for each in [*offsets, *state]},
             clock_ms(),
-            outputs=tuple(written[1:]),
+            outputs=tuple(name for name in written if name != source),
             changelogs=ends,
+            tables={names["TABLE"]: TableProgress()} if label in ("compare", "fork") else {},
+            forked=forked,
             producer_id=identity.producer_id,
             producer_epoch=identity.producer_epoch,
         )

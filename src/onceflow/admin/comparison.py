@@ -173,7 +173,7 @@ class Comparison:
     def _span(self, topic: str, starts: Mapping[int, int]) -> Span:
         """From the starts, or the first offsets, to the last stable offsets."""
         deadline = Deadline(_CALL_S, f"reading the offsets of {topic}")
-        place = {topic: sorted(find_topics(self._cluster, {topic: "output"}, deadline)[topic].leaders)}
+        place = {topic: sorted(find_topics(self._cluster, {topic: ""}, deadline)[topic].leaders)}
         first = list_offsets(self._cluster, place, EARLIEST, deadline)[topic]
         end = list_offsets(self._cluster, place, LATEST, deadline)[topic]
         return {partition: (max(first[partition], starts.get(partition, 0)), end[partition]) for partition in end}

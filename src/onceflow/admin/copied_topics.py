@@ -12,7 +12,7 @@ from onceflow.client.topics import create_own_topic, find_topics, own_settings
 from onceflow.errors import ProgressConflictError, UnknownTopicError
 from onceflow.protocol.names import INTERNAL_SUFFIX
 from onceflow.protocol.progress import Progress
-from onceflow.state.topics import TableTopics, check_known, ensure_topics
+from onceflow.state.topics import TableTopics, check_known, check_readable, ensure_topics
 
 _SECONDS = 60.0
 _NOT_COPIED = ("cleanup.policy", "min.insync.replicas")  # create_own_topic sets them
@@ -91,6 +91,7 @@ def ends_of_empty(cluster: Cluster, made: Mapping[str, TableTopics], deadline: D
     if not spans:
         return {}
     found = list_offsets(cluster, spans, LATEST, deadline)
+    check_readable(cluster, found, deadline)
     for topic, ends in found.items():
         _check_empty(cluster, topic, ends)
     return found

@@ -242,7 +242,7 @@ class StateStep:
         summary.dead_letters, summary.late = self._counted("dead_letters"), self._counted("late")
         summary.duplicates = self._counted("duplicates")
         summary.timers_fired, summary.expired = self._counted("timers_fired"), self._counted("expired")
-        summary.records -= self._counted("aside")
+        summary.records = max(0, summary.records - self._counted("aside"))  # of a muted batch, nothing was written
         summary.state_lost = sum(table.take_lost() for table in self.tables)
 
     def on_noop(self) -> None:
