@@ -243,6 +243,33 @@ def test_killed_at_each_step(make_state_pipe: Any, call: Call) -> None:
     assert Counter(value["n"] for value in pipe.outputs()) == dict.fromkeys(outputs, 2)
 
 
+@pytest.mark.long
+def test_an_import_killed_at_each_step(make_state_pipe: Any, call: Call, tmp_path: Path) -> None:
+    """With the tombstones of the rows, and without state. Run again, it does all of it."""
+    pipe = make_state_pipe(partitions=2)
+    pipe.fill(100)
+    pipe.run()
+    file = tmp_path / "progress.json"
+    exported(call, pipe, file)
+    positions = seen(pipe).progress.values()
+    pipe.fill(100)
+    pipe.run()
+    old, new = seen(pipe), at(*positions)
+    restore = ("progress", "import", pipe.flow, str(file), "--yes", "--json", "--state", "delete")
+    for step in ("init", "write", "progress", "end"):
+        command(pipe, step, *restore)
+        # The next driver, or command, aborts what is open.
+        told(call("reset", pipe.flow, "--yes", "--json", "--state", "keep", "--to", f"offsets={pipe.source}:0=0"))
+        moved = Seen({**old.progress, 0: 0}, {**old.group, 0: 0}, old.rows)
+        done = Seen({**new.progress, 0: 0}, {**new.group, 0: 0}, 0)
+        assert check_all_or_nothing(pipe, moved, done) == (done if step == "end" else moved), step
+    told(call(*restore))
+    assert seen(pipe) == new
+    pipe.run()
+    _, sums, _ = pipe.ledger.expected(pipe.sent[100:])
+    assert pipe.table_rows() == sums
+
+
 def test_a_build_with_progress_outside_of_the_transaction_is_found_out(
     make_state_pipe: Any, call: Call, inject: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -176,6 +176,11 @@ class LocalBroker:
                     self._folder.write(before)
                 ports.refuse_taken(cluster, down)  # another process may have taken a port meanwhile
                 raise
+            except KeyboardInterrupt:
+                process.kill(down)
+                if down:
+                    self._folder.write(before)
+                raise
             return bool(down)
 
     def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> bool:

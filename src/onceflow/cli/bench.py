@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -301,6 +302,8 @@ def _measured(
     from rich.console import Console
 
     errors = Console(stderr=True)
+    # At Ctrl-C, py4j logs where it waited for the JVM, to the root logger.
+    logging.getLogger().addFilter(lambda record: "while sending command" not in record.getMessage())
     results = []
     for result in run(choices, lambda text: errors.print(text)):
         results.append(result)

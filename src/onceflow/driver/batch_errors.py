@@ -29,7 +29,8 @@ def fenced(flow: str, when: str, detail: str) -> FencedError:
         f"A newer driver of flow {flow!r} has taken over, {when}",
         flow=flow,
         detail=detail,
-        next_step="find out who has started the flow twice: a flow has one driver. Nothing was lost or written twice",
+        next_step="find out who has started the flow twice, or has run a command that stops it, such as "
+        "`onceflow reset`: a flow has one driver. Nothing was lost or written twice",
     )
 
 
