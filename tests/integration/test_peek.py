@@ -81,7 +81,11 @@ def test_what_is_taken(onceflow_spark: Any, onceflow_broker: str, mixed: str, ma
 
 def test_the_example_of_the_operations_page(onceflow_spark: Any, onceflow_broker: str, mixed: str) -> None:
     page = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
-    (code,) = [block for block in re.findall(r"^```python\n(.*?)^```", page, re.M | re.S) if "onceflow.peek(" in block]
+    (code,) = [
+        block
+        for block in re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
+        if block.startswith("newest = onceflow.peek(")
+    ]
     code = re.sub('"(validated|deposits)"', repr(mixed), code).replace("localhost:9092", onceflow_broker)
     names: dict[str, Any] = {"onceflow": onceflow, "spark": onceflow_spark}
     exec(code, names)  # noqa: S102
