@@ -6,10 +6,12 @@ import json
 import logging
 import sqlite3
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
+from pyspark.errors import StreamingQueryException
 
 import onceflow
 from onceflow.client.cluster import Cluster
@@ -17,6 +19,7 @@ from onceflow.client.deadline import Deadline
 from onceflow.client.settings import ClientSettings
 from onceflow.client.transactions import Transactions
 from onceflow.json_logs import JsonLogFormatter
+from onceflow.testing import faults
 
 pytestmark = pytest.mark.integration
 
@@ -144,3 +147,28 @@ def test_state_in_spark_and_another_system(make_pipe: Any, starts: Starts, tmp_p
     assert lines[1] == "first start: nothing is committed yet"
     assert lines[-1].startswith(f"writes {sink.target}: ")
     assert facts["outputs"] == [sink.target]
+
+
+def test_a_start_behind_another_system(make_pipe: Any, starts: Starts, inject: Any, tmp_path: Path) -> None:
+    """The other system has committed a batch, and the driver was killed before Kafka's progress followed."""
+    pipe = make_pipe(partitions=1)
+    pipe.fill(30)
+    file = tmp_path / "rows.db"
+    with closing(sqlite3.connect(file)) as database:
+        database.execute("CREATE TABLE rows (value TEXT)")
+
+    def run() -> None:
+        with onceflow.Flow(f"other-{pipe.source}", pipe.spark, bootstrap_servers=pipe.bootstrap) as flow:
+            rows = flow.read(pipe.source, max_records_per_batch=10).selectExpr("CAST(value AS STRING) AS value")
+            sink = onceflow.SqliteSink(file, "rows")
+            flow.write_external(rows, sink, once=True).start().awaitTermination()
+
+    inject("commit", "raise", batch=2)
+    with pytest.raises((StreamingQueryException, faults.InjectedFaultError), match="injected at"):
+        run()
+    starts()
+    run()
+    lines, facts = starts()
+    assert any(line.startswith("resumes after batch 2;") for line in lines)
+    assert facts["committed_batch"] == 2
+    assert facts["sources"] == {pipe.source: {"offsets": {"0": 20}, "waiting": 10}}

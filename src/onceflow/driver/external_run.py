@@ -88,7 +88,8 @@ def prepare_external_run(spark: SparkSession, startup: Startup, write: ExternalW
     commit.is_stopping = lambda: batches.stopping
     writer = writer_of(spark, write.df, batches, location, write.run, flow)
     query_listener.watch(spark)
-    told = report(startup, spark, write.options, sink=sink)
+    followed = owned.progress if owned.progress.batch_id > kafka.batch_id else None
+    told = report(startup, spark, write.options, sink=sink, followed=followed)
     startup.used()
     return Run(flow, spark, writer, batches, None, location, watch_sources(startup, batches), sources.until, told)
 

@@ -17,6 +17,7 @@ from onceflow.driver.startup import Startup
 from onceflow.external.sink import ExternalSink
 from onceflow.planning.options import EXACTLY_ONCE, SinkOptions
 from onceflow.protocol.names import INTERNAL_SUFFIX
+from onceflow.protocol.progress import Progress
 
 Dataset = tuple[str, str]
 """Namespace and name, as OpenLineage's specification of names says."""
@@ -149,14 +150,17 @@ def report(
     *,
     outputs: Sequence[str] = (),
     sink: ExternalSink | None = None,
+    followed: Progress | None = None,
     checkpoint: str | None = None,
 ) -> StartReport:
     """The report of a start that is done, before its query runs.
 
     Args:
         outputs: topics that are written, as far as they are known. They may include those of tables.
+        followed: progress as the external system has it, if Kafka's was behind and has followed.
     """
-    session, found, now = startup.session, startup.found, startup.progress_now
+    session = startup.session
+    found, now = (followed or startup.found), (followed or startup.progress_now)
     # at_least_once with state writes under the transactional id, too (see `driver/delivery.py`).
     owns = options.guarantee == EXACTLY_ONCE or bool(startup.steps) or sink is not None
     identity = session.transactions.identity
