@@ -22,16 +22,15 @@ from onceflow.client.cluster import Cluster
 from onceflow.client.committed import CommittedReader
 from onceflow.client.deadline import Deadline
 from onceflow.client.offsets import LATEST, list_offsets
-from onceflow.client.topics import topic_configs
 from onceflow.clock import clock_ms
 from onceflow.driver import progress_log
 from onceflow.errors import located
 from onceflow.protocol.names import Names
 from onceflow.protocol.progress import Offsets, Progress
+from onceflow.state.compacted_topic import tombstones_kept_ms
 from onceflow.state.topics import TableTopics
 
 _SECONDS = 60.0
-_TOMBSTONE_MS = 86_400_000  # Kafka's default of delete.retention.ms
 
 Ends = dict[str, dict[int, int]]
 
@@ -144,7 +143,7 @@ class _Fork:
             self._last_progress,
             self._names,
             self._topics,
-            tombstone_ms=_tombstone_ms(self._cluster, self._topics, deadline),
+            tombstone_ms=tombstones_kept_ms(self._cluster, self._topics, deadline),
             tell=tell,
         )
         found = self._origin
@@ -208,10 +207,3 @@ def _stable(cluster: Cluster, topics: Mapping[str, str], origin: Progress, deadl
 
 def _total(ends: Offsets) -> int:
     return sum(sum(by_partition.values()) for by_partition in ends.values())
-
-
-def _tombstone_ms(cluster: Cluster, topics: Mapping[str, str], deadline: Deadline) -> int:
-    key = "delete.retention.ms"
-    settings = topic_configs(cluster, topics, [key], deadline) if topics else {}
-    known_ms = [int(each[key] or _TOMBSTONE_MS) for each in settings.values()]
-    return min(known_ms, default=_TOMBSTONE_MS)

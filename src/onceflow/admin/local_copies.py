@@ -17,11 +17,14 @@ from onceflow.admin.table_contents import Position, WrittenLater, differences, r
 from onceflow.admin.verify_report import LOCAL, Report, Tell
 from onceflow.client.cluster import Cluster
 from onceflow.client.committed import CommittedReader
+from onceflow.client.deadline import Deadline
+from onceflow.clock import clock_ms
 from onceflow.errors import OptionError
 from onceflow.protocol.names import INTERNAL_SUFFIX, Names
 from onceflow.protocol.progress import Progress, TableProgress
 from onceflow.state import rows, segments
 from onceflow.state.api.user_errors import shown
+from onceflow.state.compacted_topic import tombstones_kept_ms
 from onceflow.state.local.format import COMMIT_RECORD, KINDS, CommitRecord, partition_folder
 from onceflow.state.local.opening import VERIFYING
 from onceflow.state.stores.base import Snapshot, Store, StoreCorruptError, Tally, checksum, tally_of
@@ -137,12 +140,26 @@ class LocalCopies:
             why = "the table was written without transactions"
         elif record.table_id != progress.topic_ids.get(copy.table, record.table_id):
             why = "it is of an earlier topic of this name"
+        elif self._is_too_old(copy, record, progress):
+            why = "it is so old that Kafka may have removed tombstones behind it"
         if (record.flow, record.table, record.partition) != (self._names.progress_key, copy.table, copy.partition):
             self._report.add(LOCAL, f"{copy.name} belongs to {record.table}-{record.partition} of flow {record.flow}")
             return False
         if why:
             self._report.notes.append(f"{copy.name}: only its checksum is compared, because {why}")
         return not why
+
+    def _is_too_old(self, copy: _Copy, record: CommitRecord, progress: Progress) -> bool:
+        """Whether rows of a copy may have been deleted later, and their tombstones removed. The flow does not use such
+        a copy either."""
+        names = (copy.table, copy.table + INTERNAL_SUFFIX)
+        ends = [progress.changelogs.get(name, {}).get(copy.partition, 0) for name in names]
+        if all(map(int.__ge__, (record.table_end, record.internal_end), ends)):
+            return False  # nothing was written since then
+        topics = [name for name in names if name in progress.changelogs]
+        deadline = Deadline(_CALL_S, f"reading the settings of {copy.table}")
+        kept_ms = tombstones_kept_ms(self._cluster, topics, deadline)
+        return clock_ms() - record.time_ms > kept_ms // 2
 
     # ---- one copy ------------------------------------------------------------------------------------
 

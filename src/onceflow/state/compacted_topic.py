@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from onceflow.client.cluster import Cluster, TopicInfo
@@ -36,6 +37,13 @@ def find_compacted(cluster: Cluster, topic: str, deadline: Deadline) -> Compacte
     """
     info = find_topics(cluster, {topic: "table"}, deadline)[topic]
     return CompactedTopic(info, _check_compacted(cluster, topic, deadline))
+
+
+def tombstones_kept_ms(cluster: Cluster, topics: Collection[str], deadline: Deadline) -> int:
+    """How long compaction keeps tombstones in each of some topics (``delete.retention.ms``)."""
+    key = "delete.retention.ms"
+    settings = topic_configs(cluster, topics, [key], deadline) if topics else {}
+    return min((int(each[key] or _TOMBSTONE_MS) for each in settings.values()), default=_TOMBSTONE_MS)
 
 
 def _check_compacted(cluster: Cluster, topic: str, deadline: Deadline) -> int:
