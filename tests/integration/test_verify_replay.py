@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,9 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 from confluent_kafka import Producer
+from pyspark import cloudpickle
 
+from onceflow.admin.replayed_processor import load
 from onceflow.cli.main import cli
 from onceflow.errors import OnceflowError, ProcessorError
 from onceflow.testing import independent
@@ -42,6 +45,21 @@ class Keeps(Ledger):
             state.put({{"sum": -1, "count": 0}})
             state.map("digits").put("mine", 1)
 '''
+
+NEWER = """
+import json, sys
+sys.path.insert(0, {folder!r})
+from ledger import Ledger
+
+class Newer(Ledger):
+    version = 1
+    def migrate(self, payload, from_version):
+        return {{**json.loads(payload), "format": 1}} if b"sum" in payload else json.loads(payload)
+    def process(self, key, records, state):
+        yield from super().process(key, records, state)
+        if known := state.get():
+            state.put({{**known, "format": 1}})
+"""
 
 
 @pytest.fixture
@@ -131,3 +149,21 @@ def test_event_time(make_state_pipe: Callable[..., Any], make_topic: Callable[..
     assert (found, last["notes"]) == ([], [])
     assert last["checked"]["letters"] == 20
     assert last["checked"]["output records"] > 80, "timers that have fired"
+
+
+def test_after_a_migration(make_state_pipe: Callable[..., Any], verify: Any, tmp_path: Path) -> None:
+    """Rows that an earlier version has written stay as they are until their key has records again."""
+    path = tmp_path / "newer_ledger.py"
+    path.write_text(NEWER.format(folder=str(LEDGER.parent)))
+    newer = load(f"{path}:Newer")
+    cloudpickle.register_pickle_by_value(sys.modules["newer_ledger"])
+    pipe = make_state_pipe(partitions=1)
+    pipe.fill(60)
+    pipe.run()
+    pipe.fill(10)
+    pipe.run(process={"processor": newer})
+    found, last = verify(pipe.flow, "--replay", f"{path}:Newer", "--output", pipe.target)
+    assert found == []
+    (note,) = last["notes"]
+    assert note.endswith("are not judged: an earlier version of the processor has written them")
+    assert int(note.split()[0]) > 20, "one for each key that had no records since"

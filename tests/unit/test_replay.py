@@ -14,11 +14,11 @@ import pyarrow as pa
 import pytest
 
 import onceflow
-from onceflow.admin.replay import BATCHES_UNKNOWN, CLOCK, IDLE, NOT_IN_ORDER, Replay, Replayed
+from onceflow.admin.replay import BATCHES_UNKNOWN, CLOCK, IDLE, LATE, NOT_IN_ORDER, Replay, Replayed
 from onceflow.admin.replay_outputs import ReplayOutputs
-from onceflow.admin.replay_steps import Step, current_life, first_start, steps, went_back
+from onceflow.admin.replay_steps import Step, begun_at, check_export, current_life, first_start, steps, went_back
 from onceflow.admin.replayed_processor import load
-from onceflow.admin.table_contents import differences, rows_of
+from onceflow.admin.table_contents import Position, WrittenLater, differences, rows_of
 from onceflow.admin.tally import Tally
 from onceflow.admin.verify_report import Report
 from onceflow.client.committed import Chunk
@@ -164,6 +164,27 @@ def test_a_topic_that_was_added_and_a_move() -> None:
     assert brief(steps({}, None, ahead, "t"))[1] == ({"s": {0: 30}}, {"s": {0: 40}}, True)
     assert not went_back(ahead)
     assert went_back([*life[:2], at(1, {"s": {0: 3}})])
+
+
+def test_where_a_flow_has_begun_is_said_for_single_partitions() -> None:
+    life = [at(0, {"s": {0: 5, 1: 7}, "t": {0: 1}}), at(1, {"s": {0: 9, 1: 9}, "t": {0: 2}})]
+    assert begun_at(life, {"s": {0: 6}}) == {"s": {0: 6, 1: 7}, "t": {0: 1}}
+    assert begun_at(life[1:], {"s": {0: 6}}) == {"s": {0: 6}}
+    assert begun_at(life, None) == first_start(life)
+
+
+def test_an_export_that_does_not_fit() -> None:
+    """Its offsets say nothing about other topics, or about partitions that the rows have left."""
+    now = replace(at(3, {"s": {0: 9}}), changelogs={"t": {0: 4, 1: 4}}, topic_ids={"t": "id", "s": "other"})
+    check_export(replace(now, changelogs={"t": {0: 1, 1: 1}, "u": {}}, topic_ids={"t": "id"}), now, "t", "f")
+    for wrong, text in (
+        (replace(now, flow="g"), "it is of flow g"),
+        (replace(now, changelogs={"t": {0: 1}}), "repartitioned"),
+        (replace(now, topic_ids={"t": "earlier"}), "created"),
+        (replace(now, changelogs={}), "no changelog"),
+    ):
+        with pytest.raises(OptionError, match=text):
+            check_export(wrong, now, "t", "f")
 
 
 def test_only_what_is_after_a_reset_counts() -> None:
@@ -387,3 +408,24 @@ def test_a_topic_that_is_not_known(tmp_path: Path, topic: str | None, default: s
     ):
         outputs.yielded(yielded(topic), 0)
     assert "--output" in raised.value.next_step
+
+
+def test_late_records_are_not_those_of_a_topic_named_late(tmp_path: Path) -> None:
+    with Tally(tmp_path) as tally, ReplayOutputs(tally, ["late"], None, None, tmp_path, "f") as outputs:
+        outputs.yielded(yielded("late"), 0)
+        outputs.yielded(yielded(LATE), 0)
+        outputs.there(Chunk([b"k"], [b"v"], {}, 1, [], [np.arange(1)]), "late", 0, letter=False)
+        assert (list(outputs.differences()), outputs.left_out) == ([], 1)
+
+
+def test_an_empty_key_that_was_written_later() -> None:
+    """Its row at an earlier position may be gone."""
+
+    class Later(Log):
+        def end(self, topic: str, partition: int) -> int:
+            return 3 if topic == "t" else 0
+
+    later = WrittenLater(Later({0: [b"a", b"", b"b"]}), Position("t", 0, 1, 0))  # type: ignore[arg-type]
+    assert b"" in later
+    assert b"b" in later
+    assert b"a" not in later

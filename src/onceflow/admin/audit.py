@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from onceflow.admin.identity import Identity
 from onceflow.admin.progress_history import breaks, last_of, read_history
-from onceflow.admin.replay_steps import current_life, first_start
+from onceflow.admin.replay_steps import begun_at, current_life
 from onceflow.admin.tally import LETTER, OUTPUT, SOURCE, UNDECIDED, Difference, Place, Tally
 from onceflow.admin.verify_report import (
     DOUBLED,
@@ -201,7 +201,7 @@ class Audit:
                 self._take(tally, side, topic, self._ends(topic), identity)
         later = self._last(self._history())
         whole = True
-        starts = {**first_start(life), **(self._outputs.begin or {})}
+        starts = begun_at(life, self._outputs.begin)
         written = first_range_end(progress) or progress.offsets  # after a promotion, outputs are ahead of progress
         for topic, offsets in written.items():
             span = {topic: sorted(offsets)}

@@ -42,6 +42,8 @@ from onceflow.state.watermark import Origin, Watermark
 _BATCH_RECORDS = 50_000
 _INPUT = pa.schema([*SCHEMA, ("partition", pa.int32()), ("offset", pa.int64())])
 _NO_ID = "replay"
+#: In place of a topic, for late records, if the flow's topic of letters is not known. No topic of Kafka has this name.
+LATE = "late records"
 
 NOT_IN_ORDER = "keys have records in several partitions of the sources, and their order among each other is not known"
 CLOCK = "the processor uses processing time: timers of that clock, or rows with a time to live"
@@ -98,7 +100,7 @@ class Replay:
             folder,
             on_error="fail" if what.letters is None else "dead-letter",
             dead_letter_topic=what.letters,
-            late_topic=what.letters or "late",
+            late_topic=what.letters or LATE,
             max_timers_per_batch=TIMERS_PER_BATCH,
         )
         self._folder = folder

@@ -15,7 +15,7 @@ from pathlib import Path
 from onceflow.admin.progress_history import last_of, read_history
 from onceflow.admin.replay import CLOCK, Replay, Replayed
 from onceflow.admin.replay_outputs import ReplayOutputs
-from onceflow.admin.replay_steps import current_life, first_start, steps, went_back
+from onceflow.admin.replay_steps import begun_at, check_export, current_life, first_start, steps, went_back
 from onceflow.admin.table_contents import (
     Position,
     RowDifference,
@@ -93,13 +93,13 @@ def _from_progress(life: Sequence[Progress], table: str, given: Offsets | None) 
     first = next(at for at, each in enumerate(life) if table in each.tables)
     start = life[first]
     if start.batch_id != (life[first - 1].batch_id if first else 0):
-        return _Beginning({**first_start(life), **(given or {})}, None, life, None)  # that record is gone
+        return _Beginning(begun_at(life, given), None, life, None)  # that record is gone
     state = start if any(start.changelogs.get(table, {}).values()) else None
     if start.batch_id:
         return _Beginning(start.offsets, start, life[first:], state)
     if given is None:
         return _Beginning(first_start(life), None, life, state)
-    return _Beginning({**first_start(life), **given}, None, [each for each in life if each.batch_id], state)
+    return _Beginning(begun_at(life, given), None, [each for each in life if each.batch_id], state)
 
 
 class ReplayAudit:
@@ -130,6 +130,7 @@ class ReplayAudit:
         self._reasons: list[str] = []
         self._has_begun_later = False
         self._unjudged = {"outputs": 0, "rows": 0}
+        self._older_rows = 0
 
     def run(self) -> None:
         """Replay and compare.
@@ -244,6 +245,7 @@ class ReplayAudit:
                     flow=self._names.flow,
                     next_step="give an export of this flow, from before now and with this table",
                 )
+            check_export(since, life[-1], what.table, self._names.flow)
             found = _Beginning(since.offsets, since, [each for each in life if each.batch_id >= since.batch_id], since)
         self._has_begun_later = found.before is not None
         deadline = Deadline(_CALL_S, "reading the first offsets of sources")
@@ -333,6 +335,9 @@ class ReplayAudit:
         for each in found:
             if each.key in later:
                 continue
+            if each.found is not None and rows.unpack(each.found).version < self._wanted.processor.version:
+                self._older_rows += 1
+                continue
             if replay.reasons or self._reasons:
                 self._unjudged["rows"] += 1
                 continue
@@ -355,8 +360,13 @@ class ReplayAudit:
     def _tell_unjudged(self, reasons: Sequence[str]) -> None:
         for what, count in self._unjudged.items():
             if count:
-                why = "; ".join(reasons) or "they may be from before the replay begins"
+                why = "; ".join(dict.fromkeys(reasons)) or "they may be from before the replay begins"
                 self._report.notes.append(f"{count} {what} differ from the replay, and are not judged: {why}")
+        if self._older_rows:
+            self._report.notes.append(
+                f"{self._older_rows} rows differ from the replay, and are not judged: an earlier version of the "
+                "processor has written them"
+            )
 
 
 def positions(progress: Progress, table: str) -> list[Position]:

@@ -13,6 +13,7 @@ from typing import IO, Any
 
 import pyarrow as pa
 
+from onceflow.admin.replay import LATE
 from onceflow.admin.tally import LETTER, OUTPUT, SOURCE, Difference, Place, Tally, digest_of
 from onceflow.admin.verify_report import DOUBLED, FOREIGN, LOST, Report
 from onceflow.client.committed import Chunk, CommittedReader
@@ -62,7 +63,7 @@ class ReplayOutputs:
 
     def _digests(self, records: Iterable[tuple[Any, ...]]) -> Iterator[tuple[int, bytes]]:
         for key, value, named, headers in records:
-            if named is not None and named in (self._letters, "late"):
+            if named is not None and named in (self._letters, LATE):
                 if self._letters is None:  # late records are left out
                     self.left_out += 1
                     continue

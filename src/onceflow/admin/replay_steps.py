@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from onceflow.client.log_reader import LogRecord
+from onceflow.errors import OptionError
 from onceflow.protocol import progress as records
+from onceflow.protocol.names import INTERNAL_SUFFIX
 from onceflow.protocol.progress import Offsets, Progress
 
 
@@ -57,6 +59,38 @@ def first_start(life: Sequence[Progress]) -> dict[str, dict[int, int]]:
                 found[topic] = dict(each.offsets[topic])
         batch, known = each.batch_id, each.offsets
     return found
+
+
+def begun_at(life: Sequence[Progress], given: Offsets | None) -> dict[str, dict[int, int]]:
+    """Where the flow has begun to read: as somebody says for single partitions, else as `first_start`."""
+    found = first_start(life)
+    for topic, offsets in (given or {}).items():
+        found[topic] = {**found.get(topic, {}), **offsets}
+    return found
+
+
+def check_export(since: Progress, now: Progress, table: str, flow: str) -> None:
+    """Refuse an export of progress whose positions are not those of the table as it is now.
+
+    Raises:
+        OptionError: it is of another flow, or the table was repartitioned or created again since then.
+    """
+    names = [name for name in (table, table + INTERNAL_SUFFIX) if name in now.changelogs]
+    if since.flow != now.flow:
+        why = f"it is of flow {since.flow}"
+    elif not names or any(
+        since.changelogs.get(name, {}).keys() != now.changelogs[name].keys()
+        or since.topic_ids.get(name, now.topic_ids.get(name)) != now.topic_ids.get(name)
+        for name in names
+    ):
+        why = f"table {table} was created or repartitioned since then, or has no changelog"
+    else:
+        return
+    raise OptionError(
+        f"A replay cannot begin at this export: {why}",
+        flow=flow,
+        next_step="give a newer export of this flow, or replay from the beginning",
+    )
 
 
 def went_back(life: Sequence[Progress]) -> bool:

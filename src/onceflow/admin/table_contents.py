@@ -132,7 +132,7 @@ class WrittenLater:
             at = self._at
             for topic, start in ((at.table, at.table_end), (at.table + INTERNAL_SUFFIX, at.internal_end)):
                 for chunk in self._reader.read(topic, at.partition, start, self._reader.end(topic, at.partition)):
-                    keys = (key for key in chunk.keys if key)
+                    keys = (key for key in chunk.keys if key is not None)
                     self._keys.update(keys if topic == at.table else map(key_of, keys))
         return self._keys
 
