@@ -223,6 +223,18 @@ def test_lines_of_a_task(lines: Lines, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (second["task"], after.get("task")) == (5, None)
 
 
+def test_a_worker_without_the_package_for_json(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv(json_logs.VARIABLE, "json")
+    monkeypatch.setitem(sys.modules, "onceflow.json_logs", None)
+    monkeypatch.delattr(onceflow, "json_logs")
+    for _ in range(2):
+        task_logs.use_format()
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "lacks a package" in line
+
+
 def test_a_generator_that_another_context_closes(lines: Lines) -> None:
     def rows() -> Iterator[int]:
         with log_context.within(flow="f"):

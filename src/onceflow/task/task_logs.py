@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import os
 
 from onceflow import log_context
 from onceflow.messages import TaskPlace, WriteOrder
+
+log = logging.getLogger("onceflow.task")
 
 
 def of_batch(order: WriteOrder, place: TaskPlace) -> log_context.within:
@@ -21,8 +25,18 @@ def of_batch(order: WriteOrder, place: TaskPlace) -> log_context.within:
 
 
 def use_format() -> None:
-    """Write lines as JSON from now on, if the environment says so. A wrong value does not fail a task."""
+    """Write lines as JSON from now on, if the environment says so. Neither a wrong value nor a missing package fails a
+    task."""
     if os.environ.get(log_context.VARIABLE) == log_context.JSON:
-        from onceflow import json_logs  # a worker needs its package only for this
-
+        try:
+            from onceflow import json_logs  # a worker needs its package only for this
+        except ImportError as missing:
+            _warn(str(missing))
+            return
         json_logs.use_json()
+
+
+@functools.cache
+def _warn(missing: str) -> None:
+    """Once per process."""
+    log.warning("log lines of tasks are not JSON, because this worker lacks a package: %s", missing)
