@@ -30,7 +30,7 @@ sys.stderr.write = lambda said: (told.append(said), write(said))[1]
 """
 HEAR = """
 from onceflow.testing.waiting import wait_until
-wait_until(lambda: any("query.stop() stops it" in said for said in told), 30, "the thread serves")
+wait_until(lambda: any("query.stop() stops it" in said for said in told), 30, lambda: f"the thread serves: {told}")
 print("heard")
 """
 
