@@ -42,6 +42,8 @@ class Sums(Processor):
 class Limited(Processor):
     def __init__(self, limit):
         self.limit = limit
+    def process(self, key, records, state):
+        pass
 
 class Fails(Processor):
     def __init__(self):
@@ -50,6 +52,8 @@ class Fails(Processor):
 class Asks(Processor):
     def __init__(self):
         self.ask = onceflow.concurrently(print)
+    def process(self, key, records, state):
+        pass
 
 class Other:
     pass
@@ -97,6 +101,7 @@ def test_a_processor_by_its_name(service: Path, name: str) -> None:
         ("sums_service:broken", "is 7, and no processor"),
         ("sums_service:number", "is 7, and no processor"),
         ("sums_service:Asks", "calls other services"),
+        ("onceflow:Processor", r"does not define process\(\)"),
         (
             "broken_service.py:Sums",
             r"importing broken_service.py failed: NameError.*raised in <module>, broken_service",

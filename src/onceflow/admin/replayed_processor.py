@@ -115,6 +115,8 @@ def _made(found: Any, text: str) -> Any:
 def _usable(made: Any, text: str) -> Processor | ColumnProcessor:
     if not isinstance(made, (Processor, ColumnProcessor)):
         raise OptionError(f"--replay {text} is {cut(repr(made), 80)}, and no processor", next_step=_FORMS)
+    if type(made).process in (Processor.process, ColumnProcessor.process):
+        raise OptionError(f"--replay {text} does not define process()", next_step=_FORMS)
     if isinstance(made, Deduplication):
         raise OptionError(
             f"--replay {text} is a de-duplication, which is not replayed",
