@@ -14,7 +14,16 @@ import pyarrow as pa
 import pytest
 
 import onceflow
-from onceflow.admin.replay import BATCHES_UNKNOWN, CLOCK, IDLE, LATE, NOT_IN_ORDER, Replay, Replayed
+from onceflow.admin.replay import (
+    BATCHES_UNKNOWN,
+    CLOCK,
+    IDLE,
+    LATE,
+    NOT_IN_ORDER,
+    Replay,
+    Replayed,
+    depends_on_calls,
+)
 from onceflow.admin.replay_outputs import ReplayOutputs
 from onceflow.admin.replay_steps import Step, begun_at, check_export, current_life, first_start, steps, went_back
 from onceflow.admin.replayed_processor import load
@@ -340,6 +349,29 @@ def test_what_a_replay_cannot_know(tmp_path: Path) -> None:
         run = Run(tmp_path, processor, given, str(number))
         run.replay.run(how)
         assert run.replay.reasons == reasons, number
+
+
+class Totals(Counts):
+    """One output for each call."""
+
+    def process(self, key: bytes, records: Sequence[onceflow.Record], state: Any) -> Iterator[onceflow.Record]:
+        *_, last = super().process(key, records, state)
+        yield last
+
+
+class Calls(Counts):
+    """State that depends on the number of calls."""
+
+    def process(self, key: bytes, records: Sequence[onceflow.Record], state: Any) -> None:
+        state.put(state.get(0) + 1)
+
+
+@pytest.mark.parametrize(
+    "processor, depends", [(Counts(), False), (Totals(), True), (Calls(), True), (Fading(), False)]
+)
+def test_results_that_depend_on_calls(tmp_path: Path, processor: Any, depends: bool) -> None:
+    what, log = Replayed("f", processor, "t", 3, ["s"]), Log(placed(500, 2))
+    assert depends_on_calls(what, log, {}, {"s": {0: 500, 1: 500}}, tmp_path) == depends  # type: ignore[arg-type]
 
 
 def test_timers_of_event_time_fire_as_in_the_flow(tmp_path: Path) -> None:

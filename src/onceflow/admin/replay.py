@@ -7,6 +7,7 @@ grow with the number of records or keys.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -24,11 +25,12 @@ from onceflow.durations import duration_ms
 from onceflow.errors import OnceflowError, ProcessorError
 from onceflow.protocol.names import INTERNAL_SUFFIX
 from onceflow.protocol.partitioners import key_partitions
+from onceflow.protocol.progress import Offsets
 from onceflow.state import rows
 from onceflow.state.api.processor import ColumnProcessor, Processor
 from onceflow.state.engine.base import TIMERS_PER_BATCH
 from onceflow.state.engine.output_collector import SCHEMA
-from onceflow.state.local.format import COMMIT_RECORD, Commit, CommitRecord, Goal, partition_folder
+from onceflow.state.local.format import COMMIT_RECORD, KINDS, Commit, CommitRecord, Goal, partition_folder
 from onceflow.state.local.opening import settle
 from onceflow.state.run import StateRun
 from onceflow.state.spec import Moment, ProcessSpec, StateReport
@@ -40,6 +42,8 @@ from onceflow.state.watermark import Origin, Watermark
 # Of a part of the source that is not known to be one batch. A batch with few records for each partition costs as much
 # as one with many.
 _BATCH_RECORDS = 50_000
+#: How many records are processed twice, to find out whether it matters how many of them process() gets at once.
+_TRIED_RECORDS = 2_000
 _INPUT = pa.schema([*SCHEMA, ("partition", pa.int32()), ("offset", pa.int64())])
 _NO_ID = "replay"
 #: In place of a topic, for late records, if the flow's topic of letters is not known. No topic of Kafka has this name.
@@ -48,6 +52,7 @@ LATE = "late records"
 NOT_IN_ORDER = "keys have records in several partitions of the sources, and their order among each other is not known"
 CLOCK = "the processor uses processing time: timers of that clock, or rows with a time to live"
 BATCHES_UNKNOWN = "the processor uses event time, and the progress records of some batches are gone"
+CALLS = "the results depend on how many records of a key process() gets at once, and this is not known for all batches"
 IDLE = "the processor uses event time, and the watermark did not follow from the records alone: a partition was idle"
 
 Emit = Callable[[pa.RecordBatch, int], None]
@@ -79,6 +84,7 @@ class Replay:
         folder: scratch folder for the state.
         emit: called with the outputs, and with the partition of the table that has yielded them.
         tell: called with the number of source records so far.
+        at_once: how many records of a source partition are handed to the processor together, at most.
 
     Attributes:
         records: how many source records were processed.
@@ -86,9 +92,17 @@ class Replay:
     """
 
     def __init__(
-        self, what: Replayed, reader: CommittedReader, folder: Path, *, emit: Emit, tell: Callable[[int], None]
+        self,
+        what: Replayed,
+        reader: CommittedReader,
+        folder: Path,
+        *,
+        emit: Emit,
+        tell: Callable[[int], None],
+        at_once: int = _BATCH_RECORDS,
     ) -> None:
         self._what, self._reader, self._emit, self._tell = what, reader, emit, tell
+        self._at_once = at_once
         internal = what.table + INTERNAL_SUFFIX
         topics = TableTopics(what.table, internal, _NO_ID, _NO_ID, what.partitions, 1 << 62, 1 << 31)
         self._spec = ProcessSpec(
@@ -194,8 +208,8 @@ class Replay:
                     placed = key_partitions(batch.column("key"), len(step.end[topic]))
                     if ((placed >= 0) & (placed != partition)).any():
                         self.doubt(NOT_IN_ORDER)
-                    for start in range(0, batch.num_rows, _BATCH_RECORDS):
-                        yield batch.slice(start, _BATCH_RECORDS)
+                    for start in range(0, batch.num_rows, self._at_once):
+                        yield batch.slice(start, self._at_once)
                     self.records += batch.num_rows
                     self._tell(self.records)
 
@@ -260,6 +274,37 @@ class Replay:
             fields = {**error.fields(), "batch": None, "next_step": step}
             return ProcessorError(f"The replay ends: {error.what}", **fields)
         return error
+
+
+def depends_on_calls(what: Replayed, reader: CommittedReader, begin: Offsets, end: Offsets, folder: Path) -> bool:
+    """Whether the results depend on how many records of a key process() gets at once, as one output for each call does.
+
+    The first records are processed twice, from an empty state: one by one, and together.
+    """
+    share = max(1, _TRIED_RECORDS // max(1, sum(len(end[topic]) for topic in what.sources)))
+    start = {topic: {p: begin.get(topic, {}).get(p, 0) for p in end[topic]} for topic in what.sources}
+    part = {topic: {p: min(end[topic][p], at + share) for p, at in each.items()} for topic, each in start.items()}
+    results = []
+    for at_once in (1, _BATCH_RECORDS):
+        found: Counter[Any] = Counter()
+
+        def emit(batch: pa.RecordBatch, partition: int, found: Counter[Any] = found) -> None:
+            found.update(map(repr, batch.to_pylist()))
+
+        trial = Replay(what, reader, folder / f"trial-{at_once}", emit=emit, tell=lambda done: None, at_once=at_once)
+        try:
+            trial.run(Step(start, part, None, None, clock_ms(), True))
+        except ProcessorError:
+            return False  # for example, it needs the state that it begins with
+        for store in trial.stores().values():
+            found.update(
+                (key, rows.unpack(row).payload)
+                for kind in sorted(KINDS)
+                for key, row in store.scan(kind, rows.after(kind))
+            )
+            store.close()
+        results.append(found)
+    return results[0] != results[1]
 
 
 def input_of(chunk: Chunk, topic: str, partition: int) -> pa.RecordBatch:

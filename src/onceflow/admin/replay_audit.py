@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from onceflow.admin.progress_history import last_of, read_history
-from onceflow.admin.replay import CLOCK, Replay, Replayed
+from onceflow.admin.replay import CALLS, CLOCK, Replay, Replayed, depends_on_calls
 from onceflow.admin.replay_outputs import ReplayOutputs
 from onceflow.admin.replay_steps import begun_at, check_export, current_life, first_start, steps, went_back
 from onceflow.admin.table_contents import (
@@ -129,6 +129,7 @@ class ReplayAudit:
         self._reader = CommittedReader(cluster, _CALL_S, check=check)
         self._reasons: list[str] = []
         self._has_begun_later = False
+        self._depends: Callable[[], bool] | None = None
         self._unjudged = {"outputs": 0, "rows": 0}
         self._older_rows = 0
 
@@ -169,6 +170,8 @@ class ReplayAudit:
             emit=lambda batch, partition: None if self._wanted.tables_only else outputs.yielded(batch, partition),
             tell=lambda done: self._tell("replaying", done, total),
         )
+        # Asked only if something differs.
+        self._depends = lambda: depends_on_calls(what, self._reader, begin.offsets, progress.offsets, folder)
         if begin.state is not None:
             self._seed(replay, what, begin.state)
         for step in steps(begin.offsets, begin.before, begin.life, what.table):
@@ -338,6 +341,7 @@ class ReplayAudit:
             if each.found is not None and rows.unpack(each.found).version < self._wanted.processor.version:
                 self._older_rows += 1
                 continue
+            self._try(replay)
             if replay.reasons or self._reasons:
                 self._unjudged["rows"] += 1
                 continue
@@ -348,10 +352,17 @@ class ReplayAudit:
 
     def _compare_outputs(self, outputs: ReplayOutputs, replay: Replay) -> None:
         for each in outputs.differences():
+            self._try(replay)
             if replay.reasons or self._reasons or self._is_from_before(each):
                 self._unjudged["outputs"] += 1
             else:
                 outputs.report(each, self._report, self._reader)
+
+    def _try(self, replay: Replay) -> None:
+        """Something differs: find out, once, whether that may be for want of the batches' divisions."""
+        if self._depends is not None and not replay.reasons and not self._reasons and self._depends():
+            replay.doubt(CALLS)
+        self._depends = None
 
     def _is_from_before(self, each: Difference) -> bool:
         """Whether a record that is there too often may have been written before the replay begins."""
