@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from pyspark import cloudpickle
 
 from onceflow import Flow
+from onceflow.cli.main import cli
 from onceflow.testing import independent
 
 pytestmark = [pytest.mark.integration, pytest.mark.long]
@@ -131,3 +133,21 @@ def test_rows_that_a_flow_has_adopted_and_a_table_that_was_added_later(
     ]
     value = json.loads(independent.read_topic(pipe.bootstrap, pipe.target)[-1].value or b"")
     assert value["count"] > 3, "the adopted rows count"
+
+
+def test_a_fork(make_state_pipe: Callable[..., Any], make_topic: Callable[..., str], verify: Any) -> None:
+    """It begins with the state and the position of the flow that it is a copy of."""
+    pipe = make_state_pipe(partitions=2)
+    pipe.fill(200)
+    pipe.run()
+    new = f"{pipe.flow}-new"
+    command = ["fork", pipe.flow, new, "--table", f"{pipe.table}={pipe.table}-new", "--yes"]
+    answer = CliRunner().invoke(cli, [*command, "--bootstrap-servers", pipe.bootstrap], standalone_mode=False)
+    assert answer.exception is None, answer.exception
+    pipe.fill(150)
+    pipe.flow, pipe.table, pipe.target = new, f"{pipe.table}-new", make_topic("out", 2)
+    pipe.run()
+    for arguments in (["--replay", f"{LEDGER}:Ledger"], ["--tables", "--state-dir", str(pipe.state_dir)]):
+        found, last = verify(new, *arguments)
+        assert (found, last["notes"]) == ([], [])
+    assert verify(new, "--replay", f"{LEDGER}:Ledger")[1]["checked"]["replayed records"] == 150

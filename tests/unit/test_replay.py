@@ -24,6 +24,7 @@ from onceflow.admin.replay import (
     Replayed,
     depends_on_calls,
 )
+from onceflow.admin.replay_audit import from_progress
 from onceflow.admin.replay_outputs import ReplayOutputs
 from onceflow.admin.replay_steps import Step, begun_at, check_export, current_life, first_start, steps, went_back
 from onceflow.admin.replayed_processor import load
@@ -36,6 +37,7 @@ from onceflow.errors import OptionError, ProcessorError
 from onceflow.protocol import progress as records
 from onceflow.protocol.partitioners import key_partitions
 from onceflow.protocol.progress import Progress, TableProgress
+from onceflow.protocol.succession import ForkOrigin
 from onceflow.state import rows
 
 # ---- the processor ---------------------------------------------------------------------------------------
@@ -199,6 +201,28 @@ def test_an_export_that_does_not_fit() -> None:
     ):
         with pytest.raises(OptionError, match=text):
             check_export(wrong, now, "t", "f")
+
+
+def test_where_a_replay_begins() -> None:
+    """A flow may have adopted rows, may have got its table later, and may be a fork."""
+    bare = replace(at(0, {"s": {0: 4}}), tables={})
+    empty, full = ({"t": {0: end}} for end in (0, 7))
+    first = replace(at(0, {"s": {0: 4}}), changelogs=empty)
+    assert from_progress([bare, first, at(1, {"s": {0: 9}})], "t", None).state is None
+    adopted = replace(first, changelogs=full)
+    found = from_progress([bare, adopted, at(1, {"s": {0: 9}})], "t", None)
+    assert (found.offsets, found.before, found.state) == ({"s": {0: 4}}, None, adopted)
+    without, added = replace(at(3, {"s": {0: 30}}), tables={}), replace(at(3, {"s": {0: 30}}), changelogs=empty)
+    found = from_progress([bare, without, added, at(4, {"s": {0: 40}})], "t", None)
+    assert (found.offsets, found.before, found.state) == ({"s": {0: 30}}, added, None)
+    assert brief(steps(found.offsets, found.before, found.life, "t")) == [({"s": {0: 30}}, {"s": {0: 40}}, True)]
+    gone = from_progress([at(7, {"s": {0: 70}})], "t", {"s": {0: 5}})
+    assert (gone.offsets, gone.before, gone.state) == ({"s": {0: 5}}, None, None)
+    forked = replace(adopted, forked=ForkOrigin("g", 12, 1))
+    assert from_progress([forked, at(1, {"s": {0: 9}})], "t", None).state == forked
+    with pytest.raises(OptionError, match="is a fork of g") as raised:
+        from_progress([replace(forked, batch_id=7)], "t", None)
+    assert "--since" in raised.value.next_step
 
 
 def test_only_what_is_after_a_reset_counts() -> None:

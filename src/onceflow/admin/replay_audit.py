@@ -69,7 +69,7 @@ class ReplayOptions:
 
 
 @dataclass(frozen=True)
-class _Beginning:
+class Beginning:
     """Where a replay begins.
 
     Args:
@@ -84,7 +84,7 @@ class _Beginning:
     state: Progress | None
 
 
-def _from_progress(life: Sequence[Progress], table: str, given: Offsets | None) -> _Beginning:
+def from_progress(life: Sequence[Progress], table: str, given: Offsets | None) -> Beginning:
     """Where the step of a table has begun, by the progress records that are left.
 
     A start that adds a table commits that, with the end offsets of a topic whose rows the flow has adopted. The flow
@@ -93,13 +93,19 @@ def _from_progress(life: Sequence[Progress], table: str, given: Offsets | None) 
     first = next(at for at, each in enumerate(life) if table in each.tables)
     start = life[first]
     if start.batch_id != (life[first - 1].batch_id if first else 0):
-        return _Beginning(begun_at(life, given), None, life, None)  # that record is gone
+        if start.forked is not None:
+            raise OptionError(
+                f"The flow is a fork of {start.forked.flow}, and the state with which it began is not known any more",
+                flow=start.flow,
+                next_step="begin with the state of a later time: --since FILE, of `onceflow progress export`",
+            )
+        return Beginning(begun_at(life, given), None, life, None)  # that record is gone
     state = start if any(start.changelogs.get(table, {}).values()) else None
     if start.batch_id:
-        return _Beginning(start.offsets, start, life[first:], state)
+        return Beginning(start.offsets, start, life[first:], state)
     if given is None:
-        return _Beginning(first_start(life), None, life, state)
-    return _Beginning(begun_at(life, given), None, [each for each in life if each.batch_id], state)
+        return Beginning(first_start(life), None, life, state)
+    return Beginning(begun_at(life, given), None, [each for each in life if each.batch_id], state)
 
 
 class ReplayAudit:
@@ -229,7 +235,7 @@ class ReplayAudit:
         letters = wanted.letters[0] if wanted.letters else None
         return Replayed(flow, wanted.processor, table, count, sources, letters)
 
-    def _beginning(self, life: Sequence[Progress], what: Replayed) -> _Beginning:
+    def _beginning(self, life: Sequence[Progress], what: Replayed) -> Beginning:
         """Where the replay begins.
 
         Raises:
@@ -239,7 +245,7 @@ class ReplayAudit:
         if went_back(life):
             self._reasons.append(_TWICE)
         if since is None:
-            found = _from_progress(life, what.table, self._wanted.begin)
+            found = from_progress(life, what.table, self._wanted.begin)
         else:
             if since.batch_id > life[-1].batch_id or what.table not in since.changelogs:
                 has = f"of batch {since.batch_id}, and has {', '.join(since.changelogs) or 'no table'}"
@@ -249,8 +255,9 @@ class ReplayAudit:
                     next_step="give an export of this flow, from before now and with this table",
                 )
             check_export(since, life[-1], what.table, self._names.flow)
-            found = _Beginning(since.offsets, since, [each for each in life if each.batch_id >= since.batch_id], since)
-        self._has_begun_later = found.before is not None
+            found = Beginning(since.offsets, since, [each for each in life if each.batch_id >= since.batch_id], since)
+        # A fork that was promoted writes to topics that have the outputs of the earlier version.
+        self._has_begun_later = found.before is not None or life[-1].forked is not None
         deadline = Deadline(_CALL_S, "reading the first offsets of sources")
         span = {topic: sorted(life[-1].offsets[topic]) for topic in what.sources}
         for topic, offsets in list_offsets(self._cluster, span, EARLIEST, deadline).items():
