@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from onceflow import DeadlineExceededError, FencedError
+from onceflow.client import connections
 from onceflow.client.cluster import Cluster, ConnectionFailedError
 from onceflow.client.deadline import Deadline
 from onceflow.client.log_reader import LogRecord, Marker, read_log
@@ -160,3 +162,25 @@ def test_settings_of_topics(cluster: Cluster, make_topic: Callable[..., str]) ->
     limits: Any = max_message_bytes(cluster, [plain, special], soon())
     assert limits == {plain: 1048588, special: 12345}
     assert topic_config(cluster, special, "cleanup.policy", soon()) == "compact"
+
+
+def test_a_bootstrap_server_that_hangs_does_not_take_all_the_time(
+    onceflow_broker: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It accepts connections and says nothing, as a broker does that is paused; another one answers."""
+    chosen: list[int] = []
+
+    def choice(servers: Any) -> Any:
+        """The silent one at first."""
+        (found,) = [server for server in servers if (server.port == port) == (not chosen)]
+        chosen.append(found.port)
+        return found
+
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        monkeypatch.setattr("kafka.net.manager.random.choice", choice)
+        monkeypatch.setattr(connections, "_FIRST_TRY_S", 0.5)
+        with closing(Cluster(ClientSettings(f"{onceflow_broker},127.0.0.1:{port}"))) as cluster:
+            cluster.connect(Deadline(12, "a test"))  # the first handshake gets a quarter of it
+            assert cluster.broker_count() == 1
+    assert chosen[0] == port

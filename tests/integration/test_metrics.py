@@ -319,6 +319,7 @@ def test_other_systems_lost_batches_and_newer_drivers(
             rows = df.selectExpr("cast(key as string) as key", "cast(value as string) as value")
             flow.write_external(rows, onceflow.SqliteSink(path, "seen"), once=True).start().awaitTermination(60)
             ((there,),) = database.execute("select count(*) from seen")
+        wait_until(lambda: Scrape(endpoint.url).sum("latency_seconds_count", flow=outside.flow), 30, "its latency")
         found = Scrape(endpoint.url)
         assert found.sum("records_written_total", flow=outside.flow, topic="outside.db:seen") == there == 500
         assert found.sum("batches_committed_total", flow=outside.flow) == 3

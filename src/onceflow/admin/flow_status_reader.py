@@ -90,6 +90,7 @@ class StatusReader:
             PermissionDeniedError: the progress topic may not be read, and no flow is named.
             DeadlineExceededError: no broker answers, or brokers fail again and again.
         """
+        self._cluster.connect(deadline)
         try:
             return self._look(flows, Deadline(deadline.remaining / 2, deadline.what))
         except DeadlineExceededError as late:

@@ -135,7 +135,9 @@ def status(
     over = [text for each in found for text in exceeded(each, max_lag, age_s)]
     for text in over:
         click.echo(f"onceflow: {text}", err=True)
-    return 1 if over else 0
+    # Flows may be missing, or where one is could not be asked.
+    partly = (hidden and not flows) or any(each.batch is None and each.unseen for each in found)
+    return 1 if over or partly else 0
 
 
 def _every(watch: str | None, flows: tuple[str, ...]) -> tuple[float | None, tuple[str, ...]]:

@@ -36,6 +36,7 @@ log = logging.getLogger("onceflow.client")
 _ENROL = frozenset({EndTxnRequest.API_KEY, TxnOffsetCommitRequest.API_KEY, ProduceRequest.API_KEY})
 _REFRESH_TIMEOUT_S = 5.0
 _REQUEST_TIMEOUT_S = 30.0
+_FIRST_TRY_S = 3.0
 
 
 class ConnectionFailedError(Exception):
@@ -82,8 +83,7 @@ class Connections:
             self._connect_to_any(known.bootstrap_brokers, deadline, wait)
             try:
                 with muted():
-                    if not self.manager.bootstrapped:  # by an earlier call, which then failed
-                        self.manager.bootstrap(max(1, int(deadline.remaining * 1000)))
+                    self._bootstrap(deadline)
             except kafka_errors.KafkaError as error:
                 raise wait.error(f"within {deadline.seconds:g} s", str(error)) from error
             if self._refused_s is not None:  # later requests go to the addresses that the brokers advertise
@@ -91,6 +91,18 @@ class Connections:
                 self._connect_to_any(known.brokers, deadline, wait)
             self._read_features(deadline)
             self._bootstrapped = True  # only now: without the features, every API would look unsupported
+
+    def _bootstrap(self, deadline: Deadline) -> None:
+        """Read the metadata. kafka-python chooses a bootstrap server at random, and gives it all of its time. So it
+        gets little time at first: the server may be a broker that hangs."""
+        patience_s = _FIRST_TRY_S
+        while not self.manager.bootstrapped:  # else by an earlier call, which then failed
+            try:
+                self.manager.bootstrap(max(1, int(deadline.capped(patience_s) * 1000)))
+            except kafka_errors.KafkaTimeoutError:
+                if deadline.expired:
+                    raise
+            patience_s *= 2
 
     def _connect_to_any(self, nodes: Callable[[], Sequence[Any]], deadline: Deadline, wait: Wait) -> None:
         connect_to_any(nodes, self.manager, self.net, self.settings, deadline, wait)
