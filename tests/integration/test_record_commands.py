@@ -67,6 +67,7 @@ def test_topics_come_and_go(call: Call) -> None:
 
     gone = call("topic", "delete", one, "never-made", "--yes", fails=True)
     assert isinstance(gone.exception, UnknownTopicError)  # and so nothing is deleted
+    assert "check the name" in gone.exception.next_step
     assert call("topic", "delete", one, two, "--yes").stdout == f"Topic {one} deleted.\nTopic {two} deleted.\n"
     with pytest.raises(AssertionError, match="UnknownTopicError"):
         call("topic", "describe", one)

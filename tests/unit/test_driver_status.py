@@ -142,6 +142,13 @@ def test_addresses_that_are_none(text: str) -> None:
         checked_endpoint(text)
 
 
+@pytest.mark.parametrize("text", ["http://user:secret@h:9404", "user:secret@h:9404", "http://:secret@h:9404"])
+def test_a_password_is_neither_used_nor_shown(text: str) -> None:
+    with pytest.raises(OptionError, match="a user name or a password") as refused:
+        checked_endpoint(text)
+    assert "secret" not in str(refused.value)
+
+
 def test_addresses() -> None:
     assert checked_endpoint("h:9404") == checked_endpoint("http://h:9404/metrics") == "http://h:9404"
     assert checked_endpoint("https://[::1]:9404/") == "https://[::1]:9404"

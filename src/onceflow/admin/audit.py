@@ -227,6 +227,12 @@ class Audit:
         for pair in tally.reordered() if ordered else ():
             text = "its key's record before it was made of a later source record"
             self.report.add(REORDERED, text, [pair.after, pair.before, pair.source_after, pair.source_before])
+        guessed = sorted(written.keys() - starts.keys())
+        if guessed and self.report.counts.get(LOST):
+            self.report.notes.append(
+                f"where the flow has begun to read {', '.join(guessed)} is not known, because that progress record is "
+                "gone: from the first record on was assumed. --from says otherwise"
+            )
         if unjudged:
             self.report.notes.append(f"{unjudged} output records are not judged: a source does not begin at 0 any more")
 

@@ -85,8 +85,13 @@ def checked_endpoint(text: str) -> str:
     try:
         parts = urlsplit(text if "://" in text else f"http://{text}")
         usable = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
+        named = parts.username is not None or parts.password is not None
     except ValueError:
-        usable = False
+        usable = named = False
+    if named:  # its text is not shown: it may have a password
+        raise OptionError(
+            "The address of an endpoint has a user name or a password", next_step="leave them out: there is no login"
+        )
     if not usable:
         raise OptionError(
             f"{text} is no address of an endpoint", next_step="give scheme, host and port: http://driver-host:9404"

@@ -278,7 +278,7 @@ class StatusReader:
         held = answered(status, f"transactions of {topic}", lambda: self._held(status, topic, parts, deadline))
         status.warnings += held or []
         unknown_partitions(status, topic, parts)
-        idle = self._idle(topic, numbers, deadline)
+        idle = self._idle(topic, [n for n, (_, _, end) in ends.items() if end], deadline)  # others never had a record
         if idle:
             status.notes.append(f"no record for {IDLE_S / 3600:g} h: {places(topic, idle)}")
         return SourceStatus(topic, offsets, parts, unseen)
@@ -349,6 +349,8 @@ class StatusReader:
         return permitted(status, f"READ on topic {topic}", look) is not None
 
     def _idle(self, topic: str, numbers: Sequence[int], deadline: Deadline) -> list[int]:
+        if not numbers:
+            return []
         since_ms = int((self._clock() - IDLE_S) * 1000)
         later = list_offsets(self._cluster, {topic: numbers}, since_ms, deadline, committed=False)[topic]
         return sorted(number for number, offset in later.items() if offset < 0)

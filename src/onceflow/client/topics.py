@@ -66,7 +66,7 @@ def find_topics(
     try:
         return cluster.topics(roles, deadline)
     except UnknownTopicError as error:
-        raise missing(cluster, error, roles, deadline) from None
+        raise missing(cluster, error, roles, deadline, gone=needs == "DELETE") from None
     except PermissionDeniedError as error:
         if error.topic is None or error.topic not in roles:
             raise
@@ -96,9 +96,13 @@ def _denied(error: PermissionDeniedError, needs: str) -> PermissionDeniedError:
 
 
 def missing(
-    cluster: Cluster, error: UnknownTopicError, roles: Mapping[str, str], deadline: Deadline
+    cluster: Cluster, error: UnknownTopicError, roles: Mapping[str, str], deadline: Deadline, *, gone: bool = False
 ) -> UnknownTopicError:
-    """The same error, with two additions: the role of the topic, and the topics with a similar name."""
+    """The same error, with two additions: the role of the topic, and the topics with a similar name.
+
+    Args:
+        gone: the topic was to be deleted, so nobody wants to create it.
+    """
     name = error.topic
     if name is None or name not in roles:
         return error
@@ -109,6 +113,8 @@ def missing(
             "check the name: a flow makes the topics of its table when it first starts with it. A table with "
             "changelog=False has no topics; Table.of_flow reads its rows on the flow's machine"
         )
+    if gone:
+        fields["next_step"] = "check the name: `onceflow topic list` shows the topics"
     alike = _alike(cluster, name, deadline, tables=role in ("source", "table"))
     if alike:
         fields["detail"] = f"topics of a similar name: {', '.join(alike)}"
