@@ -73,6 +73,25 @@ def test_a_flow_is_moved_and_its_state_deleted(version_1: str, make_state_pipe: 
     assert len(pipe.outputs()) == 400
 
 
+@pytest.mark.long
+def test_a_new_version_takes_over(version_1: str, make_state_pipe: Callable[..., Any]) -> None:
+    pipe = replace(make_state_pipe(2), bootstrap=version_1)
+    for topic in (pipe.source, pipe.target):
+        create_topic(version_1, topic, 2)
+    pipe.fill(200)
+    pipe.run()
+    copy = f"{pipe.flow}-next"
+    for count, words in ((100, ["fork", pipe.flow, copy]), (50, ["promote", copy, "--replaces", pipe.flow])):
+        answer = CliRunner().invoke(cli, [*words, "--bootstrap-servers", version_1, "--yes"], catch_exceptions=False)
+        assert answer.exit_code == 0, answer.output
+        pipe.fill(count)
+        if words[0] == "fork":
+            pipe.run()
+    after = replace(pipe, table=f"{copy}-{pipe.table}")
+    after.run()
+    after.check()
+
+
 @pytest.mark.parametrize("small_batch_rows", [0, 4000])
 def test_copies_exactly_once(pipe: Any, small_batch_rows: int) -> None:
     query = pipe.run(small_batch_rows=small_batch_rows)

@@ -90,6 +90,15 @@ def test_a_gap() -> None:
     assert not handover.owes_timers(done)
 
 
+def test_a_topic_that_was_created_again() -> None:
+    """Its new records have not been read by anybody."""
+    progress = promoted_progress(old({0: 10}), new({0: 8}), 2000)
+    assert handover.of_same_topic(progress, "in", "id") == progress.handover
+    left = handover.of_same_topic(progress, "in", "another")
+    assert left == HandOver({}, {"n": {"event": 50}})
+    assert handover.first_range_end(replace(progress, handover=left, offsets={"in": {0: 0}})) is None
+
+
 def test_no_gap() -> None:
     before = old({0: 8})
     assert promoted_progress(before, new({0: 8}), 2000).handover == HandOver({"in": {0: 8}}, {"n": {"event": 50}})

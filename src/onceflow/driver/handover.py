@@ -9,6 +9,7 @@ outputs are written. Each of these batches is one transaction, so after a crash 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 from onceflow.driver.offset_log import SourceRange, TopicOffsets
 from onceflow.errors import ProgressConflictError
@@ -39,6 +40,14 @@ def nothing(progress: Progress, topics: Iterable[str]) -> SourceRange:
 def timers_until(progress: Progress, table: str) -> Mapping[str, int] | None:
     """See `Moment`: which timers may fire in the next batch."""
     return None if progress.handover is None else progress.handover.timers.get(table, {})
+
+
+def of_same_topic(progress: Progress, topic: str, topic_id: str) -> HandOver | None:
+    """What is left of a hand-over when a source has this id: offsets of a topic that was deleted mean nothing."""
+    known = progress.handover
+    if known is None or progress.topic_ids.get(topic) in (None, topic_id):
+        return known
+    return replace(known, offsets={name: offsets for name, offsets in known.offsets.items() if name != topic})
 
 
 def check_range(progress: Progress, source: SourceRange, *, flow: str, batch: int) -> None:

@@ -22,7 +22,7 @@ from onceflow.client.first_connection import REFUSED_S
 from onceflow.client.settings import ClientSettings
 from onceflow.client.topics import find_topics
 from onceflow.clock import clock_ms
-from onceflow.driver import progress_log
+from onceflow.driver import handover, progress_log
 from onceflow.driver.driver_session import DriverSession
 from onceflow.driver.joins import find_joined
 from onceflow.driver.offset_log import Sources
@@ -232,6 +232,7 @@ class Startup:
             before,
             offsets={**before.offsets, source.name: offsets},
             topic_ids={**before.topic_ids, source.name: source.topic_id},
+            handover=handover.of_same_topic(before, source.name, source.topic_id),
             time_ms=clock_ms(),
         )
         self._commit(progress, deadline)
