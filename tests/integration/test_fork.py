@@ -207,7 +207,7 @@ def test_killed_at_each_step(make_state_pipe: Any, call: Call) -> None:
         fork = ("fork", pipe.flow, copy.flow, "--yes", "--json")
         environment = {**os.environ, hooks.VARIABLE: faults.fault(step, "kill", flow=copy.flow)}
         line = [sys.executable, "-m", "onceflow.cli.main", *fork]
-        killed = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=60, check=False)
+        killed = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=120, check=False)
         assert killed.returncode == -9, killed.stderr
         done = told(call(*fork))
         assert done["already"] == (step == "end"), step
@@ -256,7 +256,7 @@ def let_compaction_happen(pipe: Any) -> None:
 
     def is_removed() -> bool:
         pipe.fill(40)
-        wait_until(lambda: ends(pipe) == independent.committed_offsets(pipe.bootstrap, pipe.flow), 30, "a batch")
+        wait_until(lambda: ends(pipe) == independent.committed_offsets(pipe.bootstrap, pipe.flow), 60, "a batch")
         now = independent.read_topic(pipe.bootstrap, pipe.table, decided=True)
         return {r.key for r in before} > {r.key for r in now if r.offset <= end}
 

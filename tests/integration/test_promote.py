@@ -234,7 +234,7 @@ def test_killed_at_each_step(make_state_pipe: Any, make_topic: Any, call: Call) 
         before = progress_of(pipe), progress_of(copy)
         environment = {**os.environ, hooks.VARIABLE: faults.fault(step, "kill", flow=pipe.flow)}
         line = [sys.executable, "-m", "onceflow.cli.main", *promotion(pipe, copy)]
-        killed = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=60, check=False)
+        killed = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=120, check=False)
         assert killed.returncode == -9, killed.stderr
         if step != "end":
             pipe.fill(20)
