@@ -156,21 +156,22 @@ def behind(make_state_pipe: Any, make_topic: Any, call: Call) -> tuple[Any, Any]
     return pipe, copy
 
 
-def check_promotion(pipe: Any, copy: Any, call: Call) -> None:
+def check_promotion(pipe: Any, copy: Any, call: Call, **options: Any) -> None:
     told(call(*promotion(pipe, copy)))
     assert progress_of(copy) is None
     pipe.fill(100)
     after = successor(pipe, copy)
-    after.run()
+    after.run(**options)
     after.check()
 
 
-def test_a_gap(make_state_pipe: Any, make_topic: Any, call: Call) -> None:
+@pytest.mark.parametrize("options", [{}, {"inside": True, "small_batch_rows": 0}], ids=["by the driver", "two stages"])
+def test_a_gap(make_state_pipe: Any, make_topic: Any, call: Call, options: dict[str, Any]) -> None:
     pipe, copy = behind(make_state_pipe, make_topic, call)
     shown = call(*promotion(pipe, copy)[:4], "--dry-run").stdout
     assert "is at most 150 records behind" in shown
     refused(call(*promotion(pipe, copy, "--max-gap", "149")), onceflow.ProgressConflictError, "150 records behind")
-    check_promotion(pipe, copy, call)
+    check_promotion(pipe, copy, call, **options)
 
 
 def test_a_copy_that_is_started_again_meanwhile(
