@@ -47,10 +47,12 @@ STARTING = {"broker start", "chaos", "bench", "demo"}
 SHORT = {"broker status", "broker stop", "completion", "new", "setup"}
 #: Commands that change several things in one transaction.
 TRANSACTIONS = [
+    "fork",
     "parked drop",
     "parked retry",
     "progress import",
     "progress import --state delete",
+    "promote",
     "reset",
     "reset --to",
     "reset --to --state delete",
@@ -156,8 +158,9 @@ class Bench:
         """What is committed of a row: positions in progress and in the group, and live rows by topic and partition."""
         names = self.commands.names[label]
         flow, table = names["FLOW"], names["TABLE"]
-        progress = [s.value for s in independent.read_topic(self.direct, PROGRESS_TOPIC) if s.key == flow.encode()]
-        offsets = json.loads((progress[-1] if progress else None) or "null")
+        flows = [flow, names["NEW"]] if label in ("fork", "promote") else [flow]
+        last = {seen.key: seen.value for seen in independent.read_topic(self.direct, PROGRESS_TOPIC)}
+        records = [json.loads(last.get(name.encode()) or "null") for name in flows]
         topics = [table, f"{table}-internal"] if "parked" not in label else [names["PARKED"], names["RETRY"]]
         there = self.commands.topics(label)
         live: dict[tuple[str, int, bytes | None], bytes | None] = {}
@@ -165,7 +168,8 @@ class Bench:
             seen = independent.read_topic(self.direct, topic) if topic in there else []
             live |= {(topic, each.partition, each.key): each.value for each in seen}
         places = sorted(str(place) for place, value in live.items() if value is not None)
-        return offsets and offsets["offsets"], independent.committed_offsets(self.direct, flow), places
+        positions = [record and record["offsets"] for record in records]
+        return positions, independent.committed_offsets(self.direct, flow), places
 
 
 @pytest.fixture(scope="module")
