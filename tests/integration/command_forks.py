@@ -10,6 +10,7 @@ import importlib
 import json
 import os
 import sys
+import traceback
 
 from onceflow.cli.main import COMMANDS, main
 
@@ -39,6 +40,9 @@ for line in sys.stdin:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(ended.code if isinstance(ended.code, int) else 1)
+        except BaseException:  # as Python itself would
+            traceback.print_exc()
+            sys.stderr.flush()
         finally:
             os._exit(70)  # an exception that is no exit
     print(pid, flush=True)

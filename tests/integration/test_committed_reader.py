@@ -142,7 +142,7 @@ def test_when_the_first_committed_record_was_written(
             batches += 1
         if after is not None and after.offset > start:
             assert first_timestamp(cluster, topic, 0, start, after.offset, deadline) is None
-    assert batches < end / 2
+    assert batches < end, "some are those of the record itself"
     assert first_timestamp(cluster, topic, 0, 5, 5, deadline) is None
     appended = make_topic("appended", 1, message_timestamp_type="LogAppendTime")
     independent.fill(onceflow_broker, appended, pairs_of("a"))

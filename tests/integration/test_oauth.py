@@ -142,6 +142,7 @@ def shown(flow: Any, df: Any, query: Any) -> dict[str, str]:
     }
 
 
+@pytest.mark.long
 def test_tokens_end_while_two_flows_run(
     six_seconds: Guarded, pipe: Any, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:

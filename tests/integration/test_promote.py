@@ -251,6 +251,7 @@ def test_killed_at_each_step(make_state_pipe: Any, make_topic: Any, call: Call) 
     after.check()
 
 
+@pytest.mark.long
 def test_killed_in_the_batch_without_outputs(
     make_state_pipe: Any, make_topic: Any, call: Call, killed_together: Any
 ) -> None:

@@ -9,11 +9,13 @@ from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import NoReturn
 
+_AS_GOOD = (KeyboardInterrupt, SystemExit, GeneratorExit)
 _blocks: list[not_dropped] = []  # those that the main thread is in
 
 
 class not_dropped:
-    """If KeyboardInterrupt is raised in the block by `interrupt`, and gets lost there, it is raised at its end.
+    """If KeyboardInterrupt is raised in the block by `interrupt`, and gets lost there, it is raised at its end: also in
+    place of another exception, which may be a consequence of it.
 
     It is a class, not a generator: it is entered at every turn of an event loop.
     """
@@ -31,8 +33,8 @@ class not_dropped:
     ) -> None:
         if self._ours:
             _blocks.remove(self)
-        if self.interrupted and kind is None:
-            raise KeyboardInterrupt
+        if self.interrupted and (kind is None or not issubclass(kind, _AS_GOOD)):
+            raise KeyboardInterrupt from error
 
 
 def interrupt(number: int, frame: FrameType | None) -> NoReturn:
