@@ -247,6 +247,7 @@ def run_demo(bootstrap: str, *options: str) -> dict[str, Any]:
 
 @pytest.mark.integration
 @pytest.mark.faults
+@pytest.mark.long
 def test_killed(onceflow_broker: str) -> None:
     result = run_demo(onceflow_broker, "--seconds", "3", "--kills", "1")
     assert result["kills"] == 2

@@ -219,6 +219,7 @@ def test_an_entry_has_the_balance_after_it() -> None:
 
 @pytest.mark.integration
 @pytest.mark.faults
+@pytest.mark.long
 def test_killed(run_demo: Callable[..., dict[str, Any]]) -> None:
     result = run_demo("deposits", records=4_000, kills=1)
     assert result["in"] == 4_000

@@ -363,6 +363,7 @@ def test_an_event_under_a_key_that_is_no_timestamp_is_a_dead_letter(driver: Proc
 
 
 @pytest.mark.integration
+@pytest.mark.long
 def test_plain_events_and_then_silence(onceflow_broker: str, tmp_path: Path) -> None:
     """The last event of a stream leaves, though nothing comes after it."""
     suffix = f"-{uuid.uuid4().hex[:6]}"

@@ -39,6 +39,7 @@ def charged(pipe: Any, trap: dict[str, Any] | None = None, order: str | None = "
     return {"processor": pipe.ledger.Charged(trap, order)}
 
 
+@pytest.mark.long
 def test_driver_killed(
     make_state_pipe: Any, make_pipe: Any, make_topic: Any, killed_together: Any, call_flow: Any, tmp_path: Path
 ) -> None:

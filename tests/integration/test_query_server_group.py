@@ -199,6 +199,7 @@ def _least_session_s(bootstrap: str) -> float:
     return int(found.result(30)["group.min.session.timeout.ms"].value) / 1000
 
 
+@pytest.mark.long
 def test_instances_are_killed(onceflow_broker: str, group: Group) -> None:
     one, two, three = group.all
     writer = Writer(onceflow_broker, group.topic)

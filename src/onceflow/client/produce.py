@@ -349,7 +349,10 @@ class Producer:
 
     def _retry(self, slot: _Partition, problem: str, *, stale_leader: bool = False) -> None:
         slot.recovering = True
-        slot.problem = problem
+        if not (
+            slot.problem and self._deadline.expired
+        ):  # what the deadline has cut short says less than what was before
+            slot.problem = problem
         slot.stale_leader = slot.stale_leader or stale_leader
         slot.not_before = time.monotonic() + self._deadline.backoff_s(slot.attempt)
         slot.attempt += 1
