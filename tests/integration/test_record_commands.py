@@ -82,7 +82,9 @@ def test_a_name_that_is_nearly_right(call: Call, make_topic: Callable[..., str],
     assert isinstance(answer.exception, UnknownTopicError)
     text = str(answer.exception)
     assert text.startswith(f"Topic {wrong!r} does not exist")
-    assert f"did you mean {topic}? If not, create it: `onceflow topic create {wrong} --partitions N`" in text
+    create = f"create it: `onceflow topic create {wrong} --partitions N`"
+    then = "check the name: `onceflow topic list` shows the topics" if command == "delete" else create
+    assert f"did you mean {topic}? If not, {then}" in text
 
 
 # ---- produce ---------------------------------------------------------------------------------------------
