@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.server
 import json
 import logging
+import re
 import subprocess
 import sys
 import threading
@@ -178,7 +179,8 @@ def test_an_endpoint_that_does_not_answer_stops_nothing(
             Query(f"flow-{number}").start()
     assert time.monotonic() - began < 5
     assert "OpenLineage events that were not sent: 1 (3 are waiting); flows go on" in caplog.text
-    assert "OpenLineage events that were not sent: 4 (the endpoint does not answer)" in caplog.text
+    # The thread may have taken the first one by then, or not yet.
+    assert re.search(r"OpenLineage events that were not sent: [34] \(the endpoint does not answer\)", caplog.text)
     client.may_send.set()
 
 
