@@ -6,10 +6,19 @@ import asyncio
 import contextlib
 import os
 import signal
+from collections.abc import Iterator
 
 import pytest
 
 from onceflow.client.interrupts import interrupts_kept, not_dropped
+
+
+@pytest.fixture(autouse=True)
+def pythons_own_handler() -> Iterator[None]:
+    """Spark puts another one there, and Python has none where SIGINT was ignored when it began."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def work(then: BaseException | None) -> None:
