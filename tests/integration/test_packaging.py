@@ -72,7 +72,8 @@ def louder(text, end):
 """
 
 
-@pytest.mark.parametrize("master", ["local[2]", pytest.param("local-cluster[2,1,600]", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("master", ["local[2]", "local-cluster[2,1,600]"])
 def test_modules_beside_the_script(make_pipe: Callable[..., Any], tmp_path: Path, master: str) -> None:
     """A service started from another folder: its processor, what that imports, a function, a module loaded late."""
     pipe = make_pipe(partitions=2)

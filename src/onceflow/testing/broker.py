@@ -27,8 +27,10 @@ def running_broker(data_dir: Path) -> Iterator[str]:
         yield given
         return
     # By default the broker looks for timed-out transactions every 10 s, which is too long for tests.
-    # The session of a member that was killed has to end soon, too.
+    # The session of a member that was killed has to end soon, too. Records are never too old: tests like fixed
+    # timestamps, and the broker deletes what is older than a week whenever it looks, every five minutes.
     properties = {
+        "log.retention.ms": "-1",
         "transaction.abort.timed.out.transaction.cleanup.interval.ms": "500",
         "group.min.session.timeout.ms": "1000",
     }
