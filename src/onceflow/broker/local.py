@@ -10,7 +10,7 @@ import os
 import signal
 from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -19,6 +19,7 @@ from onceflow.broker import nodes as agreed
 from onceflow.broker import ports, process
 from onceflow.broker.config import Cluster, Node, new_cluster_id
 from onceflow.broker.folder import Folder, default_data_dir, free_ports
+from onceflow.broker.status import Status, status_of
 from onceflow.errors import EnvironmentUnusableError, OptionError
 from onceflow.host.jars import BROKER_VERSION
 
@@ -28,42 +29,6 @@ START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 20.0
 HEAP = "1g"
 HEAP_OF_SEVERAL = "512m"
-
-
-@dataclass(frozen=True)
-class NodeStatus:
-    """One node; ``pid`` is None if it does not run."""
-
-    node_id: int
-    port: int
-    pid: int | None
-
-
-@dataclass(frozen=True)
-class Status:
-    """The state of a local broker. ``running``: all its nodes run."""
-
-    running: bool
-    ready: bool
-    data_dir: Path
-    bootstrap_servers: str | None
-    version: str | None
-    pids: tuple[int, ...]
-    log_files: tuple[Path, ...]
-    nodes: tuple[NodeStatus, ...] = ()
-
-    def as_json(self) -> dict[str, Any]:
-        """The status in types that JSON supports."""
-        return {
-            "running": self.running,
-            "ready": self.ready,
-            "data_dir": str(self.data_dir),
-            "bootstrap_servers": self.bootstrap_servers,
-            "version": self.version,
-            "pids": list(self.pids),
-            "log_files": [str(path) for path in self.log_files],
-            "nodes": [{"node_id": n.node_id, "port": n.port, "pid": n.pid} for n in self.nodes],
-        }
 
 
 class LocalBroker:
@@ -197,24 +162,7 @@ class LocalBroker:
 
     def status(self, timeout_s: float = 5.0) -> Status:
         """Whether it runs and responds, and at which addresses."""
-        cluster = self._remembered()
-        if cluster is None:
-            return Status(False, False, self.data_dir, None, None, (), ())
-        found = {node: process.running(node) for node in cluster.nodes}
-        is_running = all(found.values())
-        return Status(
-            running=is_running,
-            ready=is_running and process.answers(cluster, client_options=self._client_options, timeout_s=timeout_s),
-            data_dir=self.data_dir,
-            bootstrap_servers=cluster.bootstrap_servers,
-            version=cluster.version,
-            pids=tuple(identity.pid for identity in found.values() if identity),
-            log_files=tuple(node.log_file for node in cluster.nodes),
-            nodes=tuple(
-                NodeStatus(node.node_id, node.port, identity.pid if identity else None)
-                for node, identity in found.items()
-            ),
-        )
+        return status_of(self._remembered(), self.data_dir, self._client_options, timeout_s)
 
     def __enter__(self) -> LocalBroker:
         try:
