@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -260,6 +261,55 @@ def test_an_error_of_the_telemetry_is_none_of_the_batch(
     assert "flow f: the spans of batch 1 are incomplete" in caplog.text
     at("end", 2, summary=BatchSummary(2, 10))
     assert len(sdk.spans("batch")) == 1
+
+
+def test_two_at_once(sdk: Collected) -> None:
+    """The newest reports metrics, the other one continues when that is closed; nothing is recorded twice."""
+    query = Query()
+
+    def commit(number: int) -> None:
+        at("plan", number)
+        query.batches.append(BatchSummary(number, 10, seconds={"write": 0.5}))
+        at(hooks.RESTORED, number, table="t", records=3, seconds=0.25)
+        at("end", number, summary=query.batches[-1])
+
+    with onceflow.Telemetry(sdk.tracers, sdk.meters):
+        at(hooks.STARTED, query=query)
+        commit(1)
+        with onceflow.Telemetry(sdk.tracers, sdk.meters) as newest:
+            newest.add(query)  # its first batch is recorded already
+            assert sdk.metrics()["batch_seconds", "f"] == (1, 0.5)
+            commit(2)
+            found = sdk.metrics()
+            assert (found["batch_seconds", "f"], found["batches_committed_total", "f"]) == ((2, 1.0), 2)
+        commit(3)
+        found = sdk.metrics()
+        assert (found["batch_seconds", "f"], found["step_seconds", "f", "write"]) == ((3, 1.5), (3, 1.5))
+        assert found["restore_seconds", "f", "t"] == (3, 0.75)
+        assert found["batches_committed_total", "f"] == 3
+    with onceflow.Telemetry(sdk.tracers, sdk.meters) as later:
+        later.add(query)
+        assert sdk.metrics()["batch_seconds", "f"] == (3, 1.5)
+    assert [(span.attributes or {})["onceflow.batch"] for span in sdk.spans("batch")] == [1, 2, 3]
+    assert hooks._observers == []
+
+
+def test_an_sdk_that_refuses_an_instrument_leaves_nothing_behind(
+    sdk: Collected, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = set(threading.enumerate())
+    with monkeypatch.context() as patched:
+        patched.setattr("opentelemetry.sdk.metrics.Meter.create_observable_gauge", lambda *_, **__: 1 / 0)
+        for _ in range(2):
+            with pytest.raises(ZeroDivisionError):
+                onceflow.Telemetry(sdk.tracers, sdk.meters)
+    assert set(threading.enumerate()) <= before
+    assert hooks._observers == []
+    with onceflow.Telemetry(sdk.tracers, sdk.meters):
+        at(hooks.STARTED, query=Query())
+        at("end", summary=BatchSummary(1, 10))
+        found = sdk.metrics()
+    assert (found["batches_committed_total", "f"], found["up", "f"], found["batch_seconds", "f"]) == (1, 1, (1, 0.0))
 
 
 def test_nothing_is_reported_after_the_end(sdk: Collected) -> None:

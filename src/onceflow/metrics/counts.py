@@ -151,9 +151,7 @@ class Counts:
                 self._add("onceflow_offsets_read_total", (flow, topic), offsets)
             for name, count in _counts_of(batch):
                 self._add(name, (flow,), count)
-            for step, seconds in batch.seconds.items():
-                self._observe("onceflow_step_seconds", (flow, step), seconds)
-            self._observe("onceflow_batch_seconds", (flow,), sum(batch.seconds.values()))
+            self._timed(flow, batch)
             self._set("onceflow_last_batch", (flow,), batch.batch)
             self._set("onceflow_last_commit_timestamp_seconds", (flow,), at_s)
 
@@ -204,6 +202,12 @@ class Counts:
 
     def _set(self, name: str, labels: Labels, value: float) -> None:
         self.values.setdefault(name, {})[labels] = float(value)
+
+    def _timed(self, flow: str, batch: BatchSummary) -> None:
+        """Put the seconds of a committed batch into the histograms."""
+        for step, seconds in batch.seconds.items():
+            self._observe("onceflow_step_seconds", (flow, step), seconds)
+        self._observe("onceflow_batch_seconds", (flow,), sum(batch.seconds.values()))
 
     def _observe(self, name: str, labels: Labels, seconds: float) -> None:
         found = self.distributions.setdefault(name, {})

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from onceflow import hooks
 from onceflow._version import __version__
@@ -12,12 +13,16 @@ from onceflow.errors import EnvironmentUnusableError
 from onceflow.metrics.counts import COUNTER, HISTOGRAM, METRICS, Counts, Labels, Metric
 from onceflow.metrics.gauges import looked_up
 from onceflow.metrics.watch import FlowWatch, WatchedQuery
+from onceflow.planning.options import BatchSummary
 
 if TYPE_CHECKING:
     from opentelemetry.metrics import MeterProvider
     from opentelemetry.trace import TracerProvider
 
+    from onceflow.metrics.spans import BatchSpans
+
 _NAME = "onceflow"
+_SharedT = TypeVar("_SharedT")
 
 
 class Telemetry:
@@ -25,7 +30,8 @@ class Telemetry:
 
     Metrics have the names, labels and values of those for Prometheus (``onceflow.serve_metrics``). Each batch is a span
     with a child for each of its steps; an attempt that was aborted is an event of it. Where they go is up to the SDK
-    that the program, or ``opentelemetry-instrument``, has configured: without one nothing is recorded.
+    that the program, or ``opentelemetry-instrument``, has configured: without one nothing is recorded. Of several that
+    are open at once, the newest reports the metrics, and each batch has one span.
 
     ::
 
@@ -53,15 +59,14 @@ class Telemetry:
                 next_step="pip install 'onceflow[otel]', and the SDK and exporter that you use",
             ) from missing
         meter = metrics.get_meter(_NAME, __version__, meter_provider)
-        histograms = {
-            name: _histogram(meter, name, metric) for name, metric in METRICS.items() if _is_histogram(metric)
-        }
-        self._watch: FlowWatch | None = FlowWatch(_RecordedCounts(histograms))
-        self._reporters = _reporters_to(None if meter_provider is metrics.get_meter_provider() else meter_provider)
-        self._reporters.open.append(self)
+        tracer = trace.get_tracer(_NAME, __version__, tracer_provider)
+        spans = _spans_to.of(None if tracer_provider is trace.get_tracer_provider() else tracer_provider)
+        self._reporters = _reporters_to.of(None if meter_provider is metrics.get_meter_provider() else meter_provider)
         self._reporters.create_once(meter)
-        spans = BatchSpans(trace.get_tracer(_NAME, __version__, tracer_provider))
-        self._forget = hooks.observe(spans.observed)
+        # What the provider has refused is known here. From now on threads and observers are there until ``close``.
+        self._watch: FlowWatch | None = FlowWatch(_RecordedCounts(self))
+        self._forget = spans.open(lambda: BatchSpans(tracer))
+        self._reporters.open.append(self)
 
     def add(self, query: WatchedQuery) -> None:
         """Count a query that was started before, with its last 200 batches. These have no spans."""
@@ -93,25 +98,48 @@ class Telemetry:
 
 
 class _Reporters:
-    """Those that report to one meter provider, and the instruments of counters and gauges that they share.
+    """Those that report to one meter provider, and the instruments that they share.
 
     A provider keeps an instrument and its callback for its whole life, and ignores the callback of a second one of the
-    same name. So the callbacks are created once, and ask the newest that is open.
+    same name. So the instruments are created once. Their callbacks ask the newest that is open, and only the newest
+    records values of histograms, which the provider would add up.
     """
 
     def __init__(self) -> None:
         self.open: list[Telemetry] = []
-        self._are_created = False
+        self.histograms: dict[str, Any] = {}
+        self._created: set[str] = set()
+        self._recorded: WeakValueDictionary[int, BatchSummary] = WeakValueDictionary()  # by id
+        self._lock = threading.Lock()
 
     def create_once(self, meter: Any) -> None:
-        """Create the instruments, at the first call."""
-        if self._are_created:
+        """Create the instruments that are not there yet."""
+        with self._lock:
+            for name, metric in METRICS.items():
+                if name not in self._created:
+                    self._create(meter, name, metric)
+                    self._created.add(name)
+
+    def is_newest(self, telemetry: Telemetry) -> bool:
+        """Whether it was opened last, of those that are open."""
+        return self.open[-1:] == [telemetry]
+
+    def is_recorded_now(self, batch: BatchSummary) -> bool:
+        """Whether this call is the first one for a batch. It is not if an earlier reporter has recorded the batch, and
+        the next one is told of its query."""
+        with self._lock:
+            is_new = self._recorded.get(id(batch)) is None
+            self._recorded[id(batch)] = batch
+            return is_new
+
+    def _create(self, meter: Any, name: str, metric: Metric) -> None:
+        if metric.kind == HISTOGRAM:
+            self.histograms[name] = meter.create_histogram(
+                name, unit="s", description=metric.text, explicit_bucket_boundaries_advisory=list(metric.bounds)
+            )
             return
-        self._are_created = True
-        for name, metric in METRICS.items():
-            if not _is_histogram(metric):
-                create = meter.create_observable_counter if metric.kind == COUNTER else meter.create_observable_gauge
-                create(name, [self._callback(name)], description=metric.text)
+        create = meter.create_observable_counter if metric.kind == COUNTER else meter.create_observable_gauge
+        create(name, [self._callback(name)], description=metric.text)
 
     def _callback(self, name: str) -> Callable[[Any], Iterable[Any]]:
         from opentelemetry.metrics import Observation
@@ -127,33 +155,62 @@ class _Reporters:
         return observe
 
 
-_to_global = _Reporters()
-_to_others: WeakKeyDictionary[Any, _Reporters] = WeakKeyDictionary()
+class _Spans:
+    """The spans for one tracer provider: each batch has one, however many report to it."""
+
+    def __init__(self) -> None:
+        self._open = 0
+        self._forget: Callable[[], None] = lambda: None
+        self._lock = threading.Lock()
+
+    def open(self, make: Callable[[], BatchSpans]) -> Callable[[], None]:
+        """Make spans from now on. Returns a function to call once: when nobody wants them any more, there are none."""
+        with self._lock:
+            if self._open == 0:
+                self._forget = hooks.observe(make().observed)
+            self._open += 1
+        return self._close
+
+    def _close(self) -> None:
+        with self._lock:
+            self._open -= 1
+            if self._open == 0:
+                self._forget()
 
 
-def _reporters_to(provider: MeterProvider | None) -> _Reporters:
-    """Provider: None: the global one, also if the program configures it only later."""
-    return _to_global if provider is None else _to_others.setdefault(provider, _Reporters())
+class _PerProvider(Generic[_SharedT]):
+    """What those share that report to the same provider."""
+
+    def __init__(self, make: Callable[[], _SharedT]) -> None:
+        self._make = make
+        self._global = make()
+        self._others: WeakKeyDictionary[Any, _SharedT] = WeakKeyDictionary()
+
+    def of(self, provider: MeterProvider | TracerProvider | None) -> _SharedT:
+        """Provider: None: the global one, also if the program configures it only later."""
+        return self._global if provider is None else self._others.setdefault(provider, self._make())
+
+
+_reporters_to = _PerProvider(_Reporters)
+_spans_to = _PerProvider(_Spans)
 
 
 class _RecordedCounts(Counts):
     """Values of histograms go to the instruments, one by one: OpenTelemetry puts them into buckets itself."""
 
-    def __init__(self, histograms: dict[str, Any]) -> None:
+    def __init__(self, telemetry: Telemetry) -> None:
         super().__init__()
-        self._histograms = histograms
+        self._telemetry = telemetry
+
+    def _timed(self, flow: str, batch: BatchSummary) -> None:
+        reporters = self._telemetry._reporters
+        if reporters.is_newest(self._telemetry) and reporters.is_recorded_now(batch):
+            super()._timed(flow, batch)
 
     def _observe(self, name: str, labels: Labels, seconds: float) -> None:
-        self._histograms[name].record(seconds, _attributes(name, labels))
-
-
-def _is_histogram(metric: Metric) -> bool:
-    return metric.kind == HISTOGRAM
-
-
-def _histogram(meter: Any, name: str, metric: Metric) -> Any:
-    bounds = list(metric.bounds)
-    return meter.create_histogram(name, unit="s", description=metric.text, explicit_bucket_boundaries_advisory=bounds)
+        reporters = self._telemetry._reporters
+        if reporters.is_newest(self._telemetry):
+            reporters.histograms[name].record(seconds, _attributes(name, labels))
 
 
 def _attributes(name: str, labels: Labels) -> dict[str, str]:
