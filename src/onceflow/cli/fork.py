@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from onceflow.cli.connection import connection, pair
 from onceflow.cli.examples import examples
+from onceflow.cli.moving import Options, Texts, carry_out, moving_options
 from onceflow.cli.text import counted, in_columns
 
 if TYPE_CHECKING:
@@ -28,21 +27,13 @@ if TYPE_CHECKING:
 @click.option(
     "--table", "tables", multiple=True, metavar="OLD=NAME", help="Name of the copy of a table.  [default: NEW-OLD]"
 )
-@click.option("--dry-run", is_flag=True, help="Only show what would be done.")
-@click.option("--transactional-id-prefix", default="", help="The same as in `Flow(...)`, of both flows.")
-@click.option("--group-id-prefix", default="", help="The same as in `Flow(...)`, of both flows.")
-@click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
-@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+@moving_options(dry_run="Only show what would be done.", prefixes="The same as in `Flow(...)`, of both flows.")
 def fork(
     flow: str,
     new: str,
     settings: ClientSettings,
     tables: tuple[str, ...],
-    dry_run: bool,
-    transactional_id_prefix: str,
-    group_id_prefix: str,
-    yes: bool,
-    as_json: bool,
+    options: Options,
 ) -> None:
     """Copy the tables and the position of FLOW to a new flow NEW. FLOW goes on undisturbed.
 
@@ -52,30 +43,19 @@ def fork(
     Exit codes: 0 done; 1 refused, not confirmed, or an error; 2 wrong usage; 130 interrupted.
     """
     from onceflow.admin import forker
-    from onceflow.cli import moving
-    from onceflow.client.cluster import Cluster
-    from onceflow.protocol.names import Names
 
-    names, copy = (Names(each, transactional_id_prefix, group_id_prefix) for each in (flow, new))
+    names, copy = options.names(flow), options.names(new)
     wanted = dict(pair(each, "--table") for each in tables)
-    with contextlib.closing(Cluster(settings)) as cluster:
-        planned = forker.preview(cluster, names, copy, wanted)
-        if planned.progress is None and not dry_run:
-            _confirmed(planned, yes=yes, as_json=as_json)
-            with moving.telling() as tell:
-                _print(forker.fork(cluster, names, copy, wanted, tell), as_json=as_json)
-            return
-    _print(planned, as_json=as_json)
+    carry_out(
+        settings,
+        options,
+        Texts(_plan, _question, _done, _content),
+        lambda cluster: forker.preview(cluster, names, copy, wanted),
+        lambda cluster, tell: forker.fork(cluster, names, copy, wanted, tell),
+    )
 
 
-def _confirmed(planned: Forked, *, yes: bool, as_json: bool) -> None:
-    if not (yes and as_json):
-        click.echo("\n".join(_lines(planned)), err=True)
-    if not yes:
-        click.confirm(f"Copy flow {planned.flow!r} to {planned.new!r}?", abort=True, err=True)
-
-
-def _lines(planned: Forked) -> list[str]:
+def _plan(planned: Forked) -> list[str]:
     rows = [[table, name, len(planned.origin.changelogs[table])] for table, name in sorted(planned.tables.items())]
     read = ", ".join(sorted(planned.origin.offsets))
     return [
@@ -85,30 +65,30 @@ def _lines(planned: Forked) -> list[str]:
     ]
 
 
-def _print(found: Forked, *, as_json: bool) -> None:
-    progress = found.progress
-    if as_json:
-        content = {
-            "flow": found.flow,
-            "new": found.new,
-            "dry_run": progress is None,
-            "already": found.already,
-            "batch": found.origin.batch_id,
-            "tables": None if found.already else dict(found.tables),
-            "offsets": found.origin.offsets,
-            "records_copied": found.records,
-            "rounds": found.rounds,
-        }
-        click.echo(json.dumps(content))
-        return
-    if progress is None:
-        click.echo("\n".join(_lines(found)))
-    elif found.already:
-        click.echo(f"Flow {found.new} is a copy of {found.flow} at batch {found.origin.batch_id} already.")
-    else:
-        tables = ", ".join(f"{name} of {table}" for table, name in sorted(found.tables.items()))
-        click.echo(
-            f"Flow {found.new} is a copy of {found.flow} at batch {found.origin.batch_id}"
-            + (f", with the tables {tables} ({counted(found.records, 'record')})." if tables else ".")
-        )
-        click.echo("Start the new version under this name, with these tables and with outputs of its own.")
+def _question(planned: Forked) -> str:
+    return f"Copy flow {planned.flow!r} to {planned.new!r}?"
+
+
+def _done(found: Forked) -> list[str]:
+    copied = f"Flow {found.new} is a copy of {found.flow} at batch {found.origin.batch_id}"
+    if found.already:
+        return [f"{copied} already."]
+    tables = ", ".join(f"{name} of {table}" for table, name in sorted(found.tables.items()))
+    return [
+        copied + (f", with the tables {tables} ({counted(found.records, 'record')})." if tables else "."),
+        "Start the new version under this name, with these tables and with outputs of its own.",
+    ]
+
+
+def _content(found: Forked) -> dict[str, Any]:
+    return {
+        "flow": found.flow,
+        "new": found.new,
+        "dry_run": found.progress is None,
+        "already": found.already,
+        "batch": found.origin.batch_id,
+        "tables": None if found.already else dict(found.tables),
+        "offsets": found.origin.offsets,
+        "records_copied": found.records,
+        "rounds": found.rounds,
+    }

@@ -1,102 +1,152 @@
-"""What commands that move a flow in time say: `onceflow reset --to`, `onceflow progress import`."""
+"""What commands share that change where a flow is: `onceflow reset`, `progress import`, `fork` and `promote`.
+
+They have the same options, and do the same steps: they show what they would do, ask, do it in one transaction, and
+print the result.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import click
 
 from onceflow.cli.interrupts import interruptible
 from onceflow.cli.progress import progress_bar
-from onceflow.cli.text import counted, in_columns
 
 if TYPE_CHECKING:
-    from onceflow.admin.move import Move
-    from onceflow.admin.mover import Moved
+    from onceflow.client.cluster import Cluster
+    from onceflow.client.settings import ClientSettings
+    from onceflow.protocol.names import Names
+    from onceflow.protocol.progress import Progress
+
+Tell = Callable[[str, int, int], None]
 
 
-def lines(move: Move, state: str) -> list[str]:
-    """A move, for people: a line for each partition, and what it means."""
-    from onceflow.admin.move import meaning
+@dataclass(frozen=True)
+class Options:
+    """The values of the options that these commands share."""
 
-    rows = [
-        [
-            f"{each.topic}-{each.partition}",
-            "-" if each.before is None else each.before,
-            each.after,
-            _what(each.again, each.skipped),
-        ]
-        for each in move.moves
-    ]
-    again, skipped = sum(each.again for each in move.moves), sum(each.skipped for each in move.moves)
-    sums = (
-        f"At most {counted(again)} will be read and written a second time, at most {counted(skipped)} will be skipped."
-    )
-    means = meaning(move.before, state)
-    return [
-        *in_columns(["PARTITION", "FROM", "TO", "RECORDS"], rows),
-        sums,
-        "Transaction markers count, too. What is written stays.",
-        *([means] if means else []),
-        *(f"{topic} no longer exists; its offsets stay in progress." for topic in move.gone),
-    ]
+    dry_run: bool
+    transactional_id_prefix: str
+    group_id_prefix: str
+    yes: bool
+    as_json: bool
+
+    def names(self, flow: str) -> Names:
+        """The names of a flow in Kafka."""
+        from onceflow.protocol.names import Names
+
+        return Names(flow, self.transactional_id_prefix, self.group_id_prefix)
 
 
-def _what(again: int, skipped: int) -> str:
-    if again:
-        return f"{again:,} again"
-    return f"{skipped:,} skipped" if skipped else "-"
-
-
-def to_json(flow: str, move: Move, state: str, moved: Moved | None) -> str:
-    """The result of such a command in one line.
+def moving_options(*, dry_run: str, prefixes: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Give a command the options that these commands share; it is called with ``options``, an `Options`.
 
     Args:
-        moved: None: nothing was done, because it was a dry run.
+        dry_run, prefixes: the help of these options.
     """
-    content: dict[str, Any] = {
-        "flow": flow,
-        "dry_run": moved is None,
-        "batch": move.before.batch_id if moved is None else moved.progress.batch_id,
-        "state": state if move.before.tables or move.before.checkpoint is not None else None,
-        "rows_deleted": 0 if moved is None else moved.rows,
-        "epoch": move.before.producer_epoch if moved is None else moved.progress.producer_epoch,
-        "written_twice_max": sum(each.again for each in move.moves),
-        "skipped_max": sum(each.skipped for each in move.moves),
-        "partitions": [
-            {
-                "topic": each.topic,
-                "partition": each.partition,
-                "from": each.before,
-                "to": each.after,
-                "written_twice_max": each.again,
-                "skipped_max": each.skipped,
-            }
-            for each in move.moves
-        ],
-        "gone": list(move.gone),
-    }
-    return json.dumps(content)
+
+    def add(command: Callable[..., Any]) -> Callable[..., Any]:
+        @click.option("--dry-run", is_flag=True, help=dry_run)
+        @click.option("--transactional-id-prefix", default="", help=prefixes)
+        @click.option("--group-id-prefix", default="", help=prefixes)
+        @click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
+        @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+        @functools.wraps(command)
+        def with_options(
+            *arguments: Any,
+            dry_run: bool,
+            transactional_id_prefix: str,
+            group_id_prefix: str,
+            yes: bool,
+            as_json: bool,
+            **named: Any,
+        ) -> Any:
+            options = Options(dry_run, transactional_id_prefix, group_id_prefix, yes, as_json)
+            return command(*arguments, options=options, **named)
+
+        return with_options
+
+    return add
 
 
-def confirmed(flow: str, move: Move, state: str, *, yes: bool, as_json: bool) -> None:
-    """Show the move, and ask.
+class Found(Protocol):
+    """What such a command would do, or has done."""
 
-    Raises:
-        click.Abort: it is not confirmed.
+    @property
+    def progress(self) -> Progress | None:
+        """What was committed. None: nothing yet."""
+        ...
+
+
+_FoundT = TypeVar("_FoundT", bound=Found)
+
+
+@dataclass(frozen=True)
+class Texts(Generic[_FoundT]):
+    """What a command says.
+
+    Args:
+        plan: what would be done, line by line. question: whether to do it.
+        done: what was done, line by line. content: either of both, for JSON.
     """
-    if not (yes and as_json):
-        click.echo("\n".join(lines(move, state)), err=True)
-    if not yes:
-        click.confirm(f"Stop a running driver of flow {flow!r}, and move the flow?", abort=True, err=True)
+
+    plan: Callable[[_FoundT], list[str]]
+    question: Callable[[_FoundT], str]
+    done: Callable[[_FoundT], list[str]]
+    content: Callable[[_FoundT], dict[str, Any]]
+
+    def tell(self, found: _FoundT, *, as_json: bool) -> None:
+        """Print what would be done, or was."""
+        if as_json:
+            click.echo(json.dumps(self.content(found)))
+        else:
+            click.echo("\n".join(self.plan(found) if found.progress is None else self.done(found)))
+
+    def ask(self, planned: _FoundT, options: Options) -> None:
+        """Show what would be done, and ask.
+
+        Raises:
+            click.Abort: it is not confirmed.
+        """
+        if not (options.yes and options.as_json):
+            click.echo("\n".join(self.plan(planned)), err=True)
+        if not options.yes:
+            click.confirm(self.question(planned), abort=True, err=True)
+
+
+def carry_out(
+    settings: ClientSettings,
+    options: Options,
+    texts: Texts[_FoundT],
+    preview: Callable[[Cluster], _FoundT],
+    act: Callable[[Cluster, Tell], _FoundT],
+) -> None:
+    """Look, ask, act, and print the result. With --dry-run, or if it is done already, only look and print.
+
+    Args:
+        preview: finds out what would be done. Its progress is None unless it is done already.
+        act: does it. It tells how far it is, and is interrupted there by Ctrl-C.
+    """
+    from onceflow.client.cluster import Cluster
+
+    with contextlib.closing(Cluster(settings)) as cluster:
+        found = preview(cluster)
+        if found.progress is None and not options.dry_run:
+            texts.ask(found, options)
+            with telling() as tell:
+                found = act(cluster, tell)
+        texts.tell(found, as_json=options.as_json)
 
 
 @contextlib.contextmanager
-def telling() -> Iterator[Callable[[str, int, int], None]]:
-    """Shows how far the deletion of rows is. Ctrl-C ends it: the transaction is aborted."""
+def telling() -> Iterator[Tell]:
+    """Shows how far it is. Ctrl-C ends it: the transaction is aborted."""
     with progress_bar() as bar, interruptible() as check:
 
         def tell(text: str, done: int, total: int) -> None:
@@ -104,13 +154,3 @@ def telling() -> Iterator[Callable[[str, int, int], None]]:
             bar(text, done, total)
 
         yield tell
-
-
-def tell_done(flow: str, moved: Moved, state: str, *, as_json: bool) -> None:
-    """Print the result."""
-    if as_json:
-        click.echo(to_json(flow, moved.move, state, moved))
-        return
-    deleted = f" {counted(moved.rows, 'row')} of its tables deleted." if moved.rows else ""
-    ends = ", ".join(f"{each.topic}-{each.partition} at {each.after}" for each in moved.move.moves)
-    click.echo(f"Flow {flow} is moved: its next start reads {ends}.{deleted}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import sys
 from pathlib import Path
@@ -12,6 +11,8 @@ import click
 
 from onceflow.cli.connection import connected, connection
 from onceflow.cli.examples import examples
+from onceflow.cli.flow_move import move_flow
+from onceflow.cli.moving import Options, moving_options
 
 if TYPE_CHECKING:
     from onceflow.client.settings import ClientSettings
@@ -57,21 +58,13 @@ def export(flow: str, settings: ClientSettings, transactional_id_prefix: str, as
     type=click.Choice(["keep", "delete"]),
     help="If the tables have changed since the export: keep them as they are, or delete their rows.",
 )
-@click.option("--dry-run", is_flag=True, help="Only show what would be done. No driver is fenced.")
-@click.option("--transactional-id-prefix", default="", help="The same as in `Flow(...)`.")
-@click.option("--group-id-prefix", default="", help="The same as in `Flow(...)`.")
-@click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
-@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+@moving_options(dry_run="Only show what would be done. No driver is fenced.", prefixes="The same as in `Flow(...)`.")
 def import_(
     flow: str,
     file: str,
     settings: ClientSettings,
     state: str | None,
-    dry_run: bool,
-    transactional_id_prefix: str,
-    group_id_prefix: str,
-    yes: bool,
-    as_json: bool,
+    options: Options,
 ) -> None:
     """Commit the positions in FILE (- for standard input) as the progress of FLOW. A running driver is fenced.
 
@@ -82,24 +75,17 @@ def import_(
     """
     from onceflow.admin import progress_file, progress_import
     from onceflow.admin.move import KEEP
-    from onceflow.cli import moving
-    from onceflow.client.cluster import Cluster
-    from onceflow.protocol.names import Names
 
-    names = Names(flow, transactional_id_prefix, group_id_prefix)
+    names = options.names(flow)
     wanted = progress_file.parse(_text(file), Path(file).name)
-    chosen = state or KEEP
-    with contextlib.closing(Cluster(settings)) as cluster:
-        planned = progress_import.preview(cluster, names, wanted, state).move
-        if dry_run:
-            click.echo(
-                moving.to_json(flow, planned, chosen, None) if as_json else "\n".join(moving.lines(planned, chosen))
-            )
-            return
-        moving.confirmed(flow, planned, chosen, yes=yes, as_json=as_json)
-        with moving.telling() as tell:
-            moved = progress_import.restore(cluster, names, wanted, state, tell)
-    moving.tell_done(flow, moved, chosen, as_json=as_json)
+    move_flow(
+        settings,
+        options,
+        flow,
+        state or KEEP,
+        lambda cluster: progress_import.preview(cluster, names, wanted, state).move,
+        lambda cluster, tell: progress_import.restore(cluster, names, wanted, state, tell),
+    )
 
 
 def _text(file: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from typing import TYPE_CHECKING
 
@@ -10,6 +9,8 @@ import click
 
 from onceflow.cli.connection import connection
 from onceflow.cli.examples import examples
+from onceflow.cli.flow_move import move_flow
+from onceflow.cli.moving import Options, moving_options
 
 if TYPE_CHECKING:
     from onceflow.client.settings import ClientSettings
@@ -36,21 +37,15 @@ if TYPE_CHECKING:
     type=click.Choice(["keep", "delete"]),
     help="With --to, for a flow with state: keep its tables as they are, or delete their rows.",
 )
-@click.option("--dry-run", is_flag=True, help="With --to: only show what would be done. No driver is fenced.")
-@click.option("--transactional-id-prefix", default="", help="The same as in `Flow(...)`.")
-@click.option("--group-id-prefix", default="", help="The same as in `Flow(...)`.")
-@click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
-@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+@moving_options(
+    dry_run="With --to: only show what would be done. No driver is fenced.", prefixes="The same as in `Flow(...)`."
+)
 def reset(
     flow: str,
     settings: ClientSettings,
     position: str | None,
     state: str | None,
-    dry_run: bool,
-    transactional_id_prefix: str,
-    group_id_prefix: str,
-    yes: bool,
-    as_json: bool,
+    options: Options,
 ) -> None:
     """Delete the progress of FLOW: its next start reads from starting_offsets again. Or move it with --to.
 
@@ -60,18 +55,15 @@ def reset(
 
     Exit codes: 0 done; 1 refused, not confirmed, or an error; 2 wrong usage; 130 interrupted.
     """
-    from onceflow.protocol.names import Names
-
-    names = Names(flow, transactional_id_prefix, group_id_prefix)
-    if position is None and (state is not None or dry_run):
+    if position is None and (state is not None or options.dry_run):
         raise click.UsageError("--state and --dry-run need --to: a reset without it forgets everything")
     if position is None:
-        _forget(settings, names, yes=yes, as_json=as_json)
+        _forget(settings, options.names(flow), options)
     else:
-        _move(settings, names, position, state, dry_run=dry_run, yes=yes, as_json=as_json)
+        _move(settings, options.names(flow), options, position, state)
 
 
-def _forget(settings: ClientSettings, names: Names, *, yes: bool, as_json: bool) -> None:
+def _forget(settings: ClientSettings, names: Names, options: Options) -> None:
     from onceflow.admin import reset as resetting
     from onceflow.errors import OptionError
 
@@ -82,10 +74,10 @@ def _forget(settings: ClientSettings, names: Names, *, yes: bool, as_json: bool)
             next_step="check its name and its prefixes (--transactional-id-prefix, --group-id-prefix), and "
             "--bootstrap-servers",
         )
-    if not yes:
+    if not options.yes:
         click.confirm(f"Forget the progress of flow {flow!r}? What it has written stays.", abort=True, err=True)
     before = resetting.reset(settings, names, [])
-    if as_json:
+    if options.as_json:
         found = None if before is None else {"batch_id": before.batch_id, "offsets": before.offsets}
         click.echo(json.dumps({"flow": flow, "forgotten": found}))
     elif before is None:
@@ -94,34 +86,17 @@ def _forget(settings: ClientSettings, names: Names, *, yes: bool, as_json: bool)
         click.echo(f"Flow {flow} was at batch {before.batch_id}; its next start begins anew.")
 
 
-def _move(
-    settings: ClientSettings,
-    names: Names,
-    position: str,
-    state: str | None,
-    *,
-    dry_run: bool,
-    yes: bool,
-    as_json: bool,
-) -> None:
+def _move(settings: ClientSettings, names: Names, options: Options, position: str, state: str | None) -> None:
     from onceflow.admin import mover
     from onceflow.admin.move import KEEP
     from onceflow.admin.target import parse_target
-    from onceflow.cli import moving
-    from onceflow.client.cluster import Cluster
 
     target = parse_target(position)
-    chosen = state or KEEP
-    with contextlib.closing(Cluster(settings)) as cluster:
-        planned = mover.preview(cluster, names, target, state)
-        if dry_run:
-            click.echo(
-                moving.to_json(names.flow, planned, chosen, None)
-                if as_json
-                else "\n".join(moving.lines(planned, chosen))
-            )
-            return
-        moving.confirmed(names.flow, planned, chosen, yes=yes, as_json=as_json)
-        with moving.telling() as tell:
-            moved = mover.move(cluster, names, target, state, tell)
-    moving.tell_done(names.flow, moved, chosen, as_json=as_json)
+    move_flow(
+        settings,
+        options,
+        names.flow,
+        state or KEEP,
+        lambda cluster: mover.preview(cluster, names, target, state),
+        lambda cluster, tell: mover.move(cluster, names, target, state, tell),
+    )
