@@ -1,4 +1,4 @@
-"""Fixtures for the tests of the query server (`onceflow table serve`), and of `onceflow verify`."""
+"""Fixtures for the tests of commands, and of the query server (`onceflow table serve`)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 
 from onceflow.cli.main import cli
 from onceflow.client.settings import ClientSettings
@@ -59,6 +59,14 @@ def secure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secure]:
 @pytest.fixture
 def topic(make_topic: Callable[..., str]) -> str:
     return make_topic("served", 4, cleanup_policy="compact")
+
+
+@pytest.fixture
+def call(onceflow_broker: str, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
+    """``call("fork", "a", "b", input="y")``: runs a command on the broker, in this process. Its error is in the
+    result."""
+    monkeypatch.setenv("ONCEFLOW_BOOTSTRAP_SERVERS", onceflow_broker)
+    return lambda *arguments, **more: CliRunner().invoke(cli, arguments, standalone_mode=False, **more)
 
 
 @pytest.fixture

@@ -9,23 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import Result
 from confluent_kafka import Producer
 
 import onceflow
-from onceflow.cli.main import cli
 from onceflow.testing import independent
 from onceflow.testing.waiting import wait_until
 
 pytestmark = pytest.mark.integration
 
 Compare = Callable[..., tuple[list[dict[str, Any]], dict[str, Any]]]
-
-
-@pytest.fixture
-def call(onceflow_broker: str, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
-    monkeypatch.setenv("ONCEFLOW_BOOTSTRAP_SERVERS", onceflow_broker)
-    return lambda *arguments: CliRunner().invoke(cli, arguments, standalone_mode=False)
 
 
 @pytest.fixture

@@ -7,89 +7,50 @@ import json
 import os
 import subprocess
 import sys
-import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
 from confluent_kafka.admin import AdminClient, AlterConfigOpType, ConfigEntry, ConfigResource, ResourceType
 
 import onceflow
 from onceflow import hooks
 from onceflow.admin.table_copy import TableCopy
-from onceflow.cli.main import cli
 from onceflow.client.deadline import Deadline
-from onceflow.protocol.progress import PROGRESS_TOPIC
 from onceflow.testing import faults, independent
 from onceflow.testing.broker import create_topic
 from onceflow.testing.waiting import wait_until
 
+sys.path.insert(0, str(Path(__file__).parent))
+try:
+    from moving_flows import Call, feeding, progress_of, refused, told
+finally:
+    sys.path.pop(0)
+
 pytestmark = pytest.mark.integration
-
-Call = Callable[..., Result]
-
-
-@pytest.fixture
-def call(onceflow_broker: str, monkeypatch: pytest.MonkeyPatch) -> Call:
-    monkeypatch.setenv("ONCEFLOW_BOOTSTRAP_SERVERS", onceflow_broker)
-    return lambda *arguments, **more: CliRunner().invoke(cli, arguments, standalone_mode=False, **more)
-
-
-def told(answer: Result) -> dict[str, Any]:
-    assert answer.exception is None, (answer.exception, answer.output)
-    (line,) = answer.stdout.splitlines()
-    found: dict[str, Any] = json.loads(line)
-    return found
-
-
-def refused(answer: Result, kind: type[Exception], *texts: str) -> None:
-    assert isinstance(answer.exception, kind), (answer.exception, answer.output)
-    for text in texts:
-        assert text in str(answer.exception)
 
 
 @contextlib.contextmanager
 def under_load(pipe: Any) -> Iterator[Any]:
     """The flow runs, and its source gets more records all the time. At the end it has processed them all."""
     query = pipe.start()
-    over = threading.Event()
-    failures: list[BaseException] = []
-
-    def feed() -> None:
-        try:
-            while not over.wait(0.02):
-                pipe.fill(20)
-        except BaseException as problem:
-            failures.append(problem)
-
-    feeder = threading.Thread(target=feed)
-    feeder.start()
     try:
-        yield query
+        with feeding(pipe):
+            yield query
     finally:
-        over.set()
-        feeder.join(60)
         try:
             query.processAllAvailable()
         finally:
             query.stop()
-    assert not failures
 
 
 def copy_of(pipe: Any, name: str, target: str) -> Any:
     """What runs a copy that was made with the default names."""
     flow = f"{pipe.flow}-{name}"
     return replace(pipe, flow=flow, table=f"{flow}-{pipe.table}", target=target, sent=pipe.sent)
-
-
-def progress_of(pipe: Any) -> dict[str, Any] | None:
-    """The committed progress record of a flow, as an independent consumer sees it."""
-    records = independent.read_topic(pipe.bootstrap, PROGRESS_TOPIC, decided=True)
-    last = [record.value for record in records if record.key == pipe.flow.encode()]
-    return json.loads(last[-1]) if last and last[-1] is not None else None
 
 
 def numbers(offsets: Mapping[str, int]) -> dict[int, int]:

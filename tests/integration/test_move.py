@@ -9,49 +9,34 @@ import sqlite3
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import Result
 from confluent_kafka import Producer, TopicPartition
 from confluent_kafka.admin import AdminClient
 
 import onceflow
 from onceflow import hooks
-from onceflow.cli.main import cli, main
+from onceflow.cli.main import main
 from onceflow.driver import progress_log
 from onceflow.protocol.progress import PROGRESS_TOPIC
 from onceflow.protocol.transaction import Event
 from onceflow.testing import faults, independent
 from onceflow.testing.broker import create_topic
 
+sys.path.insert(0, str(Path(__file__).parent))
+try:
+    from moving_flows import Call, refused, told
+finally:
+    sys.path.pop(0)
+
 pytestmark = pytest.mark.integration
 
 TIME_MS = 1_700_000_000_000
-Call = Callable[..., Result]
-
-
-@pytest.fixture
-def call(onceflow_broker: str, monkeypatch: pytest.MonkeyPatch) -> Call:
-    monkeypatch.setenv("ONCEFLOW_BOOTSTRAP_SERVERS", onceflow_broker)
-    return lambda *arguments, **more: CliRunner().invoke(cli, arguments, standalone_mode=False, **more)
-
-
-def told(answer: Result) -> dict[str, Any]:
-    assert answer.exception is None, answer.output
-    (line,) = answer.stdout.splitlines()
-    found: dict[str, Any] = json.loads(line)
-    return found
-
-
-def refused(answer: Result, kind: type[Exception], *texts: str) -> None:
-    assert isinstance(answer.exception, kind), (answer.exception, answer.output)
-    for text in texts:
-        assert text in str(answer.exception)
 
 
 @dataclass(frozen=True)

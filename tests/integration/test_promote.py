@@ -8,51 +8,32 @@ import json
 import os
 import subprocess
 import sys
-import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
 
 import onceflow
 from onceflow import hooks
 from onceflow.admin import promote, promoter
-from onceflow.cli.main import cli
 from onceflow.client.cluster import Cluster
 from onceflow.client.deadline import Deadline
 from onceflow.client.settings import ClientSettings
 from onceflow.driver.driver_session import DriverSession
 from onceflow.driver.progress_log import partition_of
 from onceflow.protocol.names import Names
-from onceflow.protocol.progress import PROGRESS_TOPIC
 from onceflow.testing import faults, independent
 from onceflow.testing.waiting import wait_until
 
+sys.path.insert(0, str(Path(__file__).parent))
+try:
+    from moving_flows import Call, feeding, progress_of, refused, told
+finally:
+    sys.path.pop(0)
+
 pytestmark = pytest.mark.integration
-
-Call = Callable[..., Result]
-
-
-@pytest.fixture
-def call(onceflow_broker: str, monkeypatch: pytest.MonkeyPatch) -> Call:
-    monkeypatch.setenv("ONCEFLOW_BOOTSTRAP_SERVERS", onceflow_broker)
-    return lambda *arguments, **more: CliRunner().invoke(cli, arguments, standalone_mode=False, **more)
-
-
-def told(answer: Result) -> dict[str, Any]:
-    assert answer.exception is None, (answer.exception, answer.output)
-    (line,) = answer.stdout.splitlines()
-    found: dict[str, Any] = json.loads(line)
-    return found
-
-
-def refused(answer: Result, kind: type[Exception], *texts: str) -> None:
-    assert isinstance(answer.exception, kind), (answer.exception, answer.output)
-    for text in texts:
-        assert text in str(answer.exception)
 
 
 def copied(pipe: Any, call: Call, target: str, name: str = "next") -> Any:
@@ -70,35 +51,6 @@ def successor(pipe: Any, copy: Any) -> Any:
 
 def promotion(pipe: Any, copy: Any, *more: str) -> tuple[str, ...]:
     return ("promote", copy.flow, "--replaces", pipe.flow, "--yes", "--json", *more)
-
-
-def progress_of(pipe: Any) -> dict[str, Any] | None:
-    records = independent.read_topic(pipe.bootstrap, PROGRESS_TOPIC, decided=True)
-    last = [record.value for record in records if record.key == pipe.flow.encode()]
-    return json.loads(last[-1]) if last and last[-1] is not None else None
-
-
-@contextlib.contextmanager
-def feeding(pipe: Any) -> Iterator[None]:
-    """The source gets more records all the time."""
-    over = threading.Event()
-    failures: list[BaseException] = []
-
-    def feed() -> None:
-        try:
-            while not over.wait(0.02):
-                pipe.fill(20)
-        except BaseException as problem:
-            failures.append(problem)
-
-    feeder = threading.Thread(target=feed)
-    feeder.start()
-    try:
-        yield
-    finally:
-        over.set()
-        feeder.join(60)
-    assert not failures
 
 
 def test_under_load(make_state_pipe: Any, make_topic: Any, call: Call) -> None:
