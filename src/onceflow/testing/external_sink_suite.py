@@ -12,18 +12,21 @@ are killed.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pickle
 import random
+import signal
 import subprocess
 import sys
 import threading
 import time
+import traceback
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NoReturn
 
 import pyarrow as pa
 import pytest
@@ -203,15 +206,16 @@ class ExternalSinkSuite:
     def test_processes_are_killed_at_any_moment(self, sink: ExternalSink) -> None:
         chance = random.Random(7)
         committed = 0
-        for _ in range(self.rounds):
-            said = _killed(sink, after_lines=chance.randrange(1, 4), after_s=chance.random() * 0.03)
-            writer = Writer(sink).open()
-            assert committed + said <= writer.batch <= committed + said + 1
-            committed = writer.batch
-            seen = self.seen(sink)
-            assert [row["id"] for row in seen] == list(range(_ROWS, (committed + 1) * _ROWS))
-            by_batch = {(row["id"] // _ROWS, row["text"]) for row in seen}
-            assert len(by_batch) == committed, "rows of one batch come from several attempts"
+        with _drivers(sink) as killed:
+            for _ in range(self.rounds):
+                said = killed(chance.randrange(1, 4), chance.random() * 0.03)
+                writer = Writer(sink).open()
+                assert committed + said <= writer.batch <= committed + said + 1
+                committed = writer.batch
+                seen = self.seen(sink)
+                assert [row["id"] for row in seen] == list(range(_ROWS, (committed + 1) * _ROWS))
+                by_batch = {(row["id"] // _ROWS, row["text"]) for row in seen}
+                assert len(by_batch) == committed, "rows of one batch come from several attempts"
 
 
 def _try_to_commit(writer: Writer, attempt: BatchAttempt, receipts: list[bytes], failed: list[Exception]) -> None:
@@ -221,35 +225,78 @@ def _try_to_commit(writer: Writer, attempt: BatchAttempt, receipts: list[bytes],
         failed.append(error)
 
 
-def _killed(sink: ExternalSink, *, after_lines: int, after_s: float) -> int:
-    """Run a driver that commits batches, kill it, and return how many it has said were committed."""
+@contextlib.contextmanager
+def _drivers(sink: ExternalSink) -> Iterator[Callable[[int, float], int]]:
+    """Yields a function that runs a driver that commits batches, and kills it. It takes how many commits it waits for,
+    and how many seconds more; it returns how many commits the driver has reported.
+
+    The drivers are forks of one process that has imported everything, so that each begins at once.
+    """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     code = "from onceflow.testing.external_sink_suite import drive; drive()"
     with subprocess.Popen(
-        [sys.executable, "-c", code], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        [sys.executable, "-c", code],
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
     ) as process:
         assert process.stdin is not None
         assert process.stdout is not None
-        pickle.dump(sink, process.stdin)
-        process.stdin.close()
-        given_up = threading.Timer(_CHILD_S, process.kill)
-        given_up.start()
-        try:
-            said = [process.stdout.readline() for _ in range(after_lines)]
-            assert all(said), "the driver has ended by itself"
-            time.sleep(after_s)
-        finally:
-            given_up.cancel()
-            process.kill()
-        return len(said) + len(process.stdout.read().splitlines())
+        orders, reports = process.stdin, process.stdout
+
+        def order(text: bytes) -> None:
+            orders.write(text)
+            orders.flush()
+
+        def commits(most: int) -> int:
+            """How many commits are reported from now on, up to so many."""
+            count = 0
+            while count < most and reports.readline().strip().isdigit():
+                count += 1
+            return count
+
+        def killed(after_commits: int, after_s: float) -> int:
+            given_up = threading.Timer(_CHILD_S, os.killpg, (process.pid, signal.SIGKILL))
+            given_up.start()
+            try:
+                order(b"begin\n")
+                assert commits(after_commits) == after_commits, "the driver has ended by itself"
+                time.sleep(after_s)
+                order(b"kill\n")
+                return after_commits + commits(sys.maxsize)
+            finally:
+                given_up.cancel()
+
+        order(pickle.dumps(sink))
+        yield killed
 
 
 def drive() -> None:
-    """The process that is killed: it takes the flow over, and commits one batch after the other."""
-    writer = Writer(pickle.load(sys.stdin.buffer)).open()
-    for attempt, receipts in _endless(writer):
-        writer.commit(attempt, receipts)
-        os.write(1, b"%d\n" % attempt.batch)
+    """The process whose forks are killed. Its standard input has the sink, and then two lines for each driver: one for
+    its begin, one for its end."""
+    sink = pickle.load(sys.stdin.buffer)
+    while sys.stdin.buffer.readline():
+        pid = os.fork()
+        if pid == 0:
+            _commit_batches(sink)
+        sys.stdin.buffer.readline()
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        os.write(1, b"killed\n")
+
+
+def _commit_batches(sink: ExternalSink) -> NoReturn:
+    """What a fork does: it takes the flow over, and commits one batch after the other."""
+    try:
+        writer = Writer(sink).open()
+        for attempt, receipts in _endless(writer):
+            writer.commit(attempt, receipts)
+            os.write(1, b"%d\n" % attempt.batch)
+    except BaseException:
+        traceback.print_exc()
+        os.write(1, b"failed\n")
+    os._exit(1)
 
 
 def _endless(writer: Writer) -> Iterator[tuple[BatchAttempt, list[bytes]]]:
