@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,54 +11,21 @@ import pytest
 
 from onceflow.errors import OptionError, ProcessorError
 from onceflow.state import rows
-from onceflow.state.api.processor import Processor
 from onceflow.state.api.record import Record
-from onceflow.state.api.serdes import JSON, STRING
-from onceflow.state.engine.record_engine import Engine
 from onceflow.state.stores.memory_store import MemoryStore
 from onceflow.testing.processor_driver import ProcessorDriver
 
-
-class Text(Processor):
-    """Keys and values as text, JSON state; runs a function given to it."""
-
-    key = value = output = STRING
-    state = JSON
-
-    def __init__(self, run: Any = None, on_timer: Any = None, **attributes: Any) -> None:
-        self._run = run
-        self._on_timer = on_timer
-        for name, value in attributes.items():
-            setattr(self, name, value)
-
-    def process(self, key: str, records: Any, state: Any) -> Any:
-        return self._run and self._run(key, records, state)
-
-    def on_timer(self, key: str, timer: Any, state: Any) -> Any:
-        return self._on_timer and self._on_timer(key, timer, state)
+sys.path.insert(0, str(Path(__file__).parent))
+try:
+    from text_processor import Text, batch, commit, engine
+finally:
+    sys.path.pop(0)
 
 
 @pytest.fixture
 def store(tmp_path: Path) -> Any:
     yield MemoryStore.open(tmp_path)
     MemoryStore.remove(tmp_path)
-
-
-def engine(processor: Processor, store: Any, *, now_ms: int = 0, **options: Any) -> Engine:
-    return Engine(processor, store, flow="f", table="t", partition=0, batch=7, now_ms=now_ms, **options)
-
-
-def batch(*pairs: tuple[Any, Any], **columns: Any) -> pa.RecordBatch:
-    given = {
-        "key": pa.array([key for key, _ in pairs], pa.binary()),
-        "value": pa.array([value for _, value in pairs], pa.binary()),
-        **columns,
-    }
-    return pa.RecordBatch.from_arrays(list(given.values()), names=list(given))
-
-
-def commit(run: Engine, store: Any) -> None:
-    assert store.write(run.changes(), index=True)
 
 
 # ---- time to live ------------------------------------------------------------------------------------
