@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pyarrow as pa
@@ -16,17 +16,18 @@ import pytest
 import onceflow
 from onceflow.admin.replay import (
     BATCHES_UNKNOWN,
+    CALLS,
     CLOCK,
     IDLE,
     LATE,
     NOT_IN_ORDER,
     Replay,
     Replayed,
-    depends_on_calls,
 )
 from onceflow.admin.replay_audit import from_progress
 from onceflow.admin.replay_outputs import ReplayOutputs
 from onceflow.admin.replay_steps import Step, begun_at, check_export, current_life, first_start, steps, went_back
+from onceflow.admin.replay_trial import dependences
 from onceflow.admin.replayed_processor import load
 from onceflow.admin.table_contents import Position, WrittenLater, differences, rows_of
 from onceflow.admin.tally import Tally
@@ -258,6 +259,54 @@ class Ringing(Counts):
         yield from super().process(key, records, state)
 
 
+class Withdrawn(Counts):
+    """A timer is cancelled when the next record of the key comes. In the flow, it may have fired before."""
+
+    def process(self, key: bytes, records: Sequence[onceflow.Record], state: Any) -> Iterator[onceflow.Record]:
+        for record in records:
+            state.timers.register("idle", 0, clock="processing")
+            state.timers.cancel("idle")
+            yield onceflow.Record(key, record.value)
+
+
+class Fleeting(Counts):
+    """A value is deleted when the next record of the key comes. In the flow, it may have expired before."""
+
+    def process(self, key: bytes, records: Sequence[onceflow.Record], state: Any) -> Iterator[onceflow.Record]:
+        for record in records:
+            state.put(record.value, ttl="1 hour")
+            yield onceflow.Record(key, state.get())
+            state.delete()
+
+
+class Forgotten(Counts):
+    """An entry of a map is deleted again."""
+
+    def process(self, key: bytes, records: Sequence[onceflow.Record], state: Any) -> Iterator[onceflow.Record]:
+        seen = state.map("seen")
+        for record in records:
+            seen.put("last", record.value, ttl=60)
+            yield onceflow.Record(key, seen.get("last"))
+            seen.delete("last")
+
+
+class Dated(Counts):
+    def process(self, key: bytes, records: Sequence[onceflow.Record], state: Any) -> Iterator[onceflow.Record]:
+        for record in records:
+            yield onceflow.Record(key, {"n": record.value, "at": state.now_ms})
+
+
+class Undated(Counts):
+    """The timer is of event time, and the row does not expire."""
+
+    allowed_lateness = "0 seconds"
+
+    def process(self, key: bytes, records: Sequence[onceflow.Record], state: Any) -> Iterator[onceflow.Record]:
+        state.timers.register("t", 1 << 40)
+        state.put(1, ttl="never")
+        return iter(())
+
+
 class Timed(Counts):
     """Each record sets a timer one second of event time later."""
 
@@ -357,6 +406,18 @@ def test_a_replay_from_a_given_state(tmp_path: Path) -> None:
     assert second.rows() == expected(keys, 400)[1]
 
 
+def test_a_given_state_with_processing_time(tmp_path: Path) -> None:
+    """Its timers fire, and its rows expire, at times that a replay does not know."""
+    for name, row in (
+        ("timer", (rows.timer_key(b"key-1", b"bell"), rows.pack(rows.timer_payload(b"p", 0)))),
+        ("expiry", (rows.value_key(b"key-1"), rows.pack(b"1", 5))),
+        ("event time", (rows.timer_key(b"key-1", b"bell"), rows.pack(rows.timer_payload(b"e", 0)))),
+    ):
+        run = Run(tmp_path, Counts(), placed(10, 2), name.replace(" ", "-"))
+        run.replay.seed(0, iter([row]))
+        assert run.replay.reasons == ([] if name == "event time" else [CLOCK]), name
+
+
 def test_what_a_replay_cannot_know(tmp_path: Path) -> None:
     keys = placed(100, 2)
     swapped = {0: keys[1], 1: keys[0]}
@@ -365,6 +426,11 @@ def test_what_a_replay_cannot_know(tmp_path: Path) -> None:
             (Counts(), swapped, step(0, 100), [NOT_IN_ORDER]),
             (Fading(), keys, step(0, 100), [CLOCK]),
             (Ringing(), keys, step(0, 100), [CLOCK]),
+            (Withdrawn(), keys, step(0, 100, batch=False), [CLOCK]),
+            (Fleeting(), keys, step(0, 100, batch=False), [CLOCK]),
+            (Forgotten(), keys, step(0, 100, batch=False), [CLOCK]),
+            (Dated(), keys, step(0, 100), [CLOCK]),
+            (Undated(), keys, step(0, 100), []),
             (Timed(), keys, step(0, 100, batch=False), [BATCHES_UNKNOWN]),
             (Timed(), keys, step(0, 100, None, 990), []),
             (Timed(), keys, step(0, 100, None, 991), [IDLE]),
@@ -390,12 +456,38 @@ class Calls(Counts):
         state.put(state.get(0) + 1)
 
 
+class Columns(onceflow.ColumnProcessor):
+    """Counts records of a key; at a time, if it asks for that."""
+
+    state_fields: ClassVar[dict[str, str]] = {"count": "int64", "at": "int64"}
+    asks = False
+
+    def process(self, records: Any, states: Any, context: Any) -> tuple[Any, Any]:
+        sums = np.zeros(states.num_rows, np.int64)
+        np.add.at(sums, records["state"].to_numpy(), 1)
+        count = pa.array(sums + states["count"].fill_null(0).to_numpy())
+        at = np.full(len(sums), context.now_ms if self.asks else 0)
+        return None, pa.table({"key": states["key"], "count": count, "at": at})
+
+
+class TimedColumns(Columns):
+    asks = True
+
+
 @pytest.mark.parametrize(
-    "processor, depends", [(Counts(), False), (Totals(), True), (Calls(), True), (Fading(), False)]
+    "processor, depends",
+    [
+        (Counts(), []),
+        (Totals(), [CALLS]),
+        (Calls(), [CALLS]),
+        (Fading(), []),
+        (Columns(), []),
+        (TimedColumns(), [CLOCK]),
+    ],
 )
-def test_results_that_depend_on_calls(tmp_path: Path, processor: Any, depends: bool) -> None:
+def test_what_results_depend_on(tmp_path: Path, processor: Any, depends: list[str]) -> None:
     what, log = Replayed("f", processor, "t", 3, ["s"]), Log(placed(500, 2))
-    assert depends_on_calls(what, log, {}, {"s": {0: 500, 1: 500}}, tmp_path) == depends  # type: ignore[arg-type]
+    assert list(dependences(what, log, {}, {"s": {0: 500, 1: 500}}, tmp_path)) == depends  # type: ignore[arg-type]
 
 
 def test_timers_of_event_time_fire_as_in_the_flow(tmp_path: Path) -> None:

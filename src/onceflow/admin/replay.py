@@ -7,7 +7,6 @@ grow with the number of records or keys.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -25,12 +24,11 @@ from onceflow.durations import duration_ms
 from onceflow.errors import OnceflowError, ProcessorError
 from onceflow.protocol.names import INTERNAL_SUFFIX
 from onceflow.protocol.partitioners import key_partitions
-from onceflow.protocol.progress import Offsets
 from onceflow.state import rows
 from onceflow.state.api.processor import ColumnProcessor, Processor
 from onceflow.state.engine.base import TIMERS_PER_BATCH
 from onceflow.state.engine.output_collector import SCHEMA
-from onceflow.state.local.format import COMMIT_RECORD, KINDS, Commit, CommitRecord, Goal, partition_folder
+from onceflow.state.local.format import COMMIT_RECORD, Commit, CommitRecord, Goal, partition_folder
 from onceflow.state.local.opening import settle
 from onceflow.state.run import StateRun
 from onceflow.state.spec import Moment, ProcessSpec, StateReport
@@ -41,16 +39,14 @@ from onceflow.state.watermark import Origin, Watermark
 
 # Of a part of the source that is not known to be one batch. A batch with few records for each partition costs as much
 # as one with many.
-_BATCH_RECORDS = 50_000
-#: How many records are processed twice, to find out whether it matters how many of them process() gets at once.
-_TRIED_RECORDS = 2_000
+BATCH_RECORDS = 50_000
 _INPUT = pa.schema([*SCHEMA, ("partition", pa.int32()), ("offset", pa.int64())])
 _NO_ID = "replay"
 #: In place of a topic, for late records, if the flow's topic of letters is not known. No topic of Kafka has this name.
 LATE = "late records"
 
 NOT_IN_ORDER = "keys have records in several partitions of the sources, and their order among each other is not known"
-CLOCK = "the processor uses processing time: timers of that clock, or rows with a time to live"
+CLOCK = "the processor uses processing time: it asks for it, sets timers of that clock, or rows have a time to live"
 BATCHES_UNKNOWN = "the processor uses event time, and the progress records of some batches are gone"
 CALLS = "the results depend on how many records of a key process() gets at once, and this is not known for all batches"
 IDLE = "the processor uses event time, and the watermark did not follow from the records alone: a partition was idle"
@@ -99,7 +95,7 @@ class Replay:
         *,
         emit: Emit,
         tell: Callable[[int], None],
-        at_once: int = _BATCH_RECORDS,
+        at_once: int = BATCH_RECORDS,
     ) -> None:
         self._what, self._reader, self._emit, self._tell = what, reader, emit, tell
         self._at_once = at_once
@@ -144,7 +140,9 @@ class Replay:
         blobs = {COMMIT_RECORD: CommitRecord.of(goal, clock_ms()).encode()}
         store = LmdbStore.open(self.folder(partition))
         try:
-            while part := list(islice(found, _BATCH_RECORDS)):
+            while part := list(islice(found, BATCH_RECORDS)):
+                if any(_uses_clock(key, row) for key, row in part):
+                    self.doubt(CLOCK)
                 store.write(part, blobs, index=True)
         finally:
             store.close()
@@ -194,7 +192,7 @@ class Replay:
     def _some(self, first: pa.RecordBatch, more: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         count = first.num_rows
         yield first
-        while count < _BATCH_RECORDS and (batch := next(more, None)) is not None:
+        while count < BATCH_RECORDS and (batch := next(more, None)) is not None:
             count += batch.num_rows
             yield batch
 
@@ -233,6 +231,8 @@ class Replay:
                 run.feed(batch, null_keys_to=0)
             run.finish()
             reports = run.leave_pending(self._changelog.acknowledged())
+            if run.uses_clock:
+                self.doubt(CLOCK)
         except OnceflowError as error:
             raise self._explained(error) from error
         finally:
@@ -243,8 +243,6 @@ class Replay:
                     ends[report.partition] = end
             if report.changed:
                 self._last[report.partition] = moment.commit
-        if self._changelog.uses_clock:
-            self.doubt(CLOCK)
         return reports
 
     def _follow(self, step: Step, latest: Mapping[Origin, int]) -> None:
@@ -276,37 +274,6 @@ class Replay:
         return error
 
 
-def depends_on_calls(what: Replayed, reader: CommittedReader, begin: Offsets, end: Offsets, folder: Path) -> bool:
-    """Whether the results depend on how many records of a key process() gets at once, as one output for each call does.
-
-    The first records are processed twice, from an empty state: one by one, and together.
-    """
-    share = max(1, _TRIED_RECORDS // max(1, sum(len(end[topic]) for topic in what.sources)))
-    start = {topic: {p: begin.get(topic, {}).get(p, 0) for p in end[topic]} for topic in what.sources}
-    part = {topic: {p: min(end[topic][p], at + share) for p, at in each.items()} for topic, each in start.items()}
-    results = []
-    for at_once in (1, _BATCH_RECORDS):
-        found: Counter[Any] = Counter()
-
-        def emit(batch: pa.RecordBatch, partition: int, found: Counter[Any] = found) -> None:
-            found.update(map(repr, batch.to_pylist()))
-
-        trial = Replay(what, reader, folder / f"trial-{at_once}", emit=emit, tell=lambda done: None, at_once=at_once)
-        try:
-            trial.run(Step(start, part, None, None, clock_ms(), True))
-        except ProcessorError:
-            return False  # for example, it needs the state that it begins with
-        for store in trial.stores().values():
-            found.update(
-                (key, rows.unpack(row).payload)
-                for kind in sorted(KINDS)
-                for key, row in store.scan(kind, rows.after(kind))
-            )
-            store.close()
-        results.append(found)
-    return results[0] != results[1]
-
-
 def input_of(chunk: Chunk, topic: str, partition: int) -> pa.RecordBatch:
     """Committed records as an engine takes them."""
     count = len(chunk.keys)
@@ -329,13 +296,12 @@ def input_of(chunk: Chunk, topic: str, partition: int) -> pa.RecordBatch:
 
 
 class _Changelog:
-    """Takes the place of the table's topics: counts the records, and looks for processing time in them.
+    """Takes the place of the table's topics: counts the records.
 
     A store needs end offsets only to know whether its pending changes are committed. So these may be made up.
     """
 
     def __init__(self) -> None:
-        self.uses_clock = False
         self._written: dict[tuple[str, int], Acknowledged] = {}
         self._ends: dict[tuple[str, int], int] = {}
 
@@ -343,15 +309,6 @@ class _Changelog:
         place = (topic, partition)
         self._ends[place] = self._ends.get(place, 0) + batch.num_rows
         self._written[place] = Acknowledged(count=batch.num_rows, end_offset=self._ends[place])
-        if self.uses_clock:
-            return
-        if "headers" in batch.schema.names:
-            listed = [header for each in batch.column("headers").to_pylist() for header in each or ()]
-            self.uses_clock = any(header["key"] == rows.EXPIRES_HEADER for header in listed)
-        else:
-            pairs = zip(batch.column("key").to_pylist(), batch.column("value").to_pylist(), strict=True)
-            if topic.endswith(INTERNAL_SUFFIX):
-                self.uses_clock = any(row is not None and _uses_clock(key, row) for key, row in pairs)
 
     def acknowledged(self) -> dict[tuple[str, int], Acknowledged]:
         """What was written since the last call."""

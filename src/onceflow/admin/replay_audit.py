@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from onceflow.admin.progress_history import last_of, read_history
-from onceflow.admin.replay import CALLS, CLOCK, Replay, Replayed, depends_on_calls
+from onceflow.admin.replay import CLOCK, Replay, Replayed
 from onceflow.admin.replay_outputs import ReplayOutputs
 from onceflow.admin.replay_steps import begun_at, check_export, current_life, first_start, steps, went_back
+from onceflow.admin.replay_trial import dependences
 from onceflow.admin.table_contents import (
     Position,
     RowDifference,
@@ -135,7 +136,7 @@ class ReplayAudit:
         self._reader = CommittedReader(cluster, _CALL_S, check=check)
         self._reasons: list[str] = []
         self._has_begun_later = False
-        self._depends: Callable[[], bool] | None = None
+        self._depends: Callable[[], Iterator[str]] | None = None
         self._unjudged = {"outputs": 0, "rows": 0}
         self._older_rows = 0
 
@@ -177,7 +178,7 @@ class ReplayAudit:
             tell=lambda done: self._tell("replaying", done, total),
         )
         # Asked only if something differs.
-        self._depends = lambda: depends_on_calls(what, self._reader, begin.offsets, progress.offsets, folder)
+        self._depends = lambda: dependences(what, self._reader, begin.offsets, progress.offsets, folder)
         if begin.state is not None:
             self._seed(replay, what, begin.state)
         for step in steps(begin.offsets, begin.before, begin.life, what.table):
@@ -320,15 +321,17 @@ class ReplayAudit:
             stores = replay.stores()
             for store in stores.values():
                 stack.callback(store.close)
+            reader = WatchedReader(self._reader)
             for at in positions(progress, what.table):
                 store = restored(
                     folder / f"table-{at.partition}",
                     at,
-                    self._reader,
+                    reader,
                     lambda read: self._tell(f"reading {what.table}", read, None),
                 )
                 stack.callback(store.close)
-                if next(store.scan(rows.EXPIRY_INDEX, rows.after(rows.EXPIRY_INDEX)), None) is not None:
+                # Also by the ttl of Flow.process, which the processor does not know.
+                if reader.expires or next(store.scan(rows.EXPIRY_INDEX, rows.after(rows.EXPIRY_INDEX)), None):
                     replay.doubt(CLOCK)
                 found = differences(rows_of(stores[at.partition]), rows_of(store), self._same)
                 self._judge_rows(found, at, replay)
@@ -366,9 +369,10 @@ class ReplayAudit:
                 outputs.report(each, self._report, self._reader)
 
     def _try(self, replay: Replay) -> None:
-        """Something differs: find out, once, whether that may be for want of the batches' divisions."""
-        if self._depends is not None and not replay.reasons and not self._reasons and self._depends():
-            replay.doubt(CALLS)
+        """Something differs: find out, once, whether that may be for want of the batches' divisions and times."""
+        if self._depends is not None and not replay.reasons and not self._reasons:
+            for reason in self._depends():
+                replay.doubt(reason)
         self._depends = None
 
     def _is_from_before(self, each: Difference) -> bool:

@@ -138,16 +138,33 @@ class WrittenLater:
 
 
 class WatchedReader:
-    """Reads as another reader does, and notes whether compaction has removed some of the records."""
+    """Reads a table's topics as another reader does, and notes what it has seen.
+
+    Attributes:
+        whole: whether compaction has removed none of the records.
+        expires: whether rows with a time to live were among them. Compaction may have removed others.
+    """
 
     def __init__(self, reader: CommittedReader) -> None:
         self._reader = reader
         self.whole = True
+        self.expires = False
 
     def read(self, topic: str, partition: int, start: int, end: int) -> Iterator[Chunk]:
         for chunk in self._reader.read(topic, partition, start, end):
             self.whole = self.whole and chunk.whole
+            self.expires = self.expires or _expires(chunk, is_internal=topic.endswith(INTERNAL_SUFFIX))
             yield chunk
 
     def end(self, topic: str, partition: int) -> int:
         return self._reader.end(topic, partition)
+
+
+def _expires(chunk: Chunk, *, is_internal: bool) -> bool:
+    if is_internal:
+        pairs = zip(chunk.keys, chunk.values, strict=True)
+        return any(
+            row is not None and len(row) > 8 and key is not None and key[:1] == rows.MAP and rows.expiry_of(row)
+            for key, row in pairs
+        )
+    return any(name == rows.EXPIRES_HEADER for headers in chunk.headers.values() for name, _ in headers)

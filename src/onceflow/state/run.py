@@ -140,6 +140,11 @@ class StateRun:
         """Leave the changes in the stores as pending, and report. Call this when all records are acknowledged."""
         return [self._left(partition, run, acknowledged) for partition, run in sorted(self._open.items())]
 
+    @property
+    def uses_clock(self) -> bool:
+        """Whether the results may depend on processing time, as far as the engines notice it."""
+        return any(run.engine.uses_clock for run in self._open.values())
+
     def close(self) -> None:
         """Close the stores. Call this after an error, too."""
         if self._calls is not None:

@@ -40,6 +40,7 @@ class State:
 
     @property
     def now_ms(self) -> int:
+        self._scope.uses_clock = True
         return self._scope.now_ms
 
     @property

@@ -53,6 +53,9 @@ class Scope:
         self.tables: Mapping[str, JoinedTable] = {}
         self.timers_left = False
         """Whether a timer of this batch has left a part of its work to one that is due at once."""
+        self.uses_clock = ttl_ms is not None
+        """Whether results may depend on processing time: user code has asked for it, or has set a timer of that clock
+        or a time to live, even if it was taken back in the same batch."""
         self.fatal: OnceflowError | None = None
         """An error that no record has caused: the batch fails, even if user code has caught the error."""
 
@@ -125,6 +128,7 @@ class Scope:
         ttl_ms = duration_ms(ttl)
         if ttl_ms <= 0:
             raise ValueError(f"ttl {ttl!r} is not positive")
+        self.uses_clock = True
         return rows.pack(b"", _later(self.now_ms, ttl_ms), self.version)
 
     @staticmethod

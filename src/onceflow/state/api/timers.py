@@ -59,6 +59,8 @@ class Timers:
         at_ms = index(at_ms)
         if not MS_MIN <= at_ms <= MS_MAX:
             raise ValueError(f"timer {name!r} at {at_ms}: not a time in milliseconds")
+        if clock == "processing":
+            self._scope.uses_clock = True
         self._scope.overlay.put(self._row_key(name), rows.pack(rows.timer_payload(code, at_ms)))
 
     def register_rest(self, name: str, at_ms: int) -> None:

@@ -213,6 +213,12 @@ class BaseEngine:
         return self._overlay.growth(changes)
 
     @property
+    def uses_clock(self) -> bool:
+        """Whether the results may depend on processing time, see `Scope`. A column processor that reads
+        ``context.now_ms`` is not noticed."""
+        return self._scope.uses_clock
+
+    @property
     def next_timer_ms(self) -> dict[str, int | None]:
         """The earliest time at which something is due after the changes, for the clocks ``event`` and ``processing``.
         Expiry of rows belongs to ``processing``."""
