@@ -24,9 +24,18 @@ from onceflow.admin.replay import (
     Replay,
     Replayed,
 )
-from onceflow.admin.replay_audit import from_progress
+from onceflow.admin.replay_beginning import from_progress
 from onceflow.admin.replay_outputs import ReplayOutputs
-from onceflow.admin.replay_steps import Step, begun_at, check_export, current_life, first_start, steps, went_back
+from onceflow.admin.replay_steps import (
+    Step,
+    begun_at,
+    check_export,
+    current_life,
+    first_start,
+    steps,
+    was_changed,
+    went_back,
+)
 from onceflow.admin.replay_trial import dependences
 from onceflow.admin.replayed_processor import load
 from onceflow.admin.table_contents import Position, WrittenLater, differences, rows_of
@@ -37,8 +46,8 @@ from onceflow.client.log_reader import LogRecord
 from onceflow.errors import OptionError, ProcessorError
 from onceflow.protocol import progress as records
 from onceflow.protocol.partitioners import key_partitions
-from onceflow.protocol.progress import Progress, TableProgress
-from onceflow.protocol.succession import ForkOrigin
+from onceflow.protocol.progress import LocalTable, Progress, TableProgress
+from onceflow.protocol.succession import ForkOrigin, HandOver, Promotion
 from onceflow.state import rows
 
 # ---- the processor ---------------------------------------------------------------------------------------
@@ -221,9 +230,58 @@ def test_where_a_replay_begins() -> None:
     assert (gone.offsets, gone.before, gone.state) == ({"s": {0: 5}}, None, None)
     forked = replace(adopted, forked=ForkOrigin("g", 12, 1))
     assert from_progress([forked, at(1, {"s": {0: 9}})], "t", None).state == forked
-    with pytest.raises(OptionError, match="is a fork of g") as raised:
+    with pytest.raises(OptionError, match=r"its state from g \(onceflow fork\)") as raised:
         from_progress([replace(forked, batch_id=7)], "t", None)
     assert "--since" in raised.value.next_step
+
+
+def test_a_replay_after_a_promotion() -> None:
+    """It begins with the new version's tables. What it yields for records of the hand-over was not written by it."""
+    old = [replace(at(5, {"s": {0: 90}}), tables={"o": TableProgress()}), replace(at(6, {"s": {0: 100}}), tables={})]
+    timers = {"t": {"event": 70}}
+    promoted = replace(
+        at(6, {"s": {0: 60}}, 50),
+        changelogs={"t": {0: 7}},
+        promoted=Promotion("g", 1),
+        handover=HandOver({"s": {0: 100}}, timers),
+    )
+    after = [
+        replace(at(7, {"s": {0: 100}}, 60), promoted=promoted.promoted, handover=promoted.handover),
+        replace(at(8, {"s": {0: 100}}, 70), promoted=promoted.promoted),
+        replace(at(9, {"s": {0: 120}}, 80), promoted=promoted.promoted),
+    ]
+    for life in ([*old, promoted, *after], [promoted, *after]):
+        found = from_progress(life, "t", None)
+        assert (found.offsets, found.before, found.state) == (promoted.offsets, promoted, promoted)
+        assert not went_back(found.life)
+        assert not was_changed(found.life, "t")
+        listed = list(steps(found.offsets, found.before, found.life, "t"))
+        assert [(step.start["s"][0], step.end["s"][0], step.muted, step.timers_until) for step in listed] == [
+            (60, 100, True, {"event": 70}),
+            (100, 100, True, {"event": 70}),
+            (100, 120, False, None),
+        ]
+        assert [step.is_batch for step in listed] == [True, True, True]
+    at_zero = replace(promoted, batch_id=0)
+    found = from_progress([replace(old[1], batch_id=0), at_zero, replace(after[0], batch_id=1)], "t", None)
+    assert (found.offsets, found.before, found.state) == (promoted.offsets, at_zero, at_zero)
+    with pytest.raises(OptionError, match=r"its state from g \(onceflow promote\)") as raised:
+        from_progress(after[1:], "t", None)
+    assert "--since" in raised.value.next_step
+
+
+def test_rows_that_a_command_has_changed() -> None:
+    first = replace(at(3, {"s": {0: 9}}), changelogs={"t": {0: 4}}, topic_ids={"t": "id"})
+    emptied = replace(first, changelogs={"t": {0: 6}})
+    assert was_changed([first, emptied], "t")
+    assert not was_changed([first, emptied], "other")
+    assert not was_changed([first, replace(emptied, batch_id=4)], "t")
+    assert not was_changed([first, first], "t")
+    assert not was_changed([first, replace(emptied, changelogs={"t": {0: 2, 1: 4}})], "t"), "repartitioned"
+    assert not was_changed([first, replace(emptied, topic_ids={"t": "new"})], "t"), "repartitioned into a new topic"
+    local = [replace(first, tables={"t": TableProgress(local=LocalTable(each, 1, {}))}) for each in "ab"]
+    assert was_changed(local, "t")
+    assert not was_changed([local[0], local[0]], "t")
 
 
 def test_only_what_is_after_a_reset_counts() -> None:

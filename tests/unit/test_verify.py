@@ -6,16 +6,19 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 
 from onceflow.admin.identity import identity_of
 from onceflow.admin.progress_history import breaks, committed_records
+from onceflow.admin.readings import readings
 from onceflow.admin.tally import LETTER, OUTPUT, SOURCE, UNDECIDED, Place, Reordered, Tally, digest_of
 from onceflow.client.log_reader import LogRecord, Marker
 from onceflow.errors import OptionError
 from onceflow.protocol import progress as records
 from onceflow.protocol.progress import Progress
+from onceflow.protocol.succession import HandOver
 
 
 def tally(folder: Path, sides: dict[tuple[int, str], Sequence[int]]) -> Tally:
@@ -131,6 +134,47 @@ def test_order_is_of_partitions_and_topics(tmp_path: Path) -> None:
         list(made.differences(in_each=["o", "p"], ordered=True))
         found = sorted((each.source_before.offset, each.source_after.offset) for each in made.reordered())
     assert found == [(2, 0), (3, 2)]
+
+
+# ---- what was read ---------------------------------------------------------------------------------------
+
+
+def read_to(batch: int, offset: int, **more: Any) -> Progress:
+    return Progress("f", batch, {"s": {0: offset}}, {}, 0, **more)
+
+
+@pytest.mark.parametrize(
+    "life, once, again",
+    [
+        ([(0, 0), (1, 10), (2, 30)], [(0, 30)], []),
+        ([(0, 5), (1, 10)], [(5, 10)], []),
+        ([(7, 70), (8, 80)], [(0, 80)], []),  # the first records are gone
+        ([(0, 0), (1, 10), (1, 4), (2, 6), (3, 12)], [(0, 12)], [(4, 10)]),
+        ([(0, 0), (1, 10), (1, 0), (2, 10), (2, 0), (3, 4)], [(0, 10)], [(0, 10), (0, 4)]),
+        ([(0, 0), (1, 10), (1, 20), (2, 25), (2, 5), (3, 30)], [(0, 30)], [(5, 10), (20, 25)]),
+        ([(0, 0), (1, 10), (1, 20), (2, 25)], [(0, 10), (20, 25)], []),
+    ],
+)
+def test_what_a_flow_has_read(
+    life: list[tuple[int, int]], once: list[tuple[int, int]], again: list[tuple[int, int]]
+) -> None:
+    found = readings([read_to(*each) for each in life], None)["s", 0]
+    assert (found.once, found.again) == (once, again)
+
+
+def test_what_a_flow_has_not_read() -> None:
+    found = readings([read_to(*each) for each in [(0, 5), (1, 10), (1, 20), (2, 25)]], None)["s", 0]
+    assert found.missing(0, 30) == [(0, 5), (10, 20), (25, 30)]
+    assert found.missing(7, 22) == [(10, 20)]
+    assert found.missing(5, 10) == []
+    assert readings([read_to(0, 5), read_to(1, 10)], {"s": {0: 7}})["s", 0].once == [(7, 10)]
+
+
+def test_what_is_read_after_a_promotion_was_written_once() -> None:
+    handover = HandOver({"s": {0: 10}})
+    life = [read_to(1, 10), read_to(1, 6, handover=handover), read_to(2, 10), read_to(3, 15)]
+    found = readings(life, None)["s", 0]
+    assert (found.once, found.again) == ([(0, 15)], [])
 
 
 def test_identities() -> None:

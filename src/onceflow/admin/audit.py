@@ -6,7 +6,7 @@ position have to be in the outputs, those between both positions may be.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,8 @@ import pyarrow as pa
 
 from onceflow.admin.identity import Identity
 from onceflow.admin.progress_history import breaks, last_of, read_history
-from onceflow.admin.replay_steps import begun_at, current_life
+from onceflow.admin.readings import Readings, readings
+from onceflow.admin.replay_steps import begun_at, lives
 from onceflow.admin.tally import LETTER, OUTPUT, SOURCE, UNDECIDED, Difference, Place, Tally
 from onceflow.admin.verify_report import (
     DOUBLED,
@@ -28,6 +29,7 @@ from onceflow.admin.verify_report import (
     TABLE,
     Report,
     Tell,
+    unknown_past,
 )
 from onceflow.client.cluster import Cluster
 from onceflow.client.committed import CommittedReader
@@ -107,7 +109,7 @@ class Audit:
         self._check_positions(progress)
         self._check_now()
         if self._outputs.identity is not None:
-            self._compare(progress, tally, self._outputs.identity)
+            self._compare(history, tally, self._outputs.identity)
         return self.report
 
     # ---- progress ------------------------------------------------------------------------------------
@@ -188,8 +190,8 @@ class Audit:
 
     # ---- records -------------------------------------------------------------------------------------
 
-    def _compare(self, progress: Progress, tally: Tally, identity: Identity) -> None:
-        life = current_life(self._history())
+    def _compare(self, history: Sequence[LogRecord], tally: Tally, identity: Identity) -> None:
+        progress, (*earlier, life) = self._last(history), lives(history)
         named = {topic for each in (*life, progress) for topic in each.outputs}
         outputs = self._outputs.topics or tuple(sorted(named - set(self._outputs.letters)))
         if not outputs:
@@ -198,25 +200,12 @@ class Audit:
             )
         for side, topics in ((OUTPUT, outputs), (LETTER, self._outputs.letters)):
             for topic in topics:
-                self._take(tally, side, topic, self._ends(topic), identity)
+                ends = [(partition, *span) for partition, span in sorted(self._ends(topic).items())]
+                self._take(tally, side, topic, ends, identity)
         later = self._last(self._history())
-        whole = True
         starts = begun_at(life, self._outputs.begin)
         written = first_range_end(progress) or progress.offsets  # after a promotion, outputs are ahead of progress
-        for topic, offsets in written.items():
-            span = {topic: sorted(offsets)}
-            first = list_offsets(self._cluster, span, EARLIEST, Deadline(_CALL_S, "reading offsets"))[topic]
-            last = list_offsets(self._cluster, span, LATEST, Deadline(_CALL_S, "reading offsets"))[topic]
-            begin = {p: starts.get(topic, {}).get(p, 0) for p in offsets}
-            whole &= all(first[p] <= begin[p] for p in offsets)
-            # What is beyond the end of the source is a finding already.
-            begun = {p: (max(first[p], begin[p]), min(end, last[p])) for p, end in offsets.items()}
-            self._take(tally, SOURCE, topic, begun, identity)
-            # The flow has not read what is before. But it may have, before it was reset.
-            self._take(tally, UNDECIDED, topic, {p: (first[p], begin[p]) for p in offsets}, identity)
-            now = later.offsets.get(topic, {})
-            more = {p: (max(offsets.get(p, 0), first.get(p, 0)), min(end, last.get(p, end))) for p, end in now.items()}
-            self._take(tally, UNDECIDED, topic, more, identity)
+        whole = self._take_sources(tally, [*earlier, life], written, later, identity)
         self.report.checked |= {"source records": tally.counts[SOURCE], "output records": tally.counts[OUTPUT]}
         if self._outputs.letters:
             self.report.checked["letters"] = tally.counts[LETTER]
@@ -227,6 +216,13 @@ class Audit:
         for pair in tally.reordered() if ordered else ():
             text = "its key's record before it was made of a later source record"
             self.report.add(REORDERED, text, [pair.after, pair.before, pair.source_after, pair.source_before])
+        if ordered and self.report.counts.get(REORDERED) and progress.tables:
+            self.report.notes.append(
+                "the flow has state: records that wait there, as those of onceflow.Retry do, are out of order rightly. "
+                "--unordered does not look at the order"
+            )
+        if note := unknown_past(life, self.report):
+            self.report.notes.append(note)
         guessed = sorted(written.keys() - starts.keys())
         if guessed and self.report.counts.get(LOST):
             self.report.notes.append(
@@ -235,6 +231,59 @@ class Audit:
             )
         if unjudged:
             self.report.notes.append(f"{unjudged} output records are not judged: a source does not begin at 0 any more")
+
+    def _take_sources(
+        self, tally: Tally, found: Sequence[Sequence[Progress]], written: Offsets, later: Progress, identity: Identity
+    ) -> bool:
+        """Take what the flow has read, and what it may have read.
+
+        Args:
+            found: its progress records, see `lives`. written: the end of what it has read.
+
+        Returns:
+            Whether the sources still have every record that it has read.
+        """
+        *earlier, life = found
+        read = readings(life, self._outputs.begin)
+        before = [readings(each, None) for each in earlier]
+        starts = begun_at(life, self._outputs.begin)
+        whole, again, skipped = True, 0, 0
+        for topic, offsets in written.items():
+            span = {topic: sorted(offsets)}
+            first = list_offsets(self._cluster, span, EARLIEST, Deadline(_CALL_S, "reading offsets"))[topic]
+            last = list_offsets(self._cluster, span, LATEST, Deadline(_CALL_S, "reading offsets"))[topic]
+            begin = {p: starts.get(topic, {}).get(p, 0) for p in offsets}
+            whole &= all(first[p] <= begin[p] for p in offsets)
+            # Otherwise it was deleted and created again.
+            whole &= len({p.topic_ids[topic] for each in found for p in each if topic in p.topic_ids}) <= 1
+            now = later.offsets.get(topic, {})
+            once: list[tuple[int, int, int]] = []
+            maybe: list[tuple[int, int, int]] = []
+            for p, end in sorted(offsets.items()):
+                known = read.setdefault((topic, p), Readings())
+                for part in known.missing(life[-1].offsets.get(topic, {}).get(p, end), end):
+                    known.add(*part)  # after a promotion
+                twice = [*known.again, *(part for each in before for part in each.get((topic, p), Readings()).all)]
+                gaps = known.missing(begin[p], end)
+                again += sum(b - a for a, b in twice)
+                skipped += sum(b - a for a, b in gaps)
+                # What is beyond the end of the source is a finding already.
+                once += [(p, max(first[p], a), min(b, last[p])) for a, b in known.once]
+                # The flow has not read what is before its beginning. But it may have, before it was reset.
+                parts = [(first[p], begin[p]), *gaps, *twice, (end, now.get(p, end))]
+                maybe += [(p, max(first[p], a), min(b, last[p])) for a, b in parts]
+            maybe += [(p, 0, end) for p, end in sorted(now.items()) if p not in offsets]
+            self._take(tally, SOURCE, topic, [each for each in once if each[1] < each[2]], identity)
+            self._take(tally, UNDECIDED, topic, [each for each in maybe if each[1] < each[2]], identity)
+        if again:
+            self.report.notes.append(
+                f"the flow was reset, and has read {again:,} offsets again: outputs of these may be there again"
+            )
+        if skipped:
+            self.report.notes.append(
+                f"the flow was reset, and has skipped {skipped:,} offsets: no outputs are expected"
+            )
+        return whole
 
     def _judge(self, each: Difference, whole: bool, sources: Offsets) -> bool:
         if each.found < each.expected:
@@ -257,11 +306,12 @@ class Audit:
         return {partition: (first[partition], end[partition]) for partition in end}
 
     def _take(
-        self, tally: Tally, side: int, topic: str, span: Mapping[int, tuple[int, int]], identity: Identity
+        self, tally: Tally, side: int, topic: str, spans: Sequence[tuple[int, int, int]], identity: Identity
     ) -> None:
-        total = sum(max(0, end - start) for start, end in span.values())
+        """Take the records of a topic: partition, first offset and end offset of each part."""
+        total = sum(max(0, end - start) for _, start, end in spans)
         done = 0
-        for partition, (start, end) in sorted(span.items()):
+        for partition, start, end in spans:
             at = start
             for chunk in self._reader.read(topic, partition, start, end):
                 offsets = chunk.offsets.tolist()
@@ -269,7 +319,7 @@ class Audit:
                 found = ((offset, identity(key, value, chunk.headers.get(row, ()))) for offset, key, value, row in rows)
                 tally.add(side, topic, partition, found, chunk.keys)
                 if side == OUTPUT and self._outputs.by_key:
-                    self._check_places(topic, partition, chunk.keys, offsets, len(span))
+                    self._check_places(topic, partition, chunk.keys, offsets, len(spans))
                 done, at = done + chunk.next_offset - at, chunk.next_offset
                 self._tell(f"reading {topic}", done, total)
 

@@ -223,6 +223,7 @@ class Replay:
             dict(self._ends[1]),
             dict(self._last),
             self._verified,
+            timers_until=step.timers_until,
         )
         run = StateRun(self._spec, moment, source=_NoTopics(), changelog=self._changelog, emit=self._emit)
         try:

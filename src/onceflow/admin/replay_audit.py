@@ -14,8 +14,9 @@ from pathlib import Path
 
 from onceflow.admin.progress_history import last_of, read_history
 from onceflow.admin.replay import CLOCK, Replay, Replayed
+from onceflow.admin.replay_beginning import Beginning, from_progress
 from onceflow.admin.replay_outputs import ReplayOutputs
-from onceflow.admin.replay_steps import begun_at, check_export, current_life, first_start, steps, went_back
+from onceflow.admin.replay_steps import check_export, current_life, lives, steps, was_changed, went_back
 from onceflow.admin.replay_trial import dependences
 from onceflow.admin.table_contents import (
     Position,
@@ -27,8 +28,8 @@ from onceflow.admin.table_contents import (
     rows_of,
     what_of,
 )
-from onceflow.admin.tally import UNDECIDED, Difference, Tally
-from onceflow.admin.verify_report import STATE, Report, Tell
+from onceflow.admin.tally import SOURCE, UNDECIDED, Difference, Tally
+from onceflow.admin.verify_report import STATE, Report, Tell, unknown_past
 from onceflow.client.cluster import Cluster
 from onceflow.client.committed import CommittedReader
 from onceflow.client.deadline import Deadline
@@ -43,6 +44,7 @@ from onceflow.state.api.user_errors import shown
 
 _CALL_S = 60.0
 _TWICE = "the flow was moved back in time, and has read records twice"
+_CHANGED = "a command such as `onceflow reset` has deleted or changed rows of the table"
 
 
 @dataclass(frozen=True)
@@ -67,46 +69,6 @@ class ReplayOptions:
     tables_only: bool = False
     begin: Offsets | None = None
     since: Progress | None = None
-
-
-@dataclass(frozen=True)
-class Beginning:
-    """Where a replay begins.
-
-    Args:
-        offsets: of the sources. before: the progress there; None: the flow has written no outputs before.
-        life: the progress records from there on.
-        state: whose state it begins with; None: an empty one.
-    """
-
-    offsets: Offsets
-    before: Progress | None
-    life: Sequence[Progress]
-    state: Progress | None
-
-
-def from_progress(life: Sequence[Progress], table: str, given: Offsets | None) -> Beginning:
-    """Where the step of a table has begun, by the progress records that are left.
-
-    A start that adds a table commits that, with the end offsets of a topic whose rows the flow has adopted. The flow
-    may have run without the table before.
-    """
-    first = next(at for at, each in enumerate(life) if table in each.tables)
-    start = life[first]
-    if start.batch_id != (life[first - 1].batch_id if first else 0):
-        if start.forked is not None:
-            raise OptionError(
-                f"The flow is a fork of {start.forked.flow}, and the state with which it began is not known any more",
-                flow=start.flow,
-                next_step="begin with the state of a later time: --since FILE, of `onceflow progress export`",
-            )
-        return Beginning(begun_at(life, given), None, life, None)  # that record is gone
-    state = start if any(start.changelogs.get(table, {}).values()) else None
-    if start.batch_id:
-        return Beginning(start.offsets, start, life[first:], state)
-    if given is None:
-        return Beginning(first_start(life), None, life, state)
-    return Beginning(begun_at(life, given), None, [each for each in life if each.batch_id], state)
 
 
 class ReplayAudit:
@@ -135,7 +97,7 @@ class ReplayAudit:
         self._check = check
         self._reader = CommittedReader(cluster, _CALL_S, check=check)
         self._reasons: list[str] = []
-        self._has_begun_later = False
+        self._has_begun_later = self._was_reset = False
         self._depends: Callable[[], Iterator[str]] | None = None
         self._unjudged = {"outputs": 0, "rows": 0}
         self._older_rows = 0
@@ -156,6 +118,7 @@ class ReplayAudit:
     def _run(self, folder: Path, stack: contextlib.ExitStack) -> None:
         history = read_history(self._cluster, self._names, self._check)
         progress, life = last_of(history, self._names), current_life(history)
+        self._was_reset = len(lives(history)) > 1
         what = self._what(progress)
         begin = self._beginning(life, what)
         topics = self._outputs_of(life)
@@ -182,6 +145,7 @@ class ReplayAudit:
         if begin.state is not None:
             self._seed(replay, what, begin.state)
         for step in steps(begin.offsets, begin.before, begin.life, what.table):
+            outputs.side = UNDECIDED if step.muted else SOURCE
             replay.run(step)
         self._compare_table(replay, what, progress, folder)
         self._report.checked["replayed records"] = replay.records
@@ -190,7 +154,7 @@ class ReplayAudit:
             since = [each for each in later if each.batch_id > progress.batch_id]
             for step in steps(progress.offsets, progress, since, what.table):
                 replay.run(step)
-            self._compare_outputs(outputs, replay)
+            self._compare_outputs(outputs, replay, life)
             if outputs.left_out:
                 self._report.notes.append(f"{outputs.left_out} late records are not compared: name --dead-letter TOPIC")
         self._tell_unjudged([*replay.reasons, *self._reasons])
@@ -243,8 +207,6 @@ class ReplayAudit:
             OptionError: the export is not one of this flow, or records from there on are gone.
         """
         since = self._wanted.since
-        if went_back(life):
-            self._reasons.append(_TWICE)
         if since is None:
             found = from_progress(life, what.table, self._wanted.begin)
         else:
@@ -257,8 +219,17 @@ class ReplayAudit:
                 )
             check_export(since, life[-1], what.table, self._names.flow)
             found = Beginning(since.offsets, since, [each for each in life if each.batch_id >= since.batch_id], since)
+        if went_back(found.life):
+            self._reasons.append(_TWICE)
+        if was_changed(found.life, what.table):
+            self._reasons.append(_CHANGED)
         # A fork that was promoted writes to topics that have the outputs of the earlier version.
-        self._has_begun_later = found.before is not None or life[-1].forked is not None
+        self._has_begun_later = found.before is not None or life[-1].forked is not None or self._was_reset
+        if promoted := life[-1].promoted:
+            self._report.notes.append(
+                f"{promoted.flow} has taken the place of this flow's earlier version: what that version has written is "
+                "not judged"
+            )
         deadline = Deadline(_CALL_S, "reading the first offsets of sources")
         span = {topic: sorted(life[-1].offsets[topic]) for topic in what.sources}
         for topic, offsets in list_offsets(self._cluster, span, EARLIEST, deadline).items():
@@ -360,13 +331,15 @@ class ReplayAudit:
                 what = "there, and a replay does not have it"
             self._report.add(STATE, f"table {at.name}, key {shown(each.key)}: {what_of(each.row_key)} is {what}")
 
-    def _compare_outputs(self, outputs: ReplayOutputs, replay: Replay) -> None:
+    def _compare_outputs(self, outputs: ReplayOutputs, replay: Replay, life: Sequence[Progress]) -> None:
         for each in outputs.differences():
             self._try(replay)
             if replay.reasons or self._reasons or self._is_from_before(each):
                 self._unjudged["outputs"] += 1
             else:
                 outputs.report(each, self._report, self._reader)
+        if not self._has_begun_later and (note := unknown_past(life, self._report)):
+            self._report.notes.append(note)
 
     def _try(self, replay: Replay) -> None:
         """Something differs: find out, once, whether that may be for want of the batches' divisions and times."""
@@ -382,7 +355,8 @@ class ReplayAudit:
     def _tell_unjudged(self, reasons: Sequence[str]) -> None:
         for what, count in self._unjudged.items():
             if count:
-                why = "; ".join(dict.fromkeys(reasons)) or "they may be from before the replay begins"
+                when = "the flow was reset" if self._was_reset else "the replay begins"
+                why = "; ".join(dict.fromkeys(reasons)) or f"they may be from before {when}"
                 self._report.notes.append(f"{count} {what} differ from the replay, and are not judged: {why}")
         if self._older_rows:
             self._report.notes.append(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from onceflow.client.log_reader import LogRecord
+from onceflow.driver.handover import timers_until
 from onceflow.errors import OptionError
 from onceflow.protocol import progress as records
 from onceflow.protocol.names import INTERNAL_SUFFIX
@@ -23,6 +24,8 @@ class Step:
         watermark_after_ms: the watermark that the batch has committed.
         now_ms: about the processing time, epoch milliseconds.
         is_batch: whether the flow has committed exactly this part as one batch.
+        muted: whether an earlier version has written the outputs of this part (``driver/handover.py``).
+        timers_until: see `Moment`.
     """
 
     start: Offsets
@@ -31,17 +34,24 @@ class Step:
     watermark_after_ms: int | None
     now_ms: int
     is_batch: bool
+    muted: bool = False
+    timers_until: Mapping[str, int] | None = None
+
+
+def lives(history: Sequence[LogRecord]) -> list[list[Progress]]:
+    """The progress records between the resets that have deleted progress, the oldest first. The last life goes on."""
+    found: list[list[Progress]] = [[]]
+    for each in history:
+        if each.value is None:
+            found.append([])
+        else:
+            found[-1].append(records.decode(each.key, each.value))
+    return found
 
 
 def current_life(history: Sequence[LogRecord]) -> list[Progress]:
     """The progress records since the flow was reset last, the oldest first."""
-    found: list[Progress] = []
-    for each in history:
-        if each.value is None:
-            found = []
-        else:
-            found.append(records.decode(each.key, each.value))
-    return found
+    return lives(history)[-1]
 
 
 def first_start(life: Sequence[Progress]) -> dict[str, dict[int, int]]:
@@ -104,6 +114,22 @@ def went_back(life: Sequence[Progress]) -> bool:
     )
 
 
+def was_changed(life: Sequence[Progress], table: str) -> bool:
+    """Whether a command has deleted the rows of a table, or written others, between two batches."""
+    for before, now in pairwise(life):
+        if now.batch_id != before.batch_id:
+            continue
+        for topic in (table, table + INTERNAL_SUFFIX):
+            old, new = before.changelogs.get(topic, {}), now.changelogs.get(topic, {})
+            same = before.topic_ids.get(topic) == now.topic_ids.get(topic) and old.keys() == new.keys()
+            if same and old != new:
+                return True
+        locals_ = [each.tables[table].local for each in (before, now) if table in each.tables]
+        if len({local.table_id for local in locals_ if local is not None}) > 1:
+            return True
+    return False
+
+
 def steps(begin: Offsets, before: Progress | None, life: Sequence[Progress], table: str) -> Iterator[Step]:
     """The steps from a position to the last of some progress records.
 
@@ -126,10 +152,12 @@ def steps(begin: Offsets, before: Progress | None, life: Sequence[Progress], tab
             topic: {p: max(offset, start[topic][p]) for p, offset in each.items()}
             for topic, each in now.offsets.items()
         }
+        muted = before is not None and before.handover is not None
+        until = timers_until(before, table) if before is not None else None
         if is_batch:
-            yield Step(start, end, _watermark(before, table), _watermark(now, table), now.time_ms, True)
+            yield Step(start, end, _watermark(before, table), _watermark(now, table), now.time_ms, True, muted, until)
         elif start != end:
-            yield Step(start, end, None, None, now.time_ms, False)
+            yield Step(start, end, None, None, now.time_ms, False, muted, until)
         position.update(end)
         before = now
 

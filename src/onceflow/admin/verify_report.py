@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from onceflow.admin.tally import Place
+from onceflow.protocol.progress import Progress
 
 LOST, DOUBLED, FOREIGN, MISPLACED, REORDERED, PROGRESS, GROUP, TABLE, STATE, LOCAL = KINDS = (
     "lost", "doubled", "foreign", "misplaced", "reordered", "progress", "group", "table", "state", "local",
@@ -46,3 +47,17 @@ class Report:
         self.counts[kind] = self.counts.get(kind, 0) + 1
         if self.counts[kind] <= self.limit:
             self.examples.append(Finding(kind, text, tuple(places)))
+
+
+def unknown_past(life: Sequence[Progress], report: Report) -> str | None:
+    """What a reader has to know of records that are there too often, if compaction has removed progress records.
+
+    Args:
+        life: the progress records that are left.
+    """
+    if life[0].batch_id == 0 or not (report.counts.get(DOUBLED) or report.counts.get(FOREIGN)):
+        return None
+    return (
+        f"progress records from before batch {life[0].batch_id} are gone: if the flow was reset before, outputs from "
+        "then are there too often, rightly"
+    )
