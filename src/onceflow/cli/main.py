@@ -1,17 +1,19 @@
 """The command ``onceflow``: runs the subcommand, and turns errors into text and exit codes.
 
-Exit codes: 0 success; 1 a failed check or an error; 2 wrong usage; 130 interrupted.
+Exit codes: 0 success; 1 a failed check or an error; 2 wrong usage; 130 interrupted. Errors of a `Check` are 2, too.
 """
 
 from __future__ import annotations
 
 import importlib
 import sys
+import traceback
 from collections.abc import Sequence
 
 import click
 
 from onceflow._version import __version__
+from onceflow.cli.check import FINDING, Errors
 from onceflow.cli.interrupts import INTERRUPTED
 from onceflow.client.interrupts import interrupts_kept
 from onceflow.errors import OnceflowError
@@ -100,13 +102,14 @@ def cli() -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point; always ends with SystemExit."""
+    errors = Errors()
     try:
         # A command may return an exit code; without one it is a success.
         with interrupts_kept():
-            result = cli.main(args=arguments, prog_name="onceflow", standalone_mode=False)
+            result = cli.main(args=arguments, prog_name="onceflow", standalone_mode=False, obj=errors)
     except OnceflowError as error:
         click.echo(f"onceflow: {error}", err=True)
-        sys.exit(1)
+        sys.exit(errors.exit_code)
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)
@@ -118,6 +121,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
             sys.exit(1)
         click.echo("onceflow: interrupted", err=True)
         sys.exit(INTERRUPTED)
+    except Exception:
+        if errors.exit_code == FINDING:
+            raise  # Python ends with 1
+        traceback.print_exc()
+        sys.exit(errors.exit_code)
     sys.exit(result if isinstance(result, int) else 0)
 
 

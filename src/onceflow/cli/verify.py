@@ -10,6 +10,7 @@ from typing import IO, TYPE_CHECKING
 
 import click
 
+from onceflow.cli.check import FINDING, Check
 from onceflow.cli.connection import connection
 from onceflow.cli.examples import examples
 from onceflow.cli.interrupts import interruptible
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     "onceflow verify balances --replay service.py:Balance",
     "onceflow verify balances --tables",
 )
-@click.command()
+@click.command(cls=Check)
 @click.argument("flow")
 @click.option("--id", "identity", metavar="PLACE", help="Compare records by $.field, key, header:NAME or record.")
 @click.option(
@@ -106,8 +107,9 @@ def verify(
     It reads committed records only, fences nobody, and may be run while the flow runs. With --id, a source record below
     the committed position has to be in the outputs or letters exactly as often as in the source. Records without the id
     are compared as a whole. With --replay, the processor of the flow runs again, here and without Spark; its state has
-    to be that of the table, and its outputs those on the topics. The exit code is 1 if something is not as it has to
-    be.
+    to be that of the table, and its outputs those on the topics.
+
+    Exit codes: 0 nothing is wrong; 1 something is; 2 not checked: an error, or wrong usage; 130 interrupted.
     """
     from onceflow.admin.audit import Audit, Outputs
     from onceflow.admin.beginning import offsets_at
@@ -158,7 +160,7 @@ def verify(
             if state_dir is not None:
                 LocalCopies(cluster, names, report, scratch=scratch, tell=tell, check=check).run(state_dir, progress)
     _print(flow, report, as_json)
-    return 1 if report.counts else 0
+    return FINDING if report.counts else 0
 
 
 def _check_usage(

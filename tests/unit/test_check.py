@@ -1,0 +1,78 @@
+"""Exit codes of commands that check something: a finding is not an error."""
+
+from __future__ import annotations
+
+import click
+import pytest
+
+from onceflow.admin.audit import Audit
+from onceflow.admin.verify_report import LOST, Report
+from onceflow.cli import main as entry
+from onceflow.cli.check import Check
+from onceflow.errors import OptionError
+
+VERIFY = ["verify", "flow", "--bootstrap-servers", "127.0.0.1:1"]
+
+
+def code_of(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        entry.main(arguments)
+    assert isinstance(ended.value.code, int)
+    return ended.value.code
+
+
+def found(*kinds: str) -> Report:
+    report = Report(5)
+    for kind in kinds:
+        report.add(kind, "as a test has it")
+    return report
+
+
+@pytest.mark.parametrize("kinds, code", [((), 0), ((LOST,), 1), ((LOST, LOST), 1)])
+def test_findings(kinds: tuple[str, ...], code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Audit, "run", lambda self, tally: found(*kinds))
+    assert code_of(*VERIFY) == code
+
+
+@pytest.mark.parametrize(
+    "arguments, text",
+    [
+        (["--replay", "no_such_module:Processor"], "there is no module no_such_module"),
+        (["--id", "$."], "onceflow: "),
+        (["--id", "key", "--replay", "a:b"], "give --id or --replay, not both"),
+        (["--option", "security.protocol=typo"], "security.protocol"),
+        (["--typo"], "No such option"),
+    ],
+)
+def test_what_could_not_be_checked(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert code_of(*VERIFY, *arguments) == 2
+    assert text in capsys.readouterr().err
+
+
+def test_a_mistake_of_ours_is_no_finding(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def run(self: Audit, tally: object) -> Report:
+        raise ZeroDivisionError("as a test has it")
+
+    monkeypatch.setattr(Audit, "run", run)
+    assert code_of(*VERIFY) == 2
+    assert "ZeroDivisionError: as a test has it" in capsys.readouterr().err
+
+
+def test_ctrl_c_is_neither(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(self: Audit, tally: object) -> Report:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Audit, "run", run)
+    assert code_of(*VERIFY) == 130
+
+
+def test_errors_of_other_commands(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are 1; a check says otherwise."""
+
+    def fail() -> None:
+        raise OptionError("as a test has it")
+
+    for kind, code in ((click.Command, 1), (Check, 2)):
+        command = kind("trial", callback=fail)
+        monkeypatch.setattr(entry.LazyGroup, "get_command", lambda self, ctx, name, command=command: command)
+        assert code_of("trial") == code
