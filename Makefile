@@ -55,8 +55,8 @@ test-long: setup ## the longest tests: more of the same, and what takes its time
 test-spark: $(SPARK_VENV)/.jars ## tests of what Spark does, with another version: make test-spark SPARK=3.5
 	$(SPARK_VENV)/bin/python -m pytest $(PYTEST_FLAGS) $(PARALLEL) -m "$(MARKS)" $(SPARK_TESTS)
 
-fast: setup ## the tests that need neither broker nor Spark, but those of the demos
-	$(PYTEST) $(PARALLEL) -m "not long" tests/unit tests/protocol $(wildcard tests/model)
+fast: setup ## the tests that need neither broker nor Spark and kill no process, but those of the demos
+	$(PYTEST) $(PARALLEL) -m "not long and not faults" tests/unit tests/protocol $(wildcard tests/model)
 
 check: lint test ## what has to hold before a change is merged: format, lint, types, tests
 

@@ -86,7 +86,8 @@ def imported(tree: ast.AST) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def ours(tree: ast.AST) -> set[str]:
+@cache
+def ours(tree: ast.AST) -> frozenset[str]:
     """The modules of ours that are imported; ``testing.faults`` of a tool."""
     known, found = modules(), set()
     for name in imported(tree):
@@ -96,7 +97,7 @@ def ours(tree: ast.AST) -> set[str]:
         while inner and inner not in known and inner.partition(".")[0] not in TOOLS:
             inner = inner.rpartition(".")[0]
         found.add(inner or LAZY)
-    return found
+    return frozenset(found)
 
 
 def lines_of(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:

@@ -205,9 +205,8 @@ def test_watching_goes_on_when_a_later_look_fails(monkeypatch: pytest.MonkeyPatc
         return look
 
     monkeypatch.setattr(StatusReader, "read", read)
-    monkeypatch.setattr("onceflow.cli.status._EVERY_S", 0.01)
     assert isinstance(call("--json", "--watch", code=1).exception, DeadlineExceededError), "the first look"
-    answer = call("--json", "--watch", code=130)
+    answer = call("--json", "--watch=0.1", code=130)
     assert len(answer.stdout.splitlines()) == 2
     assert answer.stderr.rstrip().endswith(": no broker")
 

@@ -103,7 +103,7 @@ class DoesNotAskForTheCondition(ParquetSink):
     [
         (NeverFences, "test_an_older_driver_is_fenced"),
         (CommitsAllThatIsThere, "test_only_rows_with_a_receipt_are_committed"),
-        (TwoEntries, "test_processes_are_killed_at_any_moment"),
+        pytest.param(TwoEntries, "test_processes_are_killed_at_any_moment", marks=pytest.mark.faults),
     ],
 )
 def test_a_wrong_sink_is_caught(tmp_path: Path, mutant: Any, test: str) -> None:

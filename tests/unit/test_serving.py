@@ -180,7 +180,11 @@ def until(service: subprocess.Popen[str], text: str) -> None:
     assert text in service.stderr.readline()
 
 
+# ---- processes of their own; `make fast` leaves these out ------------------------------------------------
+
+
 # The rows of the table of exit codes in docs/operations.md; a negative one is the signal that has ended the process.
+@pytest.mark.faults
 @pytest.mark.parametrize(
     "code, sent, exit_code",
     [
@@ -220,6 +224,7 @@ def test_exit_codes(code: str, sent: signal.Signals | None, exit_code: int) -> N
         assert told == "onceflow: flow f is being stopped\n"
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize(
     "first, second", [("SIGTERM", "SIGTERM"), ("SIGINT", "SIGINT"), ("SIGTERM", "SIGINT"), ("SIGTERM", "SIGHUP")]
 )
@@ -238,6 +243,7 @@ def test_a_later_second_signal_ends_the_process_at_once(first: str, second: str)
         assert len(service.stderr.read().splitlines()) == 1
 
 
+@pytest.mark.faults
 def test_the_limit_holds_whatever_the_main_thread_does() -> None:
     """A function of the user that hangs, or a request to Spark, does not return to `serve`."""
     hangs = "lambda query: [print('hangs', file=sys.stderr, flush=True), time.sleep(60)]"
@@ -249,6 +255,7 @@ def test_the_limit_holds_whatever_the_main_thread_does() -> None:
         assert service.wait(10) == 128 + signal.SIGTERM
 
 
+@pytest.mark.faults
 def test_a_closed_terminal_is_an_orderly_end() -> None:
     """It sends SIGHUP, and nothing can be printed any more."""
     master, terminal = pty.openpty()
@@ -264,6 +271,9 @@ def test_a_closed_terminal_is_an_orderly_end() -> None:
             said += os.read(master, 1000)
         os.close(master)
         assert service.wait(10) == 0
+
+
+# ---- in this process -------------------------------------------------------------------------------------
 
 
 def test_nohup_is_respected(capsys: pytest.CaptureFixture[str]) -> None:
