@@ -49,6 +49,7 @@ from onceflow.protocol.partitioners import key_partitions
 from onceflow.protocol.progress import LocalTable, Progress, TableProgress
 from onceflow.protocol.succession import ForkOrigin, HandOver, Promotion
 from onceflow.state import rows
+from onceflow.state.run import StateRun
 
 # ---- the processor ---------------------------------------------------------------------------------------
 
@@ -556,6 +557,34 @@ def test_timers_of_event_time_fire_as_in_the_flow(tmp_path: Path) -> None:
     run.replay.run(step(200, 200, 1990, 1990))
     fired = [json.loads(value)["timer"] for _, value in run.outputs if b"timer" in value]
     assert sorted(map(int, fired)) == sorted([*range(100), *range(100)]), "those up to the watermark"
+
+
+def test_small_batches_open_the_partitions_of_their_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most have few records and no timers that are due. Each partition that is opened takes milliseconds."""
+    opened: list[list[int]] = []
+    open_partitions = StateRun.open
+
+    def watched(self: StateRun, partitions: Any) -> None:
+        opened.append(list(partitions))
+        open_partitions(self, opened[-1])
+
+    monkeypatch.setattr(StateRun, "open", watched)
+    keys = placed(40, 2)
+    run = Run(tmp_path, Counts(), keys)
+    for n in range(40):
+        run.replay.run(step(n, n + 1))
+    assert opened == [[0, 1, 2], *[[]] * 39]
+    outputs, state = expected(keys, 40)
+    assert (sorted(run.outputs), run.rows()) == (outputs, state)
+
+    opened.clear()
+    timed = Run(tmp_path, Timed(), placed(10, 2), "timed")
+    timed.replay.run(step(0, 10, None, 1000))
+    timed.replay.run(step(10, 10, 999, 1000))
+    timed.replay.run(step(10, 10, 1000, 1000))
+    assert opened[:2] == [[0, 1, 2], []], "nothing is due"
+    assert len(opened[2]) >= 1, "the timers of the first records"
+    assert sum(b"timer" in value for _, value in timed.outputs) == 2
 
 
 def test_a_processor_that_raises(tmp_path: Path) -> None:

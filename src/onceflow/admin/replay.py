@@ -117,6 +117,7 @@ class Replay:
         self._changelog = _Changelog()
         self._ends = [dict.fromkeys(range(what.partitions), 0), dict.fromkeys(range(what.partitions), 0)]
         self._last: dict[int, Commit] = {}
+        self._timers: dict[int, Mapping[str, int | None]] = {}
         self._verified = frozenset((self._spec.place(), partition) for partition in range(what.partitions))
         self._batch = 0
         self.records = 0
@@ -213,7 +214,6 @@ class Replay:
 
     def _run_batch(self, inputs: Iterator[pa.RecordBatch], step: Step) -> list[StateReport]:
         self._batch += 1
-        partitions = range(self._what.partitions)
         moment = Moment(
             self._batch,
             Commit(self._batch, 0, 0),
@@ -227,7 +227,7 @@ class Replay:
         )
         run = StateRun(self._spec, moment, source=_NoTopics(), changelog=self._changelog, emit=self._emit)
         try:
-            run.open(partitions)
+            run.open(self._due(step))  # others are opened for their records
             for batch in inputs:
                 run.feed(batch, null_keys_to=0)
             run.finish()
@@ -242,9 +242,23 @@ class Replay:
             for ends, end in zip(self._ends, (report.table_end, report.internal_end), strict=True):
                 if end is not None:
                     ends[report.partition] = end
+            self._timers[report.partition] = report.next_timer_ms
             if report.changed:
                 self._last[report.partition] = moment.commit
         return reports
+
+    def _due(self, step: Step) -> list[int]:
+        """The partitions with something that is due, or that may have it."""
+        limits = {"event": step.watermark_ms, "processing": step.now_ms}
+        found = []
+        for partition in range(self._what.partitions):
+            known = self._timers.get(partition)
+            if known is None or any(
+                (at_ms := known.get(clock)) is not None and until is not None and at_ms <= until
+                for clock, until in limits.items()
+            ):
+                found.append(partition)
+        return found
 
     def _follow(self, step: Step, latest: Mapping[Origin, int]) -> None:
         """Whether the watermark that the flow has committed is that of partitions that are never idle."""
