@@ -21,6 +21,7 @@ from onceflow.client.cluster import Cluster
 from onceflow.client.deadline import Deadline
 from onceflow.client.offsets import commit_offsets
 from onceflow.client.settings import ClientSettings
+from onceflow.clock import clock_ms
 from onceflow.driver import progress_log
 from onceflow.errors import OptionError
 from onceflow.protocol.names import INTERNAL_SUFFIX, Names
@@ -85,6 +86,7 @@ def test_a_flow_that_runs_and_then_is_behind(
     monkeypatch.setattr(flow_status_reader, "HELD_AFTER_S", 0.0)
     pipe = make_pipe()
     pipe.fill(200)
+    begun_ms = clock_ms()
     flow = pipe.open()
     with onceflow.serve_metrics(0) as endpoint:
         query = flow.write(flow.read(pipe.source).select("key", "value"), topic=pipe.target).start()
@@ -97,7 +99,14 @@ def test_a_flow_that_runs_and_then_is_behind(
         assert driver["producer_epoch"] == running["producer_epoch"]
         assert driver["counts"]["batches_committed"] == len(query.batches)
         assert driver["last_batch"]["records"] == query.batches[-1].records
-        assert f"driver: running on host {socket.gethostname()}" in call(pipe.flow, "--endpoint", url).stdout
+        endpoint_text = call(pipe.flow, "--endpoint", url).stdout
+        assert f"driver: running on host {socket.gethostname()}" in endpoint_text
+        assert "the driver that committed last" not in endpoint_text, "its endpoint knows more"
+        last = running["committed_by"]
+        assert (last["host"], last["pid"]) == (socket.gethostname(), os.getpid())
+        assert begun_ms <= last["since_ms"] <= driver["since_ms"]
+        told_by_kafka = f"the driver that committed last: host {last['host']}, process {last['pid']}, since "
+        assert told_by_kafka in call(pipe.flow).stdout
     gone = call(pipe.flow, "--endpoint", url)
     assert gone.return_value == 0
     assert gone.stdout.splitlines()[-1].startswith(f"warning: {url.removesuffix('/metrics')} does not answer")

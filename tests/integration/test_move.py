@@ -95,7 +95,9 @@ def test_back_and_forth(make_pipe: Any, call: Call) -> None:
     assert f"{pipe.source}-0    50   0  50 again" in answer.stderr
     assert seen(pipe) == at(50, 30, 0)
     # By time, by offsets in both forms, to the end.
+    assert told(call("status", pipe.flow, "--json"))["committed_by"]["pid"] == os.getpid()
     assert told(call(*move, f"timestamp={TIME_MS + 40_000}"))["partitions"][0]["to"] == 40
+    assert told(call("status", pipe.flow, "--json"))["committed_by"] is None, "a command is no driver"
     assert seen(pipe) == at(40, 30, 0)
     pipe.run()
     assert values(pipe) == once | {b"0:%d" % n: 2 for n in range(40, 50)}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import socket
 import sqlite3
 from collections.abc import Callable
 from contextlib import closing
@@ -67,7 +69,7 @@ def test_a_first_start_one_after_a_stop_and_one_after_a_crash(make_pipe: Any, st
     assert lines[1] == "first start: nothing is committed yet"
     assert lines[2] == f"reads {pipe.source}: from {{0: 0, 1: 0}}; 30 offsets waiting"
     assert lines[3].startswith(f"writes {pipe.target}: small batches by the driver, others by tasks; Spark ")
-    assert facts["fenced"] is facts["committed_batch"] is None
+    assert facts["fenced"] is facts["committed_batch"] is facts["committed_by"] is None
     assert facts["outputs"] == [pipe.target]
 
     pipe.fill(5)
@@ -81,6 +83,8 @@ def test_a_first_start_one_after_a_stop_and_one_after_a_crash(make_pipe: Any, st
     assert lines[2].startswith("resumes after batch 1; its progress is ")
     assert "all batches by tasks" in lines[-1]
     assert facts["committed_batch"] == 1
+    assert lines[3].startswith(f"the driver that committed last: host {socket.gethostname()}, process {os.getpid()}, ")
+    assert (facts["committed_by"]["host"], facts["committed_by"]["pid"]) == (socket.gethostname(), os.getpid())
     assert first.batches[0].batch == 2
 
     producer_id, epoch = open_transaction(pipe)

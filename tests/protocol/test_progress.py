@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from onceflow.errors import ProgressConflictError, ProtocolError
 from onceflow.protocol.progress import (
     PROGRESS_FORMAT,
     CheckpointProgress,
+    DriverProcess,
     Progress,
     TableProgress,
     decode,
@@ -70,6 +72,19 @@ def test_golden_bytes_of_a_flow_with_state() -> None:
     assert decode(b"orders", golden) == progress
 
 
+def test_golden_bytes_of_a_flow_that_names_its_driver() -> None:
+    """Versions before ignore the field, as any that they do not know; records of theirs have none."""
+    golden = GOLDEN.replace(b'"flow":', b'"driver":{"host":"web-1","pid":412,"since_ms":1700000000000},"flow":')
+    progress = replace(PROGRESS, driver=DriverProcess("web-1", 412, 1_700_000_000_000))
+    assert encode(progress) == (b"orders", golden)
+    assert decode(b"orders", golden) == progress
+    assert decode(b"orders", GOLDEN).driver is None
+    later = golden.replace(b'"pid":412', b'"of_later_versions":[],"pid":412')
+    assert decode(b"orders", later) == progress
+    with pytest.raises(ProtocolError, match="not a progress record"):
+        decode(b"orders", golden.replace(b"412", b'"412"'))
+
+
 names = st.text(st.characters(codec="utf-8"), min_size=1, max_size=8)
 offsets = st.dictionaries(names, st.dictionaries(st.integers(0, 9999), st.integers(0, 2**62), max_size=4), max_size=3)
 
@@ -92,6 +107,7 @@ offsets = st.dictionaries(names, st.dictionaries(st.integers(0, 9999), st.intege
         outputs=st.lists(names, max_size=3).map(tuple),
         joined=offsets,
         joined_ms=st.one_of(st.none(), st.integers(0, 2**60)),
+        driver=st.one_of(st.none(), st.builds(DriverProcess, names, st.integers(0, 2**31), st.integers(0, 2**60))),
     )
 )
 def test_round_trip(progress: Progress) -> None:
@@ -154,6 +170,7 @@ def test_record_of_another_flow() -> None:
         {"tables": []},
         {"tables": {"a": 1}},
         {"producer_id": "x"},
+        {"driver": "web-1"},
         {"time_ms": None},
     ],
 )

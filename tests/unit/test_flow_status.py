@@ -25,6 +25,7 @@ from onceflow.admin.flow_status_reader import StatusReader
 from onceflow.cli.main import cli
 from onceflow.client.log_reader import LogRecord, Marker
 from onceflow.errors import DeadlineExceededError
+from onceflow.protocol.progress import DriverProcess
 
 Call = Callable[..., Result]
 
@@ -92,13 +93,23 @@ def test_details(found: list[FlowStatus], call: Call) -> None:
     ]
 
 
+def test_the_driver_that_committed_last(found: list[FlowStatus], call: Call) -> None:
+    found.append(replace(flow(), committed_by=DriverProcess("web-1\x1b", 412, 1_700_000_000_000)))
+    assert call("orders").stdout.splitlines()[4] == (
+        "the driver that committed last: host web-1\N{REPLACEMENT CHARACTER}, process 412, "
+        "since 2023-11-14T22:13:20+00:00"
+    )
+    (told,) = map(json.loads, call("--json").stdout.splitlines())
+    assert told["committed_by"] == {"host": "web-1\x1b", "pid": 412, "since_ms": 1_700_000_000_000}
+
+
 def test_json_has_everything(found: list[FlowStatus], call: Call) -> None:
     found += [flow(), flow("b", lag=0)]
     first, second = map(json.loads, call("--json").stdout.splitlines())
     assert (first["flow"], first["lag"], first["lag_seconds"], first["batch"]) == ("orders", 3, 4.25, 4)
     assert first["sources"][0]["partitions"][0]["held_back"] == 5
     assert first["transaction"]["age_s"] == 1.5
-    assert (second["lag"], second["lag_seconds"]) == (0, 0.0)
+    assert (second["lag"], second["lag_seconds"], second["committed_by"]) == (0, 0.0, None)
 
 
 def test_no_flow(found: list[FlowStatus], call: Call) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from onceflow.driver.startup import Startup
 from onceflow.errors import BrokerUnsupportedError, DeadlineExceededError, OnceflowError, OptionError
 from onceflow.planning.read_options import ReadOptions
 from onceflow.protocol.names import Names
-from onceflow.protocol.progress import Progress
+from onceflow.protocol.progress import DriverProcess, Progress
 
 
 class Cluster:
@@ -91,6 +93,18 @@ def test_several_topics_are_read_after_one_fence(monkeypatch: pytest.MonkeyPatch
     assert start.calls == ["connect", "fence", "read progress", "commit", "commit"]
     assert [progress.offsets for progress in start.committed] == [{"in": {0: 3}}, {"in": {0: 3}, "other": {0: 3}}]
     assert start.startup.known_progress() is start.committed[-1]
+
+
+def test_progress_names_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in place of the driver before."""
+    older = DriverProcess("web-1", 412, 5)
+    start = Start(monkeypatch, Progress("orders", 7, {"in": {0: 3}}, {"in": "id of in"}, 0, driver=older))
+    monkeypatch.setattr(module, "clock_ms", lambda: 1_700_000_000_000)
+    assert start.read("in") == {0: 3}
+    assert start.startup.known_progress().driver == older, "nothing is committed yet"
+    start.read("other")
+    ours = DriverProcess(socket.gethostname(), os.getpid(), 1_700_000_000_000)
+    assert start.startup.driver == start.committed[-1].driver == start.startup.known_progress().driver == ours
 
 
 def test_what_is_committed_already_is_not_committed_again(monkeypatch: pytest.MonkeyPatch) -> None:

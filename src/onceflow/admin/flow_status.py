@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from onceflow.admin.driver_status import DriverStatus
 from onceflow.admin.table_counts import TableCounts
 from onceflow.errors import OptionError
-from onceflow.protocol.progress import PROGRESS_TOPIC
+from onceflow.protocol.progress import PROGRESS_TOPIC, DriverProcess
 
 _ALIKE_SHARE = 0.6
 
@@ -96,6 +96,7 @@ class FlowStatus:
         age_s: seconds since that commit.
         transaction: None: not permitted.
         producer_id, producer_epoch: those of the last committed batch; -1: its record does not have them.
+        committed_by: the driver that has committed last; None: a command has, or an older version of onceflow.
         missing: permissions without which something is not known here.
         unseen: partitions and coordinators that could not be asked, each with the reason.
         driver: what its driver says; None: its endpoint was not asked, or is not known.
@@ -107,6 +108,7 @@ class FlowStatus:
     age_s: float | None = None
     producer_id: int = -1
     producer_epoch: int = -1
+    committed_by: DriverProcess | None = None
     transaction: TransactionStatus | None = None
     sources: list[SourceStatus] = field(default_factory=list)
     tables: list[TableStatus] = field(default_factory=list)

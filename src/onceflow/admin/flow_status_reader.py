@@ -177,6 +177,7 @@ class StatusReader:
         status.batch, status.last_commit_ms = progress.batch_id, progress.time_ms
         status.age_s = self._age_s(progress.time_ms)
         status.producer_id, status.producer_epoch = progress.producer_id, progress.producer_epoch
+        status.committed_by = progress.driver
         read = self._topics_read(status, progress, hint(partition, record.offset), deadline)
         for topic, offsets in sorted(progress.offsets.items()):
             if topic in read:

@@ -250,7 +250,10 @@ def _detail(flow: FlowStatus) -> list[str]:
         if known.producer_id >= 0:
             text += f", producer id {known.producer_id}, epoch {known.producer_epoch}"
         lines.append(text + ("" if known.age_s is None else f", open for {_seconds(known.age_s)} s"))
-    lines += [] if flow.driver is None else _driver(flow.driver)
+    if flow.driver is not None:
+        lines += _driver(flow.driver)
+    elif (last := flow.committed_by) is not None:
+        lines.append(shown(f"the driver that committed last: {_where(last.host, last.pid, last.since_ms)}"))
     for source in flow.sources:
         columns = ["SOURCE", "OFFSET", "FIRST", "STABLE", "END", "LAG", "LAG S", "HELD BACK"]
         if source.partitions is None:
@@ -276,13 +279,17 @@ def _detail(flow: FlowStatus) -> list[str]:
 
 def _driver(driver: DriverStatus) -> list[str]:
     """What the driver says of itself."""
-    where = f"host {driver.host}, process {driver.pid}, since {_time(driver.since_ms)}"
+    where = _where(driver.host, driver.pid, driver.since_ms)
     lines = [shown(f"driver: {driver.condition} on {where}; {driver.guarantee}; onceflow {driver.version}")]
     if (last := driver.last_batch) is not None:
         how = f"in {counted(last.attempts, 'attempt')}, {_seconds(last.seconds)} s, by {last.ran_in}"
         lines.append(shown(f"last batch of this run: {counted(last.records)} {how}"))
     told = [f"{name.replace('_', ' ')} {count:,}" for name, count in driver.counts.items() if count]
     return lines + ([shown(f"counted by this driver: {', '.join(told)}")] if told else [])
+
+
+def _where(host: str, pid: int, since_ms: int) -> str:
+    return f"host {host}, process {pid}, since {_time(since_ms)}"
 
 
 _CONTENTS = ["IN KAFKA", "VALUES", "ENTRIES", "TIMERS", "DUE", "NEXT TIMER"]

@@ -51,7 +51,7 @@ from onceflow.planning.options import BatchSummary, SinkOptions
 from onceflow.planning.ownership import Columns
 from onceflow.protocol.batches import ProducerIdAndEpoch
 from onceflow.protocol.names import Names
-from onceflow.protocol.progress import Progress
+from onceflow.protocol.progress import DriverProcess, Progress
 from onceflow.protocol.transaction import Event, Phase, Transaction
 from onceflow.spark.checkpoint_files import Folder
 
@@ -65,6 +65,7 @@ class BatchCommit:
 
     Args:
         progress: committed progress as read after ``init``; the sink keeps it current.
+        driver: this process, as progress says who has committed it.
         columns: the columns of the rows, which have been checked.
         cores: returns how many tasks Spark can run at once. Called for every batch, because executors come and go.
         delivery: runs the steps as the guarantee requires.
@@ -84,6 +85,7 @@ class BatchCommit:
         cluster: Cluster,
         delivery: Delivery,
         progress: Progress,
+        driver: DriverProcess | None,
         options: SinkOptions,
         columns: Columns,
         cores: Callable[[], int],
@@ -95,6 +97,7 @@ class BatchCommit:
         calls: RowCalls,
     ) -> None:
         self._names = names
+        self._driver = driver
         self._joins = joins
         self._calls = calls
         self._state = state
@@ -289,6 +292,7 @@ class BatchCommit:
             outputs=outputs,
             producer_id=attempt.producer.producer_id,
             producer_epoch=attempt.producer.producer_epoch,
+            driver=self._driver,
             time_ms=clock_ms(),
         )
         left = self._state is not None and self._state.leaves_timers()

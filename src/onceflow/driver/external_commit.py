@@ -42,7 +42,7 @@ from onceflow.errors import (
 from onceflow.external.sink import BatchAttempt, ExternalSink, older_state
 from onceflow.messages import DRIVER, REPORT_SPARK_SCHEMA, Target, from_rows
 from onceflow.planning.options import BatchSummary, SinkOptions
-from onceflow.protocol.progress import Progress
+from onceflow.protocol.progress import DriverProcess, Progress
 from onceflow.protocol.transaction import GIVEN, Event, Mode, Phase, Transaction
 from onceflow.spark import jvm
 from onceflow.spark.checkpoint_files import Folder
@@ -78,6 +78,7 @@ class ExternalCommit:
 
     Args:
         session: of this driver in Kafka. sources: the topics that are read.
+        driver: this process, as progress says who has committed it.
         refused: what becomes of rows that the system does not take.
         targets: the topics of dead letters.
         checkpoint: folder of the query's scratch checkpoint.
@@ -92,6 +93,7 @@ class ExternalCommit:
         owned: Ownership,
         session: DriverSession,
         *,
+        driver: DriverProcess | None,
         sources: Sources,
         options: SinkOptions,
         refused: RefusedRows,
@@ -103,6 +105,7 @@ class ExternalCommit:
         self._row = owned.row
         self.is_stopping: Callable[[], bool] = lambda: False
         self._session = session
+        self._driver = driver
         self._sources = sources
         self._options = options
         self._refused = refused
@@ -175,6 +178,7 @@ class ExternalCommit:
             self.progress,
             batch_id=batch,
             offsets={**self.progress.offsets, **attempt.source.end},
+            driver=self._driver,
             time_ms=clock_ms(),
         )
         with timed(summary, "commit"):

@@ -78,6 +78,7 @@ def prepare_external_run(spark: SparkSession, startup: Startup, write: ExternalW
         sink,
         owned,
         startup.session,
+        driver=startup.driver,
         sources=sources,
         options=write.options,
         refused=RefusedRows(write.dead_letter_topic, write.max_dead_letters, targets, target=sink.target, flow=flow),

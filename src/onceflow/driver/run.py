@@ -202,6 +202,7 @@ def _sink(
             with_state=None if query.state is None else query.state.opened(progress),
         ),
         progress=progress,
+        driver=startup.driver,
         options=query.options,
         columns=query.columns,
         cores=current_cores(spark),

@@ -17,7 +17,7 @@ from onceflow.driver.startup import Startup
 from onceflow.external.sink import ExternalSink
 from onceflow.planning.options import EXACTLY_ONCE, SinkOptions
 from onceflow.protocol.names import INTERNAL_SUFFIX
-from onceflow.protocol.progress import Progress
+from onceflow.protocol.progress import DriverProcess, Progress
 
 Dataset = tuple[str, str]
 """Namespace and name, as OpenLineage's specification of names says."""
@@ -56,6 +56,7 @@ class StartReport:
         producer: producer id and epoch of this driver; None: it uses no transactional id, so it fences nobody.
         batch: number of the last committed batch; None: the flow is new.
         progress_ms: when the progress that it resumes from was written, in epoch milliseconds.
+        committed_by: the driver that has committed that progress; None: a command has, or it is not known.
         tables: partitions of each table, and how many records of its topics a restore would read at most; None: it has
             no changelog.
         kafka: namespace of the cluster's topics. dataset, target: of an external sink.
@@ -69,6 +70,7 @@ class StartReport:
     earlier: EarlierDriver | None
     batch: int | None
     progress_ms: int | None
+    committed_by: DriverProcess | None
     sources: Mapping[str, SourceStart]
     tables: Mapping[str, tuple[int, int | None]]
     outputs: Sequence[str]
@@ -89,6 +91,9 @@ class StartReport:
             told = "its open transaction was aborted" if self.earlier.aborted else "it had no open transaction"
             yield f"fenced: producer id {self.earlier.producer_id}, epoch {self.earlier.producer_epoch}; {told}"
         yield self._since(now_ms)
+        if (last := self.committed_by) is not None:
+            old = _age(now_ms - last.since_ms)
+            yield f"the driver that committed last: host {last.host}, process {last.pid}, started {old} ago"
         for topic, source in self.sources.items():
             yield f"reads {topic}: {_offsets(source.offsets)}; {source.waiting:,} offsets waiting"
         for table, (partitions, records) in self.tables.items():
@@ -110,6 +115,7 @@ class StartReport:
             "fenced": earlier,
             "committed_batch": self.batch,
             "progress_ms": self.progress_ms,
+            "committed_by": None if self.committed_by is None else vars(self.committed_by),
             "sources": {topic: {"offsets": dict(s.offsets), "waiting": s.waiting} for topic, s in self.sources.items()},
             "tables": {
                 name: {"partitions": count, "records_at_most": most} for name, (count, most) in self.tables.items()
@@ -179,6 +185,7 @@ def report(
         earlier=_earlier(session.earlier),
         batch=None if found is None else found.batch_id,
         progress_ms=None if found is None else found.time_ms,
+        committed_by=None if found is None else found.driver,
         sources={
             topic: SourceStart(offsets, sum(max(0, end - offsets.get(n, 0)) for n, end in source.latest.items()))
             for (topic, offsets), source in zip(read.items(), startup.sources.values(), strict=True)

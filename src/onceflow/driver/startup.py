@@ -7,6 +7,8 @@ change, unless this driver changes them (I6).
 from __future__ import annotations
 
 import logging
+import os
+import socket
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -40,7 +42,7 @@ from onceflow.planning.process import Step, StepOptions
 from onceflow.planning.read_options import ReadOptions
 from onceflow.planning.source_starts import SourceTopic
 from onceflow.protocol.names import Names, OwnTopics
-from onceflow.protocol.progress import PROGRESS_TOPIC, Progress
+from onceflow.protocol.progress import PROGRESS_TOPIC, DriverProcess, Progress
 from onceflow.state.api.processor import ColumnProcessor, Processor
 from onceflow.state.joins.spec import JoinSpec, JoinTable
 from onceflow.task.call_rows import CallOrder
@@ -72,6 +74,7 @@ class Startup:
         self._session: DriverSession | None = None
         self._progress: Progress | None = None
         self.found: Progress | None = None  # the progress that this start has found
+        self.driver: DriverProcess | None = None  # this process, since it has fenced older drivers
         self._is_used = False
 
     @property
@@ -165,6 +168,7 @@ class Startup:
         started = time.monotonic()
         progress_log.ensure_topic(session.cluster, deadline)
         session.init(deadline)
+        self.driver = DriverProcess(socket.gethostname(), os.getpid(), clock_ms())
         try:
             self._progress = self.found = session.progress(sources, deadline)
         except BaseException:
@@ -321,6 +325,7 @@ class Startup:
 
     def _commit(self, progress: Progress, deadline: Deadline) -> None:
         """Commit what this start has decided, in a transaction of its own."""
+        progress = replace(progress, driver=self.driver)
         commit_progress(self.session, progress, self.sources, deadline)
         self._progress = progress
 

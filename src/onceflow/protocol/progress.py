@@ -25,6 +25,7 @@ __all__ = [
     "PROGRESS_FORMAT",
     "PROGRESS_TOPIC",
     "CheckpointProgress",
+    "DriverProcess",
     "ForkOrigin",
     "HandOver",
     "LocalTable",
@@ -99,6 +100,20 @@ class CheckpointProgress:
 
 
 @dataclass(frozen=True)
+class DriverProcess:
+    """The process of a driver.
+
+    Args:
+        host, pid: the name of its machine, and its process id there.
+        since_ms: when it has fenced the drivers before it, epoch milliseconds.
+    """
+
+    host: str
+    pid: int
+    since_ms: int
+
+
+@dataclass(frozen=True)
 class Progress:
     """State of a flow after its last committed batch.
 
@@ -119,6 +134,7 @@ class Progress:
         forked: where the flow comes from, if it is a fork of another one.
         promoted: which flow has taken its place; None: none has.
         handover: after that, what is in the outputs already; None: nothing behind ``offsets``.
+        driver: which driver has committed it; None: a command has, or a version that did not write it.
         time_ms: when the record was created, epoch milliseconds.
         format: version of this record's format.
     """
@@ -140,6 +156,7 @@ class Progress:
     forked: ForkOrigin | None = None
     promoted: Promotion | None = None
     handover: HandOver | None = None
+    driver: DriverProcess | None = None
     format: int = PROGRESS_FORMAT
 
 
@@ -180,6 +197,9 @@ def encode(progress: Progress) -> tuple[bytes, bytes]:
         content["promoted"] = succession.promotion_content(progress.promoted)
     if progress.handover is not None:
         content["handover"] = succession.handover_content(progress.handover)
+    if progress.driver is not None:
+        process = progress.driver
+        content["driver"] = {"host": process.host, "pid": int(process.pid), "since_ms": int(process.since_ms)}
     if progress.tables:
         content["tables"] = {name: _table_content(table) for name, table in progress.tables.items()}
     value = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
@@ -238,6 +258,7 @@ def decode(key: bytes | None, value: bytes) -> Progress:
         forked=_part(content, name, "forked", succession.fork_of),
         promoted=_part(content, name, "promoted", succession.promotion_of),
         handover=_part(content, name, "handover", succession.handover_of),
+        driver=_part(content, name, "driver", _driver),
         time_ms=take(content, name, "time_ms", int),
         format=version,
     )
@@ -314,6 +335,12 @@ def _local(content: dict[str, Any], flow: str) -> LocalTable:
             garbage(flow, f"last of a local table has {short(partition)}: {short(commit)}")
         last[int(partition)] = (commit[0], commit[1], commit[2])
     return LocalTable(take(content, flow, "table_id", str), take(content, flow, "partitions", int), last)
+
+
+def _driver(content: dict[str, Any], flow: str) -> DriverProcess:
+    return DriverProcess(
+        take(content, flow, "host", str), take(content, flow, "pid", int), take(content, flow, "since_ms", int)
+    )
 
 
 def _checkpoint(content: dict[str, Any], flow: str) -> CheckpointProgress | None:
