@@ -155,8 +155,9 @@ class FencedError(OnceflowError):
     """A newer driver of the same flow has fenced this one, so this one stops (invariant I6).
 
     Attributes:
-        exit_code: with which ``serve`` ends the program, so that a supervisor does not start it again: the two drivers
-            would fence each other for ever. No convention of sysexits.h, systemd or Spark uses this number.
+        exit_code: with which it ends the program if nobody catches it, so that a supervisor does not start it again:
+            the two drivers would fence each other for ever. No convention of sysexits.h, systemd or Spark uses this
+            number.
     """
 
     exit_code = 79

@@ -31,6 +31,7 @@ from onceflow.spark.kafka_source import load_source
 from onceflow.state.api.processor import ColumnProcessor, Processor
 from onceflow.state.joins.spec import JoinTable
 from onceflow.state.stores.base import Store
+from onceflow.uncaught import fenced_ends_program
 
 # Limits the first batch after downtime. At only 10,000 records a second, a batch takes a third of the default
 # transaction timeout. Raise it for more throughput, lower it for large records.
@@ -137,7 +138,7 @@ class Flow(FlowSteps):
             topic, starting_offsets, max_records_per_batch, fail_on_data_loss, include_headers, options or {}, bound
         )
         check_read(given, self.name)
-        with self._runs.lock:
+        with fenced_ends_program(), self._runs.lock:
             self._runs.check_readable(topic)
             queries.check_connector(self._spark, self.name)
             offsets = self._runs.startup.add_source(given)

@@ -16,6 +16,7 @@ from onceflow.flow_end import end_when_complete
 from onceflow.protocol.names import Names
 from onceflow.query import FlowQuery
 from onceflow.spark import query_listener
+from onceflow.uncaught import fenced_ends_program
 
 
 class FlowRuns:
@@ -85,7 +86,7 @@ class FlowRuns:
         Args:
             prepare: puts the run together.
         """
-        with self.lock, log_context.within(flow=self._names.flow):
+        with fenced_ends_program(), self.lock, log_context.within(flow=self._names.flow):
             if self._is_running():
                 raise OptionError(
                     "The flow already has a running query",

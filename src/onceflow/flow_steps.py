@@ -21,6 +21,7 @@ from onceflow.spark.pickling import pickled
 from onceflow.state.api.processor import ColumnProcessor, Processor
 from onceflow.state.joins.spec import JoinTable
 from onceflow.state.stores.base import Store
+from onceflow.uncaught import fenced_ends_program
 
 
 class FlowSteps(FlowOperators):
@@ -103,7 +104,7 @@ class FlowSteps(FlowOperators):
             tables: see `process`.
             caller: what the user has called, for messages.
         """
-        with self._runs.lock:
+        with fenced_ends_program(), self._runs.lock:
             startup = self._runs.startup
             checked = process.check_options(
                 options, processor, flow=self.name, sources=startup.sources, tables=startup.steps

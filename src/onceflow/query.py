@@ -24,6 +24,7 @@ from onceflow.protocol.progress import Offsets, Progress
 from onceflow.spark import jvm
 from onceflow.spark.streaming_query import SparkQuery, jvm_needed
 from onceflow.state.table_facts import TableFacts
+from onceflow.uncaught import fenced_ends_program
 
 log = logging.getLogger("onceflow")
 
@@ -130,6 +131,7 @@ class FlowQuery(SparkQuery):
     def _announce_end(self) -> None:
         hooks.at(hooks.ENDED, where="driver", flow=self.flow, query=self)
 
+    @fenced_ends_program()
     def awaitTermination(self, timeout: float | None = None) -> bool | None:
         """Wait for the query to stop. ``timeout`` is in seconds; the result is True when it has stopped.
 
@@ -149,6 +151,7 @@ class FlowQuery(SparkQuery):
                 return None if timeout is None else True  # stop() has interrupted the last batch
             raise self._reason(error) from None  # Spark's text only adds Java's stack, and repeats the reason
 
+    @fenced_ends_program()
     def processAllAvailable(self) -> None:
         """Wait until everything that is in the sources now has been committed.
 

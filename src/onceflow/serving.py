@@ -13,7 +13,7 @@ from typing import Any, Protocol, TextIO
 
 from onceflow import json_logs, log_context, uncaught
 from onceflow.durations import option_seconds
-from onceflow.errors import FencedError, OptionError
+from onceflow.errors import OptionError
 from onceflow.flow_writer import FlowWriter
 from onceflow.interactive import is_interactive
 from onceflow.metrics.endpoint import MetricsEndpoint, serve_metrics
@@ -97,7 +97,7 @@ def serve(
     say: _Say = _say_in_json if json_logs.use(log_format) else partial(_say, signals)
     running = [query for query in queries if not isinstance(query, FlowWriter)]
     try:
-        with contextlib.ExitStack() as stack:
+        with uncaught.fenced_ends_program(), contextlib.ExitStack() as stack:
             watching: list[MetricsEndpoint | Telemetry | Lineage] = []
             if metrics_port is not None:
                 endpoint = stack.enter_context(serve_metrics(metrics_port, metrics_host))
@@ -115,9 +115,6 @@ def serve(
                 if isinstance(writer, FlowWriter):
                     running.append(writer.start())
             _run(running, more, signals, say)
-    except FencedError as error:
-        uncaught.ends_with(error, error.exit_code)
-        raise
     finally:
         _stop(running)
 

@@ -1,22 +1,37 @@
-"""The exit code of a program that an error ends. Python itself always ends it with 1."""
+"""The exit code of a program that a FencedError ends. Python itself always ends it with 1."""
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import Callable, Iterator
 from types import TracebackType
+from typing import Any
 
+from onceflow.errors import FencedError
 from onceflow.interactive import is_interactive
 
 
-def ends_with(error: BaseException, code: int) -> None:
-    """If nobody catches this error, the program ends with this exit code, after the error was printed as usual."""
-    if is_interactive():  # an error does not end it
-        return
-    before = sys.excepthook
+@contextlib.contextmanager
+def fenced_ends_program() -> Iterator[None]:
+    """If the block raises a FencedError and nobody catches it, the program ends with the exit code of the error, after
+    the error was printed as usual."""
+    try:
+        yield
+    except FencedError:
+        # Only now: a hook that the program has set meanwhile is called, too. In a notebook an error does not end it.
+        if not isinstance(sys.excepthook, _Hook) and not is_interactive():
+            sys.excepthook = _Hook(sys.excepthook)
+        raise
 
-    def hook(kind: type[BaseException], raised: BaseException, trace: TracebackType | None) -> None:
-        before(kind, raised, trace)
-        if raised is error:
-            raise SystemExit(code)  # of all that an excepthook can raise, Python respects this
 
-    sys.excepthook = hook
+class _Hook:
+    """In place of ``sys.excepthook``."""
+
+    def __init__(self, before: Callable[[type[BaseException], BaseException, TracebackType | None], Any]) -> None:
+        self._before = before
+
+    def __call__(self, kind: type[BaseException], raised: BaseException, trace: TracebackType | None) -> None:
+        self._before(kind, raised, trace)
+        if isinstance(raised, FencedError):
+            raise SystemExit(raised.exit_code)  # of all that an excepthook can raise, Python respects this

@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -23,6 +24,7 @@ from onceflow.client.cluster import Cluster
 from onceflow.client.deadline import Deadline
 from onceflow.client.settings import ClientSettings
 from onceflow.client.transaction_requests import describe_transaction
+from onceflow.client.transactions import Transactions
 from onceflow.testing import faults, independent
 from onceflow.testing.waiting import wait_until
 
@@ -132,6 +134,41 @@ def test_a_batch_of_the_driver_that_hangs_and_one_of_tasks(
     assert found["state"] in ("CompleteAbort", "PrepareAbort")
 
 
+FENCED_EARLY = """
+import sys
+import onceflow
+
+servers, first, second = sys.argv[1:]
+spark = onceflow.session("stopping", "local[1]")
+flow = onceflow.Flow("early-" + first, spark, bootstrap_servers=servers)
+flow.read(first)
+print("read", flush=True)
+sys.stdin.readline()
+flow.read(second)
+onceflow.serve()
+"""
+
+
+def test_fenced_before_it_serves(make_topic: Any, onceflow_broker: str, tmp_path: Path) -> None:
+    """A newer driver starts between two reads of a program: its exit code is that of one that is fenced later."""
+    first, second = make_topic("in", 1), make_topic("in", 1)
+    with subprocess.Popen(
+        [sys.executable, "-c", FENCED_EARLY, onceflow_broker, first, second],
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as program:
+        assert program.stdout
+        assert program.stdout.readline() == "read\n"
+        with contextlib.closing(Cluster(ClientSettings(onceflow_broker, {}))) as cluster:
+            Transactions(cluster, f"onceflow.early-{first}").init(Deadline(20, "the test"))
+        _, said = program.communicate("\n", timeout=60)
+    assert program.returncode == 79, said
+    assert said.count("onceflow.errors.FencedError: ") == 1
+
+
 def test_the_older_of_two_drivers_ends_for_good(
     make_topic: Any, onceflow_broker: str, onceflow_spark: Any, tmp_path: Path
 ) -> None:
@@ -147,6 +184,8 @@ def test_the_older_of_two_drivers_ends_for_good(
         with onceflow.Flow(f"stopping-{source}", onceflow_spark, bootstrap_servers=onceflow_broker) as flow:
             rows = flow.read(source).select("key", "value")
             newer = flow.write(rows, topic=target).start()
+            last = f"the driver that committed last: host {socket.gethostname()}, process {older.process.pid}, started"
+            assert any(last in line for line in newer.untold_start())
             independent.fill(onceflow_broker, source, sent[1:])
             newer.processAllAvailable()
             assert older.process.wait(60) == onceflow.FencedError.exit_code == 79, older.text()

@@ -146,16 +146,33 @@ def test_signals_that_come_together_are_one() -> None:
 
 FENCED = "onceflow.FencedError('a newer driver runs')"
 _PROCESS = """
-import sys, time
+import sys, time, types
 sys.path.insert(0, sys.argv[1])
+from pyspark.errors import StreamingQueryException
 import onceflow
+from onceflow.client.settings import ClientSettings
+from onceflow.flow_runs import FlowRuns
 from onceflow.flow_writer import FlowWriter
+from onceflow.protocol.names import Names
+from onceflow.query import FlowQuery
 from test_serving import Query, serve
 
 def Writer(error):
     def start():
         raise error
     return FlowWriter(start)
+
+def start(error):
+    def prepare(startup):
+        raise error
+    FlowRuns(Names("f"), ClientSettings("localhost:1", {}), 1.0).start(prepare)
+
+def await_end(error):
+    def ended(*_):
+        raise StreamingQueryException("Spark's text")
+    sink = types.SimpleNamespace(flow="f", stopping=False, failure=error, awaited=0)
+    spark = types.SimpleNamespace(_jsq=types.SimpleNamespace(awaitTermination=ended))
+    FlowQuery(spark, sink, lambda: None).awaitTermination()
 
 class Slow(Query):
     def stop(self, *, batch_s=0.0):
@@ -203,6 +220,9 @@ def until(service: subprocess.Popen[str], text: str) -> None:
         pytest.param("serve(Query(asks=lambda query: query.fail(OSError('disk'))))", None, 1, id="failure"),
         pytest.param(f"serve(Query(asks=lambda query: query.fail({FENCED})))", None, 79, id="fenced"),
         pytest.param(f"serve(Writer({FENCED}))", None, 79, id="fenced at its start"),
+        pytest.param(f"start({FENCED})", None, 79, id="fenced at its start, before serve"),
+        pytest.param(f"try: start({FENCED})\nexcept onceflow.FencedError: 1 / 0", None, 1, id="another error after it"),
+        pytest.param(f"await_end({FENCED})", None, 79, id="fenced without serve"),
         pytest.param(
             f"try: serve(Query(asks=lambda query: query.fail({FENCED})))\nfinally: 1 / 0", None, 1, id="other"
         ),
@@ -310,17 +330,38 @@ def test_a_notebook_survives_a_second_signal(monkeypatch: pytest.MonkeyPatch) ->
         serve(Query(asks=twice))
 
 
-def test_only_the_fenced_error_itself_changes_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_a_fenced_error_changes_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However often one was caught: the hook of the program is called once."""
     printed: list[BaseException] = []
     monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: printed.append(error))
-    with pytest.raises(onceflow.FencedError) as caught:
-        serve(Query(asks=lambda query: query.fail(onceflow.FencedError("fenced"))))
-    later = onceflow.FencedError("of another flow, later")
+    for _ in range(3):
+        with pytest.raises(onceflow.FencedError) as caught:
+            serve(Query(asks=lambda query: query.fail(onceflow.FencedError("fenced"))))
+    later = OSError("disk")
     sys.excepthook(type(later), later, None)
     with pytest.raises(SystemExit) as ended:
         sys.excepthook(type(caught.value), caught.value, None)
     assert ended.value.code == caught.value.exit_code == 79
     assert printed == [later, caught.value]
+
+
+def test_a_hook_that_a_program_sets_after_it_was_fenced_is_called_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    printed: list[str] = []
+    monkeypatch.setattr(sys, "excepthook", lambda *_: printed.append("python"))
+    with pytest.raises(onceflow.FencedError):
+        serve(Query(asks=lambda query: query.fail(onceflow.FencedError("fenced"))))
+    ours = sys.excepthook
+
+    def theirs(kind: Any, error: Any, trace: Any) -> None:
+        printed.append("theirs")
+        ours(kind, error, trace)
+
+    monkeypatch.setattr(sys, "excepthook", theirs)
+    with pytest.raises(onceflow.FencedError) as caught:
+        serve(Query(asks=lambda query: query.fail(onceflow.FencedError("fenced again"))))
+    with pytest.raises(SystemExit) as ended:
+        sys.excepthook(type(caught.value), caught.value, None)
+    assert (ended.value.code, printed) == (79, ["theirs", "python"])
 
 
 def test_a_notebook_keeps_its_own_excepthook(monkeypatch: pytest.MonkeyPatch) -> None:
