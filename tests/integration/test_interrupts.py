@@ -41,6 +41,8 @@ pytestmark = [pytest.mark.integration, pytest.mark.faults]
 
 #: Commands that can wait for brokers for long: they take a connection. They are interrupted at requests to them.
 CONNECTING = {label.split(" --")[0] for label in ARGUMENTS} | {"doctor", "table serve"}
+#: Kafka's number of the request that ends a transaction.
+END_TXN = 26
 #: Commands that start processes of their own.
 STARTING = {"broker start", "chaos", "bench", "demo"}
 #: Commands that end by themselves, soon.
@@ -61,15 +63,15 @@ TRANSACTIONS = [
 
 
 class Stall(Network):
-    """Holds everything back from the ``nth`` request on."""
+    """Holds everything back from the ``nth`` request on, or from the ``nth`` one with an API key."""
 
-    def __init__(self, proxy: Proxy, nth: int) -> None:
+    def __init__(self, proxy: Proxy, nth: int, api_key: int | None) -> None:
         super().__init__(0, [])
-        self._proxy, self._left = proxy, nth
+        self._proxy, self._left, self._api_key = proxy, nth, api_key
         self.reached = threading.Event()
 
     def decide(self, api_key: int, direction: str) -> None:
-        if direction == REQUEST:
+        if direction == REQUEST and self._api_key in (None, api_key):
             self._left -= 1
             if self._left == 0:
                 self._proxy.pause()
@@ -128,13 +130,16 @@ class Bench:
     forks: Forks
     commands: CommandWorld
 
-    def interrupted(self, words: list[str], nth: int, *, goes_on: bool = False) -> tuple[int, str]:
+    def interrupted(
+        self, words: list[str], nth: int, *, goes_on: bool = False, api_key: int | None = None
+    ) -> tuple[int, str]:
         """Exit code and stderr of a command that gets SIGINT while its ``nth`` request is held back. 0: it has fewer.
 
         Args:
             goes_on: what was held back goes on after the signal. Otherwise the broker never gets it.
+            api_key: count requests of this kind only.
         """
-        stall = Stall(self.proxy, nth)
+        stall = Stall(self.proxy, nth, api_key)
         self.proxy.faults(stall)
         try:
             stdin = '{"value": "x"}\n' if words[0] == "produce" else ""
@@ -221,6 +226,16 @@ def test_in_the_middle_of_a_transaction(bench: Bench, label: str) -> None:
     assert bench.state(label) == before
     assert bench.interrupted(bench.commands.words(label), 1000)[0] == 0
     assert bench.state(label) != before
+
+
+@pytest.mark.parametrize("label", ["fork", "progress import", "promote", "reset", "reset --to", "table repartition"])
+def test_while_a_transaction_is_committed(bench: Bench, label: str) -> None:
+    """It says that the outcome is not known, and how to look. `test_at_each_request` looks itself."""
+    code, said = bench.interrupted(bench.commands.words(label), 1, api_key=END_TXN, goes_on=True)
+    check(code, said)
+    flow = bench.commands.names[label]["NEW" if label == "fork" else "FLOW"]
+    assert f"onceflow: Ctrl-C came while the change of flow {flow} was being committed" in said
+    assert f"`onceflow status {flow}` shows" in said
 
 
 def test_the_doctor(bench: Bench) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from kafka.protocol.admin import DeleteGroupsRequest
 
+from onceflow.admin.flow_transaction import outcome_told
 from onceflow.client.allowed import of_group
 from onceflow.client.cluster import GROUP, Cluster
 from onceflow.client.coordinators import repeat
@@ -100,7 +101,8 @@ def _write_tombstone(cluster: Cluster, transactions: Transactions, names: Names,
     producer.flush()
     transactions.machine.on(Event.ROWS_AUDITED)  # it has no rows
     transactions.machine.on(Event.PROGRESS_WRITTEN)
-    transactions.commit(deadline, flow=names.flow, doing="being reset")
+    with outcome_told(names):
+        transactions.commit(deadline, flow=names.flow, doing="being reset")
 
 
 def _check_may_delete(cluster: Cluster, group: str, deadline: Deadline) -> None:

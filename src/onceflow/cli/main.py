@@ -15,7 +15,7 @@ import click
 from onceflow._version import __version__
 from onceflow.cli.check import FINDING, Errors
 from onceflow.cli.interrupts import INTERRUPTED
-from onceflow.client.interrupts import interrupts_kept
+from onceflow.client.interrupts import CommitInterruptedError, interrupts_kept
 from onceflow.errors import OnceflowError
 
 # Each command is imported when it is called. Otherwise every call would import Spark and the Kafka clients.
@@ -119,6 +119,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             how = " (without a terminal, give --yes)" if isinstance(error.__context__, EOFError) else ""
             click.echo(f"onceflow: not confirmed, nothing was done{how}", err=True)
             sys.exit(1)
+        if isinstance(pressed := error.__cause__ or error, CommitInterruptedError):  # click raises an Abort from it
+            click.echo(f"onceflow: {pressed}", err=True)
         click.echo("onceflow: interrupted", err=True)
         sys.exit(INTERRUPTED)
     except Exception:

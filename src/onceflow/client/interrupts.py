@@ -9,6 +9,11 @@ from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import NoReturn
 
+
+class CommitInterruptedError(KeyboardInterrupt):
+    """Ctrl-C while a transaction is committed: it was committed or not. Its text says so to people."""
+
+
 _AS_GOOD = (KeyboardInterrupt, SystemExit, GeneratorExit)
 _blocks: list[not_dropped] = []  # those that the main thread is in
 
