@@ -11,6 +11,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,6 +31,7 @@ from onceflow.errors import (
     FencedError,
     OptionError,
 )
+from onceflow.metrics import endpoint as serving
 from onceflow.metrics import latency
 from onceflow.metrics import watch as watching
 from onceflow.metrics.counts import BUCKETS_S, METRICS, Distribution
@@ -387,6 +389,51 @@ def test_formats_and_paths(endpoint: onceflow.MetricsEndpoint) -> None:
     assert text.endswith("# EOF\n")
     assert get(endpoint, "/metrics?name=x")[0] == 200
     assert get(endpoint, "/secret")[0] == 404
+
+
+def is_closed(client: socket.socket, within_s: float) -> bool:
+    """Whether the endpoint closes the connection in time."""
+    client.settimeout(within_s)
+    try:
+        return client.recv(1) == b""
+    except ConnectionResetError:
+        return True
+    except TimeoutError:
+        return False
+
+
+def test_clients_that_stay_take_a_few_threads_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving, "_HANDLERS_MAX", 3)
+    with onceflow.serve_metrics(0) as endpoint:
+        before = threading.active_count()
+        with ExitStack() as stack:
+            address = "127.0.0.1", endpoint.port
+            clients = [stack.enter_context(socket.create_connection(address, 5)) for _ in range(10)]
+            assert [is_closed(client, 5) for client in clients[3:]] == [True] * 7
+            assert threading.active_count() == before + 3
+            assert not is_closed(clients[0], 0.01)
+            clients[0].close()
+            wait_until(lambda: threading.active_count() == before + 2, 10, "the handler of a client that has gone ends")
+            assert get(endpoint, "/metrics")[0] == 200
+        for _ in range(7):  # each of them gives its place back
+            wait_until(lambda: threading.active_count() == before, 10, "the other handlers end")
+            assert get(endpoint, "/metrics")[0] == 200
+
+
+def test_a_request_that_comes_byte_by_byte_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving, "_CLIENT_S", 0.5)
+    with (
+        onceflow.serve_metrics(0) as endpoint,
+        socket.create_connection(("127.0.0.1", endpoint.port), 5) as client,
+    ):
+        client.sendall(b"GET /metrics HTTP/1.0\r\n")
+        began = time.monotonic()
+        while not is_closed(client, 0.1):
+            assert time.monotonic() - began < 5
+            with suppress(ConnectionError):
+                client.sendall(b"X")
+        assert time.monotonic() - began > 0.4
+        assert get(endpoint, "/metrics")[0] == 200
 
 
 def test_nothing_is_observed_after_the_end() -> None:

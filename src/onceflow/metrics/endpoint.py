@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 import socket
 import socketserver
 import threading
+import time
 from collections.abc import Callable, Iterable
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
@@ -15,8 +17,10 @@ from onceflow.errors import EnvironmentUnusableError, OptionError
 from onceflow.metrics.driver_document import driver_document
 from onceflow.metrics.watch import FlowWatch, WatchedQuery, are_healthy, are_ready
 
-# How long a client may be silent.
-_SILENT_S = 10.0
+# How long a client may take to send its request, and then to take each of the two parts of the answer.
+_CLIENT_S = 10.0
+# Each handler holds a thread and a file descriptor of the driver. Further connections are closed at once.
+_HANDLERS_MAX = 32
 # How often the server looks whether it is to end.
 _LOOK_S = 0.1
 
@@ -129,16 +133,58 @@ class _Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
 
     def __init__(self, address: tuple[str, int], family: int) -> None:
         self.address_family = family
+        self._handlers = threading.BoundedSemaphore(_HANDLERS_MAX)
         super().__init__(address, _Handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Handle a connection in a thread, unless too many are being handled."""
+        if not self._handlers.acquire(blocking=False):
+            self.shutdown_request(request)
+            return
+        try:
+            super().process_request(request, client_address)
+        except BaseException:  # the system has no thread left
+            self._handlers.release()
+            raise
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """What that thread does."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._handlers.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A client that has gone away is no error."""
 
 
+class _Request(io.RawIOBase):
+    """What a client sends. All of it must arrive in time: a socket's own timeout would begin again with each byte."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._until = time.monotonic() + _CLIENT_S
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        left_s = self._until - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError("the request has not arrived in time")
+        self._connection.settimeout(left_s)
+        return self._connection.recv_into(buffer)
+
+
 class _Handler(BaseHTTPRequestHandler):
-    timeout = _SILENT_S
+    timeout = _CLIENT_S
     server_version, sys_version = "onceflow", ""
     server: _Server
+
+    def setup(self) -> None:
+        super().setup()
+        self.rfile.close()
+        self.rfile = io.BufferedReader(_Request(self.connection))
 
     def do_GET(self) -> None:
         path = self.path.partition("?")[0]
@@ -163,6 +209,7 @@ class _Handler(BaseHTTPRequestHandler):
         )
 
     def _answer(self, status: HTTPStatus, body: bytes, content_type: str) -> None:
+        self.connection.settimeout(_CLIENT_S)
         self.send_response(status)
         self.send_header("Content-Type", content_type)
         self.send_header("Content-Length", str(len(body)))
