@@ -49,9 +49,10 @@ class Query:
         hooks.at("end", where="driver", flow=self.flow, batch=number, summary=BatchSummary(number, 10, **more))
 
     def end(self, outcome: str, failure: BaseException | None = None) -> None:
+        self.failure = failure
         if failure is not None:
             hooks.at(hooks.FAILED, where="driver", flow=self.flow, batch=1, error=failure)
-        self.is_over, self.outcome, self.failure = True, outcome, failure
+        self.is_over, self.outcome = True, outcome
         for _ in range(2):  # by the listener, and by whoever releases it
             hooks.at(hooks.ENDED, where="driver", flow=self.flow, query=self)
 
@@ -155,6 +156,31 @@ def test_each_run_of_a_flow_is_a_run_and_flows_do_not_mix(client: Client) -> Non
     runs = [event["run"]["runId"] for event in client.events]
     assert runs[0] == runs[2] != runs[3] == runs[4]
     assert client.events[4]["inputs"][0]["inputFacets"]["inputStatistics"]["rowCount"] == 1
+
+
+def test_a_second_query_of_a_flow_has_a_run_of_its_own(client: Client) -> None:
+    """Two Flow objects of one name: the second query fences the first, which learns that at its next batch."""
+    with lineage(client):
+        first = Query().start()
+        first.commit(1, read={"in": 5})
+        second = Query().start()
+        first.end("failed", FencedError("a newer driver runs"))
+        second.commit(2, read={"in": 1})
+        second.end("complete")
+    assert client.states == ["START", "ABORT", "START", "COMPLETE"]
+    runs = [event["run"]["runId"] for event in client.events]
+    assert runs[0] == runs[1] != runs[2] == runs[3]
+    assert client.events[3]["inputs"][0]["inputFacets"]["inputStatistics"]["rowCount"] == 1
+
+
+def test_a_query_that_had_failed_before_its_successor(client: Client) -> None:
+    """Spark has not told yet that it has ended."""
+    with lineage(client):
+        first = Query().start()
+        first.failure = FencedError("a newer driver runs")
+        Query().start().end("complete")
+    assert client.states == ["START", "FAIL", "START", "COMPLETE"]
+    assert "a newer driver" in client.events[1]["run"]["facets"]["errorMessage"]["message"]
 
 
 def test_a_query_that_runs_already(client: Client) -> None:
@@ -299,6 +325,69 @@ def test_an_endpoint_of_the_environment(
         query.end("stopped")
     assert [event["eventType"] for event in got] == ["START", "ABORT"]
     assert got[0]["inputs"][0]["namespace"] == KAFKA
+
+
+def test_a_transport_that_sends_later(
+    endpoint: tuple[str, list[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its client is closed, so the last event of a short run arrives."""
+    url, got = endpoint
+    monkeypatch.setenv("OPENLINEAGE__TRANSPORT__TYPE", "async_http")
+    monkeypatch.setenv("OPENLINEAGE__TRANSPORT__URL", url)
+    with onceflow.Lineage():
+        Query().start().end("complete")
+    assert [event["eventType"] for event in got] == ["START", "COMPLETE"]
+
+
+class Later(Client):
+    """Sends only when it is closed."""
+
+    def __init__(self, result: bool | Exception | None) -> None:
+        super().__init__()
+        self.result, self.closed = result, 0.0
+
+    def close(self, timeout: float) -> bool:
+        self.closed = timeout
+        if self.result is None:
+            self.may_send.wait(30)
+        if isinstance(self.result, Exception):
+            raise self.result
+        return bool(self.result)
+
+
+@pytest.mark.parametrize(
+    "result, told",
+    [
+        (True, []),
+        (False, ["OpenLineage events may not have arrived: the endpoint has not taken them in time"]),
+        (None, ["OpenLineage events may not have arrived: the endpoint has not taken them in time"]),
+        (ConnectionError("refused"), ["OpenLineage events may not have arrived: ConnectionError: refused"]),
+    ],
+)
+def test_what_the_client_says_at_its_end(
+    result: Any, told: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    later = Later(result)
+    monkeypatch.setattr("onceflow.metrics.lineage_events.new_client", lambda: later)
+    watching = onceflow.Lineage()
+    Query().start().end("complete")
+    if result is None:
+        wait_until(lambda: later.states == ["START", "COMPLETE"], 10, "only the end of the client is left")
+        later.may_send.clear()
+    began = time.monotonic()
+    watching.close(timeout=0.5)
+    assert time.monotonic() - began < 4
+    assert 0 < later.closed <= 0.5
+    assert [record.getMessage() for record in caplog.records] == told
+    later.may_send.set()
+
+
+def test_a_client_of_the_program_is_not_closed() -> None:
+    later = Later(True)
+    with onceflow.Lineage(later):  # type: ignore[arg-type]
+        Query().start().end("complete")
+    assert later.states == ["START", "COMPLETE"]
+    assert later.closed == 0
 
 
 def test_an_endpoint_that_is_not_there(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

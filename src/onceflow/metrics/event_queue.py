@@ -29,13 +29,20 @@ class EventQueue:
     Args:
         send: sends one event; it may take long, and may raise.
         what: what an event is called in warnings.
+        finish: called after the last event, with the seconds that it may take. It waits for events that ``send`` has
+            only put aside, and returns whether all of them have arrived. It may raise.
     """
 
     log = logging.getLogger("onceflow")
 
-    def __init__(self, send: Callable[[Any], object], *, what: str) -> None:
+    def __init__(
+        self, send: Callable[[Any], object], *, what: str, finish: Callable[[float], bool] | None = None
+    ) -> None:
         self._send = send
         self._what = what
+        self._finish = finish
+        self._unfinished = ""
+        self._until = 0.0
         self._queue: queue.Queue[Any] = queue.Queue(_MOST)
         self._dropped = 0
         self._told_at: float | None = None
@@ -53,14 +60,21 @@ class EventQueue:
         except queue.Full:
             self._drop(f"{_MOST} are waiting")
 
-    def close(self, before: Callable[[], object]) -> None:
-        """Wait until everything is sent, but at most 5 seconds. ``before`` is called first, by the first call only."""
+    def close(self, before: Callable[[], object], within_s: float | None = None) -> None:
+        """Wait until everything is sent, but at most 5 seconds, and at most ``within_s``.
+
+        ``before`` is called first, by the first call only.
+        """
         if self._closed.is_set():
             return
         before()
+        limit_s = _CLOSE_S if within_s is None else min(_CLOSE_S, within_s)
+        self._until = time.monotonic() + limit_s
         self._closed.set()
-        self._thread.join(_CLOSE_S)
-        if self._thread.is_alive():
+        self._thread.join(limit_s)
+        if self._unfinished:
+            self.log.warning("%ss may not have arrived: %s", self._what, self._unfinished)
+        elif self._thread.is_alive():
             left = self._queue.qsize() + 1
             self.log.warning("%ss that were not sent: %d (the endpoint does not answer)", self._what, left)
 
@@ -70,12 +84,23 @@ class EventQueue:
                 event = self._queue.get(timeout=0.1)
             except queue.Empty:
                 if self._closed.is_set():
+                    self._wait_for_the_last()
                     return
                 continue
             try:
                 self._send(event)
             except Exception as error:
                 self._drop(f"{type(error).__name__}: {error}".partition("\n")[0])
+
+    def _wait_for_the_last(self) -> None:
+        if self._finish is None:
+            return
+        self._unfinished = "the endpoint has not taken them in time"
+        try:
+            if self._finish(max(0.0, self._until - time.monotonic())):
+                self._unfinished = ""
+        except Exception as error:
+            self._unfinished = f"{type(error).__name__}: {error}".partition("\n")[0]
 
     def _drop(self, why: str) -> None:
         self._dropped += 1

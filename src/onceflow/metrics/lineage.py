@@ -35,8 +35,8 @@ class Lineage:
             onceflow.serve(flow.write(rows, topic="validated"))
 
     Args:
-        client: an ``OpenLineageClient``; None: one that is configured by OpenLineage's own variables and files, such as
-            ``OPENLINEAGE_URL``.
+        client: an ``OpenLineageClient``, which is not closed; None: one that is configured by OpenLineage's own
+            variables and files, such as ``OPENLINEAGE_URL``.
         namespace: of the jobs; None: ``$OPENLINEAGE_NAMESPACE``, else ``default``.
         interval: how often a run sends RUNNING, if it commits batches: ``"1 minute"``, or a number of seconds.
 
@@ -64,8 +64,11 @@ class Lineage:
                 next_step="pip install 'onceflow[lineage]'",
             ) from missing
         self._maker = EventMaker(namespace or os.environ.get(_VARIABLE) or "default")
-        client = new_client() if client is None else client
-        self._events = EventQueue(client.emit, what="OpenLineage event")
+        finish = None
+        if client is None:
+            client = new_client()
+            finish = client.close  # some transports send only later what they are given
+        self._events = EventQueue(client.emit, what="OpenLineage event", finish=finish)
         self._lock = threading.Lock()
         self._runs: dict[str, FlowRun] = {}
         self._forget = hooks.observe(self._observed)
@@ -77,13 +80,19 @@ class Lineage:
             known = self._runs.get(query.flow)
             if query.is_over or (known is not None and known.query is query):
                 return
+            if known is not None:  # its query has not told yet how it ends, and a flow has one driver
+                self._put_last(known, FAILED if known.query.failure is not None else STOPPED, known.query.failure)
             run = FlowRun(self._maker.new_run_id(), query, dict(inputs), dict(outputs), time.monotonic())
             self._runs[query.flow] = run
             self._events.put(self._maker.event("START", run))
 
-    def close(self) -> None:
-        """Send what is left, for at most 5 seconds, and nothing more. The second call has no effect."""
-        self._events.close(self._forget)
+    def close(self, timeout: float | None = None) -> None:
+        """Send what is left, and nothing more. The second call has no effect.
+
+        Args:
+            timeout: how many seconds this may take, at most 5; None: 5.
+        """
+        self._events.close(self._forget, timeout)
 
     def __enter__(self) -> Lineage:
         return self
@@ -110,15 +119,22 @@ class Lineage:
                     run.told_at = time.monotonic()
                     self._events.put(self._maker.event("RUNNING", run))
         elif step == hooks.FAILED:
-            self._ended(flow, None, FAILED, facts.get("error"))
+            self._failed(flow, facts["error"])
         elif step == hooks.ENDED:
             query: LineageQuery = facts["query"]
-            self._ended(flow, query, query.outcome, query.failure)
+            outcome, error = query.outcome, query.failure
+            with self._lock:
+                run = self._runs.get(flow)
+                if run is not None and run.query is query:  # else told already, or a later run of the flow
+                    del self._runs[flow]
+                    self._put_last(run, outcome, error)
 
-    def _ended(self, flow: str, query: LineageQuery | None, outcome: str, error: BaseException | None) -> None:
+    def _failed(self, flow: str, error: BaseException) -> None:
         with self._lock:
             run = self._runs.get(flow)
-            if run is None or (query is not None and run.query is not query):
-                return  # told already, or a later run of the flow
-            del self._runs[flow]
-            self._events.put(self._maker.event(_LAST[outcome], run, error if outcome == FAILED else None))
+            if run is not None and run.query.failure is error:  # else that of another query of the flow
+                del self._runs[flow]
+                self._put_last(run, FAILED, error)
+
+    def _put_last(self, run: FlowRun, outcome: str, error: BaseException | None) -> None:
+        self._events.put(self._maker.event(_LAST[outcome], run, error if outcome == FAILED else None))
