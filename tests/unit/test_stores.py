@@ -244,6 +244,41 @@ def test_a_store_knows_its_size(opener: type[Store], tmp_path: Path) -> None:
     opener.remove(tmp_path)
 
 
+def test_the_size_of_rocksdb_is_known_without_a_look_at_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every batch asks for it, for each partition. It is near the truth while rows are in the log of writes only, in
+    tables only, and in both."""
+
+    def there() -> int:
+        return sum(file.stat().st_size for file in (tmp_path / rocksdb_store.DATA).iterdir())
+
+    def size(store: Store) -> int:
+        with monkeypatch.context() as patched:
+            for name in ("scandir", "listdir", "stat"):
+                patched.setattr(os, name, lambda *_, **__: pytest.fail("a look at the files"))
+            return store.nbytes() or 0
+
+    written = [(b"v%d" % n, os.urandom(1000)) for n in range(3000)]
+    with closing(RocksdbStore.open(tmp_path)) as store:
+        assert size(store) == 0
+        store.write(written[:100])
+        assert 100_000 < size(store) <= there()
+        store.write(written)
+        assert 0.95 < size(store) / there() <= 1
+    with closing(RocksdbStore.open(tmp_path)) as store:
+        assert 0.95 < size(store) / there() <= 1
+        store.write(written[:100])
+        assert 0.95 < size(store) / there() <= 1
+    with closing(RocksdbStore.open(tmp_path, read_only=True)) as reader:
+        assert 0.9 < size(reader) / there() < 1.1
+    with closing(RocksdbStore.open(tmp_path)) as store:
+        store.write([(key, None) for key, _ in written])
+        store._rdict.compact_range(None, None)
+        assert size(store) < 100_000
+    RocksdbStore.remove(tmp_path)
+
+
 # ---- opening and removing ----------------------------------------------------------------------------
 
 
