@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import datetime, timezone
 from types import TracebackType
 from typing import Any
@@ -19,6 +19,8 @@ from onceflow.errors import OnceflowError, OptionError
 from onceflow.log_context import JSON, TEXT, VARIABLE
 
 log = logging.getLogger("onceflow")
+
+_Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
 
 class JsonLogFormatter(JsonFormatter):
@@ -61,7 +63,8 @@ def use_json() -> None:
     """Write log lines to the console as JSON from now on, also the error that ends the program.
 
     Handlers of the root logger and of ``onceflow`` that write to the console get another formatter. If there are none,
-    there is a new one on stderr, and ``onceflow`` logs from INFO on.
+    there is a new one on stderr, and ``onceflow`` logs from INFO on. A ``sys.excepthook`` of the program is still
+    called, after the line of the error.
     """
     ours = logging.getLogger("onceflow")
     found = [handler for logger in (logging.getLogger(), ours) for handler in logger.handlers if _is_console(handler)]
@@ -72,8 +75,7 @@ def use_json() -> None:
             ours.setLevel(logging.INFO)
     for handler in found:
         handler.setFormatter(JsonLogFormatter())
-    if sys.excepthook is not _uncaught:
-        sys.excepthook = _uncaught
+    _log_uncaught()
 
 
 def use(log_format: str | None) -> bool:
@@ -100,13 +102,25 @@ def is_wanted(log_format: str | None) -> bool:
     return chosen == JSON
 
 
+_hooks_before: list[_Hook] = []  # one, once errors are logged
+
+
+def _log_uncaught() -> None:
+    """At the first call: a hook that is set later stays, even if it calls this one."""
+    if not _hooks_before:
+        _hooks_before.append(sys.excepthook)
+        sys.excepthook = _uncaught
+
+
 def _uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """In place of the traceback that Python prints."""
-    if issubclass(kind, KeyboardInterrupt):
-        sys.__excepthook__(kind, error, trace)
-        return
-    first = str(error).partition("\n")[0]
-    log.critical("the program ends with an error: %s: %s", kind.__name__, first, exc_info=(kind, error, trace))
+    (before,) = _hooks_before
+    is_logged = not issubclass(kind, KeyboardInterrupt)
+    if is_logged:
+        first = str(error).partition("\n")[0]
+        log.critical("the program ends with an error: %s: %s", kind.__name__, first, exc_info=(kind, error, trace))
+    if not is_logged or before is not sys.__excepthook__:
+        before(kind, error, trace)
 
 
 def _is_console(handler: logging.Handler) -> bool:

@@ -255,6 +255,7 @@ import logging, sys
 sys.path.insert(0, sys.argv[1])
 from test_serving import Query, serve
 import onceflow
+from onceflow import json_logs
 """
 
 
@@ -289,6 +290,33 @@ def test_the_environment_and_a_handler_of_the_program() -> None:
     assert [json.loads(line)["message"] for line in ended.stderr.splitlines()] == ["done"], "its level is kept"
     ended = run(configured + quits, ONCEFLOW_LOG_FORMAT="")
     assert ended.stderr.splitlines()[-1] == "mine done"
+
+
+def test_a_hook_of_the_program_is_still_called() -> None:
+    """Whether it was set before or after, and however many flows there are."""
+    use = "from onceflow import json_logs\nfor _ in range(2): json_logs.use_json()\n"
+    hook = "import sys\ndef hook(kind, error, trace):\n    print('reported', error)\nsys.excepthook = hook\n"
+
+    def ends(code: str) -> tuple[str, str]:
+        ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+        assert ended.returncode == 1
+        return ended.stdout, ended.stderr
+
+    said, logged = ends(f"{hook}{use}1 / 0")
+    assert said == "reported division by zero\n"
+    assert [json.loads(line)["error"]["type"] for line in logged.splitlines()] == ["ZeroDivisionError"]
+    assert ends(f"{use}{hook}{use}1 / 0") == ("reported division by zero\n", "")
+
+
+def test_the_exit_code_of_a_fenced_flow_survives_another_flow() -> None:
+    fenced = "lambda query: query.fail(onceflow.FencedError('a newer driver runs'))"
+    ended = run(
+        f"try:\n    serve(Query(asks={fenced}))\n"
+        "except onceflow.FencedError:\n    for _ in range(2): json_logs.use_json()\n    raise\n"
+    )
+    assert ended.returncode == 79, ended.stderr
+    log_lines = [line for line in ended.stderr.splitlines() if line.startswith("{")]
+    assert [json.loads(line)["error"]["what"] for line in log_lines] == ["a newer driver runs"]
 
 
 @pytest.mark.parametrize("given", [{"log_format": "xml"}, {"log_format": "JSON"}])
