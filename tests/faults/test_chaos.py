@@ -11,7 +11,8 @@ import pytest
 
 from onceflow.chaos import external, fault_kinds, run
 from onceflow.chaos.driver_process import DriverProcess
-from onceflow.chaos.flows import UNLOGGED
+from onceflow.chaos.flows import LEDGER, SORTER, UNLOGGED
+from onceflow.chaos.observer import LOCAL, REPLAY, VERIFY
 from onceflow.chaos.test_bed import Setup
 from onceflow.testing import history
 
@@ -45,6 +46,28 @@ def test_a_broken_local_store_is_found_out(tmp_path: Path, monkeypatch: pytest.M
     assert result["verdict"] == "failed"
     assert result["others"].keys() == {history.STATE}
     assert (result["lost"], result["duplicated"], result["torn"]) == (0, 0, 0)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(500)
+@pytest.mark.parametrize("mutant", [None, "chaos_promotion_mutant.py"])
+def test_flows_are_replaced_by_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mutant: str | None) -> None:
+    """The mutant does not mute the records that the earlier version has read."""
+    setup = Setup("replaced", flows=(LEDGER,) if mutant else (LEDGER, SORTER), rate=500)
+    monkeypatch.setattr(run, "SETUPS", {setup.name: setup})
+    if mutant:
+        monkeypatch.setattr(DriverProcess, "program", (str(Path(__file__).with_name(mutant)),))
+    kinds = ["flow replaced"]
+    result = run.run(seconds=10, seed=1, setups=[setup.name], kinds=kinds, observe=not mutant, keep=tmp_path / "run")
+    assert result["kinds"] == {"flow replaced": result["faults"]}
+    assert result["faults"] >= 3  # a fork, its promotion, and another fork
+    assert result["verdict"] == ("failed" if mutant else "passed"), result
+    if mutant:
+        assert result["duplicated"] > 0
+        assert (result["lost"], result["torn"]) == (0, 0)
+    else:
+        answered = result["observed"][setup.name]["answered"]
+        assert min(answered.get(name, 0) for name in (VERIFY, REPLAY, LOCAL)) >= 2, result["observed"]
 
 
 @pytest.mark.long

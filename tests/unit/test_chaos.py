@@ -19,9 +19,11 @@ from click.testing import CliRunner
 from onceflow import ExternalSink, ParquetSink, SqliteSink
 from onceflow.chaos import external
 from onceflow.chaos.fault_kinds import FAULT_KINDS
+from onceflow.chaos.flows import COPY, JOINER, LEDGER, SORTER, Names
+from onceflow.chaos.replacing import replaceable
 from onceflow.chaos.run import Injected, Report
-from onceflow.chaos.test_bed import SETUPS
-from onceflow.chaos.verify import Findings, check_unlogged, verify_external
+from onceflow.chaos.test_bed import SETUPS, Setup
+from onceflow.chaos.verify import Findings, check_copy, check_unlogged, verify_external
 from onceflow.cli.chaos import chaos
 from onceflow.errors import OptionError
 from onceflow.external.sink import BatchAttempt
@@ -87,6 +89,56 @@ def test_every_setup_can_be_broken_in_many_ways(setup: object) -> None:
 def test_every_kind_is_possible_somewhere() -> None:
     for kind, fault in FAULT_KINDS.items():
         assert any(fault.possible(setup) for setup in SETUPS.values()), kind
+
+
+@pytest.mark.parametrize(
+    "setup, kinds",
+    [
+        (Setup("tables of its own", flows=(COPY, LEDGER, SORTER)), [COPY, LEDGER, SORTER]),
+        (Setup("a table that a flow joins", flows=(LEDGER, JOINER)), [JOINER]),
+        (Setup("a table that servers read", flows=(LEDGER,), servers=1), []),
+        (Setup("lost markers", nodes=3, copies=1), []),
+        (SETUPS["checkpoint"], [COPY]),
+        (SETUPS["no-changelog"], [COPY]),
+    ],
+    ids=lambda given: getattr(given, "name", None),
+)
+def test_flows_that_a_copy_may_replace(setup: Setup, kinds: list[str]) -> None:
+    assert replaceable(setup) == kinds
+    assert FAULT_KINDS["flow replaced"].possible(setup) is bool(kinds)
+
+
+def test_names_of_a_copy(tmp_path: Path) -> None:
+    """It shares nothing but the source with its flow. What replaces the flow has all of the flow's but the table."""
+    names = Names("chaos", tmp_path)
+    for kind in (COPY, LEDGER, SORTER, JOINER):
+        before, copy = names.outputs([kind]), names.of_copy(kind)
+        own = {copy.flow(kind), *copy.outputs([kind]), str(copy.state), *filter(None, [copy.own_table(kind)])}
+        assert not own & {names.flow(kind), *before, str(names.state), *filter(None, [names.own_table(kind)])}
+        assert (copy.source, copy.history, copy.clock) == (names.source, names.history, names.clock)
+        names.versions[kind] = copy.versions[kind]
+        assert names.own_table(kind) == copy.own_table(kind)
+        assert (names.outputs([kind]), names.flow(kind)) == (before, f"chaos-{kind}")
+        assert names.of_copy(kind).flow(kind) not in own
+
+
+@pytest.mark.parametrize(
+    "written, lost, duplicated, others",
+    [
+        ("", 0, 0, {}),
+        ("345", 0, 0, {}),
+        ("0123456", 0, 0, {}),
+        ("35", 1, 0, {}),
+        ("3455", 0, 1, {}),
+        ("3349", 3, 1, {"wrong value": 1}),
+    ],
+)
+def test_outputs_of_a_copy(written: str, lost: int, duplicated: int, others: dict[str, int]) -> None:
+    """It begins and ends anywhere, and has everything in between once."""
+    found = Findings(records=7)
+    source = [(key, n) for n in range(8) for key in (b"a", b"b")]
+    check_copy("chaos-copy-v1", [(b"a", int(n)) for n in written], source, found)
+    assert (found.lost, found.duplicated, dict(found.others)) == (lost, duplicated, others)
 
 
 class Doubles(SqliteSink):

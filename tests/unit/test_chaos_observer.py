@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from onceflow.admin.replayed_processor import load
 from onceflow.chaos import observer as module
-from onceflow.chaos.flows import COPY, Names
-from onceflow.chaos.observer import STATUS, TRANSACTIONS, VERIFY, Observer
+from onceflow.chaos.flows import COPY, SORTER, Ledger, Names, Sorter
+from onceflow.chaos.observer import LOCAL, REPLAY, STATUS, TRANSACTIONS, VERIFY, Observer
 from onceflow.chaos.verify import Findings
 from onceflow.testing.history import Final, Reads
 
@@ -33,22 +34,26 @@ def transaction(**facts: Any) -> Line:
 SOUND = {
     STATUS: [status(2), status(3)],
     TRANSACTIONS: [[transaction()], []],
-    VERIFY: [[{"flow": FLOW, "exact": True, "found": {}}]] * 2,
+    VERIFY: [[{"flow": FLOW, "exact": True, "found": {}}]] * 4,
+    REPLAY: [[{"flow": FLOW, "exact": True, "found": {}}]] * 2,
+    LOCAL: [[{"flow": FLOW, "exact": True, "found": {}}]] * 2,
 }
+
+
+def found(kind: str) -> list[Line]:
+    return [{"kind": kind}, {"flow": FLOW, "exact": False, "found": {kind: 1}}]
 
 
 @pytest.fixture
 def observe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
     """Gives what the commands print, in two rounds, and returns the anomalies."""
-    history = list(COMMITTED.items())
+    history = [*COMMITTED.items(), (3, {0: 28, 1: 29})]  # the last one is a promotion
     final = Final(FLOW, Reads(), [(batch, {SOURCE: offsets}) for batch, offsets in history], {}, True)
     monkeypatch.setattr(module, "read_final", lambda *_, **__: final)
 
-    def run(said: dict[str, list[Any]], *, committed: int = 3, markers_get_lost: bool = False) -> list[str]:
+    def run(said: dict[str, list[Any]], **setup: bool) -> list[str]:
         rounds = {name: iter({**SOUND, **said}[name]) for name in SOUND}
-        observer = Observer(
-            "nowhere:1", Names("chaos", tmp_path), [COPY], {FLOW: committed}, markers_get_lost=markers_get_lost
-        )
+        observer = Observer("nowhere:1", Names("chaos", tmp_path), [COPY, SORTER], {FLOW: 3}, **setup)
         monkeypatch.setattr(observer, "_call", lambda name, _: next(rounds[name]))
         for look in observer._looks():
             look()
@@ -76,7 +81,10 @@ def test_what_is_true_is_no_anomaly(observe: Callable[..., list[str]]) -> None:
         {STATUS: [[], status(3)]},
         {TRANSACTIONS: [[transaction(hanging=True)], []]},
         {TRANSACTIONS: [[transaction(transactional_id="onceflow.other")], []]},
-        {VERIFY: [[{"kind": "lost"}, {"flow": FLOW, "exact": False, "found": {"lost": 1}}], SOUND[VERIFY][0]]},
+        {VERIFY: [found("lost"), *SOUND[VERIFY]]},
+        {REPLAY: [found("state"), *SOUND[REPLAY]]},
+        {REPLAY: [*SOUND[REPLAY][1:], found("state")]},
+        {LOCAL: [found("local"), *SOUND[LOCAL]]},
     ],
     ids=[
         "a batch that goes back",
@@ -89,6 +97,9 @@ def test_what_is_true_is_no_anomaly(observe: Callable[..., list[str]]) -> None:
         "a transaction that does not hang",
         "a transaction of somebody else",
         "a record that is not lost",
+        "state that does not differ from a replay",
+        "state that does not differ in the end",
+        "a local copy that is not damaged",
     ],
 )
 def test_what_is_not_true_is_an_anomaly(observe: Callable[..., list[str]], said: dict[str, list[Any]]) -> None:
@@ -98,6 +109,29 @@ def test_what_is_not_true_is_an_anomaly(observe: Callable[..., list[str]], said:
 
 def test_a_marker_that_was_lost_hangs_rightly(observe: Callable[..., list[str]]) -> None:
     assert observe({TRANSACTIONS: [[transaction(hanging=True)], []]}, markers_get_lost=True) == []
+
+
+def test_offsets_of_a_promotion_are_no_anomaly(observe: Callable[..., list[str]]) -> None:
+    assert observe({STATUS: [status(3), status(3, {0: 28, 1: 29})]}) == []
+
+
+def test_copies_that_faults_damage_are_compared_at_the_end(observe: Callable[..., list[str]]) -> None:
+    assert observe({LOCAL: SOUND[LOCAL][:1]}, copies_get_torn=True) == []
+    assert observe({LOCAL: [found("local")]}, copies_get_torn=True) == [f"onceflow {LOCAL} was wrong"]
+
+
+def test_a_slow_replay_is_left_to_the_end(observe: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_REPLAY_S", -1.0)
+    assert observe({REPLAY: SOUND[REPLAY][:1]}) == []
+
+
+def test_processors_are_named_for_a_replay(tmp_path: Path) -> None:
+    observer = Observer("nowhere:1", Names("chaos", tmp_path), [SORTER], {})
+    observer._write_processors()
+    ledger, sorter = (load(f"{observer._processors}:{name}") for name in ("ledger", "sorter"))
+    assert isinstance(ledger, Ledger)
+    assert isinstance(sorter, Sorter)
+    assert (ledger.flow, ledger.alarms) == ("chaos-ledger", "chaos-alarms")
 
 
 def test_a_command_that_fails_meanwhile_is_no_anomaly_but_at_the_end(observe: Callable[..., list[str]]) -> None:

@@ -265,6 +265,8 @@ class Driver:
             "prefix": self.names.prefix,
             "folder": str(self.names.folder),
             "dsn": self.names.dsn,
+            "versions": self.names.versions,
+            "copied": self.names.copied,
             "bootstrap": self._bootstrap_servers,
             "master": self._master,
             "spark": self._spark,

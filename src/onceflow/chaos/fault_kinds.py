@@ -18,15 +18,15 @@ from pathlib import Path
 
 from onceflow.chaos import external
 from onceflow.chaos.flows import LEDGER, OPERATORS, UNLOGGED
+from onceflow.chaos.replacing import flow_replaced, replaceable
 from onceflow.chaos.spark_cluster import SparkCluster
-from onceflow.chaos.test_bed import Setup, TestBed
+from onceflow.chaos.test_bed import AHEAD_MS, Setup, TestBed
 from onceflow.hooks import EXTERNAL_STEPS, STEPS
 from onceflow.testing.faults import fault, python_workers
 from onceflow.testing.network import CUT, DELAY, DIRECTIONS, DROP, DUPLICATE, REORDER, REQUEST, Network, Rule
 from onceflow.testing.postgres import LocalPostgres
 
-# Brokers reject records that are more than an hour ahead (KIP-937). There is no limit for a clock that is behind.
-AHEAD_MS, BEHIND_MS = 3_000_000, 7_200_000
+BEHIND_MS = 7_200_000
 _APIS = ("Produce", "EndTxn", "InitProducerId", "AddPartitionsToTxn", "TxnOffsetCommit", "FindCoordinator", "Metadata")
 _STEP_WAIT_S = 60.0
 _PAGE_BYTES = 4096
@@ -350,6 +350,7 @@ FAULT_KINDS: dict[str, Fault] = {
     "second driver": Fault(second_driver),
     "local state deleted": Fault(state_deleted, lambda setup: bool({LEDGER, UNLOGGED} & {*setup.flows}), weight=1),
     "clock jumps": Fault(clock_jump, lambda setup: LEDGER in setup.flows),
+    "flow replaced": Fault(flow_replaced, lambda setup: bool(replaceable(setup)), weight=3),
     "executor killed": Fault(executor_kill, lambda setup: setup.workers > 0, weight=6),
     "shuffle files lost": Fault(shuffle_lost, lambda setup: setup.workers > 0, weight=3),
     "worker replaced": Fault(worker_replaced, lambda setup: setup.workers > 0, weight=3),

@@ -14,7 +14,7 @@ Values are JSON ``{"n": number}``; ``n`` is unique in the source.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,11 +43,23 @@ class Names:
 
     Args:
         dsn: of the PostgreSQL server; "": there is none.
+        versions: how often a copy has taken the place of the flow of a kind. It changes during a run.
+        copied: the kind of which these are the names of a copy that runs beside the flow; "": they are no copy's.
     """
 
     prefix: str
     folder: Path
     dsn: str = ""
+    versions: dict[str, int] = field(default_factory=dict)
+    copied: str = ""
+
+    def of_copy(self, kind: str) -> Names:
+        """Names for the next copy of a flow. When the copy has taken its place, the table is still named so."""
+        return replace(self, versions={**self.versions, kind: self.versions.get(kind, 0) + 1}, copied=kind)
+
+    def own_table(self, kind: str) -> str | None:
+        """The table of a flow."""
+        return {LEDGER: self.table, SORTER: self.sums, JOINER: self.seen}.get(kind)
 
     @property
     def source(self) -> str:
@@ -55,29 +67,29 @@ class Names:
 
     @property
     def table(self) -> str:
-        return f"{self.prefix}-accounts"
+        return self._of_version(LEDGER, "accounts")
 
     @property
     def alarms(self) -> str:
-        return f"{self.prefix}-alarms"
+        return f"{self.prefix}-alarms{self._suffix}"
 
     @property
     def sums(self) -> str:
         """The sorter's table."""
-        return f"{self.prefix}-sums"
+        return self._of_version(SORTER, "sums")
 
     @property
     def seen(self) -> str:
         """The joiner's table."""
-        return f"{self.prefix}-seen"
+        return self._of_version(JOINER, "seen")
 
     @property
     def dead(self) -> str:
-        return f"{self.prefix}-dead"
+        return f"{self.prefix}-dead{self._suffix}"
 
     @property
     def late(self) -> str:
-        return f"{self.prefix}-late"
+        return f"{self.prefix}-late{self._suffix}"
 
     @property
     def boot(self) -> Path:
@@ -86,7 +98,7 @@ class Names:
 
     @property
     def state(self) -> Path:
-        return self.folder / "state"
+        return self.folder / f"state{self._suffix}"
 
     @property
     def deletions(self) -> Path:
@@ -103,10 +115,18 @@ class Names:
         return self.folder / "clock"
 
     def flow(self, kind: str) -> str:
-        return f"{self.prefix}-{kind}"
+        return f"{self.prefix}-{kind}{self._suffix}"
 
     def output(self, kind: str) -> str:
-        return f"{self.prefix}-{kind}-out"
+        return f"{self.prefix}-{kind}-out{self._suffix}"
+
+    @property
+    def _suffix(self) -> str:
+        return f"-v{self.versions[self.copied]}" if self.copied else ""
+
+    def _of_version(self, kind: str, name: str) -> str:
+        version = self.versions.get(kind, 0)
+        return f"{self.prefix}-{name}" + (f"-v{version}" if version else "")
 
     @property
     def history(self) -> Path:
@@ -126,7 +146,11 @@ class Names:
 
 
 class Ledger(onceflow.Processor):
-    """Writes count and sum of a key with every record. Every tenth number sets a timer that writes it once more."""
+    """Writes count and sum of a key with every record. Every tenth number sets a timer that writes it once more.
+
+    The time of the timer follows from the record. A promotion cannot hand over exactly which timers have fired if their
+    times follow from the clock, because the copy has processed the record at another time.
+    """
 
     value = onceflow.serdes.JSON
     state = onceflow.serdes.JSON
@@ -142,7 +166,7 @@ class Ledger(onceflow.Processor):
             n = record.value["n"]
             account = {"count": account["count"] + 1, "sum": account["sum"] + n}
             if n % ALARM_EVERY == 0:
-                state.timers.register(str(n), state.now_ms + ALARM_AFTER_MS, clock="processing")
+                state.timers.register(str(n), record.timestamp_ms + ALARM_AFTER_MS, clock="processing")
             yield onceflow.Record(key, {"n": n, **account}, headers=[tag_of(record, flow=self.flow)])
         state.put(account)
 

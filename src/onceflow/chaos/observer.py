@@ -1,12 +1,16 @@
 """Runs ``onceflow status``, ``transactions list`` and ``verify`` beside the flows, and checks what they say.
 
+``verify`` compares records by their ids, runs processors again (``--replay``), and compares the local copies of tables
+(``--state-dir``).
+
 Each command is a process of its own, as an operator would start it, and talks to the brokers directly. While a fault is
 under way it may fail, or name what it could not ask. But what it says must be true:
 
 - A flow's batch and offsets are those of one of its committed progress records. They never go back. They are at most
   one batch older than what the driver had reported as committed before the command was started: Kafka answers a commit
   before its markers are in all partitions, but not the commit after it.
-- Nothing is lost, doubled or misplaced, because at the end of the run nothing is.
+- Nothing is lost, doubled or misplaced, no state differs from a replay and no local copy from its topic, because at the
+  end of the run nothing does. Only where a fault damages copies on purpose, they are compared at the end alone.
 - No transaction hangs, unless the setup can lose transaction markers.
 """
 
@@ -16,19 +20,23 @@ import json
 import subprocess
 import sys
 import threading
-from collections import Counter
+import time
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
 from typing import Any
 
-from onceflow.chaos.flows import COPY, LEDGER, SORTER, Names
+from onceflow.chaos.flows import COPY, JOINER, LEDGER, SORTER, UNLOGGED, Names
 from onceflow.chaos.verify import Findings
 from onceflow.testing.final import read_final
 
 STATUS, TRANSACTIONS, VERIFY = "status", "transactions", "verify"
+REPLAY, LOCAL = "verify --replay", "verify --state-dir"
 _COMMAND_S = 150.0
+# A replay reads everything from the beginning. When it takes longer than this, it is left to the end of the run.
+_REPLAY_S = 20.0
 _PAUSE_S = 0.2
 _READ_S = 180.0
 
@@ -49,6 +57,7 @@ class Observer:
         kinds: of the flows.
         committed: the batches that drivers have reported as committed, by flow.
         markers_get_lost: whether the setup loses transaction markers.
+        copies_get_torn: whether faults damage local copies.
 
     Attributes:
         answered, failed: how many commands of each name have answered, and how many have ended with an error.
@@ -64,12 +73,16 @@ class Observer:
         committed: Mapping[str, int],
         *,
         markers_get_lost: bool = False,
+        copies_get_torn: bool = False,
     ) -> None:
         self._bootstrap_servers = bootstrap_servers
         self._names = names
         self._kinds = kinds
         self._committed = committed
         self._markers_get_lost = markers_get_lost
+        self._copies_get_torn = copies_get_torn
+        self._processors = names.folder / "replayed.py"
+        self._replayed_s: dict[str, float] = {}
         self._told: list[Told] = []
         self._over = threading.Event()
         self._child: subprocess.Popen[str] | None = None
@@ -89,6 +102,7 @@ class Observer:
 
     def start(self) -> None:
         """Ask from now on. Every flow must have committed."""
+        self._write_processors()
         self._thread.start()
 
     def finish(self, findings: Findings) -> None:
@@ -116,18 +130,34 @@ class Observer:
     def _looks(self) -> Iterable[Callable[[], bool]]:
         yield self._look_at_status
         yield self._look_at_transactions
-        for flow, options in self._audits():
-            yield partial(self._look_at_records, flow, options)
+        for name, flow, options in self._audits():
+            yield partial(self._look_at_records, name, flow, options)
 
-    def _audits(self) -> Iterable[tuple[str, list[str]]]:
+    def _audits(self) -> Iterable[tuple[str, str, list[str]]]:
         names = self._names
+        letters = ["--dead-letter", names.dead, "--dead-letter", names.late]
         if COPY in self._kinds:
-            yield names.flow(COPY), ["--id", "record"]
+            yield VERIFY, names.flow(COPY), ["--id", "record"]
         if LEDGER in self._kinds:
-            yield names.flow(LEDGER), ["--id", "$.n", "--output", names.output(LEDGER)]
+            yield VERIFY, names.flow(LEDGER), ["--id", "$.n", "--output", names.output(LEDGER)]
         if SORTER in self._kinds:
-            letters = ["--dead-letter", names.dead, "--dead-letter", names.late]
-            yield names.flow(SORTER), ["--id", "$.n", "--output", names.output(SORTER), *letters]
+            yield VERIFY, names.flow(SORTER), ["--id", "$.n", "--output", names.output(SORTER), *letters]
+        if LEDGER in self._kinds:  # its outputs name the attempt that has written them
+            yield REPLAY, names.flow(LEDGER), ["--replay", f"{self._processors}:ledger", "--tables-only"]
+        if SORTER in self._kinds:
+            processor = f"{self._processors}:sorter"
+            yield REPLAY, names.flow(SORTER), ["--replay", processor, "--output", names.output(SORTER), *letters]
+        for kind in (LEDGER, SORTER, JOINER, UNLOGGED):
+            if kind in self._kinds and (self._over.is_set() or not self._copies_get_torn):
+                yield LOCAL, names.flow(kind), ["--state-dir", str(names.state)]
+
+    def _write_processors(self) -> None:
+        """Write the module that names the processors for ``--replay``, with their arguments."""
+        names = self._names
+        self._processors.write_text(
+            "from onceflow.chaos.flows import Ledger, Sorter\n\n"
+            f"ledger = Ledger({names.flow(LEDGER)!r}, {names.alarms!r})\nsorter = Sorter()\n"
+        )
 
     def _look_at_status(self) -> bool:
         before = {self._names.flow(kind): self._committed.get(self._names.flow(kind), 0) for kind in self._kinds}
@@ -165,10 +195,15 @@ class Observer:
                 self._problem(TRANSACTIONS, f"of somebody else: {line}")
         return lines is not None
 
-    def _look_at_records(self, flow: str, options: list[str]) -> bool:
-        lines = self._call(VERIFY, [VERIFY, flow, *options])
+    def _look_at_records(self, name: str, flow: str, options: list[str]) -> bool:
+        if name == REPLAY and not self._over.is_set() and self._replayed_s.get(flow, 0.0) > _REPLAY_S:
+            return True
+        begun = time.monotonic()
+        lines = self._call(name, [VERIFY, flow, *options])
+        if name == REPLAY:
+            self._replayed_s[flow] = time.monotonic() - begun
         if lines is not None and not lines[-1]["exact"]:
-            self._problem(VERIFY, f"{flow}: {lines[-1]['found']}, for example {lines[0]}")
+            self._problem(name, f"{flow}: {lines[-1]['found']}, for example {lines[0]}")
         return lines is not None
 
     def _call(self, name: str, arguments: list[str]) -> list[dict[str, Any]] | None:
@@ -190,7 +225,7 @@ class Observer:
                 out, err = child.communicate()
                 self._problem(name, f"no answer within {_COMMAND_S:g} s: {err[-500:]}")
         lines = [json.loads(line) for line in out.splitlines()]
-        if child.returncode == 0 or (name == VERIFY and lines and "exact" in lines[-1]):
+        if child.returncode == 0 or (arguments[0] == VERIFY and lines and "exact" in lines[-1]):
             self.answered[name] += 1
             return lines
         if not self._over.is_set() or child.returncode > 0:
@@ -211,10 +246,13 @@ class Observer:
         """Batches and offsets must be those of committed progress records."""
         for flow in sorted({each.flow for each in self._told}):
             final = read_final(self._bootstrap_servers, flow, [], [], seconds=_READ_S)
-            true = {batch: offsets.get(self._names.source, {}) for batch, offsets in final.progress}
+            # A promotion is committed under the number of the last batch, with the offsets of the copy.
+            true: dict[int, list[Mapping[int, int]]] = defaultdict(list)
+            for batch, offsets in final.progress:
+                true[batch].append(offsets.get(self._names.source, {}))
             for each in self._told:
-                if each.flow == flow and true.get(each.batch) != each.offsets:
-                    self._problem(STATUS, f"{each}, but committed was {true.get(each.batch)}")
+                if each.flow == flow and each.offsets not in true[each.batch]:
+                    self._problem(STATUS, f"{each}, but committed was {true[each.batch]}")
 
     def _problem(self, name: str, text: str) -> None:
         self.problems.append((f"onceflow {name} was wrong", text))

@@ -16,10 +16,10 @@ from typing import Any
 from rich.table import Table
 
 from onceflow.chaos import external
-from onceflow.chaos.fault_kinds import AHEAD_MS, FAULT_KINDS
+from onceflow.chaos.fault_kinds import FAULT_KINDS
 from onceflow.chaos.flows import ALARM_EVERY, LEDGER
 from onceflow.chaos.observer import Observer
-from onceflow.chaos.test_bed import SETUPS, Setup, TestBed, open_test_bed
+from onceflow.chaos.test_bed import AHEAD_MS, SETUPS, Setup, TestBed, open_test_bed
 from onceflow.chaos.verify import Findings, check_state, verify, verify_answers
 from onceflow.demos.display import Display, print_result
 from onceflow.errors import DeadlineExceededError
@@ -189,11 +189,12 @@ def _run_setup(
                 display.say(f"{setup.name}: {what}; the next fault follows at once")
             _look(bed, findings)
         _drain(bed, display)
+        bed.end_copy()
         report.stops += bed.driver.stops
         report.frames += bed.frames
         report.batches += bed.driver.commits.count
         report.answers += len(bed.servers.answers)
-        verify(bed.bootstrap_servers, bed.names, setup.flows, findings)
+        verify(bed.bootstrap_servers, bed.names, setup.flows, findings, copies=bed.copies)
         verify_answers(bed.bootstrap_servers, bed.names, bed.servers.answers, bed.servers.strange, findings)
         if observer is not None:
             observer.finish(findings)
@@ -207,7 +208,14 @@ def _run_setup(
 def _observer(bed: TestBed) -> Observer:
     committed = bed.driver.commits.batches
     lossy = bed.setup.copies == 1
-    observer = Observer(bed.bootstrap_servers, bed.names, bed.setup.flows, committed, markers_get_lost=lossy)
+    observer = Observer(
+        bed.bootstrap_servers,
+        bed.names,
+        bed.setup.flows,
+        committed,
+        markers_get_lost=lossy,
+        copies_get_torn=bed.setup.workers > 0,
+    )
     observer.start()
     return observer
 

@@ -16,6 +16,7 @@ from onceflow.chaos import daemon, external
 from onceflow.chaos.driver_process import Driver
 from onceflow.chaos.feeder import Feeder
 from onceflow.chaos.flows import COPY, JOINER, LEDGER, SORTER, TOTALS, UNLOGGED, Names
+from onceflow.chaos.replacement import Replacement
 from onceflow.chaos.servers import Servers
 from onceflow.chaos.spark_cluster import SparkCluster
 from onceflow.driver.progress_log import PROGRESS_PARTITIONS
@@ -25,6 +26,9 @@ from onceflow.testing.postgres import LocalPostgres
 from onceflow.testing.proxy import Proxies, proxied_node_properties
 
 OLDER_KAFKA = "3.9.2"
+# How far a driver's clock may be ahead: brokers reject records that are more than an hour ahead (KIP-937). There is no
+# limit for a clock that is behind.
+AHEAD_MS = 3_000_000
 _BROKER = {
     "transaction.abort.timed.out.transaction.cleanup.interval.ms": "1000",
     # A killed node can only come back when its old session has timed out.
@@ -94,6 +98,8 @@ class TestBed:
     Args:
         broker: the feeder and the checks connect to it directly, the drivers through ``proxies``.
         frames: how many frames the proxies have disturbed, by action.
+        replacement: the copy of a flow that runs beside it; None: there is none.
+        copies: kind and names of all copies that have run.
     """
 
     setup: Setup
@@ -106,6 +112,17 @@ class TestBed:
     spark_cluster: SparkCluster | None
     postgres: LocalPostgres | None = None
     frames: Counter[str] = field(default_factory=Counter)
+    replacement: Replacement | None = None
+    copies: list[tuple[str, Names]] = field(default_factory=list)
+
+    def end_copy(self) -> None:
+        """End the driver of a copy. What has ended drivers of it before is counted with the others."""
+        found, self.replacement = self.replacement, None
+        if found is not None:
+            found.close()
+            self.driver.stops += found.driver.stops
+            self.driver.strange += found.driver.strange
+            self.driver.commits.count += found.driver.commits.count
 
     @property
     def bootstrap_servers(self) -> str:
@@ -166,4 +183,6 @@ def open_test_bed(setup: Setup, folder: Path) -> Iterator[TestBed]:
         stack.callback(driver.close)
         servers = stack.enter_context(Servers(names, proxies.bootstrap_servers, setup.servers))
         feeder = stack.enter_context(Feeder(broker.bootstrap_servers, names.source, setup.rate))
-        yield TestBed(setup, names, broker, proxies, feeder, driver, servers, spark_cluster, postgres)
+        bed = TestBed(setup, names, broker, proxies, feeder, driver, servers, spark_cluster, postgres)
+        stack.callback(bed.end_copy)
+        yield bed

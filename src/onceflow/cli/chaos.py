@@ -37,7 +37,9 @@ from onceflow.errors import OptionError
     "--flow", "flows", multiple=True, help="A flow to run; may be repeated.  [default: the flows of each setup]"
 )
 @click.option(
-    "--observe", is_flag=True, help="Run status, transactions list and verify all the time, and check what they say."
+    "--observe",
+    is_flag=True,
+    help="Run status, transactions list and verify (with --replay and --state-dir, too) all the time, and check them.",
 )
 @click.option("--list", "list_only", is_flag=True, help="List setups, kinds of faults and flows, and run nothing.")
 @click.option(
