@@ -65,8 +65,8 @@ class Replacement:
 
         Args:
             rule: a fault for the command; it is run again afterwards.
-            revive: starts what has to run before the command is tried again. The flow has to get as far as its copy, and
-                its start aborts what a killed promotion has left open.
+            revive: starts what has to run before the command is tried again. The flow has to get as far as its copy,
+                and its start aborts what a killed promotion has left open.
         """
 
         def between(said: str) -> None:
