@@ -172,6 +172,27 @@ class Bells(onceflow.Processor):
         yield onceflow.Record(key, {"timer": timer.name})
 
 
+class Chimes(onceflow.Processor):
+    """A chime of each key for every second of event time; its timer sets the next one."""
+
+    value = onceflow.serdes.JSON
+    state = onceflow.serdes.JSON
+    output = onceflow.serdes.JSON
+    allowed_lateness = "500 milliseconds"
+
+    def event_time(self, record: onceflow.Record) -> int:
+        return int(record.value["at"])
+
+    def process(self, key: bytes, records: Sequence[onceflow.Record], state: Any) -> None:
+        if state.get() is None:
+            state.put(1)
+            state.timers.register("chime", 1000)
+
+    def on_timer(self, key: bytes, timer: Any, state: Any) -> Iterator[onceflow.Record]:
+        state.timers.register("chime", timer.at_ms + 1000)
+        yield onceflow.Record(key, {"at": timer.at_ms})
+
+
 def bell_inputs(count: int) -> list[tuple[bytes, bytes]]:
     """Records that set the timers, and behind them some in every partition that bring event time to their moment."""
     sent = [(f"key-{n % 5000}".encode(), b'{"n": %d, "at": 1}' % n) for n in range(count)]

@@ -171,8 +171,8 @@ def test_broken_promotions_are_found_out(
     pipe, copy = behind(make_state_pipe, make_topic, call)
     original = promote.promoted_progress
 
-    def wrong(old: Any, new: Any, time_ms: int) -> Any:
-        progress = replace(original(old, new, time_ms), handover=None)
+    def wrong(old: Any, new: Any, *more: Any) -> Any:
+        progress = replace(original(old, new, *more), handover=None)
         return progress if broken == "outputs of the gap are written" else replace(progress, offsets=old.offsets)
 
     monkeypatch.setattr(promoter, "promoted_progress", wrong)
@@ -203,6 +203,26 @@ def test_killed_at_each_step(make_state_pipe: Any, make_topic: Any, call: Call) 
     after.check()
 
 
+def test_dead_letters_of_the_gap_are_not_counted(make_state_pipe: Any, make_topic: Any, call: Call) -> None:
+    """The old flow has written them, and counted them."""
+    letters = make_topic("letters", 1)
+    pipe = make_state_pipe(partitions=2)
+    options: dict[str, Any] = {"process": {"on_error": "dead-letter", "dead_letter_topic": letters}}
+    pipe.run(**options)
+    copy = copied(pipe, call, make_topic("out", 2))
+    bad = [(b"bad", json.dumps({"n": n, "op": "boom"}).encode()) for n in range(3)]
+    independent.fill(pipe.bootstrap, pipe.source, bad)
+    pipe.fill(40)
+    old = pipe.run(**options)
+    told(call(*promotion(pipe, copy)))
+    independent.fill(pipe.bootstrap, pipe.source, bad[:2])
+    new = successor(pipe, copy).run(**options)
+    assert [sum(batch.dead_letters for batch in query.batches) for query in (old, new)] == [3, 2]
+    assert [sum(batch.records for batch in query.batches) for query in (old, new)] == [40, 0]
+    assert len(independent.read_topic(pipe.bootstrap, letters, decided=True)) == 5
+    assert len(pipe.outputs()) == 40
+
+
 @pytest.mark.long
 def test_killed_in_the_batch_without_outputs(
     make_state_pipe: Any, make_topic: Any, call: Call, killed_together: Any
@@ -229,10 +249,12 @@ def test_killed_in_the_batch_without_outputs(
 # ---- timers ----------------------------------------------------------------------------------------------
 
 
-def alarms(pipe: Any, late: str, **options: Any) -> Any:
-    return pipe.start(
-        process={"processor": pipe.ledger.Alarms(), "late_topic": late}, read={"max_records_per_batch": 150}, **options
-    )
+def alarms(pipe: Any, late: str, limit: int = 1000, **options: Any) -> Any:
+    """Args:
+    limit: how many timers may fire in a partition and a batch.
+    """
+    process = {"processor": pipe.ledger.Alarms(), "late_topic": late, "max_timers_per_batch": limit}
+    return pipe.start(process=process, read={"max_records_per_batch": 150}, **options)
 
 
 def fired(pipe: Any) -> Counter[str]:
@@ -283,6 +305,123 @@ def test_timers_in_the_gap(make_state_pipe: Any, make_topic: Any, call: Call, ti
     told(call(*promotion(pipe, copy)))
     send(pipe, 200)
     finish(successor(pipe, copy), late)
+
+
+@contextlib.contextmanager
+def when_timers_are_left(pipe: Any, done: Callable[[], Result]) -> Iterator[list[Result]]:
+    """Something happens once, after a batch of the flow that has fired timers, and has left others that are due."""
+    announce, seen = hooks.at, list[Result]()
+
+    def at(name: str, **fields: Any) -> None:
+        announce(name, **fields)
+        if name == "end" and fields["flow"] == pipe.flow and not seen:
+            (table,) = (progress_of(pipe) or {})["tables"].values()
+            if len(table.get("unfired", ())) == 2:
+                seen.append(done())
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(hooks, "at", at)
+        patched.setattr(promoter, "_TIMERS_SECONDS", 0.1)  # meanwhile, the flow waits for its batch to end
+        yield seen
+
+
+def test_fenced_while_timers_are_left(make_state_pipe: Any, make_topic: Any, call: Call) -> None:
+    """More timers are due than one batch may fire, and those of two partitions are at different times."""
+    late = make_topic("late", 1)
+    pipe = make_state_pipe(partitions=2)
+    send(pipe, 300)
+    alarms(pipe, late, once=True).awaitTermination(60)
+    copy = copied(pipe, call, make_topic("out", 2))
+    send(pipe, 200)
+    with when_timers_are_left(pipe, lambda: call(*promotion(pipe, copy))) as done:
+        old = alarms(pipe, late, limit=10)
+        with pytest.raises(onceflow.FencedError):
+            old.awaitTermination(60)
+    told(done[0])
+    (left,) = (progress_of(pipe) or {})["handover"]["unfired"].values()
+    assert left
+    send(pipe, 100)
+    finish(successor(pipe, copy), late)
+
+
+def test_refused_while_timers_are_left(make_state_pipe: Any, make_topic: Any, call: Call) -> None:
+    """The copy has fired some of them: their outputs would be lost. The old flow goes on."""
+    late = make_topic("late", 1)
+    pipe = make_state_pipe(partitions=2)
+    send(pipe, 10)
+    alarms(pipe, late, once=True).awaitTermination(60)
+    copy = copied(pipe, call, make_topic("out", 2))
+    send(pipe, 300)
+    alarms(copy, late, once=True).awaitTermination(60)
+    with when_timers_are_left(pipe, lambda: call(*promotion(pipe, copy, "--wait", "0.5"))) as done:
+        old = alarms(pipe, late, limit=10)
+        wait_until(lambda: done, 60, "timers that are left", useless=lambda: old.failure)
+    refused(done[0], onceflow.ProgressConflictError, "nothing has changed")
+    told(call(*promotion(pipe, copy)))
+    old.stop()
+    finish(successor(pipe, copy), late)
+
+
+def test_timers_that_set_the_next_one(make_state_pipe: Any, make_topic: Any, call: Call) -> None:
+    """In the gap, each timer of the old flow has set the next one, which has fired, too."""
+    late = make_topic("late", 1)
+    pipe = make_state_pipe(partitions=2)
+
+    def chimes(pipe: Any, at_ms: int, until_ms: int) -> None:
+        """Event time passes some chimes of each key."""
+        more = [(f"key-{n}".encode(), json.dumps({"at": at_ms}).encode()) for n in range(20)]
+        independent.fill(pipe.bootstrap, pipe.source, more)
+        expected = {(f"key-{n}", at): 1 for n in range(20) for at in range(1000, until_ms, 1000)}
+        query = pipe.start(process={"processor": pipe.ledger.Chimes(), "late_topic": late})
+
+        def seen() -> Counter[Any]:
+            records = independent.read_topic(pipe.bootstrap, pipe.target, decided=True)
+            return Counter((record.key.decode(), json.loads(record.value)["at"]) for record in records)
+
+        text = f"{len(expected)} chimes"
+        wait_until(lambda: seen().total() >= len(expected), 60, text, useless=lambda: query.failure, poll_s=0.1)
+        query.stop()
+        assert seen() == expected
+
+    chimes(pipe, 0, 0)
+    copy = copied(pipe, call, make_topic("out", 2))
+    chimes(pipe, 5500, 5001)
+    told(call(*promotion(pipe, copy)))
+    chimes(successor(pipe, copy), 9500, 9001)
+
+
+def test_windows_in_the_gap(make_state_pipe: Any, make_topic: Any, call: Call) -> None:
+    """The timer of a key closes all its windows up to the watermark: to that at which the old flow has closed them."""
+    late = make_topic("late", 1)
+    pipe = make_state_pipe(partitions=2)
+
+    def start(pipe: Any, **options: Any) -> Any:
+        process = {"processor": pipe.ledger.Hops(), "late_topic": late}
+        return pipe.start(process=process, read={"max_records_per_batch": 150}, **options)
+
+    send(pipe, 300)
+    start(pipe, once=True).awaitTermination(60)
+    copy = copied(pipe, call, make_topic("out", 2))
+    send(pipe, 400)
+    start(pipe, once=True).awaitTermination(60)  # the windows that its last batch has made due are not closed
+    told(call(*promotion(pipe, copy)))
+    send(pipe, 100)
+    must = Counter[tuple[Any, ...]]()
+    for key, start_ms in itertools.product({key for key, _ in pipe.sent}, range(-6000, 100_000, 2000)):
+        values = [json.loads(value) for sent, value in pipe.sent if sent == key]
+        inside = [each["n"] for each in values if start_ms <= each["at"] < start_ms + 5000]
+        if inside:
+            must[key, start_ms, start_ms + 5000, len(inside), sum(inside)] += 1
+    independent.fill(pipe.bootstrap, pipe.source, pipe.ledger.alarm_inputs(0, 40, at=110_000))
+
+    def seen() -> Counter[tuple[Any, ...]]:
+        records = independent.read_topic(pipe.bootstrap, pipe.target, decided=True)
+        return Counter((record.key, *json.loads(record.value or b"").values()) for record in records)
+
+    query = start(successor(pipe, copy))
+    wait_until(lambda: seen().total() >= must.total(), 60, "all windows", useless=lambda: query.failure, poll_s=0.2)
+    query.stop()
+    assert seen() == must
 
 
 def test_a_copy_whose_timers_are_ahead(make_state_pipe: Any, make_topic: Any, call: Call) -> None:

@@ -98,7 +98,7 @@ class Flow:
         if not committed:
             self.table.prepared(run.brought_up)
             return reports
-        ends, known = self.table.progress_after(reports)
+        ends, known = self.table.progress_after(reports, moment)
         assert ends == {}
         self.progress = Progress(
             "flow", batch, {}, {}, 0, tables={"t": known}, producer_id=9, producer_epoch=self.epoch

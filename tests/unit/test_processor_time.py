@@ -10,6 +10,7 @@ import pyarrow as pa
 import pytest
 
 from onceflow.errors import OptionError, ProcessorError
+from onceflow.protocol.progress import TimerId
 from onceflow.state import rows
 from onceflow.state.api.record import Record
 from onceflow.state.stores.memory_store import MemoryStore
@@ -170,6 +171,46 @@ def test_exactly_as_many_timers_as_a_batch_may_fire_leave_none(store: Any) -> No
         run.start()
         assert (run.counts["timers_fired"], run.timers_left) == (2, False)
         commit(run, store)
+
+
+def test_timers_of_an_earlier_version_fire_up_to_its_time_and_no_others(store: Any) -> None:
+    """After a promotion: also those that such timers register, but not those that it has left."""
+    fired: list[Any] = []
+
+    def on_timer(key: str, timer: Any, state: Any) -> None:
+        fired.append((key, timer.at_ms))
+        state.timers.register(timer.name, timer.at_ms + 10, timer.clock)
+
+    run = engine(timers_of([]), store)
+    run.feed(
+        batch(
+            (b"a", b"x event 10"),
+            (b"b", b"y event 15"),
+            (b"c", b"x processing 5"),
+            (b"d", b"x event 41"),
+            (b"e", b"y event 16"),
+        )
+    )
+    commit(run, store)
+    kept = frozenset(
+        {
+            TimerId(b"b".hex(), "y", "event", 15),
+            TimerId(b"a".hex(), "x", "event", 30),
+            TimerId(b"e".hex(), "y", "event", 12),
+        }
+    )
+    for fires in ([("a", 10)], [("a", 20)], []):
+        fired.clear()
+        options: dict[str, Any] = {"timers_until": {"event": 40}, "unfired": kept, "max_timers_per_batch": 1}
+        run = engine(Text(on_timer=on_timer), store, now_ms=100, watermark_ms=40, **options)
+        run.start()
+        run.finish()
+        assert fired == fires
+        assert run.timers_left == (fires == [("a", 10)])
+        commit(run, store)
+    run = engine(Text(on_timer=on_timer), store, now_ms=100, watermark_ms=40)
+    run.start()
+    assert fired == [("c", 5), ("b", 15), ("e", 16), ("a", 30)]
 
 
 def test_a_driver_fires_all_that_is_due_however_few_a_batch_may_fire() -> None:

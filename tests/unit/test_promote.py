@@ -8,13 +8,23 @@ from typing import Any
 
 import pytest
 
-from onceflow.admin.promote import check_can_promote, missing, positions, promoted_progress, was_promoted
+from onceflow.admin.promote import (
+    check_can_promote,
+    has_unfired,
+    missing,
+    pairs,
+    positions,
+    promoted_progress,
+    was_promoted,
+)
+from onceflow.admin.promote_timers import TIMERS_MAX, check_unfired
 from onceflow.driver import handover
 from onceflow.driver.offset_log import SourceRange
 from onceflow.errors import OptionError, ProgressConflictError
 from onceflow.planning.table_plan import check_not_replaced
 from onceflow.protocol.names import Names
 from onceflow.protocol.progress import (
+    NO_TIMER,
     CheckpointProgress,
     ForkOrigin,
     HandOver,
@@ -22,9 +32,11 @@ from onceflow.protocol.progress import (
     Progress,
     Promotion,
     TableProgress,
+    TimerId,
     decode,
     encode,
 )
+from onceflow.state.windows.panes import TIMER as WINDOW_TIMER
 
 OLD, NEW = Names("sums"), Names("next")
 
@@ -102,7 +114,7 @@ def test_a_topic_that_was_created_again() -> None:
 def test_no_gap() -> None:
     before = old({0: 8})
     assert promoted_progress(before, new({0: 8}), 2000).handover == HandOver({"in": {0: 8}}, {"n": {"event": 50}})
-    same = {"n": TableProgress(2, fired={"event": 50})}
+    same = {"n": TableProgress(2, fired={"event": 40}, soonest={"event": 51})}
     assert promoted_progress(before, new({0: 8}, tables=same), 2000).handover is None
     # Without timers, the gap is all there is to do.
     plain = promoted_progress(old({0: 9}, tables={"t": TableProgress()}), new({0: 8}), 2000)
@@ -130,6 +142,39 @@ def test_what_would_be_lost() -> None:
     assert missing(none, new({0: 8}), new_timers=True) == ""
     stateless: dict[str, Any] = {"tables": {}, "changelogs": {}}
     assert missing(old({0: 7}, **stateless), new({0: 8}, **stateless), new_timers=False) == ""
+
+
+def test_timers_that_are_left() -> None:
+    """The old flow has not fired timers that are due before others which it has fired."""
+    id_, other = TimerId("6b", "x", "event", 45), TimerId("6b", "y", "event", 30)
+    before = old({0: 10}, tables={"t": TableProgress(1, fired={"event": 50}, soonest={"event": 30}, unfired=(0,))})
+    after = new({0: 8})
+    assert missing(before, after, new_timers=False) == ""
+    assert has_unfired(before, after)
+    names = pairs(before, after)
+    with pytest.raises(ProgressConflictError, match="may have fired 1 timers of table n") as refused:
+        check_unfired({"t": frozenset({id_, other})}, {}, before, after, names)
+    assert "'y' of key b'k', event time 30" in refused.value.detail
+    kept = check_unfired({"t": frozenset({id_, other})}, {"n": frozenset({other})}, before, after, names)
+    found = promoted_progress(before, after, 2000, kept)
+    assert found.handover == HandOver(before.offsets, {"n": {"event": 50}}, {"n": frozenset({id_, other})})
+    assert decode(*encode(found)) == found
+    assert handover.unfired(found, "n") == {id_, other}
+    assert handover.unfired(found, "another") == handover.unfired(before, "n") == set()
+    window = {"t": frozenset({TimerId("6b", WINDOW_TIMER, "event", 45)})}
+    with pytest.raises(ProgressConflictError, match="has not closed all windows that are due in table t"):
+        check_unfired(window, {}, before, after, names)
+    many = frozenset(TimerId("6b", str(n), "event", 45) for n in range(TIMERS_MAX + 1))
+    with pytest.raises(ProgressConflictError, match="2,001 timers that are due"):
+        check_unfired({"t": many}, {}, before, after, names)
+
+
+def test_a_clock_that_shows_less_has_fired_the_same_if_no_timer_is_left() -> None:
+    after = new({0: 8}, tables={"n": TableProgress(2, fired={"event": 55}, soonest={"event": 70})})
+    for soonest, is_missing in ((55, True), (56, False), (NO_TIMER, False)):
+        table = TableProgress(1, fired={"event": 50}, soonest={"event": soonest})
+        assert bool(missing(old({0: 8}, tables={"t": table}), after, new_timers=False)) == is_missing
+        assert promoted_progress(old({0: 8}, tables={"t": table}), after, 1).handover is None
 
 
 def test_without_state() -> None:

@@ -20,11 +20,13 @@ import pytest
 
 import onceflow
 from onceflow import hooks, serdes
+from onceflow.admin.promote_timers import unfired
+from onceflow.client.deadline import Deadline
 from onceflow.client.produce import Acknowledged
 from onceflow.errors import EnvironmentUnusableError
 from onceflow.host import identity
 from onceflow.protocol.partitioners import key_partitions
-from onceflow.protocol.progress import Progress
+from onceflow.protocol.progress import NO_TIMER, Progress
 from onceflow.state.api.processor import Processor
 from onceflow.state.api.record import Record
 from onceflow.state.local.format import Commit
@@ -127,6 +129,7 @@ class Flow:
             run.close()
         self.kafka.commit()
         self.table.check(reports, moment)
+        self.told = self.table.progress_after(reports, moment)
         self.table.on_commit(reports, moment)
         for report in reports:
             for name, count in report.counts.items():
@@ -335,6 +338,32 @@ def test_a_table_knows_of_timers_that_a_batch_has_left(tmp_path: Path) -> None:
         assert flow.table.timers_left == bool(left)
     assert flow.counts["timers_fired"] == len(KEYS)
     assert sorted(key for batch in flow.outputs for key in batch["key"].to_pylist()) == sorted(map(str.encode, KEYS))
+
+
+def test_progress_tells_which_timers_a_batch_has_not_fired(tmp_path: Path) -> None:
+    """Those that were more than one batch may fire, and those that were registered for a time that had passed."""
+    flow = Flow(tmp_path, processor=Bells(), max_timers_per_batch=10)
+
+    def left() -> int:
+        ends, known = flow.told
+        progress = Progress("flow", flow.batch, {}, {}, 0, changelogs=ends, tables={"table": known})
+        reader: Any = flow.kafka
+        ids = unfired(reader, progress, ["table"], Deadline(10, "reading")).get("table", frozenset())
+        assert {each[1:] for each in ids} <= {("bell", "processing", 50)}
+        return len(ids)
+
+    flow.run(KEYS)
+    assert (flow.told[1].fired, flow.told[1].unfired, left()) == ({}, (), 0)
+    flow.run(now_ms=70)
+    assert (flow.told[1].fired, flow.told[1].soonest) == ({"processing": 70}, {"processing": 50})
+    assert flow.told[1].unfired
+    assert left() == len(KEYS) - flow.counts["timers_fired"]
+    for now_ms in (80, 90):
+        flow.run(now_ms=now_ms)
+    assert (flow.told[1].fired, flow.told[1].soonest) == ({"processing": 90}, {"processing": NO_TIMER})
+    assert (flow.told[1].unfired, left()) == ((), 0)
+    flow.run(KEYS[:1], now_ms=90)
+    assert len(flow.told[1].unfired) == left() == 1
 
 
 class Notes(Processor):

@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from onceflow.admin.promote_timers import Unfired
 from onceflow.errors import OptionError, ProgressConflictError
 from onceflow.protocol.names import Names
-from onceflow.protocol.progress import HandOver, Offsets, Progress, Promotion
+from onceflow.protocol.progress import HandOver, Progress, Promotion, TableProgress
 
 
 @dataclass(frozen=True)
@@ -135,31 +136,46 @@ def missing(old: Progress, new: Progress, *, new_timers: bool) -> str:
     for each in positions(old, new):
         if each.ahead:
             return f"{each.topic}-{each.partition}: it is at {each.old or 0}, the new one at {each.new}"
-    for table, copy in _pairs(old, new).items():
+    for table, copy in pairs(old, new).items():
         before, after = old.tables[table].fired, new.tables[copy].fired
         for clock in sorted(after):
             if clock not in before and not new_timers:
                 return f"no timer of {table} has fired, but some of {copy} have; if it has none, give --new-timers"
-            if before.get(clock, after[clock]) < after[clock]:
+            if clock in before and _fired_until(old.tables[table], clock) < after[clock]:
                 return f"timers of {table} have fired up to {before[clock]}, those of {copy} up to {after[clock]}"
     return ""
 
 
-def _pairs(old: Progress, new: Progress) -> dict[str, str]:
+def _fired_until(table: TableProgress, clock: str) -> int:
+    """Up to when no timer of a clock is left. If some are left before the time of the last batch: that time, and
+    `promote_timers.py` looks for them."""
+    return max(table.fired[clock], table.soonest.get(clock, 0) - 1)
+
+
+def has_unfired(old: Progress, new: Progress) -> bool:
+    """Whether the old flow may have timers that are due before others that it has fired."""
+    return any(old.tables[table].unfired for table in pairs(old, new))
+
+
+def pairs(old: Progress, new: Progress) -> dict[str, str]:
     """The tables that both flows have, and their copies."""
     made: Mapping[str, str] = {} if new.forked is None else new.forked.tables
     return {table: copy for table, copy in made.items() if table in old.tables and copy in new.tables}
 
 
-def promoted_progress(old: Progress, new: Progress, time_ms: int) -> Progress:
-    """What the progress record of the old flow becomes."""
-    pairs = _pairs(old, new)
+def promoted_progress(old: Progress, new: Progress, time_ms: int, unfired: Unfired | None = None) -> Progress:
+    """What the progress record of the old flow becomes.
+
+    Args:
+        unfired: by table of the new flow, timers that are due and that the old one has not fired.
+    """
+    copies = pairs(old, new)
     before = {} if old.promoted is None else old.promoted.tables
     replaced = {
-        table: copy for table, copy in {**before, **{t: pairs.get(t, "") for t in old.tables}}.items()
+        table: copy for table, copy in {**before, **{t: copies.get(t, "") for t in old.tables}}.items()
         if table not in new.tables
     }  # fmt: skip
-    promotion = Promotion(new.flow, time_ms, {table: pairs.get(copy, copy) for table, copy in replaced.items()})
+    promotion = Promotion(new.flow, time_ms, {table: copies.get(copy, copy) for table, copy in replaced.items()})
     tables = set(old.changelogs)
     known = {**{t: i for t, i in old.topic_ids.items() if t not in tables}, **new.topic_ids}
     if not new.tables:
@@ -168,7 +184,7 @@ def promoted_progress(old: Progress, new: Progress, time_ms: int) -> Progress:
     offsets = {
         topic: {**old.offsets.get(topic, {}), **new.offsets.get(topic, {})} for topic in {**old.offsets, **new.offsets}
     }
-    timers = {copy: old.tables[table].fired for table, copy in pairs.items() if old.tables[table].fired}
+    timers = {copy: old.tables[table].fired for table, copy in copies.items() if old.tables[table].fired}
     return replace(
         new,
         flow=old.flow,
@@ -178,16 +194,16 @@ def promoted_progress(old: Progress, new: Progress, time_ms: int) -> Progress:
         outputs=old.outputs,
         forked=old.forked,
         promoted=promotion,
-        handover=_handover({**offsets, **old.offsets}, old, new, timers),
+        handover=_handover(HandOver({**offsets, **old.offsets}, timers, unfired or {}), old, new),
         time_ms=time_ms,
     )
 
 
-def _handover(
-    written: Offsets, old: Progress, new: Progress, timers: Mapping[str, Mapping[str, int]]
-) -> HandOver | None:
+def _handover(handover: HandOver, old: Progress, new: Progress) -> HandOver | None:
     """What is left to do for the new version, if anything is."""
-    level = all(new.tables[table].fired == fired for table, fired in timers.items())
-    if level and not any(each.gap for each in positions(old, new)):
-        return None
-    return HandOver(written, timers)
+    level = all(
+        new.tables[table].soonest.get(clock, ms) > ms
+        for table, fired in handover.timers.items()
+        for clock, ms in fired.items()
+    )
+    return None if level and not any(each.gap for each in positions(old, new)) else handover

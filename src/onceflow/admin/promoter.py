@@ -14,15 +14,19 @@ from onceflow.admin.mover import committed, known
 from onceflow.admin.promote import (
     Position,
     check_can_promote,
+    has_unfired,
     missing,
+    pairs,
     positions,
     promoted_progress,
     was_promoted,
 )
+from onceflow.admin.promote_timers import Unfired, check_unfired, unfired
 from onceflow.admin.settled_progress import SettledProgress
 from onceflow.admin.table_copy import Tell
 from onceflow.admin.writer import Writer
 from onceflow.client.cluster import Cluster
+from onceflow.client.committed import CommittedReader
 from onceflow.client.deadline import Deadline
 from onceflow.clock import clock_ms
 from onceflow.driver import progress_log
@@ -31,6 +35,7 @@ from onceflow.protocol.names import Names
 from onceflow.protocol.progress import PROGRESS_TOPIC, Progress
 
 _SECONDS = 60.0
+_TIMERS_SECONDS = 5.0
 _POLL_ATTEMPT = 4  # of `Deadline.pause`: about a tenth of a second
 
 
@@ -120,7 +125,8 @@ def promote(cluster: Cluster, names: Names, other: Names, limits: Limits, tell: 
         check_can_promote(old, new, names, other)
         _check_gap(old, new, other, limits.max_gap)
         until = Deadline(limits.wait_s, f"waiting for flow {names.flow} to get as far as {other.flow}")
-        _wait(settled, new, names, until, tell, new_timers=limits.new_timers)
+        old = _wait(settled, new, names, until, tell, new_timers=limits.new_timers)
+        _unfired(cluster, old, new)  # it would be refused below, but there the old flow is stopped already
     own = FlowTransaction(cluster, names, wording)
     with located(flow=names.flow):
         return _commit(cluster, names, other, new, shadow, own, new_timers=limits.new_timers)
@@ -139,13 +145,17 @@ def _check_gap(old: Progress, new: Progress, other: Names, max_gap: int) -> None
 
 def _wait(
     settled: SettledProgress, new: Progress, names: Names, deadline: Deadline, tell: Tell, *, new_timers: bool
-) -> None:
-    """Wait until the old flow has done all that the new one has done."""
+) -> Progress:
+    """Wait until the old flow has done all that the new one has done. Returns its progress.
+
+    For a short while, also wait until it has fired the timers that its last batch has left.
+    """
+    patience = Deadline(_TIMERS_SECONDS, f"waiting for timers of flow {names.flow}")
     while True:
         old = known(settled.read(Deadline(_SECONDS, f"reading the progress of flow {names.flow}")), names)
         left = missing(old, new, new_timers=new_timers)
-        if not left:
-            return
+        if not left and (not has_unfired(old, new) or patience.expired or deadline.expired):
+            return old
         ahead = sum(each.ahead for each in positions(old, new))
         tell(f"waiting for flow {names.flow}", 0, ahead)
         if deadline.expired:
@@ -156,7 +166,17 @@ def _wait(
                 next_step="nothing has changed; the old version has to run, and to get records, while the command "
                 "waits. Start the new one again under its own name, or give a longer --wait",
             )
-        deadline.pause(_POLL_ATTEMPT, left)
+        (deadline if left else patience).pause(_POLL_ATTEMPT, left)
+
+
+def _unfired(cluster: Cluster, old: Progress, new: Progress) -> Unfired:
+    """What `check_unfired` lets through: usually nothing, and nothing is read."""
+    copies = pairs(old, new)
+    deadline = Deadline(_SECONDS, f"reading the timers of flow {old.flow}")
+    reader = CommittedReader(cluster)
+    left = unfired(reader, old, copies, deadline)
+    known = unfired(reader, new, (copies[table] for table in left), deadline)
+    return check_unfired(left, known, old, new, copies)
 
 
 def _commit(
@@ -181,6 +201,7 @@ def _commit(
             detail=left,
             next_step="run the command again",
         )
+    kept = _unfired(cluster, old, new)
     key = other.progress_key
     partition = progress_log.partition_of(key)
 
@@ -201,7 +222,7 @@ def _commit(
             ) from error
 
     def after(written: Written) -> Progress:
-        return promoted_progress(old, new, clock_ms())
+        return promoted_progress(old, new, clock_ms(), kept)
 
     progress = own.commit([PROGRESS_TOPIC], forget_new, after, before_end=still_ours)
     return Promoted(names.flow, other.flow, old, positions(old, new), bool(new.tables), progress)

@@ -246,7 +246,10 @@ class _Repartition:
 
         def after(written: Written) -> Progress:
             ends = {name: self._ends_after(name, progress, written) for name in (self._table, self._internal)}
-            return replace(progress, changelogs={**progress.changelogs, **ends})
+            tables = dict(progress.tables)
+            if self._table in tables and tables[self._table].unfired:  # the rows may be in any partition now
+                tables[self._table] = replace(tables[self._table], unfired=tuple(range(self._partitions)))
+            return replace(progress, changelogs={**progress.changelogs, **ends}, tables=tables)
 
         self._transaction.commit([self._table, self._internal], move, after, offsets)
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from onceflow.driver.offset_log import SourceRange, TopicOffsets
 from onceflow.errors import ProgressConflictError
-from onceflow.protocol.progress import HandOver, Progress
+from onceflow.protocol.progress import HandOver, Progress, TimerId
 
 
 def first_range_end(progress: Progress) -> TopicOffsets | None:
@@ -40,6 +40,11 @@ def nothing(progress: Progress, topics: Iterable[str]) -> SourceRange:
 def timers_until(progress: Progress, table: str) -> Mapping[str, int] | None:
     """See `Moment`: which timers may fire in the next batch."""
     return None if progress.handover is None else progress.handover.timers.get(table, {})
+
+
+def unfired(progress: Progress, table: str) -> frozenset[TimerId]:
+    """See `Moment`: which of them may not fire all the same, because they have not fired in the earlier version."""
+    return frozenset() if progress.handover is None else progress.handover.unfired.get(table, frozenset())
 
 
 def of_same_topic(progress: Progress, topic: str, topic_id: str) -> HandOver | None:
@@ -77,7 +82,7 @@ def after(progress: Progress, offsets: Mapping[str, Mapping[int, int]], *, timer
 
     Args:
         progress: before the batch. offsets: after it.
-        timers_left: whether more timers were due than one batch may fire.
+        timers_left: whether more of these timers are due than one batch may fire, or it has registered such ones.
     """
     handover = progress.handover
     if handover is None:

@@ -147,9 +147,13 @@ class StateStep:
         self._stages, self._done = None, {}
         for name, table in self._by_name.items():
             until = handover.timers_until(progress, name)
-            moment = replace(table.moment(batch, commit, now_ms), joined=joined, timers_until=until)
+            if until is not None and handover.owes_timers(progress):
+                table.not_before(until)
+            moment = replace(table.moment(batch, commit, now_ms), joined=joined)
+            if until is not None:
+                moment = moment.limited(until, handover.unfired(progress, name))
             self._moments[name] = moment
-            self._due[name] = frozenset(table.due(moment.now_ms))
+            self._due[name] = frozenset(table.due(moment.now_ms) if until is None else range(table.partitions))
 
     def place(self, df: DataFrame, *, rows: int, driver_may: bool) -> Placement:
         """Where the steps of this attempt run.
@@ -230,7 +234,7 @@ class StateStep:
         changelogs = {name: dict(ends) for name, ends in progress.changelogs.items()}
         known = dict(progress.tables)
         for name, table in self._by_name.items():
-            ends, more = table.progress_after(self._reports(name))
+            ends, more = table.progress_after(self._reports(name), self._moments[name])
             changelogs |= ends
             known[name] = more
         return replace(progress, changelogs=changelogs, tables=known)

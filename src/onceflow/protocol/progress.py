@@ -19,9 +19,10 @@ from onceflow.errors import ProgressConflictError
 from onceflow.protocol import progress_fields, succession
 from onceflow.protocol.partitioners import key_partitions
 from onceflow.protocol.progress_fields import PROGRESS_TOPIC, Offsets, garbage, plain, short, take
-from onceflow.protocol.succession import ForkOrigin, HandOver, Promotion
+from onceflow.protocol.succession import ForkOrigin, HandOver, Promotion, TimerId
 
 __all__ = [
+    "NO_TIMER",
     "PROGRESS_FORMAT",
     "PROGRESS_TOPIC",
     "CheckpointProgress",
@@ -33,12 +34,16 @@ __all__ = [
     "Progress",
     "Promotion",
     "TableProgress",
+    "TimerId",
     "decode",
     "encode",
     "progress_partition",
 ]
 
 PROGRESS_FORMAT = 1
+
+NO_TIMER = (1 << 63) - 1
+"""In place of the time of a timer: there is no timer."""
 
 _T = TypeVar("_T")
 
@@ -70,7 +75,11 @@ class TableProgress:
         local: what takes the place of end offsets if the table has no changelog; None: it has one.
         open_ended: whether the table was ever written without transactions (at_least_once). Then rows after the end
             offsets may belong to a batch that has no progress, and compaction may have removed the rows before them.
-        fired: by clock (``event``, ``processing``), the latest time of a timer that has fired, epoch milliseconds.
+        fired: by clock (``event``, ``processing``), if a timer of it has ever fired: the time up to which the last
+            batch has fired timers, epoch milliseconds.
+        soonest: by clock, the time of the earliest timer that is left; `NO_TIMER`: there is none. Missing: not known.
+        unfired: partitions that may have timers which are due before that time, and have not fired: more of them were
+            due than one batch may fire, or they were registered for a time that had passed.
     """
 
     version: int = 0
@@ -79,6 +88,8 @@ class TableProgress:
     local: LocalTable | None = None
     open_ended: bool = False
     fired: Mapping[str, int] = field(default_factory=dict)
+    soonest: Mapping[str, int] = field(default_factory=dict)
+    unfired: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -272,6 +283,10 @@ def _table_content(table: TableProgress) -> dict[str, Any]:
         content["open_ended"] = True
     if table.fired:
         content["fired"] = succession.times_content(table.fired)
+    if table.soonest:
+        content["soonest"] = succession.times_content(table.soonest)
+    if table.unfired:
+        content["unfired"] = [int(partition) for partition in sorted(table.unfired)]
     if table.local is not None:
         last = {
             int(partition): [int(part) for part in commit] for partition, commit in sorted(table.local.last.items())
@@ -322,9 +337,18 @@ def _tables(content: dict[str, Any], flow: str) -> dict[str, TableProgress]:
             fields=take(table, flow, "fields", str) if "fields" in table else None,
             open_ended=table.get("open_ended") is True,
             fired=succession.times_of(table, flow, "fired") if "fired" in table else {},
+            soonest=succession.times_of(table, flow, "soonest") if "soonest" in table else {},
+            unfired=_partitions(table, flow, "unfired") if "unfired" in table else (),
             local=_local(take(table, flow, "local", dict), flow) if "local" in table else None,
         )
     return result
+
+
+def _partitions(content: dict[str, Any], flow: str, name: str) -> tuple[int, ...]:
+    partitions = take(content, flow, name, list)
+    if any(type(partition) is not int or partition < 0 for partition in partitions):
+        garbage(flow, f"{name} is {short(partitions)}")
+    return tuple(partitions)
 
 
 def _local(content: dict[str, Any], flow: str) -> LocalTable:

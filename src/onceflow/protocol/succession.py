@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
-from onceflow.protocol.progress_fields import Offsets, garbage, offsets, plain, take
+from onceflow.protocol.progress_fields import Offsets, garbage, offsets, plain, short, take
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,22 @@ class ForkOrigin:
     outputs: Offsets = field(default_factory=dict)
 
 
+class TimerId(NamedTuple):
+    """One registration of a timer.
+
+    Args:
+        key: bytes of its key, in hexadecimal digits.
+        name: unique for the key.
+        clock: ``event`` or ``processing``.
+        at_ms: when it is due, epoch milliseconds.
+    """
+
+    key: str
+    name: str
+    clock: str
+    at_ms: int
+
+
 @dataclass(frozen=True)
 class HandOver:
     """What an earlier version of a flow has written already. The new version changes its state for it, and writes no
@@ -39,10 +55,12 @@ class HandOver:
     Args:
         offsets: the source position of the earlier version. Outputs of the records before it are written.
         timers: by table and clock, the time up to which timers have fired; without an entry, none has.
+        unfired: by table, the timers before that time that have not fired all the same. Their outputs are not written.
     """
 
     offsets: Offsets
     timers: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    unfired: Mapping[str, frozenset[TimerId]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -87,16 +105,24 @@ def fork_of(content: dict[str, Any], flow: str) -> ForkOrigin:
 
 def handover_content(handover: HandOver) -> dict[str, Any]:
     """The JSON object of a `HandOver`."""
-    return {
+    content: dict[str, Any] = {
         "offsets": plain(handover.offsets),
         "timers": {table: times_content(times) for table, times in handover.timers.items()},
     }
+    if handover.unfired:
+        content["unfired"] = {table: [[*each] for each in sorted(ids)] for table, ids in handover.unfired.items()}
+    return content
 
 
 def handover_of(content: dict[str, Any], flow: str) -> HandOver:
     """The `HandOver` of a JSON object."""
     timers = take(content, flow, "timers", dict)
-    return HandOver(offsets(content, flow, "offsets"), {table: times_of(timers, flow, table) for table in timers})
+    unfired = take(content, flow, "unfired", dict) if "unfired" in content else {}
+    return HandOver(
+        offsets(content, flow, "offsets"),
+        {table: times_of(timers, flow, table) for table in timers},
+        {table: _timer_ids(unfired, flow, table) for table in unfired},
+    )
 
 
 def promotion_content(promoted: Promotion) -> dict[str, Any]:
@@ -120,6 +146,14 @@ def times_of(content: dict[str, Any], flow: str, name: str) -> dict[str, int]:
     """Times by clock, from JSON."""
     times = take(content, flow, name, dict)
     return {clock: take(times, flow, clock, int) for clock in times}
+
+
+def _timer_ids(content: dict[str, Any], flow: str, table: str) -> frozenset[TimerId]:
+    found = take(content, flow, table, list)
+    for each in found:
+        if not (isinstance(each, list) and [type(part) for part in each] == [str, str, str, int]):
+            garbage(flow, f"unfired of {table} has {short(each)}")
+    return frozenset(TimerId(*each) for each in found)
 
 
 def _names(content: dict[str, Any], flow: str, field_: str) -> dict[str, str]:

@@ -174,6 +174,7 @@ class StateRun:
             now_ms=moment.now_ms,
             watermark_ms=moment.watermark_ms,
             timers_until=moment.timers_until,
+            unfired=moment.unfired,
             default_ttl_ms=spec.default_ttl_ms,
             on_error=spec.on_error,
             dead_letter_topic=spec.dead_letter_topic,

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from onceflow.host.identity import host_identity
+from onceflow.protocol.succession import TimerId
 from onceflow.state.api.deduplication import Deduplication
 from onceflow.state.api.processor import ColumnProcessor, Processor
 from onceflow.state.joins.spec import Ends, JoinSpec
@@ -93,6 +94,7 @@ class Moment:
         open_ended: see `TableProgress`.
         timers_until: by clock, the time up to which timers may fire; a clock without an entry fires none. None: all
             that are due may fire.
+        unfired: timers before that time that may not fire either.
     """
 
     batch: int
@@ -106,6 +108,14 @@ class Moment:
     joined: Ends = field(default_factory=dict)
     open_ended: bool = False
     timers_until: Mapping[str, int] | None = None
+    unfired: frozenset[TimerId] = frozenset()
+
+    def limited(self, until: Mapping[str, int], unfired: frozenset[TimerId]) -> Moment:
+        """The same, but timers fire as they have in an earlier version, which may be behind in event time."""
+        watermark_ms = self.watermark_ms
+        if watermark_ms is not None and "event" in until:
+            watermark_ms = min(watermark_ms, until["event"])
+        return replace(self, watermark_ms=watermark_ms, timers_until=until, unfired=unfired)
 
     def goal(self, spec: ProcessSpec, partition: int) -> Goal:
         """What the local store of a partition must contain before anything is read from it."""
@@ -135,6 +145,7 @@ class Moment:
                 "last": list(self.last.items()),
                 "verified": sorted(self.verified),
                 "open_ended": self.open_ended,
+                "unfired": sorted(self.unfired),
                 "timers_until": None if self.timers_until is None else dict(self.timers_until),
                 "joined": {topic: list(ends.items()) for topic, ends in self.joined.items()},
             }
@@ -155,6 +166,7 @@ class Moment:
             joined={topic: dict(ends) for topic, ends in fields["joined"].items()},
             open_ended=fields["open_ended"],
             timers_until=fields["timers_until"],
+            unfired=frozenset(TimerId(*each) for each in fields["unfired"]),
         )
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import TypeAlias
 
 from onceflow import hooks
 from onceflow.errors import BatchAbortedError, ProgressConflictError
-from onceflow.protocol.progress import Progress, TableProgress
+from onceflow.protocol.progress import NO_TIMER, Progress, TableProgress
 from onceflow.state.dead_letter_limit import DeadLetters, letters_of
 from onceflow.state.engine.shapes import declared_fields
 from onceflow.state.local.catch_up import CAUGHT_UP, LOST, RESTORED
@@ -22,6 +23,9 @@ from onceflow.state.watermark import Origin, Watermark
 log = logging.getLogger("onceflow.state")
 
 CLOCKS = ("event", "processing")
+
+_Timers: TypeAlias = Mapping[int, Mapping[str, int | None]]
+"""The earliest timer, by partition and clock."""
 
 
 class TableState:
@@ -77,6 +81,7 @@ class TableState:
         self._sizes: dict[int, tuple[Mapping[str, int], int | None]] = {}
         self._restored, self._restore_s = 0, 0.0
         self._fired = dict(known.fired)
+        self._unfired = set(known.unfired)  # of partitions that were not opened in this run yet
         self._fields = declared_fields(spec.processor)
         self.dead_letters = DeadLetters(spec.flow, spec.dead_letter_topic, spec.max_dead_letters, f"table {spec.table}")
 
@@ -106,6 +111,13 @@ class TableState:
             verified=frozenset(self._verified),
             open_ended=self.open_ended,
         )
+
+    def not_before(self, times: Mapping[str, int]) -> None:
+        """Both clocks of the next batch show at least these times: timers of an earlier version have fired then."""
+        self._now_ms = max(self._now_ms, times.get("processing", self._now_ms))
+        if "event" in times and self._lateness_ms is not None:
+            known = self.watermark.value_ms
+            self.watermark.value_ms = times["event"] if known is None else max(known, times["event"])
 
     def due(self, now_ms: int) -> set[int]:
         """Partitions with a timer that is due, or that may have one."""
@@ -151,13 +163,24 @@ class TableState:
             seen.add(report.partition)
         self.dead_letters.check(letters_of(reports))
 
-    def progress_after(self, reports: Sequence[StateReport]) -> tuple[dict[str, dict[int, int]], TableProgress]:
+    def progress_after(
+        self, reports: Sequence[StateReport], moment: Moment
+    ) -> tuple[dict[str, dict[int, int]], TableProgress]:
         """What the progress record contains when these reports are committed: end offsets of both topics, and more.
         Without a changelog there are no end offsets."""
         topics = self.spec.topics
         version, watermark_ms = self.spec.processor.version, self._watermark_after(reports)
-        fired = self._fired_after(reports)
-        known = TableProgress(version, watermark_ms, self._fields, open_ended=self.open_ended, fired=fired)
+        fired = self._fired_after(reports, moment)
+        timers = {**self._timers, **{report.partition: report.next_timer_ms for report in reports}}
+        known = TableProgress(
+            version,
+            watermark_ms,
+            self._fields,
+            open_ended=self.open_ended,
+            fired=fired,
+            soonest=self._soonest(timers, fired),
+            unfired=self._unfired_in(timers, fired),
+        )
         if self._local is not None:
             changed = {report.partition: report.commit for report in reports if report.changed}
             return {}, replace(known, local=replace(self._local, last=self.last | changed))
@@ -170,7 +193,7 @@ class TableState:
         watermark_ms = self._watermark_after(reports)
         self._table_ends, self._internal_ends = self._ends_after(reports)
         self._now_ms = moment.now_ms
-        self._fired = self._fired_after(reports)
+        self._fired = self._fired_after(reports, moment)
         self.watermark.on_commit(_latest(reports), watermark_ms)
         self.dead_letters.on_commit(letters_of(reports))
         for report in reports:
@@ -246,12 +269,30 @@ class TableState:
                 internal_ends[report.partition] = report.internal_end
         return table_ends, internal_ends
 
-    def _fired_after(self, reports: Sequence[StateReport]) -> dict[str, int]:
+    def _fired_after(self, reports: Sequence[StateReport], moment: Moment) -> dict[str, int]:
+        """Up to when timers have fired. What is due in a partition fires in every batch, so it is the batch's time."""
         fired = dict(self._fired)
-        for report in reports:
-            for clock, ms in report.fired.items():
-                fired[clock] = max(ms, fired.get(clock, ms))
+        for clock, ms in (("event", moment.watermark_ms), ("processing", moment.now_ms)):
+            if ms is None or not (clock in fired or any(clock in report.fired for report in reports)):
+                continue
+            if moment.timers_until is not None:
+                ms = min(ms, moment.timers_until.get(clock, ms))
+            fired[clock] = max(ms, fired.get(clock, ms))
         return fired
+
+    def _unfired_in(self, timers: _Timers, fired: Mapping[str, int]) -> tuple[int, ...]:
+        """Partitions in which something is left that is due before `fired`, see `TableProgress`."""
+        found = self._unfired - timers.keys()
+        for partition, soonest in timers.items():
+            if any(ms is not None and ms <= fired.get(clock, ms - 1) for clock, ms in soonest.items()):
+                found.add(partition)
+        return tuple(sorted(found))
+
+    def _soonest(self, timers: _Timers, clocks: Iterable[str]) -> dict[str, int]:
+        if len(timers) < self.partitions:
+            return {}
+        left = {clock: [ms for each in timers.values() if (ms := each.get(clock)) is not None] for clock in clocks}
+        return {clock: min(times, default=NO_TIMER) for clock, times in left.items()}
 
     def _watermark(self) -> int | None:
         return None if self._lateness_ms is None else self.watermark.advance()

@@ -13,6 +13,7 @@ import pyarrow as pa
 from onceflow.durations import duration_ms
 from onceflow.errors import BadRecordError, EnvironmentUnusableError, OnceflowError, OptionError, ProcessorError
 from onceflow.protocol.names import OwnTopics
+from onceflow.protocol.succession import TimerId
 from onceflow.state import dead_letters
 from onceflow.state.api.joined_table import JoinedTable
 from onceflow.state.api.record import Record
@@ -62,7 +63,7 @@ class BaseEngine:
         max_timers_per_batch: how many timers may fire, those with the earliest times first. The others wait for the
             next batch. None: all that are due.
         tables: tables that the flow joins with, by name.
-        timers_until: see `Moment`.
+        timers_until, unfired: see `Moment`.
 
     Attributes:
         timers_left: whether more timers were due than one batch may fire, or one of them has not done all of its work.
@@ -99,6 +100,7 @@ class BaseEngine:
         max_timers_per_batch: int | None = TIMERS_PER_BATCH,
         tables: Mapping[str, JoinedTable] | None = None,
         timers_until: Mapping[str, int] | None = None,
+        unfired: frozenset[TimerId] = frozenset(),
     ) -> None:
         self.processor = copy.copy(processor)
         self.flow, self.table, self.partition, self.batch = flow, table, partition, batch
@@ -109,10 +111,9 @@ class BaseEngine:
         if default_ttl_ms is None and processor.ttl is not None:
             default_ttl_ms = duration_ms(processor.ttl)
         self._dead_letter_topic = dead_letter_topic if on_error == "dead-letter" else None
-        self._late_topic = late_topic
-        self._source_topic = source_topic
+        self._late_topic, self._source_topic = late_topic, source_topic
         self._max_timers = max_timers_per_batch
-        self._timers_until = timers_until
+        self._timers_until, self._unfired = timers_until, due.Unfired(unfired)
         self.timers_left, self.fired = False, dict[str, int]()
         self._overlay = Overlay(store)
         self._scope = Scope(
@@ -126,7 +127,7 @@ class BaseEngine:
         self._scope.tables = tables or {}
         self._own_topics = own_topics or OwnTopics()
         self._collector = OutputCollector(own_topics=self._own_topics)
-        self.max_event_ms: dict[tuple[str | None, int], int] = {}
+        self.max_event_ms = dict[tuple[str | None, int], int]()
         self.counts = dict.fromkeys(COUNTS, 0)
         self.causes: dict[str, tuple[int, str]] = {}
 

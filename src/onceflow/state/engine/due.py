@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
+from onceflow.protocol.succession import TimerId
 from onceflow.state import rows
 from onceflow.state.api.timers import CLOCKS, MS_MAX, Timer, timer_of
 from onceflow.state.stores.overlay import Overlay
@@ -33,6 +34,42 @@ def due_timers(overlay: Overlay, now_ms: int | None, watermark_ms: int | None) -
         # on_timer of an earlier timer may have cancelled or moved this one.
         if row is not None and timer_of(row) == (at_ms, CLOCKS[clock]):
             yield key, Timer(name.decode(), at_ms, CLOCKS[clock])
+
+
+class Unfired:
+    """Timers that an earlier version of a flow has left, although they are due. The others have fired there.
+
+    A timer that is due later than the one of its name there was registered after it, or in its place. So it has not
+    fired there either.
+    """
+
+    def __init__(self, ids: Iterable[TimerId]) -> None:
+        self._at_ms = {(each.key, each.name, each.clock): each.at_ms for each in ids}
+
+    def has(self, key: bytes, timer: Timer) -> bool:
+        """Whether a timer has not fired there."""
+        if not self._at_ms:
+            return False
+        known_ms = self._at_ms.get((key.hex(), timer.name, timer.clock))
+        return known_ms is not None and known_ms <= timer.at_ms
+
+
+def are_left(overlay: Overlay, now_ms: int | None, watermark_ms: int | None, unfired: Unfired) -> bool:
+    """Whether timers are due after the changes, also those that this batch has registered.
+
+    Args:
+        unfired: timers that do not count.
+    """
+    until = {"processing": now_ms, "event": watermark_ms}
+    for row_key, row in overlay.changes():
+        if row is None or row_key[:1] != rows.TIMER:
+            continue
+        key, name = rows.timer_parts(row_key)
+        timer = Timer(name.decode(), *timer_of(row))
+        limit = until[timer.clock]
+        if limit is not None and timer.at_ms <= limit and not unfired.has(key, timer):
+            return True
+    return any(not unfired.has(key, timer) for key, timer in due_timers(overlay, now_ms, watermark_ms))
 
 
 def take(overlay: Overlay, key: bytes, timer: Timer) -> None:

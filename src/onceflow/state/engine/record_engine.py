@@ -56,6 +56,8 @@ class Engine(BaseEngine):
         self._guarded("late_before_ms", self._decide_what_is_late)
         on_timer, decode = self.processor.on_timer, self.processor.key.decode
         for raw_key, timer in due.due_timers(self._overlay, *self._fire_until()):
+            if self._unfired.has(raw_key, timer):
+                continue
             if self.counts["timers_fired"] == self._max_timers:
                 self.timers_left = True
                 break
@@ -83,6 +85,12 @@ class Engine(BaseEngine):
             self.fired[timer.clock] = max(timer.at_ms, self.fired.get(timer.clock, timer.at_ms))
         self.timers_left = self.timers_left or self._scope.timers_left
         self._overlay.savepoint()
+
+    def finish(self) -> None:
+        """See `BaseEngine`. After a promotion, timers that this batch has registered may have fired already, too."""
+        super().finish()
+        if self._timers_until is not None:
+            self.timers_left = due.are_left(self._overlay, *self._fire_until(), self._unfired)
 
     def _fire_until(self) -> tuple[int | None, int | None]:
         """Up to when timers fire, in processing time and in event time; None: none fires."""
