@@ -96,10 +96,7 @@ class BatchCommit:
         joins: Joins,
         calls: RowCalls,
     ) -> None:
-        self._names = names
-        self._driver = driver
-        self._joins = joins
-        self._calls = calls
+        self._names, self._driver, self._joins, self._calls = names, driver, joins, calls
         self._state = state
         self._settings = settings
         self._cores = cores
