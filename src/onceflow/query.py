@@ -131,7 +131,6 @@ class FlowQuery(SparkQuery):
     def _announce_end(self) -> None:
         hooks.at(hooks.ENDED, where="driver", flow=self.flow, query=self)
 
-    @fenced_ends_program()
     def awaitTermination(self, timeout: float | None = None) -> bool | None:
         """Wait for the query to stop. ``timeout`` is in seconds; the result is True when it has stopped.
 
@@ -149,9 +148,9 @@ class FlowQuery(SparkQuery):
             self.release()
             if self._sink.stopping and self._sink.failure is None:
                 return None if timeout is None else True  # stop() has interrupted the last batch
-            raise self._reason(error) from None  # Spark's text only adds Java's stack, and repeats the reason
+            with fenced_ends_program():
+                raise self._reason(error) from None  # Spark's text only adds Java's stack, and repeats the reason
 
-    @fenced_ends_program()
     def processAllAvailable(self) -> None:
         """Wait until everything that is in the sources now has been committed.
 
@@ -163,7 +162,8 @@ class FlowQuery(SparkQuery):
                 super().processAllAvailable()
         except StreamingQueryException as error:
             self.release()
-            raise self._reason(error) from None  # Spark's text only adds Java's stack, and repeats the reason
+            with fenced_ends_program():
+                raise self._reason(error) from None  # Spark's text only adds Java's stack, and repeats the reason
 
     def stop(self, *, batch_s: float = 0.0) -> None:
         """Stop the query. A running batch is aborted, and the next start runs it again.

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
@@ -12,17 +11,22 @@ from onceflow.errors import FencedError
 from onceflow.interactive import is_interactive
 
 
-@contextlib.contextmanager
-def fenced_ends_program() -> Iterator[None]:
+class fenced_ends_program:
     """If the block raises a FencedError and nobody catches it, the program ends with the exit code of the error, after
-    the error was printed as usual."""
-    try:
-        yield
-    except FencedError:
+    the error was printed as usual.
+
+    It is a class, not a generator: it adds no lines to the traceback.
+    """
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         # Only now: a hook that the program has set meanwhile is called, too. In a notebook an error does not end it.
-        if not isinstance(sys.excepthook, _Hook) and not is_interactive():
+        if isinstance(error, FencedError) and not isinstance(sys.excepthook, _Hook) and not is_interactive():
             sys.excepthook = _Hook(sys.excepthook)
-        raise
 
 
 class _Hook:
