@@ -18,6 +18,7 @@ from onceflow.admin.replay import (
     BATCHES_UNKNOWN,
     CALLS,
     CLOCK,
+    HANDED_OVER,
     IDLE,
     LATE,
     NOT_IN_ORDER,
@@ -492,6 +493,8 @@ def test_what_a_replay_cannot_know(tmp_path: Path) -> None:
             (Undated(), keys, step(0, 100), []),
             (Timed(), keys, step(0, 100, batch=False), [BATCHES_UNKNOWN]),
             (Timed(), keys, step(0, 100, None, 990), []),
+            (Timed(), keys, replace(step(0, 100, None, 990), timers_until={"event": 5}), [HANDED_OVER]),
+            (Timed(), keys, replace(step(0, 100, None, 990), timers_until={}), []),
             (Timed(), keys, step(0, 100, None, 991), [IDLE]),
         ]
     ):

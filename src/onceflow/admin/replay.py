@@ -50,6 +50,7 @@ CLOCK = "the processor uses processing time: it asks for it, sets timers of that
 BATCHES_UNKNOWN = "the processor uses event time, and the progress records of some batches are gone"
 CALLS = "the results depend on how many records of a key process() gets at once, and this is not known for all batches"
 IDLE = "the processor uses event time, and the watermark did not follow from the records alone: a partition was idle"
+HANDED_OVER = "a promotion has handed over timers, and which of them the earlier version had fired is not known exactly"
 
 Emit = Callable[[pa.RecordBatch, int], None]
 
@@ -157,6 +158,8 @@ class Replay:
         """
         if self._lateness_ms is not None and not step.is_batch:
             self.doubt(BATCHES_UNKNOWN)
+        if step.timers_until:
+            self.doubt(HANDED_OVER)
         latest: dict[Origin, int] = {}
         for inputs in self._parts(step):
             for report in self._run_batch(inputs, step):
