@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections import Counter
@@ -327,10 +328,8 @@ def when_timers_are_left(pipe: Any, done: Callable[[], Result]) -> Iterator[list
         yield seen
 
 
-def test_fenced_while_timers_are_left(make_state_pipe: Any, make_topic: Any, call: Call) -> None:
-    """More timers are due than one batch may fire, and those of two partitions are at different times."""
-    late = make_topic("late", 1)
-    pipe = make_state_pipe(partitions=2)
+def fenced_while_timers_are_left(pipe: Any, late: str, make_topic: Any, call: Call) -> Any:
+    """A promoted copy. The old flow had more timers that were due than one batch may fire."""
     send(pipe, 300)
     alarms(pipe, late, once=True).awaitTermination(60)
     copy = copied(pipe, call, make_topic("out", 2))
@@ -343,7 +342,35 @@ def test_fenced_while_timers_are_left(make_state_pipe: Any, make_topic: Any, cal
     (left,) = (progress_of(pipe) or {})["handover"]["unfired"].values()
     assert left
     send(pipe, 100)
+    return copy
+
+
+def test_fenced_while_timers_are_left(make_state_pipe: Any, make_topic: Any, call: Call) -> None:
+    late = make_topic("late", 1)
+    pipe = make_state_pipe(partitions=2)
+    copy = fenced_while_timers_are_left(pipe, late, make_topic, call)
     finish(successor(pipe, copy), late)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("step", ["write", "progress", "end"])
+def test_killed_in_both_batches_without_outputs(make_state_pipe: Any, make_topic: Any, call: Call, step: str) -> None:
+    """In the one with the records of the gap, and in the first one with timers of the old flow."""
+    late = make_topic("late", 1)
+    pipe = make_state_pipe(partitions=2)
+    after = successor(pipe, fenced_while_timers_are_left(pipe, late, make_topic, call))
+    first = (progress_of(pipe) or {})["batch_id"] + 1
+    written = fired(pipe)
+    for batch in (first, first + 1):
+        options = {"processor": "Alarms", "process": {"late_topic": late}, "records_per_batch": 150, "forever": True}
+        process = after.driver(faults.fault(step, "kill", flow=pipe.flow, batch=batch), **options)
+        try:
+            output = process.communicate(timeout=120)[0]
+            assert process.returncode == -signal.SIGKILL, output
+        finally:
+            pipe.end_driver(process)
+        assert fired(pipe) == written
+    finish(after, late)
 
 
 def test_refused_while_timers_are_left(make_state_pipe: Any, make_topic: Any, call: Call) -> None:
