@@ -226,8 +226,9 @@ class Replay:
             dict(self._ends[1]),
             dict(self._last),
             self._verified,
-            timers_until=step.timers_until,
         )
+        if step.timers_until is not None:
+            moment = moment.limited(step.timers_until, step.unfired)
         run = StateRun(self._spec, moment, source=_NoTopics(), changelog=self._changelog, emit=self._emit)
         try:
             run.open(self._due(step))  # others are opened for their records

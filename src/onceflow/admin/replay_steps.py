@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from onceflow.client.log_reader import LogRecord
-from onceflow.driver.handover import timers_until
+from onceflow.driver.handover import owes_timers, timers_until, unfired
 from onceflow.errors import OptionError
 from onceflow.protocol import progress as records
 from onceflow.protocol.names import INTERNAL_SUFFIX
-from onceflow.protocol.progress import Offsets, Progress
+from onceflow.protocol.progress import Offsets, Progress, TimerId
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Step:
         now_ms: about the processing time, epoch milliseconds.
         is_batch: whether the flow has committed exactly this part as one batch.
         muted: whether an earlier version has written the outputs of this part (``driver/handover.py``).
-        timers_until: see `Moment`.
+        timers_until, unfired: see `Moment`.
     """
 
     start: Offsets
@@ -36,6 +36,7 @@ class Step:
     is_batch: bool
     muted: bool = False
     timers_until: Mapping[str, int] | None = None
+    unfired: frozenset[TimerId] = frozenset()
 
 
 def lives(history: Sequence[LogRecord]) -> list[list[Progress]]:
@@ -154,8 +155,11 @@ def steps(begin: Offsets, before: Progress | None, life: Sequence[Progress], tab
         }
         muted = before is not None and before.handover is not None
         until = timers_until(before, table) if before is not None else None
-        if is_batch:
-            yield Step(start, end, _watermark(before, table), _watermark(now, table), now.time_ms, True, muted, until)
+        if is_batch and before is not None:
+            at_ms, kept = _watermark(before, table), unfired(before, table)
+            if until is not None and "event" in until and at_ms is not None and owes_timers(before):
+                at_ms = max(at_ms, until["event"])  # see `TableState.not_before`
+            yield Step(start, end, at_ms, _watermark(now, table), now.time_ms, True, muted, until, kept)
         elif start != end:
             yield Step(start, end, None, None, now.time_ms, False, muted, until)
         position.update(end)

@@ -316,15 +316,12 @@ class BatchCommit:
             raise self._fenced(f"while batch {progress.batch_id} was being committed")
 
     def _on_commit(self, progress: Progress, checked: Audit, summary: BatchSummary) -> None:
-        muted = self.progress.handover is not None
         self.progress = progress
         summary.records, summary.nbytes, summary.written = checked.records, checked.nbytes, checked.written
         summary.max_rss_kib = checked.max_rss_kib
         if self._state is not None:
             self._state.on_commit(summary)
         self._calls.on_commit(summary)
-        if muted:  # the earlier version has written these records
-            summary.records = summary.dead_letters = summary.late = summary.duplicates = 0
         if self._late_rows is not None:
             self._late_rows.on_commit(summary.batch, summary.dropped)
         self._writer.on_commit(checked, summary)
