@@ -17,7 +17,7 @@ from onceflow.driver.batch_sink import BatchSink
 from onceflow.driver.source_times import SourceTimes
 from onceflow.driver.start_report import Dataset, StartReport
 from onceflow.errors import BrokerUnreachableError, EnvironmentUnusableError, OnceflowError
-from onceflow.planning.options import BatchSummary
+from onceflow.planning.options import AT_MOST_ONCE, BatchSummary
 from onceflow.protocol.names import INTERNAL_SUFFIX
 from onceflow.protocol.position import Position
 from onceflow.protocol.progress import Offsets, Progress
@@ -182,6 +182,21 @@ class FlowQuery(SparkQuery):
             if ended:
                 self._sink.turn.release()
             self.release()
+
+    def stop_is_asked(self) -> None:
+        """Call this as soon as a signal asks for a stop; it waits for nothing. `stop` or `stopped_with_spark` follows.
+
+        The signal may go to the group of processes, and end Spark's JVM before `stop` is called. A batch that fails
+        because of that is aborted, and the query has not failed. With ``at_most_once`` it has: the rows are lost.
+        """
+        if self.guarantee != AT_MOST_ONCE:
+            self._sink.stopping = True
+
+    def stopped_with_spark(self) -> None:
+        """Call this if a stop was asked for, and the query has ended before it: Spark's JVM got the signal, too."""
+        if self._sink.failure is None:
+            self._sink.stopping = True
+        self.release()
 
     def _stop_in_spark(self, *, idle: bool) -> None:
         """Stop Spark's query, and wait for its thread.

@@ -93,9 +93,9 @@ def serve(
     """
     if not queries:
         raise OptionError("serve() was given no query", next_step="give it what Flow.write(...).start() returned")
-    signals = StopSignals(option_seconds(stop_timeout, "stop_timeout", None))
-    say: _Say = _say_in_json if json_logs.use(log_format) else partial(_say, signals)
     running = [query for query in queries if not isinstance(query, FlowWriter)]
+    signals = StopSignals(option_seconds(stop_timeout, "stop_timeout", None), partial(_stop_is_asked, running))
+    say: _Say = _say_in_json if json_logs.use(log_format) else partial(_say, signals)
     try:
         with uncaught.fenced_ends_program(), contextlib.ExitStack() as stack:
             watching: list[MetricsEndpoint | Telemetry | Lineage] = []
@@ -106,7 +106,9 @@ def serve(
             if telemetry:
                 watching.append(stack.enter_context(Telemetry()))
             if lineage:
-                watching.append(stack.enter_context(Lineage()))
+                events = Lineage()
+                stack.callback(lambda: events.close(signals.left_s))
+                watching.append(events)
             stack.callback(_stop, running)  # before those who watch close, so that they learn how it ends
             for query in running:
                 for each in watching:
@@ -123,6 +125,11 @@ def _stop(running: Sequence[FlowQuery]) -> None:
     for query in running:
         if query.isActive:
             query.stop()
+
+
+def _stop_is_asked(running: Sequence[FlowQuery]) -> None:
+    for query in running:
+        query.stop_is_asked()
 
 
 def _run(
@@ -207,6 +214,8 @@ def _line(query: FlowQuery, batch: BatchSummary) -> dict[str, Any]:
 
 def _end(query: FlowQuery, signals: StopSignals) -> None:
     if not query.isActive:
+        if signals.asked:
+            query.stopped_with_spark()
         return
     # With at_most_once, progress is written before the rows: let the batch finish, so that this end loses no rows.
     query.stop(batch_s=max(0.0, signals.left_s - _CLOSE_S) if query.guarantee == AT_MOST_ONCE else 0.0)

@@ -7,6 +7,7 @@ import queue
 import signal
 import threading
 import time
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -32,10 +33,12 @@ class StopSignals:
 
     Args:
         stop_s: in seconds, from the first signal until the exit of this context.
+        on_ask: called by the handler of the first signal. It must not wait for anything.
     """
 
-    def __init__(self, stop_s: float) -> None:
+    def __init__(self, stop_s: float, on_ask: Callable[[], object] = lambda: None) -> None:
         self.stop_s = stop_s
+        self._on_ask = on_ask
         self._asked_at: float | None = None
         self._before: dict[int, Any] = {}
         # Their put() may interrupt a get() of the same thread. An Event would wait for its own lock then.
@@ -84,6 +87,7 @@ class StopSignals:
     def _ask(self, number: int, frame: FrameType | None) -> None:
         if self._asked_at is None:
             self._asked_at = time.monotonic()
+            self._on_ask()
             self._wakes.put(number)
             self._begun.put(number)
         elif not self._is_repeated():

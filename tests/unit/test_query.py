@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from py4j.protocol import Py4JError, Py4JNetworkError
 
-from onceflow import BatchAbortedError, EnvironmentUnusableError
+from onceflow import BatchAbortedError, EnvironmentUnusableError, OptionError, hooks
 from onceflow.driver.batch_sink import BatchSink
 from onceflow.planning.options import SinkOptions
 from onceflow.query import FlowQuery
@@ -82,6 +82,49 @@ def test_a_batch_under_way_may_end_before_the_query_is_stopped(batch_s: float) -
     query.stop(batch_s=batch_s)
     assert not spark_thread.is_alive()
     assert ended == (["whole"] if batch_s else ["cut short"])
+
+
+@pytest.mark.parametrize("guarantee, outcome", [("exactly_once", "stopped"), ("at_most_once", "failed")])
+def test_a_batch_that_fails_by_the_signal_for_a_stop(guarantee: str, outcome: str) -> None:
+    """SIGTERM to the group of processes ends Spark's JVM before the query is stopped."""
+    progress = SimpleNamespace(batch_id=6, offsets={})
+    commit: Any = SimpleNamespace(flow="deposits", progress=progress, machine=None)
+    commit.ended_batch = lambda df: None
+    sink = BatchSink(commit, SinkOptions("out", "key", "none", 60.0, guarantee=guarantee))
+    sink.awaited = 1
+    spark: Any = SimpleNamespace(_jsq=Gone(Py4JNetworkError("empty")))
+    released: list[bool] = []
+    query = FlowQuery(spark, sink, lambda: released.append(True))
+
+    def run(*_: Any) -> None:
+        raise Py4JNetworkError("empty")
+
+    sink._run = run  # type: ignore[method-assign]
+    frame: Any = SimpleNamespace(sparkSession=SimpleNamespace(_jsc=None))
+    told: list[str] = []
+    forget = hooks.observe(lambda step, **facts: told.append(step))
+    try:
+        query.stop_is_asked()
+        with pytest.raises(BatchAbortedError):
+            sink(frame, 0)
+        query.stopped_with_spark()
+    finally:
+        forget()
+    assert query.outcome == outcome
+    assert told == (["ended"] if outcome == "stopped" else ["failed", "ended"])
+    assert released == [True]
+
+
+@pytest.mark.parametrize("failure, outcome", [(None, "stopped"), (OptionError("wrong"), "failed")])
+def test_a_query_that_has_ended_with_spark(failure: Exception | None, outcome: str) -> None:
+    sink: Any = SimpleNamespace(flow="f", stopping=False, failure=failure, progress=SimpleNamespace(offsets={}))
+    spark: Any = SimpleNamespace(_jsq=Gone(Py4JNetworkError("empty")))
+    released: list[bool] = []
+    query = FlowQuery(spark, sink, lambda: released.append(True))
+    assert query.outcome == "failed", "Spark cannot say how it has ended"
+    query.stopped_with_spark()
+    assert query.outcome == query.condition == outcome
+    assert released == [True]
 
 
 @pytest.mark.parametrize("batch_s", [0.0, 0.3])

@@ -37,6 +37,7 @@ class Query:
         self.is_complete = self.is_over = False
         self.told: list[str] = []
         self.was_logged = False
+        self.asked = 0
         self._running, self._asks, self._most = True, asks, batches
 
     @property
@@ -51,6 +52,12 @@ class Query:
     def stop(self, *, batch_s: float = 0.0) -> None:
         self.calls.append(f"stop after {batch_s:g} s" if batch_s else "stop")
         self._running = False
+
+    def stop_is_asked(self) -> None:
+        self.asked += 1
+
+    def stopped_with_spark(self) -> None:
+        self.calls.append("stopped with Spark")
 
     def log_start(self) -> None:
         self.was_logged = True
@@ -385,6 +392,36 @@ def test_a_query_that_is_done_ends_it(capsys: pytest.CaptureFixture[str]) -> Non
     serve(query, more=lambda query: {"left": 0})
     assert query.calls == ["awaitTermination"]
     assert [line["left"] for line in lines(capsys)] == [0, 0, 0]
+
+
+def test_a_signal_that_has_ended_spark_too_is_a_stop(capsys: pytest.CaptureFixture[str]) -> None:
+    """It has reached the whole group of processes: one query has ended with the JVM, the other one is seen before."""
+
+    def both(query: Query) -> None:
+        terminate(query)
+        assert (query.asked, other.asked) == (1, 1), "before anything that asks Spark"
+        query.fail(None)
+
+    query, other = Query(asks=both), Query("g", batches=99)
+    serve(query, other)
+    assert query.calls == ["stopped with Spark"]
+    assert other.calls == ["stop"]
+
+
+def test_the_last_events_of_the_lineage_are_part_of_a_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[float] = []
+
+    class Lineage:
+        def add(self, query: Any) -> None:
+            pass
+
+        def close(self, timeout: float) -> None:
+            limits.append(timeout)
+
+    monkeypatch.setattr("onceflow.serving.Lineage", Lineage)
+    serve(Query(asks=terminate), lineage=True, stop_timeout="2 seconds")
+    (limit_s,) = limits
+    assert 0 < limit_s < 2
 
 
 def test_with_at_most_once_what_is_begun_is_finished() -> None:
