@@ -135,19 +135,33 @@ def test_rows_that_a_flow_has_adopted_and_a_table_that_was_added_later(
     assert value["count"] > 3, "the adopted rows count"
 
 
-def test_a_fork(make_state_pipe: Callable[..., Any], make_topic: Callable[..., str], verify: Any) -> None:
-    """It begins with the state and the position of the flow that it is a copy of."""
+@pytest.mark.parametrize("kind", ["Ledger", "Hops"])
+def test_a_fork(make_state_pipe: Callable[..., Any], make_topic: Callable[..., str], verify: Any, kind: str) -> None:
+    """It begins with the state and the position of the flow that it is a copy of. Windows have maps and timers only."""
     pipe = make_state_pipe(partitions=2)
-    pipe.fill(200)
-    pipe.run()
+    process: dict[str, Any] = {"processor": getattr(pipe.ledger, kind)()}
+    if kind == "Hops":
+        process["late_topic"] = make_topic("late", 1)
+    replay = ["--replay", f"{LEDGER}:{kind}"]
+
+    def fill(first: int, count: int) -> None:
+        if kind == "Ledger":
+            pipe.fill(count)
+        else:
+            independent.fill(pipe.bootstrap, pipe.source, pipe.ledger.alarm_inputs(first, count))
+
+    fill(0, 200)
+    pipe.run(process=process)
     new = f"{pipe.flow}-new"
     command = ["fork", pipe.flow, new, "--table", f"{pipe.table}={pipe.table}-new", "--yes"]
     answer = CliRunner().invoke(cli, [*command, "--bootstrap-servers", pipe.bootstrap], standalone_mode=False)
     assert answer.exception is None, answer.exception
-    pipe.fill(150)
+    found, last = verify(new, *replay, "--tables-only")
+    assert (found, last["notes"], last["checked"]["replayed records"]) == ([], [], 0), "as it was copied"
+    fill(200, 150)
     pipe.flow, pipe.table, pipe.target = new, f"{pipe.table}-new", make_topic("out", 2)
-    pipe.run()
-    for arguments in (["--replay", f"{LEDGER}:Ledger"], ["--tables", "--state-dir", str(pipe.state_dir)]):
+    pipe.run(process=process)
+    for arguments in (replay, ["--tables", "--state-dir", str(pipe.state_dir)]):
         found, last = verify(new, *arguments)
         assert (found, last["notes"]) == ([], [])
-    assert verify(new, "--replay", f"{LEDGER}:Ledger")[1]["checked"]["replayed records"] == 150
+    assert verify(new, *replay)[1]["checked"]["replayed records"] == 150

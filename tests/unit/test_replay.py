@@ -232,6 +232,11 @@ def test_where_a_replay_begins() -> None:
     assert (gone.offsets, gone.before, gone.state) == ({"s": {0: 5}}, None, None)
     forked = replace(adopted, forked=ForkOrigin("g", 12, 1))
     assert from_progress([forked, at(1, {"s": {0: 9}})], "t", None).state == forked
+    # Windows keep everything in the companion topic, and nothing in the topic of the table.
+    windows = replace(forked, changelogs={**empty, "t-internal": {0: 7}})
+    assert from_progress([windows, at(1, {"s": {0: 9}})], "t", None).state == windows
+    nothing = replace(forked, changelogs={**empty, "t-internal": {0: 0}, "u": {0: 7}, "u-internal": {0: 7}})
+    assert from_progress([nothing, at(1, {"s": {0: 9}})], "t", None).state is None
     with pytest.raises(OptionError, match=r"its state from g \(onceflow fork\)") as raised:
         from_progress([replace(forked, batch_id=7)], "t", None)
     assert "--since" in raised.value.next_step

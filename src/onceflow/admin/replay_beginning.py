@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from onceflow.admin.replay_steps import begun_at, first_start
 from onceflow.errors import OptionError
+from onceflow.protocol.names import INTERNAL_SUFFIX
 from onceflow.protocol.progress import Offsets, Progress
 
 
@@ -45,9 +46,14 @@ def from_progress(life: Sequence[Progress], table: str, given: Offsets | None) -
                 next_step="begin with the state of a later time: --since FILE, of `onceflow progress export`",
             )
         return Beginning(begun_at(life, given), None, life, None)  # that record is gone
-    state = start if any(start.changelogs.get(table, {}).values()) else None
+    state = start if _has_rows(start, table) else None
     if start.batch_id or start.promoted is not None:
         return Beginning(start.offsets, start, life[first:], state)
     if given is None:
         return Beginning(first_start(life), None, life, state)
     return Beginning(begun_at(life, given), None, [each for each in life if each.batch_id], state)
+
+
+def _has_rows(progress: Progress, table: str) -> bool:
+    """Whether anything was written to the topics of a table. A processor may have maps and timers only."""
+    return any(any(progress.changelogs.get(topic, {}).values()) for topic in (table, table + INTERNAL_SUFFIX))
