@@ -158,6 +158,10 @@ def test_a_fork(make_state_pipe: Callable[..., Any], make_topic: Callable[..., s
     assert answer.exception is None, answer.exception
     found, last = verify(new, *replay, "--tables-only")
     assert (found, last["notes"], last["checked"]["replayed records"]) == ([], [], 0), "as it was copied"
+    if kind == "Hops":
+        last = verify(pipe.flow, "--id", "$.n", code=2)[1]
+        assert (last["found"], last["exact"], last["checked"]["source records"]) == ({}, False, 200)
+        assert "no output has $.n, so this flow does not pass it on" in last["not_checked"][0]
     fill(200, 150)
     pipe.flow, pipe.table, pipe.target = new, f"{pipe.table}-new", make_topic("out", 2)
     pipe.run(process=process)

@@ -34,6 +34,20 @@ def test_findings(kinds: tuple[str, ...], code: int, monkeypatch: pytest.MonkeyP
     assert code_of(*VERIFY) == code
 
 
+@pytest.mark.parametrize("kinds, code, last", [((), 2, "as far as it was checked"), ((LOST,), 1, "flow: 1 lost")])
+def test_a_part_that_could_not_be_checked(
+    kinds: tuple[str, ...], code: int, last: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is no success, and it hides no finding."""
+    report = found(*kinds)
+    report.not_checked.append("records: no ids")
+    monkeypatch.setattr(Audit, "run", lambda self, tally: report)
+    assert code_of(*VERIFY) == code
+    said = capsys.readouterr().out
+    assert "not checked: records: no ids\n" in said
+    assert last in said.splitlines()[-1]
+
+
 @pytest.mark.parametrize(
     "arguments, text",
     [

@@ -17,7 +17,7 @@ from onceflow.admin.identity import Identity
 from onceflow.admin.progress_history import breaks, last_of, read_history
 from onceflow.admin.readings import Readings, readings
 from onceflow.admin.replay_steps import begun_at, lives
-from onceflow.admin.tally import LETTER, OUTPUT, SOURCE, UNDECIDED, Difference, Place, Tally
+from onceflow.admin.tally import LETTER, OUTPUT, SOURCE, UNDECIDED, Difference, Place, Tally, digest_of
 from onceflow.admin.verify_report import (
     DOUBLED,
     FOREIGN,
@@ -32,7 +32,7 @@ from onceflow.admin.verify_report import (
     unknown_past,
 )
 from onceflow.client.cluster import Cluster
-from onceflow.client.committed import CommittedReader
+from onceflow.client.committed import Chunk, CommittedReader
 from onceflow.client.deadline import Deadline
 from onceflow.client.log_reader import LogRecord
 from onceflow.client.offsets import EARLIEST, LATEST, fetch_committed, list_offsets
@@ -45,6 +45,10 @@ from onceflow.protocol.progress import Offsets, Progress
 
 _CALL_S = 60.0
 _TRIES = 20
+_OF_ID = (
+    "--id is for one output per source record. If the flow writes others, such as sums or windows, use --replay or "
+    "--tables"
+)
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,7 @@ class Outputs:
         by_key: whether a record has to be in the partition that the Java client would choose for its key.
         ordered: whether the outputs of a key are in the order of their source records.
         begin: where the flow has begun to read, by topic and partition; what is not named: as progress says.
+        place: where a record has its id, as the user has named it; None: the record as a whole is its id.
     """
 
     identity: Identity | None = None
@@ -69,6 +74,7 @@ class Outputs:
     by_key: bool = True
     ordered: bool = True
     begin: Offsets | None = None
+    place: str | None = None
 
 
 class Audit:
@@ -94,6 +100,7 @@ class Audit:
         self._check = check
         self._reader = CommittedReader(cluster, _CALL_S, check=check)
         self.report = Report(limit)
+        self._with_ids: set[int] = set()  # sides
 
     def run(self, tally: Tally) -> Report:
         """Check progress, group and tables, and compare the records if an identity is given.
@@ -213,6 +220,10 @@ class Audit:
         ordered = self._outputs.ordered and self._outputs.by_key
         for each in tally.differences(in_each=sorted(outputs) if self._outputs.in_each else (), ordered=ordered):
             unjudged += not self._judge(each, whole, written)
+        is_lost = self._outputs.filtered or self.report.counts.get(LOST)  # not in the letters either
+        strangers = is_lost and tally.counts[SOURCE] and tally.counts[OUTPUT] and not tally.met
+        if strangers and not self._is_judged():
+            unjudged = 0
         for pair in tally.reordered() if ordered else ():
             text = "its key's record before it was made of a later source record"
             self.report.add(REORDERED, text, [pair.after, pair.before, pair.source_after, pair.source_before])
@@ -297,6 +308,23 @@ class Audit:
             return False
         return True
 
+    def _is_judged(self) -> bool:
+        """Whether the records are judged, although the sources and the outputs have none in common.
+
+        Probably the flow is not one that --id can check. But if the outputs have an id, all records may really be lost.
+        """
+        place = self._outputs.place
+        if place is None or OUTPUT in self._with_ids:
+            what = "is the same as a source record" if place is None else f"has the {place} of a source record"
+            self.report.notes.append(f"no output {what}. {_OF_ID}")
+            return True
+        self.report.drop(LOST, FOREIGN)
+        known = f"no output has {place}, so this flow does not pass it on"
+        if SOURCE not in self._with_ids:
+            known = f"neither the sources nor the outputs have {place}"
+        self.report.not_checked.append(f"records: {known}. {_OF_ID}")
+        return False
+
     def _ends(self, topic: str) -> dict[int, tuple[int, int]]:
         """From the first offsets to the end offsets: transactions that are open there are waited for."""
         deadline = Deadline(_CALL_S, f"reading the offsets of {topic}")
@@ -318,6 +346,8 @@ class Audit:
                 rows = zip(offsets, chunk.keys, chunk.values, range(len(offsets)), strict=True)
                 found = ((offset, identity(key, value, chunk.headers.get(row, ()))) for offset, key, value, row in rows)
                 tally.add(side, topic, partition, found, chunk.keys)
+                if self._outputs.place is not None and side not in self._with_ids and _has_ids(chunk, identity):
+                    self._with_ids.add(side)
                 if side == OUTPUT and self._outputs.by_key:
                     self._check_places(topic, partition, chunk.keys, offsets, len(spans))
                 done, at = done + chunk.next_offset - at, chunk.next_offset
@@ -328,3 +358,11 @@ class Audit:
         for row in np.flatnonzero((right >= 0) & (right != partition)).tolist():
             text = f"its key belongs to partition {right[row]} of {count}"
             self.report.add(MISPLACED, text, [Place(topic, partition, offsets[row])])
+
+
+def _has_ids(chunk: Chunk, identity: Identity) -> bool:
+    """Whether a record has an id, and not only itself."""
+    return any(
+        identity(key, value, chunk.headers.get(row, ())) != digest_of(key, value)
+        for row, (key, value) in enumerate(zip(chunk.keys, chunk.values, strict=True))
+    )

@@ -89,6 +89,10 @@ class Tally:
 
     Args:
         folder: where the scratch folder is made; None: the system's folder for temporary files.
+
+    Attributes:
+        counts: how many records each side has.
+        met: after `differences`, how many identities are both in the sources and in an output.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
@@ -96,6 +100,7 @@ class Tally:
         self._waiting: list[list[tuple[int, ...]]] = [[] for _ in range(_FILES)]
         self._topics: dict[str, int] = {}
         self.counts = [0, 0, 0, 0]
+        self.met = 0
 
     def __enter__(self) -> Tally:
         return self
@@ -174,6 +179,8 @@ class Tally:
             self._pair(rows, starts, ends, np.cumsum(new) - 1)
         expected = np.add.reduceat((rows["side"] == SOURCE).astype(np.int64), starts)
         most = expected + np.add.reduceat((rows["side"] == UNDECIDED).astype(np.int64), starts)
+        outputs = np.add.reduceat((rows["side"] == OUTPUT).astype(np.int64), starts)
+        self.met += int(((most > 0) & (outputs > 0)).sum())
         letters = np.add.reduceat((rows["side"] == LETTER).astype(np.int64), starts)
         wrong = np.zeros(len(starts), bool)
         worst = expected.copy()

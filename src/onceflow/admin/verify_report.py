@@ -34,6 +34,7 @@ class Report:
         examples: findings of each kind, the first ones.
         checked: what was compared, as name and number.
         notes: what could not be checked, and why.
+        not_checked: what was asked for and could not be checked at all, so that nothing is known of it.
     """
 
     limit: int
@@ -41,12 +42,24 @@ class Report:
     examples: list[Finding] = field(default_factory=list)
     checked: dict[str, int] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    not_checked: list[str] = field(default_factory=list)
+
+    @property
+    def exact(self) -> bool:
+        """Whether all that was asked for was checked, and nothing was found."""
+        return not self.counts and not self.not_checked
 
     def add(self, kind: str, text: str, places: Iterable[Place] = ()) -> None:
         """Count a finding, and keep it if it is one of the first of its kind."""
         self.counts[kind] = self.counts.get(kind, 0) + 1
         if self.counts[kind] <= self.limit:
             self.examples.append(Finding(kind, text, tuple(places)))
+
+    def drop(self, *kinds: str) -> None:
+        """Forget the findings of these kinds."""
+        for kind in kinds:
+            self.counts.pop(kind, None)
+        self.examples[:] = [each for each in self.examples if each.kind not in kinds]
 
 
 def unknown_past(life: Sequence[Progress], report: Report) -> str | None:

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
+
+if TYPE_CHECKING:
+    from onceflow.admin.verify_report import Report
 
 FINDING = 1
 NOT_CHECKED = 2
 """The exit code of an error, as of wrong usage: nothing is known then."""
+
+
+def verdict(report: Report) -> int:
+    """The exit code of what was found; a finding counts more than what could not be checked."""
+    if report.counts:
+        return FINDING
+    return NOT_CHECKED if report.not_checked else 0
 
 
 class Check(click.Command):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 import click
 
-from onceflow.cli.check import FINDING, Check
+from onceflow.cli.check import Check, verdict
 from onceflow.cli.connection import connection
 from onceflow.cli.examples import examples
 from onceflow.cli.interrupts import interruptible
@@ -104,12 +104,14 @@ def verify(
 ) -> int:
     """Check what FLOW has committed: its progress, its group, its tables, and with --id or --replay every record.
 
-    It reads committed records only, fences nobody, and may be run while the flow runs. With --id, a source record below
-    the committed position has to be in the outputs or letters exactly as often as in the source. Records without the id
-    are compared as a whole. With --replay, the processor of the flow runs again, here and without Spark; its state has
-    to be that of the table, and its outputs those on the topics.
+    It reads committed records only, fences nobody, and may be run while the flow runs. --id is for a flow that writes
+    one output per source record: a source record below the committed position has to be in the outputs or letters
+    exactly as often as in the source. Records without the id are compared as a whole. With --replay, the processor of
+    the flow runs again, here and without Spark; its state has to be that of the table, and its outputs those on the
+    topics.
 
-    Exit codes: 0 nothing is wrong; 1 something is; 2 not checked: an error, or wrong usage; 130 interrupted.
+    Exit codes: 0 nothing is wrong; 1 something is; 2 not checked: an error, wrong usage, or an id that no output has;
+    130 interrupted.
     """
     from onceflow.admin.audit import Audit, Outputs
     from onceflow.admin.beginning import offsets_at
@@ -147,6 +149,8 @@ def verify(
 
         first = None if target is None else offsets_at(cluster, names, target)
         wanted = Outputs(place, outputs, letters, in_each, filtered, partitioner == "key", not unordered, first)
+        if identity != "record":
+            wanted = replace(wanted, place=identity)
         report = Audit(cluster, names, wanted, limit=limit, tell=tell, check=check).run(
             stack.enter_context(Tally(scratch))
         )
@@ -160,7 +164,7 @@ def verify(
             if state_dir is not None:
                 LocalCopies(cluster, names, report, scratch=scratch, tell=tell, check=check).run(state_dir, progress)
     _print(flow, report, as_json)
-    return FINDING if report.counts else 0
+    return verdict(report)
 
 
 def _check_usage(
@@ -192,11 +196,14 @@ def _print(flow: str, report: Report, as_json: bool) -> None:
             places = ", ".join(f"{place.topic}-{place.partition}@{place.offset}" for place in each.places)
             click.echo(f"{each.kind}: {each.text}" + (f": {places}" if places else ""))
     if as_json:
-        sums = {"flow": flow, "exact": not report.counts, "found": report.counts}
-        click.echo(json.dumps({**sums, "checked": report.checked, "notes": report.notes}))
+        sums = {"flow": flow, "exact": report.exact, "found": report.counts, "checked": report.checked}
+        click.echo(json.dumps({**sums, "notes": report.notes, "not_checked": report.not_checked}))
         return
     for note in report.notes:
         click.echo(f"note: {note}")
+    for what in report.not_checked:
+        click.echo(f"not checked: {what}")
     click.echo("checked: " + ", ".join(f"{count:,} {name}" for name, count in report.checked.items()))
     sums_text = ", ".join(f"{count:,} {kind}" for kind, count in report.counts.items())
-    click.echo(f"{flow}: {sums_text or 'nothing wrong'}")
+    right = "nothing wrong, as far as it was checked" if report.not_checked else "nothing wrong"
+    click.echo(f"{flow}: {sums_text or right}")

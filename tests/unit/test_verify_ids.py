@@ -1,0 +1,86 @@
+"""`onceflow verify --id` of a flow that does not pass the id on: nothing is checked, and nothing seems to be lost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from onceflow.admin import audit
+from onceflow.admin.audit import Audit, Outputs
+from onceflow.admin.identity import identity_of
+from onceflow.admin.tally import Tally
+from onceflow.client.cluster import TopicInfo
+from onceflow.client.committed import Chunk, CommittedReader
+from onceflow.client.log_reader import LogRecord
+from onceflow.client.offsets import EARLIEST
+from onceflow.protocol import progress as records
+from onceflow.protocol.names import Names
+from onceflow.protocol.progress import Progress
+
+
+@pytest.mark.parametrize(
+    "id_, outputs, letters, options, findings, told",
+    [
+        # Sums, which have no id.
+        ("$.id", ['{"n": 1}', '{"n": 2}'], [], {}, {}, "not checked: no output has $.id, so this flow does not pass"),
+        ("$.id", ['{"n": 1}'], ['{"id": 1}'], {}, {}, "not checked: no output has $.id"),
+        ("$.id", ['{"n": 1}'], ['{"id": 1}', '{"id": 1}'], {}, {"doubled": 1}, "not checked: no output has $.id"),
+        ("$.id", ['{"n": 1}'], [], {"filtered": True}, {}, "not checked: no output has $.id"),
+        ("$.ids", ['{"n": 1}'], [], {}, {}, "not checked: neither the sources nor the outputs have $.ids"),
+        # These may be lost.
+        ("$.id", [], [], {}, {"lost": 3}, ""),
+        ("$.id", ['{"id": 8}'], [], {}, {"lost": 3, "foreign": 1}, "no output has the $.id of a source record"),
+        ("record", ['{"n": 1}'], [], {}, {"lost": 3, "foreign": 1}, "no output is the same as a source record"),
+        ("$.id", ['{"id": 2}', '{"n": 1}'], [], {}, {"lost": 2, "foreign": 1}, ""),
+        # Not one of them is.
+        ("$.id", ['{"n": 1}'], ['{"id": 1}', '{"id": 2}', '{"id": 3}'], {}, {"foreign": 1}, ""),
+    ],
+)
+def test_outputs_without_an_id_of_the_source(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    id_: str,
+    outputs: Sequence[str],
+    letters: Sequence[str],
+    options: dict[str, Any],
+    findings: dict[str, int],
+    told: str,
+) -> None:
+    """That is no loss of all records. But a loss of all records is one."""
+    topics = {"s": ['{"id": 1}', '{"id": 2}', '{"id": 3}'], "out": outputs, "dead": letters}
+
+    def chunks(self: Any, topic: str, partition: int, start: int, end: int) -> Iterator[Chunk]:
+        values: list[bytes | None] = [each.encode() for each in topics[topic][start:end]]
+        if values:
+            keys: list[bytes | None] = [b"k"] * len(values)
+            yield Chunk(keys, values, next_offset=end, places=[np.arange(start, start + len(values))])
+
+    monkeypatch.setattr(CommittedReader, "read", chunks)
+    monkeypatch.setattr(audit, "find_topics", lambda _, given, *__: {t: TopicInfo(t, t, {0: 0}) for t in given})
+    monkeypatch.setattr(
+        audit,
+        "list_offsets",
+        lambda _, span, when, *__, **___: {t: {0: 0 if when == EARLIEST else len(topics[t])} for t in span},
+    )
+    begun = Progress("f", 0, {"s": {0: 0}}, {}, 5)
+    life = [begun, replace(begun, batch_id=1, offsets={"s": {0: 3}})]
+    history = [LogRecord(n, *records.encode(each), 5, 7, 0) for n, each in enumerate(life)]
+    monkeypatch.setattr(audit, "read_history", lambda *_: history)
+    monkeypatch.setattr(Audit, "_check_positions", lambda *_: None)
+    monkeypatch.setattr(Audit, "_check_now", lambda *_: None)
+    place = None if id_ == "record" else id_
+    wanted = Outputs(identity_of(id_), ("out",), ("dead",) if letters else (), place=place, ordered=False, **options)
+    with Tally(tmp_path) as made:
+        report = Audit(SimpleNamespace(), Names("f"), wanted, limit=1, tell=lambda *_: None).run(made)  # type: ignore[arg-type]
+    assert report.counts == findings
+    assert {each.kind for each in report.examples} == set(findings)
+    said = [*report.notes, *(f"not checked: {each.removeprefix('records: ')}" for each in report.not_checked)]
+    assert [each[: len(told)] for each in said] == ([told] if told else [])
+    assert all("--replay" in each for each in said)
+    assert report.exact == (not findings and not told)
