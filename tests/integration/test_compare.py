@@ -74,10 +74,17 @@ def test_two_versions(make_state_pipe: Any, make_topic: Any, call: Callable[...,
     # At different positions.
     with pytest.raises(onceflow.ProgressConflictError, match="not at the same position"):
         compare(*both, "--wait", "0")
-    found, last = compare(*both, "--id", "$.n", "--output", f"{pipe.target}={copy.target}")
-    assert (found, last["equal"], last["checked"]["source records"]) == ([], True, 0)
+    found, last = compare(*both, "--id", "$.n", "--output", f"{pipe.target}={copy.target}", code=2)
+    assert (found, last["equal"], last["checked"]["source records"]) == ([], False, 0), "nothing was compared"
     assert "tables are not compared" in last["notes"][0]
+    assert f"Start {copy.flow}, and compare" in last["not_checked"][0]
     copy.run()
+    # No output has such an id. Tables are the same, but what was asked for was not compared.
+    found, last = compare(*both, "--id", "$.typo", code=2)
+    assert (found, last["equal"], last["checked"]["source records"]) == ([], False, 100)
+    assert last["checked"]["rows of tables"] > 50
+    assert last["not_checked"][0].startswith("outputs: none has an id of the source records")
+    assert call("compare", *both, "--id", "$.typo").stdout.splitlines()[-1].endswith("not known whether they are equal")
     for more in ((), ("--id", "$.n")):
         found, last = compare(*both, *more)
         assert (found, last["equal"], last["found"]) == ([], True, {})
@@ -115,6 +122,8 @@ def test_a_version_with_an_error(
     try:
         pipe.fill(5)
         wait_until(lambda: old.batches and new.batches, 60, "batches of both")
+        for query in (old, new):
+            query.processAllAvailable()
         assert compare(*both, "--id", "$.n")[1]["equal"]
         pipe.fill(60)
         for query in (old, new):
@@ -145,9 +154,18 @@ def test_what_is_refused(make_pipe: Any, make_topic: Any, call: Callable[..., Re
         compare(pipe.flow, other.flow)
     copy = replace(pipe, flow=f"{pipe.flow}-next", target=make_topic("out", 1))
     assert call("fork", pipe.flow, copy.flow, "--yes").exception is None
-    assert "outputs are not compared" in compare(pipe.flow, copy.flow)[1]["notes"][0]
-    with pytest.raises(onceflow.OptionError, match="where x stood"):
-        compare(pipe.flow, copy.flow, "--output", f"x={copy.target}")
+    last = compare(pipe.flow, copy.flow, code=2)[1]
+    assert "outputs are not compared" in last["notes"][0]
+    assert "name them with --output OLD=NEW" in last["not_checked"][0]
+    last = compare(pipe.flow, copy.flow, "--output", f"{pipe.target}={copy.target}", code=2)[1]
+    assert last["not_checked"] == [
+        f"outputs: neither {pipe.flow} nor {copy.flow} has written any since the copy was made. Compare when both have"
+    ]
+    with pytest.raises(onceflow.UnknownTopicError) as raised:
+        compare(pipe.flow, copy.flow, "--output", f"{pipe.target}x={copy.target}")
+    assert f"did you mean {pipe.target}?" in raised.value.next_step
+    with pytest.raises(onceflow.OptionError, match=f"where {pipe.source} stood"):
+        compare(pipe.flow, copy.flow, "--output", f"{pipe.source}={copy.target}")
     with pytest.raises(onceflow.OptionError, match="is a table of neither flow"):
         compare(pipe.flow, copy.flow, "--table", "a=b")
     assert "without --id" in str(call("compare", pipe.flow, copy.flow, "--id", "record").exception)

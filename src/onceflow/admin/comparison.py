@@ -79,15 +79,25 @@ class Comparison:
         self._reader = CommittedReader(cluster, _CALL_S)
         self._limit = limit
         self.report = Report(limit)
+        self._is_known = False  # which outputs belong together
 
     def run(self) -> Report:
-        """Compare outputs and tables.
+        """Compare outputs and tables. The report says so if there was nothing to compare.
 
         Raises:
             OptionError: a flow has no progress, or it is not known which outputs belong together.
+            UnknownTopicError: an output does not exist.
             ProgressConflictError: the one is no copy of the other; or both do not stand still at the same position.
             OnceflowError: something cannot be read.
         """
+        self._compare()
+        outputs = self.report.checked["output records"] + self.report.checked["output records of the copy"]
+        given = self._compared.identity is not None or self._compared.outputs
+        if not outputs and (given or not self.report.checked.get("rows of tables")):
+            self.report.not_checked.append(f"outputs: {self._why_nothing()}")
+        return self.report
+
+    def _compare(self) -> None:
         if self._compared.identity is not None:
             old, new = self._both()
             self._outputs(old, new, self._ids(old, new))
@@ -97,7 +107,7 @@ class Comparison:
                     self._drop_tables()
             else:
                 self.report.notes.append("tables are not compared: the flows are at different positions")
-            return self.report
+            return
         deadline = Deadline(self._compared.wait_s, "waiting until both flows are at the same position")
         while True:
             old, new = self._both()
@@ -106,7 +116,7 @@ class Comparison:
                 self._outputs(old, new, None)
                 self._tables(old, new)
                 if self._both() == (old, new):
-                    return self.report
+                    return
             if deadline.expired:
                 raise ProgressConflictError(
                     f"Both flows were not at the same position for long enough within {deadline.seconds:g} s",
@@ -129,15 +139,35 @@ class Comparison:
         return old, new
 
     def _drop_tables(self) -> None:
-        self.report.counts.pop(TABLES, None)
-        self.report.examples[:] = [each for each in self.report.examples if each.kind != TABLES]
+        self.report.drop(TABLES)
         self.report.notes.append("tables are not compared: the flows went on meanwhile")
+
+    def _why_nothing(self) -> str:
+        """Why no output was compared, and what to do."""
+        flow, copy, checked = self._names.flow, self._other.flow, self.report.checked
+        if self._compared.identity is not None and not checked["source records"]:
+            return (
+                f"{flow} and {copy} have not both read any source record since the copy was made. Start {copy}, and "
+                "compare when it has committed a batch"
+            )
+        if not self._is_known:
+            return f"none of {flow} and {copy} is known; name them with --output OLD=NEW"
+        if self._compared.identity is not None:
+            return (
+                "none has an id of the source records that both flows have read. --id is for outputs with the id of a "
+                "source record. If the flows write others, such as sums or windows, compare without --id"
+            )
+        return f"neither {flow} nor {copy} has written any since the copy was made. Compare when both have"
 
     # ---- outputs -------------------------------------------------------------------------------------
 
     def _outputs(self, old: Progress, new: Progress, ids: Any) -> None:
         pairs = self._compared.outputs or self._pairs(old, new)
-        if not pairs:
+        self._is_known = bool(pairs)
+        if pairs:
+            deadline = Deadline(_CALL_S, "looking for the outputs")
+            find_topics(self._cluster, {topic: "" for pair in pairs.items() for topic in pair}, deadline)
+        else:
             self.report.notes.append("outputs are not compared: none is known; name them with --output OLD=NEW")
         with self._scratch() as tally:
             for output, copy in sorted(pairs.items()):

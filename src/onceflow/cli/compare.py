@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from onceflow.cli.check import Check, verdict
 from onceflow.cli.connection import connection, pair
 from onceflow.cli.examples import examples
 from onceflow.cli.interrupts import interruptible
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     "onceflow compare balances balances-v2",
     "onceflow compare balances balances-v2 --output balances-out=balances-v2-out --id '$.id' --json",
 )
-@click.command()
+@click.command(cls=Check)
 @click.argument("flow")
 @click.argument("new")
 @connection
@@ -80,7 +81,8 @@ def compare(
     It reads committed records only, and fences nobody. With --id, both may run: only outputs of source records are
     compared that both have read. Without it, both have to be at the same position.
 
-    Exit codes: 0 nothing differs; 1 something differs, or an error; 2 wrong usage; 130 interrupted.
+    Exit codes: 0 nothing differs; 1 something differs; 2 not compared: there is nothing to compare yet, an error, or
+    wrong usage; 130 interrupted.
     """
     from onceflow.admin.comparison import Compared, Comparison
     from onceflow.admin.identity import identity_of
@@ -109,7 +111,7 @@ def compare(
         comparison = Comparison(cluster, names, other, compared, scratch=lambda: Tally(scratch), limit=limit, tell=tell)
         report = comparison.run()
     _print(flow, new, report, as_json)
-    return 1 if report.counts else 0
+    return verdict(report)
 
 
 def _print(flow: str, new: str, report: Report, as_json: bool) -> None:
@@ -120,11 +122,14 @@ def _print(flow: str, new: str, report: Report, as_json: bool) -> None:
             places = ", ".join(f"{place.topic}-{place.partition}@{place.offset}" for place in each.places)
             click.echo(f"{each.kind}: {each.text}: {places}")
     if as_json:
-        sums = {"flow": flow, "new": new, "equal": not report.counts, "found": report.counts}
-        click.echo(json.dumps({**sums, "checked": report.checked, "notes": report.notes}))
+        sums = {"flow": flow, "new": new, "equal": report.exact, "found": report.counts, "checked": report.checked}
+        click.echo(json.dumps({**sums, "notes": report.notes, "not_checked": report.not_checked}))
         return
     for note in report.notes:
         click.echo(f"note: {note}")
+    for what in report.not_checked:
+        click.echo(f"not compared: {what}")
     click.echo("compared: " + ", ".join(f"{count:,} {name}" for name, count in report.checked.items()))
     sums_text = ", ".join(f"{count:,} of {kind}" for kind, count in report.counts.items())
-    click.echo(f"{flow} and {new}: " + (f"differences: {sums_text}" if sums_text else "nothing differs"))
+    equal = "not known whether they are equal" if report.not_checked else "nothing differs"
+    click.echo(f"{flow} and {new}: " + (f"differences: {sums_text}" if sums_text else equal))
