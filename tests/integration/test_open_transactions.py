@@ -188,15 +188,17 @@ def test_an_ordinary_open_transaction(run: Run, make_topic: Any, onceflow_broker
     (same,) = [run("describe", *by, "--json").stdout for by in [("--producer-id", str(found["producer_id"]))]]
     assert json.loads(same)["transactional_id"] == name
 
-    dry = run("abort", name)
+    dry = run("abort", name, code=1)
     assert "A running producer is fenced by that" in dry.stdout
-    assert "dry run" in dry.stderr
+    assert "nothing was done. Without a terminal, give --yes" in dry.stderr
+    assert json.loads(run("abort", name, "--json", code=1).stdout)["done"] is False
     assert seen(onceflow_broker, topic) == [b"before"], "nothing was done"
     assert f"nothing of it is open any more in {topic}-1" in run("abort", name, "--yes").stdout
     assert seen(onceflow_broker, topic) == [b"before", b"after"]
     with pytest.raises(Exception, match=r"(?i)fenced|newer"):
         producer.commit_transaction(30)
     assert "there is nothing to abort" in run("abort", name, "--yes").stdout
+    assert "there is nothing to abort" in run("abort", name).stdout
     assert "No record of it is undecided" in run("describe", name).stdout
 
 
@@ -216,7 +218,7 @@ def test_a_hanging_transaction(run: Run, make_topic: Any, onceflow_broker: str, 
     (only,) = lines(run("list", "--topic", topic, "--hanging", "--json", "--fail", code=1))
     assert only == {**first, "age_seconds": only["age_seconds"]}
 
-    answer = run("abort", "--producer-id", str(number), "--json")
+    answer = run("abort", "--producer-id", str(number), "--json", code=1)
     assert json.loads(answer.stdout)["markers"] == [{"topic": topic, "partition": 0}]
     assert json.loads(answer.stdout)["done"] is False
     assert seen(onceflow_broker, topic) == []
@@ -257,7 +259,7 @@ def test_what_may_be_committed_is_not_aborted_without_force(
     name = hang(topic, committed=True).transactional_id
     answer = run("abort", name, "--yes", error=OptionError)
     assert "an abort loses committed records" in str(answer.exception)
-    assert "Refused without --force" in run("abort", name).stdout
+    assert "Refused without --force" in run("abort", name, code=1).stdout
     monkeypatch.setattr(transactions_command, "_terminal", lambda: True)
     run("abort", name, typed="y\n", error=OptionError)
     run("abort", name, "--force", typed="n\n", error=click.Abort)
@@ -286,6 +288,7 @@ def test_a_flow_that_seems_to_run(
 
     answer = run("abort", names.transactional_id, "--yes", error=OptionError)
     assert "belongs to a flow that has committed" in str(answer.exception)
+    assert "start it: its start ends this transaction" in str(answer.exception)
     monkeypatch.setattr(transaction_abort, "RECENT_MS", 0)
     answer = run("abort", names.transactional_id, "--yes")
     assert "its next start continues after the last committed batch" in answer.stdout

@@ -132,7 +132,7 @@ SEEN = OpenTransaction(producer_id=4001, producer_epoch=2, start_offset=17, last
         (SEEN, ["4001", "epoch 2", "2023-11-14T22:13:20", "no coordinator", "--producer-id 4001 --topic"]),
         (
             OpenTransaction(4001, 2, 17, 1_700_000_000_000, "loader", "Ongoing", 1_699_999_999_000, 900_000),
-            ["'loader'", "begun 2023-11-14T22:13:19", "900 s after", "4001"],
+            ["'loader'", "begun 2023-11-14T22:13:19", "900 s after", "4001", "`onceflow transactions abort loader`"],
         ),
         (
             OpenTransaction(4001, 2, 17, -1, "loader", "CompleteCommit", -1, 900_000),

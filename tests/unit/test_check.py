@@ -90,3 +90,9 @@ def test_errors_of_other_commands(monkeypatch: pytest.MonkeyPatch) -> None:
         command = kind("trial", callback=fail)
         monkeypatch.setattr(entry.LazyGroup, "get_command", lambda self, ctx, name, command=command: command)
         assert code_of("trial") == code
+
+
+def test_a_position_that_is_none_is_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    for place in ("2026-11-25T03:00:00Z", "timestamp=yesterday", "offsets=in:0"):
+        assert code_of("reset", "flow", "--to", place, "--bootstrap-servers", "127.0.0.1:1", "--yes") == 2
+        assert "give earliest, latest, beginning, timestamp=2025-01-31T08:00:00Z" in capsys.readouterr().err

@@ -143,7 +143,7 @@ def plan(producer: Producer, flow_committed_ms: int | None) -> AbortPlan:
     if fence and flow_committed_ms is not None and flow_committed_ms < RECENT_MS:
         refusals.append(
             f"{name!r} belongs to a flow that has committed {flow_committed_ms / 1000:.0f} s ago: it seems to run. "
-            "It ends its transactions by itself"
+            "It ends its transactions by itself. If it was killed, its next start aborts this one"
         )
     if any(each.hanging is None for each in markers):
         refusals.append(f"a coordinator may still have this transaction open: {producer.search.gap}")

@@ -11,6 +11,7 @@ from onceflow.cli.connection import connection
 from onceflow.cli.examples import examples
 from onceflow.cli.flow_move import move_flow
 from onceflow.cli.moving import Options, moving_options
+from onceflow.errors import OptionError
 
 if TYPE_CHECKING:
     from onceflow.client.settings import ClientSettings
@@ -91,7 +92,10 @@ def _move(settings: ClientSettings, names: Names, options: Options, position: st
     from onceflow.admin.move import KEEP
     from onceflow.admin.target import parse_target
 
-    target = parse_target(position)
+    try:
+        target = parse_target(position)
+    except OptionError as error:
+        raise click.UsageError(str(error)) from None
     move_flow(
         settings,
         options,

@@ -44,7 +44,10 @@ def transactions() -> None:
     """
 
 
-@examples("onceflow transactions list --hanging --min-age '5 minutes' --fail")
+@examples(
+    "onceflow transactions list --min-age '5 minutes' --fail",
+    "onceflow transactions list --hanging --min-age '5 minutes' --fail",
+)
 @transactions.command(name="list")
 @_topics
 @click.option(
@@ -140,12 +143,15 @@ def abort(
     force: bool,
     as_json: bool,
     settings: ClientSettings,
-) -> None:
+) -> int:
     """Abort the open transaction of TRANSACTIONAL_ID, or of a producer id.
 
     Says what would be done, and asks. If its coordinator knows the transaction, the producer is fenced: the
     transactional id is taken over, and the coordinator aborts. Where the transaction hangs, an abort marker is written
     to the partition. No read_committed reader will ever see its records.
+
+    Exit codes: 0 nothing of it is open any more; 1 not aborted: refused, not confirmed, or an error; 2 wrong usage; 130
+    interrupted.
     """
     from onceflow.admin import transaction_abort as aborting
 
@@ -159,11 +165,11 @@ def abort(
                 raise
             ago_ms = None
         plan = aborting.plan(producer, ago_ms)
-    doing = bool(plan.fence or plan.markers)
+    doing, is_flow = bool(plan.fence or plan.markers), ago_ms is not None
     refused = bool(plan.refusals) and not force and (yes or _terminal())
     if not as_json:
         _warn(producer.search)
-        for line in _intentions(plan, is_flow=ago_ms is not None):
+        for line in _intentions(plan, is_flow=is_flow):
             click.echo(line)
         before = "In spite of this (--force)" if force else "Refused without --force"
         for reason in [] if refused else plan.refusals:
@@ -172,14 +178,18 @@ def abort(
         raise OptionError(
             "The transaction was not aborted",
             detail="; ".join(plan.refusals),
-            next_step="give --force if this must be done nevertheless",
+            next_step=(
+                "if the flow does not run any more, start it: its start ends this transaction. " if is_flow else ""
+            )
+            + "Give --force if this must be done nevertheless",
         )
+    open_ = doing
     if doing and not yes:
         doing = _terminal()
         if doing:
             click.confirm("Abort it?", abort=True, err=True)
         elif not as_json:
-            click.echo("Nothing was done: this was a dry run. To do it, give --yes.", err=True)
+            click.echo("Not confirmed, nothing was done. Without a terminal, give --yes to do it.", err=True)
     if doing:
         with connected(settings, "aborting a transaction") as (cluster, deadline):
             seen = aborting.abort(cluster, plan, deadline)
@@ -188,6 +198,7 @@ def abort(
             click.echo(f"Aborted: nothing of it is open any more{where}.")
     if as_json:
         click.echo(json.dumps(_outcome(plan, done=doing)))
+    return 0 if doing or not open_ else 1
 
 
 # ---- words -----------------------------------------------------------------------------------------------

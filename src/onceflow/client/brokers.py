@@ -10,6 +10,7 @@ Both are warnings only and never stop a flow. Where ACLs forbid the requests, th
 from __future__ import annotations
 
 import logging
+import shlex
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -227,9 +228,11 @@ def held_back_warning(held: Held, transaction: OpenTransaction | None) -> str:
         f"{transaction.producer_epoch}, last write {_time(transaction.last_write_ms)}"
     )
     if transaction.transactional_id is not None and transaction.state == "Ongoing":
+        name = transaction.transactional_id
         return (
-            f"{text}; transactional id {transaction.transactional_id!r}, begun {_time(transaction.started_ms)}. End it "
-            f"in its application, or wait until Kafka aborts it, {transaction.timeout_ms / 1000:g} s after it was begun"
+            f"{text}; transactional id {name!r}, begun {_time(transaction.started_ms)}. Kafka aborts it "
+            f"{transaction.timeout_ms / 1000:g} s after it was begun. If its application does not run any more, "
+            f"`onceflow transactions abort {shlex.quote(name)}` does so now"
         )
     if transaction.transactional_id is None:
         text += "; no coordinator knows it: it hangs, or this principal lacks DESCRIBE on its transactional id"
