@@ -99,16 +99,23 @@ def test_tables_and_their_flows(
         done = Progress(flow, 3, {}, topic_ids, 1_700_000_000_000, changelogs={balances: ends, owned: {0: 1}})
         progress_log.write_progress(known, None, Names(flow), done, {}, deadline)
 
+    # A processor with windows has entries and timers only.
+    independent.fill(onceflow_broker, f"{balances}-internal", [(b"a", b"1"), (b"b", b"2"), (b"b", b"3")])
     found = {each["table"]: each for each in map(json.loads, call("list", "--json").stdout.splitlines())}
-    assert found[rates] == {"table": rates, "partitions": 3, "companion": None, "flow": None, "records_at_most": 5}
+    counts = {"records_at_most": 5, "companion_records_at_most": 0}
+    assert found[rates] == {"table": rates, "partitions": 3, "companion": None, "flow": None, **counts}
+    assert (found[balances]["records_at_most"], found[balances]["companion_records_at_most"]) == (0, 3)
     assert (found[balances]["flow"], found[balances]["companion"]) == (flow, f"{balances}-internal")
     assert (found[owned]["flow"], found[owned]["companion"]) == (None, f"{owned}-internal")
     assert not [name for name in found if name == plain or name.startswith("__") or name.endswith("-internal")]
     columns, *rows = [line.split() for line in call("list").stdout.splitlines()]
-    assert columns == ["TABLE", "PARTITIONS", "RECORDS", "FLOW"]
-    assert [rates, "3", "5", "-"] in rows
-    assert [balances, "2", "0", flow] in rows
-    assert [owned, "1", "0", "?"] in rows
+    assert columns == ["TABLE", "PARTITIONS", "RECORDS", "INTERNAL", "FLOW"]
+    assert [rates, "3", "5", "-", "-"] in rows
+    assert [balances, "2", "0", "3", flow] in rows
+    assert [owned, "1", "0", "0", "?"] in rows
+    counted = call("count", balances)
+    assert counted.stdout == "0\n"
+    assert f"{balances}-internal has at most 3 records: entries of maps and lists" in counted.stderr
 
     told = json.loads(call("describe", balances, "--json").stdout)
     assert (told["flow"], told["batch"], told["position"]) == (flow, 3, f"{balances}@{topic_ids[balances]}:5.7")
@@ -118,6 +125,7 @@ def test_tables_and_their_flows(
     first, companion, position, *_ = call("describe", balances).stdout.splitlines()
     assert first == f"{balances}: a table of flow {flow}, 2 partitions, at most 0 records"
     assert companion.startswith(f"companion topic {balances}-internal: entries of maps and lists")
+    assert "at most 3 records" in companion
     assert position == f"position {balances}@{topic_ids[balances]}:5.7, committed by batch 3"
     told = json.loads(call("describe", rates, "--json").stdout)
     assert sum(each["stable_offset"] for each in told["partitions"]) == 5
@@ -167,7 +175,7 @@ def test_negative_numbers(call: Call, make_topic: Callable[..., str], onceflow_b
 
 def test_what_is_not_there(call: Call, make_topic: Callable[..., str], rates: str) -> None:
     empty = make_topic("empty", 2, cleanup_policy="compact")
-    assert (call("range", empty).output, call("count", empty).stdout) == ("", "0\n")
+    assert (call("range", empty).output, call("count", empty).output) == ("", "0\n")
     unknown = call("get", rates.upper(), "k", code=1).exception
     assert isinstance(unknown, UnknownTopicError)
     assert f"did you mean {rates}?" in str(unknown)

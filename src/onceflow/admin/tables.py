@@ -61,12 +61,14 @@ class TableTopic:
 
     Args:
         companion: the companion topic, if it has one; then it is the table of a flow.
+        companion_records: an upper bound of its records: entries of maps and lists, and timers.
         owner: the flow; None: no progress record that can be read mentions the table.
     """
 
     name: str
     partitions: list[PartitionOffsets]
     companion: str | None
+    companion_records: int
     owner: Owner | None
 
     @property
@@ -114,13 +116,26 @@ def describe_table(cluster: Cluster, name: str, deadline: Deadline) -> tuple[Tab
     return table, settings
 
 
+def companion_records(cluster: Cluster, name: str, deadline: Deadline) -> int:
+    """How many records the companion topic of a table has at most; 0: there is none that this principal may see."""
+    companion = name + INTERNAL_SUFFIX
+    info = cluster.topics(None, deadline).get(companion)
+    if info is None:
+        return 0
+    span = {companion: sorted(info.leaders)}
+    first, end = (list_offsets(cluster, span, place, deadline)[companion] for place in (EARLIEST, LATEST))
+    return sum(end[each] - at for each, at in first.items())
+
+
 def _completed(
     cluster: Cluster, tables: Mapping[str, TopicInfo], there: Mapping[str, TopicInfo], deadline: Deadline
 ) -> list[TableTopic]:
     """Tables with their offsets and owners."""
     if not tables:
         return []
+    companions = {name: name + INTERNAL_SUFFIX for name in tables if name + INTERNAL_SUFFIX in there}
     spans = {name: sorted(info.leaders) for name, info in tables.items()}
+    spans |= {name: sorted(there[name].leaders) for name in companions.values()}
     first = list_offsets(cluster, spans, EARLIEST, deadline)
     stable = list_offsets(cluster, spans, LATEST, deadline)
     end = list_offsets(cluster, spans, LATEST, deadline, committed=False)
@@ -132,7 +147,10 @@ def _completed(
                 PartitionOffsets(each, info.leaders[each], first[name][each], stable[name][each], end[name][each])
                 for each in spans[name]
             ],
-            name + INTERNAL_SUFFIX if name + INTERNAL_SUFFIX in there else None,
+            companions.get(name),
+            sum(end[companions[name]][each] - at for each, at in first[companions[name]].items())
+            if name in companions
+            else 0,
             _owner(info, progress),
         )
         for name, info in tables.items()

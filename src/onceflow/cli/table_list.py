@@ -24,7 +24,8 @@ def list_(as_json: bool, settings: ClientSettings) -> None:
     """List the topics that can be tables: those that are compacted.
 
     FLOW is the flow that writes the table: - if it is no flow's table, ? if the flow has no progress that can be read.
-    RECORDS is an upper bound: compaction leaves the last record of each key. Internal topics are left out.
+    RECORDS is an upper bound: compaction leaves the last record of each key. INTERNAL is the same for the companion
+    topic TABLE-internal, with entries of maps and lists, and timers. Internal topics are left out.
     """
     from onceflow.admin.tables import find_tables
 
@@ -35,10 +36,16 @@ def list_(as_json: bool, settings: ClientSettings) -> None:
             click.echo(json.dumps(_summary(table)))
     elif found:
         rows = [
-            [each.name, len(each.partitions), each.records_at_most, each.owner.flow if each.owner else _unowned(each)]
+            [
+                each.name,
+                len(each.partitions),
+                each.records_at_most,
+                "-" if each.companion is None else each.companion_records,
+                each.owner.flow if each.owner else _unowned(each),
+            ]
             for each in found
         ]
-        print_columns(["TABLE", "PARTITIONS", "RECORDS", "FLOW"], rows)
+        print_columns(["TABLE", "PARTITIONS", "RECORDS", "INTERNAL", "FLOW"], rows)
     else:
         click.echo(f"There are no compacted topics at {settings.bootstrap_servers}.", err=True)
 
@@ -79,7 +86,10 @@ def describe(topic: str, as_json: bool, settings: ClientSettings) -> None:
     records = f"at most {counted(table.records_at_most)}"
     click.echo(f"{topic}: {_whose(table)}, {counted(len(partitions), 'partition')}, {records}")
     if table.companion:
-        click.echo(f"companion topic {table.companion}: entries of maps and lists, and timers; they are not shown here")
+        click.echo(
+            f"companion topic {table.companion}: entries of maps and lists, and timers, at most "
+            f"{counted(table.companion_records)}; they are not shown here"
+        )
     if owner:
         click.echo(f"position {position}, committed by batch {owner.batch}")
     for name, value in given.items():
@@ -105,4 +115,5 @@ def _summary(table: TableTopic) -> dict[str, Any]:
         "companion": table.companion,
         "flow": table.owner.flow if table.owner else None,
         "records_at_most": table.records_at_most,
+        "companion_records_at_most": table.companion_records,
     }

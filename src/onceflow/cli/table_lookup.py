@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from onceflow.cli.connection import connection
+from onceflow.cli.connection import connected, connection
 from onceflow.cli.examples import examples
 from onceflow.cli.interrupts import interruptible, until_interrupted
 from onceflow.cli.progress import progress_bar
@@ -237,10 +237,29 @@ def prefix(topic: str, prefix: str, reverse: bool, limit: int | None, cells: Cel
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @reads_table
 def count(topic: str, as_json: bool, opener: Opener) -> None:
-    """Print how many keys the table in TOPIC has."""
+    """Print how many keys the table in TOPIC has.
+
+    Entries of maps and lists, and timers, do not count: `onceflow status FLOW --tables` counts them.
+    """
     with opener.opened(topic) as (table, _):
         found = table.count()
     click.echo(json.dumps({"table": topic, "count": found}) if as_json else found)
+    if not found:
+        _tell_companion(opener.settings, topic)
+
+
+def _tell_companion(settings: ClientSettings, topic: str) -> None:
+    """A table without rows may have maps and timers, as that of windows has."""
+    from onceflow.admin.tables import companion_records
+
+    with connected(settings, f"looking for the companion topic of {topic}") as (cluster, deadline):
+        records = companion_records(cluster, topic, deadline)
+    if records:
+        click.echo(
+            f"{topic}-internal has at most {counted(records)}: entries of maps and lists, and timers. "
+            "`onceflow status FLOW --tables` counts them.",
+            err=True,
+        )
 
 
 @examples("onceflow table tail balances --json")
