@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import subprocess
@@ -20,6 +21,7 @@ import onceflow
 from onceflow import hooks
 from onceflow.admin.table_copy import TableCopy
 from onceflow.client.deadline import Deadline
+from onceflow.driver.progress_log import partition_of
 from onceflow.testing import faults, independent
 from onceflow.testing.broker import create_topic
 from onceflow.testing.waiting import wait_until
@@ -159,12 +161,15 @@ def test_what_is_refused(make_pipe: Any, make_state_pipe: Any, make_topic: Any, 
 
 
 def test_killed_at_each_step(make_state_pipe: Any, call: Call) -> None:
-    """Before `end` the copy does not exist, and after it, it does. The same command completes it."""
+    """Before `end` the copy does not exist, and after it, it does. The same command completes it, also if the killed
+    one has left a transaction open in the partition with the progress of the flow."""
     pipe = make_state_pipe(partitions=2)
     pipe.fill(200)
     pipe.run()
     for step in ("init", "write", "progress", "end"):
-        copy = copy_of(pipe, step, pipe.target)
+        names = (f"{step}-{n}" for n in itertools.count())
+        name = next(name for name in names if partition_of(f"{pipe.flow}-{name}") == partition_of(pipe.flow))
+        copy = copy_of(pipe, name, pipe.target)
         fork = ("fork", pipe.flow, copy.flow, "--yes", "--json")
         environment = {**os.environ, hooks.VARIABLE: faults.fault(step, "kill", flow=copy.flow)}
         line = [sys.executable, "-m", "onceflow.cli.main", *fork]

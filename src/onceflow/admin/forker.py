@@ -100,11 +100,14 @@ def fork(cluster: Cluster, names: Names, new: Names, wanted: Mapping[str, str], 
     transaction = FlowTransaction(cluster, new, wording)
     transaction.session.transactions.check_supported(deadline)
     progress_log.ensure_topic(cluster, deadline)
+    plan_tables(known(committed(cluster, names, deadline), names), names, new, wanted)  # before anybody is fenced
     settled = SettledProgress(cluster, names)
+    with located(flow=new.flow):
+        # An earlier try, which was killed, may have a transaction open in the partition that is read next.
+        transaction.take_over(deadline)
     origin = known(settled.read(deadline), names)
     tables = plan_tables(origin, names, new, wanted)
     with located(flow=new.flow):
-        transaction.take_over(deadline)
         there = transaction.session.progress({}, deadline, missing_is_fine=True)
         if check_fresh(there, new, names) is not None:
             return _existing(names, new, there)

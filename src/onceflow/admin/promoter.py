@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from onceflow.admin.flow_transaction import FlowTransaction, Wording, Written
+from onceflow.admin.left_open import left_by_command
 from onceflow.admin.mover import committed, known
 from onceflow.admin.promote import (
     Position,
@@ -30,12 +31,13 @@ from onceflow.client.committed import CommittedReader
 from onceflow.client.deadline import Deadline
 from onceflow.clock import clock_ms
 from onceflow.driver import progress_log
-from onceflow.errors import FencedError, ProgressConflictError, located
+from onceflow.errors import DeadlineExceededError, FencedError, ProgressConflictError, located
 from onceflow.protocol.names import Names
 from onceflow.protocol.progress import PROGRESS_TOPIC, Progress
 
 _SECONDS = 60.0
 _TIMERS_SECONDS = 5.0
+_COMMAND_SECONDS = 3.0  # another command, which may be at work, ends its transaction meanwhile
 _POLL_ATTEMPT = 4  # of `Deadline.pause`: about a tenth of a second
 
 
@@ -106,6 +108,7 @@ def promote(cluster: Cluster, names: Names, other: Names, limits: Limits, tell: 
         FencedError: a driver of one of both has started meanwhile.
         OnceflowError: see `FlowTransaction.commit`. After each of these, both flows can be started as they were.
     """
+    preview(cluster, names, other, limits)  # what it refuses stops nobody
     deadline = Deadline(_SECONDS, f"preparing the promotion of flow {other.flow}")
     wording = Wording(
         doing=f"letting {other.flow} take the place of flow {names.flow}",
@@ -116,8 +119,8 @@ def promote(cluster: Cluster, names: Names, other: Names, limits: Limits, tell: 
     shadow.session.transactions.check_supported(deadline)
     settled = SettledProgress(cluster, names)
     with located(flow=other.flow):
-        old = known(settled.read(deadline), names)
         shadow.take_over(deadline)
+        old = known(_settled(cluster, names, settled, wording, deadline), names)
         found = shadow.session.progress({}, deadline, missing_is_fine=True)
         if was_promoted(old, found, other):
             return Promoted(names.flow, other.flow, old, (), bool(old.tables), old, already=True)
@@ -130,6 +133,18 @@ def promote(cluster: Cluster, names: Names, other: Names, limits: Limits, tell: 
     own = FlowTransaction(cluster, names, wording)
     with located(flow=names.flow):
         return _commit(cluster, names, other, new, shadow, own, new_timers=limits.new_timers)
+
+
+def _settled(
+    cluster: Cluster, names: Names, settled: SettledProgress, wording: Wording, deadline: Deadline
+) -> Progress | None:
+    """The progress of the old flow. What a killed command has left open is aborted, as a start of the flow would."""
+    try:
+        return settled.read(Deadline(_COMMAND_SECONDS, deadline.what))
+    except DeadlineExceededError:
+        if left_by_command(cluster, names, deadline):
+            FlowTransaction(cluster, names, wording).take_over(deadline)
+    return settled.read(deadline)
 
 
 def _check_gap(old: Progress, new: Progress, other: Names, max_gap: int) -> None:

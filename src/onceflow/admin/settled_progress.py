@@ -14,7 +14,7 @@ from onceflow.client.deadline import Deadline
 from onceflow.client.log_reader import LogRecord, read_log
 from onceflow.client.offsets import EARLIEST, LATEST, list_offsets
 from onceflow.driver import progress_log
-from onceflow.errors import located
+from onceflow.errors import DeadlineExceededError, located
 from onceflow.protocol.names import Names
 from onceflow.protocol.progress import PROGRESS_TOPIC, Progress, decode
 
@@ -58,6 +58,13 @@ class SettledProgress:
         begun = offset(LATEST, committed=False)
         attempt = 0
         while (stable := offset(LATEST)) < begun:
+            if deadline.expired:
+                raise DeadlineExceededError(
+                    f"A transaction stays open in {PROGRESS_TOPIC}-{number}",
+                    detail=f"{deadline.what}: waited for {deadline.seconds:g} s",
+                    next_step=f"`onceflow transactions list --topic {PROGRESS_TOPIC}` shows whose it is: the next "
+                    "start of that flow ends it, and so does its timeout",
+                )
             deadline.pause(attempt, f"a transaction is open in {PROGRESS_TOPIC}-{number}")
             attempt += 1
         # The markers of what lies below the last stable offset may lie behind it.
