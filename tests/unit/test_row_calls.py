@@ -73,6 +73,12 @@ def test_only_reports_of_this_attempt_count() -> None:
     rows.check()
     rows.on_commit(summary)
     assert (summary.records, summary.dead_letters) == (6, 4)
+    # A batch without outputs: an earlier version has written and counted its dead letters.
+    rows.begin(df, Attempt(8, source, BatchSummary(8, 10, attempts=1), muted=True))  # type: ignore[arg-type]
+    reports.value = {("8/1", 0, 0): [CallReport(5, 5)]}
+    rows.check()
+    rows.on_commit(summary)
+    assert summary.dead_letters == 4
     rows.begin(df, Attempt(8, source, BatchSummary(8, 10, attempts=1)))  # type: ignore[arg-type]
     reports.value = {("8/1", 0, 0): [CallReport(5, 1)]}
     with pytest.raises(DeadLetterLimitError, match="5 of 20 records"):

@@ -45,6 +45,10 @@ class Letters:
     causes: Mapping[str, tuple[int, str]]
 
 
+NO_LETTERS = Letters(0, 0, {})
+"""Of a batch without outputs: an earlier version of the flow has written its dead letters, and has counted them."""
+
+
 class DeadLetters:
     """The dead letters of one step since its flow was started.
 

@@ -10,7 +10,7 @@ from typing import TypeAlias
 from onceflow import hooks
 from onceflow.errors import BatchAbortedError, ProgressConflictError
 from onceflow.protocol.progress import NO_TIMER, Progress, TableProgress
-from onceflow.state.dead_letter_limit import DeadLetters, letters_of
+from onceflow.state.dead_letter_limit import NO_LETTERS, DeadLetters, Letters, letters_of
 from onceflow.state.engine.shapes import declared_fields
 from onceflow.state.local.catch_up import CAUGHT_UP, LOST, RESTORED
 from onceflow.state.local.format import Commit
@@ -161,7 +161,7 @@ class TableState:
                     next_step="nothing was committed; report this, with the query's plan (df.explain())",
                 )
             seen.add(report.partition)
-        self.dead_letters.check(letters_of(reports))
+        self.dead_letters.check(_letters(reports, moment))
 
     def progress_after(
         self, reports: Sequence[StateReport], moment: Moment
@@ -195,7 +195,7 @@ class TableState:
         self._now_ms = moment.now_ms
         self._fired = self._fired_after(reports, moment)
         self.watermark.on_commit(_latest(reports), watermark_ms)
-        self.dead_letters.on_commit(letters_of(reports))
+        self.dead_letters.on_commit(_letters(reports, moment))
         for report in reports:
             if report.changed:
                 self.last[report.partition] = moment.commit
@@ -315,3 +315,7 @@ def _commit_of(progress: Progress) -> Commit | None:
     if progress.producer_id < 0:
         return None
     return Commit(progress.batch_id, progress.producer_id, progress.producer_epoch)
+def _letters(reports: Sequence[StateReport], moment: Moment) -> Letters:
+    return NO_LETTERS if moment.timers_until is not None else letters_of(reports)
+
+
