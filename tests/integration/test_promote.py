@@ -220,6 +220,8 @@ def test_dead_letters_of_the_gap_are_not_counted(make_state_pipe: Any, make_topi
     pipe.fill(40)
     old = pipe.run(**options)
     told(call(*promotion(pipe, copy)))
+    with pytest.raises(onceflow.ProgressConflictError, match=f"43 more records of topic {pipe.source}"):
+        replace(successor(pipe, copy), source=make_topic("another", 1)).start(**options)
     independent.fill(pipe.bootstrap, pipe.source, bad[:2])
     new = successor(pipe, copy).run(**options)
     assert [sum(batch.dead_letters for batch in query.batches) for query in (old, new)] == [3, 2]

@@ -133,6 +133,16 @@ def test_other_topics() -> None:
     assert "in-1: it is at 0, the new one at 3" in missing(before, after, new_timers=False)
 
 
+def test_a_source_that_is_left_out_after_a_promotion() -> None:
+    before = old({0: 8}, offsets={"in": {0: 8}, "more": {0: 9, 1: 4}, "gone": {0: 4}})
+    after = new({0: 8}, offsets={"in": {0: 6}, "more": {0: 7, 1: 4}})
+    found = promoted_progress(before, after, 2000)
+    handover.check_sources(found, ["in", "more"], flow="sums")
+    with pytest.raises(ProgressConflictError, match="2 more records of topic more"):
+        handover.check_sources(found, ["in"], flow="sums")
+    handover.check_sources(replace(found, handover=None), [], flow="sums")
+
+
 def test_what_would_be_lost() -> None:
     assert "in-0: it is at 7, the new one at 8" in missing(old({0: 7}), new({0: 8}), new_timers=False)
     ahead = {"n": TableProgress(2, fired={"event": 51})}

@@ -8,7 +8,7 @@ outputs are written. Each of these batches is one transaction, so after a crash 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 
 from onceflow.driver.offset_log import SourceRange, TopicOffsets
@@ -53,6 +53,25 @@ def of_same_topic(progress: Progress, topic: str, topic_id: str) -> HandOver | N
     if known is None or progress.topic_ids.get(topic) in (None, topic_id):
         return known
     return replace(known, offsets={name: offsets for name, offsets in known.offsets.items() if name != topic})
+
+
+def check_sources(progress: Progress, topics: Collection[str], *, flow: str) -> None:
+    """Check that all topics are read in which there are records to be processed without outputs.
+
+    Raises:
+        ProgressConflictError: one is not.
+    """
+    for topic, offsets in sorted(progress.offsets.items()):
+        left = sum(max(0, _written(progress, topic, partition) - offset) for partition, offset in offsets.items())
+        if left and topic not in topics:
+            raise ProgressConflictError(
+                f"After its promotion, flow {flow!r} has to read {left:,} more records of topic {topic} into its state",
+                flow=flow,
+                topic=topic,
+                detail="the earlier version has read them, and the new one has not",
+                next_step="start the program that reads this topic. When it has committed a batch, start the one that "
+                "does not. If the state can do without these records, `onceflow reset FLOW --to` forgets the promotion",
+            )
 
 
 def check_range(progress: Progress, source: SourceRange, *, flow: str, batch: int) -> None:

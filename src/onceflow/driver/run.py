@@ -116,6 +116,7 @@ def prepare_run(spark: SparkSession, startup: Startup, write: CheckedWrite) -> R
         clock=not write.run.once,
     )
     location = location or scratch_location(flow)
+    handover.check_sources(progress, startup.sources, flow=flow)
     _plan_first_batch(query, location, progress)
     reads_little = not write.run.facts.others and queries.reads_little(write.df)
     query = replace(query, options=replace(query.options, reads_little=reads_little))
