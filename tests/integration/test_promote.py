@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -256,11 +256,13 @@ def test_killed_in_the_batch_without_outputs(
 # ---- timers ----------------------------------------------------------------------------------------------
 
 
-def alarms(pipe: Any, late: str, limit: int = 1000, **options: Any) -> Any:
+def alarms(pipe: Any, late: str, limit: int = 1000, idle: str = "30 seconds", **options: Any) -> Any:
     """Args:
     limit: how many timers may fire in a partition and a batch.
+    idle: after how long without records event time does not wait for a partition.
     """
     process = {"processor": pipe.ledger.Alarms(), "late_topic": late, "max_timers_per_batch": limit}
+    process["idle_timeout"] = idle
     return pipe.start(process=process, read={"max_records_per_batch": 150}, **options)
 
 
@@ -282,11 +284,15 @@ def send(pipe: Any, count: int) -> None:
     pipe.sent += more
 
 
-def finish(pipe: Any, late: str) -> None:
-    """Event time passes all timers of the records. Each has fired once, or was cancelled."""
+def finish(pipe: Any, late: str, before: Mapping[str, int] | None = None) -> None:
+    """Event time passes all timers of the records. Each has fired once, or was cancelled.
+
+    Args:
+        before: timers that the last records come too late to cancel.
+    """
     moment = len(pipe.sent) * 100 + 10_000
     last = pipe.ledger.alarm_inputs(len(pipe.sent) * 10 + 1, 40, at=moment)
-    expected = pipe.ledger.expected_alarms(pipe.sent + last, moment - 1000)
+    expected = {**pipe.ledger.expected_alarms(pipe.sent + last, moment - 1000), **(before or {})}
     independent.fill(pipe.bootstrap, pipe.source, last)
     wait_for_timers(pipe, alarms(pipe, late), expected)
     assert fired(pipe) == dict.fromkeys(expected, 1)
@@ -312,6 +318,24 @@ def test_timers_in_the_gap(make_state_pipe: Any, make_topic: Any, call: Call, ti
     told(call(*promotion(pipe, copy)))
     send(pipe, 200)
     finish(successor(pipe, copy), late)
+
+
+def test_a_partition_that_was_idle(make_state_pipe: Any, make_topic: Any, call: Call) -> None:
+    """Without it, event time has gone on in the old flow. In the new one, the partition counts again."""
+    late = make_topic("late", 1)
+    pipe = make_state_pipe(partitions=2)
+    send(pipe, 300)
+    alarms(pipe, late, once=True).awaitTermination(60)
+    copy = copied(pipe, call, make_topic("out", 2))
+    homes = {record.key: record.partition for record in independent.read_topic(pipe.bootstrap, pipe.source)}
+    more = [(key, value) for key, value in pipe.ledger.alarm_inputs(300, 100) if homes[key] == 0]
+    independent.fill(pipe.bootstrap, pipe.source, more)
+    pipe.sent += more
+    expected = pipe.ledger.expected_alarms(pipe.sent, json.loads(more[-1][1])["at"] - 1000)
+    wait_for_timers(pipe, alarms(pipe, late, idle="200 milliseconds"), expected)
+    assert fired(pipe) == dict.fromkeys(expected, 1)
+    told(call(*promotion(pipe, copy)))
+    finish(successor(pipe, copy), late, expected)
 
 
 @contextlib.contextmanager
