@@ -86,7 +86,15 @@ CASES = {
     "progress export": Case('"batch_id": 3'),
     "progress import": Case("is moved"),
     "progress import --state delete": Case("4 rows of its tables deleted"),
-    "promote": Case("has taken the place of", not_asked_for=(Right("READ", "topic", "SOURCE"),)),  # as below
+    "promote": Case(
+        "has taken the place of",
+        not_asked_for=(
+            Right("READ", "topic", "SOURCE"),  # as below
+            *(
+                Right("READ", "topic", table + part) for table in ("TABLE", "NEW-TABLE") for part in ("", "-internal")
+            ),  # it has no timers
+        ),
+    ),
     "reset": Case("was at batch 3"),
     "reset --to": Case("is moved"),
     "reset --to --state delete": Case("4 rows of its tables deleted"),
