@@ -481,6 +481,26 @@ def test_windows_in_the_gap(make_state_pipe: Any, make_topic: Any, call: Call) -
     assert seen() == must
 
 
+def test_timers_in_processing_time(make_state_pipe: Any, make_topic: Any, call: Call) -> None:
+    """Each flow sets them at another time, so they are refused before anybody is fenced."""
+    pipe = make_state_pipe(partitions=2)
+    pipe.fill(20)
+    options: dict[str, Any] = {"process": {"processor": pipe.ledger.Quiet()}}
+    old = pipe.start(**options)
+    old.processAllAvailable()
+    copy = copied(pipe, call, make_topic("out", 2))
+    new = copy.start(**options)
+    refused(call(*promotion(pipe, copy)), onceflow.ProgressConflictError, "timers in processing time", "in place")
+    pipe.fill(10)
+    for query in (old, new):
+        query.processAllAvailable()
+    new.stop()
+    (table,) = (progress_of(copy) or {})["tables"].values()
+    assert table["processing_timers"] is True
+    told(call(*promotion(pipe, copy, "--same-timers")))
+    old.stop()
+
+
 def test_a_copy_whose_timers_are_ahead(make_state_pipe: Any, make_topic: Any, call: Call) -> None:
     """At the same position, the copy has fired timers that the old flow has not: their outputs would be lost."""
     late = make_topic("late", 1)

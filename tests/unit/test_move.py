@@ -126,7 +126,7 @@ def test_state_is_chosen() -> None:
 def test_without_state() -> None:
     empty = without_state(replace(WITH_TABLE, checkpoint=CHECKPOINT), {"t": {1: 8}})
     assert empty.changelogs == {"t": {0: 5, 1: 8}, "t-internal": {0: 0, 1: 2}}
-    assert empty.tables["t"] == TableProgress(2)
+    assert empty.tables["t"] == TableProgress(2, processing_timers=False)
     local = empty.tables["l"].local
     assert local is not None
     assert (local.table_id != "made-up", local.partitions, local.last) == (True, 2, {})

@@ -49,7 +49,7 @@ def old(at: Mapping[int, int], **changed: Any) -> Progress:
         {"in": "id", "t": "id-t", "t-internal": "id-i"},
         1000,
         changelogs={"t": {0: 5}, "t-internal": {0: 1}},
-        tables={"t": TableProgress(1, fired={"event": 50})},
+        tables={"t": TableProgress(1, fired={"event": 50}, processing_timers=False)},
         outputs=("out",),
     )
     return replace(found, **changed)
@@ -63,7 +63,7 @@ def new(at: Mapping[int, int], **changed: Any) -> Progress:
         {"in": "id", "n": "id-n", "n-internal": "id-m"},
         1000,
         changelogs={"n": {0: 9}, "n-internal": {0: 2}},
-        tables={"n": TableProgress(2, fired={"event": 40})},
+        tables={"n": TableProgress(2, fired={"event": 40}, processing_timers=False)},
         outputs=("shadow",),
         forked=ForkOrigin("sums", 5, 900, {}, {"t": "n"}),
     )
@@ -218,6 +218,8 @@ def test_a_third_version() -> None:
         ({"tables": {"x": TableProgress(open_ended=True)}}, "no exact state"),
         ({"offsets": {"other": {0: 1}}}, "reads none of the topics"),
         ({"topic_ids": {"in": "another"}}, "deleted and created again"),
+        ({"tables": {"t": TableProgress(), "n": TableProgress()}}, "does not say whether table . has timers"),
+        ({"tables": dict.fromkeys("tn", TableProgress(processing_timers=True))}, "has timers in processing time"),
     ],
 )
 def test_what_cannot_be_promoted(changed: dict[str, Any], text: str) -> None:
@@ -225,6 +227,18 @@ def test_what_cannot_be_promoted(changed: dict[str, Any], text: str) -> None:
         check_can_promote(old({0: 8}), new({0: 8}, **changed), OLD, NEW)
     with pytest.raises(ProgressConflictError, match=text):
         check_can_promote(old({0: 8}, **changed), new({0: 8}), OLD, NEW)
+
+
+def test_timers_in_processing_time() -> None:
+    """The times of both flows are the same only if the user knows that."""
+    rings = {"t": TableProgress(fired={"processing": 60}, processing_timers=True)}
+    check_can_promote(old({0: 8}, tables=rings), new({0: 8}), OLD, NEW, same_timers=True)
+    with pytest.raises(ProgressConflictError, match="Table t of flow 'sums' has timers") as refused:
+        check_can_promote(old({0: 8}, tables=rings), new({0: 8}), OLD, NEW)
+    assert "upgrade in place" in refused.value.next_step
+    # A table that only one of both has is not handed over.
+    more = {**new({}).tables, "m": TableProgress(processing_timers=True)}
+    check_can_promote(old({0: 8}), new({0: 8}, tables=more), OLD, NEW)
 
 
 def test_whose_copy_it_is() -> None:

@@ -366,6 +366,36 @@ def test_progress_tells_which_timers_a_batch_has_not_fired(tmp_path: Path) -> No
     assert len(flow.told[1].unfired) == left() == 1
 
 
+def test_progress_tells_whether_there_were_timers_in_processing_time(tmp_path: Path) -> None:
+    flow = Flow(tmp_path / "bells", processor=Bells())
+    flow.run()
+    assert flow.told[1].processing_timers is False  # all partitions were opened
+    flow.run(KEYS[:1])
+    assert flow.told[1].processing_timers is True
+    for _ in range(2):
+        flow.run(now_ms=50)
+    assert flow.told[1].soonest == {"processing": NO_TIMER}
+    assert flow.told[1].processing_timers is True  # some have fired
+    flow = Flow(tmp_path / "notes", processor=Expiring())
+    flow.run(KEYS)
+    assert flow.table.facts().next_timer_ms["processing"] is not None
+    assert flow.told[1].processing_timers is False  # expiry has no outputs
+    # It stays known when a flow starts again, before it has opened its partitions.
+    for known in (True, False, None):
+        ends, table = flow.told
+        progress = Progress("flow", 1, {}, {}, 0, ends, tables={"table": replace(table, processing_timers=known)})
+        again = TableState(flow.spec, progress, source_partitions=[], lateness_ms=None, idle_s=30)
+        moment = again.moment(2, Commit(2, 9, 2), 0)
+        assert again.progress_after([], moment)[1].processing_timers is known
+
+
+class Expiring(Processor):
+    """Every record expires."""
+
+    def process(self, key: bytes, records: Sequence[Any], state: Any) -> None:
+        state.put(b"x", ttl="1 hour")
+
+
 class Notes(Processor):
     """A key has a value, entries that expire, and a timer. When one that ends with x comes again, they are deleted."""
 

@@ -202,7 +202,11 @@ def _with_tables_of_now(file: Progress, tables: Mapping[str, TableTopic], state:
     """
     lost = sorted(n for n in file.changelogs if n not in tables or tables[n].topic_id != file.topic_ids.get(n))
     if not lost:
-        return replace(file, changelogs={name: tables[name].ends for name in file.changelogs})
+        known = {  # there may have been timers since
+            name: replace(table, processing_timers=table.processing_timers or None)
+            for name, table in file.tables.items()
+        }
+        return replace(file, changelogs={name: tables[name].ends for name in file.changelogs}, tables=known)
     raise ProgressConflictError(
         f"Table topic {lost[0]} is gone, or was created again: the state of the file is lost",
         topic=lost[0],

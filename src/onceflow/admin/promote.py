@@ -45,11 +45,12 @@ def was_promoted(old: Progress, new: Progress | None, names: Names) -> bool:
     return new is None and old.promoted is not None and old.promoted.flow == names.progress_key
 
 
-def check_can_promote(old: Progress, new: Progress, names: Names, other: Names) -> None:
+def check_can_promote(old: Progress, new: Progress, names: Names, other: Names, *, same_timers: bool = False) -> None:
     """Check what does not change while flows run.
 
     Args:
         old, names: the flow that is replaced. new, other: the flow that takes its place.
+        same_timers: whether the times of timers in processing time are known to be the same in both.
 
     Raises:
         OptionError: both are the same. ProgressConflictError: it cannot take the other one's place.
@@ -94,7 +95,33 @@ def check_can_promote(old: Progress, new: Progress, names: Names, other: Names) 
             next_step=f"make a copy with `onceflow fork {names.flow} NEW`, and start the new version as NEW; it may "
             "leave its tables unused",
         )
+    if not same_timers:
+        _check_processing_time(old, new, names, other)
     _check_sources(old, new, names, other)
+
+
+def _check_processing_time(old: Progress, new: Progress, names: Names, other: Names) -> None:
+    """Refuse timers in processing time. Each flow sets them for times of its own, so it is not known which timers of
+    one flow have fired in the other one."""
+    for table, copy in sorted(pairs(old, new).items()):
+        for flow, name, known in ((names.flow, table, old.tables[table]), (other.flow, copy, new.tables[copy])):
+            if known.processing_timers is None:
+                raise ProgressConflictError(
+                    f"The progress of flow {flow!r} does not say whether table {name} has timers in processing time",
+                    flow=flow,
+                    detail="it is that of an earlier onceflow",
+                    next_step="start the flow; when it has committed a batch, run the command again",
+                )
+            if known.processing_timers:
+                raise ProgressConflictError(
+                    f"Table {name} of flow {flow!r} has timers in processing time, or has had some",
+                    flow=flow,
+                    detail="each flow sets them for times of its own (`onceflow.Retry` does, too), so it is not known "
+                    "which of them have fired in the other flow: outputs could be missing or doubled",
+                    next_step=f"upgrade in place: stop both flows, and start the new version as {names.flow!r} with "
+                    f"the tables of {names.flow!r}. If the times of all timers follow from records alone, give "
+                    "--same-timers",
+                )
 
 
 def _check_sources(old: Progress, new: Progress, names: Names, other: Names) -> None:

@@ -76,11 +76,13 @@ class Limits:
         max_gap: how many offsets the new flow may be behind.
         wait_s: how long to wait until the old one has done as much as the new one.
         new_timers: see `missing`.
+        same_timers: see `check_can_promote`.
     """
 
     max_gap: int = 100_000
     wait_s: float = 60.0
     new_timers: bool = False
+    same_timers: bool = False
 
 
 def preview(cluster: Cluster, names: Names, other: Names, limits: Limits) -> Promoted:
@@ -91,7 +93,7 @@ def preview(cluster: Cluster, names: Names, other: Names, limits: Limits) -> Pro
     if was_promoted(old, new, other):
         return Promoted(names.flow, other.flow, old, (), bool(old.tables), old, already=True)
     new = known(new, other)
-    check_can_promote(old, new, names, other)
+    check_can_promote(old, new, names, other, same_timers=limits.same_timers)
     _check_gap(old, new, other, limits.max_gap)
     return Promoted(names.flow, other.flow, old, positions(old, new), bool(new.tables))
 
@@ -125,14 +127,14 @@ def promote(cluster: Cluster, names: Names, other: Names, limits: Limits, tell: 
         if was_promoted(old, found, other):
             return Promoted(names.flow, other.flow, old, (), bool(old.tables), old, already=True)
         new = known(found, other)
-        check_can_promote(old, new, names, other)
+        check_can_promote(old, new, names, other, same_timers=limits.same_timers)
         _check_gap(old, new, other, limits.max_gap)
         until = Deadline(limits.wait_s, f"waiting for flow {names.flow} to get as far as {other.flow}")
         old = _wait(settled, new, names, until, tell, new_timers=limits.new_timers)
         _unfired(cluster, old, new)  # it would be refused below, but there the old flow is stopped already
     own = FlowTransaction(cluster, names, wording)
     with located(flow=names.flow):
-        return _commit(cluster, names, other, new, shadow, own, new_timers=limits.new_timers)
+        return _commit(cluster, names, other, new, shadow, own, limits)
 
 
 def _settled(
@@ -201,15 +203,14 @@ def _commit(
     new: Progress,
     shadow: FlowTransaction,
     own: FlowTransaction,
-    *,
-    new_timers: bool,
+    limits: Limits,
 ) -> Promoted:
     """Fence the old flow, and commit what it becomes."""
     deadline = Deadline(_SECONDS, f"promoting flow {other.flow}")
     own.take_over(deadline)
     old = known(own.session.progress({}, deadline, missing_is_fine=True), names)
-    check_can_promote(old, new, names, other)
-    if left := missing(old, new, new_timers=new_timers):  # it was moved back by another command
+    check_can_promote(old, new, names, other, same_timers=limits.same_timers)
+    if left := missing(old, new, new_timers=limits.new_timers):  # it was moved back by another command
         raise ProgressConflictError(
             f"Flow {names.flow!r} was changed meanwhile",
             flow=names.flow,

@@ -148,8 +148,8 @@ class Names:
 class Ledger(onceflow.Processor):
     """Writes count and sum of a key with every record. Every tenth number sets a timer that writes it once more.
 
-    The time of the timer follows from the record. A promotion cannot hand over exactly which timers have fired if their
-    times follow from the clock, because the copy has processed the record at another time.
+    The time of the timer follows from the record, so it is the same in a copy of the flow (`--same-timers` of
+    `onceflow promote`).
     """
 
     value = onceflow.serdes.JSON

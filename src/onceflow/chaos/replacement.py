@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 
 from onceflow.chaos.driver_process import Driver
-from onceflow.chaos.flows import Names
+from onceflow.chaos.flows import LEDGER, Names
 from onceflow.errors import DeadlineExceededError
 from onceflow.hooks import VARIABLE
 from onceflow.testing.broker import create_topic
@@ -74,8 +74,8 @@ class Replacement:
             if "behind, which is more than" in said:
                 self.await_commits()
 
-        wait = ["--wait", str(_WAIT_S)]
-        self._until_done(["promote", self.new, "--replaces", self.flow, *wait], rule, between)
+        options = ["--wait", str(_WAIT_S), *(["--same-timers"] if self.kind == LEDGER else [])]
+        self._until_done(["promote", self.new, "--replaces", self.flow, *options], rule, between)
         self._names.versions[self.kind] = self.copy.versions[self.kind]
 
     def await_commits(self) -> None:

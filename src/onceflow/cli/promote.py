@@ -41,6 +41,11 @@ if TYPE_CHECKING:
     help="How long FLOW may take to get as far as NEW.",
 )
 @click.option("--new-timers", is_flag=True, help="FLOW has no timers; those of NEW that have fired are left out.")
+@click.option(
+    "--same-timers",
+    is_flag=True,
+    help="Timers in processing time have the same times in both flows, because these follow from records alone.",
+)
 @moving_options(
     dry_run="Only show what would be done. No driver is fenced.", prefixes="The same as in `Flow(...)`, of both flows."
 )
@@ -51,6 +56,7 @@ def promote(
     max_gap: int,
     wait_s: float,
     new_timers: bool,
+    same_timers: bool,
     options: Options,
 ) -> None:
     """Let NEW take the place of FLOW: its name, its group and its outputs, with the tables of NEW.
@@ -64,7 +70,7 @@ def promote(
     from onceflow.admin import promoter
 
     names, other = options.names(flow), options.names(new)
-    limits = promoter.Limits(max_gap, wait_s, new_timers)
+    limits = promoter.Limits(max_gap, wait_s, new_timers, same_timers)
     carry_out(
         settings,
         options,

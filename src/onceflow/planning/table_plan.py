@@ -47,7 +47,8 @@ def plan_table(
             topic=table,
             next_step="leave partitions= out, or give the table another name",
         )
-    if any(end for by_partition in ends.values() for end in by_partition.values()) and not options.adopt_existing:
+    holds_records = any(end for by_partition in ends.values() for end in by_partition.values())
+    if holds_records and not options.adopt_existing:
         raise ProgressConflictError(
             f"Table topic {table} holds records already, but the flow's progress does not know the table",
             topic=table,
@@ -55,11 +56,14 @@ def plan_table(
             next_step="delete the topics "
             f"{topics.table} and {topics.internal} to start empty, or give adopt_existing=True to take the rows over",
         )
+    added = TableProgress(
+        processor.version, fields=declared_fields(processor), processing_timers=None if holds_records else False
+    )
     return replace(
         progress,
         changelogs={**progress.changelogs, **ends},
         topic_ids={**progress.topic_ids, **topics.ids},
-        tables={**progress.tables, table: TableProgress(processor.version, fields=declared_fields(processor))},
+        tables={**progress.tables, table: added},
     )
 
 
@@ -86,7 +90,8 @@ def plan_local_table(
         _check_state(table, known, processor)
         return without_topics(table, known.local), progress
     local = LocalTable(uuid4().hex, partitions)
-    added = TableProgress(processor.version, fields=declared_fields(processor), local=local)
+    fields = declared_fields(processor)
+    added = TableProgress(processor.version, fields=fields, local=local, processing_timers=False)
     return without_topics(table, local), replace(progress, tables={**progress.tables, table: added})
 
 

@@ -80,6 +80,7 @@ class TableProgress:
         soonest: by clock, the time of the earliest timer that is left; `NO_TIMER`: there is none. Missing: not known.
         unfired: partitions that may have timers which are due before that time, and have not fired: more of them were
             due than one batch may fire, or they were registered for a time that had passed.
+        processing_timers: whether there was ever a timer in processing time; None: not known.
     """
 
     version: int = 0
@@ -90,6 +91,7 @@ class TableProgress:
     fired: Mapping[str, int] = field(default_factory=dict)
     soonest: Mapping[str, int] = field(default_factory=dict)
     unfired: tuple[int, ...] = ()
+    processing_timers: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -287,6 +289,8 @@ def _table_content(table: TableProgress) -> dict[str, Any]:
         content["soonest"] = succession.times_content(table.soonest)
     if table.unfired:
         content["unfired"] = [int(partition) for partition in sorted(table.unfired)]
+    if table.processing_timers is not None:
+        content["processing_timers"] = table.processing_timers
     if table.local is not None:
         last = {
             int(partition): [int(part) for part in commit] for partition, commit in sorted(table.local.last.items())
@@ -330,7 +334,7 @@ def _tables(content: dict[str, Any], flow: str) -> dict[str, TableProgress]:
     for topic, table in take(content, flow, "tables", dict).items():
         if not isinstance(table, dict):
             garbage(flow, f"tables of {topic} is {short(table)}")
-        watermark_ms = table.get("watermark_ms")
+        watermark_ms, processing = table.get("watermark_ms"), table.get("processing_timers")
         result[topic] = TableProgress(
             version=take(table, flow, "version", int),
             watermark_ms=None if watermark_ms is None else take(table, flow, "watermark_ms", int),
@@ -339,6 +343,7 @@ def _tables(content: dict[str, Any], flow: str) -> dict[str, TableProgress]:
             fired=succession.times_of(table, flow, "fired") if "fired" in table else {},
             soonest=succession.times_of(table, flow, "soonest") if "soonest" in table else {},
             unfired=_partitions(table, flow, "unfired") if "unfired" in table else (),
+            processing_timers=processing if isinstance(processing, bool) else None,
             local=_local(take(table, flow, "local", dict), flow) if "local" in table else None,
         )
     return result

@@ -247,6 +247,7 @@ class StateRun:
                 goal.internal_end if internal_end is None else internal_end,
                 lost=run.opened.how == LOST,
             )
+        due = run.engine.next_due()
         return StateReport(
             table=spec.table,
             partition=partition,
@@ -258,7 +259,8 @@ class StateRun:
             table_end=table_end,
             internal_end=internal_end,
             max_event_ms=dict(run.engine.max_event_ms),
-            next_timer_ms=dict(run.engine.next_timer_ms),
+            next_timer_ms=due.by_clock,
+            processing_timers=due.processing is not None,
             counts=dict(run.engine.counts),
             timers_left=run.engine.timers_left,
             fired=dict(run.engine.fired),

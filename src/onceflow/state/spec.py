@@ -185,7 +185,8 @@ class StateReport:
         table_end, internal_end: end offsets of the topics after this batch; None: nothing was written to them.
             Without a changelog, ``table_end`` is the number of this batch if it has changed the partition.
         max_event_ms: latest event time per source topic and partition.
-        next_timer_ms: earliest remaining timer, per clock.
+        next_timer_ms: the earliest time at which something is due, per clock. Expiry of rows belongs to ``processing``.
+        processing_timers: whether there are timers in processing time.
         counts: see ``engine.base.COUNTS``.
         timers_left: whether more timers were due than one batch may fire.
         fired: by clock, the latest time of a timer that has fired.
@@ -205,6 +206,7 @@ class StateReport:
     internal_end: int | None
     max_event_ms: Mapping[tuple[str | None, int], int] = field(default_factory=dict)
     next_timer_ms: Mapping[str, int | None] = field(default_factory=dict)
+    processing_timers: bool = False
     counts: Mapping[str, int] = field(default_factory=dict)
     timers_left: bool = False
     fired: Mapping[str, int] = field(default_factory=dict)

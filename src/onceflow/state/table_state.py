@@ -77,6 +77,7 @@ class TableState:
         # Earliest timer per partition and clock. A missing partition was not opened in this run yet.
         self._timers: dict[int, dict[str, int | None]] = {}
         self._left: set[int] = set()
+        self._processing_timers = known.processing_timers
         # Rows by kind, and bytes, of the local copy of each partition as the last batch has left it.
         self._sizes: dict[int, tuple[Mapping[str, int], int | None]] = {}
         self._restored, self._restore_s = 0, 0.0
@@ -171,7 +172,7 @@ class TableState:
         topics = self.spec.topics
         version, watermark_ms = self.spec.processor.version, self._watermark_after(reports)
         fired = self._fired_after(reports, moment)
-        timers = {**self._timers, **{report.partition: report.next_timer_ms for report in reports}}
+        timers = self._timers_after(reports)
         known = TableProgress(
             version,
             watermark_ms,
@@ -180,6 +181,7 @@ class TableState:
             fired=fired,
             soonest=self._soonest(timers, fired),
             unfired=self._unfired_in(timers, fired),
+            processing_timers=self._processing_timers_after(reports),
         )
         if self._local is not None:
             changed = {report.partition: report.commit for report in reports if report.changed}
@@ -211,6 +213,7 @@ class TableState:
 
     def on_noop(self, reports: Sequence[StateReport]) -> None:
         """Note that the stores were opened, and nothing was committed: the batch had no effect."""
+        self._processing_timers = self._processing_timers_after(reports)
         for report in reports:
             self._verified.add((report.place, report.partition))
             self._tell(report.partition, report.how, report.restored, report.restore_seconds, report.why)
@@ -280,6 +283,17 @@ class TableState:
             fired[clock] = max(ms, fired.get(clock, ms))
         return fired
 
+    def _timers_after(self, reports: Sequence[StateReport]) -> _Timers:
+        return {**self._timers, **{report.partition: report.next_timer_ms for report in reports}}
+
+    def _processing_timers_after(self, reports: Sequence[StateReport]) -> bool | None:
+        """See `TableProgress`. Partitions that were not opened in this run may have some, unless it is known."""
+        if any(report.processing_timers or "processing" in report.fired for report in reports):
+            return True
+        if self._processing_timers is None and len(self._timers_after(reports)) == self.partitions:
+            return False
+        return self._processing_timers
+
     def _unfired_in(self, timers: _Timers, fired: Mapping[str, int]) -> tuple[int, ...]:
         """Partitions in which something is left that is due before `fired`, see `TableProgress`."""
         found = self._unfired - timers.keys()
@@ -303,6 +317,10 @@ class TableState:
         return self.watermark.after(_latest(reports))
 
 
+def _letters(reports: Sequence[StateReport], moment: Moment) -> Letters:
+    return NO_LETTERS if moment.timers_until is not None else letters_of(reports)
+
+
 def _latest(reports: Sequence[StateReport]) -> dict[Origin, int]:
     latest: dict[Origin, int] = {}
     for report in reports:
@@ -315,7 +333,3 @@ def _commit_of(progress: Progress) -> Commit | None:
     if progress.producer_id < 0:
         return None
     return Commit(progress.batch_id, progress.producer_id, progress.producer_epoch)
-def _letters(reports: Sequence[StateReport], moment: Moment) -> Letters:
-    return NO_LETTERS if moment.timers_until is not None else letters_of(reports)
-
-

@@ -219,11 +219,15 @@ class BaseEngine:
         ``context.now_ms`` is not noticed."""
         return self._scope.uses_clock
 
+    def next_due(self) -> due.Due:
+        """What is due next after the changes."""
+        return due.earliest(self._overlay)
+
     @property
     def next_timer_ms(self) -> dict[str, int | None]:
         """The earliest time at which something is due after the changes, for the clocks ``event`` and ``processing``.
         Expiry of rows belongs to ``processing``."""
-        return due.earliest(self._overlay)
+        return self.next_due().by_clock
 
     # ---- for the engines -----------------------------------------------------------------------------
 

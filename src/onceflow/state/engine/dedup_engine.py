@@ -15,6 +15,7 @@ from onceflow.state import dead_letters, rows, stamps
 from onceflow.state.api.deduplication import EVENT_TIME, RECORD_KEY, SOURCE_COLUMNS, Deduplication
 from onceflow.state.engine import input_batch
 from onceflow.state.engine.base import BaseEngine
+from onceflow.state.engine.due import Due
 from onceflow.state.engine.output_collector import SCHEMA, OutputCollector
 from onceflow.state.engine.returned import ReturnedRecordError, returned
 from onceflow.state.segments import LOCATED, Segments
@@ -115,10 +116,9 @@ class DedupEngine(BaseEngine):
         # A row that was written for an id whose older row is there replaces it.
         return {rows.VALUE: len(self._new) - len(self._replaced) - len(self._deleted)}
 
-    @property
-    def next_timer_ms(self) -> dict[str, int | None]:
+    def next_due(self) -> Due:
         """Nothing is ever due: ids are deleted when records come."""
-        return {"event": None, "processing": None}
+        return Due()
 
     # ---- inside --------------------------------------------------------------------------------------
 

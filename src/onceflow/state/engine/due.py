@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 from onceflow.protocol.succession import TimerId
 from onceflow.state import rows
@@ -100,9 +101,28 @@ def expire(overlay: Overlay, now_ms: int, limit: int) -> int:
     return count
 
 
-def earliest(overlay: Overlay) -> dict[str, int | None]:
-    """The time of the next timer on each clock after the changes. Expiry of rows belongs to ``processing``."""
-    event, processing = _Earliest(), _Earliest()
+class Due(NamedTuple):
+    """When something is due next, epoch milliseconds; None: nothing is.
+
+    Args:
+        event, processing: timers of these clocks.
+        expiry: rows that expire, in processing time.
+    """
+
+    event: int | None = None
+    processing: int | None = None
+    expiry: int | None = None
+
+    @property
+    def by_clock(self) -> dict[str, int | None]:
+        """By clock; expiry belongs to ``processing``."""
+        known = [ms for ms in (self.processing, self.expiry) if ms is not None]
+        return {"event": self.event, "processing": min(known, default=None)}
+
+
+def earliest(overlay: Overlay) -> Due:
+    """What is due next after the changes."""
+    event, processing, expiry = _Earliest(), _Earliest(), _Earliest()
     for row_key, row in overlay.changes():
         if row is None:
             continue
@@ -112,7 +132,7 @@ def earliest(overlay: Overlay) -> dict[str, int | None]:
         else:
             expires_ms = rows.expiry_of(row)
             if expires_ms is not None:
-                processing.see(expires_ms)
+                expiry.see(expires_ms)
     for code, soonest in ((b"e", event), (b"p", processing)):
         start = rows.TIMER_INDEX + code
         for index_key, _ in overlay.store.scan(start, rows.after(start)):
@@ -125,9 +145,9 @@ def earliest(overlay: Overlay) -> dict[str, int | None]:
         at_ms, row_key = rows.expiry_index_parts(index_key)
         row = overlay.get(row_key)
         if row is not None and rows.expiry_of(row) == at_ms:
-            processing.see(at_ms)
+            expiry.see(at_ms)
             break
-    return {"event": event.ms, "processing": processing.ms}
+    return Due(event.ms, processing.ms, expiry.ms)
 
 
 class _Earliest:
