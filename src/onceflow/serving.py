@@ -58,12 +58,13 @@ def serve(
     KeyboardInterrupt. In another thread than the main one, which gets no signals, ``serve`` runs until a query ends:
     ``query.stop()`` ends it.
 
-    For every committed batch, ``serve`` prints a line of JSON to stdout: ``flow``, ``batch`` (its number), ``records``
-    (written to the outputs), ``dead_letters``, ``late`` (late records), ``duplicates`` (of ``Flow.deduplicate``),
-    ``dropped`` (rows that Spark dropped because they were older than its watermark) and ``seconds`` (the sum over its
-    steps); also ``state_lost`` if partitions without a changelog have lost their state. When a query starts or is being
-    stopped, ``serve`` prints that to stderr: at a start also who was fenced, where the flow resumes and how it writes,
-    unless the logger ``onceflow`` writes this, because it is at INFO.
+    For every committed batch, ``serve`` prints a line of JSON to stdout: ``flow``, ``batch`` (its number), ``read``
+    (offsets of the sources; transaction markers count, too), ``records`` (written to the outputs), ``dead_letters``,
+    ``late`` (late records), ``duplicates`` (of ``Flow.deduplicate``), ``dropped`` (rows that Spark dropped because they
+    were older than its watermark) and ``seconds`` (the sum over its steps); also ``state_lost`` if partitions without a
+    changelog have lost their state. When a query starts or is being stopped, ``serve`` prints that to stderr: at a
+    start also who was fenced, where the flow resumes and how it writes, unless the logger ``onceflow`` writes this,
+    because it is at INFO.
 
     ::
 
@@ -202,6 +203,7 @@ def _line(query: FlowQuery, batch: BatchSummary) -> dict[str, Any]:
     return {
         "flow": query.flow,
         "batch": batch.batch,
+        "read": sum(batch.read.values()),
         "records": batch.records,
         "dead_letters": batch.dead_letters,
         "late": batch.late,

@@ -12,6 +12,7 @@ import pytest
 from click.testing import CliRunner
 from confluent_kafka import Producer
 
+from onceflow.admin import flow_status_reader
 from onceflow.broker.folder import free_ports
 from onceflow.cli.main import cli
 from onceflow.client.cluster import Cluster
@@ -66,7 +67,11 @@ def commit(cluster: Cluster, flow: str, source: str, at: dict[int, int], **field
 
 
 def test_a_healthy_flow_in_the_middle_of_a_transaction(
-    doctor: Doctor, connected: Cluster, make_topic: Callable[..., str], onceflow_broker: str
+    doctor: Doctor,
+    connected: Cluster,
+    make_topic: Callable[..., str],
+    onceflow_broker: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     source, target = make_topic("in", 2), make_topic("out", 1)
     flow, deadline = f"flow-{source}", Deadline(30, "a test")
@@ -87,6 +92,7 @@ def test_a_healthy_flow_in_the_middle_of_a_transaction(
     assert of(found, "progress-topic", "ok")
     assert "batch 3 is committed" in of(found, "progress", "ok")[0]["found"]
     assert of(found, "lag", "ok")[0]["found"].startswith("lag 0 offsets; retention.ms=")
+    assert of(found, "held-back", "ok")[0]["found"] == "no open transaction holds records back"
     assert {each["subject"] for each in of(found, "permissions", "ok")} >= {
         f"source {source}",
         f"output {target}",
@@ -99,7 +105,19 @@ def test_a_healthy_flow_in_the_middle_of_a_transaction(
     assert before["state"] == "Ongoing"
     driver.produce(target, b"2")
     driver.commit_transaction(30)  # it was not fenced
-    assert [record.value for record in independent.read_topic(onceflow_broker, target)] == [b"1", b"2"]
+    assert [record.value for record in independent.read_topic(onceflow_broker, target, decided=True)] == [b"1", b"2"]
+
+    monkeypatch.setattr(flow_status_reader, "HELD_AFTER_S", 0.0)
+    other = Producer({"bootstrap.servers": onceflow_broker, "transactional.id": f"other-{flow}"})
+    other.init_transactions(30)
+    other.begin_transaction()
+    other.produce(source, b"undecided", partition=1)
+    assert other.flush(30) == 0
+    (held,) = of(doctor(flow), "held-back", "warning")
+    assert held["subject"] == f"source {source}"
+    assert f" of {source}-1 on could be read" in held["found"]
+    assert f"'other-{flow}'" in held["found"]
+    other.abort_transaction(30)
 
 
 def test_a_flow_with_bad_topics(

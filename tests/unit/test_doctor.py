@@ -45,9 +45,12 @@ from onceflow.admin.doctor_facts import (
 from onceflow.admin.doctor_local import Host
 from onceflow.admin.doctor_reading import old_unread
 from onceflow.admin.finding import Check, Finding, Level, error, examine, failed, ok, skipped, warning
+from onceflow.admin.flow_status import FlowStatus, PartitionStatus, SourceStatus
 from onceflow.cli.main import cli
 from onceflow.client.allowed import operations
+from onceflow.client.brokers import Held, held_back_warning
 from onceflow.client.nodes import Node
+from onceflow.client.producers import OpenTransaction
 from onceflow.client.topics import Copies
 from onceflow.errors import OptionError, PermissionDeniedError, UnknownTopicError
 from onceflow.host import jars
@@ -314,7 +317,8 @@ def test_state_that_is_not_used_any_more(tmp_path: Path) -> None:
 
 
 def test_a_healthy_cluster_has_no_bad_findings() -> None:
-    everything = facts(topic("in", SOURCE), topic("out", OUTPUT), topic("t", TABLE), topic("n", NAMED), flow=flow())
+    topics = topic("in", SOURCE), topic("out", OUTPUT), topic("t", TABLE), topic("n", NAMED)
+    everything = facts(*topics, flow=flow(status=status()))
     found = list(examine([*doctor.CLUSTER, *doctor.FLOW], everything))
     assert bad(found) == []
     assert {each.check for each in found} == {check.name for check in (*doctor.CLUSTER, *doctor.FLOW)} - {
@@ -472,11 +476,44 @@ def test_cleanup_policy(role: str, policy: str | None, level: Level) -> None:
     assert found.level is level
 
 
+def status(*, lag: int = 0, waited_s: float = 0.0, age_s: float = 1.0, held: int = 0, why: str = "") -> FlowStatus:
+    part = PartitionStatus(0, 5, 0, 5 + lag, 5 + lag + held, lag, waited_s, held)
+    return FlowStatus("f", 7, age_s=age_s, sources=[SourceStatus("in", {0: 5}, [part], held=[why] if why else [])])
+
+
+def test_held_back() -> None:
+    def found(**more: Any) -> list[Finding]:
+        return run(doctor_topics.check_held_back, facts(topic("in", SOURCE), flow=flow(status=status(**more))))
+
+    assert [each.found for each in found()] == ["no open transaction holds records back"]
+    (short,) = found(held=1300)
+    assert (short.level, short.found[:21]) == (Level.OK, "1,300 offsets are beh")
+    held = Held("in", 0, 5, 305, 120.0)
+    for seen in (
+        OpenTransaction(17, 3, 5, NOW_MS, transactional_id="billing.v2", state="Ongoing", timeout_ms=900_000),
+        OpenTransaction(17, 3, 5, NOW_MS),
+    ):
+        text = held_back_warning(held, seen)
+        one = the_bad_one(
+            found(held=300, why=text), Level.WARNING, r"of in-0 .*300 offsets wait there.* producer id 17"
+        )
+        assert (seen.transactional_id or "it hangs") in one.found
+        assert "transactions describe" in one.fix or "in its application" in one.fix
+    assert run(doctor_topics.check_held_back, facts(flow=flow())) == []
+
+
 def test_lag() -> None:
     (found,) = run(doctor_topics.check_lag, facts(topic("in", SOURCE), flow=flow()))
     assert (found.level, found.found) == (Level.OK, "lag 4 offsets; retention.ms=604800000")
     old = facts(topic("in", SOURCE), flow=flow(old_unread={"in": (0,)}))
     the_bad_one(run(doctor_topics.check_lag, old), Level.WARNING, "partitions 0 are older than half")
+    dead = facts(topic("in", SOURCE), flow=flow(status=status(lag=4, waited_s=299.0, age_s=301.0)))
+    one = the_bad_one(
+        run(doctor_topics.check_lag, dead), Level.WARNING, "lag 4 offsets.* nothing was committed for 299"
+    )
+    assert "onceflow status f --endpoint" in one.fix
+    fresh = facts(topic("in", SOURCE), flow=flow(status=status(lag=4, waited_s=2.0, age_s=301.0)))
+    assert bad(run(doctor_topics.check_lag, fresh)) == [], "there was nothing to read before"
     lost = facts(topic("in", SOURCE), flow=flow(sources={"in": SourceTopic("in", "id", {0: 6}, {0: 9})}))
     the_bad_one(run(doctor_topics.check_lag, lost), Level.ERROR, "offsets 5 to 5 have expired")
     other = facts(topic("in", SOURCE), flow=flow(sources={"in": SourceTopic("in", "new", {0: 0}, {0: 9})}))
@@ -558,7 +595,7 @@ def test_group_and_transactional_id() -> None:
 
 
 def test_the_local_part_is_shown_when_no_broker_answers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(doctor, "REFUSED_S", 0.1)
+    monkeypatch.setattr(doctor, "LOOK_REFUSED_S", 0.1)
     arguments = ["doctor", "f", "--bootstrap-servers", "127.0.0.1:1", "--state-dir", str(tmp_path)]
     answer = CliRunner().invoke(cli, [*arguments, "--json"], standalone_mode=False)
     found = [json.loads(line) for line in answer.stdout.splitlines()]

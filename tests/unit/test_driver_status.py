@@ -33,7 +33,7 @@ FLOW = {
     "producer_epoch": 2,
     "failure": None,
     "lag": 3,
-    "last_batch": {"records": 1200, "attempts": 2, "seconds": 0.5, "ran_in": "4 tasks"},
+    "last_batch": {"read": 2000, "records": 1200, "attempts": 2, "seconds": 0.5, "ran_in": "4 tasks"},
     "counts": {"batches_committed": 4, "attempts_aborted": 1, "dead_letters": 0},
     "tables": [
         {
@@ -42,7 +42,7 @@ FLOW = {
             "opened": 3,
             "rows": {"value": 7, "entry": 0, "timer": 2},
             "nbytes": 8192,
-            "next_timer_ms": {"event": None, "processing": 1_700_000_060_000},
+            "next_timer_ms": {"event": 1_600_000_000_000, "processing": 1_700_000_060_000},
             "restored": 12,
             "restore_seconds": 0.25,
             "waiting_letters": True,
@@ -208,16 +208,55 @@ def test_details_with_a_driver(serve: Serve, call: Callable[..., Any]) -> None:
     url = serve(answer(DRIVER))
     expected = [
         "driver: running on host web-1, process 412, since 2023-11-14T22:13:20+00:00; exactly_once; onceflow 0.1.0",
-        "last batch of this run: 1,200 records in 2 attempts, 0.5 s, by 4 tasks",
+        "last batch of this run: 2,000 offsets read, 1,200 records written in 2 attempts, 0.5 s, by 4 tasks",
         "counted by this driver: batches committed 4, attempts aborted 1",
-        "LOCAL STATE             OPEN  VALUES  ENTRIES  TIMERS  BYTES  RESTORED                 NEXT TIMER",
-        "sums (waiting letters)   3/4       7        0       2   8192        12  2023-11-14T22:14:20+00:00",
+        (
+            "LOCAL STATE             OPEN  VALUES  ENTRIES  TIMERS  BYTES  RESTORED           NEXT EVENT TIMER  "
+            "    NEXT PROCESSING TIMER"
+        ),
+        (
+            "sums (waiting letters)   3/4       7        0       2   8192        12  2020-09-13T12:26:40+00:00  "
+            "2023-11-14T22:14:20+00:00"
+        ),
     ]
     assert call("orders", "--endpoint", url).stdout.splitlines()[2:] == expected
     assert call("orders", ONCEFLOW_ENDPOINT=f"{url} {url}/metrics").stdout.splitlines()[2:] == expected
     told = json.loads(call("orders", "--json", "--endpoint", url).stdout)
     assert told["driver"]["tables"][0]["rows"]["timer"] == 2
-    assert told["driver"]["endpoint"] == url
+    assert (told["driver"]["endpoint"], told["driver_answer"], told["warnings"]) == (url, "answers", [])
+    older = {**FLOW, "last_batch": {**FLOW["last_batch"], "read": None}}  # type: ignore[dict-item]
+    text = call("orders", "--endpoint", serve(answer({**DRIVER, "flows": [older]}))).stdout
+    assert "last batch of this run: 1,200 records written in 2 attempts" in text
+
+
+def test_whether_it_runs_is_answered_in_every_case(serve: Serve, call: Callable[..., Any]) -> None:
+    """Not asked, no answer, an answer of other flows, and an answer: as text, as JSON and in the list of all flows."""
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        down = f"http://127.0.0.1:{closed.getsockname()[1]}"
+    other, good = serve(answer({**DRIVER, "flows": [{**FLOW, "flow": "else"}]})), serve(answer(DRIVER))
+    cases = [
+        ([], "driver: not asked (give --endpoint)", "not asked", None),
+        (["--endpoint", down], "driver: does not answer", "does not answer", f"{down} does not answer: "),
+        (
+            ["--endpoint", other, "--endpoint", down],
+            "driver: not known, no endpoint here serves this flow",
+            "not at these endpoints",
+            f"{down} does not answer: ",
+        ),
+        (["--endpoint", down, "--endpoint", good], "driver: running on host web-1, process 412", "answers", None),
+    ]
+    for arguments, line, answered, warned in cases:
+        lines = call("orders", *arguments).stdout.splitlines()
+        assert [each for each in lines if each.startswith(line)], lines
+        told = json.loads(call("orders", "--json", *arguments).stdout)
+        assert told["driver_answer"] == answered
+        assert (told["driver"] is not None) is (answered == "answers")
+        assert any(each.startswith(warned or "-") for each in told["warnings"]) is (warned is not None)
+        assert sum(each.startswith(f"warning: {down}") for each in lines) == (down in arguments), "said once"
+        columns, row = call(*arguments).stdout.splitlines()[:2]
+        assert ("DRIVER" in columns) is bool(arguments)
+        if arguments:
+            assert row.split()[-2] == ("running" if good in arguments else "?")
 
 
 def test_a_flow_whose_progress_could_not_be_read_is_listed(

@@ -19,12 +19,15 @@ from onceflow.admin.flow_status import (
     TransactionStatus,
     exceeded,
     expired,
+    signs_of_life,
     unknown_flow,
 )
 from onceflow.admin.flow_status_reader import StatusReader
+from onceflow.admin.table_counts import TableCounts
 from onceflow.cli.main import cli
+from onceflow.client import first_connection
 from onceflow.client.log_reader import LogRecord, Marker
-from onceflow.errors import DeadlineExceededError
+from onceflow.errors import BrokerUnreachableError, DeadlineExceededError
 from onceflow.protocol.progress import DriverProcess
 
 Call = Callable[..., Result]
@@ -44,7 +47,7 @@ def flow(name: str = "orders", lag: int = 3, age_s: float = 9.5) -> FlowStatus:
         producer_epoch=2,
         transaction=TransactionStatus(f"onceflow.{name}", "Ongoing", 17, 3, 1.5),
         sources=[SourceStatus("in", {0: 7}, parts)],
-        tables=[TableStatus("sums", {0: 5, 1: 6}, 9)],
+        tables=[TableStatus("sums", {0: 5, 1: 6}, 9, 1_600_000_000_000)],
     )
 
 
@@ -83,24 +86,74 @@ def test_details(found: list[FlowStatus], call: Call) -> None:
         "orders: batch 4, a lag of 3 records, 4.2 s",
         "last commit 2023-11-14T22:13:20+00:00, 9.5 s ago",
         "committed by producer id 17, epoch 2",
-        "transactional id onceflow.orders: Ongoing, producer id 17, epoch 3, open for 1.5 s",
+        (
+            "transactional id onceflow.orders: Ongoing, producer id 17, epoch 3 "
+            "(each attempt and each start raises it), open for 1.5 s"
+        ),
+        (
+            "driver: not asked (give --endpoint); its transaction has been open for 2 s: "
+            "a batch is being written, or its driver has ended in one"
+        ),
         "SOURCE  OFFSET  FIRST  STABLE  END  LAG  LAG S  HELD BACK",
         "in-0         7      0      10   15    3    4.2          5",
         "in-1         -      0       0    0    0      0          0",
-        "TABLE  RECORDS AT MOST  END OFFSETS",
-        "sums                 9          5.6",
+        "TABLE  RECORDS AT MOST  END OFFSETS                  WATERMARK",
+        "sums                 9          5.6  2020-09-13T12:26:40+00:00",
         "note: quiet",
     ]
 
 
 def test_the_driver_that_committed_last(found: list[FlowStatus], call: Call) -> None:
     found.append(replace(flow(), committed_by=DriverProcess("web-1\x1b", 412, 1_700_000_000_000)))
-    assert call("orders").stdout.splitlines()[4] == (
+    assert call("orders").stdout.splitlines()[5] == (
         "the driver that committed last: host web-1\N{REPLACEMENT CHARACTER}, process 412, "
         "since 2023-11-14T22:13:20+00:00"
     )
     (told,) = map(json.loads, call("--json").stdout.splitlines())
     assert told["committed_by"] == {"host": "web-1\x1b", "pid": 412, "since_ms": 1_700_000_000_000}
+
+
+def test_both_next_timers_of_tables_that_were_counted(found: list[FlowStatus], call: Call) -> None:
+    """Windows end by event time, alarms of processors mostly by processing time."""
+    due = {"event": 1_600_000_000_000, "processing": None}
+    table = TableStatus("sums", {0: 5}, 9, None, TableCounts(3, 0, 2, 1, due, 9))
+    found.append(replace(flow(), tables=[table, TableStatus("local", {}, None)]))
+    lines = call("orders").stdout.splitlines()
+    assert lines[-5:] == [
+        "TABLE  RECORDS AT MOST  END OFFSETS  WATERMARK",
+        "sums                 9            5          -",
+        "local                ?            -          -",
+        "IN KAFKA  VALUES  ENTRIES  TIMERS  DUE           NEXT EVENT TIMER  NEXT PROCESSING TIMER",
+        "sums           3        0       2    1  2020-09-13T12:26:40+00:00                      -",
+    ]
+
+
+@pytest.mark.parametrize(
+    "lag, waited_s, age_s, says",
+    [
+        (3, 300.0, 400.0, "records wait, and nothing was committed for 300 s: it does not run"),
+        (3, None, 400.0, "records wait, and nothing was committed for 400 s: it does not run"),
+        (3, 300.0, 59.0, ""),  # a batch may last so long
+        (3, 1.0, 4000.0, ""),  # there was nothing to read before
+        (0, 0.0, 4000.0, "it has read everything, so Kafka does not show whether it runs"),
+    ],
+)
+def test_no_more_is_said_of_a_driver_than_kafka_shows(
+    lag: int, waited_s: float | None, age_s: float, says: str
+) -> None:
+    part = PartitionStatus(0, 7, 0, 7 + lag, 7 + lag, lag, waited_s, 0)
+    status = FlowStatus("f", 4, age_s=age_s, sources=[SourceStatus("in", {0: 7}, [part])])
+    assert signs_of_life(status).startswith(says)
+    assert bool(signs_of_life(status)) is bool(says)
+    status.transaction = TransactionStatus("onceflow.f", "Ongoing", 17, 3, 9.0)
+    assert signs_of_life(status).startswith("its transaction has been open for 9 s")
+
+
+def test_what_is_held_back_is_no_sign_of_life() -> None:
+    held = SourceStatus("in", {0: 7}, [PartitionStatus(0, 7, 0, 7, 9, 0, 0.0, 2)])
+    assert signs_of_life(FlowStatus("f", 4, age_s=1.0, sources=[held])).startswith("what is left to read is held back")
+    unknown = FlowStatus("f", 4, age_s=1.0, sources=[SourceStatus("in", {0: 7}, None)])
+    assert signs_of_life(unknown) == ""
 
 
 def test_json_has_everything(found: list[FlowStatus], call: Call) -> None:
@@ -186,6 +239,13 @@ def test_a_lag_that_is_not_known_exceeds_every_limit() -> None:
 @pytest.mark.parametrize("arguments", [["--watch", "0"], ["--watch", "--max-lag", "1"], ["--max-age", "soon"]])
 def test_wrong_usage(found: list[FlowStatus], call: Call, arguments: list[str]) -> None:
     call(*arguments, code=1)
+
+
+def test_no_broker_is_not_waited_for_as_a_start_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(first_connection, "LOOK_REFUSED_S", 0.1)
+    answer = CliRunner().invoke(cli, ["status", "--bootstrap-servers", "127.0.0.1:1"])
+    assert isinstance(answer.exception, BrokerUnreachableError)
+    assert "within 0.1 s" in answer.exception.what
 
 
 def test_watching_ends_with_ctrl_c(monkeypatch: pytest.MonkeyPatch, call: Call) -> None:

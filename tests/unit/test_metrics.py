@@ -314,7 +314,9 @@ def test_what_a_driver_says_of_itself(endpoint: onceflow.MetricsEndpoint) -> Non
     query, quiet = Query().start(), Query("quiet", "failed").start()
     query.lag = {"s": {0: 5, 1: 2}}
     query.tables = [TableFacts("t", 4, 2, {"value": 7, "entry": 3, "timer": 5}, 8192, {"processing": None}, 10, 0.5)]
-    query.commit(3, records=5, path="4 tasks", dead_letters=2, seconds={"write": 0.25, "end": 0.5})
+    query.commit(
+        3, records=5, read={"s": 8, "r": 1}, path="4 tasks", dead_letters=2, seconds={"write": 0.25, "end": 0.5}
+    )
     quiet.failure = ValueError("with a secret of a record")
     hooks.at(hooks.ABORTED, where="driver", flow="f", batch=1, error=ValueError("no"))
     status, text, kind = get(endpoint, "/status")
@@ -325,7 +327,7 @@ def test_what_a_driver_says_of_itself(endpoint: onceflow.MetricsEndpoint) -> Non
     assert (first.flow, first.condition, first.since_ms) == ("prefix-f", "running", 1_700_000_000_000)
     assert (first.host, first.pid, first.version) == (socket.gethostname(), os.getpid(), onceflow.__version__)
     assert (first.batch, first.producer_id, first.producer_epoch, first.lag) == (3, 17, 2, 7)
-    assert first.last_batch == LastBatch(5, 1, 0.75, "4 tasks")
+    assert first.last_batch == LastBatch(5, 1, 0.75, "4 tasks", 9)
     assert first.counts["dead_letters"] == 2
     assert first.counts["attempts_aborted"] == 1
     assert [asdict(table) for table in first.tables] == [asdict(table) for table in query.tables]

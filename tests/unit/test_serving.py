@@ -43,8 +43,10 @@ class Query:
     @property
     def isActive(self) -> bool:
         if self._running and len(self.batches) < self._most:
-            number = len(self.batches) + 1
-            self.batches.append(BatchSummary(number, 10, records=10 * number, seconds={"write": 0.25, "end": 0.125}))
+            number, seconds = len(self.batches) + 1, {"write": 0.25, "end": 0.125}
+            self.batches.append(
+                BatchSummary(number, 10, records=10 * number, read={"a": 7, "b": number}, seconds=seconds)
+            )
             if number == self._most and self._asks is not None:
                 self._asks(self)
         return self._running
@@ -112,7 +114,8 @@ def test_every_batch_is_a_line_and_sigterm_an_orderly_end(
     said = capsys.readouterr()
     assert said.err == "onceflow: flow f runs; SIGTERM or Ctrl-C stops it\nonceflow: flow f is being stopped\n"
     assert [json.loads(line) for line in said.out.splitlines()] == [
-        {"flow": "f", "batch": number, "records": 10 * number, **put_aside, "seconds": 0.375} for number in (1, 2, 3)
+        {"flow": "f", "batch": number, "read": 7 + number, "records": 10 * number, **put_aside, "seconds": 0.375}
+        for number in (1, 2, 3)
     ]
     # For a second they ignore what comes with the first signal, and then do what they did before.
     number = signal.SIGINT

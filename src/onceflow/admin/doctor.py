@@ -23,6 +23,7 @@ from onceflow.admin.doctor_permissions import check_permissions
 from onceflow.admin.doctor_reading import Reading
 from onceflow.admin.doctor_topics import (
     check_cleanup,
+    check_held_back,
     check_lag,
     check_message_size,
     check_progress,
@@ -33,12 +34,11 @@ from onceflow.admin.finding import Check, Finding, examine, of_error, ok, warnin
 from onceflow.client.addresses import contact, parse_servers
 from onceflow.client.cluster import Cluster
 from onceflow.client.deadline import Deadline
+from onceflow.client.first_connection import LOOK_REFUSED_S
 from onceflow.client.settings import ClientSettings
 from onceflow.errors import OnceflowError
 from onceflow.protocol.names import Names
 
-#: For how long the first connection is tried while all addresses refuse it, in seconds. Nothing waits for the brokers.
-REFUSED_S = 5.0
 _CONNECT_S = 20.0
 
 CLUSTER: tuple[Check[Facts], ...] = (
@@ -56,6 +56,7 @@ FLOW: tuple[Check[Facts], ...] = (
     Check("safety", check_safety),
     Check("cleanup-policy", check_cleanup),
     Check("lag", check_lag),
+    Check("held-back", check_held_back),
     Check("message-size", check_message_size),
     Check("permissions", check_permissions),
 )
@@ -70,7 +71,7 @@ def cluster_findings(
         names: the flow; None: none.
         topics: topics to look at, besides those of the flow.
     """
-    with closing(Cluster(settings, refused_s=REFUSED_S)) as cluster:
+    with closing(Cluster(settings, refused_s=LOOK_REFUSED_S)) as cluster:
         try:
             cluster.connect(Deadline(_CONNECT_S, f"connecting to {settings.bootstrap_servers}"))
         except OnceflowError as problem:

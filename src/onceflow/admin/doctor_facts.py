@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from onceflow.admin.flow_status import FlowStatus
 from onceflow.client.brokers import Safety
 from onceflow.client.nodes import Node
 from onceflow.client.topics import Copies
@@ -63,6 +64,7 @@ class FlowFacts:
         progress: what it has committed; None: nothing that can be read.
         similar: flows of a similar name that have progress.
         sources: its source topics as they are now.
+        status: where it is, and what holds it back; None: it has no progress, or this could not be read.
         old_unread: partitions of a source whose oldest unread record is older than half of the topic's retention.
         group: what this principal may do with its consumer group; None: unknown.
         may_write_id: whether this principal has WRITE on its transactional id; None: unknown.
@@ -72,6 +74,7 @@ class FlowFacts:
     progress: Progress | None = None
     similar: tuple[str, ...] = ()
     sources: Mapping[str, SourceTopic] = field(default_factory=dict)
+    status: FlowStatus | None = None
     old_unread: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     group: frozenset[str] | None = None
     may_write_id: bool | None = None

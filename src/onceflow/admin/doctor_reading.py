@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,6 +23,9 @@ from onceflow.admin.doctor_facts import (
 )
 from onceflow.admin.doctor_topics import TOPIC_SETTINGS
 from onceflow.admin.finding import Finding, Level, of_error
+from onceflow.admin.flow_status import FlowStatus
+from onceflow.admin.flow_status_reader import StatusReader
+from onceflow.admin.similar_flows import alike
 from onceflow.admin.tables import all_progress
 from onceflow.client import allowed
 from onceflow.client.brokers import CLUSTER_TOPICS
@@ -158,12 +160,22 @@ class Reading:
         return FlowFacts(
             names,
             progress,
-            similar=tuple(difflib.get_close_matches(names.progress_key, flows, 3)),
+            similar=tuple(alike(names.progress_key, flows)),
             sources=sources,
+            status=None if progress is None else self._try("held-back", lambda d: self._status(names, d)),
             old_unread=old,
             group=group,
             may_write_id=may_write,
         )
+
+    def _status(self, names: Names, deadline: Deadline) -> FlowStatus:
+        reader = StatusReader(
+            self.cluster,
+            transactional_id_prefix=names.transactional_id_prefix,
+            group_id_prefix=names.group_id_prefix,
+        )
+        (status,) = reader.read([names.progress_key], deadline)
+        return status
 
     def _source(self, topic: Topic, committed: Mapping[int, int]) -> tuple[SourceTopic, tuple[int, ...]] | None:
         """A source as it is now, and its partitions with old unread records."""

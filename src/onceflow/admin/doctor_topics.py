@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from onceflow.admin.doctor_cluster import safety
 from onceflow.admin.doctor_facts import INTERNAL, JOINED, NAMED, OUTPUT, SOURCE, TABLE, Facts, Topic
 from onceflow.admin.finding import Finding, counted, error, of_error, ok, skipped, warning
+from onceflow.admin.flow_status import quiet_s
 from onceflow.errors import OnceflowError, PermissionDeniedError
 from onceflow.planning import source_starts
 from onceflow.state.compacted_topic import check_policy
@@ -131,10 +132,11 @@ def _of_table(topic: Topic, policy: str) -> Finding:
 
 
 def check_lag(facts: Facts) -> Iterator[Finding]:
-    """How far the flow is in its sources, against their retention."""
+    """How far the flow is in its sources, against their retention; and whether it commits while records wait."""
     flow = facts.flow
     if flow is None or flow.progress is None:
         return
+    quiet = None if flow.status is None else quiet_s(flow.status)
     for name, source in flow.sources.items():
         subject = f"source {name}"
         try:
@@ -155,8 +157,28 @@ def check_lag(facts: Facts) -> Iterator[Finding]:
                 f"{found}; the oldest unread records of partitions {_listed(old)} are older than half of that",
                 "start the flow, let it catch up, or raise the topic's retention before unread records expire",
             )
+        elif lag and quiet is not None:
+            yield warning(
+                subject,
+                f"{found}; nothing was committed for {quiet:.0f} s although records wait",
+                f"does its driver run? Ask it: `onceflow status {flow.names.progress_key} --endpoint URL`; if "
+                "there is no answer, see the end of its log",
+            )
         else:
             yield ok(subject, found)
+
+
+def check_held_back(facts: Facts) -> Iterator[Finding]:
+    """Offsets behind the last stable offset: no read_committed reader gets them until a transaction ends."""
+    status = None if facts.flow is None else facts.flow.status
+    for source in () if status is None else status.sources:
+        subject, held = f"source {source.topic}", sum(part.held_back for part in source.partitions or ())
+        for text in source.held:
+            what, _, fix = text.rpartition(". ")
+            yield warning(subject, what, fix)
+        if source.partitions is not None and not source.held:
+            short = f"{held:,} offsets are behind a transaction, which has not been open for long"
+            yield ok(subject, short if held else "no open transaction holds records back")
 
 
 def check_message_size(facts: Facts) -> Iterator[Finding]:

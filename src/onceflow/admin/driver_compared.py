@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from onceflow.admin.driver_status import DriverStatus
-from onceflow.admin.flow_status import FlowStatus
+from onceflow.admin.flow_status import ANSWERS, NOT_SERVED, SILENT, FlowStatus
 
 
 def attach(statuses: Sequence[FlowStatus], drivers: Sequence[DriverStatus], prefix: str) -> list[str]:
@@ -28,6 +28,16 @@ def attach(statuses: Sequence[FlowStatus], drivers: Sequence[DriverStatus], pref
         if status.driver is None or driver.condition in ("starting", "running"):
             status.driver = driver
     return strangers
+
+
+def tell_answers(statuses: Sequence[FlowStatus], *, served: bool) -> None:
+    """Set whether the driver of each flow has answered, after endpoints were asked.
+
+    Args:
+        served: whether at least one of the endpoints has answered.
+    """
+    for status in statuses:
+        status.driver_answer = ANSWERS if status.driver is not None else NOT_SERVED if served else SILENT
 
 
 def _disagreements(status: FlowStatus, driver: DriverStatus) -> list[str]:

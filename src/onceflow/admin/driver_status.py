@@ -36,12 +36,19 @@ class DriverTable:
 
 @dataclass(frozen=True)
 class LastBatch:
-    """The last batch of a run. ``ran_in`` is ``driver``, ``4 tasks``, or ``2 + 4 tasks`` for two stages."""
+    """The last batch of a run.
+
+    Args:
+        records: written to the outputs.
+        ran_in: ``driver``, ``4 tasks``, or ``2 + 4 tasks`` for two stages.
+        read: offsets of the sources; None: an older version of onceflow does not say it.
+    """
 
     records: int
     attempts: int
     seconds: float
     ran_in: str
+    read: int | None = None
 
 
 @dataclass(frozen=True)
@@ -172,6 +179,7 @@ def _flow(content: Any, endpoint: str, who: Mapping[str, Any]) -> DriverStatus:
             _take(last, "attempts", int),
             _take(last, "seconds", float),
             _take(last, "ran_in", str),
+            _take(last, "read", int, may_lack=True),
         ),
         counts=_numbers(content, "counts"),
         tables=[_table(each) for each in _take(content, "tables", list)],

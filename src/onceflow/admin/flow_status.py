@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from onceflow.admin.driver_status import DriverStatus
+from onceflow.admin.similar_flows import alike, meant, named
 from onceflow.admin.table_counts import TableCounts
 from onceflow.errors import OptionError
 from onceflow.protocol.progress import PROGRESS_TOPIC, DriverProcess
 
-_ALIKE_SHARE = 0.6
+#: With records that wait, a flow that has not committed for so long, in seconds, may not run.
+QUIET_AFTER_S = 60.0
+
+#: Whether the driver of a flow has answered. NOT_SERVED: endpoints have answered, and none of them serves the flow.
+NOT_ASKED, ANSWERS, SILENT, NOT_SERVED = "not asked", "answers", "does not answer", "not at these endpoints"
 
 
 @dataclass(frozen=True)
@@ -44,12 +48,14 @@ class SourceStatus:
         offsets: what the flow has committed.
         partitions: those that could be asked. None: they could not be read, or belong to another topic of this name.
         unseen: why the others could not be asked, by partition.
+        held: warnings about transactions of others that have been open for long.
     """
 
     topic: str
     offsets: Mapping[int, int]
     partitions: Sequence[PartitionStatus] | None
     unseen: Mapping[int, str] = field(default_factory=dict)
+    held: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -99,7 +105,8 @@ class FlowStatus:
         committed_by: the driver that has committed last; None: a command has, or an older version of onceflow.
         missing: permissions without which something is not known here.
         unseen: partitions and coordinators that could not be asked, each with the reason.
-        driver: what its driver says; None: its endpoint was not asked, or is not known.
+        driver: what its driver says; None: no endpoint of it has answered.
+        driver_answer: one of the constants above.
     """
 
     flow: str
@@ -117,6 +124,7 @@ class FlowStatus:
     missing: list[str] = field(default_factory=list)
     unseen: list[str] = field(default_factory=list)
     driver: DriverStatus | None = None
+    driver_answer: str = NOT_ASKED
 
     @property
     def lag(self) -> int | None:
@@ -137,6 +145,40 @@ class FlowStatus:
         if self.lag is None or None in found:
             return None
         return max((each for each in found if each is not None), default=0.0)
+
+
+def quiet_s(status: FlowStatus) -> float | None:
+    """For how long records wait, at least, and nothing is committed, in seconds; None: not for a minute, or not known.
+
+    A flow that had nothing to read has an old commit, too: so the oldest record that waits counts as well. Where its
+    time is not known, the age of the commit decides.
+    """
+    waiting = [part for source in status.sources for part in source.partitions or () if part.lag]
+    if not waiting or status.age_s is None:
+        return None
+    oldest_s = [status.age_s if part.lag_seconds is None else part.lag_seconds for part in waiting]
+    found = min(status.age_s, max(oldest_s))
+    return found if found >= QUIET_AFTER_S else None
+
+
+def signs_of_life(status: FlowStatus) -> str:
+    """What Kafka shows of whether a driver runs: no more than that. Empty: nothing."""
+    transaction, quiet = status.transaction, quiet_s(status)
+    if transaction is not None and transaction.age_s is not None:
+        return (
+            f"its transaction has been open for {transaction.age_s:.0f} s: a batch is being written, or its driver has "
+            "ended in one"
+        )
+    if quiet is not None:
+        return (
+            f"records wait, and nothing was committed for {quiet:.0f} s: it does not run, cannot commit, or waits for "
+            "its trigger"
+        )
+    if status.lag == 0:
+        held = any(part.held_back for source in status.sources for part in source.partitions or ())
+        why = "what is left to read is held back" if held else "it has read everything"
+        return f"{why}, so Kafka does not show whether it runs"
+    return ""
 
 
 def exceeded(status: FlowStatus, max_lag: int | None, max_age_s: float | None) -> list[str]:
@@ -161,12 +203,12 @@ def exceeded(status: FlowStatus, max_lag: int | None, max_age_s: float | None) -
 
 def unknown_flow(name: str, known: Iterable[str]) -> OptionError:
     """The error for a flow that has no progress, with similar names."""
-    alike = difflib.get_close_matches(name, sorted(known), 3, _ALIKE_SHARE)
+    found = alike(name, known)
     step = "`onceflow status` lists the flows; a flow with a transactional_id_prefix has it in front of its name"
     return OptionError(
         f"There is no flow {name} here: {PROGRESS_TOPIC} has no progress of it",
-        detail=f"flows of a similar name: {', '.join(alike)}" if alike else "",
-        next_step=f"did you mean {alike[0]}? If not, {step}" if alike else step,
+        detail=named(found),
+        next_step=meant(found, step),
     )
 
 

@@ -190,7 +190,7 @@ class StatusReader:
             status.tables.append(found if table is None else replace(found, watermark_ms=table.watermark_ms))
         for topic, table in sorted(progress.tables.items()):
             if table.local is not None:
-                status.tables.append(TableStatus(topic, {}, None))
+                status.tables.append(TableStatus(topic, {}, None, table.watermark_ms))
         return status
 
     def _age_s(self, epoch_ms: int) -> float:
@@ -282,7 +282,7 @@ class StatusReader:
         idle = self._idle(topic, [n for n, (_, _, end) in ends.items() if end], deadline)  # others never had a record
         if idle:
             status.notes.append(f"no record for {IDLE_S / 3600:g} h: {places(topic, idle)}")
-        return SourceStatus(topic, offsets, parts, unseen)
+        return SourceStatus(topic, offsets, parts, unseen, held or [])
 
     def _ends(self, topic: str, numbers: Sequence[int], deadline: Deadline) -> dict[int, tuple[int, int, int]]:
         """First offset, last stable offset and high watermark."""

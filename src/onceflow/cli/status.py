@@ -6,7 +6,6 @@ import contextlib
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -14,12 +13,12 @@ import click
 from onceflow.cli.connection import connection
 from onceflow.cli.examples import examples
 from onceflow.cli.interrupts import interruptible, until_interrupted
-from onceflow.cli.text import counted, in_columns, shown, timeout_ms
+from onceflow.cli.status_text import details, in_utc, overview
+from onceflow.cli.text import counted, shown, timeout_ms
 
 if TYPE_CHECKING:
-    from onceflow.admin.driver_status import DriverStatus, DriverTable
-    from onceflow.admin.flow_status import FlowStatus, PartitionStatus
-    from onceflow.admin.table_counts import TableCounts
+    from onceflow.admin.driver_status import DriverStatus
+    from onceflow.admin.flow_status import FlowStatus
     from onceflow.client.settings import ClientSettings
 
 _CALL_S, _ENDPOINT_S = 60.0, 5.0
@@ -81,13 +80,14 @@ def status(
     of the oldest record that is not committed. `?` means that it is not known. What could not be asked is named, and
     the rest is shown.
     """
-    from onceflow.admin.driver_compared import attach
+    from onceflow.admin.driver_compared import attach, tell_answers
     from onceflow.admin.driver_status import checked_endpoint
     from onceflow.admin.flow_status import exceeded
     from onceflow.admin.flow_status_reader import StatusReader
     from onceflow.admin.status_answers import count_tables
     from onceflow.client.cluster import Cluster
     from onceflow.client.deadline import Deadline
+    from onceflow.client.first_connection import LOOK_REFUSED_S
 
     every_s, flows = _every(watch, flows)
     urls = [*dict.fromkeys(checked_endpoint(each) for each in endpoints)]
@@ -98,7 +98,7 @@ def status(
         raise click.UsageError("--max-lag and --max-age are for one look: call it without --watch")
     if every_s is not None and with_tables:
         raise click.UsageError("--tables reads whole topics: call it without --watch")
-    with contextlib.closing(Cluster(settings)) as cluster:
+    with contextlib.closing(Cluster(settings, refused_s=LOOK_REFUSED_S)) as cluster:
         reader = StatusReader(cluster, transactional_id_prefix=transactional_id_prefix, group_id_prefix=group_id_prefix)
 
         def look() -> list[FlowStatus]:
@@ -109,13 +109,18 @@ def status(
                 missing = {each.flow for each in drivers if reader.is_hidden(each.flow)} - {each.flow for each in found}
                 found += [reader.hidden(name, deadline) for name in sorted(missing)]
             others = attach(found, drivers, transactional_id_prefix)
+            if urls:
+                tell_answers(found, served=len(wrong) < len(urls))
+            for each in found if flows else ():  # whoever asks for a flow by name asks for its driver
+                each.warnings += wrong + others if each.driver is None else []
             strange[:] = wrong + ([] if flows and any(each.driver for each in found) else others)
             return found
 
         def lines(found: list[FlowStatus]) -> list[str]:
             if as_json:
                 return [json.dumps(to_json(each)) for each in found]
-            remarks = [f"warning: {shown(text)}" for text in strange]
+            told = {text for each in found for text in each.warnings}
+            remarks = [f"warning: {shown(text)}" for text in strange if text not in told]
             return (details(found) if flows else overview(found)) + remarks
 
         if every_s is not None:
@@ -181,7 +186,7 @@ def _repeat(
             except (BrokerUnreachableError, DeadlineExceededError) as silent:
                 if not has_seen:
                     raise
-                click.echo(f"onceflow: {_time(int(time.time() * 1000))}: {silent.what}", err=True)
+                click.echo(f"onceflow: {in_utc(int(time.time() * 1000))}: {silent.what}", err=True)
             until = time.monotonic() + every_s
             while time.monotonic() < until:
                 check()
@@ -203,126 +208,6 @@ def _screen(live: bool) -> Iterator[Callable[[list[str]], None]]:
         yield lambda lines: screen.update(Text("\n".join(lines) or "no flow has committed anything"), refresh=True)
 
 
-# ---- as text ---------------------------------------------------------------------------------------------
-
-
-def overview(found: Sequence[FlowStatus]) -> list[str]:
-    """A table of flows, and below it what is wrong with them."""
-    if not found:
-        return []
-    rows = [
-        [
-            shown(each.flow),
-            _known(each.batch),
-            _known(each.lag),
-            _seconds(each.lag_seconds),
-            "?" if each.last_commit_ms is None else _time(each.last_commit_ms),
-            len(each.warnings) + len(each.missing) + len(each.unseen),
-        ]
-        for each in found
-    ]
-    lines = in_columns(["FLOW", "BATCH", "LAG", "LAG S", "LAST COMMIT", "WARNINGS"], rows)
-    return lines + [f"{shown(each.flow)}: {text}" for each in found for text in _remarks(each)]
-
-
-def details(found: Sequence[FlowStatus]) -> list[str]:
-    """Everything about each flow."""
-    lines: list[str] = []
-    for each in found:
-        lines += [*([""] if lines else []), *_detail(each)]
-    return lines
-
-
-def _detail(flow: FlowStatus) -> list[str]:
-    lag = "an unknown lag"
-    if flow.lag is not None:
-        lag = f"a lag of {counted(flow.lag)}, {_seconds(flow.lag_seconds)} s"
-    elif flow.lag_at_least:
-        lag = f"a lag of at least {counted(flow.lag_at_least)}"
-    lines = [f"{shown(flow.flow)}: batch {_known(flow.batch)}, {lag}"]
-    if flow.last_commit_ms is not None:
-        lines.append(f"last commit {_time(flow.last_commit_ms)}, {_seconds(flow.age_s)} s ago")
-    if flow.producer_id >= 0:
-        lines.append(f"committed by producer id {flow.producer_id}, epoch {flow.producer_epoch}")
-    if (known := flow.transaction) is not None:
-        state = "not known to its coordinator" if known.state == "Dead" else known.state
-        text = f"transactional id {known.transactional_id}: {state}"
-        if known.producer_id >= 0:
-            text += f", producer id {known.producer_id}, epoch {known.producer_epoch}"
-        lines.append(text + ("" if known.age_s is None else f", open for {_seconds(known.age_s)} s"))
-    if flow.driver is not None:
-        lines += _driver(flow.driver)
-    elif (last := flow.committed_by) is not None:
-        lines.append(shown(f"the driver that committed last: {_where(last.host, last.pid, last.since_ms)}"))
-    for source in flow.sources:
-        columns = ["SOURCE", "OFFSET", "FIRST", "STABLE", "END", "LAG", "LAG S", "HELD BACK"]
-        if source.partitions is None:
-            rows = [[f"{source.topic}-{n}", offset, *"??????"] for n, offset in sorted(source.offsets.items())]
-        else:
-            shown_rows = {part.partition: _cells(part) for part in source.partitions}
-            shown_rows |= {number: [source.offsets.get(number, "-"), *"??????"] for number in source.unseen}
-            rows = [[f"{source.topic}-{number}", *cells] for number, cells in sorted(shown_rows.items())]
-        lines += in_columns(columns, rows)
-    if flow.tables:
-        rows = [
-            [each.topic, _known(each.records_at_most), ".".join(str(o) for _, o in sorted(each.offsets.items())) or "-"]
-            for each in flow.tables
-        ]
-        lines += in_columns(["TABLE", "RECORDS AT MOST", "END OFFSETS"], rows)
-    counted_tables = [(each.topic, each.contents) for each in flow.tables if each.contents is not None]
-    if counted_tables:
-        lines += in_columns(_CONTENTS, [_contents(topic, contents) for topic, contents in counted_tables])
-    if flow.driver is not None and flow.driver.tables:
-        lines += in_columns(_LOCAL, [_local(table) for table in flow.driver.tables])
-    return lines + _remarks(flow) + [f"note: {shown(text)}" for text in flow.notes]
-
-
-def _driver(driver: DriverStatus) -> list[str]:
-    """What the driver says of itself."""
-    where = _where(driver.host, driver.pid, driver.since_ms)
-    lines = [shown(f"driver: {driver.condition} on {where}; {driver.guarantee}; onceflow {driver.version}")]
-    if (last := driver.last_batch) is not None:
-        how = f"in {counted(last.attempts, 'attempt')}, {_seconds(last.seconds)} s, by {last.ran_in}"
-        lines.append(shown(f"last batch of this run: {counted(last.records)} {how}"))
-    told = [f"{name.replace('_', ' ')} {count:,}" for name, count in driver.counts.items() if count]
-    return lines + ([shown(f"counted by this driver: {', '.join(told)}")] if told else [])
-
-
-def _where(host: str, pid: int, since_ms: int) -> str:
-    return f"host {host}, process {pid}, since {_time(since_ms)}"
-
-
-_CONTENTS = ["IN KAFKA", "VALUES", "ENTRIES", "TIMERS", "DUE", "NEXT TIMER"]
-
-
-def _contents(topic: str, found: TableCounts) -> list[Any]:
-    at_ms = found.next_timer_ms.get("processing")
-    when = "-" if at_ms is None else _time(at_ms)
-    return [shown(topic), found.values, found.entries, found.timers, found.timers_due, when]
-
-
-_LOCAL = ["LOCAL STATE", "OPEN", "VALUES", "ENTRIES", "TIMERS", "BYTES", "RESTORED", "NEXT TIMER"]
-
-
-def _local(table: DriverTable) -> list[Any]:
-    rows = [_known(table.rows.get(kind)) for kind in ("value", "entry", "timer")]
-    at_ms = table.next_timer_ms.get("processing")
-    name = f"{shown(table.table)} (waiting letters)" if table.waiting_letters else shown(table.table)
-    opened = f"{table.opened}/{table.partitions}"
-    return [name, opened, *rows, _known(table.nbytes), table.restored, "-" if at_ms is None else _time(at_ms)]
-
-
-def _cells(part: PartitionStatus) -> list[Any]:
-    offset = "-" if part.offset is None else part.offset
-    return [offset, part.first, part.stable, part.end, part.lag, _seconds(part.lag_seconds), part.held_back]
-
-
-def _remarks(flow: FlowStatus) -> list[str]:
-    missing = [f"not permitted: {shown(text)}" for text in flow.missing]
-    unseen = [f"not asked: {shown(text)}" for text in flow.unseen]
-    return [f"warning: {shown(text)}" for text in flow.warnings] + missing + unseen
-
-
 def _partly(hidden: Mapping[int, str]) -> str:
     """The warning that flows may be missing in the list of all."""
     from onceflow.protocol.progress import PROGRESS_TOPIC
@@ -332,24 +217,6 @@ def _partly(hidden: Mapping[int, str]) -> str:
         f"{counted(len(hidden), 'partition')} of {PROGRESS_TOPIC} could not be asked, so flows may be missing here "
         f"({reasons})"
     )
-
-
-def _known(number: int | None) -> str:
-    return "?" if number is None else str(number)
-
-
-def _seconds(seconds: float | None) -> str:
-    if seconds is None:
-        return "?"
-    return f"{seconds:.1f}" if 0 < seconds < 10 else f"{seconds:.0f}"
-
-
-def _time(epoch_ms: int) -> str:
-    """UTC, to the second."""
-    try:
-        return datetime.fromtimestamp(epoch_ms / 1000, tz=timezone.utc).isoformat(timespec="seconds")
-    except (OverflowError, ValueError, OSError):
-        return "?"
 
 
 def to_json(flow: FlowStatus) -> dict[str, Any]:

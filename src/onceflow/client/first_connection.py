@@ -26,6 +26,8 @@ log = logging.getLogger("onceflow")
 
 #: For how long a start waits while all servers refuse connections, in seconds, by default.
 REFUSED_S = 15.0
+#: The same for commands that only look: nothing waits there for the brokers.
+LOOK_REFUSED_S = 5.0
 _TELL_AFTER_S, _TELL_EVERY_S = 5.0, 30.0
 # One connection that hangs in its handshake must not use up the whole deadline.
 _MIN_ATTEMPT_S, _MAX_ATTEMPT_S = 2.0, 15.0

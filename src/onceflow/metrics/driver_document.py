@@ -62,6 +62,7 @@ def _last(batches: Sequence[Any]) -> dict[str, Any] | None:
         return None
     last = batches[-1]
     return {
+        "read": sum(last.read.values()),
         "records": last.records,
         "attempts": last.attempts,
         "seconds": round(sum(last.seconds.values()), 3),
