@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from onceflow.client.settings import ClientSettings
 from onceflow.client.transactions import Transactions
 from onceflow.driver import progress_log
 from onceflow.protocol.names import Names
+from onceflow.protocol.progress import Progress
 from onceflow.testing import independent
 
 pytestmark = pytest.mark.integration
@@ -46,12 +48,17 @@ def test_a_flow_starts_over(make_pipe: Any) -> None:
 
 def test_an_unknown_flow_is_an_error_before_anything_is_asked(make_pipe: Any) -> None:
     pipe = make_pipe()
+    with closing(Cluster(ClientSettings(pipe.bootstrap))) as cluster:
+        progress_log.ensure_topic(cluster, Deadline(30, "test"))
+        there = Progress(pipe.flow, 1, {pipe.source: {0: 1}}, {}, 1_700_000_000_000)
+        progress_log.write_progress(cluster, None, Names(pipe.flow), there, {}, Deadline(30, "test"))
     names = Names(f"{pipe.flow}-mistyped")
     arguments = ["reset", names.flow, "--bootstrap-servers", pipe.bootstrap]
     for more in ([], ["--yes"]):
         result = CliRunner().invoke(cli, [*arguments, *more], input="y\n")
         assert isinstance(result.exception, onceflow.OptionError)
         assert "is unknown here" in result.exception.what
+        assert result.exception.next_step.startswith(f"did you mean {pipe.flow}? If not, ")
         assert result.output == ""
     assert not is_known(ClientSettings(pipe.bootstrap), names)  # looking has made nothing
     # Its transactional id is forgotten after a week; its offsets and its progress are not.

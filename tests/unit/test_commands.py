@@ -116,3 +116,18 @@ def test_examples_are_not_wrapped() -> None:
         for line in examples_of(command):
             assert "onceflow " in line, (path, line)
             assert len(line) <= 110, json.dumps(line)
+
+
+@pytest.mark.parametrize(
+    "line, says",
+    [
+        ("stat", "No such command 'stat'. Did you mean 'status'?"),
+        ("brocker start", "No such command 'brocker'. Did you mean 'broker'?"),
+        ("xyzzy", "No such command 'xyzzy'."),
+        ("--statsu", "No such option '--statsu'."),
+    ],
+)
+def test_a_mistyped_command(line: str, says: str) -> None:
+    answer = CliRunner().invoke(cli, line.split())
+    assert answer.exit_code == 2
+    assert answer.stderr.splitlines()[-1] == f"Error: {says}"

@@ -125,7 +125,7 @@ class Audit:
         return read_history(self._cluster, self._names, self._check)
 
     def _last(self, history: Sequence[LogRecord]) -> Progress:
-        return last_of(history, self._names)
+        return last_of(history, self._names, self._cluster)
 
     def _check_positions(self, progress: Progress) -> None:
         deadline = Deadline(_CALL_S, "reading offsets of sources")

@@ -21,7 +21,7 @@ def offsets_at(cluster: Cluster, names: Names, target: Target) -> Offsets:
     Raises:
         OptionError: the place is none at which a flow begins, or names a partition that the flow does not read.
     """
-    offsets = last_of(read_history(cluster, names), names).offsets
+    offsets = last_of(read_history(cluster, names), names, cluster).offsets
     if target.kind == BEGINNING:
         return {topic: dict.fromkeys(each, 0) for topic, each in offsets.items()}
     if target.kind == OFFSETS:

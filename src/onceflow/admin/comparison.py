@@ -129,7 +129,8 @@ class Comparison:
 
     def _both(self) -> tuple[Progress, Progress]:
         deadline = Deadline(_CALL_S, "reading the progress of both flows")
-        old, new = known(self._old.read(deadline), self._names), known(self._new.read(deadline), self._other)
+        old = known(self._old.read(deadline), self._names, self._cluster)
+        new = known(self._new.read(deadline), self._other, self._cluster)
         if new.forked is None or new.forked.flow != self._names.progress_key:
             raise ProgressConflictError(
                 f"Flow {self._other.flow!r} is not a copy of {self._names.flow!r}",

@@ -70,7 +70,7 @@ def preview(cluster: Cluster, names: Names, new: Names, wanted: Mapping[str, str
     there = committed(cluster, new, deadline)
     if check_fresh(there, new, names) is not None:
         return _existing(names, new, there)
-    origin = known(committed(cluster, names, deadline), names)
+    origin = known(committed(cluster, names, deadline), names, cluster)
     tables = plan_tables(origin, names, new, wanted)
     with located(flow=new.flow):
         for table, name in tables.items():

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from onceflow.admin.committed_progress import CommittedProgress
 from onceflow.admin.flow_transaction import FlowTransaction, Wording, Written
 from onceflow.admin.move import DELETE, Move, check_state, plan_move, without_state
+from onceflow.admin.similar_flows import meant, named, similar_flows
 from onceflow.admin.table_rows import Tell, delete_rows
 from onceflow.admin.target import TIMESTAMP, Target
 from onceflow.admin.writer import Writer
@@ -68,18 +69,26 @@ def committed(cluster: Cluster, names: Names, deadline: Deadline) -> Progress | 
         return decode(found[1].key, found[1].value)
 
 
-def known(progress: Progress | None, names: Names) -> Progress:
+def known(progress: Progress | None, names: Names, cluster: Cluster | None = None) -> Progress:
     """The progress, if there is one.
+
+    Args:
+        cluster: is asked for flows of a similar name, for the error; None: nobody is.
 
     Raises:
         ProgressConflictError: there is none.
     """
     if progress is None:
+        similar = [] if cluster is None else similar_flows(cluster, names)
         raise ProgressConflictError(
             f"Flow {names.flow!r} has no progress here",
             flow=names.flow,
-            next_step="check its name and its prefixes (--transactional-id-prefix, --group-id-prefix), and "
-            "--bootstrap-servers; a flow that has never run, or was reset, starts at its starting_offsets",
+            detail=named(similar),
+            next_step=meant(
+                similar,
+                "check its name and its prefixes (--transactional-id-prefix, --group-id-prefix), and "
+                "--bootstrap-servers; a flow that has never run, or was reset, starts at its starting_offsets",
+            ),
         )
     return progress
 
@@ -111,7 +120,7 @@ def plan(cluster: Cluster, progress: Progress, target: Target, deadline: Deadlin
 def preview(cluster: Cluster, names: Names, target: Target, state: str | None) -> Move:
     """What `move` would do now. Nothing is changed, and nobody is fenced. Errors as of `move`."""
     deadline = Deadline(_SECONDS, f"looking at flow {names.flow}")
-    found = plan(cluster, known(committed(cluster, names, deadline), names), target, deadline)
+    found = plan(cluster, known(committed(cluster, names, deadline), names, cluster), target, deadline)
     check_state(found.before, state)
     return found
 

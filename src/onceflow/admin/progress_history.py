@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+from onceflow.admin.similar_flows import meant, named, similar_flows
 from onceflow.client.cluster import Cluster
 from onceflow.client.deadline import Deadline
 from onceflow.client.log_reader import LogRecord, Marker, read_log
@@ -45,17 +46,22 @@ def read_history(cluster: Cluster, names: Names, check: Callable[[], None] = lam
     return committed_records(items, names.progress_key.encode(), stable)
 
 
-def last_of(history: Sequence[LogRecord], names: Names) -> Progress:
+def last_of(history: Sequence[LogRecord], names: Names, cluster: Cluster | None = None) -> Progress:
     """The newest progress.
+
+    Args:
+        cluster: is asked for flows of a similar name, for the error; None: nobody is.
 
     Raises:
         OptionError: the flow has none.
     """
     if not history or history[-1].value is None:
+        similar = [] if cluster is None else similar_flows(cluster, names)
         raise OptionError(
             "The flow has no progress, so there is nothing to verify",
             flow=names.flow,
-            next_step="`onceflow status` lists the flows; is a prefix missing?",
+            detail=named(similar),
+            next_step=meant(similar, "`onceflow status` lists the flows; is a prefix missing?"),
         )
     return records.decode(history[-1].key, history[-1].value)
 

@@ -88,11 +88,11 @@ class Limits:
 def preview(cluster: Cluster, names: Names, other: Names, limits: Limits) -> Promoted:
     """What `promote` would do now. Nothing is changed, and nobody is fenced. Errors as of `promote`."""
     deadline = Deadline(_SECONDS, f"looking at flow {names.flow}")
-    old = known(committed(cluster, names, deadline), names)
+    old = known(committed(cluster, names, deadline), names, cluster)
     new = committed(cluster, other, deadline)
     if was_promoted(old, new, other):
         return Promoted(names.flow, other.flow, old, (), bool(old.tables), old, already=True)
-    new = known(new, other)
+    new = known(new, other, cluster)
     check_can_promote(old, new, names, other, same_timers=limits.same_timers)
     _check_gap(old, new, other, limits.max_gap)
     return Promoted(names.flow, other.flow, old, positions(old, new), bool(new.tables))

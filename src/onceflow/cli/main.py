@@ -5,6 +5,7 @@ Exit codes: 0 success; 1 a failed check or an error; 2 wrong usage; 130 interrup
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import sys
 import traceback
@@ -88,6 +89,17 @@ class LazyGroup(click.Group):
         if not isinstance(command, click.Command):
             raise TypeError(f"{target} is not a click command")
         return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Click looks for similar names among commands that are imported, of which this group has none."""
+        name = args[0]
+        if name not in COMMANDS and not name.startswith("-") and not ctx.resilient_parsing:
+            similar = difflib.get_close_matches(name, COMMANDS, 1)
+            meant = f" Did you mean {similar[0]!r}?" if similar else ""
+            raise click.UsageError(f"No such command {name!r}.{meant}", ctx)
+        return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):

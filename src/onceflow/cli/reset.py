@@ -65,15 +65,25 @@ def reset(
 
 
 def _forget(settings: ClientSettings, names: Names, options: Options) -> None:
+    from contextlib import closing
+
     from onceflow.admin import reset as resetting
+    from onceflow.admin.similar_flows import meant, named, similar_flows
+    from onceflow.client.cluster import Cluster
     from onceflow.errors import OptionError
 
     flow = names.flow
     if not resetting.is_known(settings, names):
+        with closing(Cluster(settings)) as cluster:
+            similar = similar_flows(cluster, names)
         raise OptionError(
             f"Flow {flow!r} is unknown here: Kafka has no progress, no offsets and no transactional id of it",
-            next_step="check its name and its prefixes (--transactional-id-prefix, --group-id-prefix), and "
-            "--bootstrap-servers",
+            detail=named(similar),
+            next_step=meant(
+                similar,
+                "check its name and its prefixes (--transactional-id-prefix, --group-id-prefix), and "
+                "--bootstrap-servers",
+            ),
         )
     if not options.yes:
         click.confirm(f"Forget the progress of flow {flow!r}? What it has written stays.", abort=True, err=True)
