@@ -160,6 +160,30 @@ def test_what_is_refused(make_pipe: Any, make_state_pipe: Any, make_topic: Any, 
     assert sorted(record.value for record in seen) == sorted(value for _, value in plain.sent[40:])
 
 
+def test_a_program_with_another_table(make_state_pipe: Any, make_topic: Any, call: Call) -> None:
+    """It is refused before it reads anything, unless it says that the table may begin empty."""
+    pipe = make_state_pipe(partitions=1)
+    pipe.fill(30)
+    pipe.run()
+    copy = copy_of(pipe, "next", make_topic("out", 1))
+    told(call("fork", pipe.flow, copy.flow, "--yes", "--json"))
+    before = progress_of(copy)
+    pipe.fill(10)
+    wrong = replace(copy, table=f"{copy.table}s", sent=pipe.sent)
+    with pytest.raises(onceflow.ProgressConflictError, match=f"does not use the copied table {copy.table}:"):
+        wrong.run()
+    after = progress_of(copy)
+    assert (before or {})["tables"] == (after or {})["tables"]
+    assert (before or {})["changelogs"] == (after or {})["changelogs"]
+    assert (after or {})["batch_id"] == 0
+    assert "its program is untried" in call("promote", copy.flow, "--replaces", pipe.flow, "--dry-run").stdout
+    wrong.run(process={"adopt_existing": True})
+    shown = call("promote", copy.flow, "--replaces", pipe.flow, "--dry-run").stdout
+    assert f"have only what {copy.flow} has put there: {wrong.table}." in shown
+    assert f"{copy.flow} is ahead: {pipe.flow} has at most 10 records to go" in shown
+    assert len(copy.outputs()) == 10
+
+
 def test_killed_at_each_step(make_state_pipe: Any, call: Call) -> None:
     """Before `end` the copy does not exist, and after it, it does. The same command completes it, also if the killed
     one has left a transaction open in the partition with the progress of the flow."""

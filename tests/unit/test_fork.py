@@ -15,6 +15,8 @@ from onceflow.admin.table_copy import TableCopy
 from onceflow.client.committed import Chunk
 from onceflow.client.deadline import Deadline
 from onceflow.errors import DeadlineExceededError, OptionError, ProgressConflictError
+from onceflow.planning.process import StepOptions
+from onceflow.planning.table_plan import check_copies, is_beside_copies, without_tables
 from onceflow.protocol.names import Names
 from onceflow.protocol.progress import (
     CheckpointProgress,
@@ -22,6 +24,7 @@ from onceflow.protocol.progress import (
     HandOver,
     LocalTable,
     Progress,
+    Promotion,
     TableProgress,
     decode,
     encode,
@@ -59,6 +62,108 @@ def test_names() -> None:
     two = progress(tables={"sums": TableProgress(), "more": TableProgress()})
     with pytest.raises(OptionError, match="table sums cannot be named 'same'"):
         plan_tables(two, OLD, NEW, {"sums": "same", "more": "same"})
+
+
+@pytest.mark.parametrize(
+    "flow, promoted, table, expected",
+    [
+        ("minutes", None, "minutes-table", "minutes-v3-table"),
+        ("minutes", None, "minutes", "minutes-v3"),
+        ("minutes", "minutes-v2", "minutes-v2-table", "minutes-v3-table"),
+        ("minutes", "minutes-v2", "minutes-v2-minutes-table", "minutes-v3-table"),
+        ("minutes", "minutes-v2", "minutes-v2", "minutes-v3"),
+        ("minutes", "another", "minutes-v2-table", "minutes-v3-v2-table"),
+        ("minutes", None, "table", "minutes-v3-table"),
+        ("min", None, "minutes-table", "minutes-v3-minutes-table"),
+        ("prod-flow", "my.prod-v2", "prod-v2-x", "minutes-v3-x"),
+    ],
+)
+def test_default_names_do_not_grow(flow: str, promoted: str | None, table: str, expected: str) -> None:
+    found = progress(
+        tables={table: TableProgress()},
+        promoted=None if promoted is None else Promotion(promoted, 900),
+    )
+    names, new = Names(flow, "my." if promoted and promoted.startswith("my.") else ""), Names("minutes-v3")
+    assert plan_tables(found, names, new, {}) == {table: expected}
+
+
+def test_default_names_that_are_the_same() -> None:
+    two = progress(tables={"balances-sums": TableProgress(), "sums": TableProgress()})
+    with pytest.raises(OptionError, match="table sums cannot be named 'next-sums'") as refused:
+        plan_tables(two, OLD, NEW, {})
+    assert "--table sums=NAME" in refused.value.next_step
+    assert plan_tables(two, OLD, NEW, {"sums": "other"}) == {"balances-sums": "next-sums", "sums": "other"}
+
+
+# ---- the first run of a copy -----------------------------------------------------------------------------
+
+
+def options(table: str, **changed: Any) -> StepOptions:
+    given = StepOptions(table, None, "fail", None, None, None, False, "memory", None, False, "30 seconds")
+    return replace(given, **changed)
+
+
+def copy_of(tables: dict[str, str]) -> Progress:
+    return progress(
+        flow="next",
+        batch_id=0,
+        tables={copy: TableProgress() for copy in tables.values()},
+        forked=ForkOrigin("balances", 7, 900, {}, tables),
+    )
+
+
+def test_a_program_that_does_not_use_the_copied_table() -> None:
+    """It would begin empty at the position of the copy, which the records before that have led to."""
+    found = copy_of({"sums": "next-sums", "more": "next-more"})
+    beside = [name for name in ("next-sums", "next-sum") if is_beside_copies(options(name), found)]
+    assert beside == ["next-sum"]
+    with pytest.raises(ProgressConflictError, match="is a copy of 'balances'") as refused:
+        check_copies(found, {"next-more", "next-sum"}, beside, flow="next")
+    text = str(refused.value)
+    assert "does not use the copied table next-sums: it names next-sum, which would begin empty" in text
+    assert "its copied tables: next-more of more, next-sums of sums" in text
+    assert "give table='next-sums'" in text
+    assert "adopt_existing=True" in text
+
+
+@pytest.mark.parametrize(
+    "changed, used, beside",
+    [
+        ({}, {"next-sums", "new"}, {"new"}),
+        ({}, set(), set()),
+        ({"batch_id": 1}, {"new"}, {"new"}),
+        ({"forked": None}, {"new"}, {"new"}),
+        # Another flow was promoted to it since then: the tables are the ones of that flow.
+        ({"tables": {"third-sums": TableProgress()}}, {"third-sums"}, {"third-sums"}),
+    ],
+    ids=["a new one beside the copies", "no table", "a batch of its own", "no copy", "promoted"],
+)
+def test_programs_that_may_leave_it_unused(changed: dict[str, Any], used: set[str], beside: set[str]) -> None:
+    found = replace(copy_of({"sums": "next-sums"}), **changed)
+    check_copies(found, used, beside, flow="next")
+
+
+def test_a_table_that_is_meant_to_begin_empty() -> None:
+    found = copy_of({"sums": "next-sums"})
+    assert is_beside_copies(options("new"), found)
+    assert not is_beside_copies(options("new", adopt_existing=True), found)
+    assert not is_beside_copies(options("new", changelog=False), found)
+    assert not is_beside_copies(options("new"), progress())
+
+
+def test_progress_forgets_a_table_that_no_batch_has_used() -> None:
+    before = progress()
+    ends = {"new": {0: 0}, "new-internal": {0: 0}}
+    after = replace(
+        before,
+        changelogs={**before.changelogs, **ends},
+        topic_ids={**before.topic_ids, "new": "n", "new-internal": "m"},
+        tables={**before.tables, "new": TableProgress()},
+    )
+    assert without_tables(after, ["new"]) == before
+
+
+# ---- what cannot be copied -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,8 @@ from onceflow.admin.promote import (
     was_promoted,
 )
 from onceflow.admin.promote_timers import TIMERS_MAX, check_unfired
+from onceflow.admin.promoter import Promoted
+from onceflow.cli.promote import _plan
 from onceflow.driver import handover
 from onceflow.driver.offset_log import SourceRange
 from onceflow.errors import OptionError, ProgressConflictError
@@ -121,6 +123,37 @@ def test_no_gap() -> None:
     assert plain.handover == HandOver({"in": {0: 9}})
     assert handover.after(plain, {"in": {0: 9}}, timers_left=False) is None
     assert handover.after(plain, {"in": {0: 8}}, timers_left=False) == plain.handover
+
+
+def plan_of(before: Progress, after: Progress) -> str:
+    """What the command says before it asks."""
+    found = Promoted("sums", "next", before, positions(before, after), bool(after.tables), copy=after)
+    return "\n".join(_plan(found))
+
+
+def test_the_plan_says_which_flow_is_ahead() -> None:
+    assert "next is at most 2 records behind" in plan_of(old({0: 10}), new({0: 8}))
+    assert "ahead" not in plan_of(old({0: 10}), new({0: 8}))
+    text = plan_of(old({0: 790, 1: 1882}), new({0: 847, 1: 2025}))
+    assert "next is ahead: sums has at most 200 records to go, and has to run until" in text
+    assert "behind" not in text
+    both = plan_of(old({0: 7, 1: 10}), new({0: 8, 1: 8}))
+    assert "at most 1 record to go" in both
+    assert "at most 2 records behind" in both
+    stateless: dict[str, Any] = {"tables": {}, "changelogs": {}}
+    assert "ahead" not in plan_of(old({0: 7}, **stateless), new({0: 8}, **stateless))
+
+
+def test_the_plan_warns_of_what_was_not_tried() -> None:
+    before = old({0: 8})
+    assert "untried" not in plan_of(before, new({0: 8}))
+    assert "Warning" not in plan_of(before, new({0: 8}))
+    assert "next has committed no batch since it was copied: its program is untried" in plan_of(
+        before, new({0: 8}, batch_id=0)
+    )
+    beside = plan_of(before, new({0: 8}, tables={"n": TableProgress(), "empty": TableProgress()}))
+    assert "are not copies of tables of sums" in beside
+    assert beside.endswith("there: empty.")
 
 
 def test_other_topics() -> None:

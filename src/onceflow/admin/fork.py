@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from onceflow.errors import OnceflowError, OptionError, ProgressConflictError
@@ -14,7 +14,7 @@ _LEGAL = re.compile(r"[a-zA-Z0-9._-]{1,249}")
 
 
 def plan_tables(progress: Progress, names: Names, new: Names, wanted: Mapping[str, str]) -> dict[str, str]:
-    """The name that each table gets in the copy: by default the name of the new flow, ``-``, and the table's name.
+    """The name that each table gets in the copy; by default see `_default_name`.
 
     Args:
         progress: of the flow that is copied.
@@ -33,7 +33,10 @@ def plan_tables(progress: Progress, names: Names, new: Names, wanted: Mapping[st
             detail=f"its tables: {', '.join(sorted(progress.tables)) or 'none'}",
             next_step="check the name before the = of --table",
         )
-    tables = {table: wanted.get(table, f"{new.flow}-{table}") for table in sorted(progress.tables)}
+    earlier = [names.flow]
+    if progress.promoted is not None:
+        earlier.append(progress.promoted.flow.removeprefix(names.transactional_id_prefix))
+    tables = {table: wanted.get(table, _default_name(table, earlier, new)) for table in sorted(progress.tables)}
     taken = {*progress.changelogs, *progress.offsets, *progress.outputs}
     for table, name in tables.items():
         reason = _refusal(name, taken)
@@ -45,6 +48,20 @@ def plan_tables(progress: Progress, names: Names, new: Names, wanted: Mapping[st
             )
         taken |= {name, name + INTERNAL_SUFFIX}
     return tables
+
+
+def _default_name(table: str, earlier: Iterable[str], new: Names) -> str:
+    """The name of the new flow, ``-``, and the table's name without the names of earlier flows at its beginning. So the
+    names do not grow with every version.
+
+    Args:
+        earlier: the flow that is copied, and the copy that was promoted to it.
+    """
+    rest = table
+    longest_first = sorted(earlier, key=len, reverse=True)
+    while found := next((flow for flow in longest_first if rest == flow or rest.startswith(f"{flow}-")), None):
+        rest = rest[len(found) + 1 :]
+    return f"{new.flow}-{rest}" if rest else new.flow
 
 
 def _refusal(name: str, taken: set[str]) -> str:

@@ -47,7 +47,7 @@ class Promoted:
 
     Args:
         flow: the flow that is replaced. new: the one that takes its place.
-        before: progress of the flow that is replaced.
+        before: progress of the flow that is replaced. copy: of the one that takes its place, if it is still there.
         positions: where both are in the source.
         tables: by table of ``flow``, what replaces it ('': nothing).
         progress: what was committed; None: nothing yet.
@@ -61,11 +61,17 @@ class Promoted:
     stateful: bool
     progress: Progress | None = None
     already: bool = False
+    copy: Progress | None = None
 
     @property
     def gap(self) -> int:
         """How many offsets are processed without outputs, at most."""
         return sum(each.gap for each in self.positions) if self.stateful else 0
+
+    @property
+    def ahead(self) -> int:
+        """How many offsets the flow that is replaced has to read first, at most."""
+        return sum(each.ahead for each in self.positions) if self.stateful else 0
 
 
 @dataclass(frozen=True)
@@ -95,7 +101,7 @@ def preview(cluster: Cluster, names: Names, other: Names, limits: Limits) -> Pro
     new = known(new, other, cluster)
     check_can_promote(old, new, names, other, same_timers=limits.same_timers)
     _check_gap(old, new, other, limits.max_gap)
-    return Promoted(names.flow, other.flow, old, positions(old, new), bool(new.tables))
+    return Promoted(names.flow, other.flow, old, positions(old, new), bool(new.tables), copy=new)
 
 
 def promote(cluster: Cluster, names: Names, other: Names, limits: Limits, tell: Tell = lambda *_: None) -> Promoted:

@@ -88,8 +88,36 @@ def _plan(planned: Promoted) -> list[str]:
     lines = in_columns(["PARTITION", planned.flow, planned.new], rows)
     if not planned.stateful:
         return [*lines, f"{planned.new} has no state: it continues where {planned.flow} is."]
-    behind = f"{planned.new} is at most {counted(planned.gap)} behind."
-    return [*lines, f"{behind} Its first batch as {planned.flow} processes these without writing outputs."]
+    ahead = (
+        f"{planned.new} is ahead: {planned.flow} has at most {counted(planned.ahead, 'record')} to go, and has to run "
+        "until it has read them (see --wait)."
+    )
+    behind = (
+        f"{planned.new} is at most {counted(planned.gap, 'record')} behind. Its first batch as {planned.flow} "
+        "processes these without writing outputs."
+    )
+    return [
+        *lines,
+        *([ahead] if planned.ahead else []),
+        *([behind] if planned.gap or not planned.ahead else []),
+        *_warnings(planned),
+    ]
+
+
+def _warnings(planned: Promoted) -> list[str]:
+    """What the operator may not expect of the copy."""
+    copy = planned.copy
+    if copy is None or copy.forked is None:
+        return []
+    lines = []
+    if copy.batch_id == 0:
+        lines.append(f"{planned.new} has committed no batch since it was copied: its program is untried.")
+    if empty := sorted(set(copy.tables) - set(copy.forked.tables.values())):
+        lines.append(
+            f"Warning: these tables of {planned.new} are not copies of tables of {planned.flow}, and have only what "
+            f"{planned.new} has put there: {', '.join(empty)}."
+        )
+    return lines
 
 
 def _question(planned: Promoted) -> str:
@@ -122,6 +150,7 @@ def _content(found: Promoted) -> dict[str, Any]:
         "already": found.already,
         "batch": found.before.batch_id,
         "gap_max": found.gap,
+        "ahead_max": found.ahead,
         "tables": _replaced(found),
         "positions": [
             {"topic": each.topic, "partition": each.partition, "flow": each.old, "new": each.new}

@@ -33,8 +33,8 @@ from onceflow.driver.source_offsets import end_of_read, look_at
 from onceflow.driver.step_tables import ensure_table
 from onceflow.driver.targets import load_targets
 from onceflow.durations import duration_ms
-from onceflow.errors import OnceflowError, OptionError, located
-from onceflow.planning import process, source_starts
+from onceflow.errors import OnceflowError, OptionError, ProgressConflictError, located
+from onceflow.planning import process, source_starts, table_plan
 from onceflow.planning.calls import check_times
 from onceflow.planning.joins import join_spec
 from onceflow.planning.options import SinkOptions
@@ -69,6 +69,7 @@ class Startup:
         self.calls: list[CallOrder] = []  # of Flow.enrich
         self._records: dict[str, int | None] = {}  # most of one batch, by source
         self.joins: list[JoinSpec] = []
+        self._beside_copies: set[str] = set()  # tables that would begin empty in a flow that is a copy
         self._run = uuid4().hex
         self._refused_s = refused_s
         self._session: DriverSession | None = None
@@ -301,6 +302,8 @@ class Startup:
             )
             if progress is not before:
                 self._commit(progress, deadline)
+        if table_plan.is_beside_copies(options, before):
+            self._beside_copies.add(options.table)
         if not options.changelog and not local:
             log.warning("flow %s: %s", self.flow, process.MOVES.format(table=options.table))
         spec = process.make_spec(
@@ -332,9 +335,23 @@ class Startup:
     # ---- run -----------------------------------------------------------------------------------------
 
     def prepare_run(self, deadline: Deadline) -> Progress:
-        """Connect and fence, if no source has done so. Returns the progress that the run begins with."""
+        """Connect and fence, if no source has done so. Returns the progress that the run begins with.
+
+        Raises:
+            ProgressConflictError: see `table_plan.check_copies`. Only here all steps are known. Progress forgets the
+                tables that no batch has used.
+        """
         self.connect(deadline)
-        return self.fence({}, deadline) or self._first_progress()
+        progress = self.fence({}, deadline) or self._first_progress()
+        try:
+            table_plan.check_copies(progress, self.steps, self._beside_copies, flow=self.flow)
+        except ProgressConflictError:
+            self._commit(table_plan.without_tables(progress, self._beside_copies), deadline)
+            for table in self._beside_copies:
+                del self.steps[table]
+            self._beside_copies.clear()
+            raise
+        return progress
 
     def prepare_outputs(self, options: SinkOptions, deadline: Deadline) -> list[str]:
         """Check the topics that are written, and decide what the last batch has left undecided in them.

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from uuid import uuid4
 
 from onceflow.errors import ProgressConflictError
 from onceflow.planning.process import StepOptions
+from onceflow.protocol.names import INTERNAL_SUFFIX
 from onceflow.protocol.progress import LocalTable, Progress, TableProgress
 from onceflow.state.api.processor import ColumnProcessor, Processor
 from onceflow.state.engine.shapes import declared_fields
@@ -134,6 +135,52 @@ def check_not_replaced(table: str, progress: Progress) -> None:
         next_step="start the new version of the program"
         + (f", which processes into table={new!r}" if new else "")
         + "; the old version cannot go on with the state of before",
+    )
+
+
+def is_beside_copies(options: StepOptions, progress: Progress) -> bool:
+    """Whether a step of a copied flow names a table that was not copied, and does not say that it may be new."""
+    forked = progress.forked
+    given = options.adopt_existing or not options.changelog
+    return forked is not None and options.table not in forked.tables.values() and not given
+
+
+def check_copies(progress: Progress, used: Collection[str], beside: Collection[str], *, flow: str) -> None:
+    """Refuse the first run of a copy whose program leaves a copied table unused, and would begin with an empty one.
+
+    Args:
+        used: the tables of all steps. beside: those of them for which `is_beside_copies` is true.
+
+    Raises:
+        ProgressConflictError: it is one of both that the program has to name.
+    """
+    forked = progress.forked
+    if forked is None or progress.batch_id > 0 or not beside:
+        return
+    copies = {copy: table for table, copy in forked.tables.items() if copy in progress.tables}
+    unused = sorted(set(copies) - set(used))
+    if not unused:
+        return
+    names = ", ".join(sorted(beside))
+    raise ProgressConflictError(
+        f"Flow {flow!r} is a copy of {forked.flow!r}, and its program does not use the copied table {unused[0]}: it "
+        f"names {names}, which would begin empty at the position of the copy",
+        flow=flow,
+        topic=unused[0],
+        detail="its copied tables: " + ", ".join(f"{copy} of {table}" for copy, table in sorted(copies.items())),
+        next_step=f"give table={unused[0]!r}. If {names} is meant to begin empty, give that step adopt_existing=True "
+        "until the flow has committed its first batch",
+    )
+
+
+def without_tables(progress: Progress, tables: Collection[str]) -> Progress:
+    """Progress that does not know these tables. No batch may have used them."""
+    gone = {name for table in tables for name in (table, table + INTERNAL_SUFFIX)}
+    return replace(
+        progress,
+        changelogs={name: ends for name, ends in progress.changelogs.items() if name not in gone},
+        topic_ids={name: topic_id for name, topic_id in progress.topic_ids.items() if name not in gone},
+        tables={name: table for name, table in progress.tables.items() if name not in gone},
     )
 
 
