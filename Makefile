@@ -89,21 +89,25 @@ clean: ## remove what the targets made here (downloaded jars stay in the user's 
 	find src tests examples -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.packages: requirements/dev.txt
+	@echo "setup 1 of 3: pinned packages into $(VENV): one to three minutes, without further output"
 	$(HOST_PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements/dev.txt
 	@touch $@
 
 $(VENV)/.installed: $(VENV)/.packages pyproject.toml
+	@echo "setup 2 of 3: onceflow itself"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $@
 
 $(VENV)/.jars: $(VENV)/.installed src/onceflow/host/jars.py
+	@echo "setup 3 of 3: jars, and an archive of Spark's classes: about a minute the first time"
 	$(BIN)/onceflow setup
 	@touch $@
 
 # Another version of Spark in front of the packages of $(VENV). These are added last, or pip would take them for its own
 # and remove the Spark that is there.
 $(SPARK_VENV)/.installed: $(VENV)/.installed requirements/spark-$(SPARK).txt
+	@echo "packages of Spark $(SPARK) into $(SPARK_VENV): a minute or two, without further output"
 	rm -rf $(SPARK_VENV)
 	$(HOST_PYTHON) -m venv --without-pip $(SPARK_VENV)
 	$(BIN)/python -m pip --python $(SPARK_VENV)/bin/python install --quiet --disable-pip-version-check --no-compile \

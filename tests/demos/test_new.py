@@ -136,6 +136,7 @@ def test_its_makefile(project: Path) -> None:
     assert ".venv/bin/python -m pytest\n" in run([make, "-n", "test"], project)
     told = run([make, "-n", "run", "PYTHON=python-of-mine", "ONCEFLOW=/a/checkout", "SERVERS=kafka:1"], project)
     assert "python-of-mine -m venv .venv\n" in told
+    assert told.index('echo "setup: ') < told.index("pip install --quiet"), "it is silent for minutes"
     assert 'pip install --quiet --disable-pip-version-check "/a/checkout" -e ".[dev]"\n' in told
     assert ".venv/bin/python -m my_orders.service --bootstrap-servers kafka:1\n" in told
     targets = set(re.findall(r"^  (\w+)", run([make], project), re.MULTILINE))

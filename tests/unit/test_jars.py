@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from onceflow.cli import setup as command
 from onceflow.errors import EnvironmentUnusableError
 from onceflow.host import jars
 from onceflow.host.jars import Coordinate
@@ -191,3 +193,39 @@ def test_without_a_mirror_ivy_decides(tmp_path: Path) -> None:
     broken = tmp_path / "settings.xml"
     broken.write_text("<settings>")
     assert jars.maven_mirror(broken) is None
+
+
+def test_setup_says_what_it_does_before_it_takes_its_time(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told: list[str] = []
+
+    def step(result: Any) -> Callable[[], Any]:
+        def take_long() -> Any:
+            told.append(capsys.readouterr().out)
+            return result
+
+        return take_long
+
+    monkeypatch.setattr(command, "find_java", lambda: None)
+    monkeypatch.setattr(jars, "installed_spark_version", lambda: "4.2.0")
+    monkeypatch.setattr(jars, "spark_connector_jars", step([Path("a")]))
+    monkeypatch.setattr(jars, "kafka_broker_classpath", step([Path("b"), Path("c")]))
+    monkeypatch.setattr(command.class_archive, "make_archive", step(None))
+    command.setup.main([], standalone_mode=False)
+    connector, broker, archive = told
+    assert connector.startswith("Kafka connector for Spark 4.2.0: downloading, unless")
+    assert "1 jars" in broker
+    assert broker.splitlines()[-1].startswith(f"Apache Kafka {jars.BROKER_VERSION}: downloading, unless")
+    assert "2 jars" in archive
+    assert archive.splitlines()[-1].startswith("archive of Spark's classes: making it, unless")
+    assert "not possible here" in capsys.readouterr().out
+
+
+def test_make_says_what_it_does_before_each_long_step() -> None:
+    text = (Path(__file__).parents[2] / "Makefile").read_text()
+    recipes = re.findall(r"^\$\(\w*VENV\)/\.\w+:.*\n((?:\t.*\n)+)", text, re.MULTILINE)
+    long = [recipe for recipe in recipes if "pip install" in recipe or "$(BIN)/onceflow setup" in recipe]
+    assert len(long) == 3
+    for recipe in long:
+        assert recipe.startswith("\t@echo ")

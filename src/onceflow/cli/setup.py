@@ -43,12 +43,12 @@ def setup(jars_only: bool, as_json: bool) -> None:
     counts = {}
     for name, resolve in steps:
         started = time.monotonic()
-        with console.status(f"{name}: downloading (once) ..."):
-            counts[name] = len(resolve())
+        console.print(f"{name}: downloading, unless it is in the cache ...")
+        counts[name] = len(resolve())
         console.print(f"{name}: {counts[name]} jars, {time.monotonic() - started:.1f} s")
     started = time.monotonic()
-    with console.status("archive of Spark's classes: making it (once) ..."):
-        archive = class_archive.make_archive()
+    console.print("archive of Spark's classes: making it, unless it is in the cache ...")
+    archive = class_archive.make_archive()
     made = f"{time.monotonic() - started:.1f} s" if archive else "not possible here, Spark starts slower"
     console.print(f"archive of Spark's classes: {made}")
     console.print(f"cache: {jars.cache_dir()}", soft_wrap=True)
