@@ -210,7 +210,8 @@ class Flow(FlowSteps):
                 own.
             state_dir: folder of the local stores, on every host; None: the host's ``$ONCEFLOW_STATE_DIR``, or
                 ``~/.local/state/onceflow`` where that is not set.
-            adopt_existing: use the rows of an existing table topic for which the flow has no progress.
+            adopt_existing: use the rows of an existing table topic for which the flow has no progress. In the first run
+                of a copy (``onceflow fork``), the table may also begin empty in place of a copied one.
             idle_timeout: the watermark ignores a source partition that has had no new records for this long.
             max_timers_per_batch: maximum number of timers that fire in one partition and batch, the earliest first. The
                 others fire in further batches, which follow at once. None: all due timers fire in one transaction.

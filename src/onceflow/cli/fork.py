@@ -25,7 +25,11 @@ if TYPE_CHECKING:
 @click.argument("new")
 @connection
 @click.option(
-    "--table", "tables", multiple=True, metavar="OLD=NAME", help="Name of the copy of a table.  [default: NEW-OLD]"
+    "--table",
+    "tables",
+    multiple=True,
+    metavar="OLD=NAME",
+    help="Name of the copy of a table.  [default: NEW-OLD, or OLD with NEW in place of FLOW at its beginning]",
 )
 @moving_options(dry_run="Only show what would be done.", prefixes="The same as in `Flow(...)`, of both flows.")
 def fork(
