@@ -140,6 +140,7 @@ def test_the_plan_says_which_flow_is_ahead() -> None:
     both = plan_of(old({0: 7, 1: 10}), new({0: 8, 1: 8}))
     assert "at most 1 record to go" in both
     assert "at most 2 records behind" in both
+    assert plan_of(old({0: 8}), new({0: 8})).splitlines()[-1] == "next is as far as sums."
     stateless: dict[str, Any] = {"tables": {}, "changelogs": {}}
     assert "ahead" not in plan_of(old({0: 7}, **stateless), new({0: 8}, **stateless))
 

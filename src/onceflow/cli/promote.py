@@ -96,12 +96,9 @@ def _plan(planned: Promoted) -> list[str]:
         f"{planned.new} is at most {counted(planned.gap, 'record')} behind. Its first batch as {planned.flow} "
         "processes these without writing outputs."
     )
-    return [
-        *lines,
-        *([ahead] if planned.ahead else []),
-        *([behind] if planned.gap or not planned.ahead else []),
-        *_warnings(planned),
-    ]
+    told = [ahead] if planned.ahead else []
+    told += [behind] if planned.gap else []
+    return [*lines, *(told or [f"{planned.new} is as far as {planned.flow}."]), *_warnings(planned)]
 
 
 def _warnings(planned: Promoted) -> list[str]:
