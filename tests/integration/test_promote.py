@@ -42,8 +42,8 @@ pytestmark = pytest.mark.integration
 def copied(pipe: Any, call: Call, target: str, name: str = "next") -> Any:
     """What runs a new copy of the flow."""
     flow = f"{pipe.flow}-{name}"
-    told(call("fork", pipe.flow, flow, "--yes", "--json"))
-    table = {"table": f"{flow}-{pipe.table}"} if hasattr(pipe, "table") else {}
+    tables = told(call("fork", pipe.flow, flow, "--yes", "--json"))["tables"]
+    table = {"table": tables[pipe.table]} if hasattr(pipe, "table") else {}
     return replace(pipe, flow=flow, target=target, sent=pipe.sent, **table)
 
 
