@@ -170,7 +170,7 @@ def test_a_program_with_another_table(make_state_pipe: Any, make_topic: Any, cal
     before = progress_of(copy)
     pipe.fill(10)
     wrong = replace(copy, table=f"{copy.table}s", sent=pipe.sent)
-    with pytest.raises(onceflow.ProgressConflictError, match=f"does not use the copied table {copy.table}:"):
+    with pytest.raises(onceflow.ProgressConflictError, match=f"does not use table {copy.table}:"):
         wrong.run()
     after = progress_of(copy)
     assert (before or {})["tables"] == (after or {})["tables"]

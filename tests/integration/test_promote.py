@@ -91,6 +91,9 @@ def test_under_load(make_state_pipe: Any, make_topic: Any, call: Call) -> None:
     pipe.fill(100)
     after.run()
     told(call(*promotion(pipe, third)))
+    for _ in range(2):
+        with pytest.raises(onceflow.ProgressConflictError, match=f"does not use table {third.table}: it names"):
+            replace(third, flow=pipe.flow, target=pipe.target, table=f"{third.table}s").start()
     successor(after, third).run()
     successor(after, third).check()
     with pytest.raises(onceflow.ProgressConflictError, match="not this flow's any more"):

@@ -16,10 +16,11 @@ from onceflow.client.committed import Chunk
 from onceflow.client.deadline import Deadline
 from onceflow.errors import DeadlineExceededError, OptionError, ProgressConflictError
 from onceflow.planning.process import StepOptions
-from onceflow.planning.table_plan import check_copies, is_beside_copies, without_tables
+from onceflow.planning.table_plan import check_inherited, is_beside, without_tables
 from onceflow.protocol.names import Names
 from onceflow.protocol.progress import (
     CheckpointProgress,
+    DriverProcess,
     ForkOrigin,
     HandOver,
     LocalTable,
@@ -115,13 +116,13 @@ def copy_of(tables: dict[str, str]) -> Progress:
 def test_a_program_that_does_not_use_the_copied_table() -> None:
     """It would begin empty at the position of the copy, which the records before that have led to."""
     found = copy_of({"sums": "next-sums", "more": "next-more"})
-    beside = [name for name in ("next-sums", "next-sum") if is_beside_copies(options(name), found)]
+    beside = [name for name in ("next-sums", "next-sum") if is_beside(options(name), found)]
     assert beside == ["next-sum"]
     with pytest.raises(ProgressConflictError, match="is a copy of 'balances'") as refused:
-        check_copies(found, {"next-more", "next-sum"}, beside, flow="next")
+        check_inherited(found, {"next-more", "next-sum"}, beside, flow="next")
     text = str(refused.value)
-    assert "does not use the copied table next-sums: it names next-sum, which would begin empty" in text
-    assert "its copied tables: next-more of more, next-sums of sums" in text
+    assert "does not use table next-sums: it names next-sum, which would begin empty" in text
+    assert "its tables: next-more (a copy of more), next-sums (a copy of sums)" in text
     assert "give table='next-sums'" in text
     assert "adopt_existing=True" in text
 
@@ -134,21 +135,35 @@ def test_a_program_that_does_not_use_the_copied_table() -> None:
         ({"batch_id": 1}, {"new"}, {"new"}),
         ({"forked": None}, {"new"}, {"new"}),
         # Another flow was promoted to it since then: the tables are the ones of that flow.
-        ({"tables": {"third-sums": TableProgress()}}, {"third-sums"}, {"third-sums"}),
+        ({"tables": {"third-sums": TableProgress()}, "promoted": Promotion("third", 950)}, {"third-sums"}, set()),
+        (
+            {"promoted": Promotion("third", 950), "driver": DriverProcess("host", 1, 2), "batch_id": 8},
+            {"new"},
+            {"new"},
+        ),
     ],
-    ids=["a new one beside the copies", "no table", "a batch of its own", "no copy", "promoted"],
+    ids=["a new one beside the copies", "no table", "a batch of its own", "no copy", "promoted", "promoted, then run"],
 )
 def test_programs_that_may_leave_it_unused(changed: dict[str, Any], used: set[str], beside: set[str]) -> None:
     found = replace(copy_of({"sums": "next-sums"}), **changed)
-    check_copies(found, used, beside, flow="next")
+    check_inherited(found, used, beside, flow="next")
+
+
+def test_the_first_run_after_a_promotion() -> None:
+    found = progress(tables={"third-sums": TableProgress()}, promoted=Promotion("third", 950, {"sums": "third-sums"}))
+    assert is_beside(options("third-sum"), found)
+    assert not is_beside(options("third-sums"), found)
+    with pytest.raises(ProgressConflictError, match="has the tables of 'third', which was promoted") as refused:
+        check_inherited(found, {"third-sum"}, {"third-sum"}, flow="balances")
+    assert "give table='third-sums'" in refused.value.next_step
 
 
 def test_a_table_that_is_meant_to_begin_empty() -> None:
     found = copy_of({"sums": "next-sums"})
-    assert is_beside_copies(options("new"), found)
-    assert not is_beside_copies(options("new", adopt_existing=True), found)
-    assert not is_beside_copies(options("new", changelog=False), found)
-    assert not is_beside_copies(options("new"), progress())
+    assert is_beside(options("new"), found)
+    assert not is_beside(options("new", adopt_existing=True), found)
+    assert not is_beside(options("new", changelog=False), found)
+    assert not is_beside(options("new"), progress())
 
 
 def test_progress_forgets_a_table_that_no_batch_has_used() -> None:

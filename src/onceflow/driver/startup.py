@@ -69,7 +69,7 @@ class Startup:
         self.calls: list[CallOrder] = []  # of Flow.enrich
         self._records: dict[str, int | None] = {}  # most of one batch, by source
         self.joins: list[JoinSpec] = []
-        self._beside_copies: set[str] = set()  # tables that would begin empty in a flow that is a copy
+        self._beside: set[str] = set()  # tables that would begin empty beside those of another flow
         self._run = uuid4().hex
         self._refused_s = refused_s
         self._session: DriverSession | None = None
@@ -302,8 +302,8 @@ class Startup:
             )
             if progress is not before:
                 self._commit(progress, deadline)
-        if table_plan.is_beside_copies(options, before):
-            self._beside_copies.add(options.table)
+        if table_plan.is_beside(options, self.found or before):
+            self._beside.add(options.table)
         if not options.changelog and not local:
             log.warning("flow %s: %s", self.flow, process.MOVES.format(table=options.table))
         spec = process.make_spec(
@@ -338,20 +338,26 @@ class Startup:
         """Connect and fence, if no source has done so. Returns the progress that the run begins with.
 
         Raises:
-            ProgressConflictError: see `table_plan.check_copies`. Only here all steps are known. Progress forgets the
+            ProgressConflictError: see `table_plan.check_inherited`. Only here all steps are known. Progress forgets the
                 tables that no batch has used.
         """
         self.connect(deadline)
         progress = self.fence({}, deadline) or self._first_progress()
         try:
-            table_plan.check_copies(progress, self.steps, self._beside_copies, flow=self.flow)
+            table_plan.check_inherited(self.found or progress, self.steps, self._beside, flow=self.flow)
         except ProgressConflictError:
-            self._commit(table_plan.without_tables(progress, self._beside_copies), deadline)
-            for table in self._beside_copies:
-                del self.steps[table]
-            self._beside_copies.clear()
+            self._forget_beside(progress, deadline)
             raise
         return progress
+
+    def _forget_beside(self, progress: Progress, deadline: Deadline) -> None:
+        """Progress forgets tables that no batch has used, and this driver: the next start is the first one again."""
+        driver, self.driver = self.driver, None if self.found is None else self.found.driver
+        self._commit(table_plan.without_tables(progress, self._beside), deadline)
+        self.driver = driver
+        for table in self._beside:
+            del self.steps[table]
+        self._beside.clear()
 
     def prepare_outputs(self, options: SinkOptions, deadline: Deadline) -> list[str]:
         """Check the topics that are written, and decide what the last batch has left undecided in them.

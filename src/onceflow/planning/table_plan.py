@@ -138,39 +138,54 @@ def check_not_replaced(table: str, progress: Progress) -> None:
     )
 
 
-def is_beside_copies(options: StepOptions, progress: Progress) -> bool:
-    """Whether a step of a copied flow names a table that was not copied, and does not say that it may be new."""
-    forked = progress.forked
+def is_beside(options: StepOptions, found: Progress) -> bool:
+    """Whether a step names a table that is none of the tables which the flow has got from another one, and does not say
+    that it may be new. Arguments as of `check_inherited`."""
+    inherited = _inherited(found)
     given = options.adopt_existing or not options.changelog
-    return forked is not None and options.table not in forked.tables.values() and not given
+    return inherited is not None and options.table not in inherited[1] and not given
 
 
-def check_copies(progress: Progress, used: Collection[str], beside: Collection[str], *, flow: str) -> None:
-    """Refuse the first run of a copy whose program leaves a copied table unused, and would begin with an empty one.
+def check_inherited(found: Progress, used: Collection[str], beside: Collection[str], *, flow: str) -> None:
+    """Refuse the first run of a copy, or of a flow after a promotion, whose program leaves a table of it unused, and
+    would begin with an empty one.
 
     Args:
-        used: the tables of all steps. beside: those of them for which `is_beside_copies` is true.
+        found: progress, as the start has found it.
+        used: the tables of all steps. beside: those of them for which `is_beside` is true.
 
     Raises:
         ProgressConflictError: it is one of both that the program has to name.
     """
-    forked = progress.forked
-    if forked is None or progress.batch_id > 0 or not beside:
+    inherited = _inherited(found)
+    if inherited is None or not beside:
         return
-    copies = {copy: table for table, copy in forked.tables.items() if copy in progress.tables}
-    unused = sorted(set(copies) - set(used))
+    how, tables = inherited
+    unused = sorted(set(tables) - set(used))
     if not unused:
         return
     names = ", ".join(sorted(beside))
     raise ProgressConflictError(
-        f"Flow {flow!r} is a copy of {forked.flow!r}, and its program does not use the copied table {unused[0]}: it "
-        f"names {names}, which would begin empty at the position of the copy",
+        f"Flow {flow!r} {how}, and its program does not use table {unused[0]}: it names {names}, which would begin "
+        "empty at the position of the flow",
         flow=flow,
         topic=unused[0],
-        detail="its copied tables: " + ", ".join(f"{copy} of {table}" for copy, table in sorted(copies.items())),
+        detail="its tables: "
+        + ", ".join(f"{name} (a copy of {of})" if of else name for name, of in sorted(tables.items())),
         next_step=f"give table={unused[0]!r}. If {names} is meant to begin empty, give that step adopt_existing=True "
         "until the flow has committed its first batch",
     )
+
+
+def _inherited(found: Progress) -> tuple[str, dict[str, str]] | None:
+    """How a flow that has not run since then has got its tables, and what each is a copy of ('': not known)."""
+    if found.promoted is not None and found.driver is None:  # a command has written it
+        return f"has the tables of {found.promoted.flow!r}, which was promoted", dict.fromkeys(found.tables, "")
+    forked = found.forked
+    if forked is not None and found.batch_id == 0:
+        copies = {copy: table for table, copy in forked.tables.items() if copy in found.tables}
+        return f"is a copy of {forked.flow!r}", copies
+    return None
 
 
 def without_tables(progress: Progress, tables: Collection[str]) -> Progress:
