@@ -498,7 +498,7 @@ def test_held_back() -> None:
             found(held=300, why=text), Level.WARNING, r"of in-0 .*300 offsets wait there.* producer id 17"
         )
         assert (seen.transactional_id or "it hangs") in one.found
-        assert "transactions describe" in one.fix or "in its application" in one.fix
+        assert ("transactions abort billing.v2" if seen.transactional_id else "transactions describe") in one.fix
     assert run(doctor_topics.check_held_back, facts(flow=flow())) == []
 
 
