@@ -174,7 +174,7 @@ def check_held_back(facts: Facts) -> Iterator[Finding]:
     for source in () if status is None else status.sources:
         subject, held = f"source {source.topic}", sum(part.held_back for part in source.partitions or ())
         for text in source.held:
-            what, _, fix = text.rpartition(". ")
+            what, _, fix = text.partition(". ")
             yield warning(subject, what, fix)
         if source.partitions is not None and not source.held:
             short = f"{held:,} offsets are behind a transaction, which has not been open for long"
