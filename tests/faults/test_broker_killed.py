@@ -59,6 +59,7 @@ def test_broker_killed_in_mid_batch(
     pipe.check()
 
 
+@pytest.mark.long
 def test_a_broker_that_stays_away(own_broker: LocalBroker, own_pipe: Any, caplog: pytest.LogCaptureFixture) -> None:
     """Spark ends the query after some minutes (here seconds), which is told also where nobody waits for it."""
     pipe = own_pipe

@@ -41,6 +41,7 @@ def run(pipe: Any, turn: int = 0) -> Any:
     return pipe.run(read=read, deduplicate=given["deduplicate"], inside=given["inside"], **given["write"])
 
 
+@pytest.mark.long
 def test_driver_killed(make_state_pipe: Any, killed_together: Any) -> None:
     """One SIGKILL meets flows at different steps."""
     pipes = {step: make_state_pipe() for step in ("write", "end")}

@@ -307,7 +307,8 @@ def test_the_next_start_decides_the_output(flow: Flow, driver: DriverSession, co
     assert flow.seen() == ([b"first", b"second"] if commit else [b"first"])
 
 
-@pytest.mark.parametrize("commit", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("commit", [False, True])
 def test_a_flow_writes_once_when_markers_are_missing(
     broker: LocalBroker, make_pipe: Callable[..., Any], commit: bool
 ) -> None:

@@ -104,6 +104,7 @@ def test_two_tasks_on_one_partition_are_refused_before_commit(make_pipe: Any, mo
     pipe.check()
 
 
+@pytest.mark.long
 def test_extra_attempts(make_pipe: Any) -> None:
     """I3. In batch 1 a task fails after producing, and Spark retries it. In batch 2 shuffle files are lost while the
     write stage runs: Spark attempts the rest of the stage again, with task attempts counted from 0 anew. Four tasks on

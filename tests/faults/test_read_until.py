@@ -40,6 +40,7 @@ def check(pipe: Any) -> None:
     assert dict(history[-1].offsets[pipe.source]) == ENDS
 
 
+@pytest.mark.long
 def test_killed(make_pipe: Any, killed_together: Any) -> None:
     pipes = {step: make_pipe(partitions=2) for step in ("plan", "write", "end", "settle")}
     for pipe in pipes.values():

@@ -142,6 +142,7 @@ with onceflow.Table(topic, bootstrap_servers=bootstrap, state_dir=folder, wait=F
 """
 
 
+@pytest.mark.long
 def test_a_process_that_follows_a_table_is_killed(own_broker: LocalBroker, tmp_path: Path) -> None:
     """At any moment: in its restore, and while it follows. What it leaves is continued, and right."""
     bootstrap, topic = own_broker.bootstrap_servers, "followed"
@@ -165,6 +166,7 @@ def test_a_process_that_follows_a_table_is_killed(own_broker: LocalBroker, tmp_p
     assert len(found) == len(expected)
 
 
+@pytest.mark.long
 def test_a_broker_that_stays_away(own_broker: LocalBroker, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Look-ups answer from the copy, and say how old it is; when the broker is back, the table continues."""
     bootstrap, topic = own_broker.bootstrap_servers, "kept"

@@ -91,6 +91,7 @@ def driver_options(processor: str, late: str) -> dict[str, Any]:
     return {"processor": processor, "process": {"late_topic": late}, "records_per_batch": RECORDS_PER_BATCH}
 
 
+@pytest.mark.long
 def test_driver_killed_among_windows(make_state_pipe: Any, make_topic: Any, killed_together: Any) -> None:
     """That batch closes windows of the batch before, and others are open."""
     kinds = {"write": "Visits", "end": "Hops"}

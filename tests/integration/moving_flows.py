@@ -24,8 +24,8 @@ def told(answer: Result) -> dict[str, Any]:
     return found
 
 
-def refused(answer: Result, kind: type[Exception], *texts: str) -> None:
-    """It was refused with this error, which has all these texts."""
+def refused(answer: Result, kind: type[Exception] | tuple[type[Exception], ...], *texts: str) -> None:
+    """It was refused with this error, or one of these, which has all these texts."""
     assert isinstance(answer.exception, kind), (answer.exception, answer.output)
     for text in texts:
         assert text in str(answer.exception)

@@ -25,6 +25,7 @@ class Slow(onceflow.Processor):
             yield Record(key, self.call(record.value))
 
 
+@pytest.mark.long
 def test_a_short_transaction(
     onceflow_broker: str, onceflow_spark: Any, make_topic: Callable[..., str], tmp_path: Path
 ) -> None:

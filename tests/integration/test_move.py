@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 from click.testing import Result
 from confluent_kafka import Producer, TopicPartition
@@ -147,7 +148,7 @@ def test_what_is_refused_fences_nobody(make_pipe: Any, call: Call) -> None:
         'offsets={"a": 1}': "not an object of partitions",
         'offsets={"a": {"0": "1"}}': "not a partition and its offset",
     }.items():
-        refused(call(*move, wrong), onceflow.OptionError, text)
+        refused(call(*move, wrong), (onceflow.OptionError, click.UsageError), text)
     refused(call("reset", pipe.flow + "x", "--yes", "--to", "latest"), onceflow.ProgressConflictError, "no progress")
     assert "--state and --dry-run need --to" in str(call("reset", pipe.flow, "--dry-run").exception)
     assert "not one of" in str(call(*move, "latest", "--state", "rebuild").exception)

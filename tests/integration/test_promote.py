@@ -210,6 +210,7 @@ def test_killed_at_each_step(make_state_pipe: Any, make_topic: Any, call: Call) 
     after.check()
 
 
+@pytest.mark.long
 def test_dead_letters_of_the_gap_are_not_counted(make_state_pipe: Any, make_topic: Any, call: Call) -> None:
     """The old flow has written them, and counted them: neither in the batches nor against the limit."""
     letters = make_topic("letters", 1)
@@ -323,6 +324,7 @@ def test_timers_in_the_gap(make_state_pipe: Any, make_topic: Any, call: Call, ti
     finish(successor(pipe, copy), late)
 
 
+@pytest.mark.long
 def test_a_partition_that_was_idle(make_state_pipe: Any, make_topic: Any, call: Call) -> None:
     """Without it, event time has gone on in the old flow. In the new one, the partition counts again."""
     late = make_topic("late", 1)
@@ -335,7 +337,7 @@ def test_a_partition_that_was_idle(make_state_pipe: Any, make_topic: Any, call: 
     independent.fill(pipe.bootstrap, pipe.source, more)
     pipe.sent += more
     expected = pipe.ledger.expected_alarms(pipe.sent, json.loads(more[-1][1])["at"] - 1000)
-    wait_for_timers(pipe, alarms(pipe, late, idle="200 milliseconds"), expected)
+    wait_for_timers(pipe, alarms(pipe, late, idle="1 millisecond"), expected)
     assert fired(pipe) == dict.fromkeys(expected, 1)
     told(call(*promotion(pipe, copy)))
     finish(successor(pipe, copy), late, expected)
@@ -404,6 +406,7 @@ def test_killed_in_both_batches_without_outputs(make_state_pipe: Any, make_topic
     finish(after, late)
 
 
+@pytest.mark.long
 def test_refused_while_timers_are_left(make_state_pipe: Any, make_topic: Any, call: Call) -> None:
     """The copy has fired some of them: their outputs would be lost. The old flow goes on."""
     late = make_topic("late", 1)
@@ -422,6 +425,7 @@ def test_refused_while_timers_are_left(make_state_pipe: Any, make_topic: Any, ca
     finish(successor(pipe, copy), late)
 
 
+@pytest.mark.long
 def test_timers_that_set_the_next_one(make_state_pipe: Any, make_topic: Any, call: Call) -> None:
     """In the gap, each timer of the old flow has set the next one, which has fired, too."""
     late = make_topic("late", 1)

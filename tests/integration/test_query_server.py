@@ -320,6 +320,7 @@ def test_a_topic_that_grows(onceflow_broker: str, topic: str, serve: Serve, monk
     assert "has 7 partitions as far as is known here, and min_position names partition 7" in refused.json()["detail"]
 
 
+@pytest.mark.long
 def test_a_topic_that_is_created_again(
     onceflow_broker: str, topic: str, make_topic: Callable[..., str], serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -47,6 +47,7 @@ def test_tokens_and_limits(onceflow_broker: str, topic: str, serve: Serve, caplo
     assert not any(TOKEN in line for line in lines)
 
 
+@pytest.mark.long
 def test_slow_clients_and_many_connections(
     onceflow_broker: str, topic: str, serve: Serve, caplog: pytest.LogCaptureFixture
 ) -> None:

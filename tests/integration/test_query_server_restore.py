@@ -136,7 +136,8 @@ def server(behind_proxy: tuple[str, str, Proxy], tmp_path: Path) -> Iterator[Cal
         each.end()
 
 
-@pytest.mark.parametrize("rounds", [4, pytest.param(40, marks=[pytest.mark.long, pytest.mark.timeout(600)])])
+@pytest.mark.long
+@pytest.mark.parametrize("rounds", [4, pytest.param(40, marks=pytest.mark.timeout(600))])
 def test_it_is_killed_while_it_restores(
     behind_proxy: tuple[str, str, Proxy], server: Callable[..., ServerProcess], rounds: int
 ) -> None:

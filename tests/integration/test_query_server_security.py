@@ -132,6 +132,7 @@ def shared(client: httpx.Client, topic: str) -> bool:
     return len(owners) == 2 and client.get("/ready").status_code == 200
 
 
+@pytest.mark.long
 def test_instances_with_different_tokens(
     onceflow_broker: str, topic: str, serve: Serve, caplog: pytest.LogCaptureFixture
 ) -> None:

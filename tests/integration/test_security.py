@@ -287,6 +287,7 @@ def test_privileges_of_a_look(secure: Secure, pipe: Any, tmp_path: Path) -> None
         assert found.count() == 50
 
 
+@pytest.mark.long
 def test_missing_read_shows_at_the_first_start(secure: Secure, pipe: Any) -> None:
     """The progress topic is empty, so there is nothing to read yet. (Other tests have used all its partitions.)"""
     with contextlib.closing(Cluster(ClientSettings(secure.internal))) as cluster:

@@ -89,6 +89,7 @@ def test_the_settings_of_the_user_win(tmp_path: Path) -> None:
     assert answer.stdout.split() == ["7", "Asia/Tokyo", "filed", "false", "true", "local[1]", "true"], answer.stderr
 
 
+@pytest.mark.long
 def test_spark_that_runs_without_the_connector_is_refused() -> None:
     """By ``session``; and by ``Flow.read`` before it asks any broker: there is none."""
     answer = run_python(

@@ -116,6 +116,7 @@ def test_sigterm_to_the_process_and_its_group(
     assert states == ["START", "ABORT"], copy.text()
 
 
+@pytest.mark.long
 def test_a_batch_of_the_driver_that_hangs_and_one_of_tasks(
     make_topic: Any, onceflow_broker: str, tmp_path: Path
 ) -> None:
