@@ -134,7 +134,8 @@ def test_worker_killed_in_a_call_of_a_processor(
     pipe.check()
 
 
-@pytest.mark.parametrize("shuffled", [True, pytest.param(False, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("shuffled", [True, False])
 def test_worker_killed_in_a_call_for_a_row(
     make_pipe: Any, make_topic: Any, call_flow: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shuffled: bool
 ) -> None:

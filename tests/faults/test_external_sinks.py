@@ -226,7 +226,6 @@ def rows_of(step: str) -> int:
     return 0 if hooks.EXTERNAL_STEPS.index(step) % 2 else 4000
 
 
-@pytest.mark.short_form
 @pytest.mark.parametrize(
     "kind, steps",
     [

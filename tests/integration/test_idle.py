@@ -188,6 +188,7 @@ def names(request: pytest.FixtureRequest) -> Names:
     return Names(f"idle-{abs(hash(request.node.name))}")
 
 
+@pytest.mark.long
 def test_who_is_alone_goes_on(names: Names, connect: Callable[[], Cluster]) -> None:
     driver = Driver(connect(), names)
     for batch in range(1, 4):
