@@ -52,6 +52,8 @@ class Updates:
                 value = None if chance.random() < 0.1 else str(n).encode()
                 self._producer.produce(self._topic, value, f"cur-{chance.randrange(self._currencies)}")
             if chance.random() < 0.2:
+                # Before the broker knows the partitions, an abort can be refused (INVALID_TXN_STATE).
+                self._producer.flush(30)
                 self._producer.abort_transaction(30)
             else:
                 self._producer.commit_transaction(30)

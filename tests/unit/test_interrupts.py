@@ -6,10 +6,12 @@ import asyncio
 import contextlib
 import os
 import signal
+import threading
 from collections.abc import Iterator
 
 import pytest
 
+from onceflow.client.event_loop import EventLoop
 from onceflow.client.interrupts import interrupts_kept, not_dropped
 
 
@@ -45,3 +47,48 @@ def test_an_exit_is_as_good() -> None:
 def test_errors_without_it_are_raised_as_they_are() -> None:
     with pytest.raises(ValueError, match="x"), interrupts_kept(), not_dropped():
         raise ValueError("x")
+
+
+class InterruptedLock:
+    """A lock that Ctrl-C meets once: when it has just been taken, or when it is about to be released."""
+
+    def __init__(self, at: str) -> None:
+        self._lock, self._at = threading.Lock(), at
+
+    def acquire(self, blocking: bool = True) -> bool:
+        taken = self._lock.acquire(blocking)
+        self._meet("acquire")
+        return taken
+
+    def release(self) -> None:
+        self._meet("release")
+        self._lock.release()
+
+    def locked(self) -> bool:
+        return self._lock.locked()
+
+    def _meet(self, here: str) -> None:
+        if here == self._at:
+            self._at = ""
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.mark.parametrize("at", ["acquire", "release"])
+def test_the_event_loop_can_be_closed_after_it(at: str) -> None:
+    loop = EventLoop()
+    loop._poll_lock = InterruptedLock(at)
+    with pytest.raises(KeyboardInterrupt), interrupts_kept():
+        loop.poll(timeout_ms=0)
+    loop.call_soon(lambda: None)  # `close` runs what is left
+    loop.close()
+
+
+def test_the_event_loop_leaves_the_lock_to_another_thread() -> None:
+    loop = EventLoop()
+    loop._poll_lock.acquire()
+    loop._poll_owner = threading.Thread()
+    with pytest.raises(RuntimeError, match="Concurrent"):
+        loop._poll_once(0)
+    assert loop._poll_lock.locked()
+    loop._poll_lock.release()
+    loop.close()

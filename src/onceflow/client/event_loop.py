@@ -1,11 +1,16 @@
-"""kafka-python's event loop, with a defect corrected: it drops Ctrl-C.
+"""kafka-python's event loop, with two defects corrected: it drops Ctrl-C, and can keep its lock after it.
 
 Python raises KeyboardInterrupt wherever the main thread is. If that is in one of the loop's own tasks, the loop logs
 the exception, ends the task, and goes on: a command would run until its deadline. Here the loop raises it again, if
 the handler of SIGINT is that of ``client.interrupts``.
+
+It can also be raised when the loop has its lock, and is not yet or no longer in the ``try`` that releases it. Then
+even ``close`` would fail.
 """
 
 from __future__ import annotations
+
+import threading
 
 from kafka.net.selector import NetworkSelector
 
@@ -17,4 +22,15 @@ class EventLoop(NetworkSelector):  # type: ignore[misc]
 
     def _poll_once(self, timeout: float | None = None) -> None:
         with interrupts.not_dropped():
-            super()._poll_once(timeout)
+            try:
+                super()._poll_once(timeout)
+            except KeyboardInterrupt:
+                # No owner: the owner is set and taken back inside the lock.
+                if self._poll_lock.locked() and self._owner() in (None, threading.current_thread()):
+                    self._poll_owner = None
+                    self._poll_lock.release()
+                raise
+
+    def _owner(self) -> threading.Thread | None:
+        owner: threading.Thread | None = self._poll_owner
+        return owner
