@@ -124,6 +124,11 @@ def companion_records(cluster: Cluster, name: str, deadline: Deadline) -> int:
         return 0
     span = {companion: sorted(info.leaders)}
     first, end = (list_offsets(cluster, span, place, deadline)[companion] for place in (EARLIEST, LATEST))
+    return _between(first, end)
+
+
+def _between(first: Mapping[int, int], end: Mapping[int, int]) -> int:
+    """How many offsets are between these, over all partitions."""
     return sum(end[each] - at for each, at in first.items())
 
 
@@ -148,9 +153,7 @@ def _completed(
                 for each in spans[name]
             ],
             companions.get(name),
-            sum(end[companions[name]][each] - at for each, at in first[companions[name]].items())
-            if name in companions
-            else 0,
+            _between(first[companions[name]], end[companions[name]]) if name in companions else 0,
             _owner(info, progress),
         )
         for name, info in tables.items()

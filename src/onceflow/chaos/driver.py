@@ -30,8 +30,7 @@ def main() -> None:
     """Run the driver. Its argument is JSON, from ``driver_process.Driver``."""
     given = json.loads(sys.argv[1])
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    folder, of_copy = Path(given["folder"]), (given["versions"], given["copied"])
-    names = flows.Names(given["prefix"], folder, given["dsn"], *of_copy)
+    names = flows.Names(given["prefix"], Path(given["folder"]), given["dsn"], given["versions"], given["copied"])
     choices = flows.Choices(**given["choices"])
     _shift_clock(names.clock)
     wanted = threading.Event()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +13,7 @@ from onceflow.cli.connection import connection, pair
 from onceflow.cli.examples import examples
 from onceflow.cli.interrupts import interruptible
 from onceflow.cli.progress import progress_bar
+from onceflow.cli.report_text import print_report
 
 if TYPE_CHECKING:
     from onceflow.admin.verify_report import Report
@@ -115,21 +114,8 @@ def compare(
 
 
 def _print(flow: str, new: str, report: Report, as_json: bool) -> None:
-    for each in report.examples:
-        if as_json:
-            click.echo(json.dumps(asdict(each)))
-        else:
-            places = ", ".join(f"{place.topic}-{place.partition}@{place.offset}" for place in each.places)
-            click.echo(f"{each.kind}: {each.text}: {places}")
-    if as_json:
-        sums = {"flow": flow, "new": new, "equal": report.exact, "found": report.counts, "checked": report.checked}
-        click.echo(json.dumps({**sums, "notes": report.notes, "not_checked": report.not_checked}))
-        return
-    for note in report.notes:
-        click.echo(f"note: {note}")
-    for what in report.not_checked:
-        click.echo(f"not compared: {what}")
-    click.echo("compared: " + ", ".join(f"{count:,} {name}" for name, count in report.checked.items()))
-    sums_text = ", ".join(f"{count:,} of {kind}" for kind, count in report.counts.items())
+    sums = ", ".join(f"{count:,} of {kind}" for kind, count in report.counts.items())
     equal = "not known whether they are equal" if report.not_checked else "nothing differs"
-    click.echo(f"{flow} and {new}: " + (f"differences: {sums_text}" if sums_text else equal))
+    text = f"{flow} and {new}: " + (f"differences: {sums}" if sums else equal)
+    head = {"flow": flow, "new": new, "equal": report.exact}
+    print_report(report, head, done="compared", verdict=text, as_json=as_json)

@@ -70,7 +70,6 @@ def _forget(settings: ClientSettings, names: Names, options: Options) -> None:
     from onceflow.admin import reset as resetting
     from onceflow.admin.similar_flows import meant, named, similar_flows
     from onceflow.client.cluster import Cluster
-    from onceflow.errors import OptionError
 
     flow = names.flow
     if not resetting.is_known(settings, names):

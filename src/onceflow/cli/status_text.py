@@ -18,7 +18,9 @@ def overview(found: Sequence[FlowStatus]) -> list[str]:
     """A table of flows, and below it what is wrong with them."""
     if not found:
         return []
-    asked = any(each.driver_answer != "not asked" for each in found)
+    from onceflow.admin.flow_status import NOT_ASKED
+
+    asked = any(each.driver_answer != NOT_ASKED for each in found)
     rows = [
         [
             shown(each.flow),

@@ -251,12 +251,13 @@ def count(topic: str, as_json: bool, opener: Opener) -> None:
 def _tell_companion(settings: ClientSettings, topic: str) -> None:
     """A table without rows may have maps and timers, as that of windows has."""
     from onceflow.admin.tables import companion_records
+    from onceflow.protocol.names import INTERNAL_SUFFIX
 
     with connected(settings, f"looking for the companion topic of {topic}") as (cluster, deadline):
         records = companion_records(cluster, topic, deadline)
     if records:
         click.echo(
-            f"{topic}-internal has at most {counted(records)}: entries of maps and lists, and timers. "
+            f"{topic}{INTERNAL_SUFFIX} has at most {counted(records)}: entries of maps and lists, and timers. "
             "`onceflow status FLOW --tables` counts them.",
             err=True,
         )

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
@@ -15,6 +14,7 @@ from onceflow.cli.connection import connection
 from onceflow.cli.examples import examples
 from onceflow.cli.interrupts import interruptible
 from onceflow.cli.progress import progress_bar
+from onceflow.cli.report_text import print_report
 
 if TYPE_CHECKING:
     from onceflow.admin.verify_report import Report
@@ -189,21 +189,7 @@ def _check_usage(
 
 
 def _print(flow: str, report: Report, as_json: bool) -> None:
-    for each in report.examples:
-        if as_json:
-            click.echo(json.dumps(asdict(each)))
-        else:
-            places = ", ".join(f"{place.topic}-{place.partition}@{place.offset}" for place in each.places)
-            click.echo(f"{each.kind}: {each.text}" + (f": {places}" if places else ""))
-    if as_json:
-        sums = {"flow": flow, "exact": report.exact, "found": report.counts, "checked": report.checked}
-        click.echo(json.dumps({**sums, "notes": report.notes, "not_checked": report.not_checked}))
-        return
-    for note in report.notes:
-        click.echo(f"note: {note}")
-    for what in report.not_checked:
-        click.echo(f"not checked: {what}")
-    click.echo("checked: " + ", ".join(f"{count:,} {name}" for name, count in report.checked.items()))
-    sums_text = ", ".join(f"{count:,} {kind}" for kind, count in report.counts.items())
+    sums = ", ".join(f"{count:,} {kind}" for kind, count in report.counts.items())
     right = "nothing wrong, as far as it was checked" if report.not_checked else "nothing wrong"
-    click.echo(f"{flow}: {sums_text or right}")
+    head = {"flow": flow, "exact": report.exact}
+    print_report(report, head, done="checked", verdict=f"{flow}: {sums or right}", as_json=as_json)

@@ -327,8 +327,11 @@ class Startup:
     # ---- commit --------------------------------------------------------------------------------------
 
     def _commit(self, progress: Progress, deadline: Deadline) -> None:
-        """Commit what this start has decided, in a transaction of its own."""
-        progress = replace(progress, driver=self.driver)
+        """Commit what this start has decided, in a transaction of its own. The record names this driver."""
+        self._commit_as(self.driver, progress, deadline)
+
+    def _commit_as(self, driver: DriverProcess | None, progress: Progress, deadline: Deadline) -> None:
+        progress = replace(progress, driver=driver)
         commit_progress(self.session, progress, self.sources, deadline)
         self._progress = progress
 
@@ -352,9 +355,8 @@ class Startup:
 
     def _forget_beside(self, progress: Progress, deadline: Deadline) -> None:
         """Progress forgets tables that no batch has used, and this driver: the next start is the first one again."""
-        driver, self.driver = self.driver, None if self.found is None else self.found.driver
-        self._commit(table_plan.without_tables(progress, self._beside), deadline)
-        self.driver = driver
+        before = None if self.found is None else self.found.driver
+        self._commit_as(before, table_plan.without_tables(progress, self._beside), deadline)
         for table in self._beside:
             del self.steps[table]
         self._beside.clear()

@@ -263,7 +263,7 @@ class StateRun:
             processing_timers=due.processing is not None,
             counts=dict(run.engine.counts),
             timers_left=run.engine.timers_left,
-            fired=dict(run.engine.fired),
+            fired=frozenset(run.engine.fired),
             causes=dict(run.engine.causes),
             why=run.opened.why,
             rows=_row_counts(run),

@@ -189,7 +189,7 @@ class StateReport:
         processing_timers: whether there are timers in processing time.
         counts: see ``engine.base.COUNTS``.
         timers_left: whether more timers were due than one batch may fire.
-        fired: by clock, the latest time of a timer that has fired.
+        fired: the clocks of which a timer has fired.
         causes: of dead letters, by class of the cause: their number, and a description of the first one.
         rows: how many rows the local store has after this batch, by `ROW_KINDS`; empty: not known.
         nbytes: its size on disk; None: it is not on disk.
@@ -209,7 +209,7 @@ class StateReport:
     processing_timers: bool = False
     counts: Mapping[str, int] = field(default_factory=dict)
     timers_left: bool = False
-    fired: Mapping[str, int] = field(default_factory=dict)
+    fired: frozenset[str] = frozenset()
     causes: Mapping[str, tuple[int, str]] = field(default_factory=dict)
     why: str = ""
     rows: Mapping[str, int] = field(default_factory=dict)

@@ -114,7 +114,7 @@ class BaseEngine:
         self._late_topic, self._source_topic = late_topic, source_topic
         self._max_timers = max_timers_per_batch
         self._timers_until, self._unfired = timers_until, due.Unfired(unfired)
-        self.timers_left, self.fired = False, dict[str, int]()
+        self.timers_left, self.fired = False, set[str]()
         self._overlay = Overlay(store)
         self._scope = Scope(
             processor,

@@ -82,7 +82,7 @@ class Engine(BaseEngine):
             if self._scope.fatal is not None:
                 raise self._located(self._scope.fatal)
             self.counts["timers_fired"] += 1
-            self.fired[timer.clock] = max(timer.at_ms, self.fired.get(timer.clock, timer.at_ms))
+            self.fired.add(timer.clock)
         self.timers_left = self.timers_left or self._scope.timers_left
         self._overlay.savepoint()
 
