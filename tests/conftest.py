@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -142,19 +143,36 @@ class SmallDisk:
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[SmallDisk]:
+def make_mount() -> Iterator[Callable[[int, str], tuple[Path, bool]]]:
+    """Makes a folder, and in it, at a path, a small file system in memory of so many bytes; False: that is not
+    permitted here. It is not below the folders of pytest: if this process is killed, the mount stays, and later runs
+    could not remove them."""
+    made: list[tuple[Path, Path | None]] = []
+
+    def make(size: int, path: str = "") -> tuple[Path, bool]:
+        folder = Path(tempfile.mkdtemp(prefix="onceflow-disk-"))
+        at = folder / path
+        at.mkdir(parents=True, exist_ok=True)
+        mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "onceflow-disk", str(at)]
+        mounted = shutil.which("mount") is not None and not subprocess.run(mount, capture_output=True).returncode
+        made.append((folder, at if mounted else None))
+        return folder, mounted
+
+    yield make
+    for folder, mounted in made:
+        if mounted is not None:
+            subprocess.run(["umount", "--lazy", str(mounted)], check=True)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def small_disk(make_mount: Callable[..., tuple[Path, bool]]) -> Iterator[SmallDisk]:
     """A file system of 48 MB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=48m", "onceflow-small", str(folder)]
-    mounted = shutil.which("mount") is not None and not subprocess.run(mount, capture_output=True).returncode
-    disk = SmallDisk(folder, mounted)
+    disk = SmallDisk(*make_mount(48 << 20))
     try:
         yield disk
     finally:
         disk.mend()
-        if mounted:
-            subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
 @dataclass

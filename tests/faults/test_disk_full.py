@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import resource
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -65,29 +64,13 @@ class Disk:
         wait_until(lambda: not self.broker.status(0.1).running, 60, "the broker ends of its full disk")
 
 
-def mount(folder: Path) -> bool:
-    """Make the folder a small file system in memory; False where that is not permitted."""
-    command = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "onceflow-full", str(folder)]
-    try:
-        return subprocess.run(command, capture_output=True, check=False).returncode == 0
-    except FileNotFoundError:
-        return False
-
-
 @pytest.fixture
-def disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Disk]:
-    folder = tmp_path_factory.mktemp("full")
-    data = folder / "node-1" / "data"
-    data.mkdir(parents=True)
-    mounted = mount(data)
-    try:
-        properties = {"transaction.abort.timed.out.transaction.cleanup.interval.ms": "500"}
-        with LocalBroker(folder, heap="512m", properties=properties) as broker:
-            yield Disk(broker, data / "ballast" if mounted else None)
-            broker.kill()
-    finally:
-        if mounted:
-            subprocess.run(["umount", "--lazy", str(data)], check=True)
+def disk(make_mount: Callable[..., tuple[Path, bool]]) -> Iterator[Disk]:
+    folder, mounted = make_mount(DISK_BYTES, "node-1/data")
+    properties = {"transaction.abort.timed.out.transaction.cleanup.interval.ms": "500"}
+    with LocalBroker(folder, heap="512m", properties=properties) as broker:
+        yield Disk(broker, folder / "node-1" / "data" / "ballast" if mounted else None)
+        broker.kill()
 
 
 @pytest.fixture

@@ -93,7 +93,7 @@ class CommandWorld:
         store = str(folder / "store")
         ObjectStore(store).put(b"a value")
         for n, label in enumerate(ARGUMENTS):
-            placeholders = ("TOPIC", "SOURCE", "OUTPUT", "TABLE", "FLOW", "NEW", "PARKED", "RETRY")
+            placeholders = ("TOPIC", "SOURCE", "OUTPUT", "TABLE", "FLOW", "NEW", "PARKED", "RETRY", "LETTERS")
             self.names[label] = {
                 **{each: f"{each.lower()}-{n}" for each in placeholders},
                 "ID": f"onceflow.id-{n}",  # as if it were one of a flow
@@ -196,6 +196,7 @@ class CommandWorld:
             {each: cluster.topic(each, deadline).topic_id for each in [*offsets, *state]},
             clock_ms(),
             outputs=tuple(name for name in written if name != source),
+            letters={names["LETTERS"]: "dead letter"} if names["LETTERS"] in topics else {},
             changelogs=ends,
             tables={names["TABLE"]: TableProgress()} if label in ("compare", "fork") else {},
             forked=forked,

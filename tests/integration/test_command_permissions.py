@@ -53,7 +53,7 @@ def not_permitted(right: Right) -> str:
 def without_tables(right: Right) -> str:
     """Without READ, this principal does not have DESCRIBE either, which is asked for first."""
     said = not_permitted(right)
-    return said.replace("READ", "DESCRIBE") if right.name.startswith("table-") else said
+    return said.replace("READ", "DESCRIBE") if right.name.startswith(("table-", "letters-")) else said
 
 
 def no_flow(right: Right) -> str:

@@ -33,11 +33,16 @@ pytestmark = pytest.mark.integration
 Call = Callable[..., Result]
 
 
+BAD = b"bad"
+
+
 class Alarms(onceflow.Processor):
     """A value, entries and a timer for each key; keys that end with 3 lose all of it again."""
 
     def process(self, key: bytes, records: Any, state: Any) -> None:
         for record in records:
+            if record.value == BAD:
+                raise ValueError("a dead letter")
             state.map("seen").put(record.value, b"")
         state.put(b"%d" % len(records))
         state.timers.register("alarm", 4_000_000_000_000, "processing")
@@ -191,16 +196,22 @@ def test_topics_that_have_changed(call: Call, onceflow_broker: str, make_topic: 
 def test_tables_are_counted_when_asked_for(
     make_pipe: Callable[..., Any], make_topic: Callable[..., str], call: Call, snapshots: bool
 ) -> None:
-    """After the flow has ended. Rows that were deleted do not count; timers are due, or are not yet."""
+    """After the flow has ended. Rows that were deleted do not count; timers are due, or are not yet. Letters count."""
     pipe, table = make_pipe(), make_topic("counted", 4, cleanup_policy="compact")
+    letters = make_topic("letters", 2)
     with closing(pipe.open()) as flow:
         pipe.fill(200)
+        independent.fill(pipe.bootstrap, pipe.source, [(b"x", BAD)] * 3)
         step = {"table": table, "state_dir": pipe.tmp_path / "state", "snapshot_per_partition": snapshots}
+        step |= {"on_error": "dead-letter", "dead_letter_topic": letters}
         rows = flow.process(flow.read(pipe.source), Alarms(), **step)
         query = flow.write(rows, topic=pipe.target, once=True).start()
         query.awaitTermination(60)
         (facts,) = query.tables
-    (known, *_) = told(call(pipe.flow, "--json", "--tables"))["tables"]
+    seen = told(call(pipe.flow, "--json", "--tables"))
+    (waiting,) = seen["letters"]
+    assert (waiting["topic"], waiting["role"], waiting["waiting"]) == (letters, "dead letter", 3)
+    (known, *_) = seen["tables"]
     found = known["contents"]
     assert {"value": found["values"], "entry": found["entries"], "timer": found["timers"]} == facts.rows
     assert found["values"] == found["timers"] == 45
@@ -210,6 +221,10 @@ def test_tables_are_counted_when_asked_for(
     later = flow_contents(pipe, table, known, 4_000_000_000_001)
     assert later.timers_due == 45
     lines = call(pipe.flow, "--tables").stdout.splitlines()
+    assert next(line.split()[-1] for line in lines if line.startswith(letters)) == "3"
+    (unread,) = [line for line in call(pipe.flow).stdout.splitlines() if line.startswith(letters)]
+    assert unread.split() == [letters, "dead", "letter", str(waiting["records_at_most"]), "?"]
+    assert waiting["records_at_most"] >= 3
     heading = next(at for at, line in enumerate(lines) if line.startswith("IN KAFKA"))
     assert lines[heading + 1].split()[:2] == [table, "45"]
     assert "reads whole topics" in str(call("--tables", "--watch", "1").exception)

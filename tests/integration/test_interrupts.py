@@ -238,6 +238,16 @@ def test_while_a_transaction_is_committed(bench: Bench, label: str) -> None:
     assert f"`onceflow status {flow}` shows" in said
 
 
+@pytest.mark.parametrize("label", ["parked drop", "parked retry"])
+def test_while_parked_records_are_changed(bench: Bench, label: str) -> None:
+    """As above."""
+    code, said = bench.interrupted(bench.commands.words(label), 1, api_key=END_TXN, goes_on=True)
+    check(code, said)
+    topic = bench.commands.names[label]["PARKED"]
+    assert f"onceflow: Ctrl-C came while the change of topic {topic} was being committed" in said
+    assert f"`onceflow parked list {topic}` shows" in said
+
+
 def test_the_doctor(bench: Bench) -> None:
     check(*bench.interrupted(["doctor"], 4))
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from confluent_kafka import Producer
 
 import onceflow
+from onceflow.cli.main import cli
 from onceflow.errors import SchemaError
 from onceflow.testing import independent
 from onceflow.testing.waiting import wait_until
@@ -111,6 +114,17 @@ def test_letters_come_back_when_nothing_else_arrives(
         wait_until(lambda: query.tables[0].rows["value"] == 0, 30, "no letter waits any more")
     finally:
         query.stop()
+
+    def letters_of_the_flow() -> Any:
+        call = ["status", flow.name, "--tables", "--json", "--bootstrap-servers", onceflow_broker]
+        answer = CliRunner().invoke(cli, call)
+        assert answer.exit_code == 0, answer.output
+        return [(each["topic"], each["role"], each["waiting"]) for each in json.loads(answer.stdout)["letters"]]
+
+    assert letters_of_the_flow() == [(parked, "parked", 1)]
+    drop = ["parked", "drop", parked, "--all", "--yes", "--bootstrap-servers", onceflow_broker]
+    assert CliRunner().invoke(cli, drop).exit_code == 0
+    assert letters_of_the_flow() == [(parked, "parked", 0)]
     found = {dict(each.headers)["onceflow.origin.topic"]: each for each in seen}
     assert found.keys() == {b"orders", failed.encode()}
     assert (found[b"orders"].key, found[b"orders"].value, found[b"orders"].timestamp_ms) == (
@@ -121,7 +135,8 @@ def test_letters_come_back_when_nothing_else_arrives(
     assert dict(found[b"orders"].headers) == dict(told)
     assert (found[failed.encode()].key, found[failed.encode()].value) == (b"k", b"v")
     assert found[failed.encode()].timestamp_ms > 1_700_000_000_000
-    (given_up,) = independent.read_topic(onceflow_broker, parked, decided=True)
+    given_up, dropped = independent.read_topic(onceflow_broker, parked, decided=True)
+    assert (dropped.key, dropped.value) == (given_up.key, None)
     assert given_up.key == f"{failed}/1/1".encode()
     assert dict(given_up.headers)["onceflow.key"] == b"k"
     rest = independent.read_topic(onceflow_broker, f"waiting-{failed}", decided=True)

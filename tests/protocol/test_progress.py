@@ -85,6 +85,15 @@ def test_golden_bytes_of_a_flow_that_names_its_driver() -> None:
         decode(b"orders", golden.replace(b"412", b'"412"'))
 
 
+def test_golden_bytes_of_a_flow_that_names_its_letters() -> None:
+    """As above."""
+    golden = GOLDEN.replace(b'"offsets":', b'"letters":{"given-up":"parked","rejected":"dead letter"},"offsets":')
+    progress = replace(PROGRESS, letters={"rejected": "dead letter", "given-up": "parked"})
+    assert encode(progress) == (b"orders", golden)
+    assert decode(b"orders", golden) == progress
+    assert decode(b"orders", GOLDEN).letters == {}
+
+
 names = st.text(st.characters(codec="utf-8"), min_size=1, max_size=8)
 offsets = st.dictionaries(names, st.dictionaries(st.integers(0, 9999), st.integers(0, 2**62), max_size=4), max_size=3)
 
@@ -105,6 +114,7 @@ offsets = st.dictionaries(names, st.dictionaries(st.integers(0, 9999), st.intege
             names, st.builds(TableProgress, st.integers(0, 99), st.one_of(st.none(), st.integers(0, 2**60))), max_size=2
         ),
         outputs=st.lists(names, max_size=3).map(tuple),
+        letters=st.dictionaries(names, names, max_size=3),
         joined=offsets,
         joined_ms=st.one_of(st.none(), st.integers(0, 2**60)),
         driver=st.one_of(st.none(), st.builds(DriverProcess, names, st.integers(0, 2**31), st.integers(0, 2**60))),
@@ -156,6 +166,8 @@ def test_record_of_another_flow() -> None:
         {"offsets": {"a": 5}},
         {"outputs": "a"},
         {"outputs": [5]},
+        {"letters": ["a"]},
+        {"letters": {"a": None}},
         {"offsets": {"a": {"x": 5}}},
         {"offsets": {"a": {"-1": 5}}},
         {"offsets": {"a": {"²": 5}}},

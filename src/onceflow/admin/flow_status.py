@@ -77,6 +77,25 @@ class TableStatus:
 
 
 @dataclass(frozen=True)
+class LetterTopic:
+    """A topic for records that the program of the flow sets aside, as its progress names it.
+
+    Args:
+        role: ``dead letter``, ``late``, ``duplicate`` or ``parked``.
+        ends: last stable offsets by partition; empty: not known.
+        records_at_most: an upper bound; None: not known.
+        waiting: how many records are parked now, or how many committed records another topic of letters has; None:
+            they were not counted.
+    """
+
+    topic: str
+    role: str
+    ends: Mapping[int, int] = field(default_factory=dict)
+    records_at_most: int | None = None
+    waiting: int | None = None
+
+
+@dataclass(frozen=True)
 class TransactionStatus:
     """What the coordinator knows of the flow's transactional id.
 
@@ -119,6 +138,7 @@ class FlowStatus:
     transaction: TransactionStatus | None = None
     sources: list[SourceStatus] = field(default_factory=list)
     tables: list[TableStatus] = field(default_factory=list)
+    letters: list[LetterTopic] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)

@@ -11,6 +11,7 @@ from dataclasses import replace
 from onceflow.admin.committed_progress import CommittedProgress
 from onceflow.admin.flow_status import (
     FlowStatus,
+    LetterTopic,
     PartitionStatus,
     SourceStatus,
     TableStatus,
@@ -21,7 +22,7 @@ from onceflow.admin.flow_status import (
     unknown_partitions,
 )
 from onceflow.admin.open_transactions import PENDING
-from onceflow.admin.status_answers import answered, permitted
+from onceflow.admin.status_answers import answered, gone, permitted
 from onceflow.client.brokers import Held, held_back_warning, oldest_transaction, read_safety, settings_warnings
 from onceflow.client.cluster import Cluster, TopicInfo
 from onceflow.client.committed import CommittedReader
@@ -37,7 +38,6 @@ from onceflow.errors import (
     OnceflowError,
     OptionError,
     PermissionDeniedError,
-    UnknownTopicError,
 )
 from onceflow.protocol import acls
 from onceflow.protocol import progress as records
@@ -191,6 +191,8 @@ class StatusReader:
         for topic, table in sorted(progress.tables.items()):
             if table.local is not None:
                 status.tables.append(TableStatus(topic, {}, None, table.watermark_ms))
+        for topic, role in sorted(progress.letters.items()):
+            status.letters.append(self._letters(status, topic, role, there, deadline))
         return status
 
     def _age_s(self, epoch_ms: int) -> float:
@@ -258,16 +260,14 @@ class StatusReader:
     ) -> SourceStatus:
         info = there.get(topic)
         if info is None:
-            status.warnings += _gone(self._cluster, status, topic, deadline)
+            gone(self._cluster, status, topic, deadline, role="source")
             return SourceStatus(topic, offsets, None)
         if progress.topic_ids.get(topic) not in (None, info.topic_id):
             status.warnings.append(
                 f"source topic {topic} was deleted and created anew; the flow's offsets are of the old"
             )
             return SourceStatus(topic, offsets, None)
-        unseen = self._unseen(info)
-        status.unseen += [f"{topic}-{number}: {reason}" for number, reason in unseen.items()]
-        numbers = sorted(info.leaders.keys() - unseen.keys())
+        numbers, unseen = self._asked(status, topic, info), self._unseen(info)
         ends = permitted(status, f"DESCRIBE on topic {topic}", lambda: self._ends(topic, numbers, deadline))
         if ends is None:
             return SourceStatus(topic, offsets, None)
@@ -283,6 +283,12 @@ class StatusReader:
         if idle:
             status.notes.append(f"no record for {IDLE_S / 3600:g} h: {places(topic, idle)}")
         return SourceStatus(topic, offsets, parts, unseen, held or [])
+
+    def _asked(self, status: FlowStatus, topic: str, info: TopicInfo) -> list[int]:
+        """The partitions of a topic that can be asked. The status names the others."""
+        unseen = self._unseen(info)
+        status.unseen += [f"{topic}-{number}: {reason}" for number, reason in unseen.items()]
+        return sorted(info.leaders.keys() - unseen.keys())
 
     def _ends(self, topic: str, numbers: Sequence[int], deadline: Deadline) -> dict[int, tuple[int, int, int]]:
         """First offset, last stable offset and high watermark."""
@@ -366,11 +372,10 @@ class StatusReader:
     ) -> TableStatus:
         info = there.get(topic)
         if info is None:
-            status.warnings += _gone(self._cluster, status, topic, deadline, role="table")
+            gone(self._cluster, status, topic, deadline, role="table")
             return TableStatus(topic, offsets, None)
-        unseen = self._unseen(info)
-        status.unseen += [f"{topic}-{number}: {reason}" for number, reason in unseen.items()]
-        numbers = sorted(number for number in offsets if number in info.leaders and number not in unseen)
+        asked = self._asked(status, topic, info)
+        numbers = sorted(number for number in offsets if number in asked)
         first = permitted(
             status,
             f"DESCRIBE on topic {topic}",
@@ -380,14 +385,16 @@ class StatusReader:
             return TableStatus(topic, offsets, None)
         return TableStatus(topic, offsets, sum(max(0, offsets[number] - first[number]) for number in numbers))
 
-
-def _gone(cluster: Cluster, status: FlowStatus, topic: str, deadline: Deadline, *, role: str = "source") -> list[str]:
-    """A topic that is not listed: a warning if it was deleted. If it may not be seen, a permission is missing."""
-    try:
-        cluster.topics([topic], deadline, once=True)
-    except PermissionDeniedError:
-        status.missing.append(f"{'READ' if role == 'source' else 'DESCRIBE'} on topic {topic}")
-        return []
-    except UnknownTopicError:
-        pass
-    return [f"{role} topic {topic} was deleted"]
+    def _letters(
+        self, status: FlowStatus, topic: str, role: str, there: Mapping[str, TopicInfo], deadline: Deadline
+    ) -> LetterTopic:
+        info = there.get(topic)
+        if info is None:
+            gone(self._cluster, status, topic, deadline, role=role)
+            return LetterTopic(topic, role)
+        numbers = self._asked(status, topic, info)
+        ends = permitted(status, f"DESCRIBE on topic {topic}", lambda: self._ends(topic, numbers, deadline))
+        if ends is None or len(numbers) < len(info.leaders):
+            return LetterTopic(topic, role)
+        most = sum(stable - first for first, stable, _ in ends.values())
+        return LetterTopic(topic, role, {number: stable for number, (_, stable, _) in ends.items()}, most)

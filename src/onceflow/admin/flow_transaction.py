@@ -7,15 +7,15 @@ command reads of the flow's progress and tables does not change any more.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
 from onceflow import hooks
 from onceflow.admin.writer import Writer, abort_anew
 from onceflow.client.cluster import Cluster
 from onceflow.client.deadline import Deadline
-from onceflow.client.interrupts import CommitInterruptedError
+from onceflow.client.interrupts import outcome_told
 from onceflow.client.produce import Acknowledged
 from onceflow.client.topics import max_message_bytes
 from onceflow.clock import clock_ms
@@ -56,20 +56,10 @@ class Wording:
     undone: str
 
 
-@contextmanager
-def outcome_told(names: Names) -> Iterator[None]:
-    """Around a commit: Ctrl-C says that nobody knows the outcome, and how to look.
-
-    Raises:
-        CommitInterruptedError: Ctrl-C was pressed.
-    """
-    try:
-        yield
-    except KeyboardInterrupt as pressed:
-        raise CommitInterruptedError(
-            f"Ctrl-C came while the change of flow {names.flow} was being committed, so its outcome is not known: all "
-            f"of it was done, or nothing. `onceflow status {names.progress_key}` shows where the flow is"
-        ) from pressed
+def told_of_flow(names: Names) -> AbstractContextManager[None]:
+    """Around the commit of a change of a flow: see `outcome_told`."""
+    look = f"`onceflow status {names.progress_key}` shows where the flow is"
+    return outcome_told(f"the change of flow {names.flow}", look)
 
 
 class FlowTransaction:
@@ -178,7 +168,7 @@ class FlowTransaction:
     def _end(self, deadline: Deadline) -> None:
         flow = self._names.flow
         try:
-            with outcome_told(self._names):
+            with told_of_flow(self._names):
                 self._transactions.commit(Deadline(_COMMIT_S, "committing"), flow=flow, doing=self._wording.doing)
         except DeadlineExceededError as error:
             raise DeadlineExceededError(

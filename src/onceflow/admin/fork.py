@@ -37,7 +37,7 @@ def plan_tables(progress: Progress, names: Names, new: Names, wanted: Mapping[st
     if progress.promoted is not None:
         earlier.append(progress.promoted.flow.removeprefix(names.transactional_id_prefix))
     tables = {table: wanted.get(table, _default_name(table, earlier, new)) for table in sorted(progress.tables)}
-    taken = {*progress.changelogs, *progress.offsets, *progress.outputs}
+    taken = {*progress.changelogs, *progress.offsets, *progress.outputs, *progress.letters}
     for table, name in tables.items():
         reason = _refusal(name, taken)
         if reason:
@@ -172,6 +172,7 @@ def forked_progress(
         changelogs=ends,
         tables={tables[name]: table for name, table in origin.tables.items()},
         outputs=(),
+        letters={},  # the new version has others
         producer_id=-1,
         producer_epoch=-1,
         promoted=None,

@@ -24,6 +24,7 @@ from onceflow.admin.writer import Row, Writer, abort_anew
 from onceflow.client.cluster import Cluster
 from onceflow.client.committed import CommittedReader
 from onceflow.client.deadline import Deadline
+from onceflow.client.interrupts import outcome_told
 from onceflow.client.offsets import LATEST, list_offsets
 from onceflow.client.settings import ClientSettings
 from onceflow.client.topics import find_topics, max_message_bytes
@@ -256,8 +257,10 @@ class _Change:
             writer.write(target, partition, again)
 
     def _commit(self) -> None:
+        look = f"`onceflow parked list {self._topic}` shows what is parked"
         try:
-            outcome = self._transactions.end(Deadline(_COMMIT_S, "committing"), commit=True)
+            with outcome_told(f"the change of topic {self._topic}", look):
+                outcome = self._transactions.end(Deadline(_COMMIT_S, "committing"), commit=True)
         except DeadlineExceededError as error:
             raise DeadlineExceededError(
                 "The outcome of the commit is not known: the coordinator does not answer",

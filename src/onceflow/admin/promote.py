@@ -219,6 +219,7 @@ def promoted_progress(old: Progress, new: Progress, time_ms: int, unfired: Unfir
         offsets=offsets,
         topic_ids=known,
         outputs=old.outputs,
+        letters=old.letters,
         forked=old.forked,
         promoted=promotion,
         handover=_handover(HandOver({**offsets, **old.offsets}, timers, unfired or {}), old, new),

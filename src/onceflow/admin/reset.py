@@ -7,7 +7,7 @@ from typing import Any
 
 from kafka.protocol.admin import DeleteGroupsRequest
 
-from onceflow.admin.flow_transaction import outcome_told
+from onceflow.admin.flow_transaction import told_of_flow
 from onceflow.client.allowed import of_group
 from onceflow.client.cluster import GROUP, Cluster
 from onceflow.client.coordinators import repeat
@@ -101,7 +101,7 @@ def _write_tombstone(cluster: Cluster, transactions: Transactions, names: Names,
     producer.flush()
     transactions.machine.on(Event.ROWS_AUDITED)  # it has no rows
     transactions.machine.on(Event.PROGRESS_WRITTEN)
-    with outcome_told(names):
+    with told_of_flow(names):
         transactions.commit(deadline, flow=names.flow, doing="being reset")
 
 

@@ -10,7 +10,13 @@ from typing import TypeVar
 from onceflow.admin.flow_status import FlowStatus
 from onceflow.admin.table_counts import count_rows
 from onceflow.client.cluster import Cluster
-from onceflow.errors import BrokerUnreachableError, DeadlineExceededError, PermissionDeniedError
+from onceflow.client.deadline import Deadline
+from onceflow.errors import (
+    BrokerUnreachableError,
+    DeadlineExceededError,
+    PermissionDeniedError,
+    UnknownTopicError,
+)
 from onceflow.protocol.names import INTERNAL_SUFFIX
 
 T = TypeVar("T")
@@ -33,6 +39,18 @@ def answered(status: FlowStatus, what: str, call: Callable[[], T]) -> T | None:
     except (DeadlineExceededError, BrokerUnreachableError) as silent:
         status.unseen.append(f"{what}: no answer{f' ({silent.detail})' if silent.detail else ''}")
         return None
+
+
+def gone(cluster: Cluster, status: FlowStatus, topic: str, deadline: Deadline, *, role: str) -> None:
+    """A topic that is not listed: a warning if it was deleted. If it may not be seen, a permission is missing."""
+    try:
+        cluster.topics([topic], deadline, once=True)
+    except PermissionDeniedError:
+        status.missing.append(f"{'READ' if role == 'source' else 'DESCRIBE'} on topic {topic}")
+        return
+    except UnknownTopicError:
+        pass
+    status.warnings.append(f"{role} topic {topic} was deleted")
 
 
 def count_tables(cluster: Cluster, status: FlowStatus) -> None:

@@ -44,7 +44,7 @@ _PAUSE_S = 0.1
     help="Exit code 1 if a flow with lag has not committed for longer, for example '5 minutes'.",
 )
 @click.option(
-    "--tables", "with_tables", is_flag=True, help="Read the tables, and count their rows and timers. It takes its time."
+    "--tables", "with_tables", is_flag=True, help="Read tables and letters, and count rows, timers and letters."
 )
 @click.option(
     "--endpoint",
@@ -84,6 +84,7 @@ def status(
     from onceflow.admin.driver_status import checked_endpoint
     from onceflow.admin.flow_status import exceeded
     from onceflow.admin.flow_status_reader import StatusReader
+    from onceflow.admin.letter_counts import count_letters
     from onceflow.admin.status_answers import count_tables
     from onceflow.client.cluster import Cluster
     from onceflow.client.deadline import Deadline
@@ -129,6 +130,7 @@ def status(
         hidden = reader.unseen
         for each in found if with_tables else ():
             count_tables(cluster, each)
+            count_letters(cluster, each)
     for line in lines(found):
         click.echo(line)
     for text in strange if as_json else []:

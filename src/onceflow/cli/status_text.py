@@ -91,6 +91,11 @@ def _detail(flow: FlowStatus) -> list[str]:
             for each in flow.tables
         ]
         lines += in_columns(["TABLE", "RECORDS AT MOST", "END OFFSETS", "WATERMARK"], rows)
+    if flow.letters:
+        found = [
+            [shown(each.topic), each.role, _known(each.records_at_most), _known(each.waiting)] for each in flow.letters
+        ]
+        lines += in_columns(["LETTERS", "ROLE", "RECORDS AT MOST", "WAITING"], found)
     counted_tables = [(each.topic, each.contents) for each in flow.tables if each.contents is not None]
     if counted_tables:
         lines += in_columns(_CONTENTS, [_contents(topic, contents) for topic, contents in counted_tables])

@@ -14,6 +14,25 @@ class CommitInterruptedError(KeyboardInterrupt):
     """Ctrl-C while a transaction is committed: it was committed or not. Its text says so to people."""
 
 
+@contextmanager
+def outcome_told(change: str, look: str) -> Iterator[None]:
+    """Around a commit: Ctrl-C says that nobody knows the outcome, and how to look.
+
+    Args:
+        change: what is being committed. look: a sentence without its full stop.
+
+    Raises:
+        CommitInterruptedError: Ctrl-C was pressed.
+    """
+    try:
+        yield
+    except KeyboardInterrupt as pressed:
+        raise CommitInterruptedError(
+            f"Ctrl-C came while {change} was being committed, so its outcome is not known: all of it was done, or "
+            f"nothing. {look}"
+        ) from pressed
+
+
 _AS_GOOD = (KeyboardInterrupt, SystemExit, GeneratorExit)
 _blocks: list[not_dropped] = []  # those that the main thread is in
 

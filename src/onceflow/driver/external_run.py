@@ -26,7 +26,7 @@ from onceflow.planning import source_starts
 from onceflow.planning.bounded import bounded
 from onceflow.planning.external_start import plan_external
 from onceflow.planning.external_write import ExternalWrite
-from onceflow.planning.process import check_side_topics
+from onceflow.planning.process import check_side_topics, letter_topics
 from onceflow.protocol.progress import Progress
 from onceflow.spark import queries, query_listener, shipping
 from onceflow.spark.checkpoint_files import LocalFolder
@@ -124,7 +124,8 @@ def _take_over(
             left = LettersToWrite(session, letters, targets, start.progress.batch_id)
             targets.update(_targets(startup, left.topics - {*targets}, kafka, deadline))
         commit_progress(session, start.progress, startup.sources, deadline, left)
-    return Ownership(opened.generation, opened.progress, start.progress), targets
+    progress = replace(start.progress, letters=letter_topics({}, [write.dead_letter_topic]))
+    return Ownership(opened.generation, opened.progress, progress), targets
 
 
 def _targets(

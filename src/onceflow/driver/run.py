@@ -102,7 +102,8 @@ def prepare_run(spark: SparkSession, startup: Startup, write: CheckedWrite) -> R
     imports.at_start()
     deadline = startup.deadline()
     with located(flow=flow):
-        progress = startup.prepare_run(deadline)
+        letters = process.letter_topics(startup.steps, (order.dead_letter_topic for order in startup.calls))
+        progress = replace(startup.prepare_run(deadline), letters=letters)
         location = _kept_location(spark, write.run, progress, flow)
         written = startup.prepare_outputs(options, deadline)
     query = divide(

@@ -17,6 +17,7 @@ from onceflow.state.engine.base import TIMERS_PER_BATCH
 from onceflow.state.engine.shapes import declared_fields
 from onceflow.state.joins.spec import JoinSpec
 from onceflow.state.local.format import default_state_dir
+from onceflow.state.retry import Retry
 from onceflow.state.spec import ProcessSpec
 from onceflow.state.stores.base import Store
 from onceflow.state.stores.choice import check_store, store_class
@@ -237,6 +238,18 @@ def make_spec(
 def side_topics(steps: Mapping[str, Step]) -> dict[str, str]:
     """Topics of dead letters, late records and duplicates, and which of them each is for."""
     return {topic: role for step in steps.values() for topic, role in step.spec.side_topics.items()}
+
+
+def letter_topics(steps: Mapping[str, Step], dead_letters: Iterable[str | None] = ()) -> dict[str, str]:
+    """As `side_topics`, also with the topics of parked records.
+
+    Args:
+        dead_letters: topics of dead letters that are not those of a step.
+    """
+    others = {topic: "dead letter" for topic in dead_letters if topic is not None}
+    processors = [step.spec.processor for step in steps.values()]
+    parked = {each.parked_topic: "parked" for each in processors if isinstance(each, Retry)}
+    return {**others, **side_topics(steps), **parked}
 
 
 def side_topics_of(options: StepOptions) -> dict[str, str]:

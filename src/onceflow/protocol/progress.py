@@ -142,6 +142,8 @@ class Progress:
         joined: at which offsets the batch has seen the topics that the flow joins with, in the form of ``offsets``.
         joined_ms: the time of the batch for these topics: rows that had expired then were hidden from it.
         outputs: topics that the batch has written to, without table topics.
+        letters: topics for records that the program sets aside: topic -> ``dead letter``, ``late``, ``duplicate`` or
+            ``parked``.
         producer_id, producer_epoch: those of the batch's transaction. With them a start finds out whether pending
             changes of a local store are committed, and which undecided records belong to the batch. -1: unknown.
         forked: where the flow comes from, if it is a fork of another one.
@@ -164,6 +166,7 @@ class Progress:
     joined: Offsets = field(default_factory=dict)
     joined_ms: int | None = None
     outputs: tuple[str, ...] = ()
+    letters: Mapping[str, str] = field(default_factory=dict)
     producer_id: int = -1
     producer_epoch: int = -1
     forked: ForkOrigin | None = None
@@ -204,6 +207,8 @@ def encode(progress: Progress) -> tuple[bytes, bytes]:
         content["joined_ms"] = int(progress.joined_ms)
     if progress.outputs:
         content["outputs"] = list(progress.outputs)
+    if progress.letters:
+        content["letters"] = dict(progress.letters)
     if progress.forked is not None:
         content["forked"] = succession.fork_content(progress.forked)
     if progress.promoted is not None:
@@ -253,19 +258,19 @@ def decode(key: bytes | None, value: bytes) -> Progress:
     batch_id = take(content, name, "batch_id", int)
     if batch_id < 0:
         garbage(name, f"batch_id is {batch_id}")
-    watermark_ms = content.get("watermark_ms")
     return Progress(
         flow=flow,
         batch_id=batch_id,
         offsets=progress_fields.offsets(content, name, "offsets"),
-        topic_ids=_topic_ids(content, name),
+        topic_ids=progress_fields.texts(content, name, "topic_ids"),
         changelogs=progress_fields.offsets(content, name, "changelogs") if "changelogs" in content else {},
         checkpoint=_checkpoint(content, name),
-        watermark_ms=None if watermark_ms is None else take(content, name, "watermark_ms", int),
+        watermark_ms=None if content.get("watermark_ms") is None else take(content, name, "watermark_ms", int),
         tables=_tables(content, name) if "tables" in content else {},
         joined=progress_fields.offsets(content, name, "joined") if "joined" in content else {},
         joined_ms=take(content, name, "joined_ms", int) if "joined_ms" in content else None,
         outputs=_topics(content, name) if "outputs" in content else (),
+        letters=progress_fields.texts(content, name, "letters") if "letters" in content else {},
         producer_id=take(content, name, "producer_id", int) if "producer_id" in content else -1,
         producer_epoch=take(content, name, "producer_epoch", int) if "producer_epoch" in content else -1,
         forked=_part(content, name, "forked", succession.fork_of),
@@ -311,14 +316,6 @@ def _flow_of(key: bytes | None) -> str:
 
 def _part(content: dict[str, Any], flow: str, name: str, read: Callable[[dict[str, Any], str], _T]) -> _T | None:
     return read(take(content, flow, name, dict), flow) if name in content else None
-
-
-def _topic_ids(content: dict[str, Any], flow: str) -> dict[str, str]:
-    ids = take(content, flow, "topic_ids", dict)
-    for topic, topic_id in ids.items():
-        if not isinstance(topic_id, str):
-            garbage(flow, f"topic_ids of {topic} is {short(topic_id)}")
-    return dict(ids)
 
 
 def _topics(content: dict[str, Any], flow: str) -> tuple[str, ...]:

@@ -43,6 +43,14 @@ def offsets(content: dict[str, Any], flow: str, name: str) -> dict[str, dict[int
     return result
 
 
+def texts(content: dict[str, Any], flow: str, name: str) -> dict[str, str]:
+    found = take(content, flow, name, dict)
+    for topic, text in found.items():
+        if not isinstance(text, str):
+            garbage(flow, f"{name} of {topic} is {short(text)}")
+    return dict(found)
+
+
 def short(value: Any) -> str:
     return repr(value)[:80]
 
