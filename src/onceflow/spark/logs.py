@@ -11,10 +11,14 @@ import tempfile
 import time
 from pathlib import Path
 
+from pyspark import SparkContext
+
 from onceflow.errors import OnceflowError
 from onceflow.host.java import with_flags
 from onceflow.host.leftovers import of_ended_processes
 from onceflow.spark import versions
+
+log = logging.getLogger("onceflow.spark")
 
 _SETTINGS = Path(__file__).with_name("log4j2.properties")
 _PREFIX = "onceflow-spark-pid"
@@ -65,3 +69,12 @@ def silence_py4j() -> None:
     logger = logging.getLogger("py4j.clientserver")
     if not any(isinstance(each, _NotOfFlows) for each in logger.filters):
         logger.addFilter(_NotOfFlows())
+
+
+def mute_accumulators() -> None:
+    """Call this when a stop is asked for: if the signal also ends Spark's JVM while tasks run, PySpark's server of
+    accumulators would print a traceback about its closed connection (PySpark: ``accumulators.UpdateRequestHandler``).
+    """
+    server = getattr(SparkContext._active_spark_context, "_accumulatorServer", None)
+    if server is not None:
+        server.handle_error = lambda *_: log.debug("an accumulator was not updated", exc_info=True)
