@@ -95,8 +95,8 @@ class Priced(onceflow.Processor):
             yield onceflow.Record(key, {**record.value, **found})
 
 
-class Alarms(onceflow.Processor):
-    """Every record sets a timer five seconds of event time later; every third cancels the one of the record before."""
+class Timed(onceflow.Processor):
+    """Event time is in the field ``at``, epoch milliseconds."""
 
     value = onceflow.serdes.JSON
     state = onceflow.serdes.JSON
@@ -105,6 +105,10 @@ class Alarms(onceflow.Processor):
 
     def event_time(self, record: onceflow.Record) -> int:
         return int(record.value["at"])
+
+
+class Alarms(Timed):
+    """Every record sets a timer five seconds of event time later; every third cancels the one of the record before."""
 
     def process(self, key: bytes, records: Sequence[onceflow.Record], state: Any) -> None:
         for record in records:
@@ -152,16 +156,10 @@ class Visits(Hops):
     window = onceflow.windows.Session("1500 milliseconds")
 
 
-class Bells(onceflow.Processor):
+class Bells(Timed):
     """Every record sets a timer for the same moment."""
 
-    value = onceflow.serdes.JSON
-    output = onceflow.serdes.JSON
-    allowed_lateness = "1 second"
     at_ms = 1_000_000
-
-    def event_time(self, record: onceflow.Record) -> int:
-        return int(record.value["at"])
 
     def process(self, key: bytes, records: Sequence[onceflow.Record], state: Any) -> None:
         for record in records:
@@ -172,16 +170,10 @@ class Bells(onceflow.Processor):
         yield onceflow.Record(key, {"timer": timer.name})
 
 
-class Chimes(onceflow.Processor):
+class Chimes(Timed):
     """A chime of each key for every second of event time; its timer sets the next one."""
 
-    value = onceflow.serdes.JSON
-    state = onceflow.serdes.JSON
-    output = onceflow.serdes.JSON
     allowed_lateness = "500 milliseconds"
-
-    def event_time(self, record: onceflow.Record) -> int:
-        return int(record.value["at"])
 
     def process(self, key: bytes, records: Sequence[onceflow.Record], state: Any) -> None:
         if state.get() is None:

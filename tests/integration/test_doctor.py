@@ -133,7 +133,8 @@ def test_a_flow_with_bad_topics(
         producer.produce(stamped, b"v")
     assert producer.flush(30) == 0
     flow = f"misspelt-{uuid4().hex}"  # unlike the names of other tests, which the next step would list as well
-    commit(connected, flow, source, {0: 1}, outputs=(risky, f"{risky}-gone"), changelogs={table: {0: 0}})
+    letters = {f"{risky}-gone": "dead letter"}
+    commit(connected, flow, source, {0: 1}, outputs=(risky,), letters=letters, changelogs={table: {0: 0}})
 
     found = doctor(flow, "--topic", stamped, code=1)
     (safety,) = of(found, "safety", "warning")

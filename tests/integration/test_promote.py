@@ -231,6 +231,8 @@ def test_dead_letters_of_the_gap_are_not_counted(make_state_pipe: Any, make_topi
     assert [sum(batch.dead_letters for batch in query.batches) for query in (old, new)] == [3, 2]
     assert [sum(batch.records for batch in query.batches) for query in (old, new)] == [40, 0]
     assert len(independent.read_topic(pipe.bootstrap, letters, decided=True)) == 5
+    (waiting,) = told(call("status", pipe.flow, "--tables", "--json"))["letters"]
+    assert (waiting["topic"], waiting["role"], waiting["waiting"]) == (letters, "dead letter", 5)
     assert len(pipe.outputs()) == 40
 
 
@@ -275,11 +277,21 @@ def fired(pipe: Any) -> Counter[str]:
     return Counter(json.loads(record.value or b"")["timer"] for record in seen)
 
 
-def wait_for_timers(pipe: Any, query: Any, expected: dict[str, int]) -> None:
-    """Timers fire in batches after the last records: a clock wakes the flow up."""
-    text = f"{len(expected)} timers"
-    wait_until(lambda: sum(fired(pipe).values()) >= len(expected), 60, text, useless=lambda: query.failure, poll_s=0.1)
+def check_outputs(query: Any, seen: Callable[[], Counter[Any]], expected: Mapping[Any, int]) -> None:
+    """Wait until as many were seen as are expected, stop the query, and compare. Timers fire in batches after the last
+    records: a clock wakes the flow up."""
+    count = sum(expected.values())
+    wait_until(lambda: seen().total() >= count, 60, f"{count} outputs", useless=lambda: query.failure, poll_s=0.1)
     query.stop()
+    assert seen() == expected
+
+
+def begun(make_state_pipe: Any, make_topic: Any, count: int = 300) -> tuple[Any, str]:
+    """A flow that has processed some records, and its topic of late ones."""
+    pipe, late = make_state_pipe(partitions=2), make_topic("late", 1)
+    send(pipe, count)
+    alarms(pipe, late, once=True).awaitTermination(60)
+    return pipe, late
 
 
 def send(pipe: Any, count: int) -> None:
@@ -298,18 +310,14 @@ def finish(pipe: Any, late: str, before: Mapping[str, int] | None = None) -> Non
     last = pipe.ledger.alarm_inputs(len(pipe.sent) * 10 + 1, 40, at=moment)
     expected = {**pipe.ledger.expected_alarms(pipe.sent + last, moment - 1000), **(before or {})}
     independent.fill(pipe.bootstrap, pipe.source, last)
-    wait_for_timers(pipe, alarms(pipe, late), expected)
-    assert fired(pipe) == dict.fromkeys(expected, 1)
+    check_outputs(alarms(pipe, late), lambda: fired(pipe), dict.fromkeys(expected, 1))
     assert independent.read_topic(pipe.bootstrap, late, decided=True) == []
 
 
 @pytest.mark.parametrize("ticks", [pytest.param(True, marks=pytest.mark.long), False])
 def test_timers_in_the_gap(make_state_pipe: Any, make_topic: Any, call: Call, ticks: bool) -> None:
     """The old flow has fired some timers that the copy has not; and, without ticks, others of them not yet."""
-    late = make_topic("late", 1)
-    pipe = make_state_pipe(partitions=2)
-    send(pipe, 300)
-    alarms(pipe, late, once=True).awaitTermination(60)
+    pipe, late = begun(make_state_pipe, make_topic)
     copy = copied(pipe, call, make_topic("out", 2))
     send(pipe, 400)
     alarms(pipe, late, once=True).awaitTermination(60)
@@ -327,18 +335,15 @@ def test_timers_in_the_gap(make_state_pipe: Any, make_topic: Any, call: Call, ti
 @pytest.mark.long
 def test_a_partition_that_was_idle(make_state_pipe: Any, make_topic: Any, call: Call) -> None:
     """Without it, event time has gone on in the old flow. In the new one, the partition counts again."""
-    late = make_topic("late", 1)
-    pipe = make_state_pipe(partitions=2)
-    send(pipe, 300)
-    alarms(pipe, late, once=True).awaitTermination(60)
+    pipe, late = begun(make_state_pipe, make_topic)
     copy = copied(pipe, call, make_topic("out", 2))
     homes = {record.key: record.partition for record in independent.read_topic(pipe.bootstrap, pipe.source)}
     more = [(key, value) for key, value in pipe.ledger.alarm_inputs(300, 100) if homes[key] == 0]
     independent.fill(pipe.bootstrap, pipe.source, more)
     pipe.sent += more
     expected = pipe.ledger.expected_alarms(pipe.sent, json.loads(more[-1][1])["at"] - 1000)
-    wait_for_timers(pipe, alarms(pipe, late, idle="1 millisecond"), expected)
-    assert fired(pipe) == dict.fromkeys(expected, 1)
+    query = alarms(pipe, late, idle="1 millisecond")
+    check_outputs(query, lambda: fired(pipe), dict.fromkeys(expected, 1))
     told(call(*promotion(pipe, copy)))
     finish(successor(pipe, copy), late, expected)
 
@@ -361,10 +366,10 @@ def when_timers_are_left(pipe: Any, done: Callable[[], Result]) -> Iterator[list
         yield seen
 
 
-def fenced_while_timers_are_left(pipe: Any, late: str, make_topic: Any, call: Call) -> Any:
-    """A promoted copy. The old flow had more timers that were due than one batch may fire."""
-    send(pipe, 300)
-    alarms(pipe, late, once=True).awaitTermination(60)
+def fenced_while_timers_are_left(make_state_pipe: Any, make_topic: Any, call: Call) -> tuple[Any, Any, str]:
+    """A flow, its promoted copy, and the topic of late records. The old flow had more timers that were due than one
+    batch may fire."""
+    pipe, late = begun(make_state_pipe, make_topic)
     copy = copied(pipe, call, make_topic("out", 2))
     send(pipe, 200)
     with when_timers_are_left(pipe, lambda: call(*promotion(pipe, copy))) as done:
@@ -375,13 +380,11 @@ def fenced_while_timers_are_left(pipe: Any, late: str, make_topic: Any, call: Ca
     (left,) = (progress_of(pipe) or {})["handover"]["unfired"].values()
     assert left
     send(pipe, 100)
-    return copy
+    return pipe, copy, late
 
 
 def test_fenced_while_timers_are_left(make_state_pipe: Any, make_topic: Any, call: Call) -> None:
-    late = make_topic("late", 1)
-    pipe = make_state_pipe(partitions=2)
-    copy = fenced_while_timers_are_left(pipe, late, make_topic, call)
+    pipe, copy, late = fenced_while_timers_are_left(make_state_pipe, make_topic, call)
     finish(successor(pipe, copy), late)
 
 
@@ -389,9 +392,8 @@ def test_fenced_while_timers_are_left(make_state_pipe: Any, make_topic: Any, cal
 @pytest.mark.parametrize("step", ["write", "progress", "end"])
 def test_killed_in_both_batches_without_outputs(make_state_pipe: Any, make_topic: Any, call: Call, step: str) -> None:
     """In the one with the records of the gap, and in the first one with timers of the old flow."""
-    late = make_topic("late", 1)
-    pipe = make_state_pipe(partitions=2)
-    after = successor(pipe, fenced_while_timers_are_left(pipe, late, make_topic, call))
+    pipe, copy, late = fenced_while_timers_are_left(make_state_pipe, make_topic, call)
+    after = successor(pipe, copy)
     first = (progress_of(pipe) or {})["batch_id"] + 1
     written = fired(pipe)
     for batch in (first, first + 1):
@@ -409,10 +411,7 @@ def test_killed_in_both_batches_without_outputs(make_state_pipe: Any, make_topic
 @pytest.mark.long
 def test_refused_while_timers_are_left(make_state_pipe: Any, make_topic: Any, call: Call) -> None:
     """The copy has fired some of them: their outputs would be lost. The old flow goes on."""
-    late = make_topic("late", 1)
-    pipe = make_state_pipe(partitions=2)
-    send(pipe, 10)
-    alarms(pipe, late, once=True).awaitTermination(60)
+    pipe, late = begun(make_state_pipe, make_topic, 10)
     copy = copied(pipe, call, make_topic("out", 2))
     send(pipe, 300)
     alarms(copy, late, once=True).awaitTermination(60)
@@ -442,10 +441,7 @@ def test_timers_that_set_the_next_one(make_state_pipe: Any, make_topic: Any, cal
             records = independent.read_topic(pipe.bootstrap, pipe.target, decided=True)
             return Counter((record.key.decode(), json.loads(record.value)["at"]) for record in records)
 
-        text = f"{len(expected)} chimes"
-        wait_until(lambda: seen().total() >= len(expected), 60, text, useless=lambda: query.failure, poll_s=0.1)
-        query.stop()
-        assert seen() == expected
+        check_outputs(query, seen, expected)
 
     chimes(pipe, 0, 0)
     copy = copied(pipe, call, make_topic("out", 2))
@@ -482,10 +478,7 @@ def test_windows_in_the_gap(make_state_pipe: Any, make_topic: Any, call: Call) -
         records = independent.read_topic(pipe.bootstrap, pipe.target, decided=True)
         return Counter((record.key, *json.loads(record.value or b"").values()) for record in records)
 
-    query = start(successor(pipe, copy))
-    wait_until(lambda: seen().total() >= must.total(), 60, "all windows", useless=lambda: query.failure, poll_s=0.2)
-    query.stop()
-    assert seen() == must
+    check_outputs(start(successor(pipe, copy)), seen, must)
 
 
 def test_timers_in_processing_time(make_state_pipe: Any, make_topic: Any, call: Call) -> None:
@@ -510,10 +503,7 @@ def test_timers_in_processing_time(make_state_pipe: Any, make_topic: Any, call: 
 
 def test_a_copy_whose_timers_are_ahead(make_state_pipe: Any, make_topic: Any, call: Call) -> None:
     """At the same position, the copy has fired timers that the old flow has not: their outputs would be lost."""
-    late = make_topic("late", 1)
-    pipe = make_state_pipe(partitions=2)
-    send(pipe, 10)
-    alarms(pipe, late, once=True).awaitTermination(60)
+    pipe, late = begun(make_state_pipe, make_topic, 10)
     copy = copied(pipe, call, make_topic("out", 2))
     send(pipe, 300)
     alarms(pipe, late, once=True).awaitTermination(60)
