@@ -221,6 +221,7 @@ def _get_or_create(settings: Mapping[str, str]) -> SparkSession:
     builder = SparkSession.Builder()  # as SparkSession.builder, but clearly a new object
     for key, value in settings.items():
         builder = builder.config(key, value)
+    logs.silence_py4j()
     spark: SparkSession = builder.getOrCreate()
     return spark
 

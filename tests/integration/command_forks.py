@@ -6,6 +6,7 @@ files). It answers with the process id, and after a line ``wait PID`` with the e
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
 import json
 import os
@@ -34,6 +35,7 @@ for line in sys.stdin:
         os.dup2(os.open(call["stdin"], os.O_RDONLY), 0)
         for number, stream in enumerate(("stdout", "stderr"), 1):
             os.dup2(os.open(call[stream], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), number)
+        faulthandler.enable()  # who waits too long for this process ends it by SIGABRT, and reads where it was
         try:
             main(call["arguments"])
         except SystemExit as ended:

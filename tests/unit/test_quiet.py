@@ -140,4 +140,11 @@ def test_py4j_keeps_quiet_about_our_own_errors(caplog: pytest.LogCaptureFixture)
             raise error
         except Exception:
             logger.exception("There was an exception")
+    try:
+        try:
+            raise KeyboardInterrupt
+        except KeyboardInterrupt:
+            raise BrokenPipeError from None
+    except BrokenPipeError:
+        logger.exception("Exception occurred while shutting down connection")
     assert [record.exc_info[0] for record in caplog.records if record.exc_info] == [ValueError]

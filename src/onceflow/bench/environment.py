@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from onceflow.bench.processes import MARK, Meter
+from onceflow.spark.jvm import SPARK_ERRORS
 
 PARTITIONS = 4
 _RUN_SECONDS = 1800
@@ -66,6 +68,21 @@ class Bench:
         from onceflow.testing.independent import read_topic
 
         return ((seen.key, seen.value) for seen in read_topic(self.servers, topic, decided=True, seconds=300))
+
+
+def end_session(spark: Any) -> None:
+    """Stop a session, and before it the queries that run: after Ctrl-C, Spark would print a stack trace for each."""
+    with contextlib.suppress(*SPARK_ERRORS):
+        for query in spark.streams.active:
+            stop_query(query)
+    spark.stop()
+
+
+def stop_query(query: Any) -> None:
+    """Stop a query, also after Ctrl-C in the middle of a call of Spark's JVM."""
+    with contextlib.suppress(*SPARK_ERRORS):
+        if query.isActive:
+            query.stop()
 
 
 def wait(query: Any, first: Callable[[], None] = lambda: None) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from onceflow.bench import latency
-from onceflow.bench.environment import Bench
+from onceflow.bench.environment import Bench, end_session
 from onceflow.bench.overhead_figures import FULL, WARM_SECONDS, overhead_percent, rotations, turns
 from onceflow.bench.overhead_runs import (
     AT_LEAST,
@@ -95,7 +95,7 @@ def run(choices: Choices, say: Callable[[str], None]) -> Iterator[dict[str, Any]
             wrong = [str(result["correct"]) for result in results if result.get("correct", "yes") != "yes"]
             yield {**summary, "correct": "; ".join(dict.fromkeys(wrong)) or "yes"}
         finally:
-            spark.stop()
+            end_session(spark)
 
 
 def throughput(bench: Bench, choices: Choices, summary: dict[str, Any]) -> Iterator[dict[str, Any]]:

@@ -19,7 +19,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from onceflow.bench.environment import PARTITIONS, wait
+from onceflow.bench.environment import PARTITIONS, end_session, wait
 from onceflow.broker.local import LocalBroker
 from onceflow.host.jars import Coordinate, resolve
 from onceflow.testing.broker import create_topic
@@ -290,7 +290,7 @@ def run(choices: Choices, say: Callable[[str], None]) -> Iterator[dict[str, Any]
                     bench = Bench(spark, servers, dsn, topic, whole, Columns.of(columns), choices, say)
                     yield from bench.run(f"postgres, {columns} columns")
         finally:
-            spark.stop()
+            end_session(spark)
 
 
 class _server:

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from onceflow.bench.environment import end_session, stop_query
 from onceflow.broker.local import LocalBroker
 from onceflow.client.settings import ClientSettings
 from onceflow.testing.broker import create_topic
@@ -78,7 +79,7 @@ def run(choices: Choices, say: Callable[[str], None]) -> Iterator[dict[str, Any]
             yield from _small_batches(spark, servers, small, say)
             yield from _memory(spark, servers, source, choices, say)
         finally:
-            spark.stop()
+            end_session(spark)
         say("time to the first commit, in a process of its own")
         yield _first_commit(servers, source)
 
@@ -314,14 +315,13 @@ def _run_onceflow(
 
 def _wait(query: Any, max_batches: int | None) -> None:
     end = time.monotonic() + 600
-    while query.isActive and time.monotonic() < end:
-        if max_batches is not None and len(query.recentProgress) >= max_batches:
-            query.stop()
-            return
-        query.awaitTermination(0.05)
-    if query.isActive:
-        query.stop()
-        raise TimeoutError("a benchmark run took more than 600 s")
+    try:
+        while query.isActive and (max_batches is None or len(query.recentProgress) < max_batches):
+            if time.monotonic() > end:
+                raise TimeoutError("a benchmark run took more than 600 s")
+            query.awaitTermination(0.05)
+    finally:
+        stop_query(query)
 
 
 def _rates(query: Any) -> tuple[float, list[float]]:

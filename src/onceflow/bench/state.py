@@ -26,7 +26,7 @@ from onceflow.bench.balance_runs import (
     run_variant,
 )
 from onceflow.bench.balance_service import Expected, expected, payments
-from onceflow.bench.environment import Bench
+from onceflow.bench.environment import Bench, end_session
 from onceflow.bench.processes import worker_memory
 from onceflow.bench.restore import large, restore
 from onceflow.bench.spark_state import why_no_transform_with_state
@@ -78,7 +78,7 @@ def run(choices: Choices, say: Callable[[str], None]) -> Iterator[dict[str, Any]
             if "weaker" in choices.parts:
                 yield from weaker(bench, choices.records, choices.accounts, choices.rounds)
         finally:
-            spark.stop()
+            end_session(spark)
 
 
 def throughput(bench: Bench, choices: Choices) -> Iterator[dict[str, Any]]:

@@ -58,10 +58,15 @@ def _is_old(file: Path) -> bool:
 
 
 class _NotOfFlows(logging.Filter):
-    """Drops messages of py4j about errors that onceflow raises, because the user gets these errors in another way."""
+    """Drops messages of py4j about errors of onceflow, and about Ctrl-C: the user gets these in another way."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        return not (record.exc_info and isinstance(record.exc_info[1], OnceflowError))
+        error = record.exc_info[1] if record.exc_info else None
+        if isinstance(error, OnceflowError):
+            return False
+        while error is not None and not isinstance(error, KeyboardInterrupt):
+            error = error.__context__
+        return error is None
 
 
 def silence_py4j() -> None:
