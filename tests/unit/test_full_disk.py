@@ -23,7 +23,7 @@ from onceflow.state.stores.rocksdb_store import RocksdbStore
 
 FEW = {b"v%03d" % n: b"1" for n in range(200)}
 MANY = {b"w%06d" % n: b"2" * 50 for n in range(9_000)}
-LITTLE = [0, 4 << 10, 60 << 10, 300 << 10]
+LITTLE = [0, 60 << 10, *(pytest.param(size, marks=pytest.mark.long) for size in (4 << 10, 300 << 10))]
 
 
 @pytest.fixture(params=[LmdbStore, RocksdbStore], ids=["lmdb", "rocksdb"])
