@@ -13,9 +13,13 @@ import pyarrow as pa
 import pytest
 from confluent_kafka import Producer
 
+from onceflow.admin import local_copies
+from onceflow.admin.local_copies import LocalCopies
+from onceflow.driver.progress_log import partition_of
 from onceflow.errors import OptionError
 from onceflow.protocol.names import INTERNAL_SUFFIX
 from onceflow.protocol.partitioners import key_partitions
+from onceflow.protocol.progress import PROGRESS_TOPIC, Progress, encode
 from onceflow.state import rows
 from onceflow.state.local.format import COMMIT_RECORD, CommitRecord
 from onceflow.state.stores.lmdb_environment import forget
@@ -127,6 +131,51 @@ def test_copies_that_differ(make_state_pipe: Callable[..., Any], verify: Any) ->
     found, last = verify(pipe.flow, *ours, code=1)
     assert last["found"] == {"local": 1}
     assert "is damaged" in found[0]["text"]
+
+
+def test_a_table_that_is_replaced_meanwhile(
+    make_state_pipe: Callable[..., Any], verify: Any, onceflow_broker: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A promotion is committed when the progress is read already, and before the copies are."""
+    pipe = make_state_pipe(partitions=2)
+    pipe.fill(100)
+    pipe.run()
+    ours = ["--state-dir", str(pipe.state_dir)]
+    run, read = LocalCopies.run, local_copies.read_history
+    before: list[Progress] = []
+
+    def replaced(copies: LocalCopies, state_dir: Path, progress: Progress) -> None:
+        before.append(progress)
+        tables = {f"{pipe.table}-next": progress.tables[pipe.table]}
+        ends = {f"{table}-next": dict.fromkeys(offsets, 0) for table, offsets in progress.changelogs.items()}
+        publish(replace(progress, tables=tables, changelogs=ends))
+        run(copies, state_dir, progress)
+
+    def publish(progress: Progress) -> None:
+        key, value = encode(progress)
+        producer = Producer({"bootstrap.servers": onceflow_broker})
+        producer.produce(PROGRESS_TOPIC, value, key, partition_of(pipe.flow))
+        assert producer.flush(30) == 0
+
+    monkeypatch.setattr(LocalCopies, "run", replaced)
+    found, last = verify(pipe.flow, *ours)
+    assert (found, last["notes"], last["checked"]["local copies"]) == ([], [], 2)
+    assert last["checked"]["rows of local copies"] > 0
+
+    publish(before[0])
+    with contextlib.closing(LmdbStore.open(pipe.folder / "1")) as store:
+        record = CommitRecord.decode(store.blob(COMMIT_RECORD) or b"")
+        assert record is not None
+        store.write({}, {COMMIT_RECORD: replace(record, table_end=record.table_end + 10).encode()})
+    ((ahead,), _) = verify(pipe.flow, *ours, code=1)
+    assert ahead["text"] == f"{pipe.table}-1 in {pipe.folder / '1'} is ahead of what is committed"
+
+    publish(before[0])
+    monkeypatch.setattr(local_copies, "read_history", lambda *given: read(*given)[-1:])  # as compaction leaves it
+    found, last = verify(pipe.flow, *ours)
+    assert found == []
+    why = "only its checksum is compared, because the flow has replaced the table meanwhile"
+    assert [note.split(": ")[-1] for note in last["notes"]] == [why, why]
 
 
 def test_a_copy_that_is_too_old_to_compare(make_state_pipe: Callable[..., Any], verify: Any, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from onceflow.client.committed import CommittedReader
 from onceflow.client.deadline import Deadline
 from onceflow.clock import clock_ms
 from onceflow.errors import OptionError
+from onceflow.protocol import progress as records
 from onceflow.protocol.names import INTERNAL_SUFFIX, Names
 from onceflow.protocol.progress import Progress, TableProgress
 from onceflow.state import rows, segments
@@ -94,7 +95,7 @@ class LocalCopies:
         for copy in found:
             with tempfile.TemporaryDirectory(prefix="onceflow-verify-", dir=self._scratch) as folder:
                 try:
-                    self._check_copy(copy, progress, Path(folder))
+                    self._check_copy(copy, Path(folder))
                 except StoreCorruptError as damage:
                     self._report.add(LOCAL, f"{copy.name} is damaged: {damage.what}")
                 except FileNotFoundError:
@@ -111,7 +112,7 @@ class LocalCopies:
                 if opener is not None:
                     yield _Copy(folder, table, int(folder.name), opener)
 
-    def _check_copy(self, copy: _Copy, progress: Progress, scratch: Path) -> None:
+    def _check_copy(self, copy: _Copy, scratch: Path) -> None:
         if (copy.folder / VERIFYING).exists():
             self._report.notes.append(f"{copy.name}: a process is verifying it, or has died while it did")
         store = copy.opener.open(copy.folder, read_only=True)
@@ -122,7 +123,7 @@ class LocalCopies:
                 self._report.add(LOCAL, f"{copy.name} has no commit record that can be read")
                 return
             stamped = store.get(segments.LIST) is not None
-            compared = self._expected(copy, record, progress) and not self._is_ahead(copy, record)
+            compared = self._expected(copy, record, self._newest_with(copy.table))
             if compared:  # before the snapshot, which should be short
                 self._restored(scratch, copy, record, stamped).close()
             with store.snapshot() as found:
@@ -130,11 +131,28 @@ class LocalCopies:
         finally:
             store.close()
 
-    def _expected(self, copy: _Copy, record: CommitRecord, progress: Progress) -> bool:
-        """Whether the topics say what the copy has to contain. If not, only its checksum is compared."""
-        known = progress.tables.get(copy.table, TableProgress())
+    def _newest_with(self, table: str) -> Progress | None:
+        """The newest committed progress that has a table. It is read after the copy that is judged by it.
+
+        A promotion may replace a table while copies are compared. Then its copies are judged by the last progress
+        before the promotion. None: compaction has removed that.
+        """
+        history = read_history(self._cluster, self._names, self._check)
+        last_of(history, self._names)  # raises an error if the flow was reset meanwhile
+        values = (records.decode(each.key, each.value) for each in reversed(history) if each.value is not None)
+        return next((each for each in values if table in each.tables or table in each.changelogs), None)
+
+    def _expected(self, copy: _Copy, record: CommitRecord, progress: Progress | None) -> bool:
+        """Whether the topics say what the copy has to contain. If not, only its checksum is compared.
+
+        Args:
+            progress: see `_newest_with`.
+        """
+        known = TableProgress() if progress is None else progress.tables.get(copy.table, TableProgress())
         why = ""
-        if known.local is not None:
+        if progress is None:
+            why = "the flow has replaced the table meanwhile"
+        elif known.local is not None:
             why = "the table has no changelog"
         elif known.open_ended:
             why = "the table was written without transactions"
@@ -147,7 +165,7 @@ class LocalCopies:
             return False
         if why:
             self._report.notes.append(f"{copy.name}: only its checksum is compared, because {why}")
-        return not why
+        return progress is not None and not why and not self._is_ahead(copy, record, progress)
 
     def _is_too_old(self, copy: _Copy, record: CommitRecord, progress: Progress) -> bool:
         """Whether rows of a copy may have been deleted later, and their tombstones removed. The flow does not use such
@@ -185,10 +203,10 @@ class LocalCopies:
         name = "rows of local copies"
         self._report.checked[name] = self._report.checked.get(name, 0) + summed.count
 
-    def _is_ahead(self, copy: _Copy, record: CommitRecord) -> bool:
-        """Whether a copy has more than what is committed now."""
-        newest = last_of(read_history(self._cluster, self._names, self._check), self._names).changelogs
-        ends = (newest.get(name, {}).get(copy.partition, 0) for name in (copy.table, copy.table + INTERNAL_SUFFIX))
+    def _is_ahead(self, copy: _Copy, record: CommitRecord, progress: Progress) -> bool:
+        """Whether a copy has more than what is committed."""
+        names = (copy.table, copy.table + INTERNAL_SUFFIX)
+        ends = (progress.changelogs.get(name, {}).get(copy.partition, 0) for name in names)
         if all(map(int.__le__, (record.table_end, record.internal_end), ends)):
             return False
         self._report.add(LOCAL, f"{copy.name} is ahead of what is committed")
