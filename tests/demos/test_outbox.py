@@ -11,7 +11,8 @@ import pytest
 from onceflow.client.deadline import Deadline
 from onceflow.demos import outbox_data as data
 from onceflow.demos.chain import Audit
-from onceflow.demos.outbox import Outbox, OutboxChoices
+from onceflow.demos.display import Display
+from onceflow.demos.outbox import Outbox, OutboxChoices, OutboxWithoutKeys
 from onceflow.demos.outbox_server import Charge
 
 SEED = 42
@@ -66,3 +67,35 @@ def test_the_auditor_finds_what_is_charged_wrongly(demo: Any) -> None:
         demo.server.charges = wrong
         [problem] = problems(demo)
         assert text in problem
+
+
+def test_the_auditor_finds_what_is_listed_wrongly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    choices = OutboxChoices(records=200, seed=SEED, kills=0)
+    demo = OutboxWithoutKeys(choices, "127.0.0.1:1", tmp_path, Deadline(1.0, "a test"))
+    demo.server._server.server_close()
+    paid, *others = [click for click in demo.clicks if click.is_paid]
+    silent = [click for click in demo.clicks if click.kind == "first" and not click.is_paid]
+    charges = [Charge(click.account, click.amount, f"ch-{number}") for number, click in enumerate([paid, *others])]
+    demo.server.charges = charges
+    results = {
+        click.token: {"status": "paid", "receipt": charge.receipt}
+        for click, charge in zip([paid, *others], charges, strict=True)
+    }
+    listed: dict[str, Any] = {click.token: {"status": "unclear"} for click in silent}
+    topics = {"results": results, "unclear": listed}
+    monkeypatch.setattr(demo, "_read", lambda name: topics[name])
+
+    def found() -> list[str]:
+        audit = Audit()
+        demo.look_further(audit, Display({}))
+        return audit.problems
+
+    assert found() == []
+    listed[paid.token] = {"status": "unclear"}
+    [problem] = found()
+    assert "still listed" in problem
+    listed[paid.token] = None  # deleted from the list
+    assert found() == []
+    del results[paid.token]
+    [problem] = found()
+    assert "no result, and not listed" in problem

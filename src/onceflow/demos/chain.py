@@ -57,6 +57,8 @@ class Link:
         script, arguments: the Python file of its process, and the arguments before the options.
         keeps_state: it gets ``--state-dir``. After some kills, that folder is deleted.
         share: the part of the demo's records that it reads. Kills are planned over its batches.
+        at_most_once: its progress is committed before its calls are made and its outputs are written. It may have read
+            everything and still write, so it is stopped before the flows that read its outputs are judged.
     """
 
     flow: str
@@ -66,6 +68,7 @@ class Link:
     arguments: tuple[str, ...] = ()
     keeps_state: bool = False
     share: float = 1.0
+    at_most_once: bool = False
 
 
 @dataclass
@@ -253,7 +256,7 @@ class Chain(abc.ABC):
             supervisor = stack.enter_context(Supervisor(services))
             looked_at = 0.0
 
-            def done() -> bool:
+            def all_read() -> bool:
                 nonlocal looked_at
                 self._report_deaths(display)
                 if time.monotonic() - looked_at < _LOOK_EVERY_S:
@@ -266,12 +269,20 @@ class Chain(abc.ABC):
                     return False  # never judged by an older look
                 through = {link.done: offset for link, (offset, _) in zip(links, reached, strict=True)}
                 display.count(produced=self._generator.delivered, **through, kills=self.kills)
-                return complete and all(offset == end for offset, end in reached) and self.through(display)
+                return complete and all(offset == end for offset, end in reached)
 
-            supervisor.run(done, self.deadline)
+            def stop(some: Sequence[Service]) -> None:
+                display.say(f"stopping {', '.join(service.flow for service in some)}")
+                supervisor.stop(some)
+
+            # The end of what these write moves until they have stopped, although they have read everything.
+            early = [service for service, link in zip(services, links, strict=True) if link.at_most_once]
+            if early:
+                supervisor.run(all_read, self.deadline)
+                stop(early)
+            supervisor.run(lambda: all_read() and self.through(display), self.deadline)
             display.count(kills=self.kills)
-            display.say(f"stopping {', '.join(service.flow for service in services)}")
-            supervisor.stop()
+            stop([service for service in services if service not in early])
 
     @property
     def kills(self) -> int:

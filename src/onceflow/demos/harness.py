@@ -17,7 +17,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -365,16 +365,20 @@ class Supervisor:
                 )
             time.sleep(_POLL_S)
 
-    def stop(self) -> None:
-        """End all services in order (SIGTERM).
+    def stop(self, some: Iterable[Service] | None = None) -> None:
+        """End services in order (SIGTERM). They are not started again.
+
+        Args:
+            some: which of the services; None: all.
 
         Raises:
             ServiceFailedError: one did not stop in time, or with an error.
         """
-        for service in self.services:
+        ending = list(self.services if some is None else some)
+        for service in ending:
             service.terminate()
         end = time.monotonic() + STOP_S
-        for service in self.services:
+        for service in ending:
             service.wait(end - time.monotonic())
 
     def _destroy(self) -> None:

@@ -153,7 +153,7 @@ class OutboxWithoutKeys(Payments):
     configs: ClassVar[Mapping[str, Mapping[str, str]]] = {"unclear": {"cleanup.policy": "compact"}}
     links: ClassVar[Sequence[Link]] = (
         Link("intend", ("payments",), "intended", SERVICE, ("intend",), keeps_state=True),
-        Link("pay-once", ("intents",), "called", SERVICE, ("pay-once",)),
+        Link("pay-once", ("intents",), "called", SERVICE, ("pay-once",), at_most_once=True),
         Link("watch", ("intents", "results"), "watched", SERVICE, ("watch",), keeps_state=True),
     )
     outputs = ("results",)
@@ -185,7 +185,8 @@ class OutboxWithoutKeys(Payments):
         return [f"{table}{self.suffix}{more}" for table in ("intended", "watched") for more in ("", "-internal")]
 
     def through(self, display: Display) -> bool:
-        """Whether nobody waits for a result any more."""
+        """Whether nobody waits for a result any more. By then ``pay-once`` has stopped, and ``watch`` has read all
+        results. What has no result is listed when its time is over."""
         known = self._read("results").keys() | self._unclear().keys()
         return all(click.token in known for click in self.clicks if click.kind == "first")
 
