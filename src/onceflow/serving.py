@@ -21,7 +21,7 @@ from onceflow.metrics.lineage import Lineage
 from onceflow.metrics.telemetry import Telemetry
 from onceflow.planning.options import AT_MOST_ONCE, BatchSummary
 from onceflow.query import FlowQuery
-from onceflow.spark.logs import mute_accumulators
+from onceflow.spark.logs import mute_connections
 from onceflow.stop_signals import StopSignals, in_main_thread
 
 log = logging.getLogger("onceflow.serve")
@@ -132,7 +132,8 @@ def _stop(running: Sequence[FlowQuery]) -> None:
 def _stop_is_asked(running: Sequence[FlowQuery]) -> None:
     for query in running:
         query.stop_is_asked()
-    mute_accumulators()
+    if not is_interactive():  # a notebook goes on
+        mute_connections()
 
 
 def _run(

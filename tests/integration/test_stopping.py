@@ -108,7 +108,7 @@ def test_sigterm_to_the_process_and_its_group(
         os.kill(copy.process.pid, signal.SIGTERM)
         os.killpg(copy.process.pid, signal.SIGTERM)
         assert copy.process.wait(60) == 0, copy.text()
-    assert "Traceback" not in copy.text()
+    assert "Traceback" not in copy.text(), copy.text()
     if not in_a_batch:  # Spark complains that tasks were cut short
         assert "Error" not in copy.text()
     assert copy.text().count("is being stopped") <= 1

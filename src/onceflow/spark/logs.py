@@ -20,6 +20,9 @@ from onceflow.spark import versions
 
 log = logging.getLogger("onceflow.spark")
 
+# The loggers that py4j uses.
+_LOGGERS = (logging.root, logging.getLogger("py4j.clientserver"), logging.getLogger("py4j.java_gateway"))
+
 _SETTINGS = Path(__file__).with_name("log4j2.properties")
 _PREFIX = "onceflow-spark-pid"
 
@@ -76,10 +79,18 @@ def silence_py4j() -> None:
         logger.addFilter(_NotOfFlows())
 
 
-def mute_accumulators() -> None:
-    """Call this when a stop is asked for: if the signal also ends Spark's JVM while tasks run, PySpark's server of
-    accumulators would print a traceback about its closed connection (PySpark: ``accumulators.UpdateRequestHandler``).
+def _not_by_py4j(record: logging.LogRecord) -> bool:
+    return f"{os.sep}py4j{os.sep}" not in record.pathname
+
+
+def mute_connections() -> None:
+    """Call this when a signal asks the process to end. It may end Spark's JVM, too, and before the process: py4j and
+    PySpark's server of accumulators would print a traceback for each connection that breaks
+    (``accumulators.UpdateRequestHandler``). It is called in a signal handler, so it waits for no lock.
     """
+    for logger in _LOGGERS:
+        if _not_by_py4j not in logger.filters:
+            logger.addFilter(_not_by_py4j)
     server = getattr(SparkContext._active_spark_context, "_accumulatorServer", None)
     if server is not None:
         server.handle_error = lambda *_: log.debug("an accumulator was not updated", exc_info=True)
