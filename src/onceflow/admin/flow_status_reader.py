@@ -33,12 +33,7 @@ from onceflow.client.offsets import EARLIEST, LATEST, fetch_committed, list_offs
 from onceflow.client.producers import open_transactions
 from onceflow.client.transaction_requests import describe_transaction
 from onceflow.driver.progress_log import hint, partition_of
-from onceflow.errors import (
-    DeadlineExceededError,
-    OnceflowError,
-    OptionError,
-    PermissionDeniedError,
-)
+from onceflow.errors import DeadlineExceededError, OnceflowError, OptionError, PermissionDeniedError
 from onceflow.protocol import acls
 from onceflow.protocol import progress as records
 from onceflow.protocol.names import Names
@@ -267,7 +262,8 @@ class StatusReader:
                 f"source topic {topic} was deleted and created anew; the flow's offsets are of the old"
             )
             return SourceStatus(topic, offsets, None)
-        numbers, unseen = self._asked(status, topic, info), self._unseen(info)
+        unseen = self._told_unseen(status, topic, info)
+        numbers = sorted(info.leaders.keys() - unseen.keys())
         ends = permitted(status, f"DESCRIBE on topic {topic}", lambda: self._ends(topic, numbers, deadline))
         if ends is None:
             return SourceStatus(topic, offsets, None)
@@ -284,11 +280,11 @@ class StatusReader:
             status.notes.append(f"no record for {IDLE_S / 3600:g} h: {places(topic, idle)}")
         return SourceStatus(topic, offsets, parts, unseen, held or [])
 
-    def _asked(self, status: FlowStatus, topic: str, info: TopicInfo) -> list[int]:
-        """The partitions of a topic that can be asked. The status names the others."""
+    def _told_unseen(self, status: FlowStatus, topic: str, info: TopicInfo) -> dict[int, str]:
+        """As `_unseen`. The status names these partitions."""
         unseen = self._unseen(info)
         status.unseen += [f"{topic}-{number}: {reason}" for number, reason in unseen.items()]
-        return sorted(info.leaders.keys() - unseen.keys())
+        return unseen
 
     def _ends(self, topic: str, numbers: Sequence[int], deadline: Deadline) -> dict[int, tuple[int, int, int]]:
         """First offset, last stable offset and high watermark."""
@@ -374,8 +370,8 @@ class StatusReader:
         if info is None:
             gone(self._cluster, status, topic, deadline, role="table")
             return TableStatus(topic, offsets, None)
-        asked = self._asked(status, topic, info)
-        numbers = sorted(number for number in offsets if number in asked)
+        unseen = self._told_unseen(status, topic, info)
+        numbers = sorted(number for number in offsets if number in info.leaders and number not in unseen)
         first = permitted(
             status,
             f"DESCRIBE on topic {topic}",
@@ -392,9 +388,10 @@ class StatusReader:
         if info is None:
             gone(self._cluster, status, topic, deadline, role=role)
             return LetterTopic(topic, role)
-        numbers = self._asked(status, topic, info)
+        unseen = self._told_unseen(status, topic, info)
+        numbers = sorted(info.leaders.keys() - unseen.keys())
         ends = permitted(status, f"DESCRIBE on topic {topic}", lambda: self._ends(topic, numbers, deadline))
-        if ends is None or len(numbers) < len(info.leaders):
+        if ends is None or unseen:
             return LetterTopic(topic, role)
         most = sum(stable - first for first, stable, _ in ends.values())
         return LetterTopic(topic, role, {number: stable for number, (_, stable, _) in ends.items()}, most)

@@ -20,17 +20,15 @@ from onceflow.client import interrupts
 class EventLoop(NetworkSelector):  # type: ignore[misc]
     """The event loop of onceflow's connections."""
 
+    _poll_owner: threading.Thread | None  # of kafka-python, which does not declare its type
+
     def _poll_once(self, timeout: float | None = None) -> None:
         with interrupts.not_dropped():
             try:
                 super()._poll_once(timeout)
             except KeyboardInterrupt:
                 # No owner: the owner is set and taken back inside the lock.
-                if self._poll_lock.locked() and self._owner() in (None, threading.current_thread()):
+                if self._poll_lock.locked() and self._poll_owner in (None, threading.current_thread()):
                     self._poll_owner = None
                     self._poll_lock.release()
                 raise
-
-    def _owner(self) -> threading.Thread | None:
-        owner: threading.Thread | None = self._poll_owner
-        return owner
