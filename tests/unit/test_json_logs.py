@@ -25,7 +25,7 @@ from onceflow.calls.concurrently import concurrently
 from onceflow.calls.runner import CallRunner
 from onceflow.calls.target import Call
 from onceflow.driver.batch_sink import BatchSink
-from onceflow.driver.commit import timed
+from onceflow.driver.step_seconds import timed
 from onceflow.errors import FencedError, OptionError
 from onceflow.messages import TaskPlace
 from onceflow.planning.options import SinkOptions

@@ -10,11 +10,10 @@ says which step may follow which.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -30,6 +29,7 @@ from onceflow.driver import batch_errors, handover
 from onceflow.driver.audit import Audit, Part, combined
 from onceflow.driver.batch_errors import in_short
 from onceflow.driver.delivery import Delivery
+from onceflow.driver.fetched_rows import Rows
 from onceflow.driver.joins import Joins
 from onceflow.driver.late_rows import LateRows
 from onceflow.driver.numbering import Numbering
@@ -39,6 +39,7 @@ from onceflow.driver.retries import Attempt
 from onceflow.driver.row_calls import RowCalls
 from onceflow.driver.stage_audit import audit_part
 from onceflow.driver.state_step import StateStep
+from onceflow.driver.step_seconds import timed
 from onceflow.errors import (
     AuthenticationFailedError,
     BrokerUnreachableError,
@@ -141,9 +142,9 @@ class BatchCommit:
         if self._late_rows is not None:
             self._late_rows.warn()
 
-    def ended_batch(self, df: DataFrame) -> None:
+    def ended_batch(self, rows: Rows) -> None:
         """Spark's call of the sink ends, with or without an error."""
-        self._joins.withdraw(df)
+        self._joins.withdraw(rows)
 
     def is_idle(self, source: SourceRange) -> bool:
         """Whether a batch would change nothing: neither outputs nor progress."""
@@ -151,12 +152,12 @@ class BatchCommit:
             return not source.max_rows and not self._state.due(clock_ms())
         return self._numbering is None and not source.max_rows  # Spark's first batch, with nothing to read
 
-    def attempt(self, df: DataFrame, attempt: Attempt) -> bool:
+    def attempt(self, rows: Rows, attempt: Attempt) -> bool:
         """One transaction, from its first epoch to its end. False: there was nothing to commit."""
         flow, batch, source, summary = self._names.flow, attempt.batch, attempt.source, attempt.summary
         attempt.muted = self.progress.handover is not None
         with timed(summary, "begin"):
-            attempt.producer = self._begin(df, attempt)
+            attempt.producer = self._begin(rows, attempt)
         log_context.add(producer_id=attempt.producer.producer_id, producer_epoch=attempt.producer.producer_epoch)
         hooks.at("begin", where="driver", flow=flow, batch=batch, producer=attempt.producer, source=source)
         if self._late_rows is not None:
@@ -164,13 +165,13 @@ class BatchCommit:
         attempt.begun_at = time.monotonic()
         progress: Progress | None = None
         if self._delivery.progress_first:
-            self._joins.prepare(df, self._cores)
+            self._joins.prepare(rows, self._cores)
             progress = self.progress = self._move_progress(attempt, ())
         with timed(summary, "write"):
-            parts = self._write(df, attempt)
+            parts = self._write(rows, attempt)
         hooks.at("write", where="driver", flow=flow, batch=batch)
         with timed(summary, "audit"):
-            checked = self._audit(df, parts, batch)
+            checked = self._audit(rows, parts, batch)
             summary.dropped = 0 if self._late_rows is None else self._late_rows.check(batch)
         is_needed = source.max_rows or checked.partitions or attempt.muted
         if self._state is not None and not (is_needed or self._state.changed()):
@@ -203,18 +204,29 @@ class BatchCommit:
                 hooks.at("plan", where="driver", flow=self._names.flow, batch=self.progress.batch_id)
                 return source, True
             source = self._numbering.bridged(source, self.progress)
+        self._check_range(source, batch)
+        if self._numbering is not None:
+            self._numbering.planned(spark_batch_id, source)
+        self._planned(source, batch)
+        return source, False
+
+    def plan_range(self, source: SourceRange, batch: int) -> None:
+        """As `plan`, for a range that the direct engine has fetched."""
+        self._check_range(source, batch)
+        self._planned(source, batch)
+
+    def _check_range(self, source: SourceRange, batch: int) -> None:
         check_contiguous(
             source.start, _plain(self.progress.offsets), self._sources.starts, flow=self._names.flow, batch=batch
         )
         handover.check_range(self.progress, source, flow=self._names.flow, batch=batch)
-        if self._numbering is not None:
-            self._numbering.planned(spark_batch_id, source)
+
+    def _planned(self, source: SourceRange, batch: int) -> None:
         self._writer.refresh_targets()
         self._joins.pin(self._writer.deadline)
         hooks.at("plan", where="driver", flow=self._names.flow, batch=batch)
         if self._state is not None:
             self._state.planned(source)
-        return source, False
 
     def plan_without_records(self, batch: int) -> None:
         """As `plan`, for a batch that only fires timers: its range is empty."""
@@ -230,32 +242,33 @@ class BatchCommit:
         """
         self._joins.drain(df, self.progress)
 
-    def _begin(self, df: DataFrame, attempt: Attempt) -> ProducerIdAndEpoch:
+    def _begin(self, rows: Rows, attempt: Attempt) -> ProducerIdAndEpoch:
         """Get a new epoch for this attempt (I3), and put it where the tasks of this thread's jobs can read it."""
         producer = self._delivery.begin(self._writer.deadline("beginning the transaction"))
-        described = {
-            "batch": attempt.batch,
-            "producer_id": producer.producer_id,
-            "producer_epoch": producer.producer_epoch,
-        }
-        df.sparkSession.sparkContext.setLocalProperty("onceflow.transaction", json.dumps(described))
+        if isinstance(rows, DataFrame):
+            described = {
+                "batch": attempt.batch,
+                "producer_id": producer.producer_id,
+                "producer_epoch": producer.producer_epoch,
+            }
+            rows.sparkSession.sparkContext.setLocalProperty("onceflow.transaction", json.dumps(described))
         now_ms = clock_ms()
-        self._joins.begin(df, now_ms)
-        self._calls.begin(df, attempt)
+        self._joins.begin(rows, now_ms)
+        self._calls.begin(rows, attempt)
         if self._state is not None:
             owner = self._names.transactional_id, producer
-            self._state.prepare(df, self._settings, owner, again=attempt.summary.attempts > 1)
+            self._state.prepare(rows, self._settings, owner, again=attempt.summary.attempts > 1)
             self._state.begin(attempt.batch, producer, now_ms, self._joins.ends, self.progress)
         return producer
 
-    def _write(self, df: DataFrame, attempt: Attempt) -> list[Part]:
+    def _write(self, rows: Rows, attempt: Attempt) -> list[Part]:
         """Produce every row, and collect what was acknowledged."""
         with self._calls.errors():
-            return self._writer.write(df, attempt)
+            return self._writer.write(rows, attempt)
 
-    def _audit(self, df: DataFrame, parts: list[Part], batch: int) -> Audit:
+    def _audit(self, rows: Rows, parts: list[Part], batch: int) -> Audit:
         """One writer per partition, one attempt of every task and stage, all rows acknowledged (I3, I4)."""
-        checked = [audit_part(df, part, flow=self._names.flow, batch=batch) for part in parts]
+        checked = [audit_part(rows, part, flow=self._names.flow, batch=batch) for part in parts]
         if self._state is not None:
             self._state.audit()
         self._calls.check()
@@ -350,13 +363,13 @@ class BatchCommit:
         restored = self._state is not None and self._state.failed(problem)
         return read or (restored and isinstance(problem, TransactionTimeoutError | DeadlineExceededError))
 
-    def forget_attempt(self, df: DataFrame) -> None:
+    def forget_attempt(self, rows: Rows) -> None:
         """Undo what the attempt did to Spark's own state."""
-        self._joins.forget_attempt(df)
-        if self._numbering is not None:
-            self._numbering.forget_attempt(df)
+        self._joins.forget_attempt(rows)
+        if self._numbering is not None and isinstance(rows, DataFrame):
+            self._numbering.forget_attempt(rows)
 
-    def is_lost(self, df: DataFrame, summary: BatchSummary, problem: BaseException) -> bool:
+    def is_lost(self, rows: Rows, summary: BatchSummary, problem: BaseException) -> bool:
         """With at_most_once: whether progress has moved already. Then rows that were not written are lost."""
         if self.progress.batch_id != summary.batch:
             return False
@@ -370,10 +383,10 @@ class BatchCommit:
             summary.max_rows,
             in_short(problem),
         )
-        if self._numbering is not None:
+        if self._numbering is not None and isinstance(rows, DataFrame):
             # Spark's next batch needs the state of this one, which the failure may have left incomplete.
-            self.forget_attempt(df)
-            self.drain(df)
+            self.forget_attempt(rows)
+            self.drain(rows)
         return True
 
     def _fenced(self, when: str, detail: str = "") -> FencedError:
@@ -384,14 +397,3 @@ class BatchCommit:
 
 def _plain(offsets: Any) -> dict[str, dict[int, int]]:
     return {topic: dict(partitions) for topic, partitions in offsets.items()}
-
-
-@contextlib.contextmanager
-def timed(summary: BatchSummary, step: str) -> Iterator[None]:
-    """Adds the seconds of a step to the summary of its batch, and its name to log lines."""
-    started = time.monotonic()
-    try:
-        with log_context.within(step=step):
-            yield
-    finally:
-        summary.seconds[step] = summary.seconds.get(step, 0.0) + time.monotonic() - started

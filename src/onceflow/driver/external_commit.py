@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+import pyarrow as pa
 from pyspark.sql import DataFrame
 
 from onceflow import hooks
@@ -24,14 +25,15 @@ from onceflow.clock import clock_ms
 from onceflow.driver import batch_errors
 from onceflow.driver.audit import Part
 from onceflow.driver.batch_errors import in_short
-from onceflow.driver.commit import timed
 from onceflow.driver.driver_session import DriverSession
 from onceflow.driver.external_waiting import when_reached
+from onceflow.driver.fetched_rows import Rows
 from onceflow.driver.offset_log import SourceRange, Sources, check_contiguous, read_range
 from onceflow.driver.progress_commit import commit_progress
 from onceflow.driver.refused_rows import LettersToWrite, RefusedRows
 from onceflow.driver.retries import Attempt
 from onceflow.driver.stage_audit import audit_part
+from onceflow.driver.step_seconds import timed
 from onceflow.errors import (
     BatchAbortedError,
     DeadlineExceededError,
@@ -129,7 +131,7 @@ class ExternalCommit:
         """The query is over."""
         self._sink.close()
 
-    def ended_batch(self, df: DataFrame) -> None:
+    def ended_batch(self, rows: Rows) -> None:
         """Spark's call of the sink ends."""
 
     def is_idle(self, source: SourceRange) -> bool:
@@ -158,7 +160,7 @@ class ExternalCommit:
 
     # ---- the steps -----------------------------------------------------------------------------------
 
-    def attempt(self, df: DataFrame, attempt: Attempt) -> bool:
+    def attempt(self, rows: Rows, attempt: Attempt) -> bool:
         """One transaction of the external system, from its begin to its end."""
         batch, summary = attempt.batch, attempt.summary
         at = self._at = BatchAttempt(self.flow, self._generation, batch, summary.attempts)
@@ -168,10 +170,10 @@ class ExternalCommit:
         hooks.at("begin", where="driver", flow=self.flow, batch=batch, source=attempt.source)
         attempt.begun_at = time.monotonic()
         with timed(summary, "write"):
-            part, receipts = self._write(df, at, attempt.source, summary)
+            part, receipts = self._write(rows, at, attempt.source, summary)
         hooks.at("write", where="driver", flow=self.flow, batch=batch)
         with timed(summary, "audit"):
-            checked = audit_part(df, part, flow=self.flow, batch=batch)
+            checked = audit_part(rows, part, flow=self.flow, batch=batch)
         self.machine.on(Event.ROWS_AUDITED)
         hooks.at("audit", where="driver", flow=self.flow, batch=batch)
         progress = replace(
@@ -196,21 +198,26 @@ class ExternalCommit:
         return True
 
     def _write(
-        self, df: DataFrame, at: BatchAttempt, source: SourceRange, summary: BatchSummary
+        self, rows: Rows, at: BatchAttempt, source: SourceRange, summary: BatchSummary
     ) -> tuple[Part, Sequence[bytes]]:
         """Bring all rows to the system. Returns the reports, and the receipts in the order of the tasks."""
         order = ExternalOrder(self._sink, at, hooks.configured())
         small = self._options.small_batch_rows
         limit = _SMALL_BATCH_ROWS if small is None else small
-        if source.max_rows * self._rows_out <= limit and summary.attempts == 1:
-            rows = collect(df, interpreted=self._options.reads_little)
-            found = self._guarded("write", lambda: write_external(order, DRIVER, rows))
+        few = source.max_rows * self._rows_out <= limit and summary.attempts == 1
+        if few or not isinstance(rows, DataFrame):
+            batches: Iterable[pa.RecordBatch]
+            if isinstance(rows, DataFrame):
+                batches = collect(rows, interpreted=self._options.reads_little)
+            else:
+                batches = rows.batches()
+            found = self._guarded("write", lambda: write_external(order, DRIVER, batches))
             summary.path = "driver"
             return Part(found.written, None, False), found.returned
-        tasks = jvm.task_total(df)
-        found = from_rows(df.mapInArrow(ExternalTask(order), REPORT_SPARK_SCHEMA).collect())
+        tasks = jvm.task_total(rows)
+        found = from_rows(rows.mapInArrow(ExternalTask(order), REPORT_SPARK_SCHEMA).collect())
         summary.path = f"{tasks} tasks"
-        return Part(found.written, tasks, jvm.has_shuffle(df)), found.returned
+        return Part(found.written, tasks, jvm.has_shuffle(rows)), found.returned
 
     def _commit(self, at: BatchAttempt, receipts: Sequence[bytes], progress: Progress, records: int) -> None:
         """The transaction of the external system decides the batch."""
@@ -326,8 +333,8 @@ class ExternalCommit:
     def learn(self, problem: BaseException) -> bool:
         return False
 
-    def forget_attempt(self, df: DataFrame) -> None:
+    def forget_attempt(self, rows: Rows) -> None:
         """Spark keeps no state for the query."""
 
-    def is_lost(self, df: DataFrame, summary: BatchSummary, problem: BaseException) -> bool:
+    def is_lost(self, rows: Rows, summary: BatchSummary, problem: BaseException) -> bool:
         return False

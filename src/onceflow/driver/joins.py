@@ -17,6 +17,7 @@ from onceflow.client.cluster import Cluster
 from onceflow.client.deadline import Deadline
 from onceflow.client.offsets import LATEST, list_offsets
 from onceflow.client.settings import ClientSettings
+from onceflow.driver.fetched_rows import Rows
 from onceflow.errors import (
     BadRecordError,
     DeadlineExceededError,
@@ -161,10 +162,11 @@ class Joins:
         self._has_moved = True
         return self._moves <= _MOVES
 
-    def forget_attempt(self, df: DataFrame) -> None:
+    def forget_attempt(self, rows: Rows) -> None:
         """Let Spark compute rows again that an attempt has joined at offsets which do not hold any more."""
         if self._has_moved:
-            drop_shuffles(df)
+            if isinstance(rows, DataFrame):
+                drop_shuffles(rows)
             self._has_moved = False
 
     def _pin(self, deadline: Callable[[str], Deadline]) -> None:
@@ -187,12 +189,12 @@ class Joins:
 
     # ---- a batch -------------------------------------------------------------------------------------
 
-    def begin(self, df: DataFrame, now_ms: int) -> None:
+    def begin(self, rows: Rows, now_ms: int) -> None:
         """An attempt begins: its tasks see the tables at this time."""
         self._now_ms = now_ms
-        self.publish(df, self.ends, now_ms)
+        self.publish(rows, self.ends, now_ms)
 
-    def prepare(self, df: DataFrame, cores: Callable[[], int]) -> None:
+    def prepare(self, rows: Rows, cores: Callable[[], int]) -> None:
         """Bring the copies of all hosts to the offsets of the batch, for a batch that nothing may try again.
 
         Raises:
@@ -201,7 +203,7 @@ class Joins:
         """
         if not self._specs:
             return
-        spark = df.sparkSession
+        spark = rows.sparkSession
         shared = is_local(spark) and all(spec.store.on_disk for spec in self._every)
         # A task for each core: Spark then gives every executor at least one.
         tasks = 1 if shared else max(1, cores())
@@ -211,19 +213,19 @@ class Joins:
             if isinstance(problem, OnceflowError):
                 raise problem
 
-    def publish(self, df: DataFrame, ends: Ends, now_ms: int) -> None:
+    def publish(self, rows: Rows, ends: Ends, now_ms: int) -> None:
         """Put time and offsets where the tasks of this thread's jobs can read them."""
         if self._specs:
             described = json.dumps(
                 {"now_ms": now_ms, "ends": {topic: sorted(by_part.items()) for topic, by_part in ends.items()}}
             )
-            df.sparkSession.sparkContext.setLocalProperty(JOINED_PROPERTY, described)
+            rows.sparkSession.sparkContext.setLocalProperty(JOINED_PROPERTY, described)
 
-    def withdraw(self, df: DataFrame) -> None:
+    def withdraw(self, rows: Rows) -> None:
         """Remove the offsets from where tasks read them, so that no job outside of a batch takes old ones."""
         if self._specs:
             with contextlib.suppress(Exception):  # Spark may have ended; then no task reads them either
-                df.sparkSession.sparkContext.setLocalProperty(JOINED_PROPERTY, None)  # type: ignore[arg-type]
+                rows.sparkSession.sparkContext.setLocalProperty(JOINED_PROPERTY, None)  # type: ignore[arg-type]
 
     def progress(self, progress: Progress) -> Progress:
         """The progress of the batch, completed with the offsets and the time at which it has seen the tables."""

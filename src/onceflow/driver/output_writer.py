@@ -14,6 +14,7 @@ from onceflow.client.deadline import Deadline
 from onceflow.client.settings import ClientSettings
 from onceflow.driver.audit import Audit, Part
 from onceflow.driver.delivery import Delivery
+from onceflow.driver.fetched_rows import FetchedRows, Rows
 from onceflow.driver.numbering import Numbering
 from onceflow.driver.offset_log import SourceRange
 from onceflow.driver.retries import Attempt
@@ -95,8 +96,13 @@ class OutputWriter:
         self._targets = load_targets(self._cluster, self._options.topic, deadline, more=more)
         self._targets_at = time.monotonic()
 
-    def write(self, df: DataFrame, attempt: Attempt) -> list[Part]:
+    def write(self, rows: Rows, attempt: Attempt) -> list[Part]:
         """Produce every row under the producer id and epoch of the attempt, and collect what was acknowledged."""
+        if isinstance(rows, FetchedRows):
+            return self._write_fetched(rows, attempt)
+        return self._write_frame(rows, attempt)
+
+    def _write_frame(self, df: DataFrame, attempt: Attempt) -> list[Part]:
         source, summary = attempt.source, attempt.summary
         expected_rows = self._expected_rows(source)
         expected_bytes = expected_rows * (self._row_bytes or _GUESSED_ROW_BYTES)
@@ -113,6 +119,19 @@ class OutputWriter:
                 return parts
             outgoing = self._state.outgoing(df, place, order)
         return self._write_outgoing(outgoing, attempt, expected_rows, expected_bytes)
+
+    def _write_fetched(self, rows: FetchedRows, attempt: Attempt) -> list[Part]:
+        """Rows of the direct engine: the driver writes them, or runs the process step itself."""
+        attempt.summary.path = "driver"
+        if self._state is not None:
+            return self._state.write_fetched(
+                rows, self._order(attempt, self._options.topic, self._targets), self._cluster
+            )
+        topic = self._options.topic
+        targets = self._targets if topic is not None else self._every_target()
+        hash_key = self._columns.key and self._options.partitioner == "key"
+        order = self._order(attempt, topic, targets, Routing("key", 1, hash_key))
+        return [Part(write_rows(order, DRIVER, rows.batches(), self._cluster).written, None, False)]
 
     def _write_outgoing(
         self, outgoing: Outgoing, attempt: Attempt, expected_rows: float, expected_bytes: float

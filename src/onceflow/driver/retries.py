@@ -12,10 +12,9 @@ from dataclasses import dataclass, field
 from time import monotonic
 from typing import Protocol
 
-from pyspark.sql import DataFrame
-
 from onceflow.driver import batch_errors
 from onceflow.driver.batch_errors import in_short
+from onceflow.driver.fetched_rows import Rows
 from onceflow.driver.offset_log import SourceRange
 from onceflow.errors import (
     BatchAbortedError,
@@ -78,7 +77,7 @@ class Steps(Protocol):
         """The state of the transaction."""
         ...
 
-    def attempt(self, df: DataFrame, attempt: Attempt) -> bool:
+    def attempt(self, rows: Rows, attempt: Attempt) -> bool:
         """One transaction. False: there was nothing to commit."""
         ...
 
@@ -86,7 +85,7 @@ class Steps(Protocol):
         """Nothing of the attempt becomes visible."""
         ...
 
-    def forget_attempt(self, df: DataFrame) -> None:
+    def forget_attempt(self, rows: Rows) -> None:
         """Reset Spark's own state to what it was before the attempt."""
         ...
 
@@ -95,7 +94,7 @@ class Steps(Protocol):
         every host. The copies stay, so the next attempt has less to read."""
         ...
 
-    def is_lost(self, df: DataFrame, summary: BatchSummary, problem: BaseException) -> bool:
+    def is_lost(self, rows: Rows, summary: BatchSummary, problem: BaseException) -> bool:
         """With at_most_once: whether progress has moved already. Then the batch is given up, and this is logged."""
         ...
 
@@ -108,7 +107,7 @@ class Retries:
     """
 
     def __init__(
-        self, steps: Steps, options: SinkOptions, flow: str, *, is_stopped: Callable[[DataFrame, BaseException], bool]
+        self, steps: Steps, options: SinkOptions, flow: str, *, is_stopped: Callable[[Rows, BaseException], bool]
     ) -> None:
         self._steps = steps
         self._machine = steps.machine
@@ -116,7 +115,7 @@ class Retries:
         self._flow = flow
         self._is_stopped = is_stopped
 
-    def run(self, df: DataFrame, batch: int, source: SourceRange, summary: BatchSummary) -> bool:
+    def run(self, rows: Rows, batch: int, source: SourceRange, summary: BatchSummary) -> bool:
         """Attempts, until one is committed. False: there was nothing to commit, or the batch was given up.
 
         Raises:
@@ -129,16 +128,16 @@ class Retries:
             summary.attempts += 1
             attempt = Attempt(batch, source, summary)
             if last is not None:
-                self._forget(df, last)
+                self._forget(rows, last)
             try:
-                committed = self._steps.attempt(df, attempt)
+                committed = self._steps.attempt(rows, attempt)
                 if attempt.muted:  # the earlier version has written these records, and counted them
                     summary.records = summary.dead_letters = summary.late = summary.duplicates = 0
                 return committed
             except _EXPECTED as problem:
-                last = self._aborted(df, attempt, problem, cause)
+                last = self._aborted(rows, attempt, problem, cause)
                 cause = cause if attempt.begun_at is None else last
-                if self._steps.is_lost(df, summary, last):
+                if self._steps.is_lost(rows, summary, last):
                     return False
                 if self._steps.learn(last):
                     self._log_restored(batch, last)
@@ -152,14 +151,14 @@ class Retries:
                 raise
         raise batch_errors.given_up(self._flow, batch, self._options.max_attempts, last)
 
-    def _forget(self, df: DataFrame, last: BaseException) -> None:
+    def _forget(self, rows: Rows, last: BaseException) -> None:
         try:
-            self._steps.forget_attempt(df)
+            self._steps.forget_attempt(rows)
         except BatchAbortedError as problem:  # another attempt would meet it, too
             raise batch_errors.after(problem, last) from last
 
     def _aborted(
-        self, df: DataFrame, attempt: Attempt, problem: BaseException, cause: BaseException | None
+        self, rows: Rows, attempt: Attempt, problem: BaseException, cause: BaseException | None
     ) -> BaseException:
         """Abort a failed attempt. Returns its error when another attempt may follow, and raises it otherwise."""
         unknown = not self._machine.may_abort
@@ -175,7 +174,7 @@ class Retries:
             raise missing from None  # another attempt does not help
         if isinstance(problem, OnceflowError) and not isinstance(problem, _WORTH_A_RERUN):
             raise problem
-        if self._is_stopped(df, problem):
+        if self._is_stopped(rows, problem):
             raise problem
         if isinstance(problem, FencedError):  # tasks found a newer epoch, but no other driver owns the id
             return batch_errors.timed_out(attempt.open_s, self._options.transaction_timeout_s)

@@ -7,9 +7,8 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 
-from pyspark.sql import DataFrame
-
 from onceflow.clock import clock_ms
+from onceflow.driver.fetched_rows import Rows
 from onceflow.driver.retries import Attempt
 from onceflow.errors import (
     DeadlineExceededError,
@@ -54,7 +53,7 @@ class RowCalls:
         self._attempt = ""
         self._muted = False
 
-    def begin(self, df: DataFrame, attempt: Attempt) -> None:
+    def begin(self, rows: Rows, attempt: Attempt) -> None:
         """An attempt begins: tell its tasks."""
         if not self._steps:
             return
@@ -64,7 +63,7 @@ class RowCalls:
         for order, _ in self._steps:
             order.reports.value = {}
         described = {"attempt": self._attempt, "begun_ms": clock_ms(), "limit_s": self._limit_s}
-        df.sparkSession.sparkContext.setLocalProperty(CALLS_PROPERTY, json.dumps(described))
+        rows.sparkSession.sparkContext.setLocalProperty(CALLS_PROPERTY, json.dumps(described))
 
     @contextlib.contextmanager
     def errors(self) -> Iterator[None]:

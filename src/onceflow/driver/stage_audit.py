@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from pyspark.sql import DataFrame
-
 from onceflow.driver.audit import Audit, Part, audit
+from onceflow.driver.fetched_rows import Rows
 from onceflow.errors import BatchAbortedError
 from onceflow.spark import jvm
 
 
-def audit_part(df: DataFrame, part: Part, *, flow: str, batch: int) -> Audit:
+def audit_part(rows: Rows, part: Part, *, flow: str, batch: int) -> Audit:
     """Check the reports of one stage, or of the driver. Errors are those of `audit`."""
     written = part.reports
     stages = {report.stage for report in written}
-    attempts = jvm.stage_attempts(df.sparkSession, stages) if part.shuffled else {}
+    attempts = jvm.stage_attempts(rows.sparkSession, stages) if part.shuffled else {}
     if part.tasks is not None and any(isinstance(report.error, BatchAbortedError) for report in written):
         # A second attempt of a task refused to write. The user has to know why the first one failed.
-        why = jvm.failed_task_message(df.sparkSession, stages)
+        why = jvm.failed_task_message(rows.sparkSession, stages)
         written = tuple(report.explained(why) for report in written)
     return audit(written, tasks=part.tasks, stage_attempts=attempts, flow=flow, batch=batch)

@@ -16,6 +16,7 @@ from onceflow.client.cluster import Cluster
 from onceflow.client.settings import ClientSettings
 from onceflow.driver import handover, step_fused, step_on_driver
 from onceflow.driver.audit import Part
+from onceflow.driver.fetched_rows import FetchedRows, Rows
 from onceflow.driver.offset_log import SourceRange
 from onceflow.driver.preparing import prepare, settle_copies
 from onceflow.driver.step_input import read_partitions
@@ -120,7 +121,7 @@ class StateStep:
             table.planned(news)
 
     def prepare(
-        self, df: DataFrame, settings: ClientSettings, owner: tuple[str, ProducerIdAndEpoch], *, again: bool
+        self, rows: Rows, settings: ClientSettings, owner: tuple[str, ProducerIdAndEpoch], *, again: bool
     ) -> None:
         """Bring large local copies up to date before anything is written, see ``preparing``.
 
@@ -133,7 +134,7 @@ class StateStep:
         for table in self.tables:
             moment = table.moment(-1, Commit(-1, -1, -1), 0)
             prepare(
-                table, PrepareOrder(table.spec, moment, settings, *owner), df.sparkSession.sparkContext, again=again
+                table, PrepareOrder(table.spec, moment, settings, *owner), rows.sparkSession.sparkContext, again=again
             )
 
     def begin(self, batch: int, producer: ProducerIdAndEpoch, now_ms: int, joined: Ends, progress: Progress) -> None:
@@ -190,6 +191,14 @@ class StateStep:
             path = f"{tasks} tasks"
         self._done = {table: done}
         return path, parts
+
+    def write_fetched(self, rows: FetchedRows, order: WriteOrder, cluster: Cluster) -> list[Part]:
+        """Process rows of the direct engine, and write what comes out, by the driver."""
+        (table,) = self._by_name
+        state = self._order(table, Placement("driver", "everything"), order)
+        done, part = step_on_driver.run_rows(rows.batches(), state, cluster)
+        self._done = {table: done}
+        return [part]
 
     def outgoing(self, df: DataFrame, place: Placement, order: WriteOrder) -> Outgoing:
         """The rows that the sink is to write, in two stages."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
+import pyarrow as pa
 from pyspark.sql import DataFrame
 
 from onceflow.client.cluster import Cluster
@@ -28,7 +29,11 @@ def run(
         empty: whether the batch is known to have no rows.
         interpreted: see ``collect``.
     """
-    rows = [] if empty else collect(df, interpreted=interpreted)
+    return run_rows([] if empty else collect(df, interpreted=interpreted), order, cluster)
+
+
+def run_rows(rows: Iterable[pa.RecordBatch], order: StateOrder, cluster: Cluster) -> tuple[TaskReport, Part]:
+    """As `run`, for rows that are here already."""
     report = run_fused(order, DRIVER, rows, cluster)
     return report, Part(report.written, None, False)
 

@@ -1,0 +1,207 @@
+"""Batches of one query, one after the other, and what is known of them: the same for both engines.
+
+Spark calls `BatchSink` (``batch_sink.py``) with its micro-batches. The direct engine calls ``DirectBatches``
+(``direct/batches.py``) with what it has fetched. The steps of a batch are in ``commit.py``, its attempts in
+``retries.py``.
+"""
+
+from __future__ import annotations
+
+import collections
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Protocol
+
+from pyspark.sql import DataFrame
+
+from onceflow import hooks, log_context
+from onceflow.driver import batch_errors, handover
+from onceflow.driver.fetched_rows import FetchedRows, Rows
+from onceflow.driver.offset_log import SourceRange
+from onceflow.driver.pace import Pace
+from onceflow.driver.retries import Retries, Steps
+from onceflow.errors import BatchAbortedError, OnceflowError, located
+from onceflow.planning.options import EXACTLY_ONCE, BatchSummary, SinkOptions
+from onceflow.protocol.progress import Progress
+from onceflow.spark import jvm
+from onceflow.spark.jvm import SPARK_ERRORS
+from onceflow.state.table_facts import TableFacts
+
+log = logging.getLogger("onceflow.sink")
+
+_TURN_S = 0.05  # how often a batch that may not begin yet checks whether the query is being stopped
+
+
+class Commit(Steps, Protocol):
+    """The steps of the batches of one query (``commit.py``, ``external_commit.py``)."""
+
+    flow: str
+    progress: Progress  # what is committed
+
+    def plan_without_records(self, batch: int) -> None:
+        """As the plan of other batches, for a batch that only fires timers."""
+        ...
+
+    def settle(self) -> None:
+        """The last batch is committed, and the engine has noted it."""
+        ...
+
+    def is_idle(self, source: SourceRange) -> bool:
+        """Whether a batch would change nothing."""
+        ...
+
+    def are_timers_left(self) -> bool:
+        """Whether more timers were due than the last batch was allowed to fire."""
+        ...
+
+    def nothing(self) -> SourceRange:
+        """A range without records, where progress is."""
+        ...
+
+    def ended_batch(self, rows: Rows) -> None:
+        """The call of the engine ends."""
+        ...
+
+    def ended(self) -> None:
+        """The query is over."""
+        ...
+
+
+class Batches:
+    """Runs the batches of one query. Called by its engine on one thread.
+
+    Args:
+        commit: the steps of a batch.
+        options: what ``Flow.write`` was given.
+        tables: returns what is known of the flow's tables now. It may be called in any thread.
+
+    Attributes:
+        failure: the error that has ended the query.
+        stopping: whether the query is being stopped.
+        over: whether the engine has ended it.
+        awaited: how many callers wait for the query to end. They get its failure, so it is not logged.
+        turn: a lock, held while a batch runs.
+        held: set while no further batch may begin.
+        history: the last 200 batches. drained: numbers of the batches that were committed before this run and were
+            drained.
+        idle: whether the engine has found nothing to do.
+    """
+
+    def __init__(self, commit: Commit, options: SinkOptions, *, tables: Callable[[], list[TableFacts]] = list) -> None:
+        self._steps = commit
+        self._options = options
+        self.tables = tables
+        self._retries = Retries(commit, options, commit.flow, is_stopped=self._is_stopped)
+        self._pace = Pace(commit.flow, options.trigger_s)
+        self.flow = commit.flow
+        self.guarantee = options.guarantee
+        self.transaction_timeout_s = options.transaction_timeout_s if options.guarantee == EXACTLY_ONCE else None
+        self.failure: BaseException | None = None
+        self.stopping = False
+        self.over = False
+        self.awaited = 0
+        self.turn = threading.Lock()
+        self.held = threading.Event()
+        self.history: collections.deque[BatchSummary] = collections.deque(maxlen=200)
+        self.drained: list[int] = []
+        self.idle = False
+
+    @property
+    def progress(self) -> Progress:
+        """What is committed."""
+        return self._steps.progress
+
+    def ended(self) -> None:
+        """The query is over."""
+        self._steps.ended()
+
+    def _in_turn(self, rows: Rows, batch: int, run: Callable[[], None]) -> None:
+        """Run a batch when it may begin. Its failure is kept, and logged unless somebody waits for it."""
+        while self.held.is_set() or not self.turn.acquire(blocking=False):
+            if self.stopping:
+                raise batch_errors.stopped(self.flow, batch, None, on_purpose=True)
+            time.sleep(_TURN_S)
+        started = time.monotonic()
+        try:
+            run()
+            self._pace.batch(time.monotonic() - started)
+        # Spark parses the traceback with a regular expression, which overflows the stack when it is long (a cause
+        # with a Java stack trace in its text). So causes are logged, not chained.
+        except OnceflowError as error:
+            log.debug("the batch failed here", exc_info=error)
+            problem = error.locate(flow=self.flow, batch=batch).with_traceback(None)
+            if not (self.stopping and isinstance(error, BatchAbortedError)):  # else the query has not failed
+                self._failed(problem, batch)
+            if not self.awaited and not self.stopping:
+                log.error("%s", problem)
+            raise problem from None
+        except SPARK_ERRORS as error:
+            stopped = batch_errors.stopped(self.flow, batch, error, on_purpose=self._is_stopped(rows, error))
+            log.debug("the batch failed here", exc_info=error)
+            if not self.stopping:  # else the query has not failed
+                self._failed(stopped, batch)
+            raise stopped from None
+        except BaseException as error:
+            self._failed(error, batch)
+            raise
+        finally:
+            self._steps.ended_batch(rows)
+            self.turn.release()
+
+    def _failed(self, error: BaseException, batch: int) -> None:
+        self.failure = error
+        hooks.at(hooks.FAILED, where="driver", flow=self.flow, batch=batch, error=error)
+
+    def _fire_left(self, rows: Rows, source: SourceRange) -> None:
+        """Run batches without records, for due timers that exceeded the limit of the last batch.
+
+        Spark itself would begin the next batch up to a second later, when a source has something new.
+        """
+        if not self._steps.are_timers_left():
+            return
+        if source.max_rows:
+            rows = _no_rows(rows)
+        nothing = replace(source, start=source.end)
+        until = time.monotonic() + self._options.timers_s
+        while self._steps.are_timers_left() and not self.stopping and time.monotonic() < until:
+            if not self._run_without_records(rows, nothing):
+                return  # not committed: the timers were only set again, and nothing has changed
+
+    def _catch_up(self, rows: Rows) -> None:
+        """After a promotion, the timers that the earlier version has fired come before the next records."""
+        while handover.owes_timers(self.progress) and not self.stopping:
+            if not self._run_without_records(_no_rows(rows), self._steps.nothing()):
+                return
+
+    def _run_without_records(self, rows: Rows, nothing: SourceRange) -> bool:
+        """A batch that only fires timers. Returns whether it was committed."""
+        batch = self.progress.batch_id + 1
+        self._steps.settle()
+        self._steps.plan_without_records(batch)
+        with located(flow=self.flow, batch=batch), log_context.within(batch=batch):
+            self._run_planned(rows, batch, nothing, BatchSummary(batch, 0))
+        return self.progress.batch_id == batch
+
+    def _run_planned(self, rows: Rows, batch: int, source: SourceRange, summary: BatchSummary) -> None:
+        summary.max_rows, summary.read = source.max_rows, source.by_topic()
+        committed = self._retries.run(rows, batch, source, summary)
+        if committed or summary.lost:
+            self.history.append(summary)
+        if committed:
+            hooks.at("end", where="driver", flow=self.flow, batch=batch, summary=summary)
+        elif summary.lost:
+            hooks.at(hooks.LOST, where="driver", flow=self.flow, batch=batch, summary=summary)
+
+    def _is_stopped(self, rows: Rows, problem: BaseException) -> bool:
+        """Whether the batch has failed because somebody stops the query, its jobs or Spark."""
+        return self.stopping or jvm.was_cancelled(problem) or jvm.is_being_stopped(rows.sparkSession)
+
+
+def _no_rows(rows: Rows) -> Rows:
+    spark = rows.sparkSession
+    if not isinstance(rows, DataFrame):
+        return FetchedRows(spark, ())
+    return spark.createDataFrame(spark.sparkContext.emptyRDD(), rows.schema)
