@@ -15,7 +15,7 @@ from onceflow.errors import OptionError
 from onceflow.flow_end import end_when_complete
 from onceflow.protocol.names import Names
 from onceflow.query import FlowQuery
-from onceflow.spark import query_listener
+from onceflow.spark.streaming_query import SparkQuery
 from onceflow.uncaught import fenced_ends_program
 
 
@@ -103,9 +103,10 @@ class FlowRuns:
 
             try:
                 times = functools.partial(SourceTimes, self._settings)
-                self._running = query = FlowQuery(run.start(), run.sink, ended, run.until, times, run.report)
+                engine = SparkQuery(run.start())
+                self._running = query = FlowQuery(engine, run.sink, ended, run.until, times, run.report)
                 query.log_start()
-                query_listener.started(query)
+                engine.when_ended(query.terminated)
                 if run.until:
                     end_when_complete(query)
                 interactive.started(self._settings.bootstrap_servers, self._names.transactional_id, query)

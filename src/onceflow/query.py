@@ -1,4 +1,4 @@
-"""The running query: a Spark StreamingQuery with the error for which onceflow has stopped it."""
+"""The running query of a flow: PySpark's StreamingQuery, whichever engine runs it, and what onceflow knows of it."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 
-from pyspark.errors import PySparkException, StreamingQueryException
-from pyspark.sql.streaming.query import StreamingQuery
+from pyspark.errors import StreamingQueryException
 
 from onceflow import hooks, log_context
 from onceflow.calls.runner import give_up
@@ -16,26 +15,24 @@ from onceflow.clock import clock_ms
 from onceflow.driver.batch_sink import BatchSink
 from onceflow.driver.source_times import SourceTimes
 from onceflow.driver.start_report import Dataset, StartReport
+from onceflow.engine_query import EngineHandle, EngineQuery, check_timeout
 from onceflow.errors import BrokerUnreachableError, EnvironmentUnusableError, OnceflowError
 from onceflow.planning.options import AT_MOST_ONCE, BatchSummary
 from onceflow.protocol.names import INTERNAL_SUFFIX
 from onceflow.protocol.position import Position
 from onceflow.protocol.progress import Offsets, Progress
+from onceflow.query_stop import QueryStop
 from onceflow.spark import jvm
-from onceflow.spark.streaming_query import SparkQuery, jvm_needed
 from onceflow.state.table_facts import TableFacts
 from onceflow.uncaught import fenced_ends_program
 
 log = logging.getLogger("onceflow")
 
-# The Spark thread of a query normally ends in milliseconds, unless it waits for brokers.
-_STOP_S, _LOOK_S = 10.0, 0.1
-
 #: The conditions of a query, and how it may have ended besides.
 STARTING, RUNNING, STOPPED, FAILED, COMPLETE = "starting", "running", "stopped", "failed", "complete"
 
 
-class FlowQuery(SparkQuery):
+class FlowQuery(EngineHandle):
     """Returned by ``Flow.write(...).start()``.
 
     ``awaitTermination`` raises onceflow's own error (``FencedError``, ``BatchAbortedError``, ...). Spark would wrap the
@@ -43,26 +40,29 @@ class FlowQuery(SparkQuery):
 
     Attributes:
         since_ms: when it was started, epoch milliseconds.
+        engine_reason: why this engine runs it, as a sentence; empty: nothing is known.
     """
 
     def __init__(
         self,
-        query: StreamingQuery,
+        engine: EngineQuery,
         sink: BatchSink,
         on_stop: Callable[[], None],
         until: Offsets | None = None,
         source_times: Callable[[], SourceTimes] | None = None,
         report: StartReport | None = None,
+        engine_reason: str = "",
     ) -> None:
-        super().__init__(query)
+        super().__init__(engine)
+        self.engine_reason = engine_reason
         self._sink = sink
+        self._stop_in_engine = QueryStop(engine, sink)
         self._on_stop = on_stop
         self.since_ms = clock_ms()
         self._source_times = source_times
         self._release_lock = threading.Lock()
         self._awaiting = threading.Lock()
         self._released = False
-        self._left_behind = False
         self._has_begun = False
         self._until = {} if until is None else until
         self._report = report
@@ -105,7 +105,7 @@ class FlowQuery(SparkQuery):
                 self._sink.awaited -= 1
 
     def terminated(self) -> None:
-        """Call this when Spark has ended the query. It logs the reason, unless a caller waits for the query.
+        """Call this when the engine has ended the query. It logs the reason, unless a caller waits for the query.
 
         Failures of onceflow are logged already.
         """
@@ -113,7 +113,7 @@ class FlowQuery(SparkQuery):
         self._announce_end()
         if self._sink.failure is not None or self._sink.stopping or self._sink.awaited:
             return
-        error = self.spark_error()
+        error = self._engine.error()
         if error is not None:
             reason = self._reason(error)
             text = str(reason) if isinstance(reason, OnceflowError) else jvm.first_line(reason)
@@ -137,14 +137,16 @@ class FlowQuery(SparkQuery):
         Raises:
             OnceflowError: the reason why onceflow has stopped it. ``EnvironmentUnusableError``: Spark's JVM has ended.
             StreamingQueryException: the reason why Spark has stopped it.
+            PySparkValueError: ``timeout`` is not a positive number.
         """
+        check_timeout(timeout)
         try:
-            with self.awaited(), jvm_needed():
-                ended = super().awaitTermination(timeout)  # type: ignore[arg-type]
+            with self.awaited():
+                ended = self._engine.awaitTermination(timeout)
             if not self.isActive:
                 self.release()
-            return ended
-        except StreamingQueryException as error:
+            return None if timeout is None else ended
+        except (OnceflowError, StreamingQueryException) as error:
             self.release()
             if self._sink.stopping and self._sink.failure is None:
                 return None if timeout is None else True  # stop() has interrupted the last batch
@@ -158,9 +160,9 @@ class FlowQuery(SparkQuery):
             OnceflowError, StreamingQueryException: as ``awaitTermination`` does.
         """
         try:
-            with self.awaited(), jvm_needed():
-                super().processAllAvailable()
-        except StreamingQueryException as error:
+            with self.awaited():
+                self._engine.processAllAvailable()
+        except (OnceflowError, StreamingQueryException) as error:
             self.release()
             with fenced_ends_program():
                 raise self._reason(error) from None  # Spark's text only adds Java's stack, and repeats the reason
@@ -177,7 +179,7 @@ class FlowQuery(SparkQuery):
         self._sink.stopping = True
         give_up(self.flow)
         try:
-            self._stop_in_spark(idle=ended)
+            self._stop_in_engine(idle=ended)
         finally:
             if ended:
                 self._sink.turn.release()
@@ -198,56 +200,9 @@ class FlowQuery(SparkQuery):
             self._sink.stopping = True
         self.release()
 
-    def _stop_in_spark(self, *, idle: bool) -> None:
-        """Stop Spark's query, and wait for its thread.
-
-        If brokers do not answer, that thread first waits for its Kafka clients, up to ``default.api.timeout.ms``
-        (``KafkaAdminClient.close``). If no batch is running, nothing depends on that, so this call returns earlier.
-
-        Args:
-            idle: whether it is certain that no batch is running, and that none begins.
-        """
-        if self._left_behind:
-            return
-        raised: list[BaseException] = []
-
-        def stop() -> None:
-            try:
-                with contextlib.suppress(EnvironmentUnusableError), jvm_needed():
-                    super(FlowQuery, self).stop()
-            except BaseException as error:  # raised later in the thread of the caller
-                raised.append(error)
-
-        thread = threading.Thread(target=stop, name="onceflow-stop", daemon=True)
-        thread.start()
-        thread.join(_STOP_S)
-        while thread.is_alive():
-            give_up(self.flow)  # the batch may have begun its calls only now
-            # The lock is never released: if Spark still begins a batch, that batch ends at once.
-            if idle or self._sink.turn.acquire(blocking=False):
-                self._left_behind = True
-                with log_context.within(flow=self.flow):
-                    log.warning(
-                        "flow %s: stopped, without waiting for requests of Spark that brokers do not answer", self.flow
-                    )
-                return
-            thread.join(_LOOK_S)
-        # A signal to the group of processes ends Spark at the same time, and its queries with it.
-        if raised and "stopped SparkContext" not in str(raised[0]):
-            raise raised[0]
-
-    @property
-    def isActive(self) -> bool:
-        """Whether the query is running. False if Spark's JVM has ended."""
-        try:
-            with jvm_needed():
-                return bool(super().isActive)
-        except EnvironmentUnusableError:
-            return False
-
     @property
     def is_over(self) -> bool:
-        """Whether the query has ended, has failed or is being stopped. Spark is not asked."""
+        """Whether the query has ended, has failed or is being stopped. The engine is not asked."""
         return self._sink.over or self._sink.stopping or self._sink.failure is not None
 
     @property
@@ -294,13 +249,12 @@ class FlowQuery(SparkQuery):
         if self._sink.stopping:
             return STOPPED
         try:
-            with jvm_needed():
-                if super().isActive:
-                    self._has_begun = self._has_begun or self._is_under_way()
-                    return RUNNING if self._has_begun else STARTING
-                return STOPPED if self.spark_error() is None else FAILED
+            if self.isActive:
+                self._has_begun = self._has_begun or self._is_under_way()
+                return RUNNING if self._has_begun else STARTING
         except EnvironmentUnusableError:
             return FAILED
+        return STOPPED if self._engine.error() is None else FAILED
 
     @property
     def outcome(self) -> str:
@@ -312,11 +266,7 @@ class FlowQuery(SparkQuery):
             return COMPLETE
         if self._sink.stopping:
             return STOPPED
-        try:
-            with jvm_needed():
-                return COMPLETE if self.spark_error() is None else FAILED
-        except EnvironmentUnusableError:
-            return FAILED
+        return COMPLETE if self._engine.error() is None else FAILED
 
     @property
     def kafka(self) -> str:
@@ -329,20 +279,7 @@ class FlowQuery(SparkQuery):
         return ({}, {}) if self._report is None else (self._report.inputs(), self._report.datasets_written())
 
     def _is_under_way(self) -> bool:
-        return bool(self._sink.history or self._sink.drained or self._sink.idle) or self.spark_waits()
-
-    @property
-    def lag(self) -> dict[str, dict[int, int]]:
-        """How many offsets of each source partition were left to read at the last batch, by topic.
-
-        It is what Spark knew when it planned the batch; brokers are not asked. Empty before the first batch, and when
-        Spark's JVM has ended.
-        """
-        try:
-            with jvm_needed():
-                return self.spark_lag()
-        except EnvironmentUnusableError:
-            return {}
+        return bool(self._sink.history or self._sink.drained or self._sink.idle) or self._engine.waits
 
     @property
     def position(self) -> str:
@@ -374,7 +311,9 @@ class FlowQuery(SparkQuery):
         """Numbers of batches that an earlier run had committed, and that this run has drained for Spark's state."""
         return list(self._sink.drained)
 
-    def _reason(self, error: PySparkException) -> BaseException:
+    def _reason(self, error: BaseException) -> BaseException:
+        if isinstance(error, OnceflowError):
+            return error.with_traceback(None)
         failure = self._sink.failure
         if failure is None and (waited := jvm.kafka_timeout(error)):
             failure = self._sink.failure = BrokerUnreachableError(

@@ -15,6 +15,7 @@ from onceflow import BatchAbortedError, EnvironmentUnusableError, OptionError, h
 from onceflow.driver.batch_sink import BatchSink
 from onceflow.planning.options import SinkOptions
 from onceflow.query import FlowQuery
+from onceflow.spark.streaming_query import SparkQuery
 from onceflow.testing.waiting import WaitedInVainError, wait_until
 
 
@@ -43,7 +44,7 @@ def query(request: pytest.FixtureRequest) -> FlowQuery:
     stopped: list[bool] = []
     sink: Any = SimpleNamespace(flow="f", stopping=False, failure=None, history=[], drained=[], awaited=0)
     spark: Any = SimpleNamespace(_jsq=Gone(request.param))
-    query = FlowQuery(spark, sink, lambda: stopped.append(True))
+    query = FlowQuery(SparkQuery(spark), sink, lambda: stopped.append(True))
     query.stopped = stopped  # type: ignore[attr-defined]
     return query
 
@@ -76,7 +77,7 @@ def test_a_batch_under_way_may_end_before_the_query_is_stopped(batch_s: float) -
 
     spark_thread = threading.Thread(target=batches)
     spark: Any = SimpleNamespace(_jsq=SimpleNamespace(stop=lambda: spark_thread.join(30)))
-    query = FlowQuery(spark, sink, lambda: None)
+    query = FlowQuery(SparkQuery(spark), sink, lambda: None)
     spark_thread.start()
     assert begun.wait(30)
     query.stop(batch_s=batch_s)
@@ -94,7 +95,7 @@ def test_a_batch_that_fails_by_the_signal_for_a_stop(guarantee: str, outcome: st
     sink.awaited = 1
     spark: Any = SimpleNamespace(_jsq=Gone(Py4JNetworkError("empty")))
     released: list[bool] = []
-    query = FlowQuery(spark, sink, lambda: released.append(True))
+    query = FlowQuery(SparkQuery(spark), sink, lambda: released.append(True))
 
     def run(*_: Any) -> None:
         raise Py4JNetworkError("empty")
@@ -120,7 +121,7 @@ def test_a_query_that_has_ended_with_spark(failure: Exception | None, outcome: s
     sink: Any = SimpleNamespace(flow="f", stopping=False, failure=failure, progress=SimpleNamespace(offsets={}))
     spark: Any = SimpleNamespace(_jsq=Gone(Py4JNetworkError("empty")))
     released: list[bool] = []
-    query = FlowQuery(spark, sink, lambda: released.append(True))
+    query = FlowQuery(SparkQuery(spark), sink, lambda: released.append(True))
     assert query.outcome == "failed", "Spark cannot say how it has ended"
     query.stopped_with_spark()
     assert query.outcome == query.condition == outcome
@@ -132,12 +133,12 @@ def test_brokers_that_are_away_are_not_waited_for(
     batch_s: float, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Spark's thread waits for them at its end. A batch that is under way is waited for."""
-    monkeypatch.setattr("onceflow.query._STOP_S", 0.05)
+    monkeypatch.setattr("onceflow.query_stop._STOP_S", 0.05)
     released: list[str] = []
     turn, answer = threading.Lock(), threading.Event()
     sink: Any = SimpleNamespace(stopping=False, failure=None, turn=turn, flow="deposits", history=[])
     spark: Any = SimpleNamespace(_jsq=SimpleNamespace(stop=lambda: answer.wait(30)))
-    query = FlowQuery(spark, sink, lambda: released.append("turn" if turn.locked() else "too soon"))
+    query = FlowQuery(SparkQuery(spark), sink, lambda: released.append("turn" if turn.locked() else "too soon"))
     turn.acquire()
     batch = threading.Timer(batch_s, turn.release)
     began = time.monotonic()
@@ -150,7 +151,7 @@ def test_brokers_that_are_away_are_not_waited_for(
         batch.join()
     assert batch_s <= time.monotonic() - began < 20
     assert released == ["turn"]  # nobody else may begin a batch
-    assert "flow deposits: stopped, without waiting for requests of Spark" in caplog.text
+    assert "flow deposits: stopped, without waiting for requests" in caplog.text
 
 
 def test_what_spark_raises_at_a_stop_is_raised() -> None:
@@ -159,7 +160,7 @@ def test_what_spark_raises_at_a_stop_is_raised() -> None:
 
     spark: Any = SimpleNamespace(_jsq=SimpleNamespace(stop=stop))
     with pytest.raises(ValueError, match="no"):
-        FlowQuery(spark, SimpleNamespace(flow="deposits"), lambda: None).stop()  # type: ignore[arg-type]
+        FlowQuery(SparkQuery(spark), SimpleNamespace(flow="deposits"), lambda: None).stop()  # type: ignore[arg-type]
 
 
 def test_it_is_not_active(query: FlowQuery) -> None:
@@ -192,7 +193,7 @@ def test_errors_of_java_are_not_taken_for_it() -> None:
 
     spark: Any = SimpleNamespace(_jsq=Gone(JavaError("an exception")))
     with pytest.raises(JavaError):
-        FlowQuery(spark, SimpleNamespace(failure=None, awaited=0), lambda: None).processAllAvailable()  # type: ignore[arg-type]
+        FlowQuery(SparkQuery(spark), SimpleNamespace(failure=None, awaited=0), lambda: None).processAllAvailable()  # type: ignore[arg-type]
 
 
 class Spark:
@@ -218,7 +219,7 @@ class Spark:
 
 def condition_of(spark: Any, **more: Any) -> str:
     facts = {"stopping": False, "failure": None, "history": [], "drained": [], "idle": False, **more}
-    query: Any = FlowQuery(SimpleNamespace(_jsq=spark), SimpleNamespace(flow="f", **facts), lambda: None)  # type: ignore[arg-type]
+    query: Any = FlowQuery(SparkQuery(SimpleNamespace(_jsq=spark)), SimpleNamespace(flow="f", **facts), lambda: None)  # type: ignore[arg-type]
     return str(query.condition)
 
 
@@ -239,7 +240,7 @@ def test_conditions(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_query_that_runs_is_not_starting_again() -> None:
     spark = Spark(message="Waiting for next trigger")
     sink = SimpleNamespace(flow="f", stopping=False, failure=None, history=[], drained=[], idle=False)
-    query: Any = FlowQuery(SimpleNamespace(_jsq=spark), sink, lambda: None)  # type: ignore[arg-type]
+    query: Any = FlowQuery(SparkQuery(SimpleNamespace(_jsq=spark)), sink, lambda: None)  # type: ignore[arg-type]
     assert query.condition == "running"
     spark.message = "Processing new data"
     assert query.condition == "running"

@@ -18,6 +18,7 @@ from onceflow.driver import pace
 from onceflow.errors import FencedError
 from onceflow.query import FlowQuery
 from onceflow.spark import logs
+from onceflow.spark.streaming_query import SparkQuery
 
 
 class Query:
@@ -123,7 +124,7 @@ def test_why_a_query_ended_is_raised_without_the_stacks_of_spark() -> None:
     except FencedError as raised:
         failure = raised
     sink: Any = SimpleNamespace(flow="f", failure=failure, awaited=0, stopping=False)
-    query = FlowQuery(SimpleNamespace(_jsq=Failed()), sink, lambda: None)  # type: ignore[arg-type]
+    query = FlowQuery(SparkQuery(SimpleNamespace(_jsq=Failed())), sink, lambda: None)  # type: ignore[arg-type]
     with pytest.raises(FencedError) as caught:
         query.awaitTermination()
     assert len("".join(traceback.format_exception(caught.value)).splitlines()) < 12

@@ -165,6 +165,7 @@ from onceflow.flow_runs import FlowRuns
 from onceflow.flow_writer import FlowWriter
 from onceflow.protocol.names import Names
 from onceflow.query import FlowQuery
+from onceflow.spark.streaming_query import SparkQuery
 from test_serving import Query, serve
 
 def Writer(error):
@@ -182,7 +183,7 @@ def await_end(error):
         raise StreamingQueryException("Spark's text")
     sink = types.SimpleNamespace(flow="f", stopping=False, failure=error, awaited=0)
     spark = types.SimpleNamespace(_jsq=types.SimpleNamespace(awaitTermination=ended))
-    FlowQuery(spark, sink, lambda: None).awaitTermination()
+    FlowQuery(SparkQuery(spark), sink, lambda: None).awaitTermination()
 
 class Slow(Query):
     def stop(self, *, batch_s=0.0):

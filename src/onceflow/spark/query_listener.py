@@ -20,7 +20,7 @@ log = logging.getLogger("onceflow")
 
 
 class QueryOfFlow(Protocol):
-    """What is known of a query that ``Flow.write`` has started (`onceflow.query.FlowQuery`)."""
+    """What is known of a query that ``Flow.write`` has started (`onceflow.spark.streaming_query.SparkQuery`)."""
 
     @property
     def runId(self) -> Any:

@@ -1,42 +1,134 @@
-"""A handle of a running streaming query, and a clear error when Spark's JVM has ended."""
+"""A query that Spark runs, and a clear error when Spark's JVM has ended."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from py4j.protocol import Py4JError, Py4JNetworkError
-from pyspark.errors import PySparkException
+from pyspark.errors import StreamingQueryException
 from pyspark.errors.exceptions.captured import convert_exception
 from pyspark.sql.streaming.query import StreamingQuery
 
+from onceflow.engine_query import SPARK
 from onceflow.errors import EnvironmentUnusableError
+from onceflow.spark import query_listener
 
 
 class SparkQuery(StreamingQuery):
-    """A second handle of a running query, to be extended."""
+    """A query that Spark runs (`onceflow.engine_query.EngineQuery`).
+
+    If Spark's JVM has ended, calls raise ``EnvironmentUnusableError``, or return it if they return what has ended the
+    query.
+    """
+
+    engine = SPARK
 
     def __init__(self, query: StreamingQuery) -> None:
         super().__init__(query._jsq)
+        self._call_at_end: Callable[[], None] = lambda: None
 
-    def spark_error(self) -> PySparkException | None:
-        """The error that has ended the query; None if it has not failed."""
-        thrown = self._jsq.exception()
-        return convert_exception(thrown.get()) if thrown.isDefined() else None
+    @property
+    def isActive(self) -> bool:
+        """Whether it runs. False if Spark's JVM has ended."""
+        try:
+            with jvm_needed():
+                return bool(super().isActive)
+        except EnvironmentUnusableError:
+            return False
 
-    def spark_waits(self) -> bool:
+    @property
+    def status(self) -> dict[str, Any]:
+        """What it does now."""
+        with jvm_needed():
+            return super().status
+
+    @property
+    def lastProgress(self) -> Any:
+        """Spark's report of the last batch."""
+        with jvm_needed():
+            return super().lastProgress
+
+    @property
+    def recentProgress(self) -> list[Any]:
+        """Spark's reports of the last batches."""
+        with jvm_needed():
+            return list(super().recentProgress)
+
+    @property
+    def waits(self) -> bool:
         """Whether Spark waits for new data or for the next trigger: there was nothing to read, or it is read."""
-        return str(self._jsq.status().message()).startswith("Waiting for")
+        with jvm_needed():
+            return str(self._jsq.status().message()).startswith("Waiting for")
 
-    def spark_lag(self) -> dict[str, dict[int, int]]:
+    @property
+    def lag(self) -> dict[str, dict[int, int]]:
         """How many offsets of each source partition were left to read when the last batch ended, by topic.
 
-        It is what Spark knew when it planned that batch; brokers are not asked. Empty before the first batch.
+        It is what Spark knew when it planned that batch; brokers are not asked. Empty before the first batch, and when
+        Spark's JVM has ended.
         """
-        progress = self._jsq.lastProgress()
-        return {} if progress is None else _lag_of(json.loads(str(progress.json())))
+        try:
+            with jvm_needed():
+                progress = self._jsq.lastProgress()
+                return {} if progress is None else _lag_of(json.loads(str(progress.json())))
+        except EnvironmentUnusableError:
+            return {}
+
+    def awaitTermination(self, timeout: float | None = None) -> bool:
+        """Wait for its end. ``timeout`` is in seconds; the result says whether it has ended.
+
+        Raises:
+            StreamingQueryException: what has ended it.
+        """
+        with jvm_needed():
+            ended = super().awaitTermination(timeout)  # type: ignore[arg-type]
+        return timeout is None or bool(ended)
+
+    def processAllAvailable(self) -> None:
+        """Wait until everything that is in the sources now has been committed."""
+        with jvm_needed():
+            super().processAllAvailable()
+
+    def stop(self) -> None:
+        """Stop it, and wait for its thread."""
+        try:
+            with contextlib.suppress(EnvironmentUnusableError), jvm_needed():
+                super().stop()
+        except Exception as error:
+            # A signal to the group of processes ends Spark at the same time, and its queries with it.
+            if "stopped SparkContext" not in str(error):
+                raise
+
+    def error(self) -> Exception | None:
+        """The error that has ended it; None if it has not failed."""
+        try:
+            with jvm_needed():
+                thrown = self._jsq.exception()
+                return convert_exception(thrown.get()) if thrown.isDefined() else None
+        except EnvironmentUnusableError as lost:
+            return lost
+
+    def exception(self) -> StreamingQueryException | None:
+        """The error that has ended it, as PySpark returns it."""
+        with jvm_needed():
+            return super().exception()
+
+    def explain(self, extended: bool = False) -> None:
+        """Print the plan of the last batch."""
+        with jvm_needed():
+            super().explain(extended)
+
+    def when_ended(self, call: Callable[[], None]) -> None:
+        """Call this function, on a thread of py4j, when Spark has ended the query."""
+        self._call_at_end = call
+        query_listener.started(self)
+
+    def terminated(self) -> None:
+        """Called by the listener when Spark has ended the query."""
+        self._call_at_end()
 
 
 def _lag_of(progress: dict[str, Any]) -> dict[str, dict[int, int]]:
