@@ -12,7 +12,7 @@ from pyspark.errors import StreamingQueryException
 from onceflow import hooks, log_context
 from onceflow.calls.runner import give_up
 from onceflow.clock import clock_ms
-from onceflow.driver.batch_sink import BatchSink
+from onceflow.driver.batches import Batches
 from onceflow.driver.source_times import SourceTimes
 from onceflow.driver.start_report import Dataset, StartReport
 from onceflow.engine_query import EngineHandle, EngineQuery, check_timeout
@@ -46,7 +46,7 @@ class FlowQuery(EngineHandle):
     def __init__(
         self,
         engine: EngineQuery,
-        sink: BatchSink,
+        sink: Batches,
         on_stop: Callable[[], None],
         until: Offsets | None = None,
         source_times: Callable[[], SourceTimes] | None = None,

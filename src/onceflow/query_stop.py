@@ -7,7 +7,7 @@ import threading
 
 from onceflow import log_context
 from onceflow.calls.runner import give_up
-from onceflow.driver.batch_sink import BatchSink
+from onceflow.driver.batches import Batches
 from onceflow.engine_query import EngineQuery
 
 log = logging.getLogger("onceflow")
@@ -19,7 +19,7 @@ _STOP_S, _LOOK_S = 10.0, 0.1
 class QueryStop:
     """The stop of one query."""
 
-    def __init__(self, engine: EngineQuery, sink: BatchSink) -> None:
+    def __init__(self, engine: EngineQuery, sink: Batches) -> None:
         self._engine = engine
         self._sink = sink
         self._left_behind = False
