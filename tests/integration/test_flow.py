@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import sys
 import threading
 import time
@@ -15,9 +16,11 @@ from pyspark.sql import DataFrame
 import onceflow
 from onceflow import UnknownTopicError, interactive
 from onceflow.driver import output_writer
+from onceflow.driver.offset_log import SourceRange
 from onceflow.protocol import progress as records
 from onceflow.protocol.progress import PROGRESS_TOPIC
 from onceflow.spark import jvm
+from onceflow.spark.query_progress import ProgressReports
 from onceflow.testing import independent
 from onceflow.testing.waiting import WaitedInVainError, wait_until
 
@@ -71,6 +74,35 @@ def test_progress_record_is_the_truth(make_pipe: Any) -> None:
     ends = independent.end_offsets(pipe.bootstrap, pipe.source)
     assert {(pipe.source, p): o for p, o in last.offsets[pipe.source].items()} == ends
     assert last.batch_id == query.batches[-1].batch
+
+
+def test_reports_of_spark_look_like_those_of_other_engines(make_pipe: Any) -> None:
+    pipe = make_pipe()
+    pipe.fill(1200)
+    query = pipe.run()
+    assert query.engine == "spark"
+    spark = query.recentProgress[1]  # the first one has no start
+    start, end, latest = (
+        {topic: {int(p): offset for p, offset in offsets.items()} for topic, offsets in report.items()}
+        for report in (_parsed(spark["sources"][0][name]) for name in ("startOffset", "endOffset", "latestOffset"))
+    )
+    reports = ProgressReports(query.id, query.runId, query.name)
+    rows = {pipe.source: spark["numInputRows"]}
+    reports.committed(query.batches[1], SourceRange(start, end), latest, rows, started_ms=0, duration_s=0.1)
+    assert _shape(reports.last) == _shape(spark)
+    assert reports.last["sources"][0]["endOffset"] == spark["sources"][0]["endOffset"]
+    assert reports.last["sources"][0]["metrics"] == spark["sources"][0]["metrics"]
+
+
+def _parsed(offsets: Any) -> Any:
+    return json.loads(offsets) if isinstance(offsets, str) else offsets  # a text since Spark 4
+
+
+def _shape(report: Any) -> Any:
+    """The names of its fields and the types of their values."""
+    if isinstance(report, dict):
+        return type(report), {name: _shape(value) for name, value in report.items()}
+    return [_shape(value) for value in report] if isinstance(report, list) else type(report)
 
 
 def test_group_offsets_show_zero_lag(make_pipe: Any) -> None:

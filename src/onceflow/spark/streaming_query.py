@@ -15,6 +15,7 @@ from pyspark.sql.streaming.query import StreamingQuery
 from onceflow.engine_query import SPARK
 from onceflow.errors import EnvironmentUnusableError
 from onceflow.spark import query_listener
+from onceflow.spark.query_progress import left
 
 
 class SparkQuery(StreamingQuery):
@@ -138,12 +139,18 @@ def _lag_of(progress: dict[str, Any]) -> dict[str, dict[int, int]]:
         end, latest = source.get("endOffset"), source.get("latestOffset")
         if not isinstance(end, dict) or not isinstance(latest, dict):
             continue  # not a Kafka source, or nothing was asked for
-        for topic, partitions in latest.items():
-            if isinstance(partitions, dict):
-                read = end.get(topic, {})
-                left = {int(number): max(0, last - read.get(number, last)) for number, last in partitions.items()}
-                found.setdefault(topic, {}).update(left)
+        for topic, partitions in left(_by_number(end), _by_number(latest)).items():
+            found.setdefault(topic, {}).update(partitions)
     return found
+
+
+def _by_number(offsets: dict[str, Any]) -> dict[str, dict[int, int]]:
+    """Offsets of a Kafka source; those of another source have other fields."""
+    return {
+        topic: {int(number): offset for number, offset in partitions.items()}
+        for topic, partitions in offsets.items()
+        if isinstance(partitions, dict)
+    }
 
 
 @contextlib.contextmanager
