@@ -5,12 +5,13 @@ from __future__ import annotations
 import gzip
 import os
 import struct
+import sys
 import zlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import google_crc32c
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -20,11 +21,8 @@ from kafka import codec
 from kafka.record.memory_records import MemoryRecords
 
 from onceflow.errors import OptionError, ProtocolError
-from onceflow.protocol import decode, varints
+from onceflow.protocol import decode
 from onceflow.protocol.batches import (
-    EncodedBatch,
-    ProducerIdAndEpoch,
-    encode_batches,
     encode_single,
 )
 from onceflow.protocol.compression import CODES, compress, decompress
@@ -36,47 +34,35 @@ from onceflow.protocol.decode import (
     split_batches,
 )
 
-IDENTITY = ProducerIdAndEpoch(producer_id=12, producer_epoch=3)
-DEFAULT_MS = 1_700_000_000_000
-HEADERS = pa.list_(pa.struct([("key", pa.string()), ("value", pa.binary())]))
+sys.path.insert(0, str(Path(__file__).parent))
+try:
+    from raw_batches import (
+        DEFAULT_MS,
+        IDENTITY,
+        batch_of,
+        encode,
+        header_lists,
+        number,
+        payload,
+        payloads,
+        record,
+        rows,
+        stamps,
+        wire,
+    )
+finally:
+    sys.path.pop(0)
+
 # kafka-python decompresses the others only with packages that are not installed.
 READABLE = ["none", *(name for name in CODES if getattr(codec, f"has_{name}", lambda: False)())]
 BY_LOOP, BY_COLUMN = 10**9, 1  # batches with fewer records than this go through the loop
 
 Row = tuple[int, int, bytes | None, bytes | None, list[tuple[str, bytes | None]]]
 
-payloads = st.one_of(st.none(), st.binary(max_size=12), st.sampled_from([60, 64, 300, 9000]).map(lambda n: b"p" * n))
-header_lists = st.lists(
-    st.tuples(st.text(max_size=4), st.one_of(st.none(), st.binary(max_size=2), st.just(b"h" * 70))), max_size=3
-)
-stamps = st.one_of(st.integers(0, 2**62), st.integers(DEFAULT_MS - 100, DEFAULT_MS + 100))
-rows = st.tuples(payloads, payloads, st.one_of(st.just([]), header_lists), stamps)
-
 
 @pytest.fixture(params=[BY_LOOP, BY_COLUMN], ids=["loop", "columns"])
 def _way(request: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode, "_FEW_RECORDS", request.param)
-
-
-def wire(batches: Any) -> bytes:
-    return b"".join(batch.head + bytes(batch.body) for batch in batches)
-
-
-def encode(given_rows: list[Any], **changed: Any) -> Iterator[EncodedBatch]:
-    keys, values, headers, times = zip(*given_rows, strict=True) if given_rows else ((), (), (), ())
-    arguments: Any = {
-        "identity": IDENTITY,
-        "base_sequence": 0,
-        "max_batch_bytes": 1_000_000,
-        "default_timestamp_ms": DEFAULT_MS,
-    }
-    return encode_batches(
-        pa.array(keys, pa.binary()),
-        pa.array(values, pa.binary()),
-        pa.array([[{"key": k, "value": v} for k, v in listed] for listed in headers], HEADERS),
-        pa.array(times, pa.int64()),
-        **(arguments | changed),
-    )
 
 
 def rows_of(batch: DecodedBatch) -> list[Row]:
@@ -88,35 +74,6 @@ def rows_of(batch: DecodedBatch) -> list[Row]:
             zip(batch.offsets.tolist(), batch.timestamps_ms.tolist(), batch.keys, batch.values, strict=True)
         )
     ]
-
-
-def number(value: int) -> bytes:
-    return varints.encode(value)
-
-
-def payload(content: bytes | None) -> bytes:
-    return number(-1) if content is None else number(len(content)) + content
-
-
-def record(delta: int, key: bytes | None, value: bytes | None, stamp: int = 0, tail: bytes = b"\x00") -> bytes:
-    body = b"\x00" + number(stamp) + number(delta) + payload(key) + payload(value) + tail
-    return number(len(body)) + body
-
-
-def batch_of(
-    records: bytes,
-    count: int,
-    *,
-    base_offset: int = 0,
-    attributes: int = 0,
-    last_delta: int | None = None,
-    max_ms: int = DEFAULT_MS,
-    magic: int = 2,
-) -> bytes:
-    """A batch put together from the format, not by our encoder."""
-    last = count - 1 if last_delta is None else last_delta
-    after = struct.pack(">hiqqqhii", attributes, last, DEFAULT_MS, max_ms, 12, 3, 0, count) + records
-    return struct.pack(">qiibI", base_offset, 9 + len(after), -1, magic, google_crc32c.value(after)) + after
 
 
 def one(data: bytes) -> DecodedBatch:

@@ -23,7 +23,8 @@ from onceflow.client.deadline import Deadline
 from onceflow.client.fetching import FETCH_BYTES, READ_COMMITTED, PartitionFetch
 from onceflow.client.offsets import EARLIEST, LATEST, list_offsets
 from onceflow.errors import DataLossError, DeadlineExceededError, located
-from onceflow.protocol.decode import ABORT, DecodedBatch, HeaderList, Int64s, Payloads, RawBatch
+from onceflow.protocol.decode import ABORT, DecodedBatch, HeaderList, Payloads, RawBatch
+from onceflow.protocol.record_fields import Int64s
 
 _CHUNK_BYTES = 16_000_000  # after decompression; a response with more is returned as several chunks
 

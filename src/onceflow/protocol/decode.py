@@ -1,11 +1,10 @@
 """Decodes record batches (version 2) into keys and values: the reverse of ``batches.py``.
 
-For speed, only one Python loop runs over the records: it follows the lengths, because only they show where the next
-record begins. All other numbers are decoded with numpy, one field of all records at a time, and Arrow copies keys and
-values out of the records section. For batches with few records this would be slower, so these are decoded by a plain
-loop.
+For speed, the fields of all records are read one at a time (``record_fields.py``), and Arrow copies keys and values out
+of the records section. For batches with few records this would be slower, so these are decoded by a plain loop.
 
-Keys and values are copies, so they do not keep the buffer alive that they were read from.
+Keys and values are copies, so they do not keep the buffer alive that they were read from. ``record_columns.py`` decodes
+into Arrow columns instead of lists.
 """
 
 from __future__ import annotations
@@ -13,19 +12,17 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import google_crc32c
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from onceflow.errors import ProtocolError
 from onceflow.protocol.batches import HEADER_BYTES
 from onceflow.protocol.compression import decompress
-from onceflow.protocol.varints import VARLONG_BYTES_MAX
+from onceflow.protocol.record_fields import Int64s, cut, follow, spans, varint, varints
 
-Int64s = npt.NDArray[np.int64]
 Payloads = list[bytes | None]
 HeaderList = list[tuple[str, bytes | None]]
 
@@ -41,7 +38,10 @@ _LENGTH_AT, _LENGTH_FROM, _MAGIC_AT, _COVERED_FROM = 8, 12, 16, 21
 _COMPRESSION, _APPEND_TIME, _TRANSACTIONAL, _CONTROL = 0x07, 0x08, 0x10, 0x20
 _MARKERS = {0: ABORT, 1: COMMIT}
 _RECORD_BYTES_MIN = 7
+_SECTION_BYTES_MAX = 2**31 - 1  # Arrow's offsets are int32
 _FEW_RECORDS = 80  # below this number, the loop is faster than dozens of numpy calls
+DECODING_ERRORS = (IndexError, ValueError, OverflowError, pa.ArrowException)
+"""What the functions raise that decode records, if these do not follow the format."""
 _BROKEN = "a record batch does not follow the format"
 _REPORT = "read the records with another client; if it can, report this to onceflow with the broker's version."
 
@@ -106,25 +106,39 @@ class RawBatch:
         """Whether it is a control batch: a transaction marker or other control record instead of data."""
         return bool(self.attributes & _CONTROL)
 
-    def decode(self) -> DecodedBatch:
-        """Decode the records.
+    @property
+    def append_time(self) -> bool:
+        """Whether the time of all records is `max_timestamp_ms`, when the broker appended them (``LogAppendTime``)."""
+        return bool(self.attributes & _APPEND_TIME)
+
+    def section(self) -> Section:
+        """Decompress the records.
 
         Raises:
-            ProtocolError: they do not follow the format, or cannot be decompressed.
+            ProtocolError: they cannot be decompressed, or are too few bytes for so many records.
         """
         data, start, end = self.data, self.start, self.end
         code = self.attributes & _COMPRESSION
         if code and self.count:
             data = decompress(code, memoryview(data)[start:end])
             start, end = 0, len(data)
-        if not 0 <= self.count <= (end - start) // _RECORD_BYTES_MIN:
-            raise self._broken(f"{self.count} records in {end - start} bytes")
+        if not 0 <= self.count <= (end - start) // _RECORD_BYTES_MIN or end - start > _SECTION_BYTES_MAX:
+            raise self.broken(f"{self.count} records in {end - start} bytes")
+        return Section(self, data, start, end)
+
+    def decode(self) -> DecodedBatch:
+        """Decode the records.
+
+        Raises:
+            ProtocolError: they do not follow the format, or cannot be decompressed.
+        """
+        _, data, start, end = self.section()
         try:
             columns = (_few if self.count < _FEW_RECORDS else _many)(data, start, end, self.count)
-        except (IndexError, ValueError, OverflowError, pa.ArrowException) as error:
-            raise self._broken(str(error)) from error
+        except DECODING_ERRORS as error:
+            raise self.broken(str(error)) from error
         deltas, stamps, keys, values, headers = columns
-        if self.attributes & _APPEND_TIME:
+        if self.append_time:
             stamps = np.full(self.count, self.max_timestamp_ms, dtype=np.int64)
         else:
             stamps += self.base_timestamp_ms
@@ -136,8 +150,18 @@ class RawBatch:
         columns = (deltas, stamps, keys, values, headers)
         return DecodedBatch(self.base_offset, self.last_offset, *who, *columns, nbytes=end - start)
 
-    def _broken(self, detail: str) -> ProtocolError:
+    def broken(self, detail: str) -> ProtocolError:
+        """The error for records that do not follow the format."""
         return ProtocolError(_BROKEN, detail=f"base offset {self.base_offset}: {detail}", next_step=_REPORT)
+
+
+class Section(NamedTuple):
+    """The records of a batch, decompressed but not decoded: ``data[start:end]``."""
+
+    batch: RawBatch
+    data: bytes
+    start: int
+    end: int
 
 
 def decode_batches(buffer: Any) -> Iterator[DecodedBatch]:
@@ -208,100 +232,34 @@ def _many(
     """Offset deltas, timestamp deltas, keys, values and headers of a records section."""
     view = np.frombuffer(data, dtype=np.uint8)
     buffer = pa.py_buffer(data)
-    begins = _follow(data, start, end, count)
-    length, at = _varints(view, begins)
+    positions: list[int] = []
+    follow(data, start, end, count, positions)
+    begins = np.array(positions, dtype=np.int64)
+    length, at = varints(view, begins)
     stops = at + length
     if stops[-1] != end or (stops[:-1] != begins[1:]).any():
         raise ValueError("the lengths of the records do not add up")
-    stamps, at = _varints(view, at + 1)  # skips the attributes, which are not used
-    deltas, at = _varints(view, at)
-    key_start, key_end, no_key = _spans(view, at)
-    value_start, value_end, no_value = _spans(view, key_end)
-    header_count, at = _varints(view, value_end)
+    stamps, at = varints(view, at + 1)  # skips the attributes, which are not used
+    deltas, at = varints(view, at)
+    key_start, key_end, no_key = spans(view, at)
+    value_start, value_end, no_value = spans(view, key_end)
+    header_count, at = varints(view, value_end)
     with_headers = np.flatnonzero(header_count)
     if (at > stops).any() or int(np.count_nonzero(at != stops)) > len(with_headers):
         raise ValueError("a record does not end where its length says")
-    keys = _cut(buffer, key_start, key_end, no_key)
-    values = _cut(buffer, value_start, value_end, no_value)
+    keys = _listed(cut(buffer, key_start, key_end, no_key))
+    values = _listed(cut(buffer, value_start, value_end, no_value))
     headers: dict[int, HeaderList] = {}
     if len(with_headers):
         counts = header_count[with_headers].tolist()
-        raw = _cut(buffer, at[with_headers], stops[with_headers], None)
+        raw = _listed(cut(buffer, at[with_headers], stops[with_headers], None))
         headers = _headers(with_headers.tolist(), counts, raw)
     return deltas, stamps, keys, values, headers
 
 
-def _follow(data: bytes, position: int, end: int, count: int) -> Int64s:
-    """The position of each record, found by the loop over the lengths. Raises if the last record does not end at
-    ``end``."""
-    begins: list[int] = []
-    add = begins.append
-    for _ in range(count):
-        add(position)
-        byte = data[position]
-        if byte < 0x80:
-            position += (byte >> 1) + 1
-            continue
-        second = data[position + 1]
-        if second < 0x80:
-            position += ((byte & 0x7F) >> 1) + (second << 6) + 2
-        else:
-            length, position = _varint(data, position)
-            position += length
-    if position != end:
-        raise ValueError("the lengths of the records do not add up")
-    return np.array(begins, dtype=np.int64)
-
-
-def _varints(view: npt.NDArray[np.uint8], at: Int64s) -> tuple[Int64s, Int64s]:
-    """The signed numbers at these positions, and the positions after them."""
-    byte = view.take(at)
-    code = byte.astype(np.uint64)
-    after = at + 1
-    if byte.max() >= 0x80:
-        code &= np.uint64(0x7F)
-        more = np.flatnonzero(byte >= 0x80)
-        shift = 7
-        while len(more):
-            if shift >= 7 * VARLONG_BYTES_MAX:
-                raise ValueError("a number has too many bytes")
-            # Usually the number has another byte in all records or in none. Then no rows have to be selected.
-            rows: Any = slice(None) if len(more) == len(at) else more
-            byte = view.take(after[rows])
-            code[rows] |= (byte & 0x7F).astype(np.uint64) << np.uint64(shift)
-            after[rows] += 1
-            more = more[byte >= 0x80]
-            shift += 7
-    sign = code & np.uint64(1)
-    code >>= np.uint64(1)
-    value = code.view(np.int64)
-    if sign.any():
-        value ^= -sign.view(np.int64)
-    return value, after
-
-
-def _spans(view: npt.NDArray[np.uint8], at: Int64s) -> tuple[Int64s, Int64s, Any]:
-    """Begin and end of the payloads whose lengths are at these positions, and which of them are null (None: none)."""
-    length, start = _varints(view, at)
-    nulls = None
-    if length.min() < 0:
-        nulls = length == -1
-        length[nulls] = 0
-    if length.min() < 0 or length.max() > len(view):
-        raise ValueError("a payload has an impossible length")
-    return start, start + length, nulls
-
-
-def _cut(buffer: Any, starts: Int64s, ends: Int64s, nulls: Any) -> Payloads:
-    """``buffer[start:end]`` for every row. The buffer becomes a binary column of payload, gap, payload, gap, ..., from
-    which the payloads are taken."""
-    bounds = np.empty(2 * len(starts), dtype=np.int32)
-    bounds[::2] = starts
-    bounds[1::2] = ends
-    column = pa.Array.from_buffers(pa.binary(), len(bounds) - 1, [None, pa.py_buffer(bounds), buffer])
-    rows = np.arange(0, len(bounds), 2)
-    cut: Payloads = column.take(pa.array(rows, mask=nulls)).to_numpy(zero_copy_only=False).tolist()
-    return cut
+def _listed(payloads: pa.BinaryArray) -> Payloads:
+    listed: Payloads = payloads.to_numpy(zero_copy_only=False).tolist()
+    return listed
 
 
 def _headers(rows: list[int], counts: list[int], raw: Payloads) -> dict[int, HeaderList]:
@@ -327,31 +285,47 @@ def _few(
     data: bytes, position: int, end: int, count: int
 ) -> tuple[Int64s, Int64s, Payloads, Payloads, dict[int, HeaderList]]:
     """As `_many`, record by record."""
-    deltas, stamps = [], []
-    keys: Payloads = []
-    values: Payloads = []
-    headers: dict[int, HeaderList] = {}
-    for row in range(count):
-        length, position = _varint(data, position)
-        stop = position + length
-        if length < 0 or stop > end:
+    rows = Rows()
+    rows.add(data, position, end, count)
+    deltas, stamps = np.array(rows.deltas, dtype=np.int64), np.array(rows.stamps, dtype=np.int64)
+    return deltas, stamps, rows.keys, rows.values, rows.headers
+
+
+class Rows:
+    """Records that are decoded one by one: offset deltas, timestamp deltas, keys, values and headers."""
+
+    __slots__ = ("deltas", "headers", "keys", "stamps", "values")
+
+    def __init__(self) -> None:
+        self.deltas: list[int] = []
+        self.stamps: list[int] = []
+        self.keys: Payloads = []
+        self.values: Payloads = []
+        self.headers: dict[int, HeaderList] = {}
+
+    def add(self, data: bytes, position: int, end: int, count: int) -> None:
+        """Append the records of a section."""
+        deltas, stamps, keys, values, headers = self.deltas, self.stamps, self.keys, self.values, self.headers
+        for row in range(len(deltas), len(deltas) + count):
+            length, position = varint(data, position)
+            stop = position + length
+            if length < 0 or stop > end:
+                raise ValueError("the lengths of the records do not add up")
+            stamp, position = varint(data, position + 1)
+            delta, position = varint(data, position)
+            stamps.append(stamp)
+            deltas.append(delta)
+            key, position = _payload(data, position, stop)
+            keys.append(key)
+            value, position = _payload(data, position, stop)
+            values.append(value)
+            header_count, position = varint(data, position)
+            if header_count:
+                headers[row], position = _header_list(data, position, stop, header_count)
+            if position != stop:
+                raise ValueError("a record does not end where its length says")
+        if position != end:
             raise ValueError("the lengths of the records do not add up")
-        stamp, position = _varint(data, position + 1)
-        delta, position = _varint(data, position)
-        stamps.append(stamp)
-        deltas.append(delta)
-        key, position = _payload(data, position, stop)
-        keys.append(key)
-        value, position = _payload(data, position, stop)
-        values.append(value)
-        header_count, position = _varint(data, position)
-        if header_count:
-            headers[row], position = _header_list(data, position, stop, header_count)
-        if position != stop:
-            raise ValueError("a record does not end where its length says")
-    if position != end:
-        raise ValueError("the lengths of the records do not add up")
-    return np.array(deltas, dtype=np.int64), np.array(stamps, dtype=np.int64), keys, values, headers
 
 
 def _header_list(data: bytes, position: int, end: int, count: int) -> tuple[HeaderList, int]:
@@ -368,7 +342,7 @@ def _header_list(data: bytes, position: int, end: int, count: int) -> tuple[Head
 
 
 def _payload(data: bytes, position: int, end: int) -> tuple[bytes | None, int]:
-    length, position = _varint(data, position)
+    length, position = varint(data, position)
     if length < 0:
         if length < -1:
             raise ValueError("a payload has an impossible length")
@@ -377,21 +351,3 @@ def _payload(data: bytes, position: int, end: int) -> tuple[bytes | None, int]:
     if stop > end:
         raise ValueError("a record does not end where its length says")
     return data[position:stop], stop
-
-
-def _varint(data: bytes, position: int) -> tuple[int, int]:
-    """The signed number at this position, and the position after it."""
-    byte = data[position]
-    if byte < 0x80:
-        return (byte >> 1) ^ -(byte & 1), position + 1
-    code = byte & 0x7F
-    shift = 7
-    while True:
-        position += 1
-        byte = data[position]
-        code |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return (code >> 1) ^ -(code & 1), position + 1
-        shift += 7
-        if shift >= 7 * VARLONG_BYTES_MAX:
-            raise ValueError("a number has too many bytes")
