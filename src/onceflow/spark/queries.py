@@ -22,9 +22,9 @@ ADAPTIVE = "spark.sql.adaptive.enabled"
 _starting = threading.Lock()
 _WRITE, _EXTERNAL = "Flow.write", "Flow.write_external"
 
-# Logical operators that keep state between micro-batches when their input is a stream
-# (Spark: UnsupportedOperationChecker, and the stateful operators of IncrementalExecution).
-_STATEFUL = {
+#: Logical operators that keep state between micro-batches when their input is a stream, and what users call them
+#: (Spark: UnsupportedOperationChecker, and the stateful operators of IncrementalExecution).
+STATEFUL = {
     "Aggregate": "an aggregation",
     "Deduplicate": "dropDuplicates",
     "DeduplicateWithinWatermark": "dropDuplicatesWithinWatermark",
@@ -151,6 +151,8 @@ _STEP_NAME = "onceflow_state_"
 _JOIN_NAME = "onceflow_join_"
 # Prefix of all of onceflow's own functions. They are process steps, or make one row from each row.
 _OUR_NAMES = "onceflow_"
+# Prefix of the name of a function of ``Flow.map``.
+_MAP_NAME = "onceflow_map_"
 # They contain functions of the user's, so they are none of onceflow's own.
 _CALLS_NAME, _CALLS_WITH_DEAD_LETTERS = "calls_", "calls_with_dead_letters_"
 # mapInArrow and mapInPandas.
@@ -181,6 +183,30 @@ def calls_name(function: str, *, dead_letters: bool) -> str:
     return (_CALLS_WITH_DEAD_LETTERS if dead_letters else _CALLS_NAME) + function
 
 
+def is_calls(name: str) -> bool:
+    """Whether a function in a plan, by its name, calls another service for each row."""
+    return name.startswith(_CALLS_NAME)
+
+
+def map_name(number: int, function: str) -> str:
+    """The name in a query plan of a function of ``Flow.map``.
+
+    Args:
+        number: of the function in its flow. Two functions may have the same name.
+    """
+    return f"{_MAP_NAME}{number}_{function}"
+
+
+def is_map(name: str) -> bool:
+    """Whether a function in a plan, by its name, is from ``Flow.map``. It contains a function of the user's."""
+    return name.startswith(_MAP_NAME)
+
+
+def function_of_map(name: str) -> str:
+    """The user's function, from the name that `map_name` has made; any other name is returned as it is."""
+    return name.removeprefix(_MAP_NAME).partition("_")[2] if is_map(name) else name
+
+
 def _has_dead_letters(node: Any) -> bool:
     return jvm.kind(node) == "MapInArrow" and str(node.functionExpr().name()).startswith(_CALLS_WITH_DEAD_LETTERS)
 
@@ -190,12 +216,17 @@ def step_table(node: Any) -> str | None:
     if jvm.kind(node) != "MapInArrow":
         return None
     name = str(node.functionExpr().name())
-    return name.removeprefix(_STEP_NAME) if name.startswith(_STEP_NAME) else None
+    return name.removeprefix(_STEP_NAME) if is_step(name) else None
+
+
+def is_step(name: str) -> bool:
+    """Whether a function in a plan, by its name, is a process step."""
+    return name.startswith(_STEP_NAME)
 
 
 def is_ours(name: str) -> bool:
-    """Whether a Python function in a plan, by its name, is onceflow's own."""
-    return name.startswith(_OUR_NAMES)
+    """Whether a Python function in a plan, by its name, is onceflow's own. Those of ``Flow.map`` are the user's."""
+    return name.startswith(_OUR_NAMES) and not is_map(name)
 
 
 def topics_read(plan: Any) -> set[str]:
@@ -268,7 +299,7 @@ def check_plan(df: DataFrame, flow: str, *, checkpoint: bool = False, call: str 
             letters = "written" if _has_dead_letters(plan) and letters == "none" else "processed"
         watermark = watermark or kind == "EventTimeWatermark"
         dealt_out = dealt_out or (kind == "Repartition" and bool(node.shuffle()))
-        what = _STATEFUL.get(kind)
+        what = STATEFUL.get(kind)
         if kind == "Join" and node.left().isStreaming() and node.right().isStreaming():
             what = "a join of two streams"
         stateful = stateful or what is not None
@@ -329,7 +360,7 @@ def reads_little(df: DataFrame) -> bool:
     """Whether few source records mean little work for Spark: the query reads nothing else and keeps no state."""
     for node in jvm.nodes(df._jdf.queryExecution().analyzed()):
         kind = jvm.kind(node)
-        if not node.isStreaming() or kind == "Join" or kind in _STATEFUL:
+        if not node.isStreaming() or kind == "Join" or kind in STATEFUL:
             return False
     return True
 

@@ -1,0 +1,241 @@
+"""What the direct engine does with records: how the rows of each source topic become the rows of a query.
+
+The rows of a source are Arrow batches with the columns of Spark's Kafka source (`SOURCE_TYPES`). A plan selects,
+renames and casts columns, adds constant ones, and calls functions of the flow (``Flow.map``). ``direct_query.py`` reads
+such a plan from Spark's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import pyarrow as pa
+
+from onceflow.planning.ownership import Columns
+from onceflow.state.engine import input_batch
+
+#: The Arrow type of each column of Spark's Kafka source, in its order. Only a read with headers has the last one.
+SOURCE_TYPES: dict[str, pa.DataType] = {
+    "key": pa.binary(),
+    "value": pa.binary(),
+    "topic": pa.string(),
+    "partition": pa.int32(),
+    "offset": pa.int64(),
+    "timestamp": pa.timestamp("us", tz="UTC"),
+    "timestampType": pa.int32(),
+    "headers": pa.list_(pa.struct([("key", pa.string()), ("value", pa.binary())])),
+}
+_HEADERS = "headers"
+
+#: Columns in the order of an operator. None: nothing uses it, so it was not built.
+_Arrays = Sequence[pa.Array | None]
+
+
+@dataclass(frozen=True)
+class Attribute:
+    """A column of the input.
+
+    Args:
+        name: its name after the operator.
+        at: its place in the input.
+        cast: ``string`` or ``binary``: its bytes are taken as that type; None: it keeps its type.
+    """
+
+    name: str
+    at: int
+    cast: str | None = None
+
+    def array(self, columns: _Arrays, rows: int) -> pa.Array | None:
+        column = columns[self.at]
+        return column if column is None or self.cast is None else reinterpreted(column, self.cast)
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A column with the same value in all rows."""
+
+    name: str
+    value: str | bytes | int | None
+    type: pa.DataType
+
+    def array(self, columns: _Arrays, rows: int) -> pa.Array:
+        return pa.nulls(rows, self.type) if self.value is None else pa.repeat(pa.scalar(self.value, self.type), rows)
+
+
+@dataclass(frozen=True)
+class Select:
+    """A projection.
+
+    Args:
+        columns: what comes out, in its order.
+    """
+
+    columns: tuple[Attribute | Constant, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the columns that come out."""
+        return tuple(column.name for column in self.columns)
+
+    def used(self, wanted: frozenset[int]) -> frozenset[int]:
+        """The places of the input columns from which these columns are made."""
+        taken = (self.columns[at] for at in wanted)
+        return frozenset(column.at for column in taken if isinstance(column, Attribute))
+
+    def apply(self, columns: _Arrays, rows: int) -> tuple[_Arrays, int]:
+        return [column.array(columns, rows) for column in self.columns], rows
+
+
+@dataclass(frozen=True)
+class MapRows:
+    """A function of ``Flow.map``.
+
+    Args:
+        input: names of the columns that it takes.
+        names: names of the columns that come out.
+        function: takes and returns a batch with these columns; see ``task/map_rows.py``.
+    """
+
+    input: tuple[str, ...]
+    names: tuple[str, ...]
+    function: Callable[[pa.RecordBatch], pa.RecordBatch]
+
+    def used(self, wanted: frozenset[int]) -> frozenset[int]:
+        """The places of the input columns that it needs: all, whatever is wanted of its result."""
+        return frozenset(range(len(self.input)))
+
+    def apply(self, columns: _Arrays, rows: int) -> tuple[_Arrays, int]:
+        made = self.function(_batch(columns, self.input, rows))
+        return made.columns, made.num_rows
+
+
+@dataclass(frozen=True)
+class DirectSource:
+    """One topic of a plan, and what is done with its rows.
+
+    Args:
+        include_headers, fail_on_data_loss: as given to ``Flow.read``.
+        max_records: most records of the topic in one batch; None: any number.
+        operators: the first one takes the columns of the source.
+    """
+
+    topic: str
+    include_headers: bool
+    fail_on_data_loss: bool
+    max_records: int | None
+    operators: tuple[Select | MapRows, ...] = ()
+
+    @property
+    def source_columns(self) -> tuple[str, ...]:
+        """The columns of the source itself."""
+        return tuple(name for name in SOURCE_TYPES if name != _HEADERS or self.include_headers)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The columns that come out."""
+        return self.operators[-1].names if self.operators else self.source_columns
+
+    @cached_property
+    def needed(self) -> tuple[str, ...]:
+        """The columns of the source that are used. The others need not be built."""
+        wanted = frozenset(range(len(self.columns)))
+        for operator in reversed(self.operators):
+            wanted = operator.used(wanted)
+        return tuple(name for at, name in enumerate(self.source_columns) if at in wanted)
+
+    def then(self, operator: Select | MapRows) -> DirectSource:
+        """The same with one more operator."""
+        return replace(self, operators=(*self.operators, operator))
+
+    def apply(self, rows: pa.RecordBatch) -> pa.RecordBatch:
+        """The rows of the query that these records become.
+
+        Args:
+            rows: records of the topic, with at least the columns of ``needed``, each with its type of `SOURCE_TYPES`.
+
+        Raises:
+            OnceflowError: a function of ``Flow.map`` has failed, or has returned something else than its schema says.
+        """
+        given, wanted = rows.schema.names, set(self.needed)
+        columns: _Arrays = [rows.column(name) if name in wanted else None for name in self.source_columns]
+        assert wanted <= set(given), f"columns {wanted - set(given)} are missing"
+        count = rows.num_rows
+        for operator in self.operators:
+            columns, count = operator.apply(columns, count)
+        return _batch(columns, self.columns, count)
+
+
+@dataclass(frozen=True)
+class DirectPlan:
+    """How the rows of each source topic become the rows of a query.
+
+    Args:
+        sources: with different topics.
+        columns: names of the columns of the query.
+    """
+
+    sources: tuple[DirectSource, ...]
+    columns: tuple[str, ...]
+
+    def source(self, topic: str) -> DirectSource:
+        """The part of the plan for a topic, which it reads."""
+        return next(source for source in self.sources if source.topic == topic)
+
+    def only(self, names: Sequence[str]) -> DirectPlan:
+        """The plan with these columns of it only, in this order: then less is needed of the sources.
+
+        Args:
+            names: of columns whose names are unique.
+        """
+        if tuple(names) == self.columns:
+            return self
+        select = Select(tuple(Attribute(name, self.columns.index(name)) for name in names))
+        return DirectPlan(tuple(source.then(select) for source in self.sources), tuple(names))
+
+
+def sink_rows(rows: pa.RecordBatch, columns: Columns, source_partition: int | None = None) -> pa.RecordBatch:
+    """What the sink takes of the rows of a query: the same as ``ownership.prepare`` selects with Spark.
+
+    Args:
+        rows: what a plan makes.
+        columns: of the query, which have been checked.
+        source_partition: for ``partitioner="source"``, the partition that all these rows were read from; None: another
+            partitioner.
+
+    Returns:
+        The columns of ``columns.taken``: key and value are binary, the timestamp is epoch milliseconds. With a
+        ``source_partition`` the column ``partition`` has its number.
+    """
+    taken: dict[str, Any] = {}
+    for name in columns.taken:
+        column = rows.column(name)
+        if name in columns.cast:
+            column = reinterpreted(column, "binary")
+        elif name == "timestamp":
+            column = input_batch.milliseconds(column)
+        taken[name] = column
+    if source_partition is not None:
+        taken["partition"] = pa.repeat(pa.scalar(source_partition, pa.int32()), rows.num_rows)
+    return pa.RecordBatch.from_arrays(list(taken.values()), names=list(taken))
+
+
+def reinterpreted(column: pa.Array, kind: str) -> pa.Array:
+    """The same bytes as ``string`` or ``binary``, without a copy.
+
+    Like Spark's cast it does not look whether bytes are text, so that what is cast there and back stays the same.
+    """
+    wanted = pa.string() if kind == "string" else pa.binary()
+    if column.type == wanted:
+        return column
+    if column.type not in (pa.string(), pa.binary()):
+        raise TypeError(f"a column of type {column.type} cannot be taken as {kind}")
+    return pa.Array.from_buffers(wanted, len(column), column.buffers(), offset=column.offset)
+
+
+def _batch(columns: _Arrays, names: Sequence[str], rows: int) -> pa.RecordBatch:
+    if not columns:
+        return pa.RecordBatch.from_struct_array(pa.array([{}] * rows, pa.struct([])))
+    return pa.RecordBatch.from_arrays(list(columns), names=list(names))

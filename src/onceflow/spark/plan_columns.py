@@ -1,0 +1,145 @@
+"""Reads from Spark's plans what the columns of a projection are, and how a source topic is read."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from onceflow import user_code
+from onceflow.spark import jvm
+from onceflow.spark.queries import MARK
+
+_MAX_SHOWN = 120
+_TEXTS = ("string", "binary")
+# Spark numbers columns in the texts of some expressions.
+_NUMBER = re.compile(r"#\d+L?")
+
+
+@dataclass(frozen=True)
+class TakenColumn:
+    """A column of the input.
+
+    Args:
+        expression: its id.
+        cast: the type that its bytes are taken as, ``string`` or ``binary``; None: it keeps its type.
+    """
+
+    name: str
+    expression: int
+    cast: str | None
+
+
+@dataclass(frozen=True)
+class ConstantColumn:
+    """A column with the same value in all rows.
+
+    Args:
+        kind: its type, as in SQL.
+    """
+
+    name: str
+    value: str | bytes | int | None
+    kind: str
+
+
+@dataclass(frozen=True)
+class ComputedColumn:
+    """A column that is anything else.
+
+    Args:
+        text: how it is computed.
+    """
+
+    name: str
+    text: str
+
+
+@dataclass(frozen=True)
+class SourceNode:
+    """How a plan reads a topic.
+
+    Args:
+        flow: the flow whose ``Flow.read`` has made the source; None: none has.
+        topic: None: the source is no topic.
+        options: further options of it, by their names in small letters.
+    """
+
+    flow: str | None
+    topic: str | None
+    options: dict[str, str]
+
+
+def output_ids(node: Any) -> list[int]:
+    """The ids of a node's columns."""
+    return [int(attribute.exprId().id()) for attribute in _items(node.output())]
+
+
+def output_names(node: Any) -> tuple[str, ...]:
+    """The names of a node's columns."""
+    return tuple(str(attribute.name()) for attribute in _items(node.output()))
+
+
+def projected(project: Any) -> list[TakenColumn | ConstantColumn | ComputedColumn]:
+    """The columns of a projection."""
+    return [_column(each) for each in _items(project.projectList())]
+
+
+def source_node(relation: Any) -> SourceNode:
+    """How a ``StreamingRelationV2`` reads."""
+    options = relation.extraOptions()
+    given = {str(name).lower(): str(options.get(name)) for name in options.keySet()}
+    return SourceNode(given.get(MARK), given.get("subscribe"), given)
+
+
+def is_end_of_read(node: Any) -> bool:
+    """Whether a filter is that of a read that ends (``until=``), see ``kafka_source.load_source``."""
+    condition = node.condition()
+    return jvm.kind(node.child()) == "StreamingRelationV2" and (
+        re.fullmatch(r"\(`?offset`? < get\(array\([-\dL, ]*\), `?partition`?\)\)", str(condition.sql())) is not None
+    )
+
+
+def _column(named: Any) -> TakenColumn | ConstantColumn | ComputedColumn:
+    name = str(named.name())
+    expression = named.child() if jvm.kind(named) == "Alias" else named
+    inner, cast = expression, None
+    while jvm.kind(inner) == "Cast":
+        kind, before = _kind(inner), _kind(inner.child())
+        if kind != before and jvm.kind(inner.child()) != "Literal":
+            if kind not in _TEXTS or before not in _TEXTS:
+                return ComputedColumn(name, _text(expression))
+            cast = cast or kind  # only the last cast counts, since none changes the bytes
+        inner = inner.child()
+    if jvm.kind(inner) == "AttributeReference":
+        return TakenColumn(name, int(inner.exprId().id()), cast)
+    if jvm.kind(inner) == "Literal":
+        return _constant(name, inner, expression)
+    return ComputedColumn(name, _text(expression))
+
+
+def _constant(name: str, literal: Any, expression: Any) -> ConstantColumn | ComputedColumn:
+    value, kind, own = literal.value(), _kind(expression), _kind(literal)
+    if value is None:
+        return ConstantColumn(name, None, kind)
+    if own == "string":
+        value = bytes(value.getBytes())
+        if kind == "string":
+            value = value.decode()
+    known = isinstance(value, str | bytes | int) and not isinstance(value, bool)
+    if known and (kind == own or (own in _TEXTS and kind == "binary")):
+        return ConstantColumn(name, value, kind)
+    return ComputedColumn(name, _text(expression))
+
+
+def _kind(expression: Any) -> str:
+    return str(expression.dataType().catalogString())
+
+
+def _text(expression: Any) -> str:
+    """How a column is computed, as SQL."""
+    return user_code.cut(_NUMBER.sub("", str(expression.sql())), _MAX_SHOWN)
+
+
+def _items(sequence: Any) -> list[Any]:
+    return [sequence.apply(i) for i in range(sequence.size())]

@@ -1,0 +1,318 @@
+"""Which queries are direct, why others are not, and that Spark makes the same rows as a direct plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import datetime, timezone
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from pyspark.sql import DataFrame
+from pyspark.sql import functions as F
+
+from onceflow.client.settings import ClientSettings
+from onceflow.planning.direct_plan import SOURCE_TYPES, DirectPlan, DirectSource, reinterpreted, sink_rows
+from onceflow.planning.direct_query import direct_plan
+from onceflow.planning.ownership import HEADERS, check_columns, prepare
+from onceflow.planning.read_options import ReadOptions, source_options
+from onceflow.planning.step_frames import state_columns
+from onceflow.protocol.batches import ProducerIdAndEpoch, encode_batches
+from onceflow.spark import plans
+from onceflow.spark.collect import collect
+from onceflow.spark.kafka_source import load_source
+from onceflow.task.state_tasks import engine_rows
+
+pytestmark = [pytest.mark.integration, pytest.mark.short_form]
+
+FLOW = "direct"
+Build = Callable[[DataFrame], DataFrame]
+
+
+def read(
+    spark: Any, topic: str = "a", *, flow: str = FLOW, most: int | None = None, until: Any = None, **given: Any
+) -> DataFrame:
+    """What ``Flow.read`` returns, without a broker."""
+    given = {"fail_on_data_loss": True, "include_headers": True, **given}
+    options = ReadOptions(topic, "earliest", most, **given)
+    settings = ClientSettings("localhost:1", {})
+    return load_source(spark, settings, source_options(options, {0: 0}, flow), until)
+
+
+def planned(df: DataFrame) -> DirectPlan | str:
+    return direct_plan(plans.analyzed(df), flow=FLOW, maps={})
+
+
+def direct(df: DataFrame) -> DirectPlan:
+    found = planned(df)
+    assert isinstance(found, DirectPlan), found
+    return found
+
+
+def test_how_topics_are_read(onceflow_spark: Any) -> None:
+    one = read(onceflow_spark, "a", most=7)
+    other = read(onceflow_spark, "b", fail_on_data_loss=False, include_headers=False, options={"groupIdPrefix": "g"})
+    assert direct(one) == DirectPlan((DirectSource("a", True, True, 7),), tuple(SOURCE_TYPES))
+    both = direct(one.select("value").union(other.select("key")))
+    assert [(each.topic, each.include_headers, each.fail_on_data_loss, each.max_records) for each in both.sources] == [
+        ("a", True, True, 7),
+        ("b", False, False, None),
+    ]
+    assert [each.needed for each in both.sources] == [("value",), ("key",)]
+    assert both.columns == ("value",)
+    assert [each.columns for each in both.sources] == [("value",), ("key",)], "Spark, too, names a union by its first"
+
+
+#: Direct queries of one topic, and the source columns that each needs.
+DIRECT: dict[str, tuple[Build, tuple[str, ...]]] = {
+    "everything": (lambda df: df, tuple(SOURCE_TYPES)),
+    "some columns in another order": (lambda df: df.select("value", "key"), ("key", "value")),
+    "renamed": (lambda df: df.select(F.col("key").alias("value"), F.col("value").alias("key")), ("key", "value")),
+    "renamed twice": (
+        lambda df: df.withColumnRenamed("offset", "x").select("x", "value").toDF("n", "value"),
+        ("value", "offset"),
+    ),
+    "a column twice": (lambda df: df.select("value", F.col("value").alias("copy")), ("value",)),
+    "dropped": (lambda df: df.drop("headers", "timestampType", "offset"), (*tuple(SOURCE_TYPES)[:4], "timestamp")),
+    "as text": (lambda df: df.select(F.col("value").cast("string")), ("value",)),
+    "as text and back": (lambda df: df.selectExpr("cast(cast(value as string) as binary) value"), ("value",)),
+    "text and back in two steps": (
+        lambda df: df.selectExpr("cast(key as string) k", "value").selectExpr("cast(k as binary) key", "value"),
+        ("key", "value"),
+    ),
+    "topic as bytes": (lambda df: df.select(F.col("topic").cast("binary").alias("value")), ("topic",)),
+    "casts that do nothing": (
+        lambda df: df.selectExpr("cast(value as binary) value", "cast(partition as int) partition", "timestamp"),
+        ("value", "partition", "timestamp"),
+    ),
+    "a topic for all": (lambda df: df.select("value", F.lit("out").alias("topic")), ("value",)),
+    "constants": (
+        lambda df: df.select(
+            F.lit(None).alias("nothing"),
+            F.lit(None).cast("string").alias("key"),
+            F.lit("ä").cast("binary").alias("b"),
+            F.lit(b"\xff").alias("value"),
+            F.lit(3).alias("partition"),
+            F.lit(2**40).alias("long"),
+            F.lit(None).cast(HEADERS).alias("headers"),
+            F.lit(None).cast("timestamp").alias("timestamp"),
+        ),
+        (),
+    ),
+    "with constants added": (
+        lambda df: df.withColumns({"topic": F.lit("x"), "key": F.lit(None).cast("binary")}),
+        ("value", *tuple(SOURCE_TYPES)[3:]),
+    ),
+    "an alias": (lambda df: df.alias("d").select("d.value"), ("value",)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DIRECT)
+def test_spark_makes_the_same_rows(onceflow_spark: Any, name: str) -> None:
+    build, needed = DIRECT[name]
+    plan = direct(build(read(onceflow_spark)))
+    (source,) = plan.sources
+    assert source.needed == needed
+    assert_same(plan, build(rows_in_spark(onceflow_spark)))
+
+
+@pytest.mark.parametrize("name", ["everything", "as text", "topic as bytes", "constants", "with constants added"])
+def test_the_sink_gets_the_same_from_both(onceflow_spark: Any, name: str) -> None:
+    build, _ = DIRECT[name]
+    of_spark = build(rows_in_spark(onceflow_spark))
+    for topic in ("out", None) if "topic" in of_spark.columns else ("out",):
+        columns = check_columns(of_spark.schema, topic=topic, flow=FLOW)
+        prepared = prepare(
+            of_spark, columns, partitioner="key", topic=topic, targets={}, source={}, max_tasks=1, on_driver=True
+        )
+        (expected,) = collect(prepared.df, interpreted=False)
+        made = sink_rows(direct(build(read(onceflow_spark))).only(columns.taken).source("a").apply(records()), columns)
+        assert made.schema.names == expected.schema.names
+        for own, theirs in zip(made.columns, expected.columns, strict=True):
+            assert comparable(own) == comparable(theirs)
+        assert encoded(made) == encoded(expected), "byte by byte, also values that are no text"
+
+
+def test_a_process_step_gets_the_same_from_both(onceflow_spark: Any) -> None:
+    def build(df: DataFrame) -> DataFrame:
+        return state_columns(df.withColumn("value", F.col("value").cast("string")), FLOW, one_topic=True)
+
+    plan = direct(build(read(onceflow_spark)))
+    assert plan.columns == ("key", "value", "partition", "offset", "timestamp", "headers")
+    (expected,) = collect(build(rows_in_spark(onceflow_spark)), interpreted=False)
+    assert engine_rows(plan.source("a").apply(records())).equals(engine_rows(expected))
+
+
+def test_unions_are_by_position_or_by_name(onceflow_spark: Any) -> None:
+    spark = onceflow_spark
+
+    def by_name(one: DataFrame, other: DataFrame) -> DataFrame:
+        return one.select("key", "value").unionByName(
+            other.select(F.col("value"), F.col("topic").cast("binary").alias("key"))
+        )
+
+    def three(one: DataFrame, other: DataFrame, third: DataFrame) -> DataFrame:
+        named = by_name(one, other).select(F.col("value").cast("string").alias("text"), "key")
+        return named.union(third.select("topic", "value")).selectExpr("key as value", "text as key")
+
+    def missing(one: DataFrame, other: DataFrame) -> DataFrame:
+        return one.select("key", "value").unionByName(other.select("value"), allowMissingColumns=True)
+
+    for build, topics in ((by_name, "ab"), (three, "abc"), (missing, "ab")):
+        plan = direct(build(*[read(spark, topic) for topic in topics]))
+        assert [source.topic for source in plan.sources] == list(topics)
+        frames = [rows_in_spark(spark) if topic == "a" else none_in_spark(spark) for topic in topics]
+        for topic in topics:  # the rows of each topic alone
+            frames = [rows_in_spark(spark) if each == topic else none_in_spark(spark) for each in topics]
+            assert_same(plan, build(*frames), topic)
+
+
+def test_names_of_views(onceflow_spark: Any) -> None:
+    read(onceflow_spark).createOrReplaceTempView("direct_view")
+    try:
+        plan = direct(onceflow_spark.sql("SELECT v.value AS key, 'x' AS topic, value FROM direct_view v"))
+    finally:
+        onceflow_spark.catalog.dropTempView("direct_view")
+    assert plan.columns == ("key", "topic", "value")
+    assert plan.source("a").needed == ("value",)
+    assert plan.source("a").apply(records()).column("key") == records().column("value")
+
+
+def _batches(batches: Any) -> Any:
+    yield from batches
+
+
+#: Queries that are not direct, and the reason that is given.
+REFUSED: dict[str, Callable[[Any], DataFrame]] = {
+    "the query has a filter (where)": lambda s: read(s).where("key is not null"),
+    "the query has an aggregation": lambda s: read(s).groupBy("key").count(),
+    "the query has dropDuplicates": lambda s: read(s).dropDuplicates(["key"]),
+    "the query has a watermark (withWatermark)": lambda s: read(s).withWatermark("timestamp", "1 minute"),
+    "the query has a join": lambda s: read(s).join(s.range(3), F.col("id") == F.col("partition")),
+    "the query has explode or another function that makes several rows of one": (
+        lambda s: read(s).select(F.explode("headers"))
+    ),
+    "the query has repartition or coalesce": lambda s: read(s).repartition(3),
+    "the query has a repartition by columns": lambda s: read(s).repartition(3, "key"),
+    "the query has mapInPandas": lambda s: read(s).mapInPandas(_batches, "key binary"),
+    "the query has mapInArrow with _batches, which is not from Flow.map": (
+        lambda s: read(s).mapInArrow(_batches, "key binary")
+    ),
+    "the query has rows that are not from a stream": (
+        lambda s: read(s).select("value").union(none_in_spark(s).select("value"))
+    ),
+    "column value is computed: upper(CAST(value AS STRING))": (
+        lambda s: read(s).select(F.upper(F.col("value").cast("string")).alias("value"))
+    ),
+    "column value is computed: <lambda>(value)": lambda s: read(s).select(F.udf(lambda v: v)("value").alias("value")),
+    "column n is computed: CAST(partition AS STRING)": (
+        lambda s: read(s).select(F.col("partition").cast("string").alias("n"))
+    ),
+    "column value is computed: CAST(CAST(offset AS STRING) AS BINARY)": (
+        lambda s: read(s).select(F.col("offset").cast("string").cast("binary").alias("value"))
+    ),
+    "column n is computed: CAST('7' AS INT)": lambda s: read(s).select(F.lit("7").cast("int").alias("n")),
+    "column now is computed: current_timestamp()": lambda s: read(s).select(F.current_timestamp().alias("now")),
+    "column yes is computed: true": lambda s: read(s).select(F.lit(True).alias("yes")),
+    "column day is a constant of type date": lambda s: read(s).select(F.lit(datetime(2026, 1, 1).date()).alias("day")),
+    "column h is computed: headers[0].`value`": lambda s: read(s).select(F.col("headers")[0]["value"].alias("h")),
+    "topic a is read with until=": lambda s: read(s, until={0: 5, 1: 7}),
+    "topic a is read with minPartitions": lambda s: read(s, options={"minpartitions": "9"}),
+    "topic a is read with maxRecordsPerPartition": lambda s: read(s, options={"maxRecordsPerPartition": "9"}),
+    "topic a is read with minOffsetsPerTrigger": lambda s: read(s, options={"minOffsetsPerTrigger": "9"}),
+    "the query reads topic a twice": lambda s: read(s).union(read(s)),
+    "the query reads topic b twice": lambda s: (lambda b: read(s).union(b).union(b.select(*b.columns)))(read(s, "b")),
+    "the query reads a source that is not a topic of this flow": lambda s: read(s, flow="another"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_what_is_not_direct_and_why(onceflow_spark: Any, reason: str) -> None:
+    assert planned(REFUSED[reason](onceflow_spark)) == reason
+
+
+def test_other_sources_and_ctes_are_not_direct(onceflow_spark: Any) -> None:
+    rate = onceflow_spark.readStream.format("rate").load().selectExpr("cast(value as string) value")
+    assert planned(rate) == "the query reads a source that is not a topic of this flow"
+    read(onceflow_spark).createOrReplaceTempView("direct_cte")
+    try:
+        assert planned(onceflow_spark.sql("WITH w AS (SELECT * FROM direct_cte) SELECT * FROM w")) == (
+            "the query has a WITH clause"
+        )
+    finally:
+        onceflow_spark.catalog.dropTempView("direct_cte")
+
+
+# ---- the same rows, in both ways ---------------------------------------------------------------------
+
+TEXTS = (b"text", "ä€".encode(), b"", b"\xff\xc3\x28 no text", None)
+
+
+SCHEMA = (
+    "key binary, value binary, topic string, partition int, offset bigint, timestamp timestamp, timestampType int, "
+    f"headers {HEADERS}"
+)
+
+
+def records() -> pa.RecordBatch:
+    """Records of a topic, as Arrow; among them nulls and values that are no text."""
+    count = len(TEXTS)
+    columns: dict[str, list[Any]] = {
+        "key": [None, *TEXTS[:-1]],
+        "value": list(TEXTS),
+        "topic": ["in"] * count,
+        "partition": list(range(count)),
+        "offset": [2**40 + n for n in range(count)],
+        "timestamp": [datetime(2026, 1, 1 + n, 12, 0, 0, 345_000, tzinfo=timezone.utc) for n in range(count)],
+        "timestampType": [0] * count,
+        "headers": [None, [], [{"key": "h", "value": None}], [{"key": "h", "value": b"\xff"}] * 2, None],
+    }
+    return pa.RecordBatch.from_arrays([pa.array(columns[n], k) for n, k in SOURCE_TYPES.items()], names=list(columns))
+
+
+def rows_in_spark(spark: Any) -> DataFrame:
+    """The same records, as a batch DataFrame of one task."""
+    given = [tuple(row.values()) for row in records().to_pylist()]
+    rows = [
+        (*row[:-1], None if row[-1] is None else [(header["key"], header["value"]) for header in row[-1]])
+        for row in given
+    ]
+    found: DataFrame = spark.createDataFrame(rows, SCHEMA).coalesce(1)
+    return found
+
+
+def none_in_spark(spark: Any) -> DataFrame:
+    found: DataFrame = spark.createDataFrame([], SCHEMA)
+    return found
+
+
+def assert_same(plan: DirectPlan, of_spark: DataFrame, topic: str = "a") -> None:
+    made = plan.source(topic).apply(records())
+    expected = pa.Table.from_batches(collect(of_spark, interpreted=False)).combine_chunks()
+    assert list(plan.columns) == expected.schema.names
+    for own, theirs in zip(made.columns, expected.columns, strict=True):
+        assert comparable(own) == comparable(theirs.chunk(0))
+
+
+def comparable(column: pa.Array) -> list[Any]:
+    """Values and type of a column. Texts are compared as bytes, because some are no text."""
+    if pa.types.is_timestamp(column.type):
+        column = column.cast(pa.timestamp("us", "UTC"))
+    kind = str(column.type).replace(" not null", "").replace("element", "item")
+    column = reinterpreted(column, "binary") if pa.types.is_string(column.type) else column
+    return [kind, *column.to_pylist()]
+
+
+def encoded(rows: pa.RecordBatch) -> bytes:
+    """The record batch that is sent to Kafka."""
+    names = rows.schema.names
+    columns = [rows.column(name) if name in names else None for name in ("key", "value", "headers", "timestamp")]
+    (batch,) = encode_batches(
+        *columns,
+        identity=ProducerIdAndEpoch(1, 0),
+        base_sequence=0,
+        compression="none",
+        max_batch_bytes=1_000_000,
+        default_timestamp_ms=0,
+    )
+    return batch.head + bytes(batch.body)
