@@ -17,9 +17,11 @@ from onceflow import DataLossError, DeadlineExceededError, PermissionDeniedError
 from onceflow.broker.local import LocalBroker
 from onceflow.client import committed
 from onceflow.client.cluster import Cluster, ConnectionFailedError
-from onceflow.client.committed import Aborted, Chunk, CommittedReader
+from onceflow.client.column_chunks import ColumnChunk, ColumnForm
+from onceflow.client.committed import LISTS, Aborted, Chunk, CommittedReader
 from onceflow.client.deadline import Deadline
 from onceflow.client.first_record import first_timestamp
+from onceflow.client.long_poll import LongPoll
 from onceflow.client.settings import ClientSettings
 from onceflow.protocol.batches import ProducerIdAndEpoch, encode_batches, encode_single
 from onceflow.testing import independent
@@ -87,6 +89,10 @@ def ends_of(bootstrap: str, topic: str) -> int:
 
 def records_of(chunks: list[Chunk]) -> Pairs:
     return [pair for chunk in chunks for pair in zip(chunk.keys, chunk.values, strict=True)]
+
+
+def column_pairs(chunk: ColumnChunk) -> Pairs:
+    return list(zip(chunk.records.keys.to_pylist(), chunk.records.values.to_pylist(), strict=True))
 
 
 def read(cluster: Any, topic: str, start: int, end: int, *, seconds: float = 30.0, **options: Any) -> list[Chunk]:
@@ -316,9 +322,25 @@ def test_a_compacted_topic(own_broker: LocalBroker) -> None:
         for options in ({}, {"fetch_bytes": 1}):
             records = records_of(read(cluster, topic, 0, end, **options))
             assert dict(records) == last
+            columns = list(CommittedReader(cluster, 30, **options).read_columns(topic, 0, 0, end))
+            # The cleaner may have removed more records meanwhile, but never the last one of a key.
+            pairs_left = [pair for chunk in columns for pair in column_pairs(chunk)]
+            assert set(pairs_left) <= set(records)
+            assert dict(pairs_left) == last
         if rounds > 5 and len(records) < written / 2:
             break
         deadline.pause(4, f"{len(records)} of {written} records are left after {rounds} rounds")
+    assert not all(chunk.whole for chunk in columns)
+    forms: list[Any] = [LISTS, ColumnForm(headers=False)]
+    followed = []
+    for form, pairs_in in zip(forms, (lambda chunk: records_of([chunk]), column_pairs), strict=True):
+        poll = LongPoll(cluster, [cluster.topic(topic, deadline)], {(topic, 0): 0}, form, fetch_bytes=1000)
+        chunks = []
+        while poll.followed[topic, 0].position < end:
+            chunks += [chunk for _, chunk in poll.poll(deadline.capped(1))]
+        assert [pair for chunk in chunks for pair in pairs_in(chunk)] == records
+        followed.append([(chunk.next_offset, chunk.whole) for chunk in chunks])
+    assert followed[0] == followed[1]
     cluster.close()
 
 

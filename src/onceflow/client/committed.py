@@ -18,7 +18,9 @@ from typing import Any
 
 import numpy as np
 
+from onceflow.client.chunk_form import C, ChunkForm, G
 from onceflow.client.cluster import Cluster
+from onceflow.client.column_chunks import ColumnChunk, ColumnForm
 from onceflow.client.deadline import Deadline
 from onceflow.client.fetching import FETCH_BYTES, READ_COMMITTED, PartitionFetch
 from onceflow.client.offsets import EARLIEST, LATEST, list_offsets
@@ -40,7 +42,10 @@ class Chunk:
         stamps, places: `timestamps_ms` and `offsets`, in one array for each record batch.
         plain: first row, and the row behind the last one, of records that are in no transaction.
         whole: whether the log still has every batch and record from the end of the last chunk to ``next_offset``, with
-            those of aborted transactions. False: compaction has removed some.
+            those of aborted transactions. False: compaction or retention has removed some.
+        expired_from: None, or: the records from this offset to ``next_offset`` were removed before they were read,
+            because the log begins later. Such a chunk has no records.
+        nbytes: size of the record batches after decompression.
     """
 
     keys: Payloads = field(default_factory=list)
@@ -51,6 +56,8 @@ class Chunk:
     places: list[Int64s] = field(default_factory=list, repr=False)
     plain: list[tuple[int, int]] = field(default_factory=list, repr=False)
     whole: bool = True
+    expired_from: int | None = None
+    nbytes: int = 0
 
     @property
     def timestamps_ms(self) -> Int64s:
@@ -61,6 +68,14 @@ class Chunk:
     def offsets(self) -> Int64s:
         """Offsets, by row. Also joined only on access."""
         return _joined(self.places)
+
+    def take(self, raw: RawBatch, start: int, end: int) -> None:
+        """See `onceflow.client.chunk_form.Gathered`."""
+        batch, before = raw.decode(), len(self.keys)
+        self.add(batch, start, end)
+        if not raw.transactional:
+            self.plain.append((before, len(self.keys)))
+        self.nbytes += batch.nbytes
 
     def add(self, batch: DecodedBatch, start: int, end: int) -> None:
         """Append the records of a batch whose offsets are in ``[start, end)``."""
@@ -74,6 +89,21 @@ class Chunk:
         for row, listed in batch.headers.items():
             if low <= row < high:
                 self.headers[row + shift] = listed
+
+
+class ListForm(ChunkForm[Chunk, Chunk]):
+    """Makes `Chunk`."""
+
+    together_bytes = 0
+
+    def begin(self, next_offset: int) -> Chunk:
+        return Chunk(next_offset=next_offset)
+
+    def finish(self, gathered: Sequence[Chunk]) -> list[Chunk]:
+        return list(gathered)
+
+
+LISTS = ListForm()
 
 
 def _joined(pieces: Sequence[Int64s]) -> Int64s:
@@ -109,7 +139,7 @@ class CommittedReader:
     def read(self, topic: str, partition: int, start: int, end: int) -> Iterator[Chunk]:
         """Committed records with offsets in ``[start, end)``, in order. Begins at the log's start if that is later.
 
-        A chunk may have no records: all were aborted, or compaction has removed them. The last chunk has
+        A chunk may have no records: all were aborted, or they have been removed. The last chunk has
         ``next_offset == end``. If ``start >= end`` there is no chunk.
 
         Raises:
@@ -119,7 +149,20 @@ class CommittedReader:
             ProtocolError: a batch is damaged or has an old format.
             OnceflowError: the broker refuses the request for another reason.
         """
-        read = _CommittedRead(self._cluster, topic, partition, start, end, self._seconds, self._fetch_bytes)
+        return self._read(LISTS, topic, partition, start, end)
+
+    def read_columns(
+        self, topic: str, partition: int, start: int, end: int, *, headers: bool = False
+    ) -> Iterator[ColumnChunk]:
+        """As `read`, in Arrow columns.
+
+        Args:
+            headers: whether the headers are wanted.
+        """
+        return self._read(ColumnForm(headers=headers), topic, partition, start, end)
+
+    def _read(self, form: ChunkForm[Any, C], topic: str, partition: int, start: int, end: int) -> Iterator[C]:
+        read = _CommittedRead(form, self._cluster, topic, partition, start, end, self._seconds, self._fetch_bytes)
         return read.chunks(self._check)
 
     def end(self, topic: str, partition: int) -> int:
@@ -128,37 +171,51 @@ class CommittedReader:
         return list_offsets(self._cluster, {topic: [partition]}, LATEST, deadline)[topic][partition]
 
 
-class _CommittedRead(PartitionFetch[Chunk]):
+class _CommittedRead(PartitionFetch[C]):
     """One call of ``read``."""
 
     isolation_level = READ_COMMITTED
     repeats_unknown_errors = True
 
     def __init__(
-        self, cluster: Cluster, topic: str, partition: int, start: int, end: int, seconds: float, fetch_bytes: int
+        self,
+        form: ChunkForm[Any, C],
+        cluster: Cluster,
+        topic: str,
+        partition: int,
+        start: int,
+        end: int,
+        seconds: float,
+        fetch_bytes: int,
     ) -> None:
+        self._form = form
         self._seconds = seconds
+        self._expired_from: int | None = None
         deadline = _deadline(seconds, f"{topic}-{partition}", start)
         super().__init__(cluster, topic, partition, start, end, deadline, max_fetch_bytes=fetch_bytes)
 
-    def chunks(self, check: Callable[[], None]) -> Iterator[Chunk]:
+    def chunks(self, check: Callable[[], None]) -> Iterator[C]:
         handed_out = self.end if self.position >= self.end else -1  # the caller has all records below it
         self._progressed()  # the caller may ask for the first chunk a long time after the call
         with located(topic=self.name):
             while self.position < self.end:
                 check()
                 for chunk in self.step():
-                    handed_out = chunk.next_offset
+                    handed_out = self.position
                     yield chunk
+                if self._expired_from is not None:
+                    expired, self._expired_from, handed_out = self._expired_from, None, self.position
+                    yield self._form.without_records(self.position, whole=False, expired_from=expired)
         if handed_out < self.end:
-            yield Chunk(next_offset=self.end, whole=False)
+            yield self._form.without_records(self.end, whole=False)
 
     def _progressed(self) -> None:
         self.deadline = _deadline(self._seconds, self.name, self.position)
 
-    def _items(self, batches: Iterator[RawBatch], answer: Any) -> Iterator[Chunk]:
-        for chunk in chunks_of(batches, answer.aborted_transactions, self.position, self.end):
-            self.position = chunk.next_offset
+    def _items(self, batches: Iterator[RawBatch], answer: Any) -> Iterator[C]:
+        for gathered in gather(self._form, batches, answer.aborted_transactions, self.position, self.end):
+            (chunk,) = self._form.finish([gathered])
+            self.position = gathered.next_offset
             yield chunk
 
     def _stalled(self, *, empty: bool) -> None:
@@ -178,7 +235,7 @@ class _CommittedRead(PartitionFetch[Chunk]):
         place = {self.topic: [self.partition]}
         first = list_offsets(self.cluster, place, EARLIEST, self.deadline)[self.topic][self.partition]
         if self.position < first:
-            self.position = min(first, self.end)
+            self._expired_from, self.position = self.position, min(first, self.end)
             return f"the log starts at {first}"
         last = list_offsets(self.cluster, place, LATEST, self.deadline, committed=False)[self.topic][self.partition]
         if self.position <= last:
@@ -208,36 +265,34 @@ class _CommittedRead(PartitionFetch[Chunk]):
         )
 
 
-def chunks_of(batches: Iterator[RawBatch], aborted_transactions: Any, start: int, end: int) -> Iterator[Chunk]:
-    """The committed records of one Fetch response with offsets in ``[start, end)``, in chunks of limited size.
+def gather(
+    form: ChunkForm[G, Any], batches: Iterator[RawBatch], aborted_transactions: Any, start: int, end: int
+) -> Iterator[G]:
+    """What the chunks of one Fetch response are made of: its committed records with offsets in ``[start, end)``, in
+    parts of limited size.
 
     Args:
         batches: the record batches of the response.
         aborted_transactions: as in the response; None: there are none.
     """
     aborted = Aborted((int(each.first_offset), int(each.producer_id)) for each in aborted_transactions or ())
-    chunk = Chunk(next_offset=start)
-    size = 0
+    gathered = form.begin(start)
     for raw in batches:
-        if raw.base_offset > chunk.next_offset or raw.count != raw.last_offset - raw.base_offset + 1:
-            chunk.whole = False
+        if raw.base_offset > gathered.next_offset or raw.count != raw.last_offset - raw.base_offset + 1:
+            gathered.whole = False
         if raw.base_offset >= end:
-            chunk.next_offset = end
+            gathered.next_offset = end
             break
         if aborted.keeps(raw):
-            batch, before = raw.decode(), len(chunk.keys)
-            chunk.add(batch, start, end)
-            if not raw.transactional:
-                chunk.plain.append((before, len(chunk.keys)))
-            size += batch.nbytes
+            gathered.take(raw, start, end)
         # Compaction may have removed the last records of a batch; the batch still extends to its last offset.
-        chunk.next_offset = max(chunk.next_offset, min(raw.last_offset + 1, end))
-        if size >= _CHUNK_BYTES:
-            start = chunk.next_offset
-            yield chunk
-            chunk, size = Chunk(next_offset=start), 0
-    if chunk.next_offset > start:
-        yield chunk
+        gathered.next_offset = max(gathered.next_offset, min(raw.last_offset + 1, end))
+        if gathered.nbytes >= _CHUNK_BYTES:
+            start = gathered.next_offset
+            yield gathered
+            gathered = form.begin(start)
+    if gathered.next_offset > start:
+        yield gathered
 
 
 def _deadline(seconds: float, name: str, position: int) -> Deadline:

@@ -9,68 +9,46 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, overload
 
 import kafka.errors as kafka_errors
 from kafka.protocol.consumer import FetchRequest
 
 from onceflow.client.auth.logins import authentication_failed
+from onceflow.client.chunk_form import C, ChunkForm
 from onceflow.client.cluster import UNKNOWN_TOPIC_S, Cluster, TopicInfo, unknown_topic
-from onceflow.client.committed import Chunk, chunks_of
+from onceflow.client.committed import LISTS, Chunk, gather
 from onceflow.client.deadline import Deadline
 from onceflow.client.fetching import FETCH_BYTES, READ_COMMITTED, fetch_request
+from onceflow.client.followed import Followed
 from onceflow.client.library_log import muted
 from onceflow.client.offsets import EARLIEST, LATEST, list_offsets
+from onceflow.client.poll_result import Arrived, PollResult
 from onceflow.clock import clock_ms
 from onceflow.errors import (
     BrokerUnreachableError,
     DataLossError,
     DeadlineExceededError,
     OnceflowError,
+    ProtocolError,
     UnknownTopicError,
+    located,
 )
 from onceflow.protocol import codes
 from onceflow.protocol.decode import split_batches
 from onceflow.protocol.names import TopicPartition
 
 MAX_WAIT_MS = 500
+_PAUSED_WAIT_MS = 50  # while partitions are paused: those that are resumed cannot be asked for before the response
 _REQUEST_TIMEOUT_MS = 30_000
 _LOOK_S = 2.0  # the most that one look at the metadata may take
 _REPLICAS_LAG = 5  # attempts: a replica that has just become the leader may lag behind
+_TURNS_MIN, _TURNS_MAX = 4, 20  # of the event loop, until a request is written if its connection is ready
 _OFFSET_OUT_OF_RANGE, _UNKNOWN_TOPIC, _UNKNOWN_TOPIC_ID = 1, 3, 100
 _BY_ID = 13  # from this version on, Fetch names topics by their ids (KIP-516)
 
 
-@dataclass
-class Followed:
-    """One partition that is followed.
-
-    Attributes:
-        position: all committed records below this offset have been returned.
-        last_stable_offset: of the last response; -1 before the first.
-        answered_at: when its leader last answered without an error, on the monotonic clock; None: never.
-        as_of_ms: the last response knew of everything that was committed before (epoch milliseconds). That is not when
-            it was read: this process may have been stopped meanwhile, and the machine may have slept.
-    """
-
-    topic: str
-    partition: int
-    position: int
-    last_stable_offset: int = -1
-    answered_at: float | None = None
-    as_of_ms: int = 0
-    asked: bool = False
-    attempt: int = 0
-    not_before: float = 0.0
-    unknown_since: float | None = None  # when a broker first answered that there is no such topic or partition
-
-    @property
-    def name(self) -> str:
-        return f"{self.topic}-{self.partition}"
-
-
-class LongPoll:
+class LongPoll(Generic[C]):
     """Follows partitions. Not thread-safe: one thread owns this object and its cluster.
 
     Args:
@@ -78,14 +56,37 @@ class LongPoll:
         topics: the topics as they were when the positions were taken. A topic that was deleted and created again since
             then is refused.
         positions: where to begin, by topic and partition.
+        form: what it returns: lists, or with a `ColumnForm` Arrow columns.
         fetch_bytes: size of a response, which limits memory. A single larger batch is still returned as a whole.
     """
+
+    @overload
+    def __init__(
+        self: LongPoll[Chunk],
+        cluster: Cluster,
+        topics: Iterable[TopicInfo],
+        positions: Mapping[TopicPartition, int],
+        *,
+        fetch_bytes: int = ...,
+    ) -> None: ...
+
+    @overload
+    def __init__(
+        self,
+        cluster: Cluster,
+        topics: Iterable[TopicInfo],
+        positions: Mapping[TopicPartition, int],
+        form: ChunkForm[Any, C],
+        *,
+        fetch_bytes: int = ...,
+    ) -> None: ...
 
     def __init__(
         self,
         cluster: Cluster,
         topics: Iterable[TopicInfo],
         positions: Mapping[TopicPartition, int],
+        form: ChunkForm[Any, Any] = LISTS,
         *,
         fetch_bytes: int = FETCH_BYTES,
     ) -> None:
@@ -94,21 +95,54 @@ class LongPoll:
         self._names = {topic_id: name for name, topic_id in self._ids.items()}
         # In the order in which they are asked for. A partition that has returned records goes to the end.
         self.followed = {place: Followed(*place, position=position) for place, position in positions.items()}
+        self._form: ChunkForm[Any, C] = form
         self._fetch_bytes = fetch_bytes
         self._asked: dict[int, list[Followed]] = {}  # by node, while its request is in flight
-        self._results: list[tuple[list[Followed], int, Any, BaseException | None]] = []
+        self._unwritten = 0  # how many of these requests wait for their connections
+        self._results: list[PollResult] = []
         self._stale = False
-        self._arrived = _Arrived()
+        self._arrived = Arrived()
 
     def add(self, topic: str, partition: int, position: int) -> None:
         """Follow one more partition."""
         self.followed[topic, partition] = Followed(topic, partition, position=position)
 
-    def poll(self, timeout_s: float) -> Iterator[tuple[TopicPartition, Chunk]]:
+    def seek(self, topic: str, partition: int, position: int) -> None:
+        """Go on from another position. What has been requested from the old one will not be returned."""
+        paused = self.followed[topic, partition].paused
+        self.followed[topic, partition] = Followed(topic, partition, position=position, paused=paused)
+
+    def remove(self, topic: str, partition: int) -> None:
+        """Do not follow a partition any more. What has been requested of it will not be returned."""
+        del self.followed[topic, partition]
+
+    def pause(self, topic: str, partition: int) -> None:
+        """Leave a partition out of requests until `resume`. A request that has been sent may still return records."""
+        self.followed[topic, partition].paused = True
+
+    def resume(self, topic: str, partition: int) -> None:
+        """Ask for a partition again."""
+        self.followed[topic, partition].paused = False
+
+    def send(self) -> None:
+        """Send the requests that can be sent now, and do not wait for responses: the brokers prepare them while the
+        caller processes what `poll` has returned. Only partitions are asked for whose chunks have all been taken."""
+        if self._stale:
+            return  # `poll` looks at the metadata first, which takes time
+        with self._cluster.lock, muted():
+            self._submit(time.monotonic(), 0.0)
+            for turn in range(_TURNS_MAX):
+                if not self._unwritten and turn >= _TURNS_MIN:
+                    break
+                self._cluster.net.poll(timeout_ms=0)
+
+    def poll(self, timeout_s: float) -> Iterator[tuple[TopicPartition, C]]:
         """Wait for a response, at most this many seconds, and return the committed records in it.
 
-        A chunk may have no records: its ``next_offset`` still says how far the partition has been read. Problems that
-        may pass (no leader, no connection) are retried in later calls.
+        A chunk may have no records: its ``next_offset`` still says how far the partition has been read, and its
+        ``expired_from`` whether the log begins later than the position. Problems that may pass (no leader, no
+        connection) are retried in later calls. After an error, or if the caller stops in the middle, the next call goes
+        on behind the chunks that were returned.
 
         Raises:
             DataLossError: a log ends below its position.
@@ -122,11 +156,15 @@ class LongPoll:
                 wait_s = self._submit(time.monotonic(), timeout_s)
                 self._cluster.net.poll(timeout_ms=max(1, int(wait_s * 1000)), future=self._arrived)
         while self._results:
-            asked, asked_ms, response, error = self._results.pop(0)
-            if error is not None:
-                self._lost(asked, error)
-            else:
-                yield from self._answered(asked, asked_ms, response)
+            result = self._results.pop(0)
+            try:
+                if result.error is not None:
+                    self._lost(result.asked, result.error)
+                else:
+                    yield from self._answered(result)
+            finally:
+                for each in result.asked:
+                    each.asked = False
 
     # ---- sending -------------------------------------------------------------------------------------
 
@@ -151,7 +189,7 @@ class LongPoll:
         """Ask every broker that has no request for the partitions it leads. Returns for how long to wait."""
         by_node: dict[int, list[Followed]] = {}
         for each in self.followed.values():
-            if each.asked:
+            if each.asked or each.paused:
                 continue
             if each.not_before > now:
                 timeout_s = min(timeout_s, each.not_before - now)
@@ -173,21 +211,27 @@ class LongPoll:
     def _ask(self, node: int, wanted: list[Followed]) -> None:
         manager = self._cluster.manager
         asked_ms = clock_ms()
+        wait_ms = _PAUSED_WAIT_MS if any(each.paused for each in self.followed.values()) else MAX_WAIT_MS
 
         async def ask() -> Any:
-            connection = manager.get_connection(node)
-            await connection
-            request = self._request(wanted, self._cluster.fits(FetchRequest.API_KEY, self._version(), connection))
-            return await connection.send_request(request, request_timeout_ms=_REQUEST_TIMEOUT_MS)
+            try:
+                connection = manager.get_connection(node)
+                await connection
+                version = self._cluster.fits(FetchRequest.API_KEY, self._version(), connection)
+                response = connection.send_request(
+                    self._request(wanted, version, wait_ms), request_timeout_ms=_REQUEST_TIMEOUT_MS
+                )
+            finally:
+                self._unwritten -= 1
+            return await response
 
         def done(response: Any, error: BaseException | None) -> None:
             del self._asked[node]
-            for each in wanted:
-                each.asked = False
-            self._results.append((wanted, asked_ms, response, error))
+            self._results.append(PollResult(wanted, asked_ms, wait_ms, response, error))
             self._arrived.is_done = True
 
         self._asked[node] = wanted
+        self._unwritten += 1
         for each in wanted:
             each.asked = True
         future = self._cluster.net.call_soon_with_future(ask)
@@ -197,7 +241,7 @@ class LongPoll:
     def _version(self) -> int:
         return self._cluster.version(FetchRequest, min_version=11, max_version=_BY_ID)
 
-    def _request(self, wanted: list[Followed], version: int) -> FetchRequest:
+    def _request(self, wanted: list[Followed], version: int, wait_ms: int) -> FetchRequest:
         by_topic: dict[str, list[tuple[int, int]]] = {}
         for each in wanted:
             by_topic.setdefault(each.topic, []).append((each.partition, each.position))
@@ -205,57 +249,87 @@ class LongPoll:
             version,
             by_topic,
             isolation_level=READ_COMMITTED,
-            max_wait_ms=MAX_WAIT_MS,
+            max_wait_ms=wait_ms,
             max_bytes=self._fetch_bytes,
             topic_ids=self._ids,
         )
 
     # ---- responses -----------------------------------------------------------------------------------
 
-    def _answered(self, asked: list[Followed], asked_ms: int, response: Any) -> Iterator[tuple[TopicPartition, Chunk]]:
+    def _answered(self, result: PollResult) -> Iterator[tuple[TopicPartition, C]]:
+        response = result.response
         if response.error_code:
-            self._refused(asked, int(response.error_code), whole=True)
+            self._refused(result.asked, int(response.error_code), whole=True)
             return
-        as_of_ms = _as_of_ms(asked_ms, response)
-        waiting = {(each.topic, each.partition): each for each in asked}
+        as_of_ms = result.as_of_ms()
+        waiting = {(each.topic, each.partition): each for each in result.asked}
+        gathered: list[tuple[Followed, Any]] = []
+        size = 0
         for topic in response.responses:
             name = topic.topic or self._names.get(str(topic.topic_id), "")
             for answer in topic.partitions:
                 each = waiting.get((name, int(answer.partition_index)))
-                if each is None:
+                if each is None or not self._is_followed(each):
                     continue
                 if answer.error_code:
                     before = each.position
                     self._refused([each], int(answer.error_code))
                     if each.position > before:  # the log begins later
-                        yield (each.topic, each.partition), Chunk(next_offset=each.position, whole=False)
+                        chunk = self._form.without_records(each.position, whole=False, expired_from=before)
+                        yield (each.topic, each.partition), chunk
                     continue
                 each.attempt, each.not_before, each.unknown_since = 0, 0.0, None
                 each.last_stable_offset, each.answered_at = int(answer.last_stable_offset), time.monotonic()
                 each.as_of_ms = as_of_ms
-                yield from self._records(each, answer, first=each is asked[0])
+                for part in self._records(each, answer, first=each is result.asked[0]):
+                    gathered.append((each, part))
+                    size += part.nbytes
+                    if size >= self._form.together_bytes:
+                        yield from self._chunks(gathered)
+                        gathered, size = [], 0
+        yield from self._chunks(gathered)
 
-    def _records(self, each: Followed, answer: Any, *, first: bool) -> Iterator[tuple[TopicPartition, Chunk]]:
-        """The records of one partition.
+    def _records(self, each: Followed, answer: Any, *, first: bool) -> Iterator[Any]:
+        """What the chunks of one partition are made of.
 
         Args:
             first: whether the partition was the first one in the request. Only then does an empty response mean that
                 there is nothing up to the last stable offset (compaction has removed it): the records of partitions
                 before it may have filled the response.
         """
-        place = each.topic, each.partition
-        end = max(each.position, each.last_stable_offset)
-        before = each.position
-        for chunk in chunks_of(split_batches(answer.records or b""), answer.aborted_transactions, before, end):
-            each.position = chunk.next_offset
-            self.followed[place] = self.followed.pop(place)  # others are first next time
-            yield place, chunk
-        if each.position == before < end and not answer.records:
-            if first:
-                each.position = end
-                yield place, Chunk(next_offset=end)
-            else:
-                self.followed = {place: each, **self.followed}
+        begin = each.position
+        end = max(begin, each.last_stable_offset)
+        if answer.records:
+            with located(topic=each.name):
+                yield from gather(self._form, split_batches(answer.records), answer.aborted_transactions, begin, end)
+        elif begin < end and first:
+            nothing = self._form.begin(end)
+            nothing.whole = False
+            yield nothing
+        elif begin < end:
+            self.followed = {(each.topic, each.partition): each, **self.followed}
+
+    def _chunks(self, gathered: list[tuple[Followed, Any]]) -> Iterator[tuple[TopicPartition, C]]:
+        """Moves the positions, each just before its chunk is handed out."""
+        for (each, part), chunk in zip(gathered, self._finished(gathered), strict=True):
+            if self._is_followed(each):
+                place = each.topic, each.partition
+                each.position = part.next_offset
+                self.followed[place] = self.followed.pop(place)  # others are first next time
+                yield place, chunk
+
+    def _finished(self, gathered: list[tuple[Followed, Any]]) -> list[C]:
+        try:
+            return self._form.finish([part for _, part in gathered])
+        except ProtocolError:
+            for each, part in gathered:
+                with located(topic=each.name):
+                    self._form.finish([part])
+            raise
+
+    def _is_followed(self, each: Followed) -> bool:
+        """Not if it was removed, or its position replaced, since the request."""
+        return self.followed.get((each.topic, each.partition)) is each
 
     def _refused(self, asked: list[Followed], code: int, *, whole: bool = False) -> None:
         """An error of one partition, or (``whole``) of the whole request."""
@@ -319,20 +393,3 @@ class LongPoll:
                 each.unknown_since = each.unknown_since or now
                 if now - each.unknown_since > UNKNOWN_TOPIC_S:
                     raise unknown_topic(each.topic)
-
-
-class _Arrived:
-    """A future for ``NetworkSelector.poll(future=...)``: done when any response has arrived."""
-
-    is_done = False
-
-
-def _as_of_ms(asked_ms: int, response: Any) -> int:
-    """At least up to when a response knows what was committed, epoch milliseconds.
-
-    A broker answers at any time after the request. Only if it has nothing to return it waits for as long as it may.
-    """
-    waited = not response.throttle_time_ms and not any(
-        answer.error_code or answer.records for topic in response.responses for answer in topic.partitions
-    )
-    return min(clock_ms(), asked_ms + MAX_WAIT_MS) if waited else asked_ms

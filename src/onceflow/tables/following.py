@@ -13,7 +13,8 @@ from functools import partial
 from onceflow.client.cluster import Cluster, TopicInfo
 from onceflow.client.committed import Chunk, CommittedReader
 from onceflow.client.deadline import Deadline
-from onceflow.client.long_poll import Followed, LongPoll
+from onceflow.client.followed import Followed
+from onceflow.client.long_poll import LongPoll
 from onceflow.client.outage import Outage
 from onceflow.client.settings import ClientSettings
 from onceflow.clock import clock_ms
@@ -340,7 +341,7 @@ class Follower:
             self._begins[copy.partition] = 0
             raise
 
-    def _heard(self, poll: LongPoll) -> None:
+    def _heard(self, poll: LongPoll[Chunk]) -> None:
         """Note which partitions are still current, and whether brokers answer."""
         newest = self._polled_at
         for (_, partition), each in poll.followed.items():
