@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import datetime
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -127,7 +128,14 @@ class ProgressReports:
 
     def _report(self, batch: _Batch) -> Any:
         fields = {**self._query, **_fields(batch)}
-        return StreamingQueryProgress.fromJson(fields) if issubclass(StreamingQueryProgress, dict) else fields
+        if not issubclass(StreamingQueryProgress, dict):
+            del fields["batchDuration"]  # it is new in Spark 4
+            return fields
+        report = StreamingQueryProgress.fromJson(fields)
+        for source, given in zip(report.sources, fields["sources"], strict=True):
+            for name in ("startOffset", "endOffset", "latestOffset"):
+                source[name] = json.dumps(given[name], separators=(",", ":"))  # Spark 4.0 makes a text of Python
+        return report
 
 
 def left(end: Offsets, latest: Offsets) -> dict[str, dict[int, int]]:
