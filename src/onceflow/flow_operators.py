@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import pyarrow as pa
 from pyspark.sql import DataFrame
+from pyspark.sql import types as T
 
 from onceflow.calls.concurrently import Calls
 from onceflow.driver.joins import join_frame
 from onceflow.flow_writes import FlowWrites
 from onceflow.planning import calls as planned_calls
-from onceflow.planning import joins
+from onceflow.planning import joins, maps
 from onceflow.planning.write_options import check_no_dead_letters
 from onceflow.spark import queries
 from onceflow.spark.master import is_local
@@ -59,6 +61,49 @@ class FlowOperators(FlowWrites):
             joined = join_frame(df, spec, self._settings, on=on, how=how, columns=columns, flow=self.name)
             startup.joins.append(spec)
             return joined
+
+    def map(
+        self,
+        df: DataFrame,
+        function: Callable[[pa.RecordBatch], pa.RecordBatch],
+        *,
+        schema: str | T.StructType | None = None,
+    ) -> DataFrame:
+        """Change the rows of a stream with a Python function over Arrow batches, without state.
+
+        A query that otherwise only selects columns of its topics needs no Spark job for a small batch: the direct
+        engine calls the function in the driver. Everywhere else Spark's tasks call it (``mapInArrow``). The function
+        may be called again for the same rows, and batches may have any number of rows, so its result must depend on
+        each row alone.
+
+        Args:
+            df: a streaming DataFrame of this flow.
+            function: gets a ``pyarrow.RecordBatch`` with the columns of ``df``, and returns one. It may leave rows out,
+                or return more. Times are in UTC. It is pickled and sent to tasks, as processors are.
+            schema: the columns of the rows that it returns: names and types as in SQL (``"key binary, value string"``),
+                or a ``StructType``; None: those of ``df``. Columns may be returned in another order, and with a type
+                that is cast without a change of values, such as ``int32`` in place of ``bigint``.
+
+        Returns:
+            A streaming DataFrame with these columns.
+
+        Raises:
+            OptionError: the function cannot be called or sent to tasks, or the schema cannot be read.
+            SchemaError: Arrow has no type for a column.
+            UnsupportedQueryError: ``df`` is not a stream of this flow.
+
+        A function that raises stops the flow with ProcessorError, and one that returns other columns with SchemaError.
+        Nothing of that batch becomes visible.
+        """
+        with self._runs.lock:
+            startup = self._runs.startup
+            startup.known_progress()
+            facts = queries.check_plan(df, self.name, checkpoint=True)  # `write` knows whether there is one
+            check_no_dead_letters(facts, "Flow.map", self.name)
+            rows_map, columns = maps.map_of(df, function, schema, number=len(startup.maps) + 1, flow=self.name)
+            mapped = df.mapInArrow(rows_map, columns)
+            startup.maps[rows_map.__name__] = rows_map
+            return mapped
 
     def enrich(
         self,

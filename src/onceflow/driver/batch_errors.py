@@ -4,16 +4,62 @@ from __future__ import annotations
 
 import re
 
-from onceflow.errors import BatchAbortedError, ClaimCheckError, FencedError, OnceflowError, TransactionTimeoutError
+from onceflow.errors import (
+    BatchAbortedError,
+    ClaimCheckError,
+    DeadlineExceededError,
+    EnvironmentUnusableError,
+    FencedError,
+    OnceflowError,
+    ProcessorError,
+    SchemaError,
+    StorageUnavailableError,
+    TransactionTimeoutError,
+)
 from onceflow.spark import jvm
 
 _CLAIM = re.compile(r"ClaimCheckError: ([^\n]+)(?:\n  detail: ([^\n]+))?(?:\n  next step: ([^\n]+))?")
 
+_RAISED_THERE: tuple[type[OnceflowError], ...] = (
+    DeadlineExceededError,
+    ProcessorError,
+    EnvironmentUnusableError,
+    StorageUnavailableError,
+    SchemaError,
+)
+_CLASSES = {each.__name__: each for each in _RAISED_THERE}
+# An error as the worker of a task has written it, see `OnceflowError`.
+_RAISED = re.compile(
+    rf"^onceflow\.errors\.({'|'.join(_CLASSES)}): (.+?)"
+    r"(?: \[(?:flow=[^,\]]*)?(?:, )?(?:topic=([^\]]*))?\])?\n  detail: (.*?)\n  next step: ([^\n]*)",
+    re.MULTILINE | re.DOTALL,
+)
+# How the texts of errors of ``Flow.map`` begin.
+_MAP = "Flow.map: "
 
-def claim_of(problem: BaseException) -> ClaimCheckError | None:
-    """The error of ``ClaimCheck.load`` in a task, if Spark's job has failed by it. No attempt finds the object."""
-    found = None if isinstance(problem, OnceflowError) else _CLAIM.search(str(problem))
-    return None if found is None else ClaimCheckError(found[1], detail=found[2] or "", next_step=found[3] or "")
+
+def of_task(problem: BaseException) -> OnceflowError | None:
+    """The error of ``ClaimCheck.load`` or ``Flow.map`` in a task, if Spark's job has failed by it: no attempt helps."""
+    if isinstance(problem, OnceflowError):
+        return None
+    text = str(problem)
+    found = _CLAIM.search(text)
+    if found is not None:
+        return ClaimCheckError(found[1], detail=found[2] or "", next_step=found[3] or "")
+    raised = raised_error(text)
+    return raised if raised is not None and raised.what.startswith(_MAP) else None
+
+
+def raised_error(text: str) -> OnceflowError | None:
+    """The error that ``Flow.enrich`` or ``Flow.map`` has raised in a task, from the text of Spark's error.
+
+    None: it is another one.
+    """
+    found = _RAISED.search(text)
+    if found is None:
+        return None
+    name, what, topic, detail, next_step = found.groups()
+    return _CLASSES[name](what, topic=topic, detail=detail, next_step=next_step)
 
 
 def in_short(problem: BaseException) -> str:

@@ -59,7 +59,7 @@ def prepare_external_run(spark: SparkSession, startup: Startup, write: ExternalW
             next_step='use a session with master="local[*]"',
         )
     shipping.share_modules(spark)
-    imports = ImportCheck(spark, sent_to_tasks(write.df, [], flow), flow=flow)
+    imports = ImportCheck(spark, sent_to_tasks(write.df, [], flow, startup.maps), flow=flow)
     imports.at_start()
     deadline = startup.deadline()
     with located(flow=flow):

@@ -167,11 +167,9 @@ class Retries:
         if cause is not None and attempt.begun_at is None and isinstance(problem, DeadlineExceededError):
             problem = batch_errors.after(problem, cause)  # it could not begin, because of the error before
         self._steps.abort(problem, attempt.batch)
-        missing = (
-            None if isinstance(problem, OnceflowError) else cannot_import(problem) or batch_errors.claim_of(problem)
-        )
-        if missing is not None:
-            raise missing from None  # another attempt does not help
+        clear = None if isinstance(problem, OnceflowError) else cannot_import(problem) or batch_errors.of_task(problem)
+        if clear is not None:
+            raise clear from None  # another attempt does not help
         if isinstance(problem, OnceflowError) and not isinstance(problem, _WORTH_A_RERUN):
             raise problem
         if self._is_stopped(rows, problem):

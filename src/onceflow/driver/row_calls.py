@@ -4,38 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
 from collections.abc import Iterator, Sequence
 
 from onceflow.clock import clock_ms
+from onceflow.driver.batch_errors import raised_error
 from onceflow.driver.fetched_rows import Rows
 from onceflow.driver.retries import Attempt
-from onceflow.errors import (
-    DeadlineExceededError,
-    EnvironmentUnusableError,
-    OnceflowError,
-    ProcessorError,
-    StorageUnavailableError,
-)
 from onceflow.messages import CALLS_PROPERTY
 from onceflow.planning.options import BatchSummary
 from onceflow.spark.jvm import SPARK_ERRORS
 from onceflow.state.dead_letter_limit import NO_LETTERS, DeadLetters, Letters, merged
 from onceflow.task.call_rows import CallOrder, reports_of
-
-_RAISED_THERE: tuple[type[OnceflowError], ...] = (
-    DeadlineExceededError,
-    ProcessorError,
-    EnvironmentUnusableError,
-    StorageUnavailableError,
-)
-_CLASSES = {each.__name__: each for each in _RAISED_THERE}
-# An error as the worker of a task has written it, see `OnceflowError`.
-_RAISED = re.compile(
-    rf"^onceflow\.errors\.({'|'.join(_CLASSES)}): (.+?)"
-    r"(?: \[(?:flow=[^,\]]*)?(?:, )?(?:topic=([^\]]*))?\])?\n  detail: (.*?)\n  next step: ([^\n]*)",
-    re.MULTILINE | re.DOTALL,
-)
 
 
 class RowCalls:
@@ -100,15 +79,6 @@ class RowCalls:
             letters.on_commit(found)
             summary.dead_letters += found.count
             summary.records -= found.count
-
-
-def raised_error(text: str) -> OnceflowError | None:
-    """The error that ``Flow.enrich`` has raised in a task, from the text of Spark's error. None: it is another one."""
-    found = _RAISED.search(text)
-    if found is None:
-        return None
-    name, what, topic, detail, next_step = found.groups()
-    return _CLASSES[name](what, topic=topic, detail=detail, next_step=next_step)
 
 
 def _letters_of(order: CallOrder) -> DeadLetters:

@@ -164,7 +164,7 @@ def _check_query(spark: SparkSession, startup: Startup, write: CheckedWrite) -> 
     process.check_side_topics(process.side_topics(startup.steps), startup.own_topics, flow)
     shipping.share_modules(spark)  # also modules that were imported since
     specs = [step.spec for step in startup.steps.values()]
-    return ImportCheck(spark, sent_to_tasks(write.df, specs, flow), flow=flow)
+    return ImportCheck(spark, sent_to_tasks(write.df, specs, flow, startup.maps), flow=flow)
 
 
 def _kept_location(spark: SparkSession, run: RunOptions, progress: Progress, flow: str) -> CheckpointLocation | None:

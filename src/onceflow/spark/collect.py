@@ -18,7 +18,7 @@ from typing import Any
 import pyarrow as pa
 from pyspark.errors import PySparkException
 from pyspark.errors.exceptions.captured import unwrap_spark_exception
-from pyspark.sql import DataFrame
+from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.pandas.serializers import ArrowCollectSerializer
 from pyspark.sql.pandas.types import to_arrow_schema
 from pyspark.sql.types import StructField, StructType, YearMonthIntervalType
@@ -55,7 +55,19 @@ def arrow_schema(df: DataFrame) -> pa.Schema:
     Raises:
         SchemaError: Arrow has no type for one.
     """
-    conf = df.sparkSession.conf
+    return arrow_schema_of(df.sparkSession, df.schema, "which tasks cannot bring to another system")
+
+
+def arrow_schema_of(spark: SparkSession, schema: StructType, why: str) -> pa.Schema:
+    """Columns as rows have them in Arrow, here and in tasks.
+
+    Args:
+        why: what is not possible with a type that Arrow does not have, for the error.
+
+    Raises:
+        SchemaError: Arrow has no type for one.
+    """
+    conf = spark.conf
     # Spark 4.2 knows no time zone but the one it is given; older versions take no such arguments.
     given: dict[str, Any] = {
         "timezone": conf.get("spark.sql.session.timeZone"),
@@ -64,12 +76,12 @@ def arrow_schema(df: DataFrame) -> pa.Schema:
     known = inspect.signature(to_arrow_schema).parameters
     given = {name: value for name, value in given.items() if name in known}
     fields = []
-    for field in df.schema:
+    for field in schema:
         try:
             fields += to_arrow_schema(StructType([field]), **given)
         except (PySparkException, TypeError, ValueError) as error:
             raise SchemaError(
-                f"Column {field.name} is {field.dataType.simpleString()}, which tasks cannot bring to another system",
+                f"Column {field.name} is {field.dataType.simpleString()}, {why}",
                 next_step=f"select {_as_text(field)} AS {field.name}, or leave it out",
             ) from error
     return pa.schema(fields)

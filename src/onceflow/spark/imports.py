@@ -14,8 +14,8 @@ import sys
 import sysconfig
 import uuid
 import weakref
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
 
 from py4j.protocol import Py4JError
 from pyspark import InheritableThread, SparkContext
@@ -101,14 +101,26 @@ class ImportCheck:
         self._passed.update(map(_digest, waiting))
 
 
-def sent_to_tasks(df: DataFrame, specs: Sequence[ProcessSpec], flow: str) -> list[Pickled]:
+class Mapped(Protocol):
+    """A function of ``Flow.map``."""
+
+    function: Callable[..., Any]
+
+
+def sent_to_tasks(df: DataFrame, specs: Sequence[ProcessSpec], flow: str, maps: Mapping[str, Mapped]) -> list[Pickled]:
     """What tasks have to load for a query: processors, the user's own stores, functions.
 
     Args:
         specs: of the process steps.
+        maps: the functions of ``Flow.map``, by their names in plans. The query may use some of them only.
     """
     stores = {spec.store for spec in specs if not spec.store.__module__.startswith("onceflow.")}
-    return [*(pickled(sent, flow=flow) for sent in (*(spec.processor for spec in specs), *stores)), *functions_of(df)]
+    own = [pickled(sent, flow=flow) for sent in (*(spec.processor for spec in specs), *stores)]
+    for function in functions_of(df):
+        # Which modules a function needs is only known where it is pickled here.
+        mapped = maps.get(function.function)
+        own.append(function if mapped is None else pickled(mapped.function, flow=flow))
+    return own
 
 
 def functions_of(df: DataFrame) -> list[Pickled]:
@@ -124,7 +136,7 @@ def functions_of(df: DataFrame) -> list[Pickled]:
                 if not jvm.kind(function).startswith("Python") or (queries.is_ours(name) and not queries.is_join(name)):
                     continue
                 command = function.func().command().toArray(java.scala.reflect.ClassTag.Byte())
-                found.append(Pickled(f"the function {name}", bytes(command)))
+                found.append(Pickled(f"the function {queries.function_of_map(name)}", bytes(command), function=name))
     return found
 
 

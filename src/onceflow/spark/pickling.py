@@ -19,6 +19,14 @@ from onceflow.errors import OptionError
 from onceflow.state.api.processor import ColumnProcessor, Processor
 
 _MAX_DEPTH = 6
+_OF_PROCESSORS = (
+    "a processor is pickled: create connections, locks and the like in open(), which runs in the tasks, and store them "
+    "on self there"
+)
+_OF_FUNCTIONS = (
+    "a function is pickled with the variables that it uses: create connections, locks and the like inside of it, "
+    "for example in another function with functools.cache"
+)
 
 
 @dataclass(frozen=True)
@@ -28,11 +36,13 @@ class Pickled:
     Args:
         what: for errors, for example ``the processor Balance``.
         names: the modules that are pickled by reference: tasks import these. Empty where they are not known.
+        function: the name in a query plan, if it is a function there.
     """
 
     what: str
     data: bytes = field(repr=False)
     names: frozenset[str] = frozenset()
+    function: str = ""
 
 
 @dataclass(frozen=True)
@@ -44,20 +54,20 @@ class LoadFailure:
 
 
 def pickled(sent: object, *, flow: str) -> Pickled:
-    """The pickle of a processor, or of a store class, made as Spark makes it.
+    """The pickle of a processor, of a store class or of a function, made as Spark makes it.
 
     Raises:
         OptionError: it cannot be pickled. The text names the class and the attribute.
     """
-    name = (sent if isinstance(sent, type) else type(sent)).__qualname__
+    name = (sent if isinstance(sent, type | FunctionType) else type(sent)).__qualname__.rpartition("<locals>.")[2]
     with io.BytesIO() as file:
         pickler: Any = _Pickler(file)
         try:
             pickler.dump(sent)
         except Exception as error:
             raise _refusal(sent, name, error, flow) from error
-        what = f"the store {name}" if isinstance(sent, type) else f"the processor {name}"
-        return Pickled(what, file.getvalue(), frozenset(pickler.names))
+        kind = "store" if isinstance(sent, type) else "processor" if _is_processor(sent) else "function"
+        return Pickled(f"the {kind} {name}", file.getvalue(), frozenset(pickler.names))
 
 
 def load_failure(data: bytes) -> LoadFailure | None:
@@ -90,9 +100,12 @@ def _refusal(sent: object, name: str, error: Exception, flow: str) -> OptionErro
         f"{what} cannot be sent to tasks",
         flow=flow,
         detail=f"{type(why).__name__}: {why}".splitlines()[0],
-        next_step="a processor is pickled: create connections, locks and the like in open(), which runs in the tasks, "
-        "and store them on self there",
+        next_step=_OF_PROCESSORS if isinstance(sent, type) or _is_processor(sent) else _OF_FUNCTIONS,
     )
+
+
+def _is_processor(sent: object) -> bool:
+    return isinstance(sent, Processor | ColumnProcessor)
 
 
 def _culprit(value: Any, name: str, user: str, depth: int) -> tuple[str, Exception] | None:

@@ -1,0 +1,251 @@
+"""``Flow.map`` in real flows: rows that are changed, left out and added, and what is said when it goes wrong."""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pytest
+from pyspark.sql import functions as F
+from pyspark.sql import types as T
+
+import onceflow
+from onceflow.errors import (
+    EnvironmentUnusableError,
+    OptionError,
+    ProcessorError,
+    SchemaError,
+    UnsupportedQueryError,
+)
+from onceflow.planning.ownership import HEADERS
+from onceflow.testing import independent
+
+pytestmark = pytest.mark.integration
+
+
+def even(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """Only values that are even numbers."""
+    numbers = batch.column("value").cast(pa.string()).cast(pa.int64())
+    return batch.filter(pc.equal(pc.bit_wise_and(numbers, 1), 0))
+
+
+def route(batch: pa.RecordBatch, *, to: dict[bool, str]) -> pa.RecordBatch:
+    """A topic for each row, and where it was read as a header."""
+    values = batch.column("value").to_pylist()
+    places = zip(batch.column("topic").to_pylist(), batch.column("partition").to_pylist(), strict=True)
+    return pa.RecordBatch.from_pydict(
+        {
+            "topic": [to[int(value) % 4 == 0] for value in values],
+            "value": [b"<%s>" % value for value in values],
+            "key": batch.column("key"),
+            "headers": [[{"key": "from", "value": f"{topic}-{partition}"}] for topic, partition in places],
+        }
+    )
+
+
+@pytest.mark.short_form
+@pytest.mark.parametrize("small_batch_rows", [None, 4000])
+def test_rows_are_changed_left_out_and_routed(make_pipe: Any, make_topic: Any, small_batch_rows: int | None) -> None:
+    pipe = make_pipe()
+    pipe.fill(900)
+    topics = {True: make_topic("fours"), False: make_topic("twos")}
+    flow = pipe.open()
+    kept = flow.map(flow.read(pipe.source), even)
+    assert kept.columns == ["key", "value", "topic", "partition", "offset", "timestamp", "timestampType"]
+    rows = flow.map(
+        kept, functools.partial(route, to=topics), schema=f"key binary, value binary, topic string, headers {HEADERS}"
+    )
+    query = flow.write(rows, small_batch_rows=small_batch_rows).start()
+    try:
+        query.processAllAvailable()
+    finally:
+        query.stop()
+    assert all(("driver" in batch.path) == (small_batch_rows is not None) for batch in query.batches)
+    for is_four, topic in topics.items():
+        seen = independent.read_topic(pipe.bootstrap, topic, decided=True)
+        expected = [(k, b"<%s>" % v) for k, v in pipe.sent if int(v) % 2 == 0 and (int(v) % 4 == 0) == is_four]
+        assert sorted((s.key, s.value) for s in seen) == sorted(expected)
+        assert {s.headers[0][0] for s in seen} == {"from"}
+        assert all((s.headers[0][1] or b"").decode().rpartition("-")[0] == pipe.source for s in seen)
+
+
+class Last(onceflow.Processor):
+    def process(self, key: bytes, records: Sequence[onceflow.Record], state: Any) -> Iterator[onceflow.Record]:
+        for record in records:
+            state.put(record.value)
+        yield onceflow.Record(key, records[-1].value)
+
+
+def test_maps_around_a_union_and_before_and_after_a_process_step(
+    onceflow_broker: str, onceflow_spark: Any, make_topic: Callable[..., str], tmp_path: Path
+) -> None:
+    one, other, target = make_topic(partitions=2), make_topic(partitions=1), make_topic(partitions=2)
+    independent.fill(onceflow_broker, one, [(b"k%d" % n, b"one") for n in range(5)])
+    independent.fill(onceflow_broker, other, [(b"k%d" % n, b"two") for n in range(5, 9)])
+    # A function and a lambda function of a script that is started, which no task can import.
+    script: dict[str, Any] = {"__name__": "__main__", "pa": pa, "pc": pc}
+    exec(  # noqa: S102
+        "def doubled(batch):\n    return pa.Table.from_batches([batch, batch])\n"
+        "shout = lambda batch: batch.set_column(1, 'value', pc.utf8_upper(batch.column('value').cast(pa.string())))",
+        script,
+    )
+    with onceflow.Flow(f"maps-{one}", onceflow_spark, bootstrap_servers=onceflow_broker) as flow:
+        first = flow.map(flow.read(one).select("key", "value"), script["doubled"])
+        both = first.unionByName(flow.read(other).select("value", "key"))
+        text = T.StructType(
+            [T.StructField("key", T.BinaryType(), False), T.StructField("value", T.StringType(), False)]
+        )
+        rows = flow.map(both, script["shout"], schema=text)
+        assert rows.schema.fields[1].nullable, "the function is free to leave values out"
+        stepped = flow.process(rows, Last(), table=f"{one}-last", state_dir=tmp_path)
+        marked = flow.map(
+            stepped.select("key", "value"),
+            lambda b: b.set_column(1, "value", pc.binary_join_element_wise(b.column(1), b"!", b"")),
+        )
+        query = flow.write(marked, topic=target, once=True).start()
+        query.awaitTermination(60)
+    seen = {(record.key, record.value) for record in independent.read_topic(onceflow_broker, target, decided=True)}
+    assert seen == {(b"k%d" % n, b"ONE!" if n < 5 else b"TWO!") for n in range(9)}
+
+
+def refuse(batch: pa.RecordBatch) -> pa.RecordBatch:
+    raise ValueError("I do not like it")
+
+
+REFUSED = ProcessorError, "Flow.map: refuse failed for a batch of 3 rows: ValueError: I do not like it"
+
+
+@pytest.mark.parametrize(
+    "where, function, kind, words",
+    [
+        ("tasks", refuse, *REFUSED),
+        ("after a step", refuse, *REFUSED),
+        (
+            "driver",
+            lambda batch: batch.drop_columns(["key"]),
+            SchemaError,
+            "Flow.map: <lambda> returned a batch without",
+        ),
+    ],
+    ids=["tasks", "after a step", "driver"],
+)
+def test_a_wrong_result_stops_the_flow(
+    onceflow_broker: str, onceflow_spark: Any, make_topic: Callable[..., str], tmp_path: Path,
+    where: str, function: Any, kind: type[onceflow.OnceflowError], words: str,
+) -> None:  # fmt: skip
+    source, target = make_topic(partitions=1), make_topic(partitions=1)
+    independent.fill(onceflow_broker, source, [(b"k%d" % n, b"v") for n in range(3)])
+    with onceflow.Flow(f"wrong-{source}", onceflow_spark, bootstrap_servers=onceflow_broker) as flow:
+        rows = flow.read(source)
+        if where == "after a step":
+            rows = flow.process(rows, Last(), table=f"{source}-last", state_dir=tmp_path).select("key", "value")
+        options = {"small_batch_rows": 4000} if where == "driver" else {}
+        query = flow.write(flow.map(rows, function), topic=target, **options).start()
+        with pytest.raises(kind, match=words) as caught:
+            query.processAllAvailable()
+    error = caught.value
+    assert (error.flow, error.batch) == (f"wrong-{source}", 1)
+    if where != "after a step":
+        assert error.topic == source
+        assert error.detail.startswith("rows of partition 0, offsets 0 to 2")
+    assert error.next_step
+    assert independent.read_topic(onceflow_broker, target, decided=True) == []
+
+
+def test_arguments_that_are_refused_at_once(
+    onceflow_broker: str, onceflow_spark: Any, make_topic: Callable[..., str]
+) -> None:
+    source = make_topic(partitions=1)
+    with onceflow.Flow(f"refused-{source}", onceflow_spark, bootstrap_servers=onceflow_broker) as flow:
+        with pytest.raises(OptionError, match="Nothing was read yet"):
+            flow.map(onceflow_spark.range(1), even)
+        rows = flow.read(source)
+        with pytest.raises(UnsupportedQueryError, match="not a stream"):
+            flow.map(onceflow_spark.range(1), even)
+        unable: Any
+        for unable, words in (
+            (json, "Flow.map takes a function, not <module"),
+            ("even", "Flow.map takes a function, not 'even'"),
+            (_yields, "_yields yields"),
+            (_waits, "_waits is asynchronous"),
+        ):
+            with pytest.raises(OptionError, match=words):
+                flow.map(rows, unable)
+        lock = threading.Lock()
+
+        def waits(batch: pa.RecordBatch) -> pa.RecordBatch:
+            with lock:
+                return batch
+
+        with pytest.raises(OptionError, match=r"lock \(lock\), which waits uses, cannot be sent to tasks") as caught:
+            flow.map(rows, waits)
+        assert "inside of it" in caught.value.next_step
+        for schema, error, words in (
+            ("value binry", OptionError, "The schema of Flow.map is not understood: 'value binry'"),
+            (["value"], OptionError, "schema= of Flow.map is list"),
+            (T.StructType(), SchemaError, "no columns"),
+            ("value binary, value string", SchemaError, "two columns 'value'"),
+            ("value binary, every interval year", SchemaError, "every is interval year, which Python code in tasks"),
+        ):
+            with pytest.raises(error, match=words):
+                flow.map(rows, even, schema=schema)  # type: ignore[arg-type]
+        with pytest.raises(SchemaError, match="column 'value' is bigint"):
+            flow.write(flow.map(rows, even, schema="value bigint"), topic="any")
+
+
+def _yields(batch: pa.RecordBatch) -> Any:
+    yield batch
+
+
+async def _waits(batch: pa.RecordBatch) -> Any:
+    return batch
+
+
+def test_a_module_that_only_the_driver_has_is_told_at_the_start(
+    onceflow_broker: str, onceflow_spark: Any, make_topic: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = ModuleType("onceflow_test_only_here")
+    exec("def clean(batch):\n    return batch", module.__dict__)  # noqa: S102
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    source, target = make_topic(partitions=1), make_topic(partitions=1)
+    with onceflow.Flow(f"only-{source}", onceflow_spark, bootstrap_servers=onceflow_broker) as flow:
+        rows = flow.map(flow.read(source), module.clean)
+        with pytest.raises(EnvironmentUnusableError, match="'onceflow_test_only_here', which the function clean needs"):
+            flow.write(rows, topic=target).start()
+
+
+def test_a_time_zone_of_the_session_does_not_move_times(
+    onceflow_broker: str, onceflow_spark: Any, make_topic: Callable[..., str]
+) -> None:
+    source, target = make_topic(partitions=1), make_topic(partitions=1)
+    independent.fill(onceflow_broker, source, [(b"k", b"v")])
+    before = onceflow_spark.conf.get("spark.sql.session.timeZone")
+    onceflow_spark.conf.set("spark.sql.session.timeZone", "America/Lima")
+    try:
+        with onceflow.Flow(f"zone-{source}", onceflow_spark, bootstrap_servers=onceflow_broker) as flow:
+            rows = flow.map(flow.read(source).select("value", "timestamp"), _later)
+            query = flow.write(rows.where(F.col("value") == b"2021-01-01 00:00:01+00:00"), topic=target, once=True)
+            query.start().awaitTermination(60)
+    finally:
+        onceflow_spark.conf.set("spark.sql.session.timeZone", before)
+    (seen,) = independent.read_topic(onceflow_broker, target, decided=True)
+    assert seen.timestamp_ms == 1_609_459_201_000
+
+
+def _later(batch: pa.RecordBatch) -> pa.RecordBatch:
+    import datetime
+
+    zone = batch.schema.field("timestamp").type.tz
+    time = datetime.datetime(2021, 1, 1, 0, 0, 1, tzinfo=datetime.timezone.utc)
+    return pa.RecordBatch.from_arrays(
+        [pa.array([str(time)] if zone == "UTC" else [zone]), pa.array([time], pa.timestamp("s", "UTC"))],
+        names=["value", "timestamp"],
+    )
