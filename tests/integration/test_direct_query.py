@@ -11,17 +11,22 @@ import pytest
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 
+from onceflow.calls.concurrently import concurrently
 from onceflow.client.settings import ClientSettings
+from onceflow.planning.calls import enrich_frame
 from onceflow.planning.direct_plan import SOURCE_TYPES, DirectPlan, DirectSource, reinterpreted, sink_rows
 from onceflow.planning.direct_query import direct_plan
+from onceflow.planning.maps import map_of
 from onceflow.planning.ownership import HEADERS, check_columns, prepare
 from onceflow.planning.read_options import ReadOptions, source_options
 from onceflow.planning.step_frames import state_columns
 from onceflow.protocol.batches import ProducerIdAndEpoch, encode_batches
-from onceflow.spark import plans
+from onceflow.spark import plans, queries
 from onceflow.spark.collect import collect
 from onceflow.spark.kafka_source import load_source
-from onceflow.task.state_tasks import engine_rows
+from onceflow.task.call_rows import CallOrder
+from onceflow.task.map_rows import RowsMap
+from onceflow.task.state_tasks import StepPlaceholder, engine_rows
 
 pytestmark = [pytest.mark.integration, pytest.mark.short_form]
 
@@ -39,8 +44,9 @@ def read(
     return load_source(spark, settings, source_options(options, {0: 0}, flow), until)
 
 
-def planned(df: DataFrame) -> DirectPlan | str:
-    return direct_plan(plans.analyzed(df), flow=FLOW, maps={})
+def planned(df: DataFrame, maps: Any = None) -> DirectPlan | str:
+    functions = {name: found.apply for name, found in (maps or {}).items()}
+    return direct_plan(plans.analyzed(df), flow=FLOW, maps=functions)
 
 
 def direct(df: DataFrame) -> DirectPlan:
@@ -167,6 +173,55 @@ def test_unions_are_by_position_or_by_name(onceflow_spark: Any) -> None:
             assert_same(plan, build(*frames), topic)
 
 
+class Maps(dict[str, RowsMap]):
+    """``Flow.map`` without a flow, for streams and for the rows of a batch."""
+
+    def map(self, df: DataFrame, function: Any, schema: Any = None) -> DataFrame:
+        rows_map, columns = map_of(df, function, schema, number=len(self) + 1, flow=FLOW)
+        self[rows_map.__name__] = rows_map
+        return df.mapInArrow(rows_map, columns)
+
+
+def _with_value(batch: pa.RecordBatch) -> pa.RecordBatch:
+    return batch.filter(batch.column("value").is_valid())
+
+
+def _twice(batch: pa.RecordBatch) -> pa.RecordBatch:
+    # Each batch as a whole: these rows are one batch in both engines.
+    return pa.concat_batches([batch, batch]).select(["value", "key"])
+
+
+def test_functions_make_the_same_rows(onceflow_spark: Any) -> None:
+    def build(df: DataFrame, other: DataFrame, maps: Maps) -> DataFrame:
+        kept = maps.map(
+            df.select("value", F.col("key").cast("string").alias("key"), "headers", "timestamp"), _with_value
+        )
+        both = kept.unionByName(other.select("value", F.lit("k").alias("key"), "headers", "timestamp"))
+        renamed = both.selectExpr("cast(key as binary) value", "value as key", "timestamp")
+        return maps.map(renamed, _twice, "key string, value binary").select(F.lit(1).alias("n"), "value", "key")
+
+    maps, of_spark = Maps(), Maps()
+    plan = planned(build(read(onceflow_spark), read(onceflow_spark, "b"), maps), maps)
+    assert isinstance(plan, DirectPlan), plan
+    assert plan.source("a").needed == ("key", "value", "timestamp", "headers")
+    assert plan.source("b").needed == ("value", "timestamp")
+    rows, none = rows_in_spark(onceflow_spark).where("partition < 3"), none_in_spark(onceflow_spark)
+    given = records().slice(0, 3)
+    for topic, frames in (("a", (rows, none)), ("b", (none, rows))):
+        made = plan.source(topic).apply(given)
+        (expected,) = collect(build(*frames, of_spark), interpreted=False)
+        assert made.schema.names == expected.schema.names == list(plan.columns)
+        for own, theirs in zip(made.columns, expected.columns, strict=True):
+            assert comparable(own) == comparable(theirs)
+
+
+def test_what_is_needed_without_a_function_that_uses_it(onceflow_spark: Any) -> None:
+    maps = Maps()
+    mapped = planned(maps.map(read(onceflow_spark), _with_value).select("value"), maps)
+    assert isinstance(mapped, DirectPlan)
+    assert mapped.source("a").needed == tuple(SOURCE_TYPES), "a function may use every column that it gets"
+
+
 def test_names_of_views(onceflow_spark: Any) -> None:
     read(onceflow_spark).createOrReplaceTempView("direct_view")
     try:
@@ -229,6 +284,25 @@ REFUSED: dict[str, Callable[[Any], DataFrame]] = {
 @pytest.mark.parametrize("reason", REFUSED)
 def test_what_is_not_direct_and_why(onceflow_spark: Any, reason: str) -> None:
     assert planned(REFUSED[reason](onceflow_spark)) == reason
+
+
+def test_functions_and_steps_that_are_not_direct(onceflow_spark: Any) -> None:
+    df, maps = read(onceflow_spark), Maps()
+    mapped = maps.map(df, _with_value)
+    assert (
+        planned(mapped) == "the query has Flow.map with _with_value, which was made before an earlier run of the flow"
+    )
+    assert planned(mapped.where("key is not null"), maps) == "the query has a filter (where)"
+    order = CallOrder(concurrently(len), "out", None, None, None, FLOW)
+    assert planned(enrich_frame(df, order)) == "the query has calls of another service (Flow.enrich)"
+    step = df.mapInArrow(StepPlaceholder("t"), "key binary, value binary")
+    assert planned(step) == "the query has a process step whose outputs go through operators, or several process steps"
+    _batches.__name__, before = queries.join_name("t"), _batches.__name__
+    try:
+        joined = df.mapInArrow(_batches, df.schema)
+        assert planned(joined) == "the query has a join with a table (Flow.join_table)"
+    finally:
+        _batches.__name__ = before
 
 
 def test_other_sources_and_ctes_are_not_direct(onceflow_spark: Any) -> None:
