@@ -11,8 +11,8 @@ import orjson
 import pyarrow as pa
 import pytest
 
-from onceflow.bench import balance_runs, balance_service, copy_service, processes, restore, state
-from onceflow.bench.balance_service import Balance, ColumnBalance, expected, payments, problem_of, row_of
+from onceflow.bench import balance_runs, processes, restore, state
+from onceflow.bench.balances import Balance, ColumnBalance, expected, payments, problem_of, row_of
 from onceflow.state.api.record import Record
 
 SENT = list(payments(500, 20))
@@ -177,11 +177,3 @@ def test_summary_of_runs() -> None:
     assert line["correct"] == "2 missing"
     assert line["guarantee"] == "exactly_once"
     assert state.summary(balance_runs.SPARK, [run(1)], 1)["guarantee"] == "at_least_once"
-
-
-def test_the_service_copies_when_asked_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    called = []
-    monkeypatch.setattr(copy_service, "main", lambda: called.append(1))
-    monkeypatch.setenv("B_WORKLOAD", "w1")
-    balance_service.main()
-    assert called == [1]

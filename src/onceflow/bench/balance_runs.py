@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from onceflow.bench.balance_service import Balance, ColumnBalance, Expected, problem_of, row_of
+from onceflow.bench.balances import Balance, ColumnBalance, Expected, problem_of, row_of
 from onceflow.bench.environment import Bench, wait
 from onceflow.bench.processes import Meter
 from onceflow.bench.spark_state import transform_with_state

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from onceflow.bench.balance_runs import batches_of, local_rows, rate_of, start_flow, state_mib, steps_ms, table_topics
-from onceflow.bench.balance_service import (
+from onceflow.bench.balances import (
     ColumnBalance,
     Expected,
     expected,

@@ -3,45 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 from onceflow.bench.processes import stat_of
+from onceflow.bench.service_process import ended, process, service
 from onceflow.testing.served import ServerProcess
 from onceflow.testing.waiting import wait_until
 
 _SHARED_S = 90.0
-_STOP_S = 15.0
-
-
-@contextmanager
-def process(command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None) -> Iterator[Any]:
-    """A process that is stopped at the end, with SIGTERM, and later with SIGKILL. Ctrl-C does not reach it."""
-    with log.open("w") as handle:
-        started = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=handle,
-            stderr=handle,
-            env={**os.environ, **(environment or {})},
-            start_new_session=True,
-        )
-    try:
-        yield started
-    finally:
-        started.terminate()
-        try:
-            started.wait(_STOP_S)
-        except subprocess.TimeoutExpired:
-            started.kill()
-            started.wait()
 
 
 class Instance:
@@ -98,10 +73,6 @@ def _fair(instance: Instance, topic: str, count: int) -> bool:
     return settled and len(owned) == count and max(owned) - min(owned) <= 1 and bool(instance.document("/ready"))
 
 
-def _ended(started: Any, log: Path) -> str:
-    return "" if started.poll() is None else f"it has ended with {started.returncode}: {log.read_text()[-2000:]}"
-
-
 @contextmanager
 def flow(servers: str, source: str, topic: str, trigger_ms: int, folder: Path) -> Iterator[Any]:
     """A flow that copies a topic into the table."""
@@ -115,8 +86,8 @@ def flow(servers: str, source: str, topic: str, trigger_ms: int, folder: Path) -
     }
     (folder / "flow").mkdir()
     log = folder / "flow.log"
-    with process([sys.executable, "-m", "onceflow.bench.copy_service"], log, environment) as started:
-        yield lambda: _ended(started, log)
+    with service(environment, log) as started:
+        yield lambda: ended(started, log)
 
 
 @contextmanager
@@ -125,4 +96,4 @@ def producer(folder: Path, **argument: Any) -> Iterator[Any]:
     log = folder / "producer.log"
     command = [sys.executable, "-c", "from onceflow.bench.serve_writer import main; main()", json.dumps(argument)]
     with process(command, log) as started:
-        yield lambda: _ended(started, log)
+        yield lambda: ended(started, log)

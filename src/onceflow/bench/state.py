@@ -25,7 +25,7 @@ from onceflow.bench.balance_runs import (
     Measured,
     run_variant,
 )
-from onceflow.bench.balance_service import Expected, expected, payments
+from onceflow.bench.balances import Expected, expected, payments
 from onceflow.bench.environment import Bench, end_session
 from onceflow.bench.processes import worker_memory
 from onceflow.bench.restore import large, restore

@@ -14,7 +14,7 @@ from typing import Any
 
 from onceflow.bench import latency
 from onceflow.bench.balance_runs import batches_of, local_rows, rate_of, start_flow, table_rows, table_topics
-from onceflow.bench.balance_service import Balance, ColumnBalance, Expected, expected, payments, problem_of
+from onceflow.bench.balances import Balance, ColumnBalance, Expected, expected, payments, problem_of
 from onceflow.bench.environment import Bench, wait
 from onceflow.state.api.processor import Processor
 from onceflow.state.api.record import Record

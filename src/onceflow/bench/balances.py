@@ -1,22 +1,10 @@
-"""Running balances: the processors that benchmarks of state run, and a service for harnesses that compare systems.
-
-``python -m onceflow.bench.balance_service`` takes everything from the environment and runs until SIGTERM:
-``B_BOOTSTRAP``, ``B_NAME`` (the flow, and its table), ``B_IN``, ``B_OUT``, ``B_COMMIT_MS`` (the trigger), ``B_STATE``
-(a folder for all local files), ``B_HEAP``, ``B_WORKLOAD`` (w1: a copy, see ``copy_service``; w2: balances) and
-``B_VARIANT`` (``records`` or ``columns``). ``B_RECORDS_PER_BATCH`` bounds a batch (100,000): of a backlog, so many
-records are one transaction.
-"""
+"""Running balances of accounts: the processors that benchmarks of state run, and what must come out of them."""
 
 from __future__ import annotations
 
-import os
 import random
-import signal
 import struct
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -29,8 +17,6 @@ from onceflow.state.api.record import Record
 from onceflow.state.api.serdes import JSON
 
 INPUT = pa.schema([("account", pa.string()), ("amount", pa.int64()), ("id", pa.int64())])
-# Bounds the batches of a backlog; without one, a batch holds what has come in a commit interval.
-_RECORDS_PER_BATCH = 100_000
 _FIXED = struct.Struct("<xqq")  # a state row of ColumnBalance: bitmap of nulls, balance, count
 
 
@@ -173,48 +159,3 @@ def shuffled(keys: int, seed: int = 13) -> list[int]:
     accounts = list(range(keys))
     random.Random(seed).shuffle(accounts)
     return accounts
-
-
-# ---- the service ---------------------------------------------------------------------------------------
-
-
-def main() -> None:
-    """Run the service."""
-    environment = os.environ
-    if environment.get("B_WORKLOAD", "w2") == "w1":
-        from onceflow.bench import copy_service
-
-        copy_service.main()
-        return
-    from onceflow import Flow
-    from onceflow.session import session
-
-    state = Path(environment["B_STATE"])
-    tempfile.tempdir = str(state)
-    spark = session(
-        app_name=environment["B_NAME"],
-        master="local[2]",
-        config={
-            "spark.driver.memory": environment.get("B_HEAP", "1g"),
-            "spark.local.dir": str(state / "local"),
-            "spark.sql.warehouse.dir": str(state / "warehouse"),
-        },
-    )
-    commit_ms = int(environment["B_COMMIT_MS"])
-    most = int(environment.get("B_RECORDS_PER_BATCH", _RECORDS_PER_BATCH))
-    processor = ColumnBalance() if environment.get("B_VARIANT", "records") == "columns" else Balance()
-    flow = Flow(environment["B_NAME"], spark, bootstrap_servers=environment["B_BOOTSTRAP"])
-    df = flow.read(environment["B_IN"], max_records_per_batch=most)
-    table = f"{environment['B_NAME']}-table"
-    outputs = flow.process(df, processor, table=table, state_dir=state / "tables")
-    query = flow.write(outputs, topic=environment["B_OUT"], trigger=f"{commit_ms} milliseconds").start()
-
-    def stop(signal_number: int, frame: FrameType | None) -> None:
-        query.stop()
-
-    signal.signal(signal.SIGTERM, stop)
-    query.awaitTermination()
-
-
-if __name__ == "__main__":
-    main()
