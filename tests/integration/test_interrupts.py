@@ -328,6 +328,7 @@ def test_the_terminal_is_left_in_order(bench: Bench) -> None:
         (["demo", "deposits", "--records", "2000"], 4.0),
         (["demo", "deposits", "--records", "200000"], 25.0),
         (["bench", "sink", "--records", "100000", "--output", "FOLDER/results"], 20.0),
+        (["bench", "latency", "--output", "FOLDER/results"], 15.0),
         (["chaos", "--seconds", "60"], 20.0),
     ],
     ids=lambda given: "" if isinstance(given, float) else " ".join(given[:2]),

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from onceflow.bench import overhead_runs
-from onceflow.bench.latency import Plan, percentile
+from onceflow.bench.latency import percentile
 from onceflow.bench.overhead_figures import (
     Commit,
     chosen_bound,
@@ -29,12 +29,6 @@ def test_percentile_is_a_value_that_was_seen() -> None:
     assert percentile([7.0], 1) == percentile([7.0], 99) == 7.0
     with pytest.raises(ValueError, match="nothing"):
         percentile([], 50)
-
-
-def test_a_plan_counts_what_comes_after_the_warm_up() -> None:
-    plan = Plan("servers", "in", "out", 1000, 4.0, 12.0)
-    assert (plan.records, plan.warm_records) == (16_000, 4_000)
-    assert Plan("servers", "in", "out", 1, 5.0, 0.0).warm_records == 4, "at least one record counts"
 
 
 def test_contenders_take_turns_and_each_goes_first_equally_often() -> None:

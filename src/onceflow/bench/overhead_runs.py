@@ -13,9 +13,9 @@ from typing import Any
 
 from onceflow.bench import latency
 from onceflow.bench.environment import Bench
+from onceflow.bench.latency_records import VALUE_BYTES
 from onceflow.bench.overhead_figures import Commit, chosen_bound, commits_of, next_bound, rate_of, warm_span
 
-VALUE_BYTES = latency.VALUE_BYTES
 EXACTLY, AT_LEAST, SPARK = "exactly_once", "at_least_once", "spark"
 STEPS = ("plan", "begin", "write", "audit", "progress", "end")
 LATENCY_TRIGGER = "100 milliseconds"

@@ -101,6 +101,52 @@ class Meter:
                     self.rss_mib, self.anon_mib = max(self.rss_mib or 0, rss), max(self.anon_mib or 0, anon)
 
 
+class Usage:
+    """CPU time and memory of some processes and of all that descend from them, from one moment on.
+
+    What a process has used since the last `look` is lost when it ends.
+    """
+
+    def __init__(self, roots: Sequence[int]) -> None:
+        self._roots = tuple(roots)
+        self._spent: dict[tuple[int, int], float] = {}  # also by those that have ended
+        self.restart()
+
+    def restart(self) -> None:
+        """Count from here."""
+        self.max_rss_mib: float | None = None
+        self.look()
+        self._begun_s, self._begun_at = self.cpu_s, time.monotonic()
+
+    def look(self) -> None:
+        """Read what they have used so far. Memory is the sum of all resident pages; shared ones count in each."""
+        stats = dict(_stats())
+        rss = 0.0
+        for pid in [each for root in self._roots for each in (root, *below(root, stats)) if each in stats]:
+            self._spent[pid, stats[pid].begun] = stats[pid].cpu_s
+            if text := _read(f"{pid}/status").decode(errors="replace"):
+                rss += memory_of(text)[0]
+        if rss:
+            self.max_rss_mib = max(self.max_rss_mib or 0.0, rss)
+
+    @property
+    def cpu_s(self) -> float:
+        """CPU seconds at the last look, since these processes began."""
+        return sum(self._spent.values())
+
+    def cpu_percent(self) -> float | None:
+        """Percent of a core since the restart; None: the system does not tell, or there is no process."""
+        self.look()
+        seconds = time.monotonic() - self._begun_at
+        return 100 * (self.cpu_s - self._begun_s) / seconds if self._spent and seconds > 0 else None
+
+
+def machine_busy_s() -> float | None:
+    """CPU seconds of everybody on the machine since its start; None: the system does not tell."""
+    text = _read("stat").decode()
+    return busy_of(text) if text else None
+
+
 def _read(name: str) -> bytes:
     try:
         return Path("/proc", name).read_bytes()

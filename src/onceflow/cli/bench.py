@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import logging
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,19 +9,9 @@ from typing import Any
 
 import click
 
+from onceflow.cli.bench_latency import latency
+from onceflow.cli.bench_report import measured, output_option, report, run_and_report
 from onceflow.cli.examples import examples
-
-# A terminal is 80 characters wide: a few results with more figures than these stand side by side, a line per figure.
-_MAX_COLUMNS, _MAX_SIDE_BY_SIDE = 8, 5
-
-
-_output = click.option(
-    "--output",
-    type=click.Path(dir_okay=False, path_type=Path),
-    default=Path("bench-results.jsonl"),
-    show_default=True,
-    help="The file to which results are added as JSON lines.",
-)
 
 
 @click.group(invoke_without_command=True)
@@ -35,6 +23,9 @@ def bench(context: click.Context) -> None:
     """
     if context.invoked_subcommand is None:
         context.invoke(sink)
+
+
+bench.add_command(latency)
 
 
 @examples("onceflow bench sink --records 1000000 --rounds 5")
@@ -57,7 +48,7 @@ def bench(context: click.Context) -> None:
     show_default=True,
     help="Small batches to write, of 400 rows each.",
 )
-@_output
+@output_option
 def sink(records: int, records_per_batch: int, rounds: int, small_batches: int, output: Path) -> None:
     """Compare the sink with Spark's own Kafka sink.
 
@@ -65,7 +56,7 @@ def sink(records: int, records_per_batch: int, rounds: int, small_batches: int, 
     """
     from onceflow.bench.sink import Choices, run
 
-    _run(run, Choices(records, records_per_batch, rounds, small_batches), output)
+    run_and_report(run, Choices(records, records_per_batch, rounds, small_batches), output)
 
 
 @examples("onceflow bench state --large")
@@ -110,7 +101,7 @@ def sink(records: int, records_per_batch: int, rounds: int, small_batches: int, 
 )
 @click.option("--pandas", is_flag=True, help="Also measure transformWithStateInPandas, which is slow.")
 @click.option("--only", type=click.Choice(["throughput", "restore", "large", "weaker"]), help="Run only this part.")
-@_output
+@output_option
 def state(
     records: int,
     accounts: int,
@@ -134,7 +125,7 @@ def state(
 
     parts = (only,) if only else PARTS[:3] if large else PARTS[:2]
     choices = Choices(records, accounts, rounds, often, spark_records_per_batch, keys, large_keys, parts, pandas)
-    _run(run, choices, output)
+    run_and_report(run, choices, output)
 
 
 @examples("onceflow bench dedup --records-per-batch 20000")
@@ -154,7 +145,7 @@ def state(
     show_default=True,
     help="Records of one partition in a batch.",
 )
-@_output
+@output_option
 def dedup(ids: tuple[int, ...], records_per_batch: int, output: Path) -> None:
     """Measure de-duplication on one core, without Spark and Kafka, and its memory.
 
@@ -162,7 +153,7 @@ def dedup(ids: tuple[int, ...], records_per_batch: int, output: Path) -> None:
     """
     from onceflow.bench.dedup import Choices, run
 
-    _run(run, Choices(ids, records_per_batch), output)
+    run_and_report(run, Choices(ids, records_per_batch), output)
 
 
 @examples("onceflow bench overhead --rounds 3")
@@ -185,7 +176,7 @@ def dedup(ids: tuple[int, ...], records_per_batch: int, output: Path) -> None:
     help="Records per second while latency is measured.",
 )
 @click.option("--only", type=click.Choice(["throughput", "latency"]), help="Run only this part.")
-@_output
+@output_option
 def overhead(rounds: int, seconds: float, records_per_second: int, only: str | None, output: Path) -> None:
     """Measure what exactly-once costs.
 
@@ -195,7 +186,7 @@ def overhead(rounds: int, seconds: float, records_per_second: int, only: str | N
     from onceflow.bench.overhead import PARTS, Choices, run
 
     choices = Choices(rounds, seconds, records_per_second, parts=(only,) if only else PARTS)
-    _run(run, choices, output)
+    run_and_report(run, choices, output)
 
 
 @examples("onceflow bench serve")
@@ -232,7 +223,7 @@ def overhead(rounds: int, seconds: float, records_per_second: int, only: str | N
 @click.option(
     "--trigger-ms", type=click.IntRange(min=10), default=1_000, show_default=True, help="How often the writer commits."
 )
-@_output
+@output_option
 def serve(output: Path, **given: Any) -> None:
     """Measure look-ups over HTTP (onceflow table serve).
 
@@ -254,8 +245,8 @@ def serve(output: Path, **given: Any) -> None:
 
             yield from run(choices, shown)
 
-        results = _measured(run_shown, Choices(**given), output)
-    _report(results)
+        results = measured(run_shown, Choices(**given), output)
+    report(results)
 
 
 @examples("onceflow bench postgres")
@@ -278,7 +269,7 @@ def serve(output: Path, **given: Any) -> None:
 )
 @click.option("--key", is_flag=True, help="Tables with a primary key.")
 @click.option("--dsn", help="A PostgreSQL server that runs already, as libpq takes it.  [default: one is started]")
-@_output
+@output_option
 def postgres(output: Path, **given: Any) -> None:
     """Compare Flow.write_postgres with Spark's JDBC writer and with COPY.
 
@@ -288,54 +279,4 @@ def postgres(output: Path, **given: Any) -> None:
     """
     from onceflow.bench.postgres import Choices, run
 
-    _run(run, Choices(**given), output)
-
-
-def _run(run: Callable[[Any, Callable[[str], None]], Iterator[dict[str, Any]]], choices: Any, output: Path) -> None:
-    """Run a benchmark, print the results and add them to a file. The exit code is 1 if outputs of a run were wrong."""
-    _report(_measured(run, choices, output))
-
-
-def _measured(
-    run: Callable[[Any, Callable[[str], None]], Iterator[dict[str, Any]]], choices: Any, output: Path
-) -> list[dict[str, Any]]:
-    from rich.console import Console
-
-    errors = Console(stderr=True)
-    # At Ctrl-C, py4j logs where it waited for the JVM, to the root logger.
-    logging.getLogger().addFilter(lambda record: "while sending command" not in record.getMessage())
-    results = []
-    for result in run(choices, lambda text: errors.print(text)):
-        results.append(result)
-        with output.open("a") as handle:
-            handle.write(json.dumps(result) + "\n")
-    return results
-
-
-def _report(results: list[dict[str, Any]]) -> None:
-    _print(results)
-    click.echo(json.dumps(results[-1]))
-    if any(result.get("correct", "yes") != "yes" for result in results):
-        raise SystemExit(1)
-
-
-def _print(results: list[dict[str, Any]]) -> None:
-    from rich.console import Console
-    from rich.table import Column, Table
-
-    console = Console()
-    for name in dict.fromkeys(result["bench"] for result in results):
-        rows = [result for result in results if result["bench"] == name]
-        columns = [key for key in rows[0] if key != "bench"]
-        lines = [columns, *[[_shown(row[column]) for column in columns] for row in rows]]
-        if len(columns) > _MAX_COLUMNS and len(rows) <= _MAX_SIDE_BY_SIDE:
-            sides = [list(line) for line in zip(*lines, strict=True)]
-            lines = [["figure", "value"], *sides] if len(rows) == 1 else sides
-        table = Table(*[Column(each, justify="right", overflow="fold") for each in lines[0]], title=name)
-        for line in lines[1:]:
-            table.add_row(*line)
-        console.print(table)
-
-
-def _shown(value: Any) -> str:
-    return f"{value:,}" if isinstance(value, int) else str(value)
+    run_and_report(run, Choices(**given), output)
