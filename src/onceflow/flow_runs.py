@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from onceflow import hooks, interactive, log_context
 from onceflow.client.settings import ClientSettings
+from onceflow.direct.run import DirectRun
 from onceflow.driver.run import Run
 from onceflow.driver.source_times import SourceTimes
 from onceflow.driver.startup import Startup
@@ -15,7 +16,6 @@ from onceflow.errors import OptionError
 from onceflow.flow_end import end_when_complete
 from onceflow.protocol.names import Names
 from onceflow.query import FlowQuery
-from onceflow.spark.streaming_query import SparkQuery
 from onceflow.uncaught import fenced_ends_program
 
 
@@ -80,7 +80,7 @@ class FlowRuns:
                 next_step="call read before write(...).start(), or stop the query first",
             )
 
-    def start(self, prepare: Callable[[Startup], Run]) -> FlowQuery:
+    def start(self, prepare: Callable[[Startup], Run | DirectRun]) -> FlowQuery:
         """Start a query.
 
         Args:
@@ -103,8 +103,9 @@ class FlowRuns:
 
             try:
                 times = functools.partial(SourceTimes, self._settings)
-                engine = SparkQuery(run.start())
-                self._running = query = FlowQuery(engine, run.sink, ended, run.until, times, run.report)
+                engine = run.start()
+                reason = run.engine_reason
+                self._running = query = FlowQuery(engine, run.sink, ended, run.until, times, run.report, reason)
                 query.log_start()
                 engine.when_ended(query.terminated)
                 if run.until:

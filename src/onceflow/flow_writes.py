@@ -8,14 +8,17 @@ from pathlib import Path
 from pyspark.sql import DataFrame, SparkSession
 
 from onceflow.client.settings import ClientSettings
+from onceflow.direct.run import DirectRun, direct_run
 from onceflow.driver.external_run import prepare_external_run
-from onceflow.driver.run import prepare_run
+from onceflow.driver.run import Run, prepare_query, spark_run
+from onceflow.driver.startup import Startup
+from onceflow.engine_query import DIRECT
 from onceflow.external.postgres import PostgresSink
 from onceflow.external.sink import ExternalSink
 from onceflow.flow_runs import FlowRuns
 from onceflow.flow_writer import FlowWriter
 from onceflow.planning.external_write import ExternalOptions, check_external
-from onceflow.planning.write_options import WriteOptions, check_write
+from onceflow.planning.write_options import CheckedWrite, WriteOptions, check_write
 
 
 class FlowWrites:
@@ -51,6 +54,7 @@ class FlowWrites:
         small_batch_rows: int | None = None,
         late: str = "drop",
         once: bool = False,
+        engine: str = "auto",
     ) -> FlowWriter:
         """Prepare to write a streaming DataFrame; ``.start()`` runs it.
 
@@ -87,6 +91,9 @@ class FlowWrites:
                 ``drop``: they are counted (``BatchSummary.dropped``), and a warning says so. ``fail``: LateRowsError,
                 and the batch is not committed; needs ``guarantee="exactly_once"``.
             once: process what is in the sources now, in bounded batches, then stop (Spark's availableNow).
+            engine: what runs the batches. ``direct``: the driver reads, processes and writes them by itself, without a
+                Spark job. ``spark``: Spark's micro-batches. ``auto``: ``direct`` where the query allows it, see
+                ``docs/performance.md``; the start-up log and ``FlowQuery.engine_reason`` say why.
 
         Raises:
             OptionError, SchemaError, UnsupportedQueryError, UnknownTopicError, ProgressConflictError: raised here or in
@@ -94,10 +101,14 @@ class FlowWrites:
         """
         given = WriteOptions(
             topic, trigger, guarantee, partitioner, checkpoint, output_mode, on_checkpoint_conflict,
-            transaction_timeout, compression, small_batch_rows, late, once,
+            transaction_timeout, compression, small_batch_rows, late, once, engine,
         )  # fmt: skip
         write = check_write(df, given, self._runs.startup.own_topics, self.name)
-        return FlowWriter(lambda: self._runs.start(lambda startup: prepare_run(self._spark, startup, write)))
+        return FlowWriter(lambda: self._runs.start(lambda startup: self._prepared(startup, write)))
+
+    def _prepared(self, startup: Startup, write: CheckedWrite) -> Run | DirectRun:
+        prepared = prepare_query(self._spark, startup, write)
+        return direct_run(prepared) if prepared.choice.engine == DIRECT else spark_run(prepared)
 
     def write_external(
         self,

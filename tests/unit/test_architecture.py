@@ -48,6 +48,7 @@ ALLOWED = {
     "planning": {
         "calls",
         "durations",
+        "engine_query",
         "errors",
         "external",
         "instants",

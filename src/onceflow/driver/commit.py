@@ -15,7 +15,6 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 from pyspark.sql import DataFrame
 
@@ -33,7 +32,7 @@ from onceflow.driver.fetched_rows import Rows
 from onceflow.driver.joins import Joins
 from onceflow.driver.late_rows import LateRows
 from onceflow.driver.numbering import Numbering
-from onceflow.driver.offset_log import SourceRange, Sources, check_contiguous, read_range
+from onceflow.driver.offset_log import SourceRange, Sources, TopicOffsets, check_contiguous, read_range
 from onceflow.driver.output_writer import OutputWriter
 from onceflow.driver.retries import Attempt
 from onceflow.driver.row_calls import RowCalls
@@ -52,7 +51,7 @@ from onceflow.planning.options import BatchSummary, SinkOptions
 from onceflow.planning.ownership import Columns
 from onceflow.protocol.batches import ProducerIdAndEpoch
 from onceflow.protocol.names import Names
-from onceflow.protocol.progress import DriverProcess, Progress
+from onceflow.protocol.progress import DriverProcess, Offsets, Progress
 from onceflow.protocol.transaction import Event, Phase, Transaction
 from onceflow.spark.checkpoint_files import Folder
 
@@ -70,7 +69,7 @@ class BatchCommit:
         columns: the columns of the rows, which have been checked.
         cores: returns how many tasks Spark can run at once. Called for every batch, because executors come and go.
         delivery: runs the steps as the guarantee requires.
-        checkpoint: folder of the query's checkpoint (Spark's offset log is read from there).
+        checkpoint: folder of the query's checkpoint, where Spark's offset log is; None: with the direct engine.
         numbering: relates Spark's batch numbers to progress when the checkpoint is kept; None for a scratch checkpoint.
         sources: the topics that the query reads.
         state: the process steps of the query, if it has any.
@@ -90,7 +89,7 @@ class BatchCommit:
         options: SinkOptions,
         columns: Columns,
         cores: Callable[[], int],
-        checkpoint: Folder,
+        checkpoint: Folder | None,
         numbering: Numbering | None = None,
         sources: Sources,
         state: StateStep | None = None,
@@ -197,6 +196,7 @@ class BatchCommit:
 
     def plan(self, spark_batch_id: int, batch: int) -> tuple[SourceRange, bool]:
         """The source range of the batch; whether it is committed. If not, it must start where progress ends (I2)."""
+        assert self._checkpoint is not None, "the direct engine calls plan_range"
         topics = None if self._numbering is None else self._sources.partitions
         source = read_range(self._checkpoint, spark_batch_id, topics).capped(self._sources.until)
         if self._numbering is not None:
@@ -395,5 +395,5 @@ class BatchCommit:
         )
 
 
-def _plain(offsets: Any) -> dict[str, dict[int, int]]:
+def _plain(offsets: Offsets) -> TopicOffsets:
     return {topic: dict(partitions) for topic, partitions in offsets.items()}

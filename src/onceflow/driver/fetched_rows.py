@@ -18,6 +18,10 @@ class Fetched(Protocol):
         ...
 
 
+# Larger batches are not joined: the copy would cost more than it saves.
+_JOINED_BYTES = 1_000_000
+
+
 @dataclass(frozen=True)
 class FetchedRows:
     """Rows that the direct engine has fetched. Without a Spark job, the driver writes or processes them itself.
@@ -32,8 +36,25 @@ class FetchedRows:
 
     def batches(self) -> Iterator[pa.RecordBatch]:
         """The rows, as the sink or the process step of the query takes them."""
+        waiting: list[pa.RecordBatch] = []
+        size = 0
         for part in self.parts:
-            yield from part.rows()
+            for batch in part.rows():
+                if waiting and (size + batch.nbytes > _JOINED_BYTES or batch.schema != waiting[0].schema):
+                    yield _joined(waiting)
+                    waiting, size = [], 0
+                waiting.append(batch)
+                size += batch.nbytes
+        if waiting:
+            yield _joined(waiting)
+
+
+def _joined(batches: list[pa.RecordBatch]) -> pa.RecordBatch:
+    """One batch: what is written to a partition by one Arrow batch is one record batch, or few."""
+    joined: pa.RecordBatch = batches[0]
+    if len(batches) > 1:
+        (joined,) = pa.Table.from_batches(batches).combine_chunks().to_batches()
+    return joined
 
 
 Rows = DataFrame | FetchedRows

@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 
 from pyspark.errors import AnalysisException
 from pyspark.sql import DataFrame, SparkSession
-from pyspark.sql.streaming.query import StreamingQuery
 from pyspark.sql.streaming.readwriter import DataStreamWriter
 
 from onceflow.clock import clock_ms
 from onceflow.driver import handover
 from onceflow.driver.batch_sink import BatchSink
+from onceflow.driver.batches import Batches
 from onceflow.driver.checkpoint_location import CheckpointLocation, kept_location, scratch_location
 from onceflow.driver.commit import BatchCommit
 from onceflow.driver.delivery import delivery
@@ -24,8 +24,10 @@ from onceflow.driver.state_step import StateStep
 from onceflow.driver.streamed_query import StreamedQuery, divide
 from onceflow.driver.watching import Watch
 from onceflow.errors import UnsupportedQueryError, located
-from onceflow.planning import process, step_query
+from onceflow.planning import engine, process, step_query
 from onceflow.planning.bounded import bounded
+from onceflow.planning.engine import EngineChoice
+from onceflow.planning.options import SinkOptions
 from onceflow.planning.run_options import RunOptions
 from onceflow.planning.write_options import CheckedWrite, check_output
 from onceflow.protocol.progress import Offsets, Progress
@@ -33,8 +35,9 @@ from onceflow.spark import logs, queries, query_listener, shipping
 from onceflow.spark.checkpoint_files import LocalFolder
 from onceflow.spark.imports import ImportCheck, sent_to_tasks
 from onceflow.spark.kafka_source import put_first_batch
-from onceflow.spark.master import current_cores
+from onceflow.spark.master import current_cores, is_local
 from onceflow.spark.queries import PlanFacts
+from onceflow.spark.streaming_query import SparkQuery
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,7 @@ class Run:
         watch: logs what prevents the query from reading its sources.
         until: where its reads end; empty: it does not end by itself.
         report: what its start has found.
+        engine_reason: why this engine runs it.
     """
 
     flow: str
@@ -58,8 +62,9 @@ class Run:
     watch: Watch
     until: Offsets
     report: StartReport
+    engine_reason: str = ""
 
-    def start(self) -> StreamingQuery:
+    def start(self) -> SparkQuery:
         """Start the query in Spark.
 
         Raises:
@@ -68,7 +73,7 @@ class Run:
         logs.silence_py4j()
         try:
             with query_listener.by_flow(self.flow), queries.without_adaptive_execution(self.spark):
-                return self.writer.start()
+                return SparkQuery(self.writer.start())
         except AnalysisException as error:
             raise UnsupportedQueryError(
                 "Spark refuses the query",
@@ -86,8 +91,30 @@ class Run:
         self.location.close()
 
 
-def prepare_run(spark: SparkSession, startup: Startup, write: CheckedWrite) -> Run:
-    """Put a query together. After this only Spark can reject the query.
+@dataclass(frozen=True)
+class PreparedQuery:
+    """A query that may be run, by the engine that was chosen for it.
+
+    Args:
+        progress: with which the run begins.
+        location: of the checkpoint that is kept; None: there is none.
+        written: topics that are written, as far as they are known.
+        imports: checks whether tasks can import what they need.
+    """
+
+    spark: SparkSession
+    startup: Startup
+    write: CheckedWrite
+    query: StreamedQuery
+    choice: EngineChoice
+    progress: Progress
+    location: CheckpointLocation | None
+    written: Sequence[str]
+    imports: ImportCheck
+
+
+def prepare_query(spark: SparkSession, startup: Startup, write: CheckedWrite) -> PreparedQuery:
+    """Check a query as a whole, fence, read progress, and choose an engine.
 
     Args:
         startup: of the flow. It is used for this run only.
@@ -99,7 +126,6 @@ def prepare_run(spark: SparkSession, startup: Startup, write: CheckedWrite) -> R
     run, options = bounded(write.run, write.sink, startup.sources, startup.until, flow)
     write = replace(write, run=run, sink=options)
     imports = _check_query(spark, startup, write)
-    imports.at_start()
     deadline = startup.deadline()
     with located(flow=flow):
         letters = process.letter_topics(startup.steps, (order.dead_letter_topic for order in startup.calls))
@@ -115,19 +141,40 @@ def prepare_run(spark: SparkSession, startup: Startup, write: CheckedWrite) -> R
         flow=flow,
         source_partitions=startup.source_partitions,
         clock=not write.run.once,
+        maps={name: each.apply for name, each in startup.maps.items()},
     )
-    location = location or scratch_location(flow)
     handover.check_sources(progress, startup.sources, flow=flow)
+    choice = engine.choose(
+        write.run.engine,
+        query.direct,
+        checkpoint=write.run.checkpoint is not None,
+        local=is_local(spark),
+        small_batch_rows=options.small_batch_rows,
+        flow=flow,
+    )
+    return PreparedQuery(spark, startup, write, query, choice, progress, location, written, imports)
+
+
+def spark_run(prepared: PreparedQuery) -> Run:
+    """Put a run of Spark's engine together. After this only Spark can reject the query."""
+    spark, startup, write = prepared.spark, prepared.startup, prepared.write
+    query, progress, flow = prepared.query, prepared.progress, startup.flow
+    prepared.imports.at_start()
+    location = prepared.location or scratch_location(flow)
     _plan_first_batch(query, location, progress)
     reads_little = not write.run.facts.others and queries.reads_little(write.df)
     query = replace(query, options=replace(query.options, reads_little=reads_little))
-    sink = _sink(spark, startup, query, progress, location, written, imports)
+    commit = batch_commit(prepared, query.options, location)
+    tables = list if query.state is None else query.state.facts
+    sink = BatchSink(commit, query.options, before_first=prepared.imports.finish, tables=tables)
     writer = writer_of(spark, query.df, sink, location, write.run, flow)
     query_listener.watch(spark)  # a query without Flow.read has not done it yet
     kept = None if location.numbering is None else location.address
-    told = report(startup, spark, query.options, outputs=written, checkpoint=kept)
+    told = report(startup, spark, query.options, outputs=prepared.written, checkpoint=kept, choice=prepared.choice)
     startup.used()
-    return Run(flow, spark, writer, sink, query.state, location, watch_sources(startup, sink), startup.until, told)
+    watch = watch_sources(startup, sink)
+    reason = prepared.choice.reason
+    return Run(flow, spark, writer, sink, query.state, location, watch, startup.until, told, reason)
 
 
 def check_read_now(startup: Startup, facts: PlanFacts) -> None:
@@ -144,7 +191,7 @@ def check_read_now(startup: Startup, facts: PlanFacts) -> None:
         )
 
 
-def watch_sources(startup: Startup, sink: BatchSink) -> Watch:
+def watch_sources(startup: Startup, sink: Batches) -> Watch:
     """Log what prevents the query from reading its sources."""
     return Watch(
         startup.settings,
@@ -182,40 +229,36 @@ def _plan_first_batch(query: StreamedQuery, location: CheckpointLocation, progre
         put_first_batch(query.df, location.folder.path, ends, clock_ms())
 
 
-def _sink(
-    spark: SparkSession,
-    startup: Startup,
-    query: StreamedQuery,
-    progress: Progress,
-    location: CheckpointLocation,
-    written: Sequence[str],
-    imports: ImportCheck,
-) -> BatchSink:
+def batch_commit(prepared: PreparedQuery, options: SinkOptions, location: CheckpointLocation | None) -> BatchCommit:
+    """The steps of the batches of a run.
+
+    Args:
+        location: of the checkpoint from which ranges are read; None: the engine knows them itself.
+    """
+    startup, query, progress = prepared.startup, prepared.query, prepared.progress
     session = startup.session
-    commit = BatchCommit(
+    return BatchCommit(
         state=query.state,
         names=startup.names,
         settings=startup.settings,
         cluster=session.cluster,
         delivery=delivery(
-            query.options.guarantee,
+            options.guarantee,
             session,
-            written,
+            prepared.written,
             with_state=None if query.state is None else query.state.opened(progress),
         ),
         progress=progress,
         driver=startup.driver,
-        options=query.options,
+        options=options,
         columns=query.columns,
-        cores=current_cores(spark),
-        checkpoint=location.folder,
-        numbering=location.numbering,
+        cores=current_cores(prepared.spark),
+        checkpoint=None if location is None else location.folder,
+        numbering=None if location is None else location.numbering,
         sources=startup.sources_read,
-        calls=RowCalls(startup.calls, query.options.transaction_timeout_s),
+        calls=RowCalls(startup.calls, options.transaction_timeout_s),
         joins=Joins(startup.joins, session.cluster, progress, settings=startup.settings, flow=startup.flow),
     )
-    tables = list if query.state is None else query.state.facts
-    return BatchSink(commit, query.options, before_first=imports.finish, tables=tables)
 
 
 def writer_of(

@@ -14,7 +14,9 @@ from pyspark.sql import SparkSession
 
 from onceflow.client.addresses import parse_servers
 from onceflow.driver.startup import Startup
+from onceflow.engine_query import DIRECT, SPARK
 from onceflow.external.sink import ExternalSink
+from onceflow.planning.engine import EngineChoice
 from onceflow.planning.options import EXACTLY_ONCE, SinkOptions
 from onceflow.protocol.names import INTERNAL_SUFFIX
 from onceflow.protocol.progress import DriverProcess, Progress
@@ -61,6 +63,7 @@ class StartReport:
             no changelog.
         kafka: namespace of the cluster's topics. dataset, target: of an external sink.
         checkpoint: address of the checkpoint with Spark's state.
+        engine, engine_reason: see `EngineChoice`.
     """
 
     flow: str
@@ -80,6 +83,8 @@ class StartReport:
     checkpoint: str | None
     small_batch_rows: int | None
     spark: str
+    engine: str = SPARK
+    engine_reason: str = ""
 
     def lines(self, now_ms: int) -> Iterator[str]:
         """For people, the most important line first."""
@@ -103,6 +108,8 @@ class StartReport:
             yield f"state in Spark: checkpoint {self.checkpoint}"
         to = self.target or ", ".join(self.outputs) or "the topics of its rows"
         yield f"writes {to}: {self._engine()}; {self.spark}"
+        if self.engine_reason:
+            yield f"engine {self.engine}: {self.engine_reason}"
 
     def facts(self) -> dict[str, Any]:
         """For log lines as JSON."""
@@ -122,6 +129,8 @@ class StartReport:
             },
             "outputs": [self.target] if self.target else list(self.outputs),
             "checkpoint": self.checkpoint,
+            "engine": self.engine,
+            "engine_reason": self.engine_reason,
         }
 
     def inputs(self) -> dict[str, Dataset]:
@@ -142,6 +151,8 @@ class StartReport:
         return f"{after}; its progress is {_age(now_ms - self.progress_ms)} old"
 
     def _engine(self) -> str:
+        if self.engine == DIRECT:
+            return "the driver reads and writes all batches"
         if self.small_batch_rows is None:
             return "small batches by the driver, others by tasks"
         if self.small_batch_rows <= 0:
@@ -158,6 +169,7 @@ def report(
     sink: ExternalSink | None = None,
     followed: Progress | None = None,
     checkpoint: str | None = None,
+    choice: EngineChoice | None = None,
 ) -> StartReport:
     """The report of a start that is done, before its query runs.
 
@@ -198,6 +210,8 @@ def report(
         checkpoint=checkpoint,
         small_batch_rows=options.small_batch_rows,
         spark=f"Spark {spark.version}, {spark.sparkContext.master}",
+        engine=SPARK if choice is None else choice.engine,
+        engine_reason="" if choice is None else choice.reason,
     )
 
 

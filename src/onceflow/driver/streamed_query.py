@@ -9,6 +9,8 @@ from pyspark.sql import DataFrame, SparkSession
 
 from onceflow.driver.state_step import StateStep
 from onceflow.errors import OptionError
+from onceflow.planning.direct_plan import DirectPlan
+from onceflow.planning.direct_query import Maps, direct_plan
 from onceflow.planning.options import EXACTLY_ONCE, SinkOptions
 from onceflow.planning.ownership import Columns
 from onceflow.planning.placement import SMALL_BATCH_ROWS, QueryShape, StepShape
@@ -30,12 +32,14 @@ class StreamedQuery:
         df: what Spark streams.
         columns: those of the rows that are written.
         state: the process steps and the operators behind them, if there are any.
+        direct: the query as the direct engine runs it, up to its process step; or why it cannot.
     """
 
     df: DataFrame
     options: SinkOptions
     columns: Columns
     state: StateStep | None
+    direct: DirectPlan | str
 
 
 def divide(
@@ -48,6 +52,7 @@ def divide(
     flow: str,
     source_partitions: Mapping[str, list[int]],
     clock: bool,
+    maps: Maps,
 ) -> StreamedQuery:
     """Divide a query.
 
@@ -58,6 +63,7 @@ def divide(
         steps: the flow's, by their tables. The query may use some of them only.
         progress: the flow's, as committed.
         clock: whether a flow with timers also gets batches when there are no data.
+        maps: the flow's functions of ``Flow.map``.
 
     Raises:
         UnsupportedQueryError: the query cannot be divided in this way.
@@ -66,7 +72,7 @@ def divide(
     found = tree_of(df, steps, flow)
     options = _driver_rows(df, options)
     if found is None:
-        return StreamedQuery(df, options, columns, None)
+        return StreamedQuery(df, options, columns, None, direct_plan(plans.analyzed(df), flow=flow, maps=maps))
     tree, branches = found
     spark = df.sparkSession
     plans.check_streaming(df, flow)
@@ -88,10 +94,9 @@ def divide(
         columns=columns,
         collected={table: spark.sparkContext.accumulator([], Collected()) for table in used},
     )
-    counts = [len(partitions) for partitions in source_partitions.values()]
     placed = source_keys and "partition" in streamed.columns
     shape = QueryShape(
-        steps=tuple(_shape(node, used[node.table], counts, placed) for node in tree.all_steps()),
+        steps=tuple(_shape(node, used[node.table], source_partitions, placed) for node in tree.all_steps()),
         written_as_is=query.written_as_is,
         needs_exchange=_needs_exchange(query),
         local=is_local(spark),
@@ -100,7 +105,15 @@ def divide(
     )
     transactions = options.guarantee == EXACTLY_ONCE
     tables = _tables(tree, used, progress, source_partitions, transactions=transactions)
-    return StreamedQuery(streamed, options, columns, StateStep(query, shape, tables, cores=current_cores(spark)))
+    state = StateStep(query, shape, tables, cores=current_cores(spark))
+    return StreamedQuery(streamed, options, columns, state, _direct_input(query, flow, maps))
+
+
+def _direct_input(query: StepQuery, flow: str, maps: Maps) -> DirectPlan | str:
+    """The input of the process step as the direct engine makes it, or why it cannot."""
+    if not query.written_as_is or query.tree.step is None:
+        return "operators follow the process step, or the query has several steps"
+    return direct_plan(query.tree.step.input.plan, flow=flow, maps=maps)
 
 
 def _without_needless(spark: SparkSession, tree: Tree, partitioner: str, flow: str) -> Tree:
@@ -144,15 +157,16 @@ def _tables(
     return found
 
 
-def _shape(node: StepNode, step: Step, source_counts: list[int], source_keys: bool) -> StepShape:
+def _shape(node: StepNode, step: Step, source_partitions: Mapping[str, list[int]], source_keys: bool) -> StepShape:
     """A step, for its placement.
 
     Args:
-        source_counts: how many partitions each source topic has.
+        source_partitions: of each source topic.
         source_keys: whether rows of the stream have the keys and the partitions of their source.
     """
     partitions = step.spec.topics.partitions
     from_stream = node.input.branch is not None
+    source_counts = [len(numbers) for numbers in source_partitions.values()]
     co_partitionable = from_stream and source_keys and source_counts == [partitions]
     return StepShape(node.table, partitions, from_stream, co_partitionable)
 

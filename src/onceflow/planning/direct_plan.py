@@ -222,6 +222,24 @@ def sink_rows(rows: pa.RecordBatch, columns: Columns, source_partition: int | No
     return pa.RecordBatch.from_arrays(list(taken.values()), names=list(taken))
 
 
+def described(plan: DirectPlan, *, extended: bool = False) -> str:
+    """The plan as text, a line for each topic.
+
+    Args:
+        extended: also which columns are fetched.
+    """
+    lines = ["== Direct plan =="]
+    for source in plan.sources:
+        steps = [f"topic {source.topic}"]
+        for operator in source.operators:
+            kind = "select" if isinstance(operator, Select) else "map to"
+            steps.append(f"{kind} {', '.join(operator.names)}")
+        lines.append(" -> ".join(steps))
+        if extended:
+            lines.append(f"  columns of the topic that are used: {', '.join(source.needed)}")
+    return "\n".join(lines)
+
+
 def reinterpreted(column: pa.Array, kind: str) -> pa.Array:
     """The same bytes as ``string`` or ``binary``, without a copy.
 

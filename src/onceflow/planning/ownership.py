@@ -228,7 +228,20 @@ def _round_robin(df: DataFrame, target: Target, max_tasks: int, keep_tasks: bool
 def _task_partitions(
     df: DataFrame, topic: str | None, targets: Mapping[str, Target], source: Mapping[str, int]
 ) -> list[int]:
-    """Output partition of each task with ``partitioner="source"``. Checks that source and output have equally many."""
+    """Output partition of each task with ``partitioner="source"``."""
+    check_source_partitions(topic, targets, source)
+    return [partition for _, partition in jvm.source_partitions(df)]
+
+
+def check_source_partitions(topic: str | None, targets: Mapping[str, Target], source: Mapping[str, int]) -> None:
+    """Check that ``partitioner="source"`` can be used: one source and one output, with equally many partitions.
+
+    Args:
+        source: partition count of every source topic.
+
+    Raises:
+        OptionError: it cannot.
+    """
     if topic is None:
         raise OptionError(
             'partitioner="source" writes to one topic', next_step="use the topic= argument instead of a topic column"
@@ -247,7 +260,6 @@ def _task_partitions(
                 detail=f"{topic} has {targets[topic].partitions}, {name} has {count}",
                 next_step='use partitioner="key", or give the topics the same partition count',
             )
-    return [partition for _, partition in jvm.source_partitions(df)]
 
 
 def _group(

@@ -20,6 +20,7 @@ class RunOptions:
         output_mode: one of ``OUTPUT_MODES``.
         on_conflict: one of ``checkpoints.ON_CONFLICT``.
         facts: facts from the query's plan.
+        engine: one of ``engine.ENGINES``, as it was asked for.
     """
 
     trigger: str | None
@@ -28,3 +29,4 @@ class RunOptions:
     output_mode: str
     on_conflict: str
     facts: PlanFacts
+    engine: str = "auto"

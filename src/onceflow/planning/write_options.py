@@ -13,6 +13,7 @@ from pyspark.sql import DataFrame
 from onceflow.durations import option_seconds
 from onceflow.errors import OptionError, UnsupportedQueryError
 from onceflow.planning import checkpoints
+from onceflow.planning.engine import ENGINES
 from onceflow.planning.options import EXACTLY_ONCE, FAIL, GUARANTEES, LATE, SinkOptions
 from onceflow.planning.ownership import Columns, check_columns
 from onceflow.planning.record_order import check_order
@@ -44,6 +45,7 @@ class WriteOptions:
     small_batch_rows: int | None
     late: str
     once: bool
+    engine: str = "auto"
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,7 @@ def check_write(df: DataFrame, given: WriteOptions, own: OwnTopics, flow: str) -
         output_mode=given.output_mode,
         on_conflict=given.on_checkpoint_conflict,
         facts=facts,
+        engine=given.engine,
     )
     return CheckedWrite(df, sink, columns, run)
 
@@ -114,6 +117,7 @@ def _check_values(given: WriteOptions, flow: str) -> None:
         "output_mode": OUTPUT_MODES,
         "on_checkpoint_conflict": checkpoints.ON_CONFLICT,
         "late": LATE,
+        "engine": ENGINES,
     }
     for name, known in known_values.items():
         value = getattr(given, name)

@@ -1,0 +1,121 @@
+"""What has arrived from the sources, until batches take it. It uses no sockets."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from onceflow.direct.fetched import FetchedPart
+from onceflow.driver.offset_log import SourceRange, TopicOffsets
+from onceflow.protocol.names import TopicPartition
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How much one batch may take.
+
+    Args:
+        records: most offsets of each topic; topics without a limit are not in it.
+        every: most offsets of all topics together.
+        nbytes: of keys and values together. The batch ends with the response that reaches it.
+    """
+
+    records: Mapping[str, int]
+    every: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What a batch has taken: its range, and the records in it."""
+
+    source: SourceRange
+    parts: tuple[FetchedPart, ...]
+
+
+class Arrivals:
+    """The records that wait, in the order in which they have arrived; those of a partition in the order of its log.
+
+    Args:
+        starts: the offset at which each partition is read first, by topic.
+
+    Attributes:
+        taken: everything below these offsets was taken by batches, or was there before.
+        nbytes: size of what waits, about.
+    """
+
+    def __init__(self, starts: Mapping[str, Mapping[int, int]]) -> None:
+        self.taken: TopicOffsets = {topic: dict(offsets) for topic, offsets in starts.items()}
+        self.nbytes = 0
+        self._waiting: collections.deque[FetchedPart] = collections.deque()
+
+    @property
+    def has_records(self) -> bool:
+        """Whether records wait."""
+        return any(part.records for part in self._waiting)
+
+    @property
+    def has_offsets(self) -> bool:
+        """Whether offsets wait, maybe without records: those of transaction markers and of aborted records."""
+        return bool(self._waiting)
+
+    @property
+    def offsets(self) -> int:
+        """How many offsets wait."""
+        return sum(part.end - part.start for part in self._waiting)
+
+    def add(self, part: FetchedPart) -> None:
+        """Records of a partition have arrived. They follow those that have arrived before."""
+        self._waiting.append(part)
+        self.nbytes += part.nbytes
+
+    def begin(self, topic: str, partition: int, offset: int) -> None:
+        """A partition was added to a topic; it is read from here."""
+        self.taken[topic][partition] = offset
+
+    def nothing(self) -> SourceRange:
+        """A range without offsets, where batches are."""
+        there = self._snapshot()
+        return SourceRange(there, there)
+
+    def take(self, limits: Limits, bounds: Mapping[str, Mapping[int, int]] | None = None) -> Taken:
+        """The next records for a batch. Without limits and bounds it is everything that waits.
+
+        Args:
+            bounds: the first offset of each partition that may not be taken; None: all may.
+        """
+        before = self._snapshot()
+        by_topic = dict(limits.records)
+        left, size = limits.every, limits.nbytes
+        parts: list[FetchedPart] = []
+        kept: list[FetchedPart] = []
+        held: set[TopicPartition] = set()  # of these, an earlier part is kept
+        while self._waiting:
+            part = self._waiting.popleft()
+            topic, partition = part.place
+            end = min(part.end, part.start + min(left, by_topic.get(topic, left)))
+            if bounds is not None:
+                end = min(end, bounds.get(topic, {}).get(partition, part.start))
+            if part.place in held or end <= part.start or size <= 0:
+                kept.append(part)
+                held.add(part.place)
+                continue
+            if end < part.end:
+                part, rest = part.split(end)
+                kept.append(rest)
+                held.add(part.place)
+            left -= part.end - part.start
+            if topic in by_topic:
+                by_topic[topic] -= part.end - part.start
+            size -= part.nbytes
+            self.nbytes -= part.nbytes
+            self.taken[topic][partition] = part.end
+            parts.append(part)
+        self._waiting.extend(kept)
+        if not kept:
+            self.nbytes = 0  # sizes of divided parts are rounded
+        return Taken(SourceRange(before, self._snapshot()), tuple(parts))
+
+    def _snapshot(self) -> TopicOffsets:
+        return {topic: dict(offsets) for topic, offsets in self.taken.items()}

@@ -1,0 +1,78 @@
+"""Batches of the direct engine: the range of each is what was fetched, and the driver has its rows already."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from onceflow import log_context
+from onceflow.driver import handover
+from onceflow.driver.batches import Batches, Commit
+from onceflow.driver.fetched_rows import FetchedRows
+from onceflow.driver.offset_log import SourceRange
+from onceflow.driver.step_seconds import timed
+from onceflow.planning.options import BatchSummary, SinkOptions
+from onceflow.state.table_facts import TableFacts
+
+
+class DirectCommit(Commit, Protocol):
+    """The steps of a batch of the direct engine."""
+
+    def plan_range(self, source: SourceRange, batch: int) -> None:
+        """The source range of a batch is this. It must start where progress ends (I2)."""
+        ...
+
+
+class DirectBatches(Batches):
+    """Writes batches that the direct engine has fetched.
+
+    Args:
+        before_first: called before the first batch begins; may raise.
+    """
+
+    def __init__(
+        self,
+        commit: DirectCommit,
+        options: SinkOptions,
+        *,
+        before_first: Callable[[], None] = lambda: None,
+        tables: Callable[[], list[TableFacts]] = list,
+    ) -> None:
+        super().__init__(commit, options, tables=tables)
+        self._commit = commit
+        self._before_first = before_first
+        self._has_begun = False
+
+    def __call__(self, rows: FetchedRows, source: SourceRange) -> None:
+        """Run one batch, unless it would change nothing.
+
+        Raises:
+            OnceflowError: it has failed, and no attempt may follow. The query must end.
+        """
+        batch = self.progress.batch_id + 1
+        with log_context.within(flow=self.flow, batch=batch):
+            self._in_turn(rows, batch, lambda: self._run(rows, source))
+
+    def wants_batch(self, source: SourceRange) -> bool:
+        """Whether a batch with this range would do anything: it has offsets, or timers are due."""
+        return handover.owes_timers(self.progress) or not self._commit.is_idle(source)
+
+    def failed(self, error: BaseException) -> None:
+        """The engine has failed between two batches, and the query must end."""
+        self._failed(error, self.progress.batch_id + 1)
+
+    def _run(self, rows: FetchedRows, source: SourceRange) -> None:
+        self._commit.settle()
+        if not self._has_begun:
+            self._before_first()
+            self._has_begun = True
+        self._catch_up(rows)
+        if self._commit.is_idle(source):
+            self.idle = True
+            return
+        batch = self.progress.batch_id + 1
+        summary = BatchSummary(batch, 0)
+        with timed(summary, "plan"):
+            self._commit.plan_range(source, batch)
+        self._run_planned(rows, batch, source, summary)
+        self._fire_left(rows, source)

@@ -1,0 +1,205 @@
+"""The loop of the direct engine: it fetches, and runs a batch at every trigger for which there are records.
+
+It is one thread. A batch takes what has arrived, up to a size that fits the interval of the trigger; the size follows
+from how long the last batches have taken. While a batch runs, brokers prepare their next answers.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+
+from pyspark.sql import SparkSession
+
+from onceflow import log_context
+from onceflow.clock import clock_ms
+from onceflow.direct.arrivals import Limits, Taken
+from onceflow.direct.batches import DirectBatches
+from onceflow.direct.pacing import BATCH_BYTES, BatchSize
+from onceflow.direct.source_reader import SourceReader
+from onceflow.driver import handover
+from onceflow.driver.fetched_rows import FetchedRows
+from onceflow.driver.offset_log import TopicOffsets
+from onceflow.errors import BatchAbortedError
+from onceflow.spark.query_progress import ProgressReports
+
+_WAIT_S = 0.1  # how long a Fetch is waited for, before stops and timers are looked at again
+# Offsets without records (transaction markers, aborted records) need no batch of their own at once.
+_OFFSETS_WAIT_S = 1.0
+
+
+class DirectLoop:
+    """Runs from ``start`` until it is stopped, has failed, or has read everything up to its end.
+
+    Args:
+        reader: used by this thread alone. trigger_s: how often a batch begins; 0: as soon as there are records.
+        records_per_batch: most offsets of one batch, by topic.
+        until: the query ends when it has read everything before these offsets; None: it does not end.
+        ended: called at the end, in the thread.
+
+    Attributes:
+        lag: offsets left to read, as they were known at the last look.
+        error: what has ended the loop.
+        waiting: whether it waits for records or for the next trigger.
+    """
+
+    def __init__(
+        self,
+        batches: DirectBatches,
+        reader: SourceReader,
+        *,
+        spark: SparkSession,
+        trigger_s: float,
+        records_per_batch: Mapping[str, int],
+        until: TopicOffsets | None,
+    ) -> None:
+        self._batches = batches
+        self._reader = reader
+        self._spark = spark
+        self._trigger_s = trigger_s
+        self._records_per_batch = records_per_batch
+        self._until = until
+        self._reports: ProgressReports | None = None
+        self._ended: Callable[[], None] = lambda: None
+        self._size = BatchSize(trigger_s)
+        self._stop = threading.Event()
+        self._next_at = 0.0
+        self._offsets_since: float | None = None  # since when there are offsets without records
+        self._busy_s = 0.0  # for fetching, since the last batch
+        self.lag: TopicOffsets = {}
+        self.error: BaseException | None = None
+        self.waiting = False
+        self._thread = threading.Thread(target=self._run, daemon=True, name=f"onceflow-direct-{batches.flow}")
+
+    def start(self, reports: ProgressReports, ended: Callable[[], None]) -> None:
+        """Start the thread. It reports every batch, and calls ``ended`` at its end."""
+        self._reports, self._ended = reports, ended
+        self._thread.start()
+
+    @property
+    def read(self) -> dict[str, list[int]]:
+        """The partitions that are read, by topic."""
+        return {topic: sorted(offsets) for topic, offsets in self._reader.arrivals.taken.items()}
+
+    def stop(self) -> None:
+        """Let the loop end after the batch that runs. A loop that was not started releases what it holds."""
+        self._stop.set()
+        if self._thread.ident is None:
+            self._reader.close()
+
+    def _run(self) -> None:
+        log_context.add(flow=self._batches.flow)
+        try:
+            while not self._stop.is_set() and not self._is_complete():
+                self._step()
+        except BaseException as error:
+            if not (self._batches.stopping and isinstance(error, BatchAbortedError)):
+                if self._batches.failure is None:
+                    self._batches.failed(error)
+                self.error = error
+        finally:
+            self._reader.close()
+            self._ended()
+
+    def _is_complete(self) -> bool:
+        return self._until is not None and self._reader.reached(self._until)
+
+    def _step(self) -> None:
+        """Run a batch, or wait for records, a timer or the next trigger."""
+        now = time.monotonic()
+        if now < self._next_at:
+            self._wait(self._next_at - now)
+        elif self._is_due(now):
+            self._fill()
+            self._run_batch()
+        elif not self._fetch(_WAIT_S):
+            self._batches.idle = True
+
+    def _is_due(self, now: float) -> bool:
+        """Whether there is something for a batch to do."""
+        if self._reader.arrivals.has_records:
+            return True
+        if not self._reader.arrivals.has_offsets:
+            self._offsets_since = None
+            return self._batches.wants_batch(self._reader.arrivals.nothing())
+        if self._offsets_since is None:
+            self._offsets_since = now
+        at_once = self._until is not None or self._batches.progress.handover is not None
+        return at_once or now - self._offsets_since >= _OFFSETS_WAIT_S
+
+    def _wait(self, seconds: float) -> None:
+        """Wait for the trigger. If more is left to read than a batch takes, fetch it meanwhile."""
+        if self._reader.is_behind and self._reader.arrivals.nbytes < 2 * BATCH_BYTES:
+            self._fetch(min(seconds, _WAIT_S))
+            return
+        self.waiting = True
+        self._stop.wait(min(seconds, _WAIT_S))
+        self.waiting = False
+
+    def _fetch(self, seconds: float) -> bool:
+        """Wait for an answer of a broker. Returns whether there was one."""
+        started = time.monotonic()
+        self.waiting = True
+        try:
+            arrived = self._reader.fetch(seconds)
+        finally:
+            self.waiting = False
+        if arrived:
+            self._busy_s += time.monotonic() - started
+        self.lag = self._reader.lag()
+        return arrived
+
+    def _fill(self) -> None:
+        """With a backlog, fetch until there is enough for a batch."""
+        reader = self._reader
+        while (
+            reader.is_behind and reader.arrivals.offsets < self._size.records and reader.arrivals.nbytes < BATCH_BYTES
+        ):
+            if self._stop.is_set() or not self._fetch(_WAIT_S):
+                return
+
+    def _run_batch(self) -> None:
+        limits = Limits(self._records_per_batch, self._size.records, BATCH_BYTES)
+        taken = self._reader.arrivals.take(limits, self._bounds())
+        if not taken.source.max_rows and not self._batches.wants_batch(taken.source):
+            self._fetch(_WAIT_S)  # what waits may not be taken yet
+            return
+        self._offsets_since = None
+        now = time.monotonic()
+        if self._reader.is_behind:
+            self._reader.fetch_ahead()
+        started_ms, before = clock_ms(), self._batches.progress.batch_id
+        self._batches(FetchedRows(self._spark, taken.parts), taken.source)
+        seconds = time.monotonic() - now + self._busy_s
+        self._size.ran(taken.source.max_rows, seconds)
+        self.lag = self._reader.lag()
+        if self._reports is not None and self._batches.progress.batch_id > before:
+            self._report(self._reports, taken, started_ms, seconds)
+        self._busy_s = 0.0
+        # With a backlog, the next batch begins at once: a batch is limited, so the flow would fall behind further.
+        behind = self._reader.arrivals.has_records or self._reader.is_behind
+        self._next_at = now if behind else max(self._next_at, now - self._trigger_s) + self._trigger_s
+
+    def _report(self, reports: ProgressReports, taken: Taken, started_ms: int, seconds: float) -> None:
+        rows = dict.fromkeys(taken.source.end, 0)
+        for part in taken.parts:
+            rows[part.place[0]] += part.records
+        latest = {
+            topic: {n: end + self.lag.get(topic, {}).get(n, 0) for n, end in ends.items()}
+            for topic, ends in taken.source.end.items()
+        }
+        reports.committed(
+            self._batches.history[-1],
+            taken.source,
+            latest,
+            rows,
+            started_ms=started_ms,
+            duration_s=seconds,
+            fetch_s=self._busy_s,
+        )
+
+    def _bounds(self) -> TopicOffsets | None:
+        """Where this batch has to end."""
+        first = handover.first_range_end(self._batches.progress)
+        return first if first is not None else self._until

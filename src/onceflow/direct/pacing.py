@@ -1,0 +1,41 @@
+"""How much a batch of the direct engine takes when there is more than enough: as much as fits an interval."""
+
+from __future__ import annotations
+
+_FIRST_RECORDS = 5_000
+_RECORDS_MIN, _RECORDS_MAX = 500, 500_000
+#: So much of keys and values one batch takes, about: its records are in memory until it is committed.
+BATCH_BYTES = 16_000_000
+# In seconds: what a batch may take at least, even if the trigger is shorter, at most, and without a trigger.
+_TARGET_MIN, _TARGET_MAX, _TARGET_DEFAULT = 0.05, 1.0, 0.25
+_CHANGE_MAX = 2.0  # from one batch to the next
+_SMOOTHING = 0.5
+
+
+class BatchSize:
+    """The size of the next batch.
+
+    Args:
+        trigger_s: the interval of the trigger; 0: there is none.
+
+    Attributes:
+        records: most offsets of the next batch.
+    """
+
+    def __init__(self, trigger_s: float) -> None:
+        self._target_s = min(_TARGET_MAX, max(_TARGET_MIN, trigger_s)) if trigger_s else _TARGET_DEFAULT
+        self.records = _FIRST_RECORDS
+
+    def ran(self, offsets: int, seconds: float) -> None:
+        """A batch has run.
+
+        Args:
+            offsets: how many it has taken. seconds: how long it took, with fetching.
+        """
+        full = offsets >= 0.9 * self.records
+        if not offsets or not (full or seconds > self._target_s):
+            return
+        fitting = offsets * self._target_s / max(seconds, 1e-4)
+        wanted = self.records + _SMOOTHING * (fitting - self.records)
+        wanted = min(self.records * _CHANGE_MAX, max(self.records / _CHANGE_MAX, wanted))
+        self.records = round(min(_RECORDS_MAX, max(_RECORDS_MIN, wanted)))

@@ -1,0 +1,157 @@
+"""A query that the direct engine runs, as `FlowQuery` sees it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+from uuid import uuid4
+
+from pyspark.errors import StreamingQueryException
+
+from onceflow.client.cluster import Cluster
+from onceflow.client.deadline import Deadline
+from onceflow.client.offsets import LATEST, list_offsets
+from onceflow.client.settings import ClientSettings
+from onceflow.direct.batches import DirectBatches
+from onceflow.direct.loop import DirectLoop
+from onceflow.engine_query import DIRECT, as_spark
+from onceflow.planning.direct_plan import DirectPlan, described
+from onceflow.protocol.progress import Offsets
+from onceflow.spark.query_progress import ProgressReports
+
+_LOOK_S = 30.0
+_WAIT_S = 0.05
+
+
+class DirectQuery:
+    """See `onceflow.engine_query.EngineQuery`.
+
+    Args:
+        loop: not started yet.
+        plan: what is done with the records.
+        settings: how to connect, to ask where the sources end.
+    """
+
+    engine = DIRECT
+
+    def __init__(self, loop: DirectLoop, batches: DirectBatches, plan: DirectPlan, settings: ClientSettings) -> None:
+        self._loop = loop
+        self._batches = batches
+        self._plan = plan
+        self._settings = settings
+        self._id, self._run_id = str(uuid4()), str(uuid4())
+        self._ended = threading.Event()
+        self._lock = threading.Lock()
+        self._calls: list[Callable[[], None]] = []
+        self._reports = ProgressReports(self._id, self._run_id, batches.flow)
+        loop.start(self._reports, self._end)
+
+    @property
+    def id(self) -> str:
+        """It differs from start to start: there is no checkpoint to keep it in."""
+        return self._id
+
+    @property
+    def runId(self) -> str:
+        return self._run_id
+
+    @property
+    def name(self) -> str:
+        return self._batches.flow
+
+    @property
+    def isActive(self) -> bool:
+        return not self._ended.is_set()
+
+    @property
+    def status(self) -> dict[str, Any]:
+        if not self.isActive:
+            message = "Stopped" if self._loop.error is None else f"Terminated with exception: {self._loop.error}"
+        else:
+            message = "Waiting for data to arrive" if self._loop.waiting else "Processing new data"
+        available = any(left for offsets in self.lag.values() for left in offsets.values())
+        return {
+            "message": message,
+            "isDataAvailable": available,
+            "isTriggerActive": self.isActive and not self._loop.waiting,
+        }
+
+    @property
+    def lastProgress(self) -> Any:
+        return self._reports.last
+
+    @property
+    def recentProgress(self) -> list[Any]:
+        return self._reports.recent
+
+    @property
+    def waits(self) -> bool:
+        return self._loop.waiting
+
+    @property
+    def lag(self) -> Mapping[str, Mapping[int, int]]:
+        return self._loop.lag
+
+    def awaitTermination(self, timeout: float | None) -> bool:
+        ended = self._ended.wait(timeout)
+        if ended:
+            self._raise()
+        return ended
+
+    def processAllAvailable(self) -> None:
+        ends = self._source_ends()
+        while not self._ended.is_set() and not _has_reached(self._batches.progress.offsets, ends):
+            time.sleep(_WAIT_S)
+        self._raise()
+
+    def stop(self) -> None:
+        self._loop.stop()
+        self._ended.wait()
+
+    def error(self) -> BaseException | None:
+        return self._loop.error
+
+    def exception(self) -> StreamingQueryException | None:
+        error = self.error()
+        return None if error is None else as_spark(error, self)
+
+    def explain(self, extended: bool = False) -> None:
+        print(described(self._plan, extended=extended))
+
+    def when_ended(self, call: Callable[[], None]) -> None:
+        with self._lock:
+            if not self._ended.is_set():
+                self._calls.append(call)
+                return
+        call()
+
+    def _end(self) -> None:
+        """In the thread of the loop, when it ends."""
+        with self._lock:
+            self._ended.set()
+            calls, self._calls = self._calls, []
+        for call in calls:
+            call()
+
+    def _raise(self) -> None:
+        error = self._loop.error
+        if error is not None:
+            raise error
+
+    def _source_ends(self) -> dict[str, dict[int, int]]:
+        deadline = Deadline(_LOOK_S, f"looking for the ends of the sources of flow {self._batches.flow}")
+        wanted = {topic: sorted(offsets) for topic, offsets in self._loop.read.items()}
+        cluster = Cluster(self._settings, refused_s=None)
+        try:
+            cluster.connect(deadline)
+            return list_offsets(cluster, wanted, LATEST, deadline)
+        finally:
+            cluster.close()
+
+
+def _has_reached(offsets: Offsets, ends: Offsets) -> bool:
+    return all(
+        offsets.get(topic, {}).get(partition, 0) >= end for topic, by in ends.items() for partition, end in by.items()
+    )

@@ -1,0 +1,120 @@
+"""One run of the direct engine: how it is put together, and what it holds until it ends."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from onceflow.client.deadline import Deadline
+from onceflow.client.offsets import LATEST, list_offsets
+from onceflow.direct.batches import DirectBatches
+from onceflow.direct.fetched import Finish
+from onceflow.direct.loop import DirectLoop
+from onceflow.direct.query import DirectQuery
+from onceflow.direct.source_reader import SourceReader
+from onceflow.driver.offset_log import TopicOffsets
+from onceflow.driver.run import PreparedQuery, batch_commit, watch_sources
+from onceflow.driver.start_report import StartReport, report
+from onceflow.driver.startup import Startup
+from onceflow.driver.state_step import StateStep
+from onceflow.driver.targets import load_targets
+from onceflow.driver.watching import Watch
+from onceflow.planning.direct_plan import DirectPlan, sink_rows
+from onceflow.planning.ownership import Columns, check_source_partitions
+from onceflow.protocol.progress import Offsets
+
+
+@dataclass(frozen=True)
+class DirectRun:
+    """One run. It ends with ``close``.
+
+    Args:
+        state: the process step, if there is one.
+        watch: logs what prevents the query from reading its sources.
+        until: where its reads end; empty: it does not end by itself.
+        report: what its start has found.
+        engine_reason: why this engine runs it.
+    """
+
+    sink: DirectBatches
+    loop: DirectLoop
+    plan: DirectPlan
+    startup: Startup
+    state: StateStep | None
+    watch: Watch
+    until: Offsets
+    report: StartReport
+    engine_reason: str
+
+    def start(self) -> DirectQuery:
+        """Start the loop."""
+        return DirectQuery(self.loop, self.sink, self.plan, self.startup.settings)
+
+    def close(self) -> None:
+        """Release what the run holds, except the connections of its ``Startup``."""
+        self.loop.stop()
+        self.watch.stop()
+        self.sink.ended()
+        if self.state is not None:
+            self.state.settle()
+
+
+def direct_run(prepared: PreparedQuery) -> DirectRun:
+    """Put a run of the direct engine together.
+
+    Raises:
+        OnceflowError: see ``FlowWriter.start``. ``startup`` can be used again then.
+    """
+    startup, query, options = prepared.startup, prepared.query, prepared.query.options
+    plan, flow = prepared.choice.plan, startup.flow
+    if plan is None:
+        raise RuntimeError("the query has no plan for the direct engine")
+    deadline = startup.deadline()
+    by_source = options.partitioner == "source"
+    if by_source:
+        targets = load_targets(startup.session.cluster, options.topic, deadline)
+        check_source_partitions(options.topic, targets, startup.sources_read.partitions)
+    starts = {topic: dict(prepared.progress.offsets[topic]) for topic in startup.sources}
+    columns = query.columns if query.state is None else None
+    if columns is not None:
+        plan = plan.only(columns.taken)
+    reader = SourceReader(startup.settings, plan, starts, _finisher(columns, by_source=by_source), flow=flow)
+    try:
+        until = _end_of_run(prepared, starts, deadline)
+        tables = list if query.state is None else query.state.facts
+        batches = DirectBatches(batch_commit(prepared, options, None), options, tables=tables)
+        loop = DirectLoop(
+            batches,
+            reader,
+            spark=prepared.spark,
+            trigger_s=options.trigger_s,
+            records_per_batch={s.topic: s.max_records for s in plan.sources if s.max_records is not None},
+            until=until,
+        )
+        told = report(startup, prepared.spark, options, outputs=prepared.written, choice=prepared.choice)
+        startup.used()
+    except BaseException:
+        reader.close()
+        raise
+    watch = watch_sources(startup, batches)
+    return DirectRun(batches, loop, plan, startup, query.state, watch, startup.until, told, prepared.choice.reason)
+
+
+def _finisher(columns: Columns | None, *, by_source: bool) -> Finish:
+    """What makes rows ready.
+
+    Args:
+        columns: those that the sink takes; None: the rows go to a process step.
+    """
+    if columns is None:
+        return lambda rows, partition: rows
+    taken = columns
+    return lambda rows, partition: sink_rows(rows, taken, partition if by_source else None)
+
+
+def _end_of_run(prepared: PreparedQuery, starts: TopicOffsets, deadline: Deadline) -> TopicOffsets | None:
+    """With ``once=True``, where the sources end now; None: the run does not end by itself."""
+    if not prepared.write.run.once:
+        return None
+    wanted = {topic: sorted(offsets) for topic, offsets in starts.items()}
+    found = list_offsets(prepared.startup.session.cluster, wanted, LATEST, deadline)
+    return {topic: dict(ends) for topic, ends in found.items()}

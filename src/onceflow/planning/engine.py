@@ -1,0 +1,74 @@
+"""Which engine runs a query: the direct engine, where the driver reads small batches by itself, or Spark's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from onceflow.engine_query import DIRECT, SPARK
+from onceflow.errors import OptionError, UnsupportedQueryError
+from onceflow.planning.direct_plan import DirectPlan
+
+AUTO = "auto"
+ENGINES = (AUTO, DIRECT, SPARK)
+
+
+@dataclass(frozen=True)
+class EngineChoice:
+    """The engine of one run.
+
+    Args:
+        engine: ``direct`` or ``spark``. reason: why, for logs.
+        plan: of the direct engine.
+    """
+
+    engine: str
+    reason: str
+    plan: DirectPlan | None = None
+
+
+def choose(
+    wanted: str,
+    plan: DirectPlan | str,
+    *,
+    checkpoint: bool,
+    local: bool,
+    small_batch_rows: int | None,
+    flow: str,
+) -> EngineChoice:
+    """Decide.
+
+    Args:
+        wanted: one of ``ENGINES``.
+        plan: the query as the direct engine runs it, or why it cannot.
+        checkpoint: whether there is one. local: whether tasks run on this machine.
+        small_batch_rows: as given to ``Flow.write``.
+
+    Raises:
+        UnsupportedQueryError: the direct engine was asked for, and cannot run the query.
+        OptionError: another option contradicts the direct engine.
+    """
+    if wanted == SPARK:
+        return EngineChoice(SPARK, f"engine={SPARK!r}")
+    if checkpoint:
+        why = "checkpoint= keeps Spark's own state and offsets"
+    elif isinstance(plan, str):
+        why = plan
+    elif small_batch_rows == 0:
+        if wanted == DIRECT:
+            raise OptionError(
+                "small_batch_rows=0 and engine='direct' contradict each other: the direct engine needs no tasks",
+                flow=flow,
+                next_step="leave one of them out",
+            )
+        return EngineChoice(SPARK, "small_batch_rows=0: tasks write all batches")
+    elif wanted == AUTO and not local:
+        return EngineChoice(SPARK, "tasks run on other machines; engine='direct' makes the driver do all the work")
+    else:
+        return EngineChoice(DIRECT, f"engine={DIRECT!r}" if wanted == DIRECT else "its plan needs no Spark job", plan)
+    if wanted == DIRECT:
+        raise UnsupportedQueryError(
+            f"The direct engine cannot run the query: {why}",
+            flow=flow,
+            next_step="leave engine out, then Spark runs it; or compute columns with Flow.map or in Flow.process",
+        )
+    return EngineChoice(SPARK, why)

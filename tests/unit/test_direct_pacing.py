@@ -1,0 +1,46 @@
+"""How much a batch of the direct engine takes: what fits the interval of its trigger, found out from batch to batch."""
+
+from __future__ import annotations
+
+import pytest
+
+from onceflow.direct.pacing import BatchSize
+
+
+def settled(size: BatchSize, *, per_second: float, fixed_s: float, batches: int = 40) -> float:
+    """Seconds that the last of many full batches takes, on a machine that handles so many records a second."""
+    seconds = 0.0
+    for _ in range(batches):
+        seconds = fixed_s + size.records / per_second
+        size.ran(size.records, seconds)
+    return seconds
+
+
+@pytest.mark.parametrize("trigger_s, wanted", [(0.1, 0.1), (0.025, 0.05), (10.0, 1.0), (0.0, 0.25)])
+@pytest.mark.parametrize("per_second", [20_000, 400_000])
+def test_a_full_batch_takes_about_one_interval(trigger_s: float, wanted: float, per_second: float) -> None:
+    size = BatchSize(trigger_s)
+    assert settled(size, per_second=per_second, fixed_s=0.01) == pytest.approx(wanted, rel=0.3)
+
+
+def test_a_batch_that_is_not_full_says_nothing_of_the_size() -> None:
+    size = BatchSize(0.1)
+    before = size.records
+    size.ran(10, 0.02)
+    size.ran(0, 5.0)
+    assert size.records == before
+
+
+def test_a_slow_batch_makes_the_next_one_smaller() -> None:
+    """Also if it was not full: user code may be slow."""
+    size = BatchSize(0.1)
+    before = size.records
+    size.ran(50, 3.0)
+    assert before / 2 <= size.records < before
+
+
+def test_it_has_a_least_and_a_greatest_size() -> None:
+    slow, fast = BatchSize(0.1), BatchSize(1.0)
+    settled(slow, per_second=1.0, fixed_s=0.0)
+    settled(fast, per_second=1e9, fixed_s=0.0)
+    assert (slow.records, fast.records) == (500, 500_000)
