@@ -365,8 +365,10 @@ def test_source_partitioner_needs_the_same_partitions(make_pipe: Any) -> None:
     pipe = make_pipe(partitions=4, target_partitions=3)
     pipe.fill(50)
     flow, df = select(pipe, "key", "value")
-    text = run_to_error(flow, df, onceflow.OptionError, topic=pipe.target, partitioner="source")
+    text = run_to_error(flow, df, onceflow.OptionError, topic=pipe.target, partitioner="source", engine="spark")
     assert "has 3" in text
+    with pytest.raises(onceflow.OptionError, match="has 3"):  # the direct engine needs no batch to find out
+        flow.write(flow.read(pipe.source), topic=pipe.target, partitioner="source").start()
     check_nothing_written(pipe)
 
 

@@ -307,7 +307,8 @@ def test_the_query_of_an_older_run_leaves_the_newer_one_alone(make_pipe: Any) ->
     pipe = make_pipe()
     pipe.fill(200)
     with pipe.open() as flow:
-        older = flow.write(flow.read(pipe.source).select("key", "value"), topic=pipe.target).start()
+        rows = flow.read(pipe.source).select("key", "value")
+        older = flow.write(rows, topic=pipe.target, engine="spark").start()
         older.processAllAvailable()
         pipe.spark.streams.get(older.id).stop()  # by Spark: nobody has told the flow
         newer = flow.write(flow.read(pipe.source).select("key", "value"), topic=pipe.target).start()

@@ -91,6 +91,8 @@ class DirectLoop:
     def _run(self) -> None:
         log_context.add(flow=self._batches.flow)
         try:
+            if self._is_complete() and self._is_due(time.monotonic()):
+                self._run_batch()  # there is nothing to read, but timers are due
             while not self._stop.is_set() and not self._is_complete():
                 self._step()
         except BaseException as error:

@@ -17,6 +17,7 @@ from onceflow.client.settings import ClientSettings
 from onceflow.direct.batches import DirectBatches
 from onceflow.direct.loop import DirectLoop
 from onceflow.engine_query import DIRECT, as_spark
+from onceflow.errors import OnceflowError
 from onceflow.planning.direct_plan import DirectPlan, described
 from onceflow.protocol.progress import Offsets
 from onceflow.spark.query_progress import ProgressReports
@@ -111,10 +112,11 @@ class DirectQuery:
         self._ended.wait()
 
     def error(self) -> BaseException | None:
-        return self._loop.error
+        error = self._loop.error
+        return error if error is None or isinstance(error, OnceflowError) else as_spark(error, self)
 
     def exception(self) -> StreamingQueryException | None:
-        error = self.error()
+        error = self._loop.error
         return None if error is None else as_spark(error, self)
 
     def explain(self, extended: bool = False) -> None:
@@ -136,7 +138,7 @@ class DirectQuery:
             call()
 
     def _raise(self) -> None:
-        error = self._loop.error
+        error = self.error()
         if error is not None:
             raise error
 
