@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Protocol
 
@@ -11,8 +12,11 @@ from onceflow.driver.batches import Batches, Commit
 from onceflow.driver.fetched_rows import FetchedRows
 from onceflow.driver.offset_log import SourceRange
 from onceflow.driver.step_seconds import timed
+from onceflow.errors import OnceflowError
 from onceflow.planning.options import BatchSummary, SinkOptions
 from onceflow.state.table_facts import TableFacts
+
+log = logging.getLogger("onceflow.sink")
 
 
 class DirectCommit(Commit, Protocol):
@@ -59,7 +63,11 @@ class DirectBatches(Batches):
 
     def failed(self, error: BaseException) -> None:
         """The engine has failed between two batches, and the query must end."""
+        if isinstance(error, OnceflowError):
+            error.locate(flow=self.flow)
         self._failed(error, self.progress.batch_id + 1)
+        if not self.awaited and not self.stopping:
+            log.error("%s", error)
 
     def _run(self, rows: FetchedRows, source: SourceRange) -> None:
         self._commit.settle()

@@ -30,6 +30,7 @@ FETCH_BYTES = 4_000_000
 #: How often the partitions of the sources are looked at, in seconds: some may have been added.
 _LOOK_EVERY_S = 5.0
 _START_S = 60.0
+_OTHERS_S = 0.004  # how long the answers of other brokers are waited for
 
 
 class SourceReader:
@@ -58,6 +59,7 @@ class SourceReader:
         self.arrivals = Arrivals({topic: starts[topic] for topic in self._sources})
         self._cluster = Cluster(settings, refused_s=None)
         self._looked_at = float("-inf")
+        self._brokers = 1
         deadline = Deadline(_START_S, f"connecting to the sources of flow {flow}")
         try:
             self._cluster.connect(deadline)
@@ -113,6 +115,16 @@ class SourceReader:
             OnceflowError: see `LongPoll.poll`.
         """
         self._look()
+        arrived = self._receive(timeout_s)
+        if arrived and self._brokers > 1:
+            # All brokers are asked at the same time. Without this, what another one answers a moment later would wait
+            # for the next batch.
+            end = time.monotonic() + _OTHERS_S
+            while (left_s := end - time.monotonic()) > 0 and self._receive(left_s):
+                pass
+        return arrived
+
+    def _receive(self, timeout_s: float) -> bool:
         arrived = False
         for place, chunk in self._poll.poll(timeout_s):
             arrived = True
@@ -154,6 +166,7 @@ class SourceReader:
         deadline = Deadline(_LOOK_EVERY_S, f"looking at the partitions of the sources of flow {self._flow}")
         try:
             found = self._cluster.topics(self._sources, deadline, once=True)
+            self._brokers = len({leader for info in found.values() for leader in info.leaders.values()})
             for topic, info in found.items():
                 added = sorted(set(info.leaders) - set(self.arrivals.taken[topic]))
                 if not added:
