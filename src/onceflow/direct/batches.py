@@ -47,15 +47,18 @@ class DirectBatches(Batches):
         self._before_first = before_first
         self._has_begun = False
 
-    def __call__(self, rows: FetchedRows, source: SourceRange) -> None:
+    def __call__(self, rows: FetchedRows, source: SourceRange, *, backlog: bool) -> None:
         """Run one batch, unless it would change nothing.
+
+        Args:
+            backlog: whether there was more to read than the batch takes. Then it is as large as fits the interval.
 
         Raises:
             OnceflowError: it has failed, and no attempt may follow. The query must end.
         """
         batch = self.progress.batch_id + 1
         with log_context.within(flow=self.flow, batch=batch):
-            self._in_turn(rows, batch, lambda: self._run(rows, source))
+            self._in_turn(rows, batch, lambda: self._run(rows, source), paced=not backlog)
 
     def wants_batch(self, source: SourceRange) -> bool:
         """Whether a batch with this range would do anything: it has offsets, or timers are due."""

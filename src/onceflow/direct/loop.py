@@ -169,10 +169,11 @@ class DirectLoop:
             return
         self._offsets_since = None
         now = time.monotonic()
+        backlog = self._reader.is_behind or self._reader.arrivals.has_records
         if self._reader.is_behind:
             self._reader.fetch_ahead()
         started_ms, before = clock_ms(), self._batches.progress.batch_id
-        self._batches(FetchedRows(self._spark, taken.parts), taken.source)
+        self._batches(FetchedRows(self._spark, taken.parts), taken.source, backlog=backlog)
         seconds = time.monotonic() - now + self._busy_s
         self._size.ran(taken.source.max_rows, seconds)
         self.lag = self._reader.lag()

@@ -118,8 +118,12 @@ class Batches:
         """The query is over."""
         self._steps.ended()
 
-    def _in_turn(self, rows: Rows, batch: int, run: Callable[[], None]) -> None:
-        """Run a batch when it may begin. Its failure is kept, and logged unless somebody waits for it."""
+    def _in_turn(self, rows: Rows, batch: int, run: Callable[[], None], *, paced: bool = True) -> None:
+        """Run a batch when it may begin. Its failure is kept, and logged unless somebody waits for it.
+
+        Args:
+            paced: whether it should take less time than the trigger's interval.
+        """
         while self.held.is_set() or not self.turn.acquire(blocking=False):
             if self.stopping:
                 raise batch_errors.stopped(self.flow, batch, None, on_purpose=True)
@@ -127,7 +131,8 @@ class Batches:
         started = time.monotonic()
         try:
             run()
-            self._pace.batch(time.monotonic() - started)
+            if paced:
+                self._pace.batch(time.monotonic() - started)
         # Spark parses the traceback with a regular expression, which overflows the stack when it is long (a cause
         # with a Java stack trace in its text). So causes are logged, not chained.
         except OnceflowError as error:
