@@ -79,7 +79,7 @@ def test_progress_record_is_the_truth(make_pipe: Any) -> None:
 def test_reports_of_spark_look_like_those_of_other_engines(make_pipe: Any) -> None:
     pipe = make_pipe()
     pipe.fill(1200)
-    query = pipe.run()
+    query = pipe.run(engine="spark")
     assert query.engine == "spark"
     spark = query.recentProgress[1]  # the first one has no start
     start, end, latest = (
@@ -92,6 +92,11 @@ def test_reports_of_spark_look_like_those_of_other_engines(make_pipe: Any) -> No
     assert _shape(reports.last) == _shape(spark)
     assert _parsed(reports.last["sources"][0]["endOffset"]) == _parsed(spark["sources"][0]["endOffset"])
     assert reports.last["sources"][0]["metrics"] == spark["sources"][0]["metrics"]
+    pipe.fill(1200)
+    other = pipe.run(engine="direct")
+    assert other.engine == "direct"
+    assert _shape(other.recentProgress[0]) == _shape(spark)
+    assert sum(report["numInputRows"] for report in other.recentProgress) == 1200
 
 
 def _parsed(offsets: Any) -> Any:
