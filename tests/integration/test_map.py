@@ -52,8 +52,14 @@ def route(batch: pa.RecordBatch, *, to: dict[bool, str]) -> pa.RecordBatch:
 
 
 @pytest.mark.short_form
-@pytest.mark.parametrize("small_batch_rows", [None, 4000])
-def test_rows_are_changed_left_out_and_routed(make_pipe: Any, make_topic: Any, small_batch_rows: int | None) -> None:
+@pytest.mark.parametrize(
+    "engine, small_batch_rows, in_driver",
+    [("spark", None, False), ("spark", 4000, True), ("direct", None, True)],
+    ids=["tasks", "small batches", "direct"],
+)
+def test_rows_are_changed_left_out_and_routed(
+    make_pipe: Any, make_topic: Any, engine: str, small_batch_rows: int | None, in_driver: bool
+) -> None:
     pipe = make_pipe()
     pipe.fill(900)
     topics = {True: make_topic("fours"), False: make_topic("twos")}
@@ -63,12 +69,14 @@ def test_rows_are_changed_left_out_and_routed(make_pipe: Any, make_topic: Any, s
     rows = flow.map(
         kept, functools.partial(route, to=topics), schema=f"key binary, value binary, topic string, headers {HEADERS}"
     )
-    query = flow.write(rows, small_batch_rows=small_batch_rows).start()
+    query = flow.write(rows, small_batch_rows=small_batch_rows, engine=engine).start()
     try:
         query.processAllAvailable()
     finally:
         query.stop()
-    assert all(("driver" in batch.path) == (small_batch_rows is not None) for batch in query.batches)
+    assert query.engine == engine
+    assert query.batches
+    assert all(("driver" in batch.path) == in_driver for batch in query.batches)
     for is_four, topic in topics.items():
         seen = independent.read_topic(pipe.bootstrap, topic, decided=True)
         expected = [(k, b"<%s>" % v) for k, v in pipe.sent if int(v) % 2 == 0 and (int(v) % 4 == 0) == is_four]
@@ -84,8 +92,13 @@ class Last(onceflow.Processor):
         yield onceflow.Record(key, records[-1].value)
 
 
-def test_maps_around_a_union_and_before_and_after_a_process_step(
-    onceflow_broker: str, onceflow_spark: Any, make_topic: Callable[..., str], tmp_path: Path
+@pytest.mark.parametrize(
+    "engine, behind",
+    [("spark", True), ("spark", False), ("direct", False)],
+    ids=["spark, also behind", "spark", "direct"],
+)
+def test_maps_around_a_union_and_around_a_process_step(
+    onceflow_broker: str, onceflow_spark: Any, make_topic: Callable[..., str], tmp_path: Path, engine: str, behind: bool
 ) -> None:
     one, other, target = make_topic(partitions=2), make_topic(partitions=1), make_topic(partitions=2)
     independent.fill(onceflow_broker, one, [(b"k%d" % n, b"one") for n in range(5)])
@@ -105,15 +118,19 @@ def test_maps_around_a_union_and_before_and_after_a_process_step(
         )
         rows = flow.map(both, script["shout"], schema=text)
         assert rows.schema.fields[1].nullable, "the function is free to leave values out"
-        stepped = flow.process(rows, Last(), table=f"{one}-last", state_dir=tmp_path)
-        marked = flow.map(
-            stepped.select("key", "value"),
-            lambda b: b.set_column(1, "value", pc.binary_join_element_wise(b.column(1), b"!", b"")),
-        )
-        query = flow.write(marked, topic=target, once=True).start()
+        written = flow.process(rows, Last(), table=f"{one}-last", state_dir=tmp_path)
+        if behind:
+            written = flow.map(
+                written.select("key", "value"),
+                lambda b: b.set_column(1, "value", pc.binary_join_element_wise(b.column(1), b"!", b"")),
+            )
+        query = flow.write(written, topic=target, once=True, engine=engine).start()
         query.awaitTermination(60)
-    seen = {(record.key, record.value) for record in independent.read_topic(onceflow_broker, target, decided=True)}
-    assert seen == {(b"k%d" % n, b"ONE!" if n < 5 else b"TWO!") for n in range(9)}
+        assert query.engine == engine
+    outputs = independent.read_topic(onceflow_broker, target, decided=True)
+    seen = {(record.key, record.value) for record in outputs}
+    end = b"!" if behind else b""
+    assert seen == {(b"k%d" % n, (b"ONE" if n < 5 else b"TWO") + end) for n in range(9)}
 
 
 def refuse(batch: pa.RecordBatch) -> pa.RecordBatch:
@@ -127,6 +144,8 @@ REFUSED = ProcessorError, "Flow.map: refuse failed for a batch of 3 rows: ValueE
     "where, function, kind, words",
     [
         ("tasks", refuse, *REFUSED),
+        ("direct", refuse, *REFUSED),
+        ("before a direct step", refuse, *REFUSED),
         ("after a step", refuse, *REFUSED),
         (
             "driver",
@@ -134,8 +153,13 @@ REFUSED = ProcessorError, "Flow.map: refuse failed for a batch of 3 rows: ValueE
             SchemaError,
             "Flow.map: <lambda> returned a batch without",
         ),
+        (
+            "direct",
+            lambda batch: batch.drop_columns(["key"]),
+            SchemaError,
+            "Flow.map: <lambda> returned a batch without",
+        ),
     ],
-    ids=["tasks", "after a step", "driver"],
 )
 def test_a_wrong_result_stops_the_flow(
     onceflow_broker: str, onceflow_spark: Any, make_topic: Callable[..., str], tmp_path: Path,
@@ -147,8 +171,12 @@ def test_a_wrong_result_stops_the_flow(
         rows = flow.read(source)
         if where == "after a step":
             rows = flow.process(rows, Last(), table=f"{source}-last", state_dir=tmp_path).select("key", "value")
-        options = {"small_batch_rows": 4000} if where == "driver" else {}
-        query = flow.write(flow.map(rows, function), topic=target, **options).start()
+        rows = flow.map(rows, function)
+        if where == "before a direct step":
+            rows = flow.process(rows, Last(), table=f"{source}-last", state_dir=tmp_path)
+        options: dict[str, Any] = {"small_batch_rows": 4000} if where == "driver" else {}
+        options["engine"] = "direct" if "direct" in where else "spark"
+        query = flow.write(rows, topic=target, **options).start()
         with pytest.raises(kind, match=words) as caught:
             query.processAllAvailable()
     error = caught.value
@@ -219,11 +247,14 @@ def test_a_module_that_only_the_driver_has_is_told_at_the_start(
     with onceflow.Flow(f"only-{source}", onceflow_spark, bootstrap_servers=onceflow_broker) as flow:
         rows = flow.map(flow.read(source), module.clean)
         with pytest.raises(EnvironmentUnusableError, match="'onceflow_test_only_here', which the function clean needs"):
-            flow.write(rows, topic=target).start()
+            flow.write(rows, topic=target, engine="spark").start()
+        # No task imports it for a direct query.
+        flow.write(rows, topic=target, once=True, engine="direct").start().awaitTermination(60)
 
 
+@pytest.mark.parametrize("engine", ["spark", "direct"])
 def test_a_time_zone_of_the_session_does_not_move_times(
-    onceflow_broker: str, onceflow_spark: Any, make_topic: Callable[..., str]
+    onceflow_broker: str, onceflow_spark: Any, make_topic: Callable[..., str], engine: str
 ) -> None:
     source, target = make_topic(partitions=1), make_topic(partitions=1)
     independent.fill(onceflow_broker, source, [(b"k", b"v")])
@@ -232,11 +263,13 @@ def test_a_time_zone_of_the_session_does_not_move_times(
     try:
         with onceflow.Flow(f"zone-{source}", onceflow_spark, bootstrap_servers=onceflow_broker) as flow:
             rows = flow.map(flow.read(source).select("value", "timestamp"), _later)
-            query = flow.write(rows.where(F.col("value") == b"2021-01-01 00:00:01+00:00"), topic=target, once=True)
-            query.start().awaitTermination(60)
+            if engine == "spark":
+                rows = rows.where(F.col("value") == b"2021-01-01 00:00:01+00:00")
+            flow.write(rows, topic=target, once=True, engine=engine).start().awaitTermination(60)
     finally:
         onceflow_spark.conf.set("spark.sql.session.timeZone", before)
     (seen,) = independent.read_topic(onceflow_broker, target, decided=True)
+    assert seen.value == b"2021-01-01 00:00:01+00:00"
     assert seen.timestamp_ms == 1_609_459_201_000
 
 
