@@ -38,7 +38,7 @@ class KnownFlow:
     def write(self, df: Any, **options: Any) -> Any:
         KnownFlow.asked["write"] = options
         batches = [SimpleNamespace(path=path) for path in ("2 tasks", "driver", "driver")]
-        query = SimpleNamespace(awaitTermination=lambda: None, batches=batches)
+        query = SimpleNamespace(awaitTermination=lambda: None, batches=batches, engine="direct")
         return SimpleNamespace(start=lambda: query)
 
 
@@ -52,7 +52,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
     always = {"B_BOOTSTRAP": "b:1", "B_NAME": "f", "B_IN": "in", "B_OUT": "out", "B_COMMIT_MS": "250"}
 
     def run(**given: str) -> dict[str, Any]:
-        for name in ("B_WORKLOAD", "B_ENGINE", "B_GUARANTEE", "B_VARIANT", "B_PATHS", "B_PARENT"):
+        for name in ("B_WORKLOAD", "B_ENGINE", "B_GUARANTEE", "B_VARIANT", "B_RAN", "B_PARENT"):
             monkeypatch.delenv(name, raising=False)
         for name, value in {**always, "B_STATE": str(tmp_path), **given}.items():
             monkeypatch.setenv(name, value)
@@ -64,7 +64,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
 
 
 def test_the_service_copies_unless_asked_for_balances(asked: Any, tmp_path: Path) -> None:
-    copied = asked(B_PATHS=str(tmp_path / "paths"))
+    copied = asked(B_RAN=str(tmp_path / "ran"))
     assert copied == {
         "name": "f",
         "servers": "b:1",
@@ -76,7 +76,7 @@ def test_the_service_copies_unless_asked_for_balances(asked: Any, tmp_path: Path
             "partitioner": "source",
         },
     }
-    assert json.loads((tmp_path / "paths").read_text()) == ["2 tasks", "driver"]
+    assert json.loads((tmp_path / "ran").read_text()) == {"engine": "direct", "paths": ["2 tasks", "driver"]}
     assert asked(B_WORKLOAD="w1") == copied
     balances = asked(B_WORKLOAD="w2", B_RECORDS_PER_BATCH="500")
     assert balances["read"] == ("in", {"max_records_per_batch": 500})

@@ -203,7 +203,7 @@ class _Run:
             "B_OUT": target,
             "B_COMMIT_MS": str(self._setting.trigger_ms),
             "B_STATE": str(folder),
-            "B_PATHS": str(folder / "paths"),
+            "B_RAN": str(folder / "ran"),
             **given,
         }
 
@@ -265,12 +265,13 @@ class _Run:
     def _measured(self, probed: latency.Probed, folder: Path) -> Measured:
         seen, setting = probed.latencies_ms, self._setting
         problem = probed.problem or ("" if seen else "no record of the measured time came out")
-        paths = json.loads((folder / "paths").read_text()) if (folder / "paths").exists() else []
+        ran = json.loads((folder / "ran").read_text()) if (folder / "ran").exists() else {"engine": None, "paths": []}
         figures = {
             "bench": "latency",
             "workload": setting.workload,
             "engine": setting.engine,
-            "path": "/".join(paths),
+            "ran_by": ran["engine"],
+            "path": "/".join(ran["paths"]),
             "trigger_ms": setting.trigger_ms,
             "records_per_second": setting.records_per_second,
             "value_bytes": len(records_of(setting.workload, setting.value_bytes).record(0)[1]),

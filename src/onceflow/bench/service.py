@@ -11,7 +11,7 @@
 - ``B_ENGINE``: ``auto``, ``direct`` or ``spark``; it is given to ``Flow.write`` when it is set.
 - ``B_RECORDS_PER_BATCH``: bounds a batch of balances (100,000): of a backlog, so many records are one transaction.
 - ``B_VARIANT``: balances by ``records`` (the default) or by ``columns``.
-- ``B_PATHS``: a file, for the ways in which the last batches were run (``BatchSummary.path``), as a list in JSON.
+- ``B_RAN``: a file, for the engine and the ways in which it ran the last batches (``BatchSummary.path``), in JSON.
 - ``B_PARENT``: the process that has started it. When that has ended, the service stops by itself.
 """
 
@@ -48,8 +48,9 @@ def main() -> None:
     if parent := os.environ.get("B_PARENT"):
         threading.Thread(target=_stop_with, args=(int(parent), query, stopped), daemon=True).start()
     query.awaitTermination()
-    if paths := os.environ.get("B_PATHS"):
-        Path(paths).write_text(json.dumps(list(dict.fromkeys(batch.path for batch in query.batches))))
+    if ran := os.environ.get("B_RAN"):
+        paths = list(dict.fromkeys(batch.path for batch in query.batches))
+        Path(ran).write_text(json.dumps({"engine": query.engine, "paths": paths}))
 
 
 def _started() -> Any:
